@@ -1,0 +1,10 @@
+"""`python -m flowgrpo` is the command `flowgrpo`."""
+
+from __future__ import annotations
+
+import sys
+
+from flowgrpo.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

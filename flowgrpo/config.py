@@ -1,0 +1,273 @@
+"""The one typed configuration: what a recipe may say, checked before anything is loaded.
+
+A recipe is a YAML file that states differences from these defaults. Dotted overrides (`--train.lr=1e-4`) go through the
+same check. An unknown key is an error that gives its path and the nearest right key. Nothing is rewritten after
+parsing: the resolved configuration is saved with every run and runs again as it is.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic.fields import FieldInfo
+
+from flowgrpo.errors import UserError
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML in which 1e-4 is a number: YAML 1.1 asks for 1.0e-4 and would leave the text "1e-4"."""
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes what `_Loader` would take for a number."""
+
+
+for _yaml in (_Loader, _Dumper):
+    _yaml.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"),
+                                list("-+.0123456789"))
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=False, allow_inf_nan=False)
+
+
+class Picture(Section):
+    """What the pipeline is asked for; None leaves the pipeline's own default."""
+
+    height: int | None = Field(None, ge=8)
+    width: int | None = Field(None, ge=8)
+    frames: int | None = Field(None, ge=1, description="number of frames, for video pipelines")
+    call: dict[str, Any] = Field({}, description="further arguments of the pipeline's call: {max_sequence_length: 77}")
+
+
+class Adapter(Section):
+    """What is trained: a LoRA (rank >= 1) on the denoiser, or with `rank: 0` all of the denoiser's weights."""
+
+    rank: int = Field(32, ge=0)
+    alpha: float | None = Field(None, gt=0, description="LoRA alpha; None means 2 * rank")
+    targets: list[str] = Field(["to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj",
+                                "to_add_out"], description="names of the modules that get an adapter")
+
+
+class Train(Section):
+    """The training loop: its geometry, its sampler and its optimiser."""
+
+    epochs: int = Field(100, ge=1, description="rollout rounds; each draws prompts, samples groups and updates")
+    prompts: int = Field(8, ge=1, description="prompts per epoch, over all processes")
+    group: int = Field(12, ge=2, description="samples per prompt")
+    micro_batch: int = Field(8, ge=1, description="rows that go through the denoiser at once")
+    updates: int = Field(1, ge=1, description="optimiser steps per pass over an epoch's samples")
+    inner_epochs: int = Field(1, ge=1, description="passes over an epoch's samples")
+    steps: int = Field(10, ge=2, description="denoising steps of a rollout")
+    guidance: float = Field(1.0, ge=0, description="guidance scale of the rollout and of its replay")
+    grid: Literal["shifted", "stock"] = Field("shifted", description="shift(linspace(1, 0)) or the pipeline's own")
+    shift: float = Field(3.0, gt=0, description="the shift of the `shifted` grid")
+    lr: float = Field(3e-4, gt=0)
+    warmup: int = Field(0, ge=0, description="optimiser steps of linear warm-up")
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    weight_decay: float = Field(1e-4, ge=0)
+    betas: tuple[float, float] = (0.9, 0.999)
+    clip_grad: float = Field(1.0, gt=0, description="largest norm of the gradient")
+    checkpointing: bool = Field(False, description="gradient checkpointing in the denoiser")
+    ema: float = Field(0.0, ge=0, lt=1, description="decay of the moving average of the weights; 0 keeps none")
+    save_every: int = Field(50, ge=1, description="epochs between checkpoints; the last epoch is always saved")
+    keep: int = Field(2, ge=1, description="checkpoints kept")
+
+
+class Eval(Section):
+    """Evaluation on held-out prompts, with the pipeline's own scheduler."""
+
+    steps: int = Field(20, ge=1)
+    guidance: float = Field(4.5, ge=0, description="guidance scale of the evaluation, before and after alike")
+    every: int = Field(0, ge=0, description="epochs between pictures and held-out scores; 0: only before and after")
+    prompts: int = Field(64, ge=1, description="held-out prompts, evenly spread over the file")
+    samples: int = Field(1, ge=1, description="pictures per held-out prompt")
+    weights: Literal["current", "ema"] = Field("current", description="which weights are evaluated and saved")
+    grid: int = Field(12, ge=1, description="prompts in the before/after picture")
+    rewards: list[str] = Field([], description="further rewards that are measured and never trained on")
+
+
+class Config(Section):
+    """Everything a run needs; see the sections for their fields."""
+
+    name: str = Field("run", min_length=1, description="the run's folder below `output`")
+    model: str = Field("starter", description="`starter`, a local directory, or a hub id")
+    method: str = Field("mix_grpo", description="presets joined by +, applied from left to right")
+    parts: dict[str, Any] = Field({}, description="fields of the method's parts, such as {plan: {size: 2}}")
+    reward: str | dict[str, float] = Field("scene_graded", min_length=1,
+                                           description="a reward, or rewards with their weights")
+    prompts: str = Field("starter", description="`starter`, or a .txt, .jsonl or .csv file")
+    held_out: float | str = Field(0.1, description="share of the prompts that is never trained on, or a file of them")
+    negative_prompt: str = ""
+    output: str = "runs"
+    seed: int = Field(0, ge=0)
+    device: Literal["auto", "cuda", "mps", "cpu"] = "auto"
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    tracker: Literal["tensorboard", "wandb", "none"] = "tensorboard"
+    trust_remote_code: bool = Field(False, description="run code that comes with a model from a hub")
+    picture: Picture = Picture()
+    adapter: Adapter = Adapter()
+    train: Train = Train()
+    eval: Eval = Eval()
+
+    @property
+    def rewards(self) -> dict[str, float]:
+        """Reward names with their weights."""
+        return {self.reward: 1.0} if isinstance(self.reward, str) else self.reward
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.output) / self.name
+
+    def yaml(self) -> str:
+        return yaml.dump(self.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+
+
+def load(recipe: str | Path | None, overrides: dict[str, Any] | None = None) -> Config:
+    """Read a recipe and lay dotted overrides (`{"train.lr": "1e-4"}`; values in YAML's notation) over it.
+
+    Raises UserError, in one line, for a missing or broken file, an unknown key, a wrong type or range; a mistake in the
+    recipe is told with the recipe's name, one in an override with the option's.
+    """
+    raw = read_yaml(Path(recipe)) if recipe else {}
+    if recipe:
+        raw.setdefault("name", Path(recipe).stem)
+        validate(raw, where=str(recipe))
+    for path, value in (overrides or {}).items():
+        _assign(raw, path, _value(path, value) if isinstance(value, str) else value)
+    return validate(raw)
+
+
+def validate(raw: dict[str, Any], where: str = "the options") -> Config:
+    """Check a nested dictionary; UserError names the first wrong key with its path."""
+    try:
+        return Config.model_validate(raw)
+    except ValidationError as error:
+        raise UserError(f"{where}: {_explain(error.errors())}") from None
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise UserError(f"no recipe at {path}: expected a YAML file, such as configs/starter.yaml")
+    try:
+        raw = yaml.load(path.read_text(encoding="utf-8"), _Loader)
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} is not valid YAML: {_broken(error)}") from None
+    if not isinstance({} if raw is None else raw, dict):
+        raise UserError(f"{path}: expected keys with values at the top, got a {type(raw).__name__}")
+    return raw or {}
+
+
+def fields(section: type[Section] = Config, prefix: str = "") -> dict[str, FieldInfo]:
+    """All dotted keys of the configuration with what they hold, in order."""
+    found: dict[str, FieldInfo] = {}
+    for name, field in section.model_fields.items():
+        inner = getattr(field.annotation, "model_fields", None) is not None
+        found |= fields(field.annotation, f"{prefix}{name}.") if inner else {prefix + name: field}
+    return found
+
+
+def keys() -> list[str]:
+    """All dotted keys of the configuration."""
+    return list(fields())
+
+
+def owner(path: str) -> str | None:
+    """The key that a dotted path sets: itself, or the one whose value it reaches into (`parts` for parts.plan.size)."""
+    return next((key for key in keys() if path == key or path.startswith(key + ".")), None)
+
+
+def _value(path: str, text: str) -> Any:
+    """An override's value in YAML's notation; where the key holds text, the text as it stands."""
+    if path in fields() and fields()[path].annotation is str:
+        return text
+    try:
+        return yaml.load(text, _Loader)
+    except yaml.YAMLError as error:
+        raise UserError(f"--{path}: {text!r} is not valid YAML: {_broken(error)}") from None
+
+
+def _broken(error: yaml.YAMLError | UnicodeDecodeError) -> str:
+    mark = getattr(error, "problem_mark", None)
+    return f"{error.problem} (line {mark.line + 1}, column {mark.column + 1})" if mark else " ".join(str(error).split())
+
+
+def _assign(raw: dict[str, Any], path: str, value: Any) -> None:
+    *sections, key = path.split(".")
+    for part in sections:
+        if raw.get(part) is None:
+            raw[part] = {}
+        raw = raw[part]
+        if not isinstance(raw, dict):
+            raise UserError(f"--{path}: {part} is a value, not a section, and has no key {key!r}")
+    raw[key] = value
+
+
+def _explain(errors: list[dict[str, Any]]) -> str:
+    first = _dotted(errors[0]["loc"])
+    if "." in first and errors[0]["loc"] == (first,) and first in keys():
+        section, _, name = first.rpartition(".")
+        return f"unknown key {first!r}: in a file, write {name!r} below {section!r}"
+    if errors[0]["type"] == "extra_forbidden":
+        return f"unknown key {first!r}{nearest_key(first, keys() if '.' in first else [*keys(), *sections()])}"
+    key = owner(first) or first
+    # A union reports every type it tried, with the type's name in the path; the one that went deepest was meant.
+    tried = [error for error in errors if f"{_dotted(error['loc'])}.".startswith(f"{key}.")]
+    tried = [error for error in tried if len(error["loc"]) == max(len(other["loc"]) for other in tried)]
+    inside = [str(part) for part in tried[0]["loc"][key.count(".") + 1:] if part not in _UNION_TAGS]
+    expected = " or ".join(dict.fromkeys(_expected(error["msg"]) for error in tried))
+    return f"{'.'.join([key, *inside])}: got {tried[0]['input']!r}, expected {expected}"
+
+
+_UNION_TAGS = ("str", "float", "dict[str,float]")
+
+
+def _dotted(location: tuple[str | int, ...]) -> str:
+    return ".".join(str(part) for part in location)
+
+
+def _expected(message: str) -> str:
+    """Pydantic's message as the end of a sentence that begins with "expected"."""
+    for pattern, words in _PHRASES:
+        message = re.sub(pattern, words, message)
+    return message[0].lower() + message[1:]
+
+
+_PHRASES = (
+    (r"^Input should be a valid dictionary or instance of .*", "keys with values"),
+    (r"^Input should be (?=greater|less)", "a number "),
+    (r"^(Input|Keys) should be |, unable to .*|, got a number .*", ""),
+    (r"^\w+ should have (.*?)( after validation.*)?$", r"\1"),
+    (r"^Field required$", "one more value"),
+)
+
+
+def sections() -> list[str]:
+    return sorted({key.rpartition(".")[0] for key in keys()} - {""})
+
+
+def nearest_key(path: str, choices: list[str]) -> str:
+    """`nearest` for an unknown key; where none is near, the keys of the section that was meant."""
+    inside = [key for key in keys() if key.startswith((path if path in sections() else path.rpartition(".")[0]) + ".")]
+    told = nearest(path, choices)
+    if told.startswith(":") and path not in sections():
+        return told
+    return f"; there are: {', '.join(inside or [key for key in [*keys(), *sections()] if '.' not in key])}"
+
+
+def nearest(word: str, choices: list[str]) -> str:
+    """The end of an error about an unknown word: its nearest right one, or all there are.
+
+    Of dotted words the last part counts first, so that `lr` finds `train.lr`, and `eval.stepss` finds `eval.steps`.
+    """
+    def likeness(choice: str) -> tuple[float, float]:
+        ends = word.rpartition(".")[2], choice.rpartition(".")[2]
+        return difflib.SequenceMatcher(None, *ends).ratio(), difflib.SequenceMatcher(None, word, choice).ratio()
+
+    best = max(choices, key=likeness, default="")
+    return f": did you mean {best!r}?" if likeness(best)[0] >= 0.5 else f"; there are: {', '.join(choices) or 'none'}"

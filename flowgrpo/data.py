@@ -1,0 +1,215 @@
+"""Prompts: reading them from a file, holding some out, and drawing those of an epoch.
+
+A prompt file is one of
+- `.txt`: one prompt per line; blank lines are passed over;
+- `.jsonl`: one object per line with `prompt` and, where wanted, `negative_prompt`, `metadata` (an object that the
+  rewards receive), `image` (a path, relative to the prompt file) and `weight` (a positive number);
+- `.csv`: the same names as columns; `metadata` cells hold JSON, empty cells count as absent.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from flowgrpo.config import Config, nearest
+from flowgrpo.errors import UserError
+
+KEYS = ("prompt", "negative_prompt", "metadata", "image", "weight")
+STARTER = Path(__file__).parent / "starter"
+SPLIT_SEED = 0  # the run's seed does not choose the held-out prompts: runs that differ in it are measured on the same
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt; `image` is the path of a reference picture, `weight` its relative frequency in training."""
+
+    text: str
+    negative: str | None = None
+    metadata: dict[str, Any] = field(default_factory=dict, hash=False)
+    image: str | None = None
+    weight: float = 1.0
+
+
+def load_prompts(path: str | Path) -> list[Prompt]:
+    """Read a .txt, .jsonl or .csv file; UserError names the file and the line of a mistake."""
+    path = Path(path)
+    readers = {".txt": _read_txt, ".jsonl": _read_jsonl, ".csv": _read_csv}
+    if path.suffix not in readers:
+        raise UserError(f"prompts {path}: expected a .txt, .jsonl or .csv file, got {path.suffix or 'no ending'!r}")
+    if not path.is_file():
+        raise UserError(f"prompts {path}: no such file")
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UserError(f"prompts {path}: not UTF-8 text ({error.reason} at byte {error.start})") from None
+    prompts = [_prompt(record, path, line) for line, record in readers[path.suffix](text, path)]
+    if not prompts:
+        raise UserError(f"prompts {path}: the file holds no prompt")
+    return prompts
+
+
+Records = Iterator[tuple[int, dict[str, Any]]]  # line number, counted from 1, and the record's keys
+
+
+def _read_txt(text: str, path: Path) -> Records:
+    for line, prompt in enumerate(text.split("\n"), 1):
+        if prompt.strip():
+            yield line, {"prompt": prompt}
+
+
+def _read_jsonl(text: str, path: Path) -> Records:
+    for line, record in enumerate(text.split("\n"), 1):
+        if record.strip():
+            yield line, _json(record, path, line)
+
+
+def _read_csv(text: str, path: Path) -> Records:
+    reader = csv.DictReader(io.StringIO(text, newline=""), strict=True, skipinitialspace=True)
+    try:
+        if text.strip() and "prompt" not in reader.fieldnames:
+            raise _wrong(path, 1, f"expected the heading 'prompt' in the first line, got {reader.fieldnames!r}")
+        for record in reader:
+            line = reader.line_num
+            if None in record:
+                raise _wrong(path, line, f"{len(reader.fieldnames) + len(record[None])} cells under "
+                                         f"{len(reader.fieldnames)} headings: quote prompts that hold a comma")
+            record = {key: cell for key, cell in record.items() if cell}
+            if "metadata" in record:
+                record["metadata"] = _json(record["metadata"], path, line)
+            yield line, record
+    except csv.Error as error:
+        raise _wrong(path, reader.line_num, f"not valid CSV: {error}") from None
+
+
+def _json(text: str, path: Path, line: int) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise _wrong(path, line, f"not valid JSON: {error.msg} (column {error.colno})") from None
+
+
+def _prompt(record: Any, path: Path, line: int) -> Prompt:
+    if not isinstance(record, dict):
+        raise _wrong(path, line, f"expected an object with the key 'prompt', got {record!r}")
+    for key in record:
+        if key not in KEYS:
+            raise _wrong(path, line, f"unknown key {key!r}{nearest(key, list(KEYS))} (other facts go into `metadata`)")
+    text, negative, metadata = record.get("prompt"), record.get("negative_prompt"), record.get("metadata")
+    if not isinstance(text, str) or not text.strip():
+        raise _wrong(path, line, f"expected a text under 'prompt', got {text!r}")
+    if not isinstance(negative, str | None):
+        raise _wrong(path, line, f"expected a text under 'negative_prompt', got {negative!r}")
+    if not isinstance(metadata, dict | None):
+        raise _wrong(path, line, f"expected an object under 'metadata', got {metadata!r}")
+    return Prompt(text.strip(), negative, metadata or {}, _image(record.get("image"), path, line),
+                  _weight(record.get("weight"), path, line))
+
+
+def _image(name: Any, path: Path, line: int) -> str | None:
+    if name is None:
+        return None
+    if not isinstance(name, str):
+        raise _wrong(path, line, f"expected a path under 'image', got {name!r}")
+    if not (path.parent / name).is_file():
+        raise _wrong(path, line, f"no image at {path.parent / name}")
+    return str(path.parent / name)
+
+
+def _weight(value: Any, path: Path, line: int) -> float:
+    if value is None:
+        return 1.0
+    try:
+        weight = float(value)
+    except (TypeError, ValueError):
+        weight = math.nan
+    if isinstance(value, bool) or not 0 < weight < math.inf:
+        raise _wrong(path, line, f"expected a positive number under 'weight', got {value!r}")
+    return weight
+
+
+def _wrong(path: Path, line: int, what: str) -> UserError:
+    return UserError(f"prompts {path}, line {line}: {what}")
+
+
+def split(prompts: list[Prompt], held_out: float | str, seed: int) -> tuple[list[Prompt], list[Prompt]]:
+    """Part prompts into (train, held out); no text is ever on both sides.
+
+    A share holds out that part of the different texts (rounded, at least one), chosen by a permutation that depends on
+    the texts and the seed alone. A path is read as the held-out prompts, and their texts leave the training side.
+    UserError where a side is left empty.
+    """
+    if isinstance(held_out, str):
+        held = load_prompts(held_out)
+        texts = {prompt.text for prompt in held}
+    else:
+        texts = _share(sorted({prompt.text for prompt in prompts}), held_out, seed)
+        held = [prompt for prompt in prompts if prompt.text in texts]
+    train = [prompt for prompt in prompts if prompt.text not in texts]
+    if not train:
+        raise UserError(f"held_out: {held_out!r} holds out every prompt and leaves none to train on")
+    return train, held
+
+
+def _share(texts: list[str], share: float, seed: int) -> set[str]:
+    if not 0 < share < 1:
+        raise UserError(f"held_out: got {share!r}, expected a share between 0 and 1, or a prompt file")
+    if len(texts) < 2:
+        raise UserError(f"held_out: {len(texts)} different prompts cannot be parted into training and held-out ones: "
+                        f"give more prompts, or a file of held-out prompts")
+    count = max(1, round(share * len(texts)))
+    return {texts[i] for i in np.random.default_rng(seed).permutation(len(texts))[:count]}
+
+
+def draw(prompts: list[Prompt], count: int, epoch: int, seed: int) -> list[Prompt]:
+    """The prompts of one epoch: a pure function of its arguments, so that a resumed run needs no state.
+
+    No prompt comes twice in an epoch unless `count` exceeds their number n; then each comes count // n times, and only
+    the rest is drawn. Where all weights are equal, epochs walk through the data: every n draws in a row, counted from
+    the start, are one permutation. Otherwise an epoch is drawn with probabilities in proportion to the weights.
+    """
+    whole, rest = divmod(count, len(prompts))
+    weights = np.array([prompt.weight for prompt in prompts])
+    if (weights == weights[0]).all():
+        chosen = _walk(len(prompts), rest, epoch, seed)
+    else:
+        rng = np.random.default_rng([seed, epoch])
+        chosen = rng.choice(len(prompts), rest, replace=False, p=weights / weights.sum())
+    return prompts * whole + [prompts[i] for i in chosen]
+
+
+def _walk(n: int, count: int, epoch: int, seed: int) -> np.ndarray:
+    """Indices [count] at `epoch * count` of an endless row of permutations of n > count.
+
+    Where an epoch runs over the end of one permutation, the next begins with others than that epoch already has.
+    """
+    if not count:
+        return np.empty(0, int)
+    start, order = epoch * count, np.empty(0, int)
+    last = (start + count - 1) // n
+    for number in range(last + 1):
+        before, order = order, np.random.default_rng([seed, number]).permutation(n)
+        given = number * n % count  # how many of the epoch at hand came from the permutation before
+        fresh = order[~np.isin(order, before[n - given:])][:count - given]
+        order = np.concatenate([fresh, order[~np.isin(order, fresh)]])
+    offset = start - max(last - 1, 0) * n
+    return np.concatenate([before, order])[offset:offset + count]
+
+
+def resolve(config: Config) -> tuple[list[Prompt], list[Prompt]]:
+    """The (training, held-out) prompts of a configuration.
+
+    `prompts: starter` means the files that come with the package: their own held-out file takes the place of a share.
+    """
+    if config.prompts != "starter":
+        return split(load_prompts(config.prompts), config.held_out, SPLIT_SEED)
+    held_out = config.held_out if isinstance(config.held_out, str) else str(STARTER / "held_out.jsonl")
+    return split(load_prompts(STARTER / "train.jsonl"), held_out, SPLIT_SEED)

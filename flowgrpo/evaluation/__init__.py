@@ -1,0 +1,1 @@
+"""Evaluation: what changed, in pictures and in numbers."""

@@ -1,0 +1,166 @@
+"""Pages of pictures: before and after side by side with their scores, or a plain contact sheet.
+
+A page is made of cards, one per prompt: the pictures in a row, under each its scores, under all the prompt. Small
+pictures are enlarged by whole factors, large ones shrunk, so that a page of a dozen prompts fits a screen.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from PIL import Image, ImageDraw, ImageFont
+
+if TYPE_CHECKING:
+    import torch
+
+SMALLEST, LARGEST = 160, 256  # pixels of a picture's longer side on the page
+MARGIN, BETWEEN_CARDS, BETWEEN_PICTURES = 28, 36, 14
+ASPECT = 1.5  # width over height that a page comes as near to as whole cards allow
+PAPER, INK, FAINT, FRAME = "#ffffff", "#1f2328", "#6b7280", "#d5d8dd"
+ROSE, FELL = "#15803d", "#c0262d"
+HEADING, CAPTION, SCORE = (ImageFont.load_default(size) for size in (17, 14, 13))
+
+
+@dataclass(frozen=True)
+class Row:
+    """One prompt: its pictures ([3, H, W] in [0, 1]), one per column, and the scores of each."""
+
+    caption: str
+    images: Sequence[torch.Tensor]
+    scores: Sequence[dict[str, float]]
+
+
+def draw_grid(path: str | Path, columns: Sequence[str], rows: Sequence[Row]) -> Path:
+    """Write a PNG with a card per row, several cards beside each other, and the columns' names above the pictures.
+
+    A score is green where it is above that of the row's first picture, red where it is below; NaN reads n/a.
+    """
+    assert rows and all(len(row.images) == len(row.scores) == len(columns) for row in rows)
+    pictures = [[_picture(image) for image in row.images] for row in rows]
+    cell = tuple(max(picture.size[axis] for line in pictures for picture in line) for axis in (0, 1))
+    cell = max(cell[0], SMALLEST), cell[1]
+    cards = [_card(row, line, cell) for row, line in zip(rows, pictures)]
+    page = _page(cards, columns if any(columns) else (), cell)
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    page.save(path, format="PNG")
+    return path
+
+
+def contact(path: str | Path, images: Sequence[torch.Tensor], captions: Sequence[str]) -> Path:
+    """Write a PNG of pictures ([3, H, W] in [0, 1]) with a caption under each."""
+    assert len(images) == len(captions)
+    return draw_grid(path, [""], [Row(caption, [image], [{}]) for image, caption in zip(images, captions)])
+
+
+def _picture(image: torch.Tensor) -> Image.Image:
+    """A tensor as a picture whose longer side is at least SMALLEST and at most LARGEST pixels."""
+    pixels = (image.detach().float().cpu().clamp(0, 1) * 255).round().byte().permute(1, 2, 0).numpy()
+    picture, side = Image.fromarray(pixels), max(pixels.shape[:2])
+    if side < SMALLEST:
+        factor = math.ceil(SMALLEST / side)
+        return picture.resize((picture.width * factor, picture.height * factor), Image.Resampling.NEAREST)
+    if side > LARGEST:
+        size = (max(1, round(length * LARGEST / side)) for length in picture.size)
+        return picture.resize(tuple(size), Image.Resampling.LANCZOS)
+    return picture
+
+
+def _card(row: Row, pictures: Sequence[Image.Image], cell: tuple[int, int]) -> Image.Image:
+    width = len(pictures) * (cell[0] + BETWEEN_PICTURES) - BETWEEN_PICTURES
+    caption = _wrap(row.caption, CAPTION, width)
+    lines = max(len(scores) for scores in row.scores)
+    below = cell[1] + 8
+    under = below + lines * _height(SCORE) + (6 if lines else 0)
+    card = Image.new("RGB", (width, under + len(caption) * _height(CAPTION)), PAPER)
+    pen = ImageDraw.Draw(card)
+    for column, (picture, scores) in enumerate(zip(pictures, row.scores)):
+        left = column * (cell[0] + BETWEEN_PICTURES)
+        corner = left + (cell[0] - picture.width) // 2, (cell[1] - picture.height) // 2
+        card.paste(picture, corner)
+        pen.rectangle((*corner, corner[0] + picture.width - 1, corner[1] + picture.height - 1), outline=FRAME)
+        for line, (name, value) in enumerate(scores.items()):
+            _score(pen, (left, below + line * _height(SCORE)), cell[0], name, value, row.scores[0].get(name, value))
+    for line, text in enumerate(caption):
+        pen.text((0, under + line * _height(CAPTION)), text, INK, CAPTION)
+    return card
+
+
+def _score(pen: ImageDraw.ImageDraw, at: tuple[int, int], width: int, name: str, value: float, before: float) -> None:
+    """A line of a score: its name on the left, its value on the right with a mark where it rose or fell."""
+    text, old = _number(value), _number(before)
+    change = 0 if text == old or math.isnan(value) or math.isnan(before) else 1 if value > before else -1
+    colour = {1: ROSE, 0: INK, -1: FELL}[change]
+    left = at[0] + width - SCORE.getlength(text)
+    pen.text((left, at[1]), text, colour, SCORE)
+    pen.text(at, _shorten(name.rpartition("/")[2], SCORE, left - at[0] - 20), FAINT, SCORE)
+    if change:
+        x, y = left - 10, at[1] + 9
+        pen.polygon([(x - 4, y + 3 * change), (x + 4, y + 3 * change), (x, y - 4 * change)], fill=colour)
+
+
+def _number(value: float) -> str:
+    if math.isnan(value):
+        return "n/a"
+    return f"{value:.3f}" if abs(value) < 10 else f"{value:.1f}"
+
+
+def _page(cards: Sequence[Image.Image], columns: Sequence[str], cell: tuple[int, int]) -> Image.Image:
+    across = min(range(1, len(cards) + 1), key=lambda n: _misfit(cards, n))
+    lines = [cards[start:start + across] for start in range(0, len(cards), across)]
+    top = MARGIN + (_height(HEADING) + 6 if columns else 0)
+    width = 2 * MARGIN + across * (cards[0].width + BETWEEN_CARDS) - BETWEEN_CARDS
+    height = top + sum(max(card.height for card in line) + BETWEEN_CARDS for line in lines) - BETWEEN_CARDS + MARGIN
+    page = Image.new("RGB", (width, height), PAPER)
+    for place in range(across):
+        _headings(ImageDraw.Draw(page), MARGIN + place * (cards[0].width + BETWEEN_CARDS), columns, cell[0])
+    for line in lines:
+        for place, card in enumerate(line):
+            page.paste(card, (MARGIN + place * (card.width + BETWEEN_CARDS), top))
+        top += max(card.height for card in line) + BETWEEN_CARDS
+    return page
+
+
+def _misfit(cards: Sequence[Image.Image], across: int) -> float:
+    """How far a page with so many cards beside each other is from ASPECT, and the share of places left empty."""
+    lines = math.ceil(len(cards) / across)
+    height = lines * (max(card.height for card in cards) + BETWEEN_CARDS)
+    empty = (across * lines - len(cards)) / len(cards)
+    return abs(math.log(across * (cards[0].width + BETWEEN_CARDS) / height / ASPECT)) + empty
+
+
+def _headings(pen: ImageDraw.ImageDraw, left: int, columns: Sequence[str], width: int) -> None:
+    for column, name in enumerate(columns):
+        middle = left + column * (width + BETWEEN_PICTURES) + width // 2
+        pen.text((middle, MARGIN), _shorten(name, HEADING, width), INK, HEADING, anchor="ma")
+
+
+def _height(font: ImageFont.FreeTypeFont) -> int:
+    return round(font.size * 1.4)
+
+
+def _wrap(text: str, font: ImageFont.FreeTypeFont, width: int, most: int = 4) -> list[str]:
+    """Lines no wider than `width`, at most `most`; a word that is wider, and what does not fit, is shortened."""
+    lines = [""]
+    for word in text.split():
+        joined = f"{lines[-1]} {word}".strip()
+        if not lines[-1] or font.getlength(joined) <= width:
+            lines[-1] = joined
+        else:
+            lines.append(word)
+    if len(lines) > most:
+        lines[most - 1:] = [" ".join(lines[most - 1:])]
+    return [_shorten(line, font, width) for line in lines]
+
+
+def _shorten(text: str, font: ImageFont.FreeTypeFont, width: float) -> str:
+    """The text, or so much of its beginning as fits with an ellipsis."""
+    if font.getlength(text) <= width:
+        return text
+    fitting = bisect.bisect_right(range(len(text)), width, key=lambda count: font.getlength(text[:count] + "..."))
+    return text[:max(fitting - 1, 0)] + "..."

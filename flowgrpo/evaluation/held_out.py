@@ -1,0 +1,176 @@
+"""Before and after: the same held-out prompts and seeds through the pipeline's own scheduler, scored and shown.
+
+The base is measured first, with the same sampler and guidance as the tuned model, so that what is reported is the gain
+over what a user had, on prompts that were never trained on.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from flowgrpo import data, rewards
+from flowgrpo.evaluation.grid import Row, draw_grid
+from flowgrpo.samplers.rollout import seeder
+
+EVAL_SEED = 20_000  # evaluation noise does not depend on the run's seed, so that runs are compared on the same pictures
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Held-out scores: prompts [N], scores by reward name [N], pictures [n,3,H,W] of the first ones, for the grid."""
+
+    prompts: list[data.Prompt]
+    scores: dict[str, list[float]]
+    pictures: torch.Tensor
+
+    def mean(self) -> dict[str, float]:
+        return {name: _mean(values) for name, values in self.scores.items()}
+
+    def by_task(self, name: str) -> dict[str, float]:
+        """The mean of one reward per `task` in the prompts' metadata; empty where they have none."""
+        tasks = defaultdict(list)
+        for prompt, score in zip(self.prompts, self.scores[name]):
+            if "task" in prompt.metadata:
+                tasks[prompt.metadata["task"]].append(score)
+        return {task: _mean(values) for task, values in tasks.items()}
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
+def spread(prompts: list[data.Prompt], count: int) -> list[data.Prompt]:
+    """At most `count` prompts, evenly over the list."""
+    count = min(count, len(prompts))
+    return [prompts[i * len(prompts) // count] for i in range(count)]
+
+
+def measure(policy, prompts: list[data.Prompt], functions: dict[str, Any], *, steps: int, guidance: float, samples: int,
+            micro_batch: int, negative: str = "", keep: int = 0, title: str = "evaluating") -> Measured:
+    """Generate `samples` pictures per prompt with the pipeline's own scheduler and score them."""
+    pictures, scores, seed = [], [], seeder(EVAL_SEED, 0)
+    rows = [(i, k) for i in range(len(prompts)) for k in range(samples)]
+    with tqdm(total=len(rows), desc=title, unit="picture", leave=False) as bar:
+        for start in range(0, len(rows), micro_batch):
+            batch = rows[start:start + micro_batch]
+            of = [prompts[i] for i, _ in batch]
+            conditioning = policy.encode([p.text for p in of], [negative if p.negative is None else p.negative for p in of])
+            made = policy.generate(conditioning, policy.generators(seed(i, k) for i, k in batch), steps, guidance).float()
+            scores.append(rewards.score(functions, made.cpu(), [p.text for p in of], [p.metadata for p in of]))
+            pictures += [picture.cpu() for (i, k), picture in zip(batch, made) if k == 0 and i < keep]
+            bar.update(len(batch))
+    columns = torch.cat(scores).T.tolist()
+    return Measured([prompts[i] for i, _ in rows], dict(zip(functions, columns)),
+                    torch.stack(pictures) if pictures else torch.empty(0))
+
+
+def _measure(trainer, functions, title: str) -> Measured:
+    settings, config = trainer.config.eval, trainer.config
+    return measure(trainer.policy, spread(trainer.held_out, settings.prompts), functions, steps=settings.steps,
+                   guidance=settings.guidance, samples=settings.samples, micro_batch=config.train.micro_batch,
+                   negative=config.negative_prompt, keep=settings.grid, title=title)
+
+
+def before(trainer, functions: dict[str, Any], folder: Path, reuse: bool) -> Measured:
+    """The base's scores, measured once per run: a resumed run reads them back."""
+    from torchvision.io import ImageReadMode, decode_image
+    from torchvision.utils import save_image
+
+    path, evaluations = folder / "before.json", trainer.policy.evaluations
+    if not (reuse and path.exists()):
+        with trainer.policy.reference():
+            found = _measure(trainer, functions, "held-out prompts, before")
+        (folder / "before").mkdir(exist_ok=True)
+        for i, picture in enumerate(found.pictures):
+            save_image(picture, folder / "before" / f"{i:03d}.png")
+        path.write_text(json.dumps({"scores": found.scores}))
+        trainer.policy.evaluations = evaluations
+        return found
+    prompts = spread(trainer.held_out, trainer.config.eval.prompts)
+    kept = [decode_image(str(file), ImageReadMode.RGB) / 255 for file in sorted((folder / "before").glob("*.png"))]
+    return Measured([p for p in prompts for _ in range(trainer.config.eval.samples)],
+                    json.loads(path.read_text())["scores"], torch.stack(kept) if kept else torch.empty(0))
+
+
+def finish(trainer, functions: dict[str, Any], folder: Path, base: Measured) -> dict[str, Any]:
+    """Save the result, measure it, draw before beside after, and write `summary.json`."""
+    config, policy, evaluations = trainer.config, trainer.policy, trainer.policy.evaluations
+    with policy.weights.swapped(trainer.evaluated_weights()):
+        said = policy.weights.save(folder)
+        after = _measure(trainer, functions, "held-out prompts, after")
+    draw_pairs(folder / "before_after.png", base, after)
+    pictures = trainer.epoch * config.train.prompts * config.train.group
+    summary = {
+        "name": config.name, "model": config.model, "method": config.method, "seed": config.seed,
+        "evaluation": {"prompts": len(base.prompts), "samples": config.eval.samples, "steps": config.eval.steps,
+                       "guidance": config.eval.guidance, "seed": EVAL_SEED},
+        "before": base.mean(), "after": after.mean(),
+        "tasks": {name: {"before": base.by_task(name), "after": after.by_task(name)} for name in functions},
+        "seconds": round(trainer.seconds, 1), "epochs": trainer.epoch, "updates": trainer.update,
+        "denoiser_evaluations": evaluations, "sampled_pictures": pictures,
+        "rollout_evaluations_per_picture": round(trainer.rollout_evaluations / max(pictures, 1), 3),
+        "rollout_evaluations_saved_by_sharing": trainer.saved_evaluations,
+        "max_first_log_ratio": trainer.first_log_ratio, "skipped_updates": trainer.skipped,
+        "rewards": {"trained": config.rewards, "measured": list(functions)}}
+    (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    if trainer.accelerator.is_main_process:
+        print_report(summary, said, folder)
+    return summary
+
+
+def draw_pairs(path: Path, base: Measured, after: Measured) -> None:
+    """The grid PNG: base and tuned pictures of the same prompts and seeds, with their scores."""
+    samples = len(base.prompts) // max(len({id(p) for p in base.prompts}), 1)
+
+    def scores(found: Measured, i: int) -> dict[str, float]:
+        return {name: values[i * samples] for name, values in found.scores.items()}
+
+    rows = [Row(base.prompts[i * samples].text, [base.pictures[i], after.pictures[i]], [scores(base, i), scores(after, i)])
+            for i in range(len(base.pictures))]
+    draw_grid(path, ["before", "after"], rows)
+
+
+def sample_pictures(trainer, functions: dict[str, Any], folder: Path) -> dict[str, float]:
+    """Held-out scores during training, with a grid of pictures per epoch in `samples/`."""
+    evaluations = trainer.policy.evaluations
+    with trainer.policy.weights.swapped(trainer.evaluated_weights()):
+        found = _measure(trainer, functions, f"held-out prompts, epoch {trainer.epoch}")
+    trainer.policy.evaluations = evaluations
+    (folder / "samples").mkdir(exist_ok=True)
+    rows = [Row(prompt.text, [picture], [{name: values[i * trainer.config.eval.samples] for name, values in
+                                          found.scores.items()}])
+            for i, (prompt, picture) in enumerate(zip(spread(trainer.held_out, trainer.config.eval.prompts), found.pictures))]
+    draw_grid(folder / "samples" / f"epoch-{trainer.epoch:05d}.png", [f"epoch {trainer.epoch}"], rows)
+    return {f"held_out/{name}": value for name, value in found.mean().items()}
+
+
+def print_report(summary: dict[str, Any], said: str, folder: Path) -> None:
+    """The table that ends a run: held-out accuracy per task, before and after."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    for name in summary["before"]:
+        table = Table(title=f"{name} on {summary['evaluation']['prompts']} held-out pictures "
+                            f"({summary['evaluation']['steps']} steps, guidance {summary['evaluation']['guidance']:g})")
+        for heading in ("task", "before", "after", "change"):
+            table.add_column(heading, justify="left" if heading == "task" else "right")
+        tasks = summary["tasks"][name]
+        lines = [(task, tasks["before"][task], tasks["after"][task]) for task in tasks["before"]]
+        for task, old, new in [*lines, ("all", summary["before"][name], summary["after"][name])]:
+            table.add_row(task, f"{old:.3f}", f"{new:.3f}", f"{new - old:+.3f}", end_section=task != "all" and
+                          task == lines[-1][0], style="bold" if task == "all" else "")
+        console.print(table)
+    console.print(f"{summary['seconds']:.0f} s, {summary['denoiser_evaluations']:,} denoiser evaluations "
+                  f"({summary['rollout_evaluations_per_picture']:.2f} per sampled picture in the rollout; shared prefixes "
+                  f"saved {summary['rollout_evaluations_saved_by_sharing']:,}), "
+                  f"largest first |log ratio| {summary['max_first_log_ratio']:.1e}", highlight=False)
+    console.print(said, highlight=False)
+    console.print(f"before and after: {folder / 'before_after.png'}", highlight=False)

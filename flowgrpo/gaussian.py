@@ -1,0 +1,56 @@
+"""The density of a Gaussian transition: the only place where one is written.
+
+Everything is a mean over the non-batch dimensions, never a sum (the convention of every released image trainer): the
+clip ranges of the presets are in this unit, and the joint log-density is D times larger, D the number of latent values.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from flowgrpo.types import Gaussian, wide
+
+
+def log_prob(gaussian: Gaussian, x: Tensor) -> Tensor:
+    """Log-density of x [B, *D] under the Gaussian, averaged over *D: [B], float32 or wider, constants included.
+
+    Raises ValueError where the deviation is not positive. The check is free as long as std lives on the CPU, which
+    a kernel's does when its grid does.
+    """
+    _require_noise(gaussian)
+    mean, std, x = wide(gaussian.mean, gaussian.std, x)
+    density = -((x - mean) / std).square() / 2 - std.log() - math.log(2 * math.pi) / 2
+    return _mean_over_dims(density)
+
+
+def kl(p: Gaussian, q: Gaussian) -> Tensor:
+    """KL(p || q) of two Gaussians of equal std, averaged over *D: mean((mean_p - mean_q)^2) / (2 std^2), [B].
+
+    std is the deviation of the whole step, sqrt(delta) included: the KL of the Flow-GRPO paper (2505.05470), and not
+    the 2 g^2 denominator of its later code, whose coefficients are about ten times larger. Raises as `log_prob` does.
+    """
+    assert p.std is q.std or torch.equal(p.std, q.std), "kl is for transitions of one kernel, step and grid"
+    _require_noise(p)
+    mean_p, mean_q, std = wide(p.mean, q.mean, p.std)
+    return _mean_over_dims(((mean_p - mean_q) / std).square() / 2)
+
+
+def sample(gaussian: Gaussian, noise: Tensor) -> Tensor:
+    """mean + std * noise, for standard normal noise [B, *D]; in the mean's dtype or wider, not yet rounded."""
+    mean, std, noise = wide(gaussian.mean, gaussian.std, noise)
+    return mean + std * noise
+
+
+def _mean_over_dims(values: Tensor) -> Tensor:
+    return values.reshape(len(values), -1).mean(dim=1)
+
+
+def _require_noise(gaussian: Gaussian) -> None:
+    if not bool((gaussian.std > 0).all()):
+        raise ValueError(
+            "this transition has std 0, so it has no density: train only steps that draw noise "
+            "(a kernel level above 0, and never the last step of the grid)"
+        )

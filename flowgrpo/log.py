@@ -1,0 +1,58 @@
+"""What a run says: a progress bar, `metrics.jsonl`, and a tracker (TensorBoard or wandb) through accelerate."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+
+class Log:
+    """Metrics of one run, one line of JSON per epoch, appended as they come."""
+
+    def __init__(self, folder: Path, accelerator, main: bool, total: int, first: int):
+        self.path, self.accelerator, self.main = folder / "metrics.jsonl", accelerator, main
+        self.bar = tqdm(total=total, initial=first, desc="training", unit="epoch", disable=not main)
+
+    def epoch(self, epoch: int, metrics: dict[str, Any], shown: dict[str, str]) -> None:
+        if not self.main:
+            return
+        with self.path.open("a") as file:
+            file.write(json.dumps({"epoch": epoch, **metrics}) + "\n")
+        self.accelerator.log({k: v for k, v in metrics.items() if isinstance(v, (int, float))}, step=epoch)
+        self.bar.set_postfix(shown)
+        self.bar.update()
+
+    def say(self, text: str) -> None:
+        """A line above the progress bar."""
+        if self.main:
+            self.bar.write(text)
+
+    def close(self) -> None:
+        self.bar.close()
+
+
+class Clock:
+    """Seconds per phase of an epoch: `with clock("rollout"): ...`."""
+
+    def __init__(self):
+        self.seconds: dict[str, float] = defaultdict(float)
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[phase] += time.perf_counter() - start
+
+    def take(self) -> dict[str, float]:
+        taken = {f"seconds/{phase}": round(value, 4) for phase, value in self.seconds.items()}
+        self.seconds.clear()
+        return taken

@@ -1,0 +1,316 @@
+"""Does a picture show what its scene prompt claims? Read from the pixels and the prompt alone.
+
+A picture of the starter's world (`flowgrpo.starter.scenes`) is read in classical steps: the light ground, the blobs on
+it, and for each blob its paint, its outline against the six shapes, and how soft its edges are. Every criterion is a
+ramp from 0 (bad) to 1 (good enough) and `scene_graded` is made of products and averages of them, so that
+
+    scene == 1  exactly where  scene_graded == 1  exactly where every criterion is met.
+
+The verdict is that of GenEval (Ghosh et al. 2023) except that all objects count: nothing else may be in the picture.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import torch
+from scipy import ndimage
+from scipy.optimize import linear_sum_assignment
+
+from flowgrpo.starter.scenes import COLOURS, RELATIONS, SHAPES, SIZE, coverage, parse
+
+# Ramps: (worth 0 at, worth 1 from). Colours differ by their Euclidean distance in sRGB; two of the six by >= 0.52.
+LIGHT = (0.70, 0.85)  # darkest channel of the ground
+TINT = (0.20, 0.08)  # largest difference between the ground's channels
+QUIET = (0.10, 0.05)  # standard deviation of the ground, per channel
+SHARE = (0.30, 0.45)  # part of the picture that is ground
+DIRT = (300, 24)  # pixels that belong neither to the ground nor to a blob
+OUTLINE = (0.08, 0.03)  # mean distance between outlines over the square root of the area; circle and square: 0.042
+LEAD = (-0.12, 0.03)  # by how much the overlap with a shape exceeds that with every other shape
+ASPECT = (0.40, 0.86)  # shortest over longest axis; all six shapes have 1
+EDGE = (4.4, 3.0)  # width of a blob's edge in pixels; drawn shapes have 1, a blur of 1 pixel makes it 3
+PURITY = (0.70, 0.92)  # part of a blob whose pixels are a mixture of the ground and one paint
+PAINT = (0.36, 0.20)  # distance of the paint from a colour
+AREA = (0, 70)  # pixels of a blob; the smallest object drawn has about 92
+DIRECTION = (-1.0, 0.5**0.5)  # cosine between the line of centroids and the direction that the relation names
+
+STANDS_OUT = 0.45  # distance from the ground at which a pixel belongs to a blob: half the contrast of yellow
+STAINED = 0.20  # distance from the ground at which a pixel is dirt
+GHOST = 0.12  # the same for the mean of 3 by 3 pixels: noise averages out, a faint object does not
+SMALLEST = 16  # pixels; what is smaller is dirt
+MOST = 12  # blobs read per picture, the largest first; the others are dirt
+FLOOR = 0.25  # what a wrong shape, a wrong colour or a wrong relation leaves of the credit
+
+
+def _ramp(x, ramp: tuple[float, float]):
+    return np.clip((x - ramp[0]) / (ramp[1] - ramp[0]), 0.0, 1.0)
+
+
+def _above_floor(score):
+    return FLOOR + (1 - FLOOR) * score
+
+
+# --- templates -------------------------------------------------------------------------------------------------------
+
+_FINE, _REACH = 64, 1.5  # pixels per radius of the table of distances, and its half width in radii
+
+
+def _outline(shape: str) -> tuple[np.ndarray, float, float, float]:
+    """Of a shape of radius 1: signed distance to it on a fine grid (negative inside), area, perimeter, centroid's y."""
+    half = int(_FINE * _REACH)
+    mask = coverage(shape, _FINE, (half, half), 2 * half)
+    solid = mask > 0.5
+    far = ndimage.distance_transform_edt(~solid) - ndimage.distance_transform_edt(solid)
+    far -= 0.5 * np.sign(far)  # the outline runs between two pixels' centres
+    distance = np.where((mask > 0) & (mask < 1), 0.5 - mask, far) / _FINE
+    axis = (np.arange(2 * half) + 0.5 - half) / _FINE
+    perimeter = np.count_nonzero(np.abs(distance) < 2 / _FINE) / (4 * _FINE)  # area of a band over its width
+    return distance.astype(np.float32), mask.sum() / _FINE**2, perimeter, float(mask.sum(1) @ axis / mask.sum())
+
+
+_table, _area, _perimeter, _lift = (np.array(part) for part in zip(*map(_outline, SHAPES)))
+_PALETTE = np.array(list(COLOURS.values()))
+
+
+def _templates(radius: np.ndarray, centre: np.ndarray, width: np.ndarray, window: tuple[slice, slice]) -> np.ndarray:
+    """Masks [6, h, w] of the six shapes with these radii [6], centroid (x, y) and widths of their edges [6]."""
+    middles = centre[1] - _lift * radius, np.full(len(SHAPES), centre[0])
+    row, column = (
+        np.clip((_pixel_axis(part) - middle[:, None]) / radius[:, None] * _FINE + _REACH * _FINE,
+                0, len(_table[0]) - 1).astype(np.intp) for part, middle in zip(window, middles))
+    distance = _table[np.arange(len(SHAPES))[:, None, None], row[:, :, None], column[:, None, :]]
+    return np.clip(0.5 - distance * (radius / width)[:, None, None], 0, 1)
+
+
+def _pixel_axis(part: slice) -> np.ndarray:
+    return np.arange(part.start, part.stop) + 0.5
+
+
+# --- reading a picture -----------------------------------------------------------------------------------------------
+
+@dataclass(frozen=True)
+class Detected:
+    """One blob of a picture, with scores in [0, 1]; 1 means that the blob is good enough in that respect.
+
+    `centre` is (x, y) and `area` counts pixels; `shapes` [6] and `colours` [6] are in the order of SHAPES and COLOURS;
+    `crispness` falls with the width of the edges; `unity` is 1 for a single paint and a form that is neither tiny nor
+    stretched.
+    """
+
+    centre: tuple[float, float]
+    area: int
+    shapes: np.ndarray
+    colours: np.ndarray
+    crispness: float
+    unity: float
+
+    @property
+    def shape(self) -> str | None:
+        """The shape's name; None for a blob that is no object, such as a blurred one or two that touch."""
+        good = self.shapes.max() == self.crispness == self.unity == 1
+        return SHAPES[self.shapes.argmax()] if good else None
+
+    @property
+    def colour(self) -> str | None:
+        """The colour's name; None off the palette, or where there is more than one paint."""
+        return list(COLOURS)[self.colours.argmax()] if self.colours.max() == self.unity == 1 else None
+
+
+@dataclass(frozen=True)
+class Reading:
+    """The blobs of a picture, largest first, and how light, even and clean its ground is, in [0, 1]."""
+
+    objects: tuple[Detected, ...]
+    ground: float
+
+
+def read(image) -> Reading:
+    """Read one picture, float [3, 64, 64] in [0, 1] (torch or numpy). Raises ValueError for another shape or range."""
+    return _read(_pixels(torch.as_tensor(image)[None])[0])
+
+
+def detect(image) -> list[Detected]:
+    """All blobs of a picture [3, 64, 64] in [0, 1], largest first; what is no object has `shape` or `colour` None."""
+    return list(read(image).objects)
+
+
+def _pixels(images) -> np.ndarray:
+    pixels = torch.as_tensor(images).detach().to("cpu", torch.float32)
+    if pixels.shape[1:] != (3, SIZE, SIZE):
+        raise ValueError(f"the scene reward got pictures of shape {list(pixels.shape)}, "
+                         f"expected [B, 3, {SIZE}, {SIZE}]: resize them first")
+    if pixels.numel() and not (pixels.min() >= -0.01 and pixels.max() <= 1.01):
+        raise ValueError(f"the scene reward got pixels from {pixels.min():.3g} to {pixels.max():.3g}, "
+                         "expected [0, 1]: decode with output_type='pt'")
+    return pixels.contiguous().numpy()
+
+
+def _read(picture: np.ndarray) -> Reading:
+    """Read a picture [3, 64, 64]."""
+    offset = picture - np.median(picture, (1, 2), keepdims=True)
+    distance = _length(offset)
+    labels, around = _blobs(distance > STANDS_OUT)
+    outside = around == 0
+    smooth = ndimage.uniform_filter(offset * outside, (1, 3, 3))
+    plain = outside & (distance < STAINED) & (_length(smooth) < GHOST)
+    if not plain.any():
+        return Reading((), 0.0)
+    pixels = picture.reshape(3, -1).compress(plain.ravel(), 1)  # contiguous, unlike picture[:, plain]
+    ground = pixels.mean(1)
+    dirt = np.count_nonzero(outside) - pixels.shape[1]
+    quality = (_ramp(ground.min(), LIGHT) * _ramp(np.ptp(ground), TINT) * _ramp(pixels.std(1).max(), QUIET)
+               * _ramp(pixels.shape[1] / plain.size, SHARE) * _ramp(dirt, DIRT))
+    inner = labels * ndimage.binary_erosion(labels > 0)
+    offset = picture - ground[:, None, None]
+    objects = (_describe(offset[(slice(None), *w)], ground, labels[w] == i, around[w] == i, inner[w] == i, w)
+               for i, w in enumerate(ndimage.find_objects(around), 1))
+    return Reading(tuple(objects), float(quality))
+
+
+def _length(colours: np.ndarray) -> np.ndarray:
+    return np.sqrt(np.einsum("chw,chw->hw", colours, colours))
+
+
+_CROSS, _BLOCK = ndimage.generate_binary_structure(2, 1), ndimage.generate_binary_structure(2, 2)
+
+
+def _blobs(mask: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Labels 1, 2, ... of the connected blobs by falling size, and the same grown by 3 pixels, to hold the edges."""
+    labels, _ = ndimage.label(mask)
+    sizes = np.bincount(labels.ravel())
+    sizes[0] = 0
+    order = np.argsort(-sizes, kind="stable")[:MOST]
+    order = order[sizes[order] >= SMALLEST]
+    rename = np.zeros(len(sizes), np.int32)
+    rename[order] = np.arange(1, len(order) + 1)
+    labels = grown = rename[labels]
+    for footprint in (_CROSS, _BLOCK, _CROSS):
+        grown = np.where(grown > 0, grown, ndimage.grey_dilation(grown, footprint=footprint))
+    return labels, grown
+
+
+def _describe(offset: np.ndarray, ground: np.ndarray, blob: np.ndarray, around: np.ndarray, inner: np.ndarray,
+              window: tuple[slice, slice]) -> Detected:
+    """Score a blob in its window; `offset` [3, h, w] from the ground; `around` has its edge, `inner` none of it."""
+    towards = np.median(offset[:, inner if np.count_nonzero(inner) >= 8 else blob], 1)
+    # The median of many paints may be the ground itself: then alpha is nothing but this trace of the blob.
+    alpha = np.clip(np.tensordot(towards / (towards @ towards + 1e-6), offset, 1), 0, 1) * around + 1e-6 * blob
+    mixture = _length(offset - towards[:, None, None] * alpha)[blob] < PAINT[1]
+    area, centre, aspect = _moments(alpha, window)
+    outlines, leads, width = _compare(alpha, area, centre, window)
+    unity = _ramp(mixture.mean(), PURITY) * _ramp(aspect, ASPECT) * _ramp(len(mixture), AREA)
+    return Detected(
+        (float(centre[0]), float(centre[1])), len(mixture), _ramp(outlines, OUTLINE) * _ramp(leads, LEAD),
+        _ramp(np.linalg.norm(ground + towards - _PALETTE, axis=1), PAINT), float(_ramp(width, EDGE)), float(unity))
+
+
+def _compare(alpha: np.ndarray, area: float, centre: np.ndarray,
+             window: tuple[slice, slice]) -> tuple[np.ndarray, np.ndarray, float]:
+    """A mask [h, w] against the six shapes of its area, centroid and softness.
+
+    Gives the distance between the outlines [6] over the square root of the area, the lead [6] of the overlap
+    (intersection over union) over the best other shape's, and the width in pixels of the mask's edge.
+    """
+    radius = np.sqrt(area / _area)
+    # Across an edge that is a ramp of width w, alpha (1 - alpha) integrates to w / 6.
+    width = 6 * (alpha * (1 - alpha)).sum() / (_perimeter * radius)
+    templates = _templates(radius, centre, np.clip(width, 1, 4), window)
+    shared = np.minimum(templates, alpha).sum((1, 2))
+    overlap = shared / (2 * area - shared)
+    second, best = np.argsort(overlap)[-2:]
+    lead = overlap - overlap[best]
+    lead[best] = overlap[best] - overlap[second]
+    return (1 - overlap) * np.sqrt(area) / (_perimeter * radius), lead, width[best]
+
+
+def _moments(alpha: np.ndarray, window: tuple[slice, slice]) -> tuple[float, np.ndarray, float]:
+    """Area, centroid (x, y) and shortest over longest axis of a mask [h, w]."""
+    y, x = map(_pixel_axis, window)
+    area, column, row = alpha.sum(), alpha.sum(0), alpha.sum(1)
+    centre = np.array([column @ x, row @ y]) / area
+    x, y = x - centre[0], y - centre[1]
+    xx, yy, xy = column @ (x * x), row @ (y * y), y @ alpha @ x
+    spread = np.hypot(xx - yy, 2 * xy)
+    return area, centre, float(np.sqrt(max(xx + yy - spread, 0.0) / (xx + yy + spread)))
+
+
+# --- the rewards -----------------------------------------------------------------------------------------------------
+
+@dataclass(frozen=True)
+class _Slots:
+    """A prompt as one row per claimed object: shape and colour by index (colour -1: any), and if of the first claim."""
+
+    shapes: np.ndarray
+    colours: np.ndarray
+    first: np.ndarray
+    direction: np.ndarray | None
+
+
+@lru_cache(maxsize=4096)
+def _slots(prompt: str) -> _Slots:
+    claims = parse(prompt)
+    names = list(COLOURS)
+    rows = [(SHAPES.index(claim.shape), names.index(claim.colour) if claim.colour else -1, number == 0)
+            for number, claim in enumerate(claims.objects) for _ in range(claim.count)]
+    shapes, colours, first = (np.array(column) for column in zip(*rows))
+    return _Slots(shapes, colours, first, np.array(RELATIONS[claims.relation]) if claims.relation else None)
+
+
+def scene_graded(images, prompts: Sequence[str], metadata=None) -> list[float]:
+    """How nearly each picture shows what its prompt claims, in [0, 1]; 1 exactly where `scene` is 1.
+
+    ground * direction * (credit of the claimed objects) / (claimed objects + extra blobs), where each claimed object
+    gets one blob and the credit crispness * unity * shape * colour.
+
+    images: float [B, 3, 64, 64] in [0, 1]; prompts: B strings. Raises ValueError for other pictures, for another number
+    of prompts, and for a prompt outside the grammar of `scenes.parse`.
+    """
+    slots = [_slots(prompt) for prompt in prompts]
+    pixels = _pixels(images)
+    if len(pixels) != len(slots):
+        raise ValueError(f"the scene reward got {len(pixels)} pictures and {len(slots)} prompts, "
+                         "expected one prompt for each picture")
+    return [_grade(_read(picture), slot) for picture, slot in zip(pixels, slots)]
+
+
+def scene(images, prompts: Sequence[str], metadata=None) -> list[float]:
+    """1.0 where a picture shows exactly what its prompt claims and nothing else, otherwise 0.0.
+
+    Arguments and errors are those of `scene_graded`.
+    """
+    return [float(grade == 1.0) for grade in scene_graded(images, prompts, metadata)]
+
+
+def _grade(reading: Reading, slots: _Slots) -> float:
+    if not reading.objects:
+        return 0.0
+    centres = np.array([blob.centre for blob in reading.objects])
+    credit = _credit(reading.objects, slots)
+    # Where the shapes and colours leave a choice (a ring left of a ring), the relation makes it.
+    hint = 0.0 if slots.direction is None else 1e-4 / SIZE * np.outer(centres @ slots.direction, 2 * slots.first - 1)
+    taken, slot = linear_sum_assignment(credit + hint, maximize=True)
+    extra = _ramp(np.delete([blob.area for blob in reading.objects], taken), AREA).sum()
+    shown = credit[taken, slot].sum() / (len(slots.shapes) + extra)
+    return float(reading.ground * shown * _direction(centres[taken], slots.first[slot], slots.direction))
+
+
+def _credit(objects: Sequence[Detected], slots: _Slots) -> np.ndarray:
+    """Credit [blobs, slots] of each blob as each claimed object."""
+    shapes = np.array([blob.shapes for blob in objects])[:, slots.shapes]
+    colours = np.array([[*blob.colours, blob.colours.max()] for blob in objects])[:, slots.colours]
+    whole = np.array([blob.crispness * blob.unity for blob in objects])
+    return whole[:, None] * _above_floor(shapes) * _above_floor(colours)
+
+
+def _direction(centres: np.ndarray, first: np.ndarray, direction: np.ndarray | None) -> float:
+    """Credit of a relation, the worst over the pairs of a first and another object; 1 where none is claimed."""
+    if direction is None:
+        return 1.0
+    if first.all() or not first.any():
+        return FLOOR
+    line = (centres[first][:, None] - centres[~first][None]).reshape(-1, 2)
+    cosine = line @ direction / np.maximum(np.linalg.norm(line, axis=1), 1e-6)
+    return float(_above_floor(_ramp(cosine, DIRECTION)).min())

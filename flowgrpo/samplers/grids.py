@@ -1,0 +1,73 @@
+"""Noise grids: 1-D tensors of T+1 sigmas from 1 (noise) down to 0 (data), kept on the CPU."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def shifted(steps: int, shift: float) -> Tensor:
+    """The grid shift(linspace(1, 0, steps+1)), float64, with shift(t) = s*t / (1 + (s-1)*t).
+
+    It is what DanceGRPO, MixGRPO and G2RPO train on (s = 3), and what the FLUX family samples with (s = exp(mu)).
+    """
+    if steps < 1:
+        raise ValueError(f"steps is {steps}, expected 1 or more")
+    _require_shift(shift)
+    return _shift(torch.linspace(1, 0, steps + 1, dtype=torch.float64), shift)
+
+
+def stock(scheduler: object, steps: int, mu: float | None = None, sigmas: Sequence[float] | None = None) -> Tensor:
+    """The grid that a diffusers flow scheduler sets for itself, as it is (float32); the scheduler is left untouched.
+
+    mu and sigmas are passed on to `set_timesteps` where given. A pipeline that hands its scheduler its own sigmas
+    (FLUX, Qwen-Image: linspace(1, 1/steps, steps)) gets another grid than the scheduler alone: pass them too.
+    Raises ValueError for a scheduler whose sigmas do not run from 1 to 0 in `steps` steps.
+    """
+    fresh = type(scheduler).from_config(scheduler.config)
+    name = type(scheduler).__name__
+    given = {key: value for key, value in (("mu", mu), ("sigmas", sigmas)) if value is not None}
+    if unknown := given.keys() - inspect.signature(fresh.set_timesteps).parameters.keys():
+        raise ValueError(f"{name}.set_timesteps takes no {' or '.join(sorted(unknown))}: leave it out")
+    fresh.set_timesteps(steps, **given)
+    grid = getattr(fresh, "sigmas", None)
+    if grid is None:
+        raise ValueError(f"{name} has no sigmas: a grid needs a flow-matching scheduler")
+    if len(grid) != steps + 1 or grid[0] > 1 or grid[-1] != 0 or not (grid.diff() < 0).all():
+        raise ValueError(
+            f"{name} sets {len(grid)} sigmas from {grid[0]:.4g} to {grid[-1]:.4g} for {steps} steps, "
+            f"expected {steps + 1} falling from at most 1 to 0: use a first-order flow-matching scheduler"
+        )
+    return grid.detach().cpu().clone()
+
+
+def compress_tail(grid: Tensor, after: int, ratio: float, shift: float) -> Tensor:
+    """Replace the intervals after index `after` by fewer: n = max(int((T - after) * ratio), 1) of them (MixGRPO-Flash).
+
+    The new sigmas are shift(linspace(t, 0, n+1)) with t the unshifted time of grid[after]. grid[:after+1] is kept bit
+    for bit, and the result always ends at 0 (the released code's does not when n is 1).
+    """
+    steps = len(grid) - 1
+    if not 0 <= after < steps:
+        raise ValueError(f"after is {after}, expected 0 to {steps - 1} on a grid of {steps} steps")
+    if not 0 < ratio <= 1:
+        raise ValueError(f"ratio is {ratio}, expected above 0 and at most 1")
+    _require_shift(shift)
+    count = max(int((steps - after) * ratio), 1)
+    start = _shift(grid[after].double(), 1 / shift)
+    tail = _shift(start * torch.linspace(1, 0, count + 1, dtype=torch.float64, device=grid.device), shift)
+    return torch.cat([grid[: after + 1], tail[1:].to(grid.dtype)])
+
+
+def _shift(t: Tensor, shift: float) -> Tensor:
+    # s*t / (1 + (s-1)*t), in the form that gives 1 exactly at t = 1: kernels single out sigma == 1. The inverse is the
+    # shift by 1/s.
+    return t / (t + (1 - t) / shift)
+
+
+def _require_shift(shift: float) -> None:
+    if not shift > 0:
+        raise ValueError(f"shift is {shift}, expected above 0 (1 leaves the grid uniform)")

@@ -1,0 +1,157 @@
+"""Transition kernels: one sampler step as a Gaussian, `kernel(x, v, grid, i) -> Gaussian`.
+
+x, v: [B, *D], the state and the model's velocity at grid[i]; grid: T+1 sigmas, 1 noise, 0 data; i: 0 to T-1.
+Legend: s = grid[i], s' = grid[i+1], D = s - s', x0 = x - s*v and x1 = x + (1-s)*v the predicted data and noise.
+
+Every flow kernel is the Euler step, less `pull` times x1, plus `std` of fresh noise:  mean = x - D*v - pull*x1.
+Written so, a level of 0 is the ODE step to the last bit. All is computed in float32 or wider, whatever x's dtype, and
+nothing waits for an accelerator; a grid kept on the CPU gives a std on the CPU.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from flowgrpo.types import Gaussian, wide
+
+
+@dataclass(frozen=True)
+class ODE:
+    """The deterministic Euler step x - D*v, with std 0."""
+
+    def __call__(self, x: Tensor, v: Tensor, grid: Tensor, i: int) -> Gaussian:
+        x, v, sigma, after = _at(x, v, grid, i)
+        return Gaussian(x - (sigma - after) * v, torch.zeros_like(sigma))
+
+
+@dataclass(frozen=True)
+class FlowSDE:
+    """Euler-Maruyama with g = level * sqrt(s / (1-s)) (Flow-GRPO, 2505.05470).
+
+    At s = 1 the 1-s in g alone becomes 1 - grid[1], as in the released code. So it does from 0.999 up: multistep flow
+    schedulers start a hair below 1 (0.999999, 0.9997), where g would reach 700. level >= 0: 0.7 on SD3.5, 0.9 on FLUX.
+    """
+
+    level: float = 0.7
+
+    def __post_init__(self) -> None:
+        _require(self, "level", self.level, math.inf)
+
+    def __call__(self, x: Tensor, v: Tensor, grid: Tensor, i: int) -> Gaussian:
+        x, v, sigma, after = _at(x, v, grid, i)
+        data, second = 1 - sigma, 1 - grid[1].to(sigma.dtype)
+        data = torch.where(data < 1e-3, torch.maximum(data, second), data)
+        return _euler_maruyama(x, v, sigma, after, self.level * (sigma / data).sqrt())
+
+
+@dataclass(frozen=True)
+class DanceSDE:
+    """Euler-Maruyama with the constant g = level (DanceGRPO, 2505.07818). level >= 0: 0.3 on FLUX."""
+
+    level: float = 0.3
+
+    def __post_init__(self) -> None:
+        _require(self, "level", self.level, math.inf)
+
+    def __call__(self, x: Tensor, v: Tensor, grid: Tensor, i: int) -> Gaussian:
+        return _euler_maruyama(*_at(x, v, grid, i), self.level)
+
+
+@dataclass(frozen=True)
+class CPS:
+    """Coefficient-preserving sampling (Flow-CPS, 2509.05952): std = s' * sin(level * pi/2), 0 <= level <= 1.
+
+    The std is 0 on the last step, which is then deterministic. The released log-probability drops the 1/(2 std^2);
+    `gaussian.log_prob` keeps it, so that clip ranges published for CPS do not carry over.
+    """
+
+    level: float = 0.8
+
+    def __post_init__(self) -> None:
+        _require(self, "level", self.level, 1)
+
+    def __call__(self, x: Tensor, v: Tensor, grid: Tensor, i: int) -> Gaussian:
+        angle = self.level * math.pi / 2
+        return _posterior(*_at(x, v, grid, i), fresh=math.sin(angle), kept=math.cos(angle))
+
+
+@dataclass(frozen=True)
+class FlowDDIM:
+    """DDIM's eta for flows: std = eta * s' * sqrt(1 - (s'(1-s) / (s(1-s')))^2), 0 <= eta <= 1 (Flow-GRPO's code).
+
+    eta = 1 is the posterior of s' given s and x0: ancestral sampling. The std is 0 on the last step.
+    """
+
+    eta: float = 1.0
+
+    def __post_init__(self) -> None:
+        _require(self, "eta", self.eta, 1)
+
+    def __call__(self, x: Tensor, v: Tensor, grid: Tensor, i: int) -> Gaussian:
+        x, v, sigma, after = _at(x, v, grid, i)
+        overlap = after * (1 - sigma) / (sigma * (1 - after))
+        fresh = self.eta**2 * (1 - overlap.square())
+        return _posterior(x, v, sigma, after, fresh=fresh.sqrt(), kept=(1 - fresh).sqrt())
+
+
+@dataclass(frozen=True)
+class DDIM:
+    """The DDIM step of variance-preserving models with noise eta (2010.02502 eq. 16; DDPO, 2305.13301), 0 <= eta <= 1.
+
+    Here the grid holds T+1 alpha-bars, rising towards 1 and all above 0, and v is the model's predicted noise.
+    std = eta * sqrt((1-a') / (1-a) * (1 - a/a')). eta = 0 is the deterministic DDIM step.
+    """
+
+    eta: float = 1.0
+
+    def __post_init__(self) -> None:
+        _require(self, "eta", self.eta, 1)
+
+    def __call__(self, x: Tensor, v: Tensor, grid: Tensor, i: int) -> Gaussian:
+        x, noise, alpha, after = _at(x, v, grid, i)
+        x0 = (x - (1 - alpha).sqrt() * noise) / alpha.sqrt()
+        fresh = self.eta**2 * (1 - alpha / after) / (1 - alpha)
+        mean = after.sqrt() * x0 + ((1 - after) * (1 - fresh)).sqrt() * noise
+        return Gaussian(mean, ((1 - after) * fresh).sqrt())
+
+
+def predict_x0(x: Tensor, v: Tensor, sigma: Tensor | float) -> Tensor:
+    """The data x - sigma*v that a state and its velocity predict, [B, *D], float32 or wider."""
+    x, v = wide(x, v)
+    return x - sigma * v
+
+
+def _at(x: Tensor, v: Tensor, grid: Tensor, i: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """x and v, and grid[i] and grid[i+1] as 0-d tensors, all in the dtype of the computation."""
+    assert 0 <= i < len(grid) - 1, f"step {i} of a grid of {len(grid) - 1} steps"
+    x, v = wide(x, v)
+    now, after = grid[i : i + 2].to(x.dtype)
+    return x, v, now, after
+
+
+def _euler_maruyama(x: Tensor, v: Tensor, sigma: Tensor, after: Tensor, g: Tensor | float) -> Gaussian:
+    """The SDE with the ODE's marginals and diffusion g: dx = (v + g^2/(2s) x1) ds + g dw, over one step."""
+    delta = sigma - after
+    return _pulled(x, v, sigma, after, pull=g**2 * delta / (2 * sigma), std=g * delta.sqrt())
+
+
+def _posterior(
+    x: Tensor, v: Tensor, sigma: Tensor, after: Tensor, fresh: Tensor | float, kept: Tensor | float
+) -> Gaussian:
+    """(1-s') x0 + s' (kept * x1 + fresh * noise), where fresh^2 + kept^2 = 1."""
+    return _pulled(x, v, sigma, after, pull=after * (1 - kept), std=after * fresh)
+
+
+def _pulled(x: Tensor, v: Tensor, sigma: Tensor, after: Tensor, pull: Tensor, std: Tensor) -> Gaussian:
+    x1 = x + (1 - sigma) * v
+    return Gaussian(x - (sigma - after) * v - pull * x1, std)
+
+
+def _require(kernel: object, name: str, value: float, most: float) -> None:
+    if not 0 <= value <= most:
+        expected = "0 or more" if most == math.inf else f"0 to {most}"
+        raise ValueError(f"{type(kernel).__name__}: {name} is {value}, expected {expected}")

@@ -1,0 +1,228 @@
+"""The starter's little world: what a prompt can claim, how a scene is drawn, and which prompts are held out.
+
+A scene is a 64x64 picture of flat shapes on a light ground. The prompts follow the six tasks of GenEval (Ghosh et al.
+2023): single object, two objects, counting, colours, position, colour attribution.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import zlib
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+SIZE = 64  # pixels per side
+SHAPES = ("circle", "square", "triangle", "star", "cross", "ring")
+PLURALS = {"circles": "circle", "squares": "square", "triangles": "triangle", "stars": "star", "crosses": "cross",
+           "rings": "ring"}
+COLOURS = {  # sRGB in [0, 1]
+    "red": (0.86, 0.12, 0.12),
+    "green": (0.10, 0.62, 0.20),
+    "blue": (0.12, 0.25, 0.88),
+    "yellow": (0.96, 0.82, 0.10),
+    "purple": (0.60, 0.15, 0.70),
+    "black": (0.08, 0.08, 0.08),
+}
+COUNTS = {"two": 2, "three": 3, "four": 4}
+RELATIONS = {"left of": (-1, 0), "right of": (1, 0), "above": (0, -1), "below": (0, 1)}  # of the first, y grows downwards
+TASKS = ("single", "colours", "counting", "two", "position", "attribution")
+PREFIXES = ("", "a picture of ", "a drawing of ", "an image of ")
+
+# Kept out of the starter's training pictures, so that held-out prompts ask for something new: every shape and every
+# colour loses one pair, and each relation some ordered pairs of shapes.
+HELD_PAIRS = frozenset({("circle", "purple"), ("square", "yellow"), ("triangle", "black"), ("star", "red"),
+                        ("cross", "green"), ("ring", "blue")})
+HELD_RELATIONS = frozenset(
+    (SHAPES[i], relation, SHAPES[(i + 1 + j) % 6]) for j, relation in enumerate(RELATIONS) for i in range(6))
+
+
+@dataclass(frozen=True)
+class Claim:
+    """`count` objects of one shape; `colour` is None where the prompt leaves it open."""
+
+    shape: str
+    colour: str | None = None
+    count: int = 1
+
+
+@dataclass(frozen=True)
+class Claims:
+    """What a prompt says: one or two claims, and where there are two, how the first lies to the second."""
+
+    objects: tuple[Claim, ...]
+    relation: str | None = None
+
+    @property
+    def task(self) -> str:
+        first = self.objects[0]
+        if self.relation:
+            return "position"
+        if len(self.objects) == 2:
+            return "attribution" if first.colour else "two"
+        if first.count > 1:
+            return "counting"
+        return "colours" if first.colour else "single"
+
+    def caption(self, prefix: str = "") -> str:
+        join = f" {self.relation} " if self.relation else " and "
+        return prefix + join.join(_phrase(claim) for claim in self.objects)
+
+
+def _phrase(claim: Claim) -> str:
+    colour = f"{claim.colour} " if claim.colour else ""
+    if claim.count == 1:
+        return f"a {colour}{claim.shape}"
+    number = next(word for word, n in COUNTS.items() if n == claim.count)
+    plural = next(word for word, shape in PLURALS.items() if shape == claim.shape)
+    return f"{number} {colour}{plural}"
+
+
+_NOUN = "|".join((*PLURALS, *SHAPES))
+_PHRASE = re.compile(rf"(?P<number>a|an|one|{'|'.join(COUNTS)}) (?:(?P<colour>{'|'.join(COLOURS)}) )?(?P<noun>{_NOUN})")
+_JOIN = re.compile(rf" (and|{'|'.join(RELATIONS)}) ")
+
+
+def parse(prompt: str) -> Claims:
+    """Read a prompt of this world, such as "a drawing of two red stars" or "a ring above a cross".
+
+    Raises ValueError where the prompt is outside the grammar.
+    """
+    text = " ".join(prompt.lower().strip().rstrip(".").split())
+    prefix = next((p for p in PREFIXES if p and text.startswith(p)), "")
+    parts = _JOIN.split(text[len(prefix):])
+    matches = [_PHRASE.fullmatch(part) for part in parts[::2]]
+    if len(matches) > 2 or not all(matches):
+        raise ValueError(f"the scene reward cannot read the prompt {prompt!r}: expected one or two of "
+                         f"[number] [colour] shape, such as 'a red star left of a ring'; colours: {', '.join(COLOURS)}; "
+                         f"shapes: {', '.join(SHAPES)}; joined by 'and' or one of: {', '.join(RELATIONS)}")
+    objects = tuple(Claim(PLURALS.get(m["noun"], m["noun"]), m["colour"], COUNTS.get(m["number"], 1)) for m in matches)
+    relation = parts[1] if len(parts) == 3 and parts[1] != "and" else None
+    return Claims(objects, relation)
+
+
+def held_out(claims: Claims, prefix: str = "") -> bool:
+    """True for prompts that neither the starter's own training nor any alignment may see."""
+    if any((claim.shape, claim.colour) in HELD_PAIRS for claim in claims.objects):
+        return True
+    if claims.relation:
+        return (claims.objects[0].shape, claims.relation, claims.objects[1].shape) in HELD_RELATIONS
+    return zlib.crc32(claims.caption(prefix).encode()) % 8 == 0
+
+
+def reserved(claims: Claims, prefix: str = "") -> bool:
+    """True for prompts that alignment never trains on: the held-out ones, and of the tasks that have few prompts one in
+    three more. (Of those the starter's training drew pictures, as there is no new shape or number to ask for.)"""
+    few = claims.task in ("single", "counting", "two")
+    return held_out(claims, prefix) or (few and zlib.crc32(claims.caption(prefix).encode()) % 3 == 0)
+
+
+def sample_claims(rng: np.random.Generator, task: str) -> Claims:
+    """Draw a prompt's content uniformly among those of a task (shapes of one prompt always differ)."""
+    shapes = rng.permutation(SHAPES)[:2].tolist()
+    colours = rng.choice(list(COLOURS), size=2).tolist()
+    if task in ("single", "colours"):
+        return Claims((Claim(shapes[0], colours[0] if task == "colours" else None),))
+    if task == "counting":
+        return Claims((Claim(shapes[0], None, int(rng.integers(2, 5))),))
+    if task == "position":
+        return Claims((Claim(shapes[0]), Claim(shapes[1])), str(rng.choice(list(RELATIONS))))
+    if task == "two":
+        return Claims((Claim(shapes[0]), Claim(shapes[1])))
+    return Claims((Claim(shapes[0], colours[0]), Claim(shapes[1], colours[1])))
+
+
+def sample_prompt(rng: np.random.Generator, task: str, held: bool, rule=held_out) -> tuple[str, Claims]:
+    """Draw one prompt of `task`, (caption, its claims), from the side of `rule` that `held` names."""
+    while True:
+        claims, prefix = sample_claims(rng, task), str(rng.choice(PREFIXES))
+        if rule(claims, prefix) == held:
+            return claims.caption(prefix), claims
+
+
+# --- drawing ---------------------------------------------------------------------------------------------------------
+
+def _regular(points: int, inner: float | None = None) -> np.ndarray:
+    """Vertices [n, 2] of a regular polygon, or of a star whose inner radius is `inner`, first vertex upwards."""
+    n = points if inner is None else 2 * points
+    angle = 2 * math.pi * np.arange(n) / n - math.pi / 2
+    radius = np.ones(n) if inner is None else np.where(np.arange(n) % 2 == 0, 1.0, inner)
+    return np.stack([radius * np.cos(angle), radius * np.sin(angle)], 1)
+
+
+_ARM = 0.33
+_CROSS = 0.95 * np.array([[-_ARM, -1], [_ARM, -1], [_ARM, -_ARM], [1, -_ARM], [1, _ARM], [_ARM, _ARM], [_ARM, 1],
+                          [-_ARM, 1], [-_ARM, _ARM], [-1, _ARM], [-1, -_ARM], [-_ARM, -_ARM]])
+_POLYGONS = {
+    "square": 0.84 * np.array([[-1.0, -1], [1, -1], [1, 1], [-1, 1]]),
+    "triangle": 1.12 * _regular(3) + [0, 0.22],
+    "star": 1.14 * _regular(5, inner=0.45),
+    "cross": _CROSS,
+}
+
+
+def coverage(shape: str, radius: float, centre: tuple[float, float], size: int = SIZE) -> np.ndarray:
+    """Anti-aliased mask [size, size] in [0, 1] of one shape; `radius` and `centre` (x, y) in pixels."""
+    axis = np.arange(size) + 0.5
+    x, y = (axis[None, :] - centre[0]) / radius, (axis[:, None] - centre[1]) / radius
+    if shape == "circle":
+        distance = np.hypot(x, y) - 0.97
+    elif shape == "ring":
+        distance = np.abs(np.hypot(x, y) - 0.74) - 0.26
+    else:
+        distance = _polygon_distance(_POLYGONS[shape], x, y)
+    return np.clip(0.5 - distance * radius, 0, 1)
+
+
+def _polygon_distance(vertices: np.ndarray, x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """Signed distance to a simple polygon, negative inside (even-odd rule)."""
+    point = np.stack(np.broadcast_arrays(x, y), -1)
+    nearest, inside = np.full(point.shape[:-1], np.inf), np.zeros(point.shape[:-1], bool)
+    for start, end in zip(vertices, np.roll(vertices, -1, 0)):
+        edge, offset = end - start, point - start
+        along = np.clip(offset @ edge / (edge @ edge), 0, 1)
+        nearest = np.minimum(nearest, np.hypot(*np.moveaxis(offset - along[..., None] * edge, -1, 0)))
+        crosses = (start[1] > point[..., 1]) != (end[1] > point[..., 1])
+        at = start[0] + (point[..., 1] - start[1]) * edge[0] / (edge[1] if edge[1] else 1)
+        inside ^= crosses & (point[..., 0] < at)
+    return np.where(inside, -nearest, nearest)
+
+
+def render(claims: Claims, rng: np.random.Generator) -> np.ndarray:
+    """Draw a scene [SIZE, SIZE, 3] in [0, 1] of which `claims` are true; what they leave open is random.
+
+    Colours that a claim leaves open avoid HELD_PAIRS.
+    """
+    objects = [obj for claim in claims.objects for obj in [replace(_coloured(claim, rng), count=1)] * claim.count]
+    radii, centres = _layout(len(objects), claims.relation, rng)
+    picture = np.full((SIZE, SIZE, 3), rng.uniform(0.93, 1.0)) - rng.uniform(0, 0.03, 3)
+    for obj, radius, centre in zip(objects, radii, centres):
+        paint = np.clip(np.array(COLOURS[obj.colour]) + rng.uniform(-0.04, 0.04, 3), 0, 1)
+        mask = coverage(obj.shape, radius, centre)[..., None]
+        picture = picture * (1 - mask) + paint * mask
+    return np.clip(picture, 0, 1)
+
+
+def _coloured(claim: Claim, rng: np.random.Generator) -> Claim:
+    if claim.colour:
+        return claim
+    free = [colour for colour in COLOURS if (claim.shape, colour) not in HELD_PAIRS]
+    return replace(claim, colour=str(rng.choice(free)))
+
+
+def _layout(n: int, relation: str | None, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """Radii [n] and centres [n, 2] in pixels: apart from each other and from the border, in the asked relation."""
+    low, high = {1: (10, 15), 2: (9, 12), 3: (8, 10.5), 4: (7.5, 9.5)}[n]
+    while True:
+        radii = np.full(n, rng.uniform(low, high))
+        centres = rng.uniform(radii[:, None] * 1.15 + 1, SIZE - 1 - radii[:, None] * 1.15, (n, 2))
+        gaps = np.linalg.norm(centres[:, None] - centres[None], axis=-1) - 2.3 * radii[0] + 1e9 * np.eye(n)
+        if gaps.min() >= 2 and (relation is None or _in_relation(centres, relation)):
+            return radii, centres
+
+
+def _in_relation(centres: np.ndarray, relation: str) -> bool:
+    along = (centres[0] - centres[1]) @ np.array(RELATIONS[relation])
+    across = np.abs((centres[0] - centres[1]) @ np.array(RELATIONS[relation])[::-1])
+    return bool(along > 1.3 * across)

@@ -1,0 +1,281 @@
+"""Build the starter: draw scenes, train its autoencoder and its denoiser from scratch, save a diffusers pipeline.
+
+    python scripts/build_starter.py --out runs/starter          # everything; about 80 minutes on 2 CPU cores
+    python scripts/build_starter.py --out runs/starter --resume # go on after an interruption
+
+Each stage leaves a file in --out and is not run again: autoencoder, latents, denoiser (a checkpoint every 500 steps),
+and last the pipeline directory itself with its card. Seeds are fixed; CPU and GPU give slightly different weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from tqdm import tqdm
+
+from flowgrpo.starter import scenes
+
+MAX_TOKENS = 16  # the longest prompt of this world has 14 tokens with its start and end
+LATENT = dict(channels=4, size=16)
+
+
+def build_tokenizer():
+    """A CLIPTokenizer in which every word of this world is one token, with single characters to fall back on."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+    from transformers import CLIPTokenizer
+
+    words = {"a", "an", "one", "and", "of", "picture", "drawing", "image", *scenes.COUNTS, *scenes.SHAPES,
+             *scenes.PLURALS, *scenes.COLOURS}
+    words |= {word for relation in scenes.RELATIONS for word in relation.split()}
+    raw = Tokenizer(models.BPE(end_of_word_suffix="</w>"))
+    raw.pre_tokenizer = pre_tokenizers.Whitespace()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(vocab_size=10_000, min_frequency=1, end_of_word_suffix="</w>",
+                                  initial_alphabet=alphabet, show_progress=False)
+    raw.train_from_iterator([" ".join(sorted(words))] * 2, trainer)
+    model = json.loads(raw.to_str())["model"]
+    vocab = dict(model["vocab"])
+    for token in [f"{c}</w>" for c in alphabet] + ["<|startoftext|>", "<|endoftext|>"]:
+        vocab.setdefault(token, len(vocab))
+    tokenizer = CLIPTokenizer(vocab=vocab, merges=[tuple(m) for m in model["merges"]], model_max_length=MAX_TOKENS)
+    for word in words:
+        assert len(tokenizer(word)["input_ids"]) == 3, f"{word!r} is not one token"
+    return tokenizer
+
+
+def build_autoencoder():
+    from diffusers import AutoencoderTiny
+
+    width = 32
+    return AutoencoderTiny(
+        latent_channels=LATENT["channels"], encoder_block_out_channels=(width,) * 3,
+        decoder_block_out_channels=(width,) * 3, num_encoder_blocks=(0, 1, 2), num_decoder_blocks=(2, 1, 0),
+        upsample_fn="nearest")
+
+
+def build_text_encoder(tokenizer):
+    from transformers import CLIPTextConfig, CLIPTextModelWithProjection
+
+    return CLIPTextModelWithProjection(CLIPTextConfig(
+        vocab_size=len(tokenizer), hidden_size=96, intermediate_size=384, num_hidden_layers=3, num_attention_heads=4,
+        projection_dim=96, max_position_embeddings=MAX_TOKENS, bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id))
+
+
+def build_denoiser():
+    from diffusers import SD3Transformer2DModel
+
+    return SD3Transformer2DModel(
+        sample_size=LATENT["size"], patch_size=2, in_channels=LATENT["channels"], out_channels=LATENT["channels"],
+        num_layers=6, attention_head_dim=64, num_attention_heads=3, joint_attention_dim=192,
+        caption_projection_dim=192, pooled_projection_dim=192, pos_embed_max_size=LATENT["size"] // 2,
+        qk_norm="rms_norm")
+
+
+class PlainAttention:
+    """On a CPU torch's fused attention is several times slower backwards than three plain operations."""
+
+    def __enter__(self):
+        self.fused = F.scaled_dot_product_attention
+        F.scaled_dot_product_attention = self.attend
+
+    def __exit__(self, *_):
+        F.scaled_dot_product_attention = self.fused
+
+    @staticmethod
+    def attend(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, **_):
+        scores = (q * (scale or q.shape[-1] ** -0.5)) @ k.transpose(-1, -2)
+        if is_causal:
+            scores = scores + torch.full(scores.shape[-2:], float("-inf"), device=q.device).triu(1).to(scores)
+        if attn_mask is not None:
+            scores = scores + attn_mask
+        return scores.softmax(-1) @ v
+
+
+def draw(count: int, seed: int) -> tuple[torch.Tensor, list[str]]:
+    """`count` training scenes: pictures uint8 [count, 3, 64, 64] and their prompts; none is held out."""
+    rng = np.random.default_rng(seed)
+    pictures, prompts = torch.empty(count, 3, scenes.SIZE, scenes.SIZE, dtype=torch.uint8), []
+    for i in range(count):
+        prompt, claims = scenes.sample_prompt(rng, scenes.TASKS[i % len(scenes.TASKS)], held=False)
+        pictures[i] = torch.from_numpy((scenes.render(claims, rng) * 255).round().astype(np.uint8)).permute(2, 0, 1)
+        prompts.append(prompt)
+    return pictures, prompts
+
+
+def train_autoencoder(out: Path, device: str, steps: int):
+    """Squared and absolute error on the picture; the latent kept near unit scale and robust to a little noise."""
+    vae = build_autoencoder().to(device, memory_format=torch.channels_last)
+    pictures, _ = draw(12_000, seed=1)
+    optimizer = torch.optim.AdamW(vae.parameters(), lr=2e-3, weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, total_steps=steps, pct_start=0.05)
+    generator = torch.Generator().manual_seed(2)
+    bar = tqdm(range(steps), desc="autoencoder")
+    for _ in bar:
+        rows = torch.randint(len(pictures), (64,), generator=generator)
+        x = pictures[rows].to(device, torch.float32).div(127.5).sub(1)
+        with torch.autocast(device, torch.bfloat16):
+            z = vae.encoder(x)
+            decoded = vae.decoder(z + 0.05 * torch.randn_like(z))
+        z, error = z.float(), decoded.float() - x
+        mean, var = z.mean((0, 2, 3)), z.var((0, 2, 3))
+        loss = error.square().mean() + 0.1 * error.abs().mean() + 1e-3 * (mean.square() + var.log().square()).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+        bar.set_postfix(error=f"{error.abs().mean():.4f}", std=f"{var.mean() ** 0.5:.2f}")
+    save_file({k: v.contiguous() for k, v in vae.state_dict().items()}, out / "autoencoder.safetensors")
+
+
+@torch.no_grad()
+def encode_dataset(out: Path, device: str, count: int):
+    """Latents fp16 [count, 4, 16, 16], standardised to mean 0 and deviation 1, with the prompts' token ids."""
+    vae = build_autoencoder().to(device).eval()
+    vae.load_state_dict(load_file(out / "autoencoder.safetensors"))
+    tokenizer, latents, ids = build_tokenizer(), [], []
+    for part in tqdm(range(count // 2000), desc="latents"):
+        pictures, prompts = draw(2000, seed=1000 + part)
+        for x in pictures.split(250):
+            with torch.autocast(device, torch.bfloat16):
+                latents.append(vae.encoder(x.to(device, torch.float32).div(127.5).sub(1)).cpu().half())
+        ids.append(tokenizer(prompts, padding="max_length", max_length=MAX_TOKENS, truncation=True,
+                             return_tensors="pt").input_ids.to(torch.int16))
+    z = torch.cat(latents)
+    stats = torch.tensor([z.float().mean(), z.float().std()])
+    save_file({"latents": ((z.float() - stats[0]) / stats[1]).half(), "ids": torch.cat(ids), "stats": stats},
+              out / "latents.safetensors")
+
+
+class Starter(torch.nn.Module):
+    """Denoiser and both text encoders, fed as StableDiffusion3Pipeline feeds them, with one zero token for the T5."""
+
+    def __init__(self, tokenizer):
+        super().__init__()
+        self.denoiser = build_denoiser()
+        self.text_1, self.text_2 = build_text_encoder(tokenizer), build_text_encoder(tokenizer)
+
+    def forward(self, x, sigma, ids):
+        out_1, out_2 = (enc(ids, output_hidden_states=True) for enc in (self.text_1, self.text_2))
+        tokens = torch.cat([out_1.hidden_states[-2], out_2.hidden_states[-2]], -1)
+        tokens = F.pad(tokens, (0, 0, 0, 1))
+        pooled = torch.cat([out_1.text_embeds, out_2.text_embeds], -1)
+        return self.denoiser(x, encoder_hidden_states=tokens, pooled_projections=pooled, timestep=sigma * 1000,
+                             return_dict=False)[0]
+
+
+def rate(step: int, steps: int) -> float:
+    """Warm-up over 300 steps, then constant, then linear to 0 over the last third."""
+    return min((step + 1) / 300, 1.0, max((steps - step) / (steps / 3), 0.0))
+
+
+def train_denoiser(out: Path, device: str, steps: int, batch: int, resume: bool, lr: float = 1e-3):
+    """Flow matching with logit-normal sigmas, 10 % empty prompts, and an average of the weights at the end."""
+    data, tokenizer = load_file(out / "latents.safetensors"), build_tokenizer()
+    empty = tokenizer("", padding="max_length", max_length=MAX_TOKENS, return_tensors="pt").input_ids
+    torch.manual_seed(3)
+    model = Starter(tokenizer).to(device)
+    average = {k: v.detach().clone() for k, v in model.named_parameters()}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
+    checkpoint, first = out / "denoiser.pt", 0
+    if resume and checkpoint.exists():  # our own file, written a moment ago by this script
+        saved = torch.load(checkpoint, weights_only=True)
+        model.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+        average, first = saved["average"], saved["step"]
+    if device == "cpu":
+        for block in model.denoiser.transformer_blocks:
+            block.compile()
+    bar, smooth = tqdm(range(first, steps), desc="denoiser", initial=first, total=steps, mininterval=5), None
+    for step in bar:
+        generator = torch.Generator().manual_seed(10_000 + step)
+        rows = torch.randint(len(data["latents"]), (batch,), generator=generator)
+        x0, ids = data["latents"][rows].float(), data["ids"][rows].long()
+        ids = torch.where(torch.rand(batch, 1, generator=generator) < 0.1, empty, ids)
+        sigma = torch.sigmoid(0.4 + 1.1 * torch.randn(batch, generator=generator))
+        noise = torch.randn(x0.shape, generator=generator)
+        x0, ids, sigma, noise = (t.to(device) for t in (x0, ids, sigma, noise))
+        s = sigma.view(-1, 1, 1, 1)
+        with torch.autocast(device, torch.bfloat16):
+            v = model((1 - s) * x0 + s * noise, sigma, ids)
+        loss = (v.float() - (noise - x0)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True)
+        for group in optimizer.param_groups:
+            group["lr"] = lr * rate(step, steps)
+        optimizer.step()
+        decay = min(0.999, (1 + step) / (10 + step))
+        torch._foreach_lerp_(list(average.values()), [p.detach() for p in model.parameters()], 1 - decay)
+        smooth = loss.item() if smooth is None else 0.98 * smooth + 0.02 * loss.item()
+        bar.set_postfix(loss=f"{smooth:.4f}")
+        if (step + 1) % 500 == 0 or step + 1 == steps:
+            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "average": average,
+                     "step": step + 1}
+            torch.save(state, checkpoint.with_suffix(".tmp"))
+            checkpoint.with_suffix(".tmp").replace(checkpoint)
+
+
+def assemble(out: Path, target: Path):
+    """Write the pipeline directory: weights in fp16, everything a stock StableDiffusion3Pipeline loads."""
+    from diffusers import FlowMatchEulerDiscreteScheduler, StableDiffusion3Pipeline
+
+    tokenizer, stats = build_tokenizer(), load_file(out / "latents.safetensors")["stats"]
+    vae = build_autoencoder()
+    vae.load_state_dict(load_file(out / "autoencoder.safetensors"))
+    # The pipeline decodes latents / scaling_factor + shift_factor.
+    vae.register_to_config(scaling_factor=float(1 / stats[1]), shift_factor=float(stats[0]))
+    model = Starter(tokenizer)
+    average = torch.load(out / "denoiser.pt", weights_only=True)["average"]
+    model.load_state_dict(model.state_dict() | average)
+    pipe = StableDiffusion3Pipeline(
+        transformer=model.denoiser, scheduler=FlowMatchEulerDiscreteScheduler(shift=1.0), vae=vae,
+        text_encoder=model.text_1, tokenizer=tokenizer, text_encoder_2=model.text_2, tokenizer_2=build_tokenizer(),
+        text_encoder_3=None, tokenizer_3=None)
+    pipe.to(torch.float16).save_pretrained(target, safe_serialization=True)
+    finish_directory(target)
+
+
+def finish_directory(target: Path):
+    """Name the absent T5 in the index, so that loaders know of it, and drop a key that the autoencoder's class refuses."""
+    index = json.loads((target / "model_index.json").read_text())
+    index |= {"text_encoder_3": [None, None], "tokenizer_3": [None, None]}
+    (target / "model_index.json").write_text(json.dumps(index, indent=2) + "\n")
+    config = json.loads((target / "vae" / "config.json").read_text())
+    config.pop("block_out_channels", None)
+    (target / "vae" / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("runs/starter"), help="working folder")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--steps", type=int, default=12_000, help="denoiser steps")
+    parser.add_argument("--batch", type=int, default=128)
+    parser.add_argument("--scenes", type=int, default=120_000)
+    parser.add_argument("--ae-steps", type=int, default=3_000)
+    parser.add_argument("--resume", action="store_true", help="go on from the denoiser's last checkpoint")
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    torch.manual_seed(0)
+    start = time.time()
+    if not (args.out / "autoencoder.safetensors").exists():
+        train_autoencoder(args.out, args.device, args.ae_steps)
+    if not (args.out / "latents.safetensors").exists():
+        encode_dataset(args.out, args.device, args.scenes)
+    with PlainAttention() if args.device == "cpu" else contextlib.nullcontext():
+        train_denoiser(args.out, args.device, args.steps, args.batch, args.resume)
+    assemble(args.out, args.out / "pipeline")
+    print(f"{args.out / 'pipeline'} written after {time.time() - start:.0f} s")
+
+
+if __name__ == "__main__":
+    main()

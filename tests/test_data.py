@@ -1,0 +1,209 @@
+"""Prompts: what files hold, what is held out, and which prompts an epoch draws."""
+
+from __future__ import annotations
+
+import json
+import runpy
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from flowgrpo.config import Config
+from flowgrpo.data import STARTER, Prompt, draw, load_prompts, resolve, split
+from flowgrpo.errors import UserError
+from flowgrpo.starter import scenes
+
+ROOT = Path(__file__).parents[1]
+
+
+def write(folder: Path, name: str, text: str | bytes) -> Path:
+    (folder / name).write_bytes(text.encode() if isinstance(text, str) else text)
+    return folder / name
+
+
+def message(call, *arguments) -> str:
+    with pytest.raises(UserError) as caught:
+        call(*arguments)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def named(*texts: str) -> list[Prompt]:
+    return [Prompt(text) for text in texts]
+
+
+# --- files -----------------------------------------------------------------------------------------------------------
+
+def test_txt_holds_a_prompt_per_line(tmp_path):
+    file = write(tmp_path, "p.txt", "\ufeffa cat\r\n\r\n  a dog, running \n")
+    assert load_prompts(file) == named("a cat", "a dog, running")
+
+
+def test_jsonl_and_csv_hold_the_same(tmp_path):
+    write(tmp_path, "cat.png", b"")
+    image = str(tmp_path / "cat.png")
+    expected = [Prompt("a cat", "blurry", {"task": "one", "n": 2}, image, 2.5), Prompt("a dog, big")]
+    lines = [json.dumps({"prompt": "a cat", "negative_prompt": "blurry", "metadata": {"task": "one", "n": 2},
+                         "image": "cat.png", "weight": 2.5}), "", json.dumps({"prompt": "a dog, big"})]
+    assert load_prompts(write(tmp_path, "p.jsonl", "\n".join(lines))) == expected
+    table = ('prompt,negative_prompt,metadata,image,weight\n'
+             'a cat,blurry,"{""task"": ""one"", ""n"": 2}",cat.png,2.5\n"a dog, big",,,,\n')
+    assert load_prompts(write(tmp_path, "p.csv", table)) == expected
+
+
+@pytest.mark.parametrize("name, text, told", [
+    ("p.txt", "\n \n", "the file holds no prompt"),
+    ("p.csv", "", "the file holds no prompt"),
+    ("p.csv", "prompt\n", "the file holds no prompt"),
+    ("p.jsonl", "", "the file holds no prompt"),
+    ("p.json", "[]", "expected a .txt, .jsonl or .csv file, got '.json'"),
+    ("p.txt", b"\xff\xfe", "not UTF-8 text"),
+    ("p.jsonl", '{"prompt": "a"}\n{"prompt": }', "line 2: not valid JSON: Expecting value (column 12)"),
+    ("p.jsonl", '\n"a cat"', "line 2: expected an object with the key 'prompt', got 'a cat'"),
+    ("p.jsonl", '{"promt": "a"}', "line 1: unknown key 'promt': did you mean 'prompt'?"),
+    ("p.jsonl", '{"weight": 1}', "line 1: expected a text under 'prompt', got None"),
+    ("p.jsonl", '{"prompt": " "}', "line 1: expected a text under 'prompt', got ' '"),
+    ("p.jsonl", '{"prompt": "a", "negative_prompt": 3}', "line 1: expected a text under 'negative_prompt', got 3"),
+    ("p.jsonl", '{"prompt": "a", "metadata": "x"}', "line 1: expected an object under 'metadata', got 'x'"),
+    ("p.jsonl", '{"prompt": "a", "image": "no.png"}', "line 1: no image at"),
+    ("p.jsonl", '{"prompt": "a", "weight": 0}', "line 1: expected a positive number under 'weight', got 0"),
+    ("p.jsonl", '{"prompt": "a", "weight": NaN}', "line 1: expected a positive number under 'weight', got nan"),
+    ("p.jsonl", '{"prompt": "a", "weight": true}', "line 1: expected a positive number under 'weight', got True"),
+    ("p.csv", "text\na cat\n", "line 1: expected the heading 'prompt' in the first line, got ['text']"),
+    ("p.csv", "prompt,wieght\na,1\n", "line 2: unknown key 'wieght': did you mean 'weight'?"),
+    ("p.csv", "prompt\na cat, big\n", "line 2: 2 cells under 1 headings"),
+    ("p.csv", "prompt,weight\na,1\nb,heavy\n", "line 3: expected a positive number under 'weight', got 'heavy'"),
+    ("p.csv", "prompt,metadata\na,{\n", "line 2: not valid JSON"),
+    ("p.csv", 'prompt\n"a\n', "not valid CSV: unexpected end of data"),
+])
+def test_mistakes_are_told_with_file_and_line(name, text, told, tmp_path):
+    file = write(tmp_path, name, text)
+    assert told in message(load_prompts, file) and str(file) in message(load_prompts, file)
+
+
+def test_missing_file():
+    assert message(load_prompts, "no.txt") == "prompts no.txt: no such file"
+
+
+# --- the held-out split ----------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("share, expected", [(0.1, 3), (0.5, 15), (0.001, 1), (0.96, 29)])
+def test_a_share_of_the_texts_is_held_out(share, expected):
+    prompts = named(*(f"p{i}" for i in range(30)), *(f"p{i}" for i in range(10)))  # ten texts come twice
+    train, held = split(prompts, share, seed=3)
+    assert len({p.text for p in held}) == expected
+    assert not {p.text for p in train} & {p.text for p in held}
+    assert Counter(p.text for p in train + held) == Counter(p.text for p in prompts)
+
+
+def test_the_split_depends_on_texts_and_seed_alone():
+    prompts = named(*(f"p{i}" for i in range(40)))
+    first = {p.text for p in split(prompts, 0.25, 0)[1]}
+    assert first == {p.text for p in split(prompts[::-1] + prompts[:5], 0.25, 0)[1]}
+    assert first != {p.text for p in split(prompts, 0.25, 1)[1]}
+
+
+def test_a_file_of_held_out_prompts_leaves_training(tmp_path):
+    file = write(tmp_path, "held.txt", "b\nc\n")
+    train, held = split(named("a", "b", "a", "d"), str(file), 0)
+    assert [p.text for p in train] == ["a", "a", "d"] and [p.text for p in held] == ["b", "c"]
+
+
+@pytest.mark.parametrize("texts, share, told", [
+    (["a", "b"], 0.9, "holds out every prompt"),
+    (["a", "a"], 0.5, "1 different prompts cannot be parted"),
+    (["a", "b"], 0.0, "expected a share between 0 and 1"),
+    (["a", "b"], 1.0, "expected a share between 0 and 1"),
+])
+def test_no_side_is_empty(texts, share, told):
+    assert told in message(split, named(*texts), share, 0)
+
+
+def test_a_file_that_holds_out_everything_is_refused(tmp_path):
+    assert "leaves none to train on" in message(split, named("a"), str(write(tmp_path, "h.txt", "a\nb")), 0)
+
+
+# --- drawing ---------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("n, count", [(7, 3), (5, 4), (6, 3), (10, 1), (9, 8), (30, 29), (4, 4), (3, 7), (1, 5)])
+def test_equal_weights_walk_through_the_data(n, count):
+    prompts = named(*map(str, range(n)))
+    epochs = [[p.text for p in draw(prompts, count, epoch, seed=5)] for epoch in range(40)]
+    assert all(len(epoch) == count for epoch in epochs)
+    assert all(max(Counter(epoch).values()) <= -(-count // n) for epoch in epochs)
+    if count < n:
+        stream = [text for epoch in epochs for text in epoch]
+        passes = [tuple(stream[i:i + n]) for i in range(0, len(stream) - n + 1, n)]
+        assert all(sorted(one) == sorted(map(str, range(n))) for one in passes)
+        assert len(set(passes)) > 1 or n == 1
+
+
+def test_every_first_place_is_equally_likely():
+    prompts = named(*map(str, range(4)))
+    counts = Counter(draw(prompts, 3, 0, seed)[0].text for seed in range(4000))
+    assert all(abs(counts[str(i)] - 1000) < 5 * (4000 * 0.25 * 0.75) ** 0.5 for i in range(4))
+
+
+def test_drawing_is_a_pure_function_of_epoch_and_seed():
+    for prompts in (named(*"abcdefgh"), [Prompt(text, weight=1 + i) for i, text in enumerate("abcdefgh")]):
+        assert draw(prompts, 3, 11, 2) == draw(prompts, 3, 11, 2)
+        assert draw(prompts, 3, 11, 2) != draw(prompts, 3, 12, 2)
+        assert [draw(prompts, 3, e, 2) for e in range(5)] != [draw(prompts, 3, e, 3) for e in range(5)]
+
+
+def test_weights_are_probabilities():
+    prompts = [Prompt("a", weight=1), Prompt("b", weight=2), Prompt("c", weight=5)]
+    counts = Counter(draw(prompts, 1, epoch, 0)[0].text for epoch in range(8000))
+    for text, share in (("a", 1 / 8), ("b", 2 / 8), ("c", 5 / 8)):
+        assert abs(counts[text] - 8000 * share) < 5 * (8000 * share * (1 - share)) ** 0.5
+
+
+def test_weighted_epochs_repeat_no_prompt_unless_they_must():
+    prompts = [Prompt(text, weight=10.0 ** i) for i, text in enumerate("abcd")]
+    for epoch in range(50):
+        assert max(Counter(p.text for p in draw(prompts, 3, epoch, 0)).values()) == 1
+        assert sorted(Counter(p.text for p in draw(prompts, 6, epoch, 0)).values()) == [1, 1, 2, 2]
+
+
+# --- the starter's prompts -------------------------------------------------------------------------------------------
+
+def test_starter_prompts_are_what_the_script_builds():
+    built = runpy.run_path(str(ROOT / "scripts" / "build_prompts.py"))["build"]()
+    for name, records in built.items():
+        assert [json.loads(line) for line in (STARTER / name).read_text().splitlines()] == records
+
+
+def test_starter_prompts_are_disjoint():
+    train, held = resolve(Config())
+    texts = [p.text for p in train], [p.text for p in held]
+    assert len(texts[0]) == len(set(texts[0])) == 600
+    assert not set(texts[0]) & set(texts[1])
+
+
+def test_starter_prompts_are_on_their_side():
+    for prompts, side in zip(resolve(Config()), (False, True)):
+        for prompt in prompts:
+            claims = scenes.parse(prompt.text)
+            prefix = prompt.text[:len(prompt.text) - len(claims.caption())]
+            assert claims.caption(prefix) == prompt.text and claims.task == prompt.metadata["task"]
+            assert scenes.reserved(claims, prefix) == side
+
+
+def test_starter_tasks_are_equally_likely():
+    train, held = resolve(Config())
+    weights = Counter()
+    for prompt in train:
+        weights[prompt.metadata["task"]] += prompt.weight
+    assert set(weights) == set(scenes.TASKS) and all(abs(weight - 100) < 0.1 for weight in weights.values())
+    assert Counter(p.metadata["task"] for p in held) == dict.fromkeys(scenes.TASKS, 40)
+
+
+def test_resolve_reads_the_files_of_the_configuration(tmp_path):
+    file = write(tmp_path, "p.txt", "\n".join(f"p{i}" for i in range(20)))
+    train, held = resolve(Config(prompts=str(file), held_out=0.25, seed=1))
+    assert (len(train), len(held)) == (15, 5)
+    assert [p.text for p in held] == [p.text for p in resolve(Config(prompts=str(file), held_out=0.25, seed=2))[1]]
+    other = write(tmp_path, "h.txt", "p0\nq\n")
+    assert [p.text for p in resolve(Config(prompts=str(file), held_out=str(other)))[1]] == ["p0", "q"]
+    assert [p.text for p in resolve(Config(held_out=str(other)))[1]] == ["p0", "q"]

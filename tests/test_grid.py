@@ -1,0 +1,89 @@
+"""Pages of pictures: what is on them, where, and in which colour."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from PIL import Image, ImageColor
+
+from flowgrpo.evaluation import grid
+from flowgrpo.evaluation.grid import Row, contact, draw_grid
+
+
+def flat(colour: tuple[float, float, float], height: int = 64, width: int = 64) -> torch.Tensor:
+    return torch.tensor(colour)[:, None, None].expand(3, height, width)
+
+
+RED, BLUE = flat((1, 0, 0)), flat((0, 0, 1))
+
+
+def area(page: Image.Image, colour: str) -> int:
+    """Number of pixels of exactly that colour."""
+    pixels = torch.frombuffer(bytearray(page.tobytes()), dtype=torch.uint8).view(-1, 3)
+    return int((pixels == torch.tensor(ImageColor.getrgb(colour), dtype=torch.uint8)).all(1).sum())
+
+
+@pytest.mark.parametrize("before, after, rose, fell", [
+    (0.2, 0.8, True, False), (0.8, 0.2, False, True), (0.5, 0.5, False, False), (0.5, 0.50001, False, False),
+    (math.nan, 0.5, False, False), (0.5, math.nan, False, False), (-21.3, -20.1, True, False),
+])
+def test_scores_are_green_where_they_rose_and_red_where_they_fell(before, after, rose, fell, tmp_path):
+    page = Image.open(draw_grid(tmp_path / "a.png", ["before", "after"],
+                                [Row("a cat", [RED, BLUE], [{"r": before}, {"r": after}])]))
+    assert (area(page, grid.ROSE) > 0) == rose and (area(page, grid.FELL) > 0) == fell
+
+
+def test_pictures_stand_side_by_side_enlarged(tmp_path):
+    rows = [Row("x", [RED, BLUE], [{}, {}])] * 4
+    page = Image.open(draw_grid(tmp_path / "deep" / "a.png", ["before", "after"], rows))
+    inner = (3 * 64 - 2) ** 2  # a picture of 64 pixels is shown three times as large, in a frame of one pixel
+    assert area(page, "#ff0000") == area(page, "#0000ff") == 4 * inner
+    left = grid.MARGIN + 1
+    line = [page.getpixel((x, page.height // 3)) for x in range(left, left + 2 * 192 + grid.BETWEEN_PICTURES - 2)]
+    assert line == [(255, 0, 0)] * 190 + [line[190]] + [(255, 255, 255)] * grid.BETWEEN_PICTURES + [line[190]] + [
+        (0, 0, 255)] * 190
+
+
+@pytest.mark.parametrize("height, width, expected", [
+    (64, 64, (192, 192)), (32, 16, (80, 160)), (100, 100, (200, 200)), (160, 80, (80, 160)), (256, 200, (200, 256)),
+    (512, 1024, (256, 128)), (1024, 1024, (256, 256)), (2000, 1, (1, 256)),
+])
+def test_pictures_have_a_readable_size(height, width, expected):
+    assert grid._picture(torch.rand(3, height, width)).size == expected
+
+
+def test_enlarged_pixels_keep_their_values():
+    picture = grid._picture(torch.tensor([0.0, 0.5, 2.0, -1.0]).view(1, 2, 2).expand(3, 2, 2).to(torch.bfloat16))
+    corners = [picture.getpixel(at)[0] for at in ((0, 0), (159, 0), (0, 159), (159, 159))]
+    assert corners == [0, 128, 255, 0]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5, 12, 40])
+def test_every_card_is_on_the_page(count, tmp_path):
+    page = Image.open(draw_grid(tmp_path / "a.png", ["one"], [Row("x", [RED], [{}])] * count))
+    assert area(page, "#ff0000") == count * 190 ** 2
+    assert count < 3 or 0.5 < page.width / page.height < 3
+
+
+def test_captions_are_wrapped_and_nothing_is_lost():
+    text = "a photograph of an astronaut who rides a horse on the moon in golden light"
+    lines = grid._wrap(text, grid.CAPTION, 190)
+    assert " ".join(lines) == text and 2 < len(lines) <= 4
+    assert all(grid.CAPTION.getlength(line) <= 190 for line in lines)
+
+
+def test_what_cannot_fit_ends_in_an_ellipsis():
+    lines = grid._wrap("word " * 200, grid.CAPTION, 190)
+    assert len(lines) == 4 and lines[-1].endswith("...") and grid.CAPTION.getlength(lines[-1]) <= 190
+    assert grid._wrap("w" * 500, grid.CAPTION, 190)[0].endswith("...")
+    assert grid._wrap("", grid.CAPTION, 190) == [""]
+
+
+def test_a_contact_sheet_has_no_headings(tmp_path):
+    sheet = Image.open(contact(tmp_path / "c.png", [RED] * 6, ["a red square"] * 6))
+    titled = Image.open(draw_grid(tmp_path / "t.png", ["title"], [Row("a red square", [RED], [{}])] * 6))
+    assert area(sheet, "#ff0000") == area(titled, "#ff0000") == 6 * 190 ** 2
+    assert sheet.width == titled.width and sheet.height < titled.height
+    assert sheet.getpixel((grid.MARGIN + 1, grid.MARGIN + 1)) == (255, 0, 0)

@@ -1,0 +1,105 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from diffusers import (
+    DDIMScheduler,
+    DPMSolverMultistepScheduler,
+    FlowMatchEulerDiscreteScheduler,
+    FlowMatchHeunDiscreteScheduler,
+)
+
+from flowgrpo.samplers.grids import compress_tail, shifted, stock
+
+F64 = torch.float64
+
+
+def close(actual: torch.Tensor, expected: list[float], atol: float) -> None:
+    torch.testing.assert_close(actual.double(), torch.tensor(expected, dtype=F64), rtol=0, atol=atol)
+
+
+def test_shifted_by_hand():
+    close(shifted(10, 3), [1, 27 / 28, 12 / 13, 7 / 8, 9 / 11, 3 / 4, 2 / 3, 9 / 16, 3 / 7, 1 / 4, 0], 1e-15)
+    close(shifted(4, 1), [1, 0.75, 0.5, 0.25, 0], 0)
+
+
+@pytest.mark.parametrize("shift", [0.1, 0.3, 1, 3, 3.158, math.exp(1.15), 7, 12.5])
+def test_shifted_starts_at_exactly_one_and_ends_at_exactly_zero(shift):
+    grid = shifted(25, shift)
+    assert grid[0] == 1 and grid[-1] == 0 and (grid.diff() < 0).all()
+
+
+@pytest.mark.parametrize(("steps", "shift"), [(0, 3), (10, 0), (10, -1), (10, float("nan"))])
+def test_shifted_refuses_impossible_settings(steps, shift):
+    with pytest.raises(ValueError, match="expected"):
+        shifted(steps, shift)
+
+
+def test_stock_of_sd3_shifts_twice():
+    scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0)
+    grid = stock(scheduler, 10)
+    close(grid, [1, 0.960, 0.913, 0.858, 0.790, 0.707, 0.602, 0.465, 0.278, 0.009, 0], 5e-4)
+    scheduler.set_timesteps(10)
+    assert torch.equal(grid, scheduler.sigmas)
+
+
+def test_stock_leaves_the_scheduler_as_it_was():
+    scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0)
+    scheduler.set_timesteps(7)
+    before = scheduler.sigmas.clone()
+    stock(scheduler, 10)
+    assert torch.equal(scheduler.sigmas, before) and scheduler.num_inference_steps == 7
+
+
+def test_stock_of_flux_with_its_pipelines_sigmas_is_one_shift_by_exp_mu():
+    scheduler = FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True)
+    grid = stock(scheduler, 10, mu=1.15, sigmas=[1 - i / 10 for i in range(10)])
+    torch.testing.assert_close(grid.double(), shifted(10, math.exp(1.15)), rtol=0, atol=1e-6)
+    # The scheduler alone spaces its times down to 1/1000 and not to 1/10.
+    assert stock(scheduler, 10, mu=1.15)[-2] < 0.01 < grid[-2]
+
+
+def test_stock_refuses_schedulers_that_are_no_first_order_flow():
+    with pytest.raises(ValueError, match="DDIMScheduler has no sigmas"):
+        stock(DDIMScheduler(), 10)
+    with pytest.raises(ValueError, match="DPMSolverMultistepScheduler sets 11 sigmas from 157.4 to 0 for 10 steps"):
+        stock(DPMSolverMultistepScheduler(), 10)
+    with pytest.raises(ValueError, match="FlowMatchHeunDiscreteScheduler sets 20 sigmas"):
+        stock(FlowMatchHeunDiscreteScheduler(), 10)
+    with pytest.raises(ValueError, match="FlowMatchEulerDiscreteScheduler sets 11 sigmas from 0 to 1"):
+        stock(FlowMatchEulerDiscreteScheduler(invert_sigmas=True), 10)
+    with pytest.raises(ValueError, match="takes no mu"):
+        stock(FlowMatchHeunDiscreteScheduler(), 10, mu=1.0)
+
+
+def test_compress_tail_by_hand():
+    # From 3/4 (t = 1/2 at shift 3) five intervals become int(5 * 0.4) = 2: t = 1/2, 1/4, 0.
+    grid = shifted(10, 3)
+    close(compress_tail(grid, after=5, ratio=0.4, shift=3), [*grid[:6].tolist(), 1 / 2, 0], 1e-15)
+    # int(5 * 0.2) = 1 and max(int(5 * 0.1), 1) = 1: one interval down to 0, where the released code never gets.
+    for ratio in (0.2, 0.1):
+        close(compress_tail(grid, after=5, ratio=ratio, shift=3), [*grid[:6].tolist(), 0], 1e-15)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, F64])
+@pytest.mark.parametrize("after", range(0, 25))
+@pytest.mark.parametrize("ratio", [0.01, 0.2, 0.4, 1.0])
+def test_compress_tail_keeps_the_head_and_ends_at_zero(dtype, after, ratio):
+    grid = shifted(25, 3).to(dtype)
+    short = compress_tail(grid, after, ratio, shift=3)
+    assert short.dtype == dtype and torch.equal(short[: after + 1], grid[: after + 1])
+    assert len(short) - 1 - after == max(int((25 - after) * ratio), 1)
+    assert short[-1] == 0 and (short.diff() < 0).all()
+
+
+def test_compress_tail_at_ratio_one_changes_nothing():
+    grid = shifted(16, 5)
+    torch.testing.assert_close(compress_tail(grid, 6, 1.0, shift=5), grid, rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize(("after", "ratio", "shift"), [(10, 0.4, 3), (-1, 0.4, 3), (3, 0, 3), (3, 1.1, 3), (3, 0.4, 0)])
+def test_compress_tail_refuses_impossible_settings(after, ratio, shift):
+    with pytest.raises(ValueError, match="expected"):
+        compress_tail(shifted(10, 3), after, ratio, shift)

@@ -1,0 +1,151 @@
+from __future__ import annotations
+
+import pytest
+
+from flowgrpo.samplers.plans import ORDERS, AllSteps, RandomSubset, Schedule, Single, Sliding
+
+
+def firsts(plan: Sliding, steps: int, epochs: int) -> list[int]:
+    schedules = [plan(steps, epoch, seed=0) for epoch in range(epochs)]
+    assert all(s.trained == s.stochastic for s in schedules)
+    assert all(s.trained == tuple(range(s.trained[0], s.trained[0] + plan.size)) for s in schedules)
+    return [s.trained[0] for s in schedules]
+
+
+def test_all_steps_leave_out_the_last():
+    assert AllSteps()(5, epoch=3, seed=0) == Schedule((0, 1, 2, 3), (0, 1, 2, 3))
+    assert AllSteps()(2, epoch=0, seed=0) == Schedule((0,), (0,))
+
+
+def test_single():
+    assert Single(3)(5, epoch=9, seed=0) == Schedule((3,), (3,))
+    for step in (4, -1):
+        with pytest.raises(ValueError, match=f"Single: step is {step}, expected 0 to 3 of 5 steps"):
+            Single(step)(5, epoch=0, seed=0)
+
+
+@pytest.mark.parametrize(("steps", "fraction", "count"), [(16, 0.6, 9), (10, 0.6, 5), (10, 1.0, 9), (3, 0.1, 1)])
+def test_random_subset_trains_its_fraction(steps, fraction, count):
+    for epoch in range(20):
+        schedule = RandomSubset(fraction)(steps, epoch, seed=0)
+        assert schedule.stochastic == tuple(range(steps - 1)) and len(schedule.trained) == count
+
+
+def test_random_subset_is_redrawn_each_epoch_and_reaches_every_step():
+    drawn = [RandomSubset()(16, epoch, seed=7).trained for epoch in range(40)]
+    assert len(set(drawn)) > 30
+    assert {step for trained in drawn for step in trained} == set(range(15))
+
+
+# T = 6 and windows of 2: the first step l runs from 0 to 3.
+WINDOWS = [
+    (Sliding(2, every=2), [0, 0, 1, 1, 2, 2, 3, 3, 0, 0, 1, 1]),
+    (Sliding(2, every=2, roll_back=False), [0, 0, 1, 1, 2, 2, 3, 3, 3, 3, 3, 3]),
+    (Sliding(2, stride=2, every=2), [0, 0, 2, 2, 0, 0, 2, 2]),
+    (Sliding(2, stride=2, every=2, roll_back=False), [0, 0, 2, 2, 3, 3, 3, 3]),
+    (Sliding(2, every=1, start=1), [1, 2, 3, 1, 2, 3, 1]),
+    (Sliding(2, every=1, stop=4), [0, 1, 2, 0, 1, 2, 0]),
+    (Sliding(2, every=3, order="frozen"), [0] * 8),
+    (Sliding(2, order="frozen", start=3), [3] * 8),
+    # p = l/4: int(4 (1-p) + p) = 4, int(3.25), int(2.5), int(1.75) epochs
+    (Sliding(2, every=4, order="decay"), [0, 0, 0, 0, 1, 1, 1, 2, 2, 3, 0, 0, 0, 0, 1]),
+    # from 4 down to 3: 4, int(3.75), int(3.5), int(3.25)
+    (Sliding(2, every=4, every_min=3, order="decay"), [0, 0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3, 0]),
+    # 3, 3, ceil(3/e = 1.10), ceil(3/e^2 = 0.41) epochs
+    (Sliding(2, every=3, order="exp_decay", rate=1, threshold=1), [0, 0, 0, 1, 1, 1, 2, 2, 3, 0, 0]),
+]
+
+
+@pytest.mark.parametrize(("plan", "expected"), WINDOWS)
+def test_windows_by_hand(plan, expected):
+    assert firsts(plan, 6, len(expected)) == expected
+
+
+def test_mix_grpo_as_published():
+    # T = 25, windows of 4 for 25 epochs each: l = 0 to 20, and back to 0 after 21 * 25 epochs.
+    assert firsts(Sliding(), 25, 551) == [l for l in range(21) for _ in range(25)] + [0] * 25 + [1]
+    # Decay from 10 to 1, p = l/23: int(10 - 9 p).
+    stays = [10, 9, 9, 8, 8, 8, 7, 7, 6, 6, 6, 5, 5, 4, 4, 4, 3, 3, 2, 2, 2]
+    decay = firsts(Sliding(every=10, order="decay"), 25, sum(stays) + 1)
+    assert decay == [l for l, stay in enumerate(stays) for _ in range(stay)] + [0]
+    # Exponential decay from 25 with k = 0.1 beyond l = 13: ceil(25 exp(-0.1 (l-13))).
+    stays = [25] * 14 + [23, 21, 19, 17, 16, 14, 13]
+    exp_decay = firsts(Sliding(order="exp_decay"), 25, sum(stays) + 1)
+    assert exp_decay == [l for l, stay in enumerate(stays) for _ in range(stay)] + [0]
+
+
+def test_random_windows_reach_every_place_and_no_other():
+    assert set(firsts(Sliding(4, order="random"), 25, 500)) == set(range(21))
+    assert set(firsts(Sliding(2, order="random", start=2), 6, 60)) == {2, 3}
+    # Flow-GRPO-Fast: windows of 3 in the first half of 10 steps.
+    assert set(firsts(Sliding(3, order="random", stop=10 // 2), 10, 60)) == {0, 1, 2}
+
+
+def test_random_windows_are_about_uniform():
+    drawn = firsts(Sliding(2, order="random"), 6, 2000)
+    assert all(abs(drawn.count(first) - 500) < 100 for first in range(4))  # 5 deviations
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_windows_are_never_empty_and_never_reach_the_last_step(order):
+    for steps in range(2, 31):
+        for size in range(1, steps):
+            plan = Sliding(size, every=3, order=order, threshold=5)
+            for epoch in (0, 1, 2, 3, 7, 29, 100):
+                window = plan(steps, epoch, seed=1).trained
+                assert len(window) == size and window[0] >= 0 and window[-1] <= steps - 2
+
+
+@pytest.mark.parametrize("plan", [RandomSubset(), *(Sliding(order=order) for order in ORDERS)])
+def test_plans_are_functions_of_their_arguments(plan):
+    calls = [(epoch, seed) for epoch in range(60) for seed in (0, 1)]
+    forwards = [plan(12, *call) for call in calls]
+    assert forwards[::-1] == [plan(12, *call) for call in calls[::-1]]
+
+
+@pytest.mark.parametrize("plan", [RandomSubset(), Sliding(order="random")])
+def test_seeds_draw_differently(plan):
+    assert [plan(12, epoch, 0) for epoch in range(20)] != [plan(12, epoch, 1) for epoch in range(20)]
+
+
+@pytest.mark.parametrize(
+    ("plan", "steps"),
+    [
+        (Sliding(size=5), 5),
+        (Sliding(size=3, start=2), 5),
+        (Sliding(size=3, stop=2), 10),
+        (Sliding(size=3, start=4, stop=6), 10),
+        (Sliding(size=1), 1),
+        (AllSteps(), 1),
+        (RandomSubset(), 1),
+        (Single(0), 1),
+    ],
+)
+def test_plans_that_leave_nothing_to_train_are_refused(plan, steps):
+    with pytest.raises(ValueError) as error:
+        plan(steps, 0, 0)
+    assert "\n" not in str(error.value) and f"{steps}" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"order": "slow"}, {"size": 0}, {"stride": 0}, {"every": 0}, {"every_min": 0}, {"start": -1}, {"rate": -0.1}],
+)
+def test_impossible_windows_are_refused_by_name(settings):
+    ((name, value),) = settings.items()
+    with pytest.raises(ValueError, match=f"Sliding: {name} is {value!r}, expected"):
+        Sliding(**settings)
+
+
+@pytest.mark.parametrize("fraction", [0, -0.1, 1.1, float("nan")])
+def test_impossible_fractions_are_refused(fraction):
+    with pytest.raises(ValueError, match="RandomSubset: fraction is"):
+        RandomSubset(fraction)
+
+
+@pytest.mark.parametrize(
+    ("stochastic", "trained"), [((), ()), ((0, 1), ()), ((0,), (1,)), ((1, 0), (0,)), ((0, 0), (0,)), ((-1,), (-1,))]
+)
+def test_a_schedule_checks_itself(stochastic, trained):
+    with pytest.raises(ValueError, match="steps"):
+        Schedule(stochastic, trained)
