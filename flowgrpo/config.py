@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic.fields import FieldInfo
 
 from flowgrpo.errors import UserError
+from flowgrpo.starter import CALL
 
 
 class _Loader(yaml.SafeLoader):
@@ -39,8 +40,8 @@ class Section(BaseModel):
 class Picture(Section):
     """What the pipeline is asked for; None leaves the pipeline's own default."""
 
-    height: int | None = Field(None, ge=8)
-    width: int | None = Field(None, ge=8)
+    height: int | None = Field(None, ge=8, description="pixels")
+    width: int | None = Field(None, ge=8, description="pixels")
     frames: int | None = Field(None, ge=1, description="number of frames, for video pipelines")
     call: dict[str, Any] = Field({}, description="further arguments of the pipeline's call: {max_sequence_length: 77}")
 
@@ -48,7 +49,7 @@ class Picture(Section):
 class Adapter(Section):
     """What is trained: a LoRA (rank >= 1) on the denoiser, or with `rank: 0` all of the denoiser's weights."""
 
-    rank: int = Field(32, ge=0)
+    rank: int = Field(32, ge=0, description="rank of the LoRA; 0 trains all weights")
     alpha: float | None = Field(None, gt=0, description="LoRA alpha; None means 2 * rank")
     targets: list[str] = Field(["to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj",
                                 "to_add_out"], description="names of the modules that get an adapter")
@@ -67,11 +68,11 @@ class Train(Section):
     guidance: float = Field(1.0, ge=0, description="guidance scale of the rollout and of its replay")
     grid: Literal["shifted", "stock"] = Field("shifted", description="shift(linspace(1, 0)) or the pipeline's own")
     shift: float = Field(3.0, gt=0, description="the shift of the `shifted` grid")
-    lr: float = Field(3e-4, gt=0)
+    lr: float = Field(3e-4, gt=0, description="learning rate of AdamW")
     warmup: int = Field(0, ge=0, description="optimiser steps of linear warm-up")
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    weight_decay: float = Field(1e-4, ge=0)
-    betas: tuple[float, float] = (0.9, 0.999)
+    schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="of the learning rate, down to 0")
+    weight_decay: float = Field(1e-4, ge=0, description="of AdamW")
+    betas: tuple[float, float] = Field((0.9, 0.999), description="of AdamW")
     clip_grad: float = Field(1.0, gt=0, description="largest norm of the gradient")
     checkpointing: bool = Field(False, description="gradient checkpointing in the denoiser")
     ema: float = Field(0.0, ge=0, lt=1, description="decay of the moving average of the weights; 0 keeps none")
@@ -82,7 +83,7 @@ class Train(Section):
 class Eval(Section):
     """Evaluation on held-out prompts, with the pipeline's own scheduler."""
 
-    steps: int = Field(20, ge=1)
+    steps: int = Field(20, ge=1, description="denoising steps of the evaluation")
     guidance: float = Field(4.5, ge=0, description="guidance scale of the evaluation, before and after alike")
     every: int = Field(0, ge=0, description="epochs between pictures and held-out scores; 0: only before and after")
     prompts: int = Field(64, ge=1, description="held-out prompts, evenly spread over the file")
@@ -103,12 +104,13 @@ class Config(Section):
                                            description="a reward, or rewards with their weights")
     prompts: str = Field("starter", description="`starter`, or a .txt, .jsonl or .csv file")
     held_out: float | str = Field(0.1, description="share of the prompts that is never trained on, or a file of them")
-    negative_prompt: str = ""
-    output: str = "runs"
-    seed: int = Field(0, ge=0)
-    device: Literal["auto", "cuda", "mps", "cpu"] = "auto"
-    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
-    tracker: Literal["tensorboard", "wandb", "none"] = "tensorboard"
+    negative_prompt: str = Field("", description="of prompts that bring none of their own")
+    cache: str | None = Field(None, description="folder for encoded prompts, shared by runs; None: memory only")
+    output: str = Field("runs", description="the folder of all runs")
+    seed: int = Field(0, ge=0, lt=2**32, description="of noise, order of prompts, adapter's first weights")
+    device: Literal["auto", "cuda", "mps", "cpu"] = Field("auto", description="`auto`: the first that is there")
+    precision: Literal["fp32", "bf16", "fp16"] = Field("fp32", description="of frozen weights and of the arithmetic")
+    tracker: Literal["tensorboard", "wandb", "none"] = Field("tensorboard", description="beside `metrics.jsonl`")
     trust_remote_code: bool = Field(False, description="run code that comes with a model from a hub")
     picture: Picture = Picture()
     adapter: Adapter = Adapter()
@@ -119,6 +121,14 @@ class Config(Section):
     def rewards(self) -> dict[str, float]:
         """Reward names with their weights."""
         return {self.reward: 1.0} if isinstance(self.reward, str) else self.reward
+
+    @property
+    def call(self) -> dict[str, Any]:
+        """What every call of the pipeline gets beside prompts and latents: `picture`, over the starter's own."""
+        picture = self.picture
+        sizes = {"height": picture.height, "width": picture.width, "num_frames": picture.frames}
+        own = CALL if self.model == "starter" else {}
+        return own | {key: size for key, size in sizes.items() if size is not None} | picture.call
 
     @property
     def folder(self) -> Path:

@@ -10,8 +10,8 @@ from flowgrpo.errors import UserError
 
 @dataclass(frozen=True)
 class Geometry:
-    """prompts: P of this process; group: G; rows: B = P*G; parts: micro-batches of this process's rollout;
-    updates: optimiser steps per pass over them."""
+    """prompts: P of this process; group: G; rows: B = P*G; parts: micro-batches of this process's rollout; updates:
+    optimiser steps per pass over them. A micro-batch that holds a group holds whole groups, which share their trunk."""
 
     prompts: int
     group: int
@@ -33,9 +33,10 @@ def geometry(train: Train, processes: int = 1) -> Geometry:
         low = max(train.prompts // processes, 1) * processes
         raise UserError(f"train.prompts is {train.prompts}, which {processes} processes cannot share evenly: "
                         f"use {low} or {low + processes}")
-    found = Geometry(train.prompts // processes, train.group, train.micro_batch, train.updates)
+    micro_batch = max(train.micro_batch // train.group * train.group, min(train.micro_batch, train.group))
+    found = Geometry(train.prompts // processes, train.group, micro_batch, train.updates)
     if train.updates > found.parts:
+        smaller = f", or a micro_batch of {found.rows // train.updates}" if train.updates <= found.rows else ""
         raise UserError(f"train.updates is {train.updates}, but {found.rows} rows in micro-batches of "
-                        f"{train.micro_batch} make {found.parts}: use at most {found.parts} updates, or a micro_batch of "
-                        f"{max(1, found.rows // train.updates)}")
+                        f"{micro_batch} make {found.parts}: use at most {found.parts} updates{smaller}")
     return found

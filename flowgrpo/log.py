@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import time
+import warnings
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,6 +13,28 @@ from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Inside, no library warns and diffusers logs nothing: for calls whose warnings are known not to apply."""
+    from diffusers.utils import logging
+
+    level = logging.get_verbosity()
+    logging.set_verbosity(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.set_verbosity(level)
+
+
+def finite(value: Any) -> Any:
+    """The value with null for what JSON has no number for: the mean of a reward that applied to no sample."""
+    if isinstance(value, dict):
+        return {key: finite(inner) for key, inner in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 class Log:
@@ -24,7 +48,7 @@ class Log:
         if not self.main:
             return
         with self.path.open("a") as file:
-            file.write(json.dumps({"epoch": epoch, **metrics}) + "\n")
+            file.write(json.dumps(finite({"epoch": epoch, **metrics})) + "\n")
         self.accelerator.log({k: v for k, v in metrics.items() if isinstance(v, (int, float))}, step=epoch)
         self.bar.set_postfix(shown)
         self.bar.update()

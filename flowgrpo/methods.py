@@ -38,6 +38,10 @@ class Method:
     step_weight: Any = objectives.Uniform()
     kl: objectives.GaussianKL = objectives.GaussianKL(0.0)
 
+    def __post_init__(self) -> None:
+        if not 0 < self.tail <= 1:
+            raise ValueError(f"tail is {self.tail}, expected above 0 and at most 1")
+
     @property
     def reads_means(self) -> bool:
         """True where the loss needs the transitions' means, not their log-probabilities alone."""
@@ -60,7 +64,7 @@ def flow_grpo_fast(method: Method = Method()) -> Method:
     The released recipe pairs a clip range of 1e-5 with a log-probability of the CPS kernel that lacks 1/(2 s^2). Ours
     is the true density, whose log-ratio is 1/(2 s^2) times larger; with the Flow-SDE kernel the range stays at 1e-4.
     """
-    return replace(method, kernel=kernels.FlowSDE(0.7), plan=plans.Sliding(size=2, order="random", stop=4),
+    return replace(method, kernel=kernels.FlowSDE(0.7), plan=plans.Sliding(size=2, order="random", stop=0.5),
                    advantage=advantages.Advantage(scale="batch", order="rewards"), kl=objectives.GaussianKL(0.0))
 
 
@@ -110,7 +114,7 @@ def preset(*names: str) -> Method:
 
 
 _TYPES = {cls.__name__: cls for module in (kernels, plans, solvers, selection, objectives, advantages)
-          for cls in vars(module).values() if dataclasses.is_dataclass(cls) and isinstance(cls, type)}
+          for cls in vars(module).values() if dataclasses.is_dataclass(cls) and cls.__module__ == module.__name__}
 
 
 def with_parts(method: Method, parts: dict[str, Any]) -> Method:
@@ -123,14 +127,20 @@ def _overlay(part: Any, changes: dict[str, Any], path: str) -> Any:
         name, changes = changes["type"], {key: value for key, value in changes.items() if key != "type"}
         if name not in _TYPES:
             raise UserError(f"{path}.type: unknown part {name!r}{nearest(str(name), sorted(_TYPES))}")
+        if type(part).__module__ != _TYPES[name].__module__:
+            kin = [known for known, cls in _TYPES.items() if cls.__module__ == type(part).__module__]
+            raise UserError(f"{path}.type: {name} does not belong there; there are: {', '.join(sorted(kin))}")
         if type(part) is not _TYPES[name]:
             return _build(_TYPES[name], changes, path)
     fields = {field.name: getattr(part, field.name) for field in dataclasses.fields(part)}
     for key in changes:
         if key not in fields:
             raise UserError(f"unknown key {path}.{key}{nearest(key, list(fields))}")
-    values = {key: _overlay(fields[key], value, f"{path}.{key}") if dataclasses.is_dataclass(fields[key])
-              and isinstance(value, dict) else value for key, value in changes.items()}
+        if dataclasses.is_dataclass(fields[key]) and not isinstance(changes[key], dict):
+            raise UserError(f"{path}.{key}: got {changes[key]!r}, expected keys with values, such as "
+                            f"{{type: {type(fields[key]).__name__}}}")
+    values = {key: _overlay(fields[key], value, f"{path}.{key}") if dataclasses.is_dataclass(fields[key]) else value
+              for key, value in changes.items()}
     return _build(lambda **kept: replace(part, **kept), values, path)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import threading
 
 
 class Stopped(KeyboardInterrupt):
@@ -10,13 +11,17 @@ class Stopped(KeyboardInterrupt):
 
 
 class Stop:
-    """Inside `with`, the first signal asks for a stop at the next `check`; a second one interrupts at once."""
+    """Inside `with`, the first signal asks for a stop at the next `check`; a second one interrupts at once.
+
+    Python gives signals to the main thread alone: in another one (a notebook server's) nothing is caught.
+    """
 
     def __init__(self):
         self.asked = False
 
     def __enter__(self) -> Stop:
-        self._before = {number: signal.signal(number, self._ask) for number in (signal.SIGINT, signal.SIGTERM)}
+        caught = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
+        self._before = {number: signal.signal(number, self._ask) for number in caught}
         return self
 
     def __exit__(self, *_) -> None:

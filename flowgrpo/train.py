@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import time
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
@@ -19,16 +20,20 @@ from flowgrpo import checkpoint, data, methods, rewards
 from flowgrpo.config import Config, validate
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation import held_out
+from flowgrpo.gaussian import log_prob
 from flowgrpo.geometry import geometry
 from flowgrpo.log import Clock, Log
 from flowgrpo.objectives import mean_over_decisions
+from flowgrpo.policies.conditioning import Encoder
 from flowgrpo.policies.pipeline import PipelinePolicy, load_pipeline
-from flowgrpo.samplers.grids import compress_tail
-from flowgrpo.samplers.rollout import Exploration, Part, column, explore, make_grid, replay, seeder
+from flowgrpo.samplers import cost
+from flowgrpo.samplers.grids import compress_tail, shifted
+from flowgrpo.samplers.rollout import Exploration, Part, column, explore, make_grid, replay, rescored, seeder
 from flowgrpo.signals import Stop, Stopped
 
 FIRST_RATIO_LIMIT = 1e-6  # in fp32; elsewhere a tenth of the clip range
-COUNTERS = ("epoch", "update", "skipped", "seconds", "first_log_ratio", "rollout_evaluations", "saved_evaluations")
+COUNTERS = ("epoch", "update", "skipped", "seconds", "first_log_ratio", "rescore", "rollout_evaluations",
+            "saved_evaluations")
 
 
 class Trainer:
@@ -39,13 +44,15 @@ class Trainer:
         self.config, self.accelerator, self.policy, self.rewards = config, accelerator, policy, train_rewards
         self.method = resolve_method(config)
         self.geometry = geometry(config.train, accelerator.num_processes)
+        self.encode = Encoder(policy, Path(config.cache) if config.cache else None)
         self.grid = make_grid(config.train.grid, config.train.steps, config.train.shift, policy.stock)
         self.prompts, self.held_out = prompts
         self.optimizer = torch.optim.AdamW(policy.weights.parameters(), lr=config.train.lr, betas=config.train.betas,
                                            weight_decay=config.train.weight_decay)
         self.ema = policy.weights.snapshot() if config.train.ema else None
         self.epoch = self.update = self.skipped = 0
-        self.seconds, self.first_log_ratio = 0.0, None
+        self.whole = 0  # updates at the end of the last whole epoch
+        self.seconds, self.first_log_ratio, self.rescore = 0.0, None, False
         self.rollout_evaluations = self.saved_evaluations = 0
         self.clock, self.stop = Clock(), Stop()
 
@@ -57,7 +64,7 @@ class Trainer:
         batch = data.draw(self.prompts, shape.prompts, self.epoch, config.seed)
         exploration = self.explore_how()
         with self.clock("encode"):
-            conditioning = self.policy.encode([p.text for p in batch], [self.negative(p) for p in batch])
+            conditioning = self.encode([p.text for p in batch], [self.negative(p) for p in batch])
         evaluations = self.policy.evaluations
         parts, scores = self.rollout(batch, conditioning, exploration)
         self.count_evaluations(self.policy.evaluations - evaluations, exploration)
@@ -79,11 +86,9 @@ class Trainer:
     def count_evaluations(self, spent: int, exploration: Exploration) -> None:
         """What the rollout cost, and what it would have cost without the shared prefix."""
         self.rollout_evaluations += spent
-        if exploration.shared_noise:
-            prefix, rest = exploration.schedule.stochastic[0], len(exploration.grid) - 1
-            alone = self.geometry.rows * rest
-            shared = alone - (self.geometry.rows - self.geometry.prompts) * prefix
-            self.saved_evaluations += round(spent * alone / shared) - spent
+        alone, shared = (cost.rollout(exploration.schedule, len(exploration.grid) - 1, self.geometry.prompts,
+                                      self.geometry.group, sharing) for sharing in (False, exploration.shared_noise))
+        self.saved_evaluations += round(spent * alone / shared) - spent
 
     def negative(self, prompt: data.Prompt) -> str:
         return self.config.negative_prompt if prompt.negative is None else prompt.negative
@@ -103,11 +108,10 @@ class Trainer:
                 if part is None:
                     break
                 self.stop.check()
-                of = part.rows // self.geometry.group
                 with self.clock("decode"):
-                    pictures = self.policy.decode(part.taken.final, conditioning.rows(of)).cpu()
-                scores.append(pool.submit(rewards.score, self.rewards, pictures, [batch[p].text for p in of],
-                                          [batch[p].metadata for p in of]))
+                    pictures = self.policy.decode(part.taken.final, conditioning.rows(part.prompts)).cpu()
+                scores.append(pool.submit(rewards.score, self.rewards, pictures, [batch[p].text for p in part.prompts],
+                                          [batch[p].metadata for p in part.prompts]))
                 parts.append(part)
             with self.clock("reward"):
                 return parts, torch.cat([score.result() for score in scores])
@@ -115,7 +119,9 @@ class Trainer:
     def learn(self, parts, conditioning, exploration, advantage, keep) -> dict[str, Any]:
         """Replay the recorded steps and follow the method's loss: `updates` optimiser steps per inner epoch."""
         stats = Stats(exploration.schedule.trained)
-        parts = [kept for part in parts if (kept := select(part, keep[part.rows])) is not None]
+        parts = [kept for part in parts if (kept := part.kept(keep[part.rows])) is not None]
+        if self.rescore:
+            parts = self.rescored(parts, conditioning, exploration)
         if self.update == 0 and parts:
             parts = self.check_first_ratio(parts, conditioning, exploration)
         for inner in range(self.config.train.inner_epochs):
@@ -135,7 +141,7 @@ class Trainer:
 
     def backward(self, part: Part, conditioning, exploration, advantage, count: float, stats: Stats) -> None:
         """Add one micro-batch's gradient, a recorded step at a time."""
-        method, rows = self.method, conditioning.rows(part.rows // self.geometry.group)
+        method, rows = self.method, conditioning.rows(part.prompts)
         weights = method.step_weight(exploration.grid, part.taken.steps)
         advantage = advantage[:, None].to(self.policy.device)
         reference = self.reference_scores(part, rows, exploration)
@@ -189,31 +195,37 @@ class Trainer:
         """Before the first update the ratio of the run's first batch must be 1.
 
         In fp32 the run stops above 1e-6. Otherwise, above a tenth of the clip range, the old log-probabilities are
-        computed again as the replay computes them, and the run stops only if the two still differ.
+        computed again as the replay computes them, now and in every later epoch, and the run stops only if the two
+        still differ.
         """
-        clip = self.method.surrogate
-        limit = FIRST_RATIO_LIMIT if self.policy.dtype == torch.float32 else 0.1 * min(clip.low, clip.high)
-        self.first_log_ratio = self.largest_log_ratio(parts, conditioning, exploration)
-        if self.first_log_ratio <= limit:
+        clip, exact = self.method.surrogate, self.policy.dtype == torch.float32
+        limit = FIRST_RATIO_LIMIT if exact else 0.1 * min(clip.low, clip.high)
+        found = self.first_log_ratio = self.largest_log_ratio(parts, conditioning, exploration)
+        if found <= limit:
             return parts
-        if self.policy.dtype != torch.float32:
-            again = [rescored(self.policy, part, conditioning.rows(part.rows // self.geometry.group), exploration)
-                     for part in parts]
-            left = self.largest_log_ratio(again, conditioning, exploration)
-            self.log.say(f"first |log ratio| {self.first_log_ratio:.1e} is above a tenth of the clip range ({limit:.1e}); "
-                         f"old log-probabilities computed again as the replay does: {left:.1e}")
+        if not exact and not self.rescore:
+            parts, self.rescore = self.rescored(parts, conditioning, exploration), True
+            left = self.largest_log_ratio(parts, conditioning, exploration)
+            self.log.say(f"first |log ratio| {found:.1e} is above a tenth of the clip range ({limit:.1e}); old "
+                         f"log-probabilities are computed again as the replay does: {left:.1e}")
             if left <= limit:
-                return again
-        raise UserError(f"the first |log ratio| is {self.first_log_ratio:.1e}, expected at most {limit:.1e}: replay and "
+                return parts
+        raise UserError(f"the first |log ratio| is {found:.1e}, expected at most {limit:.1e}: replay and "
                         "rollout disagree; look for dropout, a random module or a guidance that differs")
 
     def largest_log_ratio(self, parts, conditioning, exploration) -> float:
-        largest = 0.0
+        """The largest |log ratio| of all rows and steps; NaN where one is."""
+        found = []
         for part in parts:
-            rows = conditioning.rows(part.rows // self.geometry.group)
-            for k, new in replay(self.policy, rows, exploration, part):
-                largest = max(largest, (new.logp - column(part.old, k).logp).abs().max().item())
-        return largest
+            rows = conditioning.rows(part.prompts)
+            found += [(new.logp - column(part.old, k).logp).detach().abs().max()
+                      for k, new in replay(self.policy, rows, exploration, part)]
+        return torch.stack(found).max().item()
+
+    def rescored(self, parts, conditioning, exploration) -> list[Part]:
+        """The parts with their old scores computed by the replay, in the replay's own grad mode."""
+        return [rescored(self.policy, conditioning.rows(part.prompts), exploration, part)
+                for part in parts]
 
     def evaluated_weights(self) -> dict[str, torch.Tensor]:
         """The weights that are measured and saved: `eval.weights`."""
@@ -225,7 +237,8 @@ class Trainer:
         metrics = {}
         for name, scores in zip(self.config.rewards, grouped.unbind(-1)):
             present = scores[~scores.isnan()]
-            metrics |= {f"reward/{name}/mean": present.mean().item(), f"reward/{name}/std": present.std().item(),
+            spread = present.std().item() if len(present) > 1 else 0.0
+            metrics |= {f"reward/{name}/mean": present.mean().item(), f"reward/{name}/std": spread,
                         f"reward/{name}/zero_variance_groups": (scores.std(1) == 0).float().mean().item()}
         return metrics
 
@@ -240,22 +253,30 @@ class Trainer:
                     metrics = self.run_epoch() | self.clock.take()
                     self.seconds = before + time.perf_counter() - start
                     metrics |= {"evaluations": self.policy.evaluations, "seconds": round(self.seconds, 2)}
-                    self.epoch += 1
-                    if self.config.eval.every and self.epoch % self.config.eval.every == 0:
-                        metrics |= held_out.sample_pictures(self, measured, folder)
-                    self.log.epoch(self.epoch, metrics, shown(metrics, self.config))
+                    self.epoch, self.whole = self.epoch + 1, self.update
+                    try:
+                        if self.config.eval.every and self.epoch % self.config.eval.every == 0:
+                            metrics |= held_out.sample_pictures(self, measured, folder)
+                    finally:
+                        self.log.epoch(self.epoch, metrics, shown(metrics, self.config))
+                    self.stop.check()
                     if self.epoch % train.save_every == 0 or self.epoch == train.epochs:
                         self.save(folder)
         except torch.OutOfMemoryError as error:
-            self.save(folder)
+            self.save_whole(folder)
             raise UserError(f"out of memory ({str(error).splitlines()[0]}): lower train.micro_batch (now "
-                            f"{train.micro_batch}) or set train.checkpointing: true; epoch {self.epoch} is saved, "
-                            "--resume goes on from it") from None
+                            f"{train.micro_batch}) or set train.checkpointing: true; --resume goes on from the last "
+                            "checkpoint") from None
         except (Stopped, UserError):
-            self.save(folder)
+            self.save_whole(folder)
             raise
         finally:
             self.log.close()
+
+    def save_whole(self, folder: Path) -> None:
+        """Save an interrupted run, unless the broken epoch has already changed the weights: it will be run again."""
+        if self.update == self.whole:
+            self.save(folder)
 
     def save(self, folder: Path) -> None:
         """A checkpoint of everything, as of the end of the last whole epoch."""
@@ -273,12 +294,17 @@ class Trainer:
         for name, tensor in tensors.items():
             room, key = name.split("/", 1)
             taken[room][key] = tensor
+        shapes = {key: parameter.shape for key, parameter in self.policy.weights.named.items()}
+        if shapes != {key: tensor.shape for key, tensor in taken["weights"].items()}:
+            raise UserError(f"--resume: {folder} holds other weights than are trained now: keep model and adapter as in "
+                            "the run's config.yaml, or give the run another name")
         self.policy.weights.load(taken["weights"])
         checkpoint.load_optimizer(self.optimizer, taken["optimizer"])
-        self.ema = taken["ema"] if self.ema is not None else None
+        if self.ema is not None:
+            self.ema = taken["ema"] or self.policy.weights.snapshot()
         for key in COUNTERS:
             setattr(self, key, state[key])
-        self.policy.evaluations = state["evaluations"]
+        self.whole, self.policy.evaluations = self.update, state["evaluations"]
 
 
 class Stats:
@@ -302,32 +328,8 @@ class Stats:
                 "grad_norm": torch.stack(self.norms).mean().item(),
                 "log_ratio_max": max(values.abs().max().item() for values in ratios.values()),
                 "clip_fraction": torch.cat([c for values in self.clipped.values() for c in values]).float().mean().item(),
-                "ratio": {step: values.exp().mean().item() for step, values in ratios.items()},
-                "clipped": {step: torch.cat(values).float().mean().item() for step, values in self.clipped.items()}}
-
-
-def select(part: Part, keep: torch.Tensor) -> Part | None:
-    """The part's kept rows (bool [b]); None where none is left."""
-    if keep.all():
-        return part
-    if not keep.any():
-        return None
-    from flowgrpo.types import Scored, Segment, Trajectory
-
-    at = keep.to(part.old.logp.device)
-    taken = Trajectory(tuple(Segment(s.states[at], s.steps) for s in part.taken.segments), part.taken.final[at])
-    old = Scored(part.old.logp[at], part.old.mask[at], None if part.old.mean is None else part.old.mean[at], part.old.std)
-    return Part(part.rows[keep], taken, old)
-
-
-def rescored(policy, part: Part, rows, exploration) -> Part:
-    """The part with its old scores computed by the replay, in the replay's own grad mode."""
-    from flowgrpo.types import Scored
-
-    scores = [new for _, new in replay(policy, rows, exploration, part)]
-    logp = torch.cat([score.logp for score in scores], 1).detach()
-    mean = torch.cat([score.mean for score in scores], 1).detach() if exploration.keep_means else None
-    return Part(part.rows, part.taken, Scored(logp, part.old.mask, mean, part.old.std))
+                **{f"ratio/step_{step}": values.exp().mean().item() for step, values in ratios.items()},
+                **{f"clip_fraction/step_{step}": torch.cat(c).float().mean().item() for step, c in self.clipped.items()}}
 
 
 def chunks(parts: list[Part], count: int) -> list[list[Part]]:
@@ -361,12 +363,16 @@ def pick_device(name: str) -> str:
 
 
 def resolve_method(config: Config) -> methods.Method:
-    """The method a configuration asks for, with its plan tried on the configuration's number of steps."""
-    method = methods.with_parts(methods.preset(config.method), config.parts)
+    """The method a configuration asks for, its parts tried on the configuration's number of steps and samples."""
+    method, train = methods.with_parts(methods.preset(config.method), config.parts), config.train
+    grid, x = shifted(train.steps, train.shift), torch.zeros(1, 1)
     try:
-        method.plan(config.train.steps, 0, config.seed)
-    except ValueError as error:
-        raise UserError(f"train.steps {config.train.steps} and parts.plan: {error}") from None
+        method.selection(torch.zeros(1, train.group))
+        for step in method.plan(train.steps, 0, config.seed).trained:
+            log_prob(method.kernel(x, x, grid, step), x)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"method {config.method} with train.steps {train.steps}, train.group {train.group} and "
+                        f"parts {config.parts}: {error}") from None
     return method
 
 
@@ -381,6 +387,7 @@ def run(config: Config, resume: bool = False, *, pipe=None, functions: dict[str,
     # Whatever a person can get wrong is looked at before anything is loaded or written.
     device = pick_device(config.device)
     resolve_method(config)
+    geometry(config.train)
     given = functions or {}
     train_rewards = {name: given.get(name) or rewards.find(name) for name in config.rewards}
     measured = train_rewards | {name: given.get(name) or rewards.find(name) for name in config.eval.rewards}
@@ -399,34 +406,42 @@ def run(config: Config, resume: bool = False, *, pipe=None, functions: dict[str,
                             guidance=config.train.guidance, call=call_arguments(config),
                             checkpointing=config.train.checkpointing)
     trainer = Trainer(config, accelerator, policy, train_rewards, split)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.yaml").write_text(config.yaml())
-    before = held_out.before(trainer, measured, folder, reuse=last is not None)
     if last:
         trainer.restore(last)
+    else:
+        shutil.rmtree(folder / "checkpoints", ignore_errors=True)  # of an earlier run: they would be taken for ours
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.yaml").write_text(config.yaml(), encoding="utf-8")
     keep_lines(folder / "metrics.jsonl", trainer.epoch)
-    trainer.train(folder, measured)
-    summary = held_out.finish(trainer, measured, folder, before)
-    accelerator.end_training()
-    return summary
+    start_tracker(accelerator, config)
+    try:
+        before = held_out.before(trainer, measured, folder, reuse=last is not None)
+        trainer.train(folder, measured)
+        return held_out.finish(trainer, measured, folder, before)
+    finally:
+        accelerator.end_training()
 
 
 def make_accelerator(config: Config, device: str, folder: Path):
     """Launch, device, collectives and trackers are accelerate's."""
     from accelerate import Accelerator
 
-    tracker = None if config.tracker == "none" else config.tracker
-    accelerator = Accelerator(cpu=device == "cpu", log_with=tracker, project_dir=str(folder))
-    if tracker:
-        accelerator.init_trackers("flowgrpo" if tracker == "wandb" else "events")
-    return accelerator
+    return Accelerator(cpu=device == "cpu", log_with=None if config.tracker == "none" else config.tracker,
+                       project_dir=str(folder))
+
+
+def start_tracker(accelerator, config: Config) -> None:
+    if config.tracker != "none":
+        accelerator.init_trackers("flowgrpo" if config.tracker == "wandb" else "events")
 
 
 def keep_lines(path: Path, epoch: int) -> None:
-    """Drop the metrics of epochs that will be run (again)."""
+    """Drop the metrics of epochs that will be run (again), and a last line that a kill cut off."""
     if path.exists():
-        lines = [line for line in path.read_text().splitlines() if json.loads(line)["epoch"] <= epoch]
-        path.write_text("".join(line + "\n" for line in lines))
+        whole = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+        kept = path.with_suffix(".tmp")
+        kept.write_text("".join(line for line in whole if json.loads(line)["epoch"] <= epoch))
+        kept.replace(path)
 
 
 def call_arguments(config: Config) -> dict[str, Any]:
@@ -436,21 +451,23 @@ def call_arguments(config: Config) -> dict[str, Any]:
     return {key: value for key, value in sizes.items() if value is not None} | picture.call
 
 
-def align(model, reward, prompts, method: str = "mix_grpo", **options: Any) -> dict[str, Any]:
-    """Align `model` to `reward` on `prompts`: what the command line does, from Python.
+def align(model, rewards="scene_graded", prompts="starter", method: str = "mix_grpo", **options: Any) -> dict[str, Any]:
+    """Align `model` to `rewards` on `prompts`: what the command line does, from Python.
 
-    model: `starter`, a directory, a hub id, or a loaded diffusers pipeline. reward: a name, a function
+    model: `starter`, a directory, a hub id, or a loaded diffusers pipeline. rewards: a name, a function
     `reward(images, prompts, metadata) -> floats`, or a dictionary of these to weights (functions under their own
     names). prompts: a file, or a list of strings. options: configuration keys, sections as dictionaries, such as
     `train={"epochs": 50}`. Returns the run's summary, the content of `summary.json`.
     """
-    weighted = reward if isinstance(reward, dict) else {reward: 1.0}
-    functions = {getattr(key, "__name__", type(key).__name__): key for key in weighted if callable(key)}
-    named = {key if isinstance(key, str) else getattr(key, "__name__", type(key).__name__): weight
-             for key, weight in weighted.items()}
+    weighted = rewards if isinstance(rewards, dict) else {rewards: 1.0}
+    names = [key if isinstance(key, str) else getattr(key, "__name__", type(key).__name__) for key in weighted]
+    if len(set(names)) < len(names):
+        raise UserError(f"rewards {', '.join(names)}: two have the same name, expected functions of different names")
+    functions = {name: key for name, key in zip(names, weighted) if callable(key)}
     loaded = not isinstance(model, (str, Path))
-    raw = {"method": method, "reward": named, "model": type(model).__name__ if loaded else str(model), **options}
-    if isinstance(prompts, (str, Path)):
-        return run(validate(raw | {"prompts": str(prompts)}), pipe=model if loaded else None, functions=functions)
-    config = validate(raw | {"prompts": "a list"})
-    return run(config, pipe=model if loaded else None, functions=functions, prompts=[data.Prompt(p) for p in prompts])
+    listed = not isinstance(prompts, (str, Path))
+    config = validate({"method": method, "reward": dict(zip(names, weighted.values())),
+                       "model": type(model).__name__ if loaded else str(model),
+                       "prompts": "a list" if listed else str(prompts), **options})
+    return run(config, pipe=model if loaded else None, functions=functions,
+               prompts=[data.Prompt(text) for text in prompts] if listed else None)

@@ -13,6 +13,7 @@ import argparse
 import contextlib
 import json
 import time
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -29,26 +30,43 @@ LATENT = dict(channels=4, size=16)
 
 def build_tokenizer():
     """A CLIPTokenizer in which every word of this world is one token, with single characters to fall back on."""
-    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+    from tokenizers import pre_tokenizers
     from transformers import CLIPTokenizer
 
     words = {"a", "an", "one", "and", "of", "picture", "drawing", "image", *scenes.COUNTS, *scenes.SHAPES,
              *scenes.PLURALS, *scenes.COLOURS}
     words |= {word for relation in scenes.RELATIONS for word in relation.split()}
-    raw = Tokenizer(models.BPE(end_of_word_suffix="</w>"))
-    raw.pre_tokenizer = pre_tokenizers.Whitespace()
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    trainer = trainers.BpeTrainer(vocab_size=10_000, min_frequency=1, end_of_word_suffix="</w>",
-                                  initial_alphabet=alphabet, show_progress=False)
-    raw.train_from_iterator([" ".join(sorted(words))] * 2, trainer)
-    model = json.loads(raw.to_str())["model"]
-    vocab = dict(model["vocab"])
-    for token in [f"{c}</w>" for c in alphabet] + ["<|startoftext|>", "<|endoftext|>"]:
-        vocab.setdefault(token, len(vocab))
-    tokenizer = CLIPTokenizer(vocab=vocab, merges=[tuple(m) for m in model["merges"]], model_max_length=MAX_TOKENS)
+    alphabet, merges = sorted(pre_tokenizers.ByteLevel.alphabet()), byte_pairs(words)
+    tokens = [*alphabet, *(c + "</w>" for c in alphabet), *("".join(pair) for pair in merges),
+              "<|startoftext|>", "<|endoftext|>"]
+    tokenizer = CLIPTokenizer(vocab={token: i for i, token in enumerate(tokens)}, merges=merges,
+                              model_max_length=MAX_TOKENS)
     for word in words:
         assert len(tokenizer(word)["input_ids"]) == 3, f"{word!r} is not one token"
     return tokenizer
+
+
+def byte_pairs(words: set[str]) -> list[tuple[str, str]]:
+    """Merges that make each word one token: the most frequent pair first, ties by the alphabet.
+
+    The trainer of the tokenizers library numbers its tokens by the order of a hash map, anew in every process.
+    """
+    split, merges = [[*word[:-1], word[-1] + "</w>"] for word in sorted(words)], []
+    while pairs := Counter(pair for word in split for pair in zip(word, word[1:])):
+        best = min(pairs, key=lambda pair: (-pairs[pair], pair))
+        merges.append(best)
+        split = [_merge(word, best) for word in split]
+    return merges
+
+
+def _merge(word: list[str], pair: tuple[str, str]) -> list[str]:
+    merged: list[str] = []
+    for symbol in word:
+        if merged and (merged[-1], symbol) == pair:
+            merged[-1] += symbol
+        else:
+            merged.append(symbol)
+    return merged
 
 
 def build_autoencoder():

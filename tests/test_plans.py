@@ -149,3 +149,9 @@ def test_impossible_fractions_are_refused(fraction):
 def test_a_schedule_checks_itself(stochastic, trained):
     with pytest.raises(ValueError, match="steps"):
         Schedule(stochastic, trained)
+
+
+def test_a_stop_below_one_is_a_share_of_the_steps():
+    for steps, last in ((8, 2), (10, 3), (7, 1)):  # windows of 2 within the first 4, 5 and 3 steps
+        plan = Sliding(size=2, order="random", stop=0.5)
+        assert {plan(steps, epoch, 0).trained[0] for epoch in range(200)} == set(range(last + 1))

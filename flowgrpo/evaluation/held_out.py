@@ -7,16 +7,20 @@ over what a user had, on prompts that were never trained on.
 from __future__ import annotations
 
 import json
+import math
+import shutil
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from PIL import Image
 from tqdm import tqdm
 
 from flowgrpo import data, rewards
 from flowgrpo.evaluation.grid import Row, draw_grid
+from flowgrpo.log import finite
 from flowgrpo.samplers.rollout import seeder
 
 EVAL_SEED = 20_000  # evaluation noise does not depend on the run's seed, so that runs are compared on the same pictures
@@ -43,7 +47,9 @@ class Measured:
 
 
 def _mean(values: list[float]) -> float:
-    return sum(values) / len(values)
+    """The mean of the scores that apply (NaN: does not); NaN where none does."""
+    applicable = [value for value in values if not math.isnan(value)]
+    return sum(applicable) / len(applicable) if applicable else math.nan
 
 
 def spread(prompts: list[data.Prompt], count: int) -> list[data.Prompt]:
@@ -53,15 +59,19 @@ def spread(prompts: list[data.Prompt], count: int) -> list[data.Prompt]:
 
 
 def measure(policy, prompts: list[data.Prompt], functions: dict[str, Any], *, steps: int, guidance: float, samples: int,
-            micro_batch: int, negative: str = "", keep: int = 0, title: str = "evaluating") -> Measured:
-    """Generate `samples` pictures per prompt with the pipeline's own scheduler and score them."""
+            micro_batch: int, negative: str = "", keep: int = 0, title: str = "evaluating", encode=None) -> Measured:
+    """Generate `samples` pictures per prompt with the pipeline's own scheduler and score them.
+
+    keep: of how many prompts the first picture is kept; encode: what encodes prompts, in place of `policy.encode`.
+    """
+    encode = encode or policy.encode
     pictures, scores, seed = [], [], seeder(EVAL_SEED, 0)
     rows = [(i, k) for i in range(len(prompts)) for k in range(samples)]
-    with tqdm(total=len(rows), desc=title, unit="picture", leave=False) as bar:
+    with tqdm(total=len(rows), desc=title, unit="picture", leave=False, disable=None) as bar:
         for start in range(0, len(rows), micro_batch):
             batch = rows[start:start + micro_batch]
             of = [prompts[i] for i, _ in batch]
-            conditioning = policy.encode([p.text for p in of], [negative if p.negative is None else p.negative for p in of])
+            conditioning = encode([p.text for p in of], [negative if p.negative is None else p.negative for p in of])
             made = policy.generate(conditioning, policy.generators(seed(i, k) for i, k in batch), steps, guidance).float()
             scores.append(rewards.score(functions, made.cpu(), [p.text for p in of], [p.metadata for p in of]))
             pictures += [picture.cpu() for (i, k), picture in zip(batch, made) if k == 0 and i < keep]
@@ -75,28 +85,31 @@ def _measure(trainer, functions, title: str) -> Measured:
     settings, config = trainer.config.eval, trainer.config
     return measure(trainer.policy, spread(trainer.held_out, settings.prompts), functions, steps=settings.steps,
                    guidance=settings.guidance, samples=settings.samples, micro_batch=config.train.micro_batch,
-                   negative=config.negative_prompt, keep=settings.grid, title=title)
+                   negative=config.negative_prompt, keep=settings.grid, title=title, encode=trainer.encode)
 
 
 def before(trainer, functions: dict[str, Any], folder: Path, reuse: bool) -> Measured:
-    """The base's scores, measured once per run: a resumed run reads them back."""
-    from torchvision.io import ImageReadMode, decode_image
+    """The base's scores, measured once per run: a resumed run reads them back, if it measures in the same way."""
+    from torchvision.transforms.functional import to_tensor
     from torchvision.utils import save_image
 
     path, evaluations = folder / "before.json", trainer.policy.evaluations
-    if not (reuse and path.exists()):
+    settings = trainer.config.eval.model_dump(mode="json") | {"rewards": list(functions)}
+    known = json.loads(path.read_text()) if reuse and path.exists() else {}
+    if known.get("settings") != settings:
         with trainer.policy.reference():
             found = _measure(trainer, functions, "held-out prompts, before")
-        (folder / "before").mkdir(exist_ok=True)
+        shutil.rmtree(folder / "before", ignore_errors=True)
+        (folder / "before").mkdir()
         for i, picture in enumerate(found.pictures):
             save_image(picture, folder / "before" / f"{i:03d}.png")
-        path.write_text(json.dumps({"scores": found.scores}))
+        path.write_text(json.dumps({"settings": settings, "scores": found.scores}))
         trainer.policy.evaluations = evaluations
         return found
     prompts = spread(trainer.held_out, trainer.config.eval.prompts)
-    kept = [decode_image(str(file), ImageReadMode.RGB) / 255 for file in sorted((folder / "before").glob("*.png"))]
+    kept = [to_tensor(Image.open(file).convert("RGB")) for file in sorted((folder / "before").glob("*.png"))]
     return Measured([p for p in prompts for _ in range(trainer.config.eval.samples)],
-                    json.loads(path.read_text())["scores"], torch.stack(kept) if kept else torch.empty(0))
+                    known["scores"], torch.stack(kept) if kept else torch.empty(0))
 
 
 def finish(trainer, functions: dict[str, Any], folder: Path, base: Measured) -> dict[str, Any]:
@@ -119,7 +132,7 @@ def finish(trainer, functions: dict[str, Any], folder: Path, base: Measured) -> 
         "rollout_evaluations_saved_by_sharing": trainer.saved_evaluations,
         "max_first_log_ratio": trainer.first_log_ratio, "skipped_updates": trainer.skipped,
         "rewards": {"trained": config.rewards, "measured": list(functions)}}
-    (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    (folder / "summary.json").write_text(json.dumps(finite(summary), indent=2) + "\n")
     if trainer.accelerator.is_main_process:
         print_report(summary, said, folder)
     return summary
@@ -168,9 +181,10 @@ def print_report(summary: dict[str, Any], said: str, folder: Path) -> None:
             table.add_row(task, f"{old:.3f}", f"{new:.3f}", f"{new - old:+.3f}", end_section=task != "all" and
                           task == lines[-1][0], style="bold" if task == "all" else "")
         console.print(table)
+    first = "-" if summary["max_first_log_ratio"] is None else f"{summary['max_first_log_ratio']:.1e}"
     console.print(f"{summary['seconds']:.0f} s, {summary['denoiser_evaluations']:,} denoiser evaluations "
                   f"({summary['rollout_evaluations_per_picture']:.2f} per sampled picture in the rollout; shared prefixes "
                   f"saved {summary['rollout_evaluations_saved_by_sharing']:,}), "
-                  f"largest first |log ratio| {summary['max_first_log_ratio']:.1e}", highlight=False)
+                  f"largest first |log ratio| {first}", highlight=False)
     console.print(said, highlight=False)
     console.print(f"before and after: {folder / 'before_after.png'}", highlight=False)

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from flowgrpo.errors import UserError
+from flowgrpo.log import quiet
 
 LORA_FILE = "pytorch_lora_weights.safetensors"
 
@@ -31,8 +32,11 @@ class Weights:
     def _add_lora(self, name: str, module: torch.nn.Module) -> None:
         from peft import LoraConfig
 
+        if getattr(module, "peft_config", None):
+            raise UserError(f"the {name} has an adapter already ({', '.join(module.peft_config)}): fuse or unload it first")
         rank, targets = self.adapter.rank, self.adapter.targets
-        found = sorted(key for key, _ in module.named_modules() if any(key == t or key.endswith("." + t) for t in targets))
+        found = sorted(key for key, m in module.named_modules() if isinstance(m, (torch.nn.Linear, torch.nn.Conv2d))
+                       and any(key == t or key.endswith("." + t) for t in targets))
         if not found:
             names = sorted({key.split(".")[-1] for key, m in module.named_modules() if isinstance(m, torch.nn.Linear)})
             raise UserError(f"adapter.targets {targets} match no module of the {name}: its linear layers are called "
@@ -103,18 +107,20 @@ class Weights:
         """Load the file as a user would, beside the live adapter, and compare every weight and scale."""
         from peft.tuners.lora import LoraLayer
 
-        self.pipe.load_lora_weights(folder, adapter_name="check")
         try:
+            with quiet():  # a second adapter, and an absent one for the text encoders, are what is wanted here
+                self.pipe.load_lora_weights(folder, adapter_name="check")
             for module in self.denoisers.values():
                 for key, layer in module.named_modules():
                     if not isinstance(layer, LoraLayer):
                         continue
-                    same = (layer.scaling["check"] == layer.scaling["default"]
-                            and torch.equal(layer.lora_A["check"].weight.float(), layer.lora_A["default"].weight)
-                            and torch.equal(layer.lora_B["check"].weight.float(), layer.lora_B["default"].weight))
-                    if not same:
+                    # diffusers casts what it loads to the denoiser's dtype.
+                    sides = [(side["check"].weight, side["default"].weight) for side in (layer.lora_A, layer.lora_B)]
+                    if layer.scaling["check"] != layer.scaling["default"] or \
+                            not all(torch.equal(loaded, live.to(loaded.dtype)) for loaded, live in sides):
                         raise RuntimeError(f"{folder / LORA_FILE} does not give {key} back as it was saved")
         finally:
-            self.pipe.delete_adapters("check")
+            with quiet():
+                self.pipe.delete_adapters("check")
             for module in self.denoisers.values():
                 module.set_adapter("default")

@@ -15,8 +15,11 @@ from typing import Any
 
 import torch
 
+from flowgrpo.config import nearest
 from flowgrpo.errors import UserError
+from flowgrpo.log import quiet
 from flowgrpo.policies.adapters import Weights
+from flowgrpo.policies.attention import plain_on_cpu
 from flowgrpo.samplers.scheduler import PolicyScheduler, Record, Task
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -26,21 +29,36 @@ DENOISERS = ("transformer", "transformer_2", "unet", "prior")
 
 @dataclass(frozen=True)
 class Conditioning:
-    """Encoded prompts: what each call of `encode_prompt` returned, tensors with one row per prompt (None where absent)."""
+    """Encoded prompts: what the pipeline's `encode_prompt` returned, call by call.
+
+    calls: the values of each call, in order (with true CFG the negative prompts are encoded by a call of their own).
+    per_prompt: which of these values have a row per prompt; the others (None, Flux's `text_ids`) serve all prompts.
+    """
 
     prompts: list[str]
     negatives: list[str]
-    encoded: tuple[Any, ...]
+    calls: tuple[tuple[Any, ...], ...]
+    per_prompt: tuple[tuple[bool, ...], ...]
 
     def rows(self, index: torch.Tensor) -> Conditioning:
         """The rows `index` (int64 [B]); a row may be taken several times."""
         picked = index.tolist()
-        take = [part[index.to(part.device)] if torch.is_tensor(part) else part for part in self.encoded]
-        return Conditioning([self.prompts[i] for i in picked], [self.negatives[i] for i in picked], tuple(take))
+        calls = tuple(tuple(_rows(value, picked) if own else value for value, own in zip(values, owns, strict=True))
+                      for values, owns in zip(self.calls, self.per_prompt, strict=True))
+        return Conditioning([self.prompts[i] for i in picked], [self.negatives[i] for i in picked], calls,
+                            self.per_prompt)
+
+
+def _rows(value: torch.Tensor | list[Any], picked: list[int]) -> torch.Tensor | list[Any]:
+    return value[picked] if torch.is_tensor(value) else [value[i] for i in picked]
+
+
+def _length(value: Any) -> int | None:
+    return len(value) if torch.is_tensor(value) or isinstance(value, list) else None
 
 
 def load_pipeline(model: str, precision: str = "fp32", trust_remote_code: bool = False):
-    """Load a diffusers pipeline from the package (`starter`), a directory or a hub id. UserError where it does not load."""
+    """Load a diffusers pipeline: `starter`, a directory or a hub id. UserError where it does not load."""
     from diffusers import DiffusionPipeline
     from diffusers.utils import logging as diffusers_logging
     from transformers.utils import logging as transformers_logging
@@ -52,12 +70,13 @@ def load_pipeline(model: str, precision: str = "fp32", trust_remote_code: bool =
         # A component that the index names as absent has to be passed as None, unless its class calls it optional.
         index = DiffusionPipeline.load_config(source)
         absent = {name: None for name, value in index.items() if isinstance(value, list) and value[0] is None}
-        pipe = DiffusionPipeline.from_pretrained(source, dtype=DTYPES[precision],
-                                                 trust_remote_code=trust_remote_code, **absent)
-    except (OSError, ValueError, ImportError) as error:
+        with quiet():  # of components in another class than the pipeline's usual one, such as a small autoencoder
+            pipe = DiffusionPipeline.from_pretrained(source, dtype=DTYPES[precision],
+                                                     trust_remote_code=trust_remote_code, **absent)
+    except Exception as error:  # whatever stands in a stranger's files
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UserError(f"cannot load the model {model!r} ({first}): expected 'starter', a directory with a "
-                        "model_index.json, or a hub id") from None
+                        "model_index.json, or a hub id") from error
     pipe.set_progress_bar_config(disable=True)
     return pipe
 
@@ -72,7 +91,7 @@ class PipelinePolicy:
 
     def __init__(self, pipe, adapter, *, device="cpu", precision="fp32", guidance=1.0, call=None, checkpointing=False):
         self.pipe, self.guidance, self.call = pipe, guidance, call or {}
-        self.device, self.dtype = torch.device(device), DTYPES[precision]
+        self.device, self.dtype, self.checkpointing = torch.device(device), DTYPES[precision], checkpointing
         self.stock = pipe.scheduler
         self.scheduler = PolicyScheduler.over(pipe.scheduler)
         self.evaluations = 0  # rows that went through a denoiser
@@ -81,33 +100,50 @@ class PipelinePolicy:
         for module in pipe.components.values():
             if isinstance(module, torch.nn.Module):
                 module.eval().requires_grad_(False)
-        for module in self.denoisers.values():
+        for name, module in self.denoisers.items():
+            if module.dtype != self.dtype:
+                raise UserError(f"the {name} is in {module.dtype}, but precision is {precision!r}, which expects "
+                                f"{self.dtype}: load the pipeline with that dtype, or set precision")
             module.register_forward_pre_hook(self._count, with_kwargs=True)
             if checkpointing:
                 module.enable_gradient_checkpointing()
         self.weights = Weights(pipe, self.denoisers, adapter)
         self._call = inspect.unwrap(type(pipe).__call__)
         self._accepts = set(inspect.signature(self._call).parameters)
-        self._encode = pipe.encode_prompt
+        self._encode, self._per_prompt = pipe.encode_prompt, None
+        if unknown := sorted(set(self.call) - self._accepts):
+            raise UserError(f"picture: {type(pipe).__name__} takes no {unknown[0]!r}"
+                            f"{nearest(unknown[0], sorted(self._accepts - {'self'}))}")
 
     def _count(self, _module, args, kwargs):
         self.evaluations += len(args[0] if args else kwargs["hidden_states"])
 
     @torch.no_grad()
     def encode(self, prompts: list[str], negatives: list[str] | None = None) -> Conditioning:
-        """Encode P prompts once, exactly as the pipeline's own call would."""
+        """Encode P prompts once, exactly as the pipeline's own call would. UserError where it refuses its arguments."""
         negatives = negatives or [""] * len(prompts)
-        encoded: list[Any] = []
+        try:
+            if self._per_prompt is None:
+                # Lengths alone would not tell: 77 tokens may meet 77 prompts. What grows with the prompts is theirs.
+                one, two = (self._encoded(prompts[:1] * count, negatives[:1] * count) for count in (1, 2))
+                self._per_prompt = tuple(tuple(_length(a) != _length(b) for a, b in zip(*values, strict=True))
+                                         for values in zip(one, two, strict=True))
+            return Conditioning(prompts, negatives, self._encoded(prompts, negatives), self._per_prompt)
+        except (TypeError, ValueError) as error:
+            raise UserError(f"{type(self.pipe).__name__} refuses its arguments: {error}") from error
+
+    def _encoded(self, prompts: list[str], negatives: list[str]) -> tuple[tuple[Any, ...], ...]:
+        """What each call of `encode_prompt` returns during a call of the pipeline with no steps to do."""
+        calls: list[tuple[Any, ...]] = []
 
         def remember(*args, **kwargs):
-            encoded.extend(self._encode(*args, **kwargs))
-            return tuple(encoded)
+            calls.append(tuple(self._encode(*args, **kwargs)))
+            return calls[-1]
 
         # Under guidance in either phase the negative embeddings have to be there.
-        blank = Conditioning(prompts, negatives, ())
-        self._drive(blank, remember, Task(torch.ones(1), range(0)), guidance=max(self.guidance, 2.0),
-                    generator=self.generators(range(len(prompts))))
-        return Conditioning(prompts, negatives, tuple(encoded))
+        self._drive(Conditioning(prompts, negatives, (), ()), remember, Task(torch.ones(1), range(0)),
+                    guidance=max(self.guidance, 2.0), generator=self.generators(range(len(prompts))))
+        return tuple(calls)
 
     @torch.no_grad()
     def run(self, task: Task, conditioning: Conditioning, latents=None, generators=None, x0=None):
@@ -141,21 +177,22 @@ class PipelinePolicy:
                            steps=steps, output_type=output_type)
 
     def _cached(self, conditioning: Conditioning):
-        return lambda *_, **__: conditioning.encoded
+        calls = iter(conditioning.calls)
+        return lambda *_, **__: next(calls)
 
     def _drive(self, conditioning, encode, task, *, guidance, latents=None, generator=None, steps=None,
                output_type="latent"):
-        """One call of the pipeline with our scheduler (or, without a task, its own) and with `encode` for the prompts."""
+        """One call of the pipeline with our scheduler (without a task: its own) and with `encode` for the prompts."""
         pipe = self.pipe
         pipe.scheduler = self.stock if task is None else self.scheduler
         if task is not None and task.steps.stop == task.steps.start:
             self.scheduler.follow(task)
         arguments = dict(self.call, prompt=conditioning.prompts, negative_prompt=conditioning.negatives,
-                         num_inference_steps=steps or len(task.steps), guidance_scale=guidance, latents=latents,
+                         num_inference_steps=steps or max(len(task.steps), 1), guidance_scale=guidance, latents=latents,
                          generator=generator, output_type=output_type, return_dict=False)
         pipe.encode_prompt = encode
         try:
-            with self._precision():
+            with self._precision(), self._attention():
                 out = self._call(pipe, **{k: v for k, v in arguments.items() if k in self._accepts})[0]
         finally:
             pipe.scheduler = self.stock
@@ -166,6 +203,10 @@ class PipelinePolicy:
         if self.dtype == torch.float32:
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, self.dtype)
+
+    def _attention(self):
+        # Checkpointing computes the forward again during the backward, outside of here, and must find the same kernel.
+        return contextlib.nullcontext() if self.checkpointing else plain_on_cpu(self.device)
 
     @contextlib.contextmanager
     def reference(self) -> Iterator[None]:

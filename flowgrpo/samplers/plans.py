@@ -75,8 +75,8 @@ class Sliding:
     """A window of `size` consecutive steps draws noise and is trained; the others are deterministic.
 
     MixGRPO (2507.21802) and its code; the random window of Flow-GRPO-Fast is
-    Sliding(size=3, order="random", stop=T // 2). The window's first step l runs from `start` to T-1-size, or to
-    stop-size where `stop` keeps the window below that step. (The code's T-2 lets the window shrink and vanish.)
+    Sliding(size=3, order="random", stop=0.5). The window's first step l runs from `start` to T-1-size, or to
+    stop-size where `stop` keeps the window below that step; a `stop` below 1 is a share of the T steps. (The code's T-2 lets the window shrink and vanish.)
 
     order:
       "progressive"  l grows by `stride` after every `every` epochs;
@@ -93,7 +93,7 @@ class Sliding:
     every: int = 25
     order: str = "progressive"
     start: int = 0
-    stop: int | None = None
+    stop: float | None = None
     roll_back: bool = True
     every_min: int = 1
     rate: float = 0.1
@@ -126,7 +126,8 @@ class Sliding:
         return places[min(bisect_right(ends, epoch), len(places) - 1)]
 
     def _last(self, steps: int) -> int:
-        limit = _trainable(steps) if self.stop is None else min(_trainable(steps), self.stop)
+        stop = steps if self.stop is None else int(self.stop * steps if self.stop < 1 else self.stop)
+        limit = min(_trainable(steps), stop)
         if self.start + self.size > limit:
             raise ValueError(
                 f"Sliding: a window of {self.size} from step {self.start} does not fit below step {limit} "

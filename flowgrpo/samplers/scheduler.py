@@ -57,6 +57,10 @@ class Record:
     output: torch.Tensor | None = None
     x0: torch.Tensor | None = None
 
+    def add(self, step: int, x: torch.Tensor, x_next: torch.Tensor, transition: gaussian.Gaussian) -> None:
+        self.x[step], self.x_next[step], self.transition[step] = x, x_next, transition
+        self.logp[step] = gaussian.log_prob(transition, x_next)
+
 
 class PolicyScheduler:
     """Mixed into the class of the pipeline's own scheduler; make one with `PolicyScheduler.over(pipe.scheduler)`."""
@@ -103,7 +107,5 @@ class PolicyScheduler:
         # Rounded first: the density is that of the state which the network will see.
         x_next = gaussian.sample(transition, self.task.noise(x)).to(x.dtype)
         if i in self.task.recorded:
-            record = self.record
-            record.x[i], record.x_next[i], record.transition[i] = x, x_next, transition
-            record.logp[i] = gaussian.log_prob(transition, x_next)
+            self.record.add(i, x, x_next, transition)
         return x_next

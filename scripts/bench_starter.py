@@ -1,0 +1,187 @@
+"""The README's table: every method on the starter, from the same budget of denoiser evaluations.
+
+    python scripts/bench_starter.py --budget 300000 --output runs/bench     # go on after an interruption: the same line
+
+One run of `flowgrpo train` per method and seed, in a process of its own, all from one recipe. The budget counts rows
+that go through the denoiser in training: rollouts, replays, replays of the reference where the method has a KL, and
+the check of the first ratio; evaluation does not count. What an epoch costs is known beforehand from the method's
+plan, so each run is given the number of epochs that first reaches the budget, and its learning-rate schedule ends
+there; where a run counts otherwise, that is printed. Backward passes are not counted, but seconds are.
+
+A gain is the strict accuracy on held-out prompts (mean over tasks) after training, with the evaluation sampler, less
+the base's at the best of several guidance scales. Written to --output: results.json, table.md, and plot.png, which
+needs matplotlib (pip install matplotlib). Finished runs are not run again; remove a run's folder to repeat it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import subprocess
+import sys
+from itertools import count
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from common import RECIPE, options
+from evaluate_starter import GUIDANCE, accuracy
+
+from flowgrpo import data
+from flowgrpo.config import Adapter, Config, load
+from flowgrpo.evaluation import held_out
+from flowgrpo.geometry import geometry
+from flowgrpo.policies.pipeline import PipelinePolicy, load_pipeline
+from flowgrpo.samplers import cost
+from flowgrpo.samplers.grids import compress_tail, shifted
+from flowgrpo.train import pick_device, resolve_method
+
+METHODS = ("flow_grpo", "dance_grpo", "mix_grpo", "mix_grpo_flash", "mix_grpo+grpo_guard")
+MEASURED = "scene"  # strict: every claim of the prompt is true
+
+
+def epoch_cost(config: Config, epoch: int) -> int:
+    """Denoiser evaluations of one epoch of a run in fp32, on a pipeline that doubles its batch under guidance."""
+    method, train = resolve_method(config), config.train
+    schedule, grid = method.plan(train.steps, epoch, config.seed), shifted(train.steps, train.shift)
+    if method.tail < 1:
+        grid = compress_tail(grid, schedule.stochastic[-1] + 1, method.tail, train.shift)
+    passes = train.inner_epochs * (2 if method.kl.weight else 1) + (epoch == 0)
+    shape, micro_batch = (train.prompts, train.group, method.shared_noise), geometry(train).micro_batch
+    spent = cost.rollout(schedule, len(grid) - 1, *shape, micro_batch)
+    spent += cost.update(schedule, *shape, passes, micro_batch)
+    return (2 if train.guidance > 1 else 1) * spent
+
+
+def epochs_for(config: Config, budget: int) -> tuple[int, int]:
+    """The fewest epochs that reach the budget, and what they cost together."""
+    total = 0
+    for epoch in count():
+        total += epoch_cost(config, epoch)
+        if total >= budget:
+            return epoch + 1, total
+
+
+def train(config: Config, foretold: int) -> dict[str, Any]:
+    """The summary of a run, which is made in another process if need be. SystemExit where the folder holds another."""
+    summary, resolved = config.folder / "summary.json", config.folder / "config.yaml"
+    if not summary.exists():
+        config.folder.mkdir(parents=True, exist_ok=True)
+        recipe = config.folder / "recipe.yaml"
+        recipe.write_text(config.yaml(), encoding="utf-8")
+        resume = ["--resume"] if list((config.folder / "checkpoints").glob("epoch-*")) else []
+        subprocess.run([sys.executable, "-m", "flowgrpo", "train", str(recipe), *resume], check=True)
+    if resolved.read_text(encoding="utf-8") != config.yaml():
+        sys.exit(f"{config.folder} was made with another recipe or budget: remove it, or use another --output")
+    found = json.loads(summary.read_text())
+    if found["denoiser_evaluations"] != foretold:
+        print(f"{config.folder}: {found['denoiser_evaluations']} evaluations counted, {foretold} foretold", flush=True)
+    return found
+
+
+def base(config: Config, file: Path) -> dict[str, Any]:
+    """The base's accuracy per guidance scale, with the evaluation's steps, prompts and samples; kept in `file`."""
+    asked = {"model": config.model, "guidance": list(GUIDANCE), "eval": config.eval.model_dump(exclude={"guidance"})}
+    if file.exists() and (known := json.loads(file.read_text()))["asked"] == asked:
+        return known
+    policy = PipelinePolicy(load_pipeline(config.model, config.precision), Adapter(rank=0), precision=config.precision,
+                            device=pick_device(config.device), call=config.call)
+    prompts = held_out.spread(data.resolve(config)[1], config.eval.prompts)
+    found = {f"{guidance:g}": accuracy(policy, prompts, config.eval.steps, guidance, config.eval.samples,
+                                       config.train.micro_batch)["all"] for guidance in GUIDANCE}
+    best = max(found, key=found.get)
+    told = {"asked": asked, "accuracy": found, "best_guidance": float(best), "best": found[best]}
+    file.write_text(json.dumps(told, indent=2) + "\n")
+    return told
+
+
+def result(config: Config, summary: dict[str, Any]) -> dict[str, Any]:
+    tasks = summary["tasks"][MEASURED]["after"]
+    lines = [json.loads(line) for line in (config.folder / "metrics.jsonl").read_text().splitlines()]
+    [trained] = config.rewards
+    return {"method": config.method, "seed": config.seed, "accuracy": mean(tasks.values()), "tasks": tasks,
+            "seconds": summary["seconds"], "epochs": summary["epochs"],
+            "evaluations": summary["denoiser_evaluations"], "first_log_ratio": summary["max_first_log_ratio"],
+            "curve": [[line["evaluations"], line[f"reward/{trained}/mean"]] for line in lines]}
+
+
+def table(results: list[dict[str, Any]], base: dict[str, Any]) -> str:
+    """A markdown table: a line for the base and one per method, over its seeds."""
+    lines = ["| method | held-out accuracy | min..max | gain over the base | epochs | evaluations | seconds |",
+             "|---|---:|---:|---:|---:|---:|---:|",
+             f"| base, guidance {base['best_guidance']:g} | {base['best']:.3f} | | | | | |"]
+    for method in dict.fromkeys(found["method"] for found in results):
+        runs = [found for found in results if found["method"] == method]
+        scores, (epochs, evaluations, seconds) = [run["accuracy"] for run in runs], (
+            mean(run[key] for run in runs) for key in ("epochs", "evaluations", "seconds"))
+        lines.append(f"| {method} | {mean(scores):.3f} | {min(scores):.3f}..{max(scores):.3f} | "
+                     f"{mean(scores) - base['best']:+.3f} | {epochs:.0f} | {evaluations:,.0f} | {seconds:.0f} |")
+    return "\n".join(lines) + "\n"
+
+
+def plot(results: list[dict[str, Any]], base: dict[str, Any], path: Path) -> None:
+    """Training reward over evaluations (a line per run), and held-out accuracy per method (a dot per run)."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4), width_ratios=(3, 2), layout="constrained")
+    for place, method in enumerate(dict.fromkeys(found["method"] for found in results)):
+        runs = [found for found in results if found["method"] == method]
+        for run in runs:
+            at, reward = zip(*run["curve"])
+            left.plot(at, _smooth(reward), color=f"C{place}", lw=1, label=method if run is runs[0] else None)
+        scores = [run["accuracy"] for run in runs]
+        right.plot(scores, [place] * len(scores), "o", color=f"C{place}", alpha=0.6)
+        right.plot(mean(scores), place, "|", color=f"C{place}", ms=22, mew=2)
+    right.axvline(base["best"], color="black", lw=1, ls="--", label=f"base, guidance {base['best_guidance']:g}")
+    right.set(xlabel="held-out accuracy (strict)", yticks=range(place + 1), ylim=(place + 0.5, -0.5),
+              yticklabels=dict.fromkeys(found["method"] for found in results))
+    left.set(xlabel="denoiser evaluations", ylabel="training reward (mean over 10 epochs)")
+    left.legend(frameon=False)
+    right.legend(frameon=False)
+    figure.savefig(path, dpi=140)
+    pyplot.close(figure)
+
+
+def _smooth(values: tuple[float, ...], width: int = 10) -> list[float]:
+    return [mean(values[max(0, i - width + 1):i + 1]) for i in range(len(values))]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--budget", type=int, default=300_000, help="denoiser evaluations per run")
+    parser.add_argument("--methods", nargs="+", default=METHODS)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--output", type=Path, default=Path("runs/bench"))
+    parser.add_argument("--option", action="append", default=[], metavar="KEY=VALUE", help="override of the recipe")
+    args = parser.parse_args()
+    args.output.mkdir(parents=True, exist_ok=True)
+    settled = {"output": str(args.output), "tracker": "none", "precision": "fp32"} | options(args.option)
+    before, results = base(load(RECIPE, settled), args.output / "base.json"), []
+    for seed in args.seeds:
+        for method in args.methods:
+            named = {"method": method, "seed": str(seed), "name": f"{method}-seed{seed}"}
+            config = load(RECIPE, settled | named)
+            epochs, foretold = epochs_for(config, args.budget)
+            config = load(RECIPE, settled | named | {"train.epochs": str(epochs)})
+            results.append(result(config, train(config, foretold)))
+            results.sort(key=lambda found: args.methods.index(found["method"]))
+            write(args.output, args.budget, before, results)
+
+
+def write(output: Path, budget: int, before: dict[str, Any], results: list[dict[str, Any]]) -> None:
+    told = {"budget": budget, "base": before, "runs": results}
+    (output / "results.json").write_text(json.dumps(told) + "\n")
+    (output / "table.md").write_text(table(results, before))
+    print("\n" + table(results, before), flush=True)
+    if importlib.util.find_spec("matplotlib"):
+        plot(results, before, output / "plot.png")
+    else:
+        print("no plot.png: pip install matplotlib", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,29 @@
+"""What the measuring scripts share: a trainer without its loop."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+from flowgrpo import data, rewards
+from flowgrpo.config import Config
+from flowgrpo.policies.pipeline import PipelinePolicy, load_pipeline
+from flowgrpo.train import Trainer, make_accelerator, pick_device
+
+RECIPE = Path(__file__).parent.parent / "configs" / "starter.yaml"
+
+
+def make_trainer(config: Config) -> Trainer:
+    """The trainer of a configuration, as a run has it before its first epoch; nothing is written."""
+    device = pick_device(config.device)
+    accelerator = make_accelerator(config, device, Path(tempfile.gettempdir()))
+    policy = PipelinePolicy(load_pipeline(config.model, config.precision), config.adapter, device=device,
+                            precision=config.precision, guidance=config.train.guidance, call=config.call,
+                            checkpointing=config.train.checkpointing)
+    return Trainer(config, accelerator, policy, {name: rewards.find(name) for name in config.rewards},
+                   data.resolve(config))
+
+
+def options(given: list[str]) -> dict[str, str]:
+    """KEY=VALUE from the command line as overrides of the recipe."""
+    return dict(option.partition("=")[::2] for option in given)

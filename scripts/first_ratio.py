@@ -1,0 +1,61 @@
+"""The largest |log ratio| before the first update, of every preset in fp32 and bf16, as a markdown table.
+
+    python scripts/first_ratio.py
+
+It has to be 0: the replay scores what the rollout drew, under the same weights. Every preset samples one micro-batch of
+the recipe's prompts at several epochs, so that the windows that move are met at several places; the table has the
+largest value of all rows, steps and epochs. The last column is a tenth of the preset's clip range: in bf16 a run that
+finds more than that computes the old log-probabilities again as the replay does.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+from common import RECIPE, make_trainer, options
+
+from flowgrpo.config import load
+from flowgrpo.methods import PRESETS
+from flowgrpo.samplers.rollout import explore, seeder
+from flowgrpo.train import Trainer
+
+METHODS = [name if name != "grpo_guard" else "mix_grpo+grpo_guard" for name in PRESETS]
+PRECISIONS = ("fp32", "bf16")
+
+
+def largest(trainer: Trainer, epochs: list[int]) -> float:
+    """The largest first |log ratio| over the epochs, with the trainer's weights as they are."""
+    shape, found = trainer.geometry, []
+    batch = trainer.prompts[:: max(1, len(trainer.prompts) // shape.prompts)][:shape.prompts]
+    conditioning = trainer.policy.encode([prompt.text for prompt in batch])
+    for trainer.epoch in epochs:
+        exploration = trainer.explore_how()
+        parts = list(explore(trainer.policy, conditioning, exploration, shape.group, shape.micro_batch,
+                             seeder(trainer.config.seed, trainer.epoch)))
+        found.append(trainer.largest_log_ratio(parts, conditioning, exploration))
+    return max(found)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--methods", nargs="+", default=METHODS)
+    parser.add_argument("--epochs", type=int, nargs="+", default=[0, 50, 100])
+    parser.add_argument("--option", action="append", default=[], metavar="KEY=VALUE", help="override of the recipe")
+    args = parser.parse_args()
+    print("| method | " + " | ".join(PRECISIONS) + " | a tenth of the clip range |")
+    print("|---|" + "---:|" * (len(PRECISIONS) + 1))
+    for method in args.methods:
+        cells = []
+        for precision in PRECISIONS:
+            overrides = {"train.prompts": "2", "train.group": "4", "method": method, "precision": precision}
+            trainer = make_trainer(load(RECIPE, overrides | options(args.option)))
+            cells.append(f"{largest(trainer, args.epochs):.1e}")
+        clip = trainer.method.surrogate
+        print(f"| {method} | " + " | ".join(cells) + f" | {min(clip.low, clip.high) / 10:.0e} |", flush=True)
+
+
+if __name__ == "__main__":
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        main()

@@ -1,0 +1,60 @@
+"""The benchmark's arithmetic: what a run will cost, and the table of what came out."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import tiny
+
+from flowgrpo.config import validate
+from flowgrpo.data import Prompt
+from flowgrpo.train import run
+
+sys.path.append(str(Path(__file__).parent.parent / "scripts"))
+
+import bench_starter  # noqa: E402
+
+
+def config(folder, method: str, micro_batch: int, guidance: float = 1.0, **parts):
+    return validate({
+        "method": method, "parts": parts, "reward": "bright", "output": str(folder), "tracker": "none", "device": "cpu",
+        "picture": {"call": tiny.CALL}, "adapter": {"rank": 2}, "eval": {"steps": 1, "prompts": 1, "grid": 1},
+        "train": {"epochs": 3, "prompts": 2, "group": 3, "micro_batch": micro_batch, "guidance": guidance}})
+
+
+def bright(images, prompts):
+    return images.flatten(1).mean(1)
+
+
+@pytest.mark.parametrize("micro_batch", [2, 4])  # parts of groups; one group, as 4 rows do not hold two
+@pytest.mark.parametrize("method, guidance, parts", [
+    ("flow_grpo", 1.0, {}), ("flow_grpo_fast", 1.0, {}), ("dance_grpo", 1.0, {}), ("mix_grpo", 3.0, {}),
+    ("mix_grpo", 1.0, {"plan": {"every": 1}}), ("mix_grpo_flash", 1.0, {"plan": {"every": 1}}),
+    ("mix_grpo+grpo_guard", 1.0, {}),
+])
+def test_a_run_costs_what_was_foretold(tmp_path, method, guidance, parts, micro_batch):
+    settings = config(tmp_path, method, micro_batch, guidance, **parts)
+    foretold = sum(bench_starter.epoch_cost(settings, epoch) for epoch in range(3))
+    prompts = [Prompt(text) for text in ("a", "b", "c", "d", "e")]
+    summary = run(settings, pipe=tiny.sd3(), functions={"bright": bright}, prompts=prompts)
+    assert summary["denoiser_evaluations"] == foretold
+
+
+def test_the_fewest_epochs_that_reach_a_budget(tmp_path):
+    # 2 prompts of 3 rows in micro-batches of 2, which hold 1, 2 and 1 prompts: the parting step costs 4, another one 6.
+    # Rollout 4 + 9 * 6, replay of the window 4 + 3 * 6, and in the first epoch once more for the first ratio.
+    settings = config(tmp_path, "mix_grpo", 2)
+    assert [bench_starter.epoch_cost(settings, epoch) for epoch in (0, 1, 24)] == [58 + 2 * 22, 58 + 22, 58 + 22]
+    assert bench_starter.epoch_cost(settings, 25) == 58 - 4 + 22  # the window has moved: one more step per prompt
+    assert bench_starter.epochs_for(settings, 102) == (1, 102)
+    assert bench_starter.epochs_for(settings, 103) == (2, 182)
+
+
+def test_the_table_by_hand():
+    base = {"best": 0.5, "best_guidance": 2.0}
+    runs = [{"method": "a", "accuracy": score, "epochs": 10, "evaluations": 1000, "seconds": seconds}
+            for score, seconds in ((0.6, 10.0), (0.8, 20.0))]
+    assert bench_starter.table(runs, base).splitlines()[2:] == [
+        "| base, guidance 2 | 0.500 | | | | | |", "| a | 0.700 | 0.600..0.800 | +0.200 | 10 | 1,000 | 15 |"]

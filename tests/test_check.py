@@ -1,0 +1,115 @@
+"""What `flowgrpo check` says of pipelines that can be trained and of those that cannot."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import tiny
+import torch
+from diffusers import DDIMScheduler
+
+from flowgrpo.cli import main
+from flowgrpo.config import Adapter
+from flowgrpo.errors import UserError
+from flowgrpo.policies import check
+from flowgrpo.policies.pipeline import PipelinePolicy
+from flowgrpo.samplers import cost
+from flowgrpo.samplers.grids import shifted
+from flowgrpo.samplers.kernels import FlowSDE
+from flowgrpo.samplers.plans import Schedule
+from flowgrpo.samplers.rollout import Exploration, explore, replay, seeder
+from flowgrpo.samplers.solvers import Euler
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return str(tiny.save(tiny.sd3(), tmp_path_factory.mktemp("model") / "sd3"))
+
+
+def test_a_pipeline_that_can_be_trained(model):
+    told = check.report(model)
+    denoiser = tiny.sd3().transformer
+    # Rank 4 on eight layers of width 16 in two blocks; the last block's text side has no output layer.
+    assert told == told | {
+        "model": model, "drivable": True, "reason": None, "pipeline": "StableDiffusion3Pipeline",
+        "scheduler": "FlowMatchEulerDiscreteScheduler", "prediction": "velocity", "denoisers": ["transformer"],
+        "parameters": sum(p.numel() for p in denoiser.parameters()), "lora_parameters": (8 + 7) * 2 * 4 * 16,
+        "lora_targets": Adapter().targets, "guidance": "one batch of twice the rows", "latent_shape": [4, 8, 8],
+        "picture_shape": [3, 16, 16], "replay_error": 0.0, "first_log_ratio": 0.0, "evaluations_per_picture": 10.0,
+        "evaluations_per_picture_shared": 6.79}  # 10 - 3.5 * 11/12
+    assert told["lora_grad"] > 0
+    assert told == check.report(model)
+
+
+def test_embedded_guidance_and_packed_latents(tmp_path):
+    told = check.report(str(tiny.save(tiny.flux(), tmp_path / "flux")))
+    assert told["drivable"], told["reason"]
+    assert told["guidance"] == "embedded: one evaluation per step" and told["pipeline"] == "FluxPipeline"
+    assert len(told["latent_shape"]) == 2 and told["latent_shape"][1] == 16
+    assert told["replay_error"] == told["first_log_ratio"] == 0
+
+
+def test_a_model_that_predicts_noise_cannot(tmp_path):
+    pipe = tiny.sd3()
+    pipe.register_modules(scheduler=DDIMScheduler())
+    told = check.report(str(tiny.save(pipe, tmp_path / "ddim")))
+    assert not told["drivable"] and told["prediction"] == "epsilon" and told["denoisers"] == ["transformer"]
+    assert told["reason"] == "DDIMScheduler expects epsilon: only flow matching (velocity) is trained"
+
+
+def test_a_pipeline_that_does_not_load_cannot(tmp_path):
+    told = check.report(str(tmp_path))
+    assert not told["drivable"] and "\n" not in told["reason"]
+    assert told["reason"].startswith(f"cannot load the model '{tmp_path}'")
+
+
+def test_a_random_denoiser_is_found_out():
+    policy = PipelinePolicy(tiny.sd3(), Adapter(rank=4), call=tiny.CALL)
+    policy.pipe.transformer.register_forward_hook(lambda _, args, out: (out[0] + 0.01 * torch.randn(out[0].shape),))
+    found = {}
+    with pytest.raises(UserError, match=r"replay and rollout disagree: \|log ratio\| "):
+        check._replayed(policy, policy.encode(["a"]), found)
+    assert found["first_log_ratio"] > 1e-6 and found["replay_error"] > 0
+
+
+def test_a_frozen_adapter_is_found_out():
+    policy = PipelinePolicy(tiny.sd3(), Adapter(rank=4), call=tiny.CALL)
+    zero = 0 * policy.weights.parameters()[0].sum()
+    policy.pipe.transformer.register_forward_hook(lambda _, args, out: (out[0].detach() + zero,))
+    with pytest.raises(UserError, match="the gradient that reaches the adapter has the norm 0.0"):
+        check._replayed(policy, policy.encode(["a"]), {})
+
+
+def test_the_command_exits_with_2_where_it_cannot(model, tmp_path, capsys):
+    assert main(["check", model, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["drivable"] is True
+    assert main(["check", str(tmp_path)]) == 2
+    out = capsys.readouterr().out
+    assert "drivable  no" in out and "reason    cannot load the model" in out
+
+
+@pytest.mark.parametrize("micro_batch", [4, 5, 8])  # 3 prompts of 4 rows: whole groups, parts of groups
+@pytest.mark.parametrize("stochastic, shared, guidance", [((2, 3), True, 1.0), ((2, 3), False, 1.0), ((0,), True, 1.0),
+                                                          ((1, 2), True, 3.0)])
+def test_costs_are_what_the_denoiser_counts(stochastic, shared, guidance, micro_batch):
+    policy = PipelinePolicy(tiny.sd3(), Adapter(rank=1), guidance=guidance, call=tiny.CALL)
+    schedule, doubled = Schedule(stochastic, stochastic), 2 if guidance > 1 else 1
+    exploration = Exploration(shifted(5, 3.0), schedule, FlowSDE(), Euler(), shared_noise=shared)
+    conditioning = policy.encode(["a", "b", "c"])
+    before = policy.evaluations
+    parts = list(explore(policy, conditioning, exploration, 4, micro_batch, seeder(0, 0)))
+    assert policy.evaluations - before == doubled * cost.rollout(schedule, 5, 3, 4, shared, micro_batch)
+    before = policy.evaluations
+    for part in parts:
+        list(replay(policy, conditioning.rows(part.prompts), exploration, part))
+    assert policy.evaluations - before == doubled * cost.update(schedule, 3, 4, shared, 1, micro_batch)
+
+
+def test_costs_of_whole_groups_by_hand():
+    window = Schedule((2, 3), (2, 3))
+    # 3 prompts through steps 0, 1 and the parting step 2; 12 rows through the other two. A replay: 3 rows, then 12.
+    assert cost.rollout(window, 5, 3, 4, True) == 3 * 3 + 12 * 2 == cost.rollout(window, 5, 3, 4, True, 8)
+    assert cost.update(window, 3, 4, True, 1) == 3 + 12 and cost.update(window, 3, 4, False, 2) == 2 * 24
+    # Micro-batches of 5 rows hold prompts 0 and 1, 1 and 2, 2.
+    assert cost.rollout(window, 5, 3, 4, True, 5) == 3 * 2 + 5 + 12 * 2

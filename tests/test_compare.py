@@ -1,0 +1,175 @@
+"""Pictures from saved weights are those of the stock pipeline, and a run's page shows base beside tuned."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import tiny
+import torch
+from PIL import Image, ImageColor
+
+from flowgrpo.config import Adapter, validate
+from flowgrpo.errors import UserError
+from flowgrpo.evaluation import compare, grid
+from flowgrpo.policies.adapters import LORA_FILE
+from flowgrpo.policies.pipeline import PipelinePolicy, load_pipeline
+from flowgrpo.samplers.rollout import seeder
+
+BRIGHT = "def bright(images, prompts):\n    return images.flatten(1).mean(1).tolist()\n"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return tiny.save(tiny.sd3(), tmp_path_factory.mktemp("model") / "tiny")
+
+
+def make_run(folder, model, change: float, rank: int = 2, **picture):
+    """A run's folder as training leaves it, with weights that differ from the base by `change`."""
+    pipe = load_pipeline(str(model))
+    policy = PipelinePolicy(pipe, Adapter(rank=rank), call=tiny.CALL)
+    with torch.no_grad():
+        for key, parameter in policy.weights.named.items():
+            if "lora_B" in key or not rank:
+                parameter.add_(change * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+    folder.mkdir()
+    policy.weights.save(folder)
+    (folder / "bright.py").write_text(BRIGHT)
+    (folder / "prompts.txt").write_text("".join(f"picture {i}\n" for i in range(20)))
+    config = {"model": str(model), "reward": f"{folder}/bright.py:bright", "prompts": f"{folder}/prompts.txt",
+              "picture": {"call": tiny.CALL}, "eval": {"steps": 2, "guidance": 1.5}, "adapter": {"rank": rank}}
+    (folder / "config.yaml").write_text(validate(config).yaml())
+    return folder
+
+
+def pixels(path) -> np.ndarray:
+    return np.asarray(Image.open(path)).astype(int)
+
+
+def drawn(folder, model, lora=None, prompts=("a dog", "a cat"), count=1, seed=3, steps=2, guidance=1.5):
+    paths = compare.sample(str(model), lora, list(prompts), count, seed, steps, guidance, folder)
+    return [pixels(path) for path in paths]
+
+
+def stock(model, lora, row, **options) -> np.ndarray:
+    """What a user of diffusers gets for the second prompt's first picture."""
+    pipe = load_pipeline(str(model))
+    if lora:
+        pipe.load_lora_weights(lora)
+    generator = torch.Generator().manual_seed(seeder(3, 0)(*row))
+    with torch.no_grad():
+        return np.asarray(pipe("a cat", generator=generator, **options).images[0]).astype(int)
+
+
+def test_files_sort_by_prompt_and_number(tmp_path, model):
+    paths = compare.sample(str(model), None, ["b, c!", "a", "a"], 2, 0, 1, 1.0, tmp_path / "deep" / "out")
+    names = [path.name for path in paths]
+    assert names == ["000-b-c-000.png", "000-b-c-001.png", "001-a-000.png", "001-a-001.png", "002-a-000.png",
+                     "002-a-001.png"] == sorted(names)
+    assert sorted((tmp_path / "deep" / "out").iterdir()) == paths
+    assert all(Image.open(path).size == (16, 16) for path in paths)
+    assert [name for name in compare._names(["a"] * 1001, 1)] == sorted(compare._names(["a"] * 1001, 1))
+
+
+def test_a_picture_is_the_stock_pipelines(tmp_path, model):
+    ours = drawn(tmp_path, model)[1]
+    assert np.abs(ours - stock(model, None, (1, 0), num_inference_steps=2, guidance_scale=1.5)).max() <= 1
+
+
+def test_without_steps_and_guidance_the_pipelines_own_are_taken(tmp_path, model):
+    ours = drawn(tmp_path, model, steps=None, guidance=None)[1]
+    assert np.abs(ours - stock(model, None, (1, 0))).max() <= 1
+    assert np.abs(ours - drawn(tmp_path, model)[1]).max() > 1
+
+
+def test_a_picture_depends_on_its_own_place_and_the_seed_alone(tmp_path, model):
+    one, two = drawn(tmp_path, model), drawn(tmp_path, model, count=2)
+    assert (two[0] == one[0]).all() and (two[2] == one[1]).all() and (two[0] != two[1]).any()
+    assert (drawn(tmp_path, model, seed=4)[0] != one[0]).any()
+
+
+@pytest.mark.parametrize("lora", ["folder", "file"])
+def test_a_lora_is_drawn_as_stock_diffusers_loads_it(tmp_path, model, lora):
+    run = make_run(tmp_path / "run", model, 0.3)
+    ours = drawn(tmp_path / "out", model, run if lora == "folder" else run / LORA_FILE)[1]
+    options = tiny.CALL if lora == "folder" else {}  # a run brings its `picture` settings with it
+    theirs = stock(model, run, (1, 0), num_inference_steps=2, guidance_scale=1.5, **options)
+    assert np.abs(ours - theirs).max() <= 1
+    assert np.abs(ours - drawn(tmp_path / "out", model)[1]).max() > 1
+
+
+def test_all_weights_are_loaded_too(tmp_path, model):
+    run = make_run(tmp_path / "run", model, 0.1, rank=0)
+    same = make_run(tmp_path / "same", model, 0.0, rank=0)
+    assert not (run / LORA_FILE).exists()
+    tuned, base = drawn(tmp_path / "out", model, run)[0], drawn(tmp_path / "out", model, same)[0]
+    assert np.abs(tuned - base).max() > 1
+
+
+@pytest.mark.parametrize("model, steps, guidance, expected", [
+    ("starter", None, None, {"num_inference_steps": 20, "guidance_scale": 2.0, "max_sequence_length": 1}),
+    ("starter", 4, 0.0, {"num_inference_steps": 4, "guidance_scale": 0.0, "max_sequence_length": 1}),
+    ("other", None, None, {}),
+    ("other", 4, None, {"num_inference_steps": 4}),
+])
+def test_defaults(model, steps, guidance, expected):
+    assert compare._asked(model, None, steps, guidance) == expected
+
+
+@pytest.mark.parametrize("raw, expected", [
+    ({"model": "starter"}, {"max_sequence_length": 1}),
+    ({"model": "starter", "picture": {"call": {"max_sequence_length": 2}}}, {"max_sequence_length": 2}),
+    ({"model": "x", "picture": {"height": 64, "frames": 5, "call": {"a": 1}}}, {"height": 64, "num_frames": 5, "a": 1}),
+    ({"model": "x"}, {}),
+])
+def test_what_a_runs_pipeline_is_called_with(raw, expected):
+    assert validate(raw).call == expected
+
+
+@pytest.mark.parametrize("change", [0.0, 0.5])
+def test_a_runs_page_shows_base_beside_tuned(tmp_path, model, change):
+    run = make_run(tmp_path / "run", model, change)
+    path = compare.grid(run, None, 2, 0, tmp_path / "deep" / "grid.png")
+    assert path == tmp_path / "deep" / "grid.png"
+    page = np.asarray(Image.open(path))
+    coloured = (page[None] == np.array([ImageColor.getrgb(grid.ROSE), ImageColor.getrgb(grid.FELL)])[:, None, None])
+    assert coloured.all(-1).any() == (change > 0)  # a score's colour says that it changed
+    left, top, side = grid.MARGIN + 1, grid.MARGIN + grid._height(grid.HEADING) + 7, 158
+    base, tuned = (page[top:top + side, at:at + side] for at in (left, left + 160 + grid.BETWEEN_PICTURES))
+    assert base.std() > 0 and (base == tuned).all() == (change == 0)
+
+
+def test_a_page_of_other_prompts_and_seeds(tmp_path, model):
+    run = make_run(tmp_path / "run", model, 0.3)
+    (tmp_path / "p.jsonl").write_text('{"prompt": "a dog"}\n{"prompt": "a cat", "negative_prompt": "blue"}\n')
+    pages = [Image.open(compare.grid(run, tmp_path / "p.jsonl", 5, seed, tmp_path / f"{seed}.png")) for seed in (0, 1)]
+    assert pages[0].size == pages[1].size and pages[0].tobytes() != pages[1].tobytes()
+
+
+def test_a_folder_that_is_no_run_is_told(tmp_path):
+    with pytest.raises(UserError, match="is not a run: it has no config.yaml"):
+        compare.grid(tmp_path, None, 1, 0, tmp_path / "g.png")
+
+
+def test_a_run_without_weights_is_told(tmp_path, model):
+    run = make_run(tmp_path / "run", model, 0.1)
+    (run / LORA_FILE).unlink()
+    with pytest.raises(UserError, match="no weights at .* the run has not finished: --resume it"):
+        compare.grid(run, None, 1, 0, tmp_path / "g.png")
+
+
+@pytest.mark.parametrize("content, told", [
+    (None, "no weights at .*: expected a finished run, a folder with a LoRA, or its file"),
+    ({"lora.weight": (2, 2)}, "Invalid LoRA|holds no LoRA layer"),
+    ({"unet.a.lora_A.weight": (2, 4), "unet.a.lora_B.weight": (4, 2)}, "holds no LoRA layer for StableDiffusion3"),
+    ({"transformer.transformer_blocks.0.attn.to_q.lora_A.weight": (2, 4),
+      "transformer.transformer_blocks.0.attn.to_q.lora_B.weight": (4, 2)}, "does not load into .* size mismatch"),
+])
+def test_a_lora_that_does_not_fit_is_told(tmp_path, model, content, told):
+    from safetensors.torch import save_file
+
+    file = tmp_path / "some.safetensors"
+    if content:
+        save_file({key: torch.zeros(shape) for key, shape in content.items()}, file)
+    with pytest.raises(UserError, match=told) as error:
+        drawn(tmp_path, model, file)
+    assert "\n" not in str(error.value)

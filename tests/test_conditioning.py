@@ -1,0 +1,61 @@
+import torch
+
+from flowgrpo.config import Adapter
+from flowgrpo.policies.conditioning import Encoder, fingerprint, join
+from flowgrpo.policies.pipeline import PipelinePolicy
+from tests.tiny import CALL, sd3
+
+
+def policy(seed=0):
+    return PipelinePolicy(sd3(seed), Adapter(rank=2), call=CALL, guidance=3.0)
+
+
+def tensors(conditioning):
+    return [value for call in conditioning.calls for value in call if torch.is_tensor(value)]
+
+
+def test_rows_are_those_of_the_pipeline_and_do_not_depend_on_their_company():
+    encoder, prompts = Encoder(policy()), ["a red dot", "a dog", "nothing"]
+    together = encoder(prompts, ["", "", "blur"])
+    direct = policy().encode(prompts, ["", "", "blur"])
+    for ours, theirs in zip(tensors(together), tensors(direct), strict=True):
+        assert torch.allclose(ours, theirs, atol=1e-5)
+    alone = encoder(["a dog"], [""])
+    for ours, theirs in zip(tensors(alone), tensors(together.rows(torch.tensor([1]))), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def encoder_rows(live):
+    """Counts the rows that go through the first text encoder from now on."""
+    counted = []
+    live.pipe.text_encoder.register_forward_hook(lambda _module, _inputs, output: counted.append(len(output[0])))
+    return counted
+
+
+def test_each_prompt_is_encoded_once():
+    live = policy()
+    live.encode(["warm"], [""])  # finds out which values have a row per prompt
+    encoder, counted = Encoder(live), encoder_rows(live)
+    encoder(["a", "b", "a"], ["", "", ""])
+    encoder(["b"], [""])
+    assert counted == [1, 1] * 2  # two prompts, each with its negative
+
+
+def test_a_second_run_reads_the_first_ones_from_disk_bit_for_bit(tmp_path):
+    first = Encoder(policy(), tmp_path)(["a red dot", "a dog"], ["", ""])
+    live = policy()
+    counted = encoder_rows(live)
+    second = Encoder(live, tmp_path)(["a red dot", "a dog"], ["", ""])
+    assert counted == []
+    assert second.per_prompt == first.per_prompt and second.prompts == first.prompts
+    assert all(torch.equal(a, b) for a, b in zip(tensors(first), tensors(second), strict=True))
+
+
+def test_other_encoders_do_not_share_the_folder():
+    assert fingerprint(policy(0)) == fingerprint(policy(0)) != fingerprint(policy(1))
+
+
+def test_join_keeps_order_and_strings():
+    live = policy()
+    joined = join([live.encode(["x"], ["n"]), live.encode(["y", "z"], ["", "m"])])
+    assert joined.prompts == ["x", "y", "z"] and joined.negatives == ["n", "", "m"]

@@ -1,0 +1,163 @@
+"""Methods as compositions: presets stack, parts can be changed, and every method's loss is its own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import tiny
+from flowgrpo import methods
+from flowgrpo.advantages import Advantage
+from flowgrpo.errors import UserError
+from flowgrpo.methods import PRESETS, Method, preset, with_parts
+from flowgrpo.objectives import Clip, Guard, InverseDelta, PlainRatio, Uniform
+from flowgrpo.samplers.kernels import CPS, DanceSDE, FlowSDE
+from flowgrpo.samplers.plans import AllSteps, RandomSubset, Single, Sliding
+from flowgrpo.samplers.solvers import DPMSolver2M, Euler
+from flowgrpo.selection import All, BestWorst
+from flowgrpo.train import Stats, resolve_method
+
+# kernel, plan, solver, tail, shared noise, advantage's scale and order, clip range, KL
+PUBLISHED = {
+    "flow_grpo": (FlowSDE(0.7), AllSteps(), Euler(), 1.0, False, "batch", "rewards", 1e-4, 0.004),
+    "flow_grpo_fast": (FlowSDE(0.7), Sliding(size=2, order="random", stop=0.5), Euler(), 1.0, False, "batch", "rewards",
+                       1e-4, 0.0),
+    "dance_grpo": (DanceSDE(0.3), RandomSubset(0.6), Euler(), 1.0, True, "group", "advantages", 1e-4, 0.0),
+    "mix_grpo": (FlowSDE(0.7), Sliding(size=4, stride=1, every=25, order="progressive"), Euler(), 1.0, True, "group",
+                 "advantages", 1e-4, 0.0),
+    "mix_grpo_flash": (FlowSDE(0.7), Sliding(size=4, stride=1, every=25, order="progressive"), DPMSolver2M(), 0.4, True,
+                       "group", "advantages", 1e-4, 0.0),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_defaults(name):
+    kernel, plan, solver, tail, shared, scale, order, clip, kl = PUBLISHED[name]
+    method = preset(name)
+    assert (method.kernel, method.plan, method.solver, method.tail) == (kernel, plan, solver, tail)
+    assert method.shared_noise is shared and method.advantage == Advantage(scale, order, clamp=5.0)
+    assert method.surrogate == Clip(clip, clip) and method.kl.weight == kl
+    assert (method.log_ratio, method.step_weight, method.selection) == (PlainRatio(), Uniform(), All())
+
+
+def test_every_preset_has_its_defaults_published_here():
+    assert set(PRESETS) == {*PUBLISHED, "grpo_guard"}
+
+
+def test_guard_changes_the_objective_of_any_host_and_nothing_else():
+    for name in PUBLISHED:
+        host, guarded = preset(name), preset(name, "grpo_guard")
+        assert (guarded.log_ratio, guarded.surrogate, guarded.step_weight) == (Guard(), Clip(2e-6, 2e-6), InverseDelta())
+        assert replace(guarded, log_ratio=host.log_ratio, surrogate=host.surrogate, step_weight=host.step_weight) == host
+
+
+def test_presets_stack_from_left_to_right():
+    assert preset("mix_grpo+grpo_guard") == preset("mix_grpo", "grpo_guard") == methods.grpo_guard(methods.mix_grpo())
+    assert preset(" mix_grpo + grpo_guard ") == preset("mix_grpo", "grpo_guard")
+    assert preset() == Method()
+    assert preset("grpo_guard", "mix_grpo").log_ratio == Guard()
+
+
+def test_means_are_read_by_a_kl_and_by_guard_only():
+    assert preset("flow_grpo").reads_means and preset("mix_grpo+grpo_guard").reads_means
+    assert not preset("mix_grpo").reads_means and not preset("dance_grpo").reads_means
+
+
+@pytest.mark.parametrize("name, told", [
+    ("mixgrpo", "unknown method 'mixgrpo': did you mean 'mix_grpo'?"),
+    ("mix_grpo+guard", "unknown method 'guard': did you mean 'grpo_guard'?"),
+    ("", "unknown method ''"),
+    ("mix_grpo++grpo_guard", "unknown method ''"),
+])
+def test_an_unknown_method_is_told_with_the_nearest(name, told):
+    with pytest.raises(UserError) as caught:
+        preset(name)
+    assert told in str(caught.value)
+
+
+def test_parts_are_laid_over_a_method():
+    method = with_parts(preset("mix_grpo"), {"plan": {"size": 2}, "kernel": {"type": "CPS"}, "tail": 0.5})
+    assert method == replace(preset("mix_grpo"), plan=Sliding(size=2), kernel=CPS(), tail=0.5)
+    assert with_parts(preset("mix_grpo"), {"kernel": {"type": "FlowSDE", "level": 0.9}}).kernel == FlowSDE(0.9)
+    assert with_parts(preset("mix_grpo"), {"plan": {"type": "Single", "step": 3}}).plan == Single(3)
+    assert with_parts(preset("mix_grpo"), {"plan": {"type": "Sliding", "size": 2}}).plan == Sliding(size=2)
+    assert with_parts(preset("dance_grpo"), {"selection": {"type": "BestWorst", "n": 8}}).selection == BestWorst(8)
+    assert with_parts(preset("flow_grpo"), {"kl": {"weight": 0.04}}).kl.weight == 0.04
+    assert with_parts(preset("mix_grpo"), {}) == preset("mix_grpo")
+
+
+@pytest.mark.parametrize("parts, told", [
+    ({"plann": {"size": 2}}, "unknown key parts.plann: did you mean 'plan'?"),
+    ({"plan": {"sizes": 2}}, "unknown key parts.plan.sizes: did you mean 'size'?"),
+    ({"kernel": {"type": "FlowSED"}}, "parts.kernel.type: unknown part 'FlowSED': did you mean 'FlowSDE'?"),
+    ({"kernel": {"type": "Sliding"}}, "parts.kernel.type: Sliding does not belong there; there are: CPS, DDIM,"),
+    ({"kernel": {"type": "CPS", "eta": 1}}, "parts.kernel: "),
+    ({"kernel": {"level": -1}}, "parts.kernel: FlowSDE: level is -1, expected 0 or more"),
+    ({"kernel": {"level": "high"}}, "parts.kernel: "),
+    ({"kernel": 0.7}, "parts.kernel: got 0.7, expected keys with values, such as {type: FlowSDE}"),
+    ({"plan": "Single"}, "parts.plan: got 'Single', expected keys with values, such as {type: Sliding}"),
+    ({"plan": {"type": "Single"}}, "parts.plan: "),
+    ({"tail": 0}, "parts: tail is 0, expected above 0 and at most 1"),
+    ({"surrogate": {"low": 2}}, "parts.surrogate: Clip: low is 2"),
+    ({"selection": {"type": "BestWorst", "n": 3}}, "parts.selection: BestWorst: n is 3"),
+])
+def test_mistakes_in_parts_are_told_with_their_path(parts, told):
+    with pytest.raises(UserError) as caught:
+        with_parts(preset("mix_grpo"), parts)
+    assert str(caught.value).startswith(told) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("options, told", [
+    ({"train__steps": 4}, "a window of 4 from step 0 does not fit below step 3 of 4 steps"),
+    ({"parts": {"plan": {"type": "Single", "step": 5}}}, "Single: step is 5, expected 0 to 4"),
+    ({"parts": {"plan": {"size": 2.5}}}, "train.steps 6"),
+    ({"parts": {"selection": {"type": "BestWorst", "n": 8}}}, "n is 8, expected at most the 4 samples of a group"),
+    ({"parts": {"kernel": {"level": 0}}}, "this transition has std 0, so it has no density"),
+    ({"parts": {"kernel": {"type": "CPS", "level": 0}}}, "this transition has std 0, so it has no density"),
+])
+def test_parts_that_do_not_fit_the_run_are_told_before_it(options, told):
+    with pytest.raises(UserError) as caught:
+        resolve_method(tiny.config(**options))
+    assert told in str(caught.value) and "\n" not in str(caught.value)
+
+
+# --- the loss of every method, on one model, one batch and one pair of rewards ---------------------------------------
+
+def green(images, prompts):
+    return images[:, 1].mean((1, 2))
+
+
+def loss(name: str) -> float:
+    """The loss of the first epoch's rollout once the weights have moved, through the trainer's own pieces."""
+    trainer = tiny.trainer(method=name, reward={"red": 1.0, "green": 0.5}, rewards={"red": tiny.red, "green": green})
+    tiny.stir(trainer.policy)
+    batch, exploration = trainer.prompts[:2], trainer.explore_how()
+    conditioning = trainer.policy.encode([prompt.text for prompt in batch])
+    parts, scores = trainer.rollout(batch, conditioning, exploration)
+    advantage = trainer.method.advantage(scores.view(2, 4, 2), [1.0, 0.5]).flatten()
+    tiny.stir(trainer.policy, 0.02)
+    stats, count = Stats(exploration.schedule.trained), trainer.decisions(parts, exploration)
+    for part in parts:
+        trainer.backward(part, conditioning, exploration, advantage[part.rows], count, stats)
+    trainer.step_optimizer(stats)
+    return stats.summary()["loss"]
+
+
+@pytest.fixture(scope="module")
+def losses():
+    return {name: loss(name) for name in (*PUBLISHED, *(f"{name}+grpo_guard" for name in PUBLISHED))}
+
+
+@pytest.mark.parametrize("child, parent", [
+    ("flow_grpo_fast", "flow_grpo"), ("dance_grpo", "flow_grpo"), ("mix_grpo", "flow_grpo"),
+    ("mix_grpo_flash", "mix_grpo"), *((f"{name}+grpo_guard", name) for name in PUBLISHED),
+])
+def test_every_presets_loss_differs_from_its_parents(losses, child, parent):
+    assert abs(losses[child] - losses[parent]) > 1e-6
+    assert all(torch.tensor(value).isfinite() for value in losses.values())
+
+
+def test_a_loss_is_reproducible(losses):
+    assert loss("mix_grpo") == losses["mix_grpo"]

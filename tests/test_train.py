@@ -1,0 +1,457 @@
+"""The loop: what it learns, what it leaves alone, what it writes."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import flowgrpo
+import tiny
+from flowgrpo import checkpoint
+from flowgrpo.config import load
+from flowgrpo.data import SPLIT_SEED, Prompt, split
+from flowgrpo.errors import UserError
+from flowgrpo.evaluation.held_out import EVAL_SEED
+from flowgrpo.policies.adapters import LORA_FILE
+from flowgrpo.samplers.rollout import replay, seeder
+from flowgrpo.train import Stats, chunks, rate, run
+
+
+def prompts() -> list[Prompt]:
+    return [Prompt(text, metadata={"task": "long" if " " in text else "short"}) for text in tiny.PROMPTS]
+
+
+def align(settings, functions=None, pipe=None):
+    """A whole run on the tiny SD3."""
+    return run(settings, pipe=pipe or tiny.sd3(), functions=functions or {"red": tiny.red}, prompts=prompts())
+
+
+def metrics(folder) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def epoch(trainer):
+    """One epoch's parts, conditioning, exploration and advantages, before any update."""
+    batch = trainer.prompts[:trainer.geometry.prompts]
+    exploration = trainer.explore_how()
+    conditioning = trainer.policy.encode([prompt.text for prompt in batch])
+    parts, scores = trainer.rollout(batch, conditioning, exploration)
+    advantage = trainer.method.advantage(scores.view(trainer.geometry.prompts, trainer.geometry.group, -1), [1.0])
+    return parts, conditioning, exploration, advantage.flatten()
+
+
+def gradient(trainer, parts, conditioning, exploration, advantage, count=None) -> torch.Tensor:
+    """The gradient of these parts' loss, one flat tensor."""
+    trainer.optimizer.zero_grad()
+    stats = Stats(exploration.schedule.trained)
+    count = count or trainer.decisions(parts, exploration)
+    for part in parts:
+        trainer.backward(part, conditioning, exploration, advantage[part.rows], count, stats)
+    return torch.cat([p.grad.flatten() for p in trainer.policy.weights.parameters() if p.grad is not None])
+
+
+# --- one whole run ---------------------------------------------------------------------------------------------------
+
+@pytest.fixture(scope="module")
+def whole_run(tmp_path_factory):
+    """A run of 30 epochs with everything that a run can leave behind."""
+    output = tmp_path_factory.mktemp("runs")
+    settings = tiny.config(output, tracker="tensorboard", train__epochs=30, train__group=6, train__micro_batch=12,
+                           train__steps=5, train__lr=0.05, parts__plan__size=2, parts__plan__every=5, eval__every=10,
+                           eval__rewards=["green"], eval__samples=2, adapter__alpha=3.0)
+    pipe = tiny.sd3()
+    before = {key: value.clone() for key, value in every_weight(pipe)}
+    summary = align(settings, {"red": tiny.red, "green": lambda images, prompts: images[:, 1].mean((1, 2))}, pipe)
+    return settings, summary, settings.folder, pipe, before
+
+
+def every_weight(pipe):
+    for name, module in pipe.components.items():
+        if isinstance(module, torch.nn.Module):
+            for key, value in [*module.named_parameters(), *module.named_buffers()]:
+                yield f"{name}.{key.replace('.base_layer', '')}", value.detach()
+
+
+def test_the_reward_rises(whole_run):
+    _, summary, folder, _, _ = whole_run
+    curve = [line["reward/red/mean"] for line in metrics(folder)]
+    assert sum(curve[-5:]) / 5 > sum(curve[:5]) / 5 + 0.02
+    assert summary["after"]["red"] > summary["before"]["red"] + 0.02
+
+
+def test_every_epoch_is_logged_once_with_finite_numbers(whole_run):
+    _, _, folder, _, _ = whole_run
+    lines = metrics(folder)
+    assert [line["epoch"] for line in lines] == list(range(1, 31))
+    for line in lines:
+        assert all(torch.tensor(float(value)).isfinite() for value in line.values() if isinstance(value, (int, float)))
+        assert {"loss", "grad_norm", "log_ratio_max", "clip_fraction", "reward/red/std", "seconds", "evaluations",
+                "seconds/rollout", "seconds/update", "skipped_updates"} <= set(line)
+    assert lines[0]["log_ratio_max"] <= 1e-6
+    assert {line["epoch"] for line in lines if "held_out/red" in line} == {10, 20, 30}
+
+
+def test_only_what_is_trained_changes(whole_run):
+    _, _, _, pipe, before = whole_run
+    after = dict(every_weight(pipe))
+    lora = {key for key in after if "lora_" in key}
+    assert after.keys() - lora == before.keys() and lora
+    assert all(torch.equal(after[key], before[key]) for key in before)
+    assert sum(after[key].abs().max() > 0 for key in lora if "lora_B" in key) > 10
+
+
+def test_what_a_run_leaves_behind(whole_run):
+    settings, _, folder, _, _ = whole_run
+    assert load(folder / "config.yaml") == settings
+    for file in (LORA_FILE, "before_after.png", "metrics.jsonl", "summary.json", "before.json",
+                 "samples/epoch-00010.png", "checkpoints/epoch-00030/state.safetensors"):
+        assert (folder / file).stat().st_size > 100, file
+    assert list(folder.rglob("events.out.tfevents*"))
+    trained = {key.split(".", 1)[1].replace(".default", ""): value for key, value in
+               ((key.removeprefix("weights/"), value) for key, value in checkpoint.load(
+                   checkpoint.latest(folder / "checkpoints"))[0].items() if key.startswith("weights/"))}
+    saved = {key.removeprefix("transformer."): value for key, value in load_file(folder / LORA_FILE).items()}
+    assert saved.keys() == trained.keys() and all(torch.equal(saved[key], trained[key]) for key in saved)
+
+
+def test_events_hold_the_reward(whole_run):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    _, _, folder, _, _ = whole_run
+    [file] = folder.rglob("events.out.tfevents*")
+    events = EventAccumulator(str(file)).Reload()
+    logged = {event.step: event.value for event in events.Scalars("reward/red/mean")}
+    assert logged == {line["epoch"]: pytest.approx(line["reward/red/mean"], abs=1e-6) for line in metrics(folder)}
+
+
+def test_the_summary_says_what_happened(whole_run):
+    settings, summary, folder, _, _ = whole_run
+    assert json.loads((folder / "summary.json").read_text()) == summary
+    assert summary["evaluation"]["prompts"] == 4 and summary["evaluation"]["samples"] == 2  # 2 prompts, twice each
+    assert set(summary["before"]) == set(summary["after"]) == {"red", "green"}
+    assert set(summary["tasks"]["red"]) == {"before", "after"} and set(summary["tasks"]["red"]["after"]) <= {"long", "short"}
+    assert (summary["epochs"], summary["updates"], summary["skipped_updates"]) == (30, 30, 0)
+    assert summary["sampled_pictures"] == 30 * 12 and summary["max_first_log_ratio"] <= 1e-6
+    assert summary["rewards"] == {"trained": {"red": 1.0}, "measured": ["red", "green"]}
+    assert summary["method"] == "mix_grpo" and summary["seed"] == 0
+    # 5 steps, a window of 2 that starts at step 0, 1 and 2 (for 5 epochs each, twice); 2 prompts of 6 samples.
+    rollouts = 10 * sum(2 * first + 12 * (5 - first) for first in (0, 1, 2))
+    assert summary["rollout_evaluations_per_picture"] == pytest.approx(rollouts / 360, abs=1e-3)
+    assert summary["rollout_evaluations_saved_by_sharing"] == 30 * 60 - rollouts
+    # Every epoch replays its 12 rows at 2 steps; the first one does so once more, for the first ratio.
+    assert summary["denoiser_evaluations"] == rollouts + 31 * 24
+
+
+def test_the_lora_makes_the_difference_that_was_measured(whole_run):
+    """The stock pipeline, its own scheduler and the file: the scores of the summary, from the same seeds."""
+    settings, summary, folder, _, _ = whole_run
+    held_out = split(prompts(), settings.held_out, SPLIT_SEED)[1]
+    rows = [(i, k) for i in range(len(held_out)) for k in range(2)]
+    stock = tiny.sd3()
+    for when in ("before", "after"):
+        pictures = stock([held_out[i].text for i, _ in rows], num_inference_steps=3, guidance_scale=1.0, output_type="pt",
+                         generator=tiny.PipelinePolicy.generators(seeder(EVAL_SEED, 0)(i, k) for i, k in rows),
+                         **tiny.CALL).images
+        assert tiny.red(pictures, None).mean().item() == pytest.approx(summary[when]["red"], abs=1e-5)
+        stock.load_lora_weights(folder)
+
+
+# --- gradients -------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("method", ["mix_grpo", "flow_grpo", "mix_grpo+grpo_guard"])
+def test_the_gradient_does_not_depend_on_the_micro_batch(method):
+    found = []
+    for micro_batch in (12, 6, 2, 5):
+        trainer = tiny.trainer(method=method, train__group=6, train__micro_batch=micro_batch)
+        tiny.stir(trainer.policy)
+        parts, *given = epoch(trainer)
+        assert len(parts) == -(-12 // micro_batch)
+        found.append(gradient(trainer, parts, *given))
+    scale = found[0].abs().max()
+    assert scale > 1e-3
+    for other in found[1:]:
+        torch.testing.assert_close(other / scale, found[0] / scale, rtol=0, atol=1e-5)
+
+
+def test_updates_part_the_gradient_by_the_decisions_they_hold():
+    trainer = tiny.trainer(train__micro_batch=3)  # parts of 3, 3 and 2 rows
+    tiny.stir(trainer.policy)
+    parts, *given = epoch(trainer)
+    whole = gradient(trainer, parts, *given)
+    shares = chunks(parts, 2)
+    assert [[len(part.rows) for part in share] for share in shares] == [[3, 2], [3]]
+    pieces = [gradient(trainer, share, *given) * sum(len(part.rows) for part in share) / 8 for share in shares]
+    torch.testing.assert_close(sum(pieces), whole, rtol=1e-4, atol=1e-6)
+
+
+def test_the_count_of_decisions_is_rows_times_trained_steps():
+    trainer = tiny.trainer(train__micro_batch=3)
+    parts, _, exploration, _ = epoch(trainer)
+    assert trainer.decisions(parts, exploration) == 8 * 4
+    assert trainer.decisions(parts[2:], exploration) == 2 * 4
+
+
+def test_parts_are_dealt_out_evenly():
+    assert chunks(list(range(7)), 3) == [[0, 3, 6], [1, 4], [2, 5]]
+    assert chunks([1, 2], 3) == [[1], [2]] and chunks([], 3) == []
+
+
+def test_a_better_sample_becomes_more_likely_and_a_worse_one_less():
+    trainer = tiny.trainer(train__lr=1e-3, train__micro_batch=8)
+    tiny.stir(trainer.policy)
+    parts, conditioning, exploration, advantage = epoch(trainer)
+    [part] = parts
+
+    def logp():
+        with torch.no_grad():
+            return sum(new.logp[:, 0] for _, new in replay(trainer.policy, conditioning.rows(part.rows // 4), exploration,
+                                                           part))
+
+    before = logp()
+    gradient(trainer, parts, conditioning, exploration, advantage)
+    trainer.step_optimizer(Stats(exploration.schedule.trained))
+    assert (advantage * (logp() - before)).mean() > 0
+
+
+def test_the_kl_pulls_back_to_the_base():
+    still = torch.zeros(8)
+    found = {}
+    for weight in (0.0, 0.01):
+        trainer = tiny.trainer(parts__kl__weight=weight, train__lr=1e-3)
+        tiny.stir(trainer.policy)
+        parts, conditioning, exploration, _ = epoch(trainer)
+        found[weight] = gradient(trainer, parts, conditioning, exploration, still)
+    assert found[0.0].abs().max() == 0 and found[0.01].abs().max() > 1e-4
+
+    def output():
+        with torch.no_grad():
+            return trainer.policy.replay(conditioning, torch.ones(2, *tiny.LATENTS), exploration.grid, 1)
+
+    def distance():
+        with trainer.policy.reference():
+            base = output()
+        return (output() - base).square().mean()
+
+    first = distance()
+    for _ in range(5):
+        gradient(trainer, parts, conditioning, exploration, still)
+        trainer.step_optimizer(Stats(exploration.schedule.trained))
+    assert distance() < first
+
+
+def test_a_gradient_that_is_not_finite_is_skipped_and_counted():
+    trainer = tiny.trainer(train__ema=0.5)
+    before, average = trainer.policy.weights.snapshot(), {key: value.clone() for key, value in trainer.ema.items()}
+    handle = trainer.policy.weights.parameters()[-1].register_hook(lambda grad: grad * float("inf"))
+    found = trainer.run_epoch()
+    assert found["skipped_updates"] == trainer.skipped == 1 and trainer.update == 0
+    assert all(torch.equal(before[key], value) for key, value in trainer.policy.weights.snapshot().items())
+    assert all(torch.equal(average[key], value) for key, value in trainer.ema.items())
+    handle.remove()
+    trainer.run_epoch()
+    assert (trainer.skipped, trainer.update) == (1, 1)
+    assert any((before[key] != value).any() for key, value in trainer.policy.weights.snapshot().items())
+
+
+# --- selection, updates, rates, averages -----------------------------------------------------------------------------
+
+def test_best_and_worst_are_trained_and_the_others_cost_nothing():
+    trainer = tiny.trainer(parts__selection={"type": "BestWorst", "n": 2}, train__group=6, train__micro_batch=4)
+    found = trainer.run_epoch()
+    rollout = 2 * 0 + 12 * 6
+    assert trainer.policy.evaluations == rollout + 2 * (4 * 4)  # 4 of 12 rows at 4 steps: first ratio and update
+    assert found["log_ratio_max"] <= 1e-6 and trainer.update == 1
+
+
+def test_the_rows_that_are_kept_are_the_ones_that_were_chosen():
+    trainer = tiny.trainer(method="flow_grpo")
+    part = epoch(trainer)[0][1]
+    kept = part.kept(torch.tensor([True, False, False, True]))
+    assert kept.rows.tolist() == [4, 7]
+    assert torch.equal(kept.old.logp, part.old.logp[[0, 3]]) and torch.equal(kept.old.mean, part.old.mean[[0, 3]])
+    assert torch.equal(kept.taken.segments[0].states, part.taken.segments[0].states[[0, 3]])
+    assert part.kept(torch.zeros(4, dtype=torch.bool)) is None and part.kept(torch.ones(4, dtype=torch.bool)) is part
+
+
+def test_a_run_in_which_no_group_differs_changes_nothing(tmp_path):
+    settings = tiny.config(tmp_path, reward="same", parts__selection={"type": "DropZeroVariance"})
+    summary = align(settings, {"same": lambda images, prompts: [0.5] * len(prompts)})
+    assert (summary["updates"], summary["max_first_log_ratio"]) == (0, None)
+    assert summary["before"] == summary["after"] == {"same": 0.5}
+    assert all(value.abs().max() == 0 for key, value in load_file(settings.folder / LORA_FILE).items() if "lora_B" in key)
+
+
+def test_a_reward_may_not_apply(tmp_path):
+    settings = tiny.config(tmp_path, reward={"red": 1.0, "cats": 1.0}, train__epochs=3)
+
+    def cats(images, prompts):
+        return [tiny.red(images, prompts)[i].item() if "cat" in prompt else None for i, prompt in enumerate(prompts)]
+
+    summary = align(settings, {"red": tiny.red, "cats": cats})
+    assert summary["updates"] == 3 and summary["skipped_updates"] == 0
+    assert json.dumps(metrics(settings.folder), allow_nan=False)  # null, never NaN
+
+
+def test_updates_and_inner_epochs_count(tmp_path):
+    trainer = tiny.trainer(train__updates=2, train__inner_epochs=3)
+    found = trainer.run_epoch()
+    assert trainer.update == 6 and trainer.total_updates == 2 * 3 * 2
+    assert found["log_ratio_max"] > 1e-6  # from the second update on the policy is another one
+
+
+def test_learning_rates():
+    train = tiny.config(train__warmup=4, train__schedule="linear").train
+    assert [rate(u, 8, train) for u in range(8)] == [0.25, 0.5, 0.75, 1.0, 1.0, 0.75, 0.5, 0.25]
+    train = tiny.config(train__schedule="cosine").train
+    assert [round(rate(u, 4, train), 6) for u in range(5)] == [1.0, 0.853553, 0.5, 0.146447, 0.0]
+    train = tiny.config(train__warmup=2).train
+    assert [rate(u, 9, train) for u in (0, 1, 2, 8)] == [0.5, 1.0, 1.0, 1.0]
+
+
+def test_the_moving_average(tmp_path):
+    trainer = tiny.trainer(train__ema=0.75)
+    expected = trainer.policy.weights.snapshot()
+    for trainer.epoch in range(2):
+        trainer.run_epoch()
+        now = trainer.policy.weights.snapshot()
+        expected = {key: 0.75 * value + 0.25 * now[key] for key, value in expected.items()}
+    for key, value in expected.items():
+        torch.testing.assert_close(trainer.ema[key], value)
+    assert any((trainer.ema[key] != now[key]).any() for key in now)
+
+
+def test_the_average_is_what_is_saved_where_it_is_asked_for(tmp_path):
+    settings = tiny.config(tmp_path, train__ema=0.75, eval__weights="ema")
+    align(settings)
+    state, _ = checkpoint.load(checkpoint.latest(settings.folder / "checkpoints"))
+    saved = {f"transformer.{key.removeprefix('transformer.')}": value
+             for key, value in load_file(settings.folder / LORA_FILE).items()}
+    for room, same in (("ema", True), ("weights", False)):
+        held = {key.removeprefix(f"{room}/").replace(".default", ""): value for key, value in state.items()
+                if key.startswith(f"{room}/")}
+        assert held.keys() == saved.keys()
+        assert all(torch.equal(held[key], saved[key]) for key in held) == same
+
+
+def test_an_average_that_is_not_kept_cannot_be_measured(tmp_path):
+    with pytest.raises(UserError, match="eval.weights is 'ema', but train.ema is 0"):
+        align(tiny.config(tmp_path, eval__weights="ema"))
+
+
+# --- the first ratio -------------------------------------------------------------------------------------------------
+
+def test_a_denoiser_that_is_not_deterministic_stops_the_run(tmp_path):
+    pipe = tiny.sd3()
+    pipe.transformer.register_forward_hook(lambda _, inputs, out: (out[0] + 1e-3 * torch.randn_like(out[0]),))
+    with pytest.raises(UserError, match="the first .log ratio. is .*, expected at most 1.0e-06: replay and rollout"):
+        align(tiny.config(tmp_path), pipe=pipe)
+    assert (tmp_path / "run" / "checkpoints" / "epoch-00000").is_dir()
+
+
+def test_a_ratio_that_is_no_number_stops_the_run():
+    trainer = tiny.trainer()
+    parts, *given, _ = epoch(trainer)
+    parts[0].old.logp[1, 2] = float("nan")
+    with pytest.raises(UserError, match="the first .log ratio. is nan"):
+        trainer.check_first_ratio(parts, *given)
+
+
+def test_in_half_precision_old_scores_are_computed_as_the_replay_does():
+    policy = tiny.stir(tiny.policy(tiny.sd3().to(torch.bfloat16), precision="bf16", guidance=3.0), 0.3)
+    trainer = tiny.trainer(policy, precision="bf16", train__lr=1e-30, train__micro_batch=8, method="mix_grpo+grpo_guard",
+                           parts__selection={"type": "BestWorst", "n": 2})
+    told = []
+    trainer.log = type("Lines", (), {"say": staticmethod(told.append)})
+    parts, conditioning, exploration, _ = epoch(trainer)
+    parts[0].old.logp[2] += 1e-4  # as another batch size does on an accelerator
+    again = trainer.check_first_ratio(parts, conditioning, exploration)
+    assert trainer.rescore and trainer.first_log_ratio == pytest.approx(1e-4, rel=0.1)
+    assert trainer.largest_log_ratio(again, conditioning, exploration) == 0
+    assert len(told) == 1 and "computed again as the replay does: 0.0e+00" in told[0]
+    assert again[0].taken is parts[0].taken and not again[0].old.logp.requires_grad
+    for trainer.epoch in (1, 2):  # and so in every later epoch
+        assert trainer.run_epoch()["log_ratio_max"] == 0
+
+
+# --- memory, Python --------------------------------------------------------------------------------------------------
+
+def out_of_memory(pipe, call: int):
+    """Let the denoiser's call of that number run out of memory."""
+    seen = []
+
+    def refuse(module, inputs):
+        seen.append(0)
+        if len(seen) == call:
+            raise torch.OutOfMemoryError("tried to allocate 2.00 GiB\nand much more")
+
+    pipe.transformer.register_forward_pre_hook(refuse)
+    return pipe
+
+
+def test_out_of_memory_says_what_to_lower_and_saves_whole_epochs(tmp_path):
+    calls = 3 + (4 * 2 + 2 * 2 + 2 * 2)  # 2 held-out prompts in 1 batch of 3 steps; an epoch in 2 micro-batches
+    settings = tiny.config(tmp_path, train__steps=4, parts__plan__size=2, train__epochs=5)
+    with pytest.raises(UserError, match="out of memory .tried to allocate 2.00 GiB.: lower train.micro_batch .now 4."):
+        align(settings, pipe=out_of_memory(tiny.sd3(), calls + 4 * 2 + 1))
+    assert [path.name for path in (settings.folder / "checkpoints").iterdir()] == ["epoch-00001"]
+
+
+def test_an_epoch_that_breaks_after_an_update_is_not_saved_as_a_whole_one(tmp_path):
+    settings = tiny.config(tmp_path, train__steps=4, parts__plan__size=2, train__epochs=5, train__updates=2)
+    calls = 3 + (4 * 2 + 2 * 2 + 2)  # the second half of the first epoch's updates
+    with pytest.raises(UserError, match="out of memory"):
+        align(settings, pipe=out_of_memory(tiny.sd3(), calls + 1))
+    assert not (settings.folder / "checkpoints").exists()
+
+
+def bluish(images, prompts, metadata):
+    return images[:, 2].mean((1, 2))
+
+
+def small(output) -> dict:
+    kept = tiny.config(output).model_dump(exclude_unset=True)
+    return {key: value for key, value in kept.items() if key not in ("reward", "method", "model", "prompts")}
+
+
+def test_align_from_python(tmp_path):
+    summary = flowgrpo.align(tiny.sd3(), bluish, ["red", "blue", "green", "old"], method="dance_grpo", **small(tmp_path))
+    assert summary["method"] == "dance_grpo" and summary["updates"] == 2
+    assert summary["rewards"]["trained"] == {"bluish": 1.0} and summary["model"] == "StableDiffusion3Pipeline"
+    assert (tmp_path / "run" / LORA_FILE).exists()
+
+
+def test_align_takes_several_rewards_and_a_prompt_file(tmp_path):
+    (tmp_path / "p.txt").write_text("red\nblue\ngreen\nold\n")
+    summary = flowgrpo.align(tiny.sd3(), {bluish: 0.5, tiny.red: 2.0}, tmp_path / "p.txt", **small(tmp_path))
+    assert summary["rewards"]["trained"] == {"bluish": 0.5, "red": 2.0}
+
+
+def test_rewards_of_one_name_are_told(tmp_path):
+    with pytest.raises(UserError, match="two have the same name"):
+        flowgrpo.align(tiny.sd3(), {lambda i, p: [0.0]: 1.0, lambda i, p: [1.0]: 1.0}, ["a", "b"], **small(tmp_path))
+
+
+def test_a_run_of_all_weights(tmp_path):
+    settings = tiny.config(tmp_path, adapter__rank=0, train__lr=1e-3)
+    summary = align(settings)
+    loaded = type(tiny.sd3().transformer).from_pretrained(settings.folder / "transformer")
+    base = dict(tiny.sd3().transformer.named_parameters())
+    assert summary["updates"] == 2 and any((base[key] != value).any() for key, value in loaded.named_parameters())
+
+
+def test_a_run_outside_of_the_main_thread(tmp_path):
+    from concurrent.futures import ThreadPoolExecutor
+
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(align, tiny.config(tmp_path)).result()["updates"] == 2
+
+
+def test_the_same_seed_gives_the_same_run(tmp_path):
+    files = []
+    for name in ("a", "b"):
+        align(tiny.config(tmp_path, name=name, seed=11))
+        files.append(load_file(tmp_path / name / LORA_FILE))
+    assert all(torch.equal(files[0][key], files[1][key]) for key in files[0])

@@ -1,0 +1,179 @@
+"""What a person can get wrong: exit code 2, one line that says what to do, no traceback, nothing lost."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+
+import tiny
+from flowgrpo import checkpoint
+from flowgrpo.cli import main
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return tiny.save(tiny.sd3(), tmp_path_factory.mktemp("model"))
+
+
+GOOD_REWARD = "def red(images, prompts):\n    return images[:, 0].mean((1, 2))\n"
+
+
+@pytest.fixture
+def recipe(model, tmp_path):
+    """A recipe that works, in a folder with its prompts and its reward."""
+    (tmp_path / "reward.py").write_text(GOOD_REWARD)
+    (tmp_path / "prompts.txt").write_text("\n".join(tiny.PROMPTS))
+    settings = tiny.config(tmp_path / "runs", model=str(model), reward=f"{tmp_path}/reward.py:red",
+                           prompts=str(tmp_path / "prompts.txt"), train__steps=4, parts__plan__size=2, train__epochs=3)
+    path = tmp_path / "recipe.yaml"
+    path.write_text(settings.yaml())
+    return path
+
+
+def told(capsys, *arguments: object) -> str:
+    """The one line that a person reads; of a progress bar's redrawn lines nothing counts."""
+    capsys.readouterr()
+    assert main(["train", *map(str, arguments)]) == 2
+    err = capsys.readouterr().err
+    lines = [line for line in err.split("\n") if line and "\r" not in line]
+    assert len(lines) == 1 and lines[0].startswith("flowgrpo: error: "), err
+    assert "Traceback" not in err
+    return lines[0]
+
+
+def test_the_recipe_works_where_nothing_is_wrong(recipe):
+    assert main(["train", str(recipe)]) == 0
+
+
+ABSENT = next(kind for kind, here in (("cuda", torch.cuda.is_available()), ("mps", torch.backends.mps.is_available()))
+              if not here)
+
+
+@pytest.mark.parametrize("options, line", [
+    (["--train.lrr=1"], "unknown option --train.lrr: did you mean '--train.lr'?"),
+    (["--train.lr=fast"], "train.lr: got 'fast', expected a valid number"),
+    (["--train.group=2.5"], "train.group: got 2.5, expected a valid integer"),
+    (["--train.lr=-1"], "train.lr: got -1, expected a number greater than 0"),
+    (["--seed=-1"], "seed: got -1, expected a number greater than or equal to 0"),
+    (["--seed=5000000000"], "seed: got 5000000000, expected a number less than 4294967296"),
+    (["--method=mixgrpo"], "unknown method 'mixgrpo': did you mean 'mix_grpo'?"),
+    (["--parts.plan.sizes=3"], "unknown key parts.plan.sizes: did you mean 'size'?"),
+    (["--parts.plan.size=4"], "a window of 4 from step 0 does not fit below step 3 of 4 steps"),
+    (["--parts.kernel=0.7"], "parts.kernel: got 0.7, expected keys with values, such as {type: FlowSDE}"),
+    (["--parts.selection={type: BestWorst, n: 6}"], "n is 6, expected at most the 4 samples of a group"),
+    (["--reward=scen"], "unknown reward 'scen': did you mean 'scene'?"),
+    ([f"--device={ABSENT}"], f"device is '{ABSENT}', but torch"),
+    (["--train.updates=3"], "8 rows in micro-batches of 4 make 2: use at most 2 updates, or a micro_batch of 2"),
+    (["--held_out=1.5"], "held_out: got 1.5, expected a share between 0 and 1"),
+    (["--eval.weights=ema"], "eval.weights is 'ema', but train.ema is 0"),
+    (["--resume"], "--resume: no checkpoint in "),
+])
+def test_mistakes_are_told_before_anything_is_loaded_or_written(recipe, options, line, capsys):
+    assert line in told(capsys, recipe, *options, "--model=nowhere/to/be/found")
+    assert not (recipe.parent / "runs").exists()
+
+
+@pytest.mark.parametrize("options, line", [
+    (["--adapter.targets=[to_qq]"], "adapter.targets ['to_qq'] match no module of the transformer: its linear layers"),
+    (["--picture.frames=8"], "picture: StableDiffusion3Pipeline takes no 'num_frames'"),
+    (["--picture.call={max_sequence_len: 9}"], "takes no 'max_sequence_len': did you mean 'max_sequence_length'?"),
+])
+def test_mistakes_that_the_model_shows_are_told_before_anything_is_written(recipe, options, line, capsys):
+    assert line in told(capsys, recipe, *options)
+    assert not (recipe.parent / "runs").exists()
+
+
+def test_a_picture_that_the_model_cannot_draw_is_told(recipe, capsys):
+    assert "StableDiffusion3Pipeline refuses its arguments: `height` and `width`" in told(
+        capsys, recipe, "--picture.height=17")
+
+
+def test_missing_and_broken_recipes(recipe, capsys):
+    assert "no recipe at no.yaml" in told(capsys, "no.yaml")
+    recipe.write_text("train: [\n")
+    assert f"{recipe} is not valid YAML" in told(capsys, recipe)
+    recipe.write_text("train: {lrr: 1}\n")
+    assert f"{recipe}: unknown key 'train.lrr'" in told(capsys, recipe)
+
+
+def test_prompt_files(recipe, capsys):
+    prompts = recipe.with_name("prompts.txt")
+    prompts.write_text("\n\n")
+    assert f"prompts {prompts}: the file holds no prompt" in told(capsys, recipe)
+    prompts.write_text("only one\n")
+    assert "1 different prompts cannot be parted" in told(capsys, recipe)
+    prompts.unlink()
+    assert f"prompts {prompts}: no such file" in told(capsys, recipe)
+
+
+def test_models_that_do_not_load(recipe, model, tmp_path, capsys):
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    assert f"cannot load the model '{empty}'" in told(capsys, recipe, f"--model={empty}")
+    broken = tmp_path / "broken"
+    shutil.copytree(model, broken)
+    (broken / "transformer" / "diffusion_pytorch_model.safetensors").write_bytes(b"not a file of weights")
+    assert f"cannot load the model '{broken}'" in told(capsys, recipe, f"--model={broken}")
+    (broken / "model_index.json").write_text("{")
+    assert f"cannot load the model '{broken}'" in told(capsys, recipe, f"--model={broken}")
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_scheduler_without_a_grid_of_its_own(recipe, model, tmp_path, capsys):
+    dynamic = tmp_path / "dynamic"
+    shutil.copytree(model, dynamic)
+    file = dynamic / "scheduler" / "scheduler_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"use_dynamic_shifting": True}))
+    line = told(capsys, recipe, f"--model={dynamic}", "--train.grid=stock")
+    assert "train.grid 'stock': " in line and "train.grid: shifted" in line
+
+
+def test_a_reward_file_that_does_not_import(recipe, capsys):
+    recipe.with_name("reward.py").write_text("import nothing_of_that_name\n")
+    assert "does not import: ModuleNotFoundError: No module named 'nothing_of_that_name'" in told(capsys, recipe)
+    recipe.with_name("reward.py").write_text(GOOD_REWARD)
+    assert "has no 'rde': did you mean 'red'?" in told(capsys, recipe, f"--reward={recipe.parent}/reward.py:rde")
+
+
+@pytest.mark.parametrize("answer, line", [
+    ("1 / 0", "raised on 4 samples (first prompt of the batch: '"),
+    ("[0.5]", "returned 1 values: expected 4 numbers"),
+    ("[0.5, 0.5, float('nan'), 0.5]", "returned nan, expected a finite number"),
+    ("[0.5, 0.5, float('inf'), 0.5]", "returned inf, expected a finite number"),
+    ("images[:, :2].mean((2, 3))", "returned the shape [4, 2]: expected 4 numbers"),
+    ("None", "returned None: expected 4 numbers"),
+    ("['a', 'b', 'c', 'd']", "returned 'a', expected a finite number"),
+])
+def test_a_reward_that_fails_in_training_loses_no_whole_epoch(recipe, answer, line, capsys):
+    """The base is measured by the first call; two calls later the second epoch begins."""
+    file = recipe.with_name("reward.py")
+    file.write_text(f"calls = 0\n\ndef red(images, prompts):\n    global calls\n    calls += 1\n"
+                    f"    if calls == 4:\n        return {answer}\n    return images[:, 0].mean((1, 2))\n")
+    found = told(capsys, recipe)
+    assert line in found and f"reward '{file}:red'" in found
+    run = recipe.parent / "runs" / "run"
+    assert checkpoint.latest(run / "checkpoints").name == "epoch-00001"
+    assert main(["train", str(recipe), "--resume"]) == 0
+    epochs = [json.loads(line)["epoch"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert epochs == [1, 2, 3] and (run / "summary.json").exists()
+
+
+def test_a_reward_that_fails_between_epochs_loses_no_epoch(recipe, capsys):
+    """The fourth call measures the held-out prompts after the first epoch."""
+    file = recipe.with_name("reward.py")
+    file.write_text("calls = 0\n\ndef red(images, prompts):\n    global calls\n    calls += 1\n"
+                    "    if calls == 4:\n        raise OSError('judge unreachable')\n    return images[:, 0].mean((1, 2))\n")
+    assert "OSError: judge unreachable (reward.py, line 7)" in told(capsys, recipe, "--eval.every=1")
+    run = recipe.parent / "runs" / "run"
+    assert checkpoint.latest(run / "checkpoints").name == "epoch-00001"
+    assert main(["train", str(recipe), "--resume"]) == 0
+    assert [json.loads(line)["epoch"] for line in (run / "metrics.jsonl").read_text().splitlines()] == [1, 2, 3]
+
+
+def test_a_reward_that_always_fails_is_told_before_training(recipe, capsys):
+    recipe.with_name("reward.py").write_text("def red(images):\n    return [0.0] * len(images)\n")
+    assert "takes (images): expected (images, prompts, metadata) or (images, prompts)" in told(capsys, recipe)
+    assert not (recipe.parent / "runs" / "run" / "checkpoints").exists()
