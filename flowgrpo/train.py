@@ -86,8 +86,9 @@ class Trainer:
     def count_evaluations(self, spent: int, exploration: Exploration) -> None:
         """What the rollout cost, and what it would have cost without the shared prefix."""
         self.rollout_evaluations += spent
-        alone, shared = (cost.rollout(exploration.schedule, len(exploration.grid) - 1, self.geometry.prompts,
-                                      self.geometry.group, sharing) for sharing in (False, exploration.shared_noise))
+        shape, steps = self.geometry, len(exploration.grid) - 1
+        alone, shared = (cost.rollout(exploration.schedule, steps, shape.prompts, shape.group, sharing, shape.micro_batch)
+                         for sharing in (False, exploration.shared_noise))
         self.saved_evaluations += round(spent * alone / shared) - spent
 
     def negative(self, prompt: data.Prompt) -> str:
@@ -296,8 +297,8 @@ class Trainer:
             taken[room][key] = tensor
         shapes = {key: parameter.shape for key, parameter in self.policy.weights.named.items()}
         if shapes != {key: tensor.shape for key, tensor in taken["weights"].items()}:
-            raise UserError(f"--resume: {folder} holds other weights than are trained now: keep model and adapter as in "
-                            "the run's config.yaml, or give the run another name")
+            raise UserError(f"--resume: {folder} holds other weights than are trained now: keep model and adapter as "
+                            "in the run's config.yaml, or give the run another name")
         self.policy.weights.load(taken["weights"])
         checkpoint.load_optimizer(self.optimizer, taken["optimizer"])
         if self.ema is not None:
@@ -403,7 +404,7 @@ def run(config: Config, resume: bool = False, *, pipe=None, functions: dict[str,
     set_seed(config.seed)
     pipe = pipe or load_pipeline(config.model, config.precision, config.trust_remote_code)
     policy = PipelinePolicy(pipe, config.adapter, device=device, precision=config.precision,
-                            guidance=config.train.guidance, call=call_arguments(config),
+                            guidance=config.train.guidance, call=config.call,
                             checkpointing=config.train.checkpointing)
     trainer = Trainer(config, accelerator, policy, train_rewards, split)
     if last:
@@ -442,13 +443,6 @@ def keep_lines(path: Path, epoch: int) -> None:
         kept = path.with_suffix(".tmp")
         kept.write_text("".join(line for line in whole if json.loads(line)["epoch"] <= epoch))
         kept.replace(path)
-
-
-def call_arguments(config: Config) -> dict[str, Any]:
-    """What every call of the pipeline gets beside prompts and latents."""
-    picture = config.picture
-    sizes = {"height": picture.height, "width": picture.width, "num_frames": picture.frames}
-    return {key: value for key, value in sizes.items() if value is not None} | picture.call
 
 
 def align(model, rewards="scene_graded", prompts="starter", method: str = "mix_grpo", **options: Any) -> dict[str, Any]:

@@ -1,4 +1,5 @@
 import torch
+from diffusers import StableDiffusion3Pipeline
 
 from flowgrpo.config import Adapter
 from flowgrpo.policies.conditioning import Encoder, fingerprint, join
@@ -23,6 +24,22 @@ def test_rows_are_those_of_the_pipeline_and_do_not_depend_on_their_company():
     alone = encoder(["a dog"], [""])
     for ours, theirs in zip(tensors(alone), tensors(together.rows(torch.tensor([1]))), strict=True):
         assert torch.equal(ours, theirs)
+
+
+class Ragged(StableDiffusion3Pipeline):
+    """Pads prompts to the longest of the batch, as Qwen-Image does, and not to a fixed length."""
+
+    def encode_prompt(self, prompt, *args, **kwargs):
+        found = super().encode_prompt(prompt, *args, **kwargs)
+        return tuple(value[:, : max(map(len, prompt))] if value.ndim == 3 else value for value in found)
+
+
+def test_prompts_that_are_padded_to_each_other_are_encoded_together():
+    live = PipelinePolicy(Ragged(**sd3().components), Adapter(rank=2), call=CALL, guidance=3.0)
+    encoder = Encoder(live)
+    together, direct = (call(["ab", "a dog"], ["", ""]) for call in (encoder, live.encode))
+    assert together.calls[0][0].shape[:2] == (2, 5) and encoder(["ab"], [""]).calls[0][0].shape[:2] == (1, 2)
+    assert all(torch.equal(a, b) for a, b in zip(tensors(together), tensors(direct), strict=True))
 
 
 def encoder_rows(live):

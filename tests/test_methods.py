@@ -49,8 +49,8 @@ def test_every_preset_has_its_defaults_published_here():
 def test_guard_changes_the_objective_of_any_host_and_nothing_else():
     for name in PUBLISHED:
         host, guarded = preset(name), preset(name, "grpo_guard")
-        assert (guarded.log_ratio, guarded.surrogate, guarded.step_weight) == (Guard(), Clip(2e-6, 2e-6), InverseDelta())
-        assert replace(guarded, log_ratio=host.log_ratio, surrogate=host.surrogate, step_weight=host.step_weight) == host
+        changes = dict(log_ratio=Guard(), surrogate=Clip(2e-6, 2e-6), step_weight=InverseDelta())
+        assert guarded == replace(host, **changes)
 
 
 def test_presets_stack_from_left_to_right():

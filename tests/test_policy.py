@@ -191,7 +191,8 @@ def test_the_same_seed_gives_the_same_weights_and_pictures():
     made = []
     for _ in range(2):
         policy = tiny.trainer(seed=7).policy
-        made.append((policy.weights.snapshot(), policy.generate(policy.encode(["red"]), policy.generators([1]), 3, 2.0)))
+        pictures = policy.generate(policy.encode(["red"]), policy.generators([1]), 3, 2.0)
+        made.append((policy.weights.snapshot(), pictures))
     assert all(torch.equal(made[0][0][key], made[1][0][key]) for key in made[0][0])
     assert torch.equal(made[0][1], made[1][1]) and made[0][1].shape == (1, 3, 16, 16)
 
@@ -288,7 +289,8 @@ def test_all_weights_are_saved_as_a_denoiser(tmp_path):
     policy = tiny.stir(tiny.policy(rank=0), 0.01)
     policy.weights.save(tmp_path)
     loaded = type(policy.pipe.transformer).from_pretrained(tmp_path / "transformer")
-    assert all(torch.equal(policy.weights.named[f"transformer.{key}"], value) for key, value in loaded.named_parameters())
+    trained = policy.weights.named
+    assert all(torch.equal(trained[f"transformer.{key}"], value) for key, value in loaded.named_parameters())
 
 
 # --- prompts and pictures --------------------------------------------------------------------------------------------
@@ -353,9 +355,10 @@ def test_without_noise_flux_gives_its_stock_latents():
 def test_decoding_is_what_the_pipeline_does_at_its_end(pipe):
     policy = tiny.policy(pipe())
     conditioning = policy.encode(["red", "blue"])
-    generate = {kind: policy.generate(conditioning, policy.generators([1, 2]), 3, 1.0, kind) for kind in ("latent", "pt")}
-    pictures = policy.decode(generate["latent"], conditioning)
-    torch.testing.assert_close(pictures, generate["pt"], rtol=0, atol=1e-6)
+    latents, expected = (policy.generate(conditioning, policy.generators([1, 2]), 3, 1.0, kind)
+                         for kind in ("latent", "pt"))
+    pictures = policy.decode(latents, conditioning)
+    torch.testing.assert_close(pictures, expected, rtol=0, atol=1e-6)
     assert pictures.shape == (2, 3, 16, 16) and pictures.min() >= 0 and pictures.max() <= 1 and pictures.std() > 0.01
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -43,14 +44,15 @@ def model(tmp_path_factory):
     return tiny.save(tiny.sd3(), tmp_path_factory.mktemp("model"))
 
 
-def arguments(model, folder, **options) -> list[str]:
+def arguments(model, folder) -> list[str]:
     """A run with two micro-batches and two updates per epoch and a moving average, saved every second epoch."""
     folder.mkdir(exist_ok=True)
     (folder / "reward.py").write_text(REWARD)
     (folder / "prompts.txt").write_text("\n".join(tiny.PROMPTS))
-    settings = tiny.config(folder, model=str(model), reward=f"{folder}/reward.py:red", prompts=str(folder / "prompts.txt"),
-                           train__epochs=EPOCHS, train__save_every=2, train__updates=2, train__ema=0.9, train__warmup=3,
-                           train__schedule="linear", train__steps=4, parts__plan__size=2, train__lr=0.02, **options)
+    settings = tiny.config(folder, model=str(model), reward=f"{folder}/reward.py:red",
+                           prompts=str(folder / "prompts.txt"), train__epochs=EPOCHS, train__save_every=2,
+                           train__updates=2, train__ema=0.9, train__warmup=3, train__schedule="linear",
+                           train__steps=4, parts__plan__size=2, train__lr=0.02)
     (folder / "recipe.yaml").write_text(settings.yaml())
     return ["train", str(folder / "recipe.yaml")]
 
@@ -64,7 +66,7 @@ def uninterrupted(model, tmp_path_factory):
 
 def lines(run) -> list[dict]:
     """The metrics, under the reward's bare name."""
-    text = (run / "metrics.jsonl").read_text().replace(f"{run.parent}/reward.py:", "")
+    text = re.sub(r'/[^"]*/reward.py:', "", (run / "metrics.jsonl").read_text())
     return [json.loads(line) for line in text.splitlines()]
 
 

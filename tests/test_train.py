@@ -15,6 +15,7 @@ from flowgrpo.config import load
 from flowgrpo.data import SPLIT_SEED, Prompt, split
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation.held_out import EVAL_SEED
+from flowgrpo.log import Log
 from flowgrpo.policies.adapters import LORA_FILE
 from flowgrpo.samplers.rollout import replay, seeder
 from flowgrpo.train import Stats, chunks, rate, run
@@ -132,17 +133,20 @@ def test_the_summary_says_what_happened(whole_run):
     assert json.loads((folder / "summary.json").read_text()) == summary
     assert summary["evaluation"]["prompts"] == 4 and summary["evaluation"]["samples"] == 2  # 2 prompts, twice each
     assert set(summary["before"]) == set(summary["after"]) == {"red", "green"}
-    assert set(summary["tasks"]["red"]) == {"before", "after"} and set(summary["tasks"]["red"]["after"]) <= {"long", "short"}
+    tasks = summary["tasks"]["red"]
+    assert tasks["before"].keys() == tasks["after"].keys() <= {"long", "short"}
     assert (summary["epochs"], summary["updates"], summary["skipped_updates"]) == (30, 30, 0)
     assert summary["sampled_pictures"] == 30 * 12 and summary["max_first_log_ratio"] <= 1e-6
     assert summary["rewards"] == {"trained": {"red": 1.0}, "measured": ["red", "green"]}
     assert summary["method"] == "mix_grpo" and summary["seed"] == 0
-    # 5 steps, a window of 2 that starts at step 0, 1 and 2 (for 5 epochs each, twice); 2 prompts of 6 samples.
-    rollouts = 10 * sum(2 * first + 12 * (5 - first) for first in (0, 1, 2))
+    # 5 steps, a window of 2 that starts at step 0, 1 and 2 (for 5 epochs each, twice); 2 prompts of 6 samples, which
+    # are one row per prompt up to and with the window's first step.
+    rollouts = 10 * sum(2 * (first + 1) + 12 * (5 - first - 1) for first in (0, 1, 2))
     assert summary["rollout_evaluations_per_picture"] == pytest.approx(rollouts / 360, abs=1e-3)
     assert summary["rollout_evaluations_saved_by_sharing"] == 30 * 60 - rollouts
-    # Every epoch replays its 12 rows at 2 steps; the first one does so once more, for the first ratio.
-    assert summary["denoiser_evaluations"] == rollouts + 31 * 24
+    # Every epoch replays the window: 2 rows at its first step, 12 at the second; the first epoch does so once more, for
+    # the first ratio.
+    assert summary["denoiser_evaluations"] == rollouts + 31 * (2 + 12)
 
 
 def test_the_lora_makes_the_difference_that_was_measured(whole_run):
@@ -150,13 +154,14 @@ def test_the_lora_makes_the_difference_that_was_measured(whole_run):
     settings, summary, folder, _, _ = whole_run
     held_out = split(prompts(), settings.held_out, SPLIT_SEED)[1]
     rows = [(i, k) for i in range(len(held_out)) for k in range(2)]
-    stock = tiny.sd3()
+    seed, stock = seeder(EVAL_SEED, 0), tiny.sd3()
     for when in ("before", "after"):
-        pictures = stock([held_out[i].text for i, _ in rows], num_inference_steps=3, guidance_scale=1.0, output_type="pt",
-                         generator=tiny.PipelinePolicy.generators(seeder(EVAL_SEED, 0)(i, k) for i, k in rows),
+        pictures = stock([held_out[i].text for i, _ in rows], num_inference_steps=3, guidance_scale=1.0,
+                         generator=[torch.Generator().manual_seed(seed(i, k)) for i, k in rows], output_type="pt",
                          **tiny.CALL).images
         assert tiny.red(pictures, None).mean().item() == pytest.approx(summary[when]["red"], abs=1e-5)
-        stock.load_lora_weights(folder)
+        if when == "before":
+            stock.load_lora_weights(folder)
 
 
 # --- gradients -------------------------------------------------------------------------------------------------------
@@ -206,9 +211,9 @@ def test_a_better_sample_becomes_more_likely_and_a_worse_one_less():
     [part] = parts
 
     def logp():
+        rows = conditioning.rows(part.rows // 4)
         with torch.no_grad():
-            return sum(new.logp[:, 0] for _, new in replay(trainer.policy, conditioning.rows(part.rows // 4), exploration,
-                                                           part))
+            return sum(new.logp[:, 0] for _, new in replay(trainer.policy, rows, exploration, part))
 
     before = logp()
     gradient(trainer, parts, conditioning, exploration, advantage)
@@ -259,10 +264,10 @@ def test_a_gradient_that_is_not_finite_is_skipped_and_counted():
 # --- selection, updates, rates, averages -----------------------------------------------------------------------------
 
 def test_best_and_worst_are_trained_and_the_others_cost_nothing():
-    trainer = tiny.trainer(parts__selection={"type": "BestWorst", "n": 2}, train__group=6, train__micro_batch=4)
+    trainer = tiny.trainer(parts__selection={"type": "BestWorst", "n": 2}, train__group=6, train__micro_batch=12)
     found = trainer.run_epoch()
-    rollout = 2 * 0 + 12 * 6
-    assert trainer.policy.evaluations == rollout + 2 * (4 * 4)  # 4 of 12 rows at 4 steps: first ratio and update
+    rollout, replay = 2 + 12 * 5, 2 + 4 * 3  # 2 prompts at the first of 6 steps; then 4 of 12 rows are replayed
+    assert trainer.policy.evaluations == rollout + 2 * replay  # for the first ratio and for the update
     assert found["log_ratio_max"] <= 1e-6 and trainer.update == 1
 
 
@@ -281,7 +286,8 @@ def test_a_run_in_which_no_group_differs_changes_nothing(tmp_path):
     summary = align(settings, {"same": lambda images, prompts: [0.5] * len(prompts)})
     assert (summary["updates"], summary["max_first_log_ratio"]) == (0, None)
     assert summary["before"] == summary["after"] == {"same": 0.5}
-    assert all(value.abs().max() == 0 for key, value in load_file(settings.folder / LORA_FILE).items() if "lora_B" in key)
+    saved = load_file(settings.folder / LORA_FILE)
+    assert all(value.abs().max() == 0 for key, value in saved.items() if "lora_B" in key)
 
 
 def test_a_reward_may_not_apply(tmp_path):
@@ -359,18 +365,17 @@ def test_a_ratio_that_is_no_number_stops_the_run():
         trainer.check_first_ratio(parts, *given)
 
 
-def test_in_half_precision_old_scores_are_computed_as_the_replay_does():
+def test_in_half_precision_old_scores_are_computed_as_the_replay_does(tmp_path, capsys):
     policy = tiny.stir(tiny.policy(tiny.sd3().to(torch.bfloat16), precision="bf16", guidance=3.0), 0.3)
-    trainer = tiny.trainer(policy, precision="bf16", train__lr=1e-30, train__micro_batch=8, method="mix_grpo+grpo_guard",
-                           parts__selection={"type": "BestWorst", "n": 2})
-    told = []
-    trainer.log = type("Lines", (), {"say": staticmethod(told.append)})
+    trainer = tiny.trainer(policy, precision="bf16", train__lr=1e-30, train__micro_batch=8,
+                           method="mix_grpo+grpo_guard", parts__selection={"type": "BestWorst", "n": 2})
+    trainer.log = Log(tmp_path, trainer.accelerator, True, 1, 0)
     parts, conditioning, exploration, _ = epoch(trainer)
     parts[0].old.logp[2] += 1e-4  # as another batch size does on an accelerator
     again = trainer.check_first_ratio(parts, conditioning, exploration)
     assert trainer.rescore and trainer.first_log_ratio == pytest.approx(1e-4, rel=0.1)
     assert trainer.largest_log_ratio(again, conditioning, exploration) == 0
-    assert len(told) == 1 and "computed again as the replay does: 0.0e+00" in told[0]
+    assert "computed again as the replay does: 0.0e+00" in capsys.readouterr().out
     assert again[0].taken is parts[0].taken and not again[0].old.logp.requires_grad
     for trainer.epoch in (1, 2):  # and so in every later epoch
         assert trainer.run_epoch()["log_ratio_max"] == 0
@@ -417,7 +422,8 @@ def small(output) -> dict:
 
 
 def test_align_from_python(tmp_path):
-    summary = flowgrpo.align(tiny.sd3(), bluish, ["red", "blue", "green", "old"], method="dance_grpo", **small(tmp_path))
+    prompts = ["red", "blue", "green", "old"]
+    summary = flowgrpo.align(tiny.sd3(), bluish, prompts, method="dance_grpo", **small(tmp_path))
     assert summary["method"] == "dance_grpo" and summary["updates"] == 2
     assert summary["rewards"]["trained"] == {"bluish": 1.0} and summary["model"] == "StableDiffusion3Pipeline"
     assert (tmp_path / "run" / LORA_FILE).exists()

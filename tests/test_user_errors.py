@@ -138,6 +138,11 @@ def test_a_reward_file_that_does_not_import(recipe, capsys):
     assert "has no 'rde': did you mean 'red'?" in told(capsys, recipe, f"--reward={recipe.parent}/reward.py:rde")
 
 
+def failing_at_call(number: int, statement: str) -> str:
+    return (f"calls = 0\n\ndef red(images, prompts):\n    global calls\n    calls += 1\n"
+            f"    if calls == {number}:\n        {statement}\n    return images[:, 0].mean((1, 2))\n")
+
+
 @pytest.mark.parametrize("answer, line", [
     ("1 / 0", "raised on 4 samples (first prompt of the batch: '"),
     ("[0.5]", "returned 1 values: expected 4 numbers"),
@@ -150,8 +155,7 @@ def test_a_reward_file_that_does_not_import(recipe, capsys):
 def test_a_reward_that_fails_in_training_loses_no_whole_epoch(recipe, answer, line, capsys):
     """The base is measured by the first call; two calls later the second epoch begins."""
     file = recipe.with_name("reward.py")
-    file.write_text(f"calls = 0\n\ndef red(images, prompts):\n    global calls\n    calls += 1\n"
-                    f"    if calls == 4:\n        return {answer}\n    return images[:, 0].mean((1, 2))\n")
+    file.write_text(failing_at_call(4, f"return {answer}"))
     found = told(capsys, recipe)
     assert line in found and f"reward '{file}:red'" in found
     run = recipe.parent / "runs" / "run"
@@ -164,8 +168,7 @@ def test_a_reward_that_fails_in_training_loses_no_whole_epoch(recipe, answer, li
 def test_a_reward_that_fails_between_epochs_loses_no_epoch(recipe, capsys):
     """The fourth call measures the held-out prompts after the first epoch."""
     file = recipe.with_name("reward.py")
-    file.write_text("calls = 0\n\ndef red(images, prompts):\n    global calls\n    calls += 1\n"
-                    "    if calls == 4:\n        raise OSError('judge unreachable')\n    return images[:, 0].mean((1, 2))\n")
+    file.write_text(failing_at_call(4, "raise OSError('judge unreachable')"))
     assert "OSError: judge unreachable (reward.py, line 7)" in told(capsys, recipe, "--eval.every=1")
     run = recipe.parent / "runs" / "run"
     assert checkpoint.latest(run / "checkpoints").name == "epoch-00001"

@@ -42,8 +42,8 @@ def text_encoder(kind, tokens):
 def autoencoder(channels: int = 4):
     from diffusers import AutoencoderTiny
 
-    vae = AutoencoderTiny(latent_channels=channels, encoder_block_out_channels=(8, 8), decoder_block_out_channels=(8, 8),
-                          num_encoder_blocks=(0, 1), num_decoder_blocks=(1, 0), upsample_fn="nearest")
+    vae = AutoencoderTiny(latent_channels=channels, encoder_block_out_channels=(8, 8), num_encoder_blocks=(0, 1),
+                          decoder_block_out_channels=(8, 8), num_decoder_blocks=(1, 0), upsample_fn="nearest")
     vae.register_to_config(scaling_factor=1.5, shift_factor=0.1)
     with torch.no_grad():
         vae.decoder.layers[-1].bias.fill_(0.5)  # pictures in the middle of [0, 1], where no value is cut off
@@ -51,7 +51,7 @@ def autoencoder(channels: int = 4):
 
 
 def lively(module: torch.nn.Module) -> torch.nn.Module:
-    """Matrices large enough that noise and prompt both change the output; the last layer starts at zero in diffusers."""
+    """Matrices so large that noise and prompt change the output; diffusers starts the last one at zero."""
     with torch.no_grad():
         for parameter in module.parameters():
             if parameter.ndim == 2:
@@ -141,9 +141,9 @@ def config(output: Path | str = "nowhere", **options: Any) -> Config:
     return load(None, {key.replace("__", "."): value for key, value in (small | options).items()})
 
 
-def trainer(policy: PipelinePolicy | None = None, rewards=None, settings: Config | None = None, **options: Any) -> Trainer:
+def trainer(policy: PipelinePolicy | None = None, rewards=None, **options: Any) -> Trainer:
     """A Trainer as `train.run` makes it, on the tiny SD3."""
-    settings = settings or config(**options)
+    settings = config(**options)
     torch.manual_seed(settings.seed)
     policy = policy or PipelinePolicy(sd3(), settings.adapter, precision=settings.precision,
                                       guidance=settings.train.guidance, call=CALL)

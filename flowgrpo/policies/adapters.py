@@ -33,7 +33,7 @@ class Weights:
         from peft import LoraConfig
 
         if getattr(module, "peft_config", None):
-            raise UserError(f"the {name} has an adapter already ({', '.join(module.peft_config)}): fuse or unload it first")
+            raise UserError(f"the {name} has an adapter already ({', '.join(module.peft_config)}): fuse or unload it")
         rank, targets = self.adapter.rank, self.adapter.targets
         found = sorted(key for key, m in module.named_modules() if isinstance(m, (torch.nn.Linear, torch.nn.Conv2d))
                        and any(key == t or key.endswith("." + t) for t in targets))

@@ -30,7 +30,7 @@ STEPS, PICTURES = 10, 12  # of the example that tells the cost
 def report(model: str) -> dict[str, Any]:
     """Drive `model` (`starter`, a directory or a hub id) through a rollout, a replay and a gradient, in fp32.
 
-    Keys, in this order and as far as the check came: model, drivable; where it is not, reason (one line); pipeline,
+    Keys, as far as the check came: model, drivable; where it is not, reason (one line); pipeline,
     scheduler, denoisers, prediction, guidance, picture_shape, latent_shape, parameters, lora_parameters, lora_targets;
     replay_error (largest difference of a transition's mean between rollout and replay), first_log_ratio (largest
     |log ratio| of the replay, which has to be 0), lora_grad (norm of the adapter's gradient);

@@ -26,7 +26,9 @@ class Encoder:
         self._known: dict[tuple[str, str], Conditioning] = {}
 
     def __call__(self, prompts: list[str], negatives: list[str]) -> Conditioning:
-        return join([self._one(prompt, negative) for prompt, negative in zip(prompts, negatives, strict=True)])
+        parts = [self._one(prompt, negative) for prompt, negative in zip(prompts, negatives, strict=True)]
+        # Some pipelines (Qwen-Image) pad to the longest prompt of a batch: what has another length is encoded together.
+        return join(parts) if len({_shapes(part) for part in parts}) == 1 else self.policy.encode(prompts, negatives)
 
     def _one(self, prompt: str, negative: str) -> Conditioning:
         key = prompt, negative
@@ -49,6 +51,10 @@ def join(parts: list[Conditioning]) -> Conditioning:
         for c, owns in enumerate(first.per_prompt))
     return Conditioning([p for part in parts for p in part.prompts], [n for part in parts for n in part.negatives],
                         calls, first.per_prompt)
+
+
+def _shapes(part: Conditioning) -> tuple:
+    return tuple(tuple(value.shape) if torch.is_tensor(value) else None for call in part.calls for value in call)
 
 
 def _stack(values: list) -> torch.Tensor | list:
