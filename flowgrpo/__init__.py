@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from flowgrpo.errors import UserError
     from flowgrpo.rewards import reward
-    from flowgrpo.train import align
+    from flowgrpo.run import align
 
 __version__ = "0.1.0"
 __all__ = ["UserError", "__version__", "align", "reward"]
 
-_HOMES = {"align": "flowgrpo.train", "reward": "flowgrpo.rewards", "UserError": "flowgrpo.errors"}
+_HOMES = {"align": "flowgrpo.run", "reward": "flowgrpo.rewards", "UserError": "flowgrpo.errors"}
 
 
 def __getattr__(name: str) -> Any:

@@ -55,7 +55,7 @@ def train(
     named = dict(method=method, reward=reward, prompts=prompts, model=model, output=output, seed=seed)
     settings = config.load(recipe, options | {key: value for key, value in named.items() if value is not None})
     _check_inputs(settings)
-    from flowgrpo.train import run
+    from flowgrpo.run import run
 
     run(settings, resume=resume)
 

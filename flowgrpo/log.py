@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from tqdm import tqdm
 
 
@@ -40,13 +41,11 @@ def finite(value: Any) -> Any:
 class Log:
     """Metrics of one run, one line of JSON per epoch, appended as they come."""
 
-    def __init__(self, folder: Path, accelerator, main: bool, total: int, first: int):
-        self.path, self.accelerator, self.main = folder / "metrics.jsonl", accelerator, main
-        self.bar = tqdm(total=total, initial=first, desc="training", unit="epoch", disable=not main)
+    def __init__(self, folder: Path, accelerator, total: int, first: int):
+        self.path, self.accelerator = folder / "metrics.jsonl", accelerator
+        self.bar = tqdm(total=total, initial=first, desc="training", unit="epoch")
 
     def epoch(self, epoch: int, metrics: dict[str, Any], shown: dict[str, str]) -> None:
-        if not self.main:
-            return
         with self.path.open("a") as file:
             file.write(json.dumps(finite({"epoch": epoch, **metrics})) + "\n")
         self.accelerator.log({k: v for k, v in metrics.items() if isinstance(v, (int, float))}, step=epoch)
@@ -55,8 +54,7 @@ class Log:
 
     def say(self, text: str) -> None:
         """A line above the progress bar."""
-        if self.main:
-            self.bar.write(text)
+        self.bar.write(text)
 
     def close(self) -> None:
         self.bar.close()
@@ -80,3 +78,29 @@ class Clock:
         taken = {f"seconds/{phase}": round(value, 4) for phase, value in self.seconds.items()}
         self.seconds.clear()
         return taken
+
+
+class Stats:
+    """What an epoch's updates looked like, per grid step; read once, at the end."""
+
+    def __init__(self, steps: tuple[int, ...]):
+        self.steps, self.norms, self.losses = steps, [], []
+        self.ratios: dict[int, list[torch.Tensor]] = defaultdict(list)
+        self.clipped: dict[int, list[torch.Tensor]] = defaultdict(list)
+
+    def add(self, k: int, log_ratio, clipped, loss) -> None:
+        self.ratios[self.steps[k]].append(log_ratio.detach())
+        self.clipped[self.steps[k]].append(clipped)
+        self.losses.append(loss.detach().mean())
+
+    def summary(self) -> dict[str, Any]:
+        if not self.losses:
+            return {"loss": 0.0, "grad_norm": 0.0}
+        ratios = {step: torch.cat(values) for step, values in self.ratios.items()}
+        clipped = {step: torch.cat(values).float() for step, values in self.clipped.items()}
+        return {"loss": torch.stack(self.losses).mean().item(),
+                "grad_norm": torch.stack(self.norms).mean().item(),
+                "log_ratio_max": max(values.abs().max().item() for values in ratios.values()),
+                "clip_fraction": torch.cat(list(clipped.values())).mean().item(),
+                **{f"ratio/step_{step}": values.exp().mean().item() for step, values in ratios.items()},
+                **{f"clip_fraction/step_{step}": values.mean().item() for step, values in clipped.items()}}

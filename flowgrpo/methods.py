@@ -11,10 +11,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 from flowgrpo import advantages, objectives, selection
-from flowgrpo.config import nearest
+from flowgrpo.config import Config, nearest
 from flowgrpo.errors import UserError
+from flowgrpo.gaussian import log_prob
 from flowgrpo.samplers import kernels, plans, solvers
+from flowgrpo.samplers.grids import shifted
 
 
 @dataclass(frozen=True)
@@ -149,3 +153,17 @@ def _build(make: Callable[..., Any], values: dict[str, Any], path: str) -> Any:
         return make(**values)
     except (TypeError, ValueError) as error:
         raise UserError(f"{path}: {error}") from None
+
+
+def resolve(config: Config) -> Method:
+    """The method a configuration asks for, its parts tried on the configuration's number of steps and samples."""
+    method, train = with_parts(preset(config.method), config.parts), config.train
+    grid, x = shifted(train.steps, train.shift), torch.zeros(1, 1)
+    try:
+        method.selection(torch.zeros(1, train.group))
+        for step in method.plan(train.steps, 0, config.seed).trained:
+            log_prob(method.kernel(x, x, grid, step), x)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"method {config.method} with train.steps {train.steps}, train.group {train.group} and "
+                        f"parts {config.parts}: {error}") from None
+    return method

@@ -5,9 +5,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-import shutil
 import time
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
@@ -17,23 +15,21 @@ from typing import Any
 import torch
 
 from flowgrpo import checkpoint, data, methods, rewards
-from flowgrpo.config import Config, validate
+from flowgrpo.config import Config
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation import held_out
-from flowgrpo.gaussian import log_prob
+from flowgrpo.first_ratio import FirstRatio
 from flowgrpo.geometry import geometry
-from flowgrpo.log import Clock, Log
+from flowgrpo.log import Clock, Log, Stats
 from flowgrpo.objectives import mean_over_decisions
 from flowgrpo.policies.conditioning import Encoder
-from flowgrpo.policies.pipeline import PipelinePolicy, load_pipeline
+from flowgrpo.policies.pipeline import PipelinePolicy
 from flowgrpo.samplers import cost
-from flowgrpo.samplers.grids import compress_tail, shifted
-from flowgrpo.samplers.rollout import Exploration, Part, column, explore, make_grid, replay, rescored, seeder
+from flowgrpo.samplers.grids import compress_tail
+from flowgrpo.samplers.rollout import Exploration, Part, column, explore, make_grid, replay, seeder
 from flowgrpo.signals import Stop, Stopped
 
-FIRST_RATIO_LIMIT = 1e-6  # in fp32; elsewhere a tenth of the clip range
-COUNTERS = ("epoch", "update", "skipped", "seconds", "first_log_ratio", "rescore", "rollout_evaluations",
-            "saved_evaluations")
+COUNTERS = ("epoch", "update", "skipped", "seconds", "rollout_evaluations", "saved_evaluations")
 
 
 class Trainer:
@@ -42,8 +38,8 @@ class Trainer:
     def __init__(self, config: Config, accelerator, policy: PipelinePolicy, train_rewards: dict[str, Any],
                  prompts: tuple[list[data.Prompt], list[data.Prompt]]):
         self.config, self.accelerator, self.policy, self.rewards = config, accelerator, policy, train_rewards
-        self.method = resolve_method(config)
-        self.geometry = geometry(config.train, accelerator.num_processes)
+        self.method = methods.resolve(config)
+        self.geometry = geometry(config.train)
         self.encode = Encoder(policy, Path(config.cache) if config.cache else None)
         self.grid = make_grid(config.train.grid, config.train.steps, config.train.shift, policy.stock)
         self.prompts, self.held_out = prompts
@@ -51,10 +47,10 @@ class Trainer:
                                            weight_decay=config.train.weight_decay)
         self.ema = policy.weights.snapshot() if config.train.ema else None
         self.epoch = self.update = self.skipped = 0
-        self.whole = 0  # updates at the end of the last whole epoch
-        self.seconds, self.first_log_ratio, self.rescore = 0.0, None, False
-        self.rollout_evaluations = self.saved_evaluations = 0
-        self.clock, self.stop = Clock(), Stop()
+        self.seconds, self.rollout_evaluations, self.saved_evaluations = 0.0, 0, 0
+        self.first_ratio = FirstRatio(policy, self.method.surrogate)
+        self.clock, self.stop, self.say = Clock(), Stop(), print
+        self.marked = self.counters()
 
     # --- one epoch, read from top to bottom --------------------------------------------------------------------------
 
@@ -87,8 +83,8 @@ class Trainer:
         """What the rollout cost, and what it would have cost without the shared prefix."""
         self.rollout_evaluations += spent
         shape, steps = self.geometry, len(exploration.grid) - 1
-        alone, shared = (cost.rollout(exploration.schedule, steps, shape.prompts, shape.group, sharing, shape.micro_batch)
-                         for sharing in (False, exploration.shared_noise))
+        alone, shared = (cost.rollout(exploration.schedule, steps, shape.prompts, shape.group, sharing,
+                                      shape.micro_batch) for sharing in (False, exploration.shared_noise))
         self.saved_evaluations += round(spent * alone / shared) - spent
 
     def negative(self, prompt: data.Prompt) -> str:
@@ -102,7 +98,8 @@ class Trainer:
         seed = seeder(self.config.seed, self.epoch)
         parts, scores = [], []
         with ThreadPoolExecutor(1) as pool:
-            samples = explore(self.policy, conditioning, exploration, self.geometry.group, self.geometry.micro_batch, seed)
+            samples = explore(self.policy, conditioning, exploration, self.geometry.group, self.geometry.micro_batch,
+                              seed)
             while True:
                 with self.clock("rollout"):
                     part = next(samples, None)
@@ -121,26 +118,18 @@ class Trainer:
         """Replay the recorded steps and follow the method's loss: `updates` optimiser steps per inner epoch."""
         stats = Stats(exploration.schedule.trained)
         parts = [kept for part in parts if (kept := part.kept(keep[part.rows])) is not None]
-        if self.rescore:
-            parts = self.rescored(parts, conditioning, exploration)
-        if self.update == 0 and parts:
-            parts = self.check_first_ratio(parts, conditioning, exploration)
+        parts = self.first_ratio(parts, conditioning, exploration, self.say)
         for inner in range(self.config.train.inner_epochs):
             for share in chunks(parts, self.geometry.updates):
                 with self.clock("update"):
                     self.optimizer.zero_grad()
-                    count = self.decisions(share, exploration)
+                    count = decisions(share)
                     for part in share:
                         self.backward(part, conditioning, exploration, advantage[part.rows], count, stats)
                     self.step_optimizer(stats)
         return stats.summary() | {"skipped_updates": self.skipped}
 
-    def decisions(self, parts: list[Part], exploration) -> float:
-        """How many trained decisions one optimiser step has, over all processes: what the loss is divided by."""
-        mine = torch.tensor(float(sum(len(part.rows) for part in parts) * len(exploration.schedule.trained)))
-        return self.accelerator.reduce(mine.to(self.policy.device), "sum").item()
-
-    def backward(self, part: Part, conditioning, exploration, advantage, count: float, stats: Stats) -> None:
+    def backward(self, part: Part, conditioning, exploration, advantage, count: int, stats: Stats) -> None:
         """Add one micro-batch's gradient, a recorded step at a time."""
         method, rows = self.method, conditioning.rows(part.prompts)
         weights = method.step_weight(exploration.grid, part.taken.steps)
@@ -163,9 +152,8 @@ class Trainer:
             return [score for _, score in replay(self.policy, rows, exploration, part)]
 
     def step_optimizer(self, stats: Stats) -> None:
-        """Reduce over processes, clip, step; a gradient that is not finite is skipped and counted."""
+        """Clip and step; a gradient that is not finite is skipped and counted."""
         train, parameters = self.config.train, self.policy.weights.parameters()
-        self.all_reduce(parameters)
         norm = torch.nn.utils.clip_grad_norm_(parameters, train.clip_grad)
         stats.norms.append(norm)
         if not torch.isfinite(norm):
@@ -179,54 +167,10 @@ class Trainer:
             for key, parameter in self.policy.weights.named.items():
                 self.ema[key].lerp_(parameter.detach().cpu(), 1 - train.ema)
 
-    def all_reduce(self, parameters) -> None:
-        """Sum the gradients over processes; the loss was already divided by the global count."""
-        if self.accelerator.num_processes > 1:
-            for parameter in parameters:
-                parameter.grad = self.accelerator.reduce(parameter.grad, "sum")
-
     @property
     def total_updates(self) -> int:
         train = self.config.train
         return train.epochs * train.inner_epochs * train.updates
-
-    # --- the first ratio ---------------------------------------------------------------------------------------------
-
-    def check_first_ratio(self, parts, conditioning, exploration) -> list[Part]:
-        """Before the first update the ratio of the run's first batch must be 1.
-
-        In fp32 the run stops above 1e-6. Otherwise, above a tenth of the clip range, the old log-probabilities are
-        computed again as the replay computes them, now and in every later epoch, and the run stops only if the two
-        still differ.
-        """
-        clip, exact = self.method.surrogate, self.policy.dtype == torch.float32
-        limit = FIRST_RATIO_LIMIT if exact else 0.1 * min(clip.low, clip.high)
-        found = self.first_log_ratio = self.largest_log_ratio(parts, conditioning, exploration)
-        if found <= limit:
-            return parts
-        if not exact and not self.rescore:
-            parts, self.rescore = self.rescored(parts, conditioning, exploration), True
-            left = self.largest_log_ratio(parts, conditioning, exploration)
-            self.log.say(f"first |log ratio| {found:.1e} is above a tenth of the clip range ({limit:.1e}); old "
-                         f"log-probabilities are computed again as the replay does: {left:.1e}")
-            if left <= limit:
-                return parts
-        raise UserError(f"the first |log ratio| is {found:.1e}, expected at most {limit:.1e}: replay and "
-                        "rollout disagree; look for dropout, a random module or a guidance that differs")
-
-    def largest_log_ratio(self, parts, conditioning, exploration) -> float:
-        """The largest |log ratio| of all rows and steps; NaN where one is."""
-        found = []
-        for part in parts:
-            rows = conditioning.rows(part.prompts)
-            found += [(new.logp - column(part.old, k).logp).detach().abs().max()
-                      for k, new in replay(self.policy, rows, exploration, part)]
-        return torch.stack(found).max().item()
-
-    def rescored(self, parts, conditioning, exploration) -> list[Part]:
-        """The parts with their old scores computed by the replay, in the replay's own grad mode."""
-        return [rescored(self.policy, conditioning.rows(part.prompts), exploration, part)
-                for part in parts]
 
     def evaluated_weights(self) -> dict[str, torch.Tensor]:
         """The weights that are measured and saved: `eval.weights`."""
@@ -246,7 +190,8 @@ class Trainer:
     def train(self, folder: Path, measured: dict[str, Any]) -> None:
         """Run the remaining epochs; save on the way, at the end, and when asked to stop."""
         train = self.config.train
-        self.log = Log(folder, self.accelerator, self.accelerator.is_main_process, train.epochs, self.epoch)
+        log = Log(folder, self.accelerator, train.epochs, self.epoch)
+        self.say = log.say
         start, before = time.perf_counter(), self.seconds
         try:
             with self.stop:
@@ -254,12 +199,13 @@ class Trainer:
                     metrics = self.run_epoch() | self.clock.take()
                     self.seconds = before + time.perf_counter() - start
                     metrics |= {"evaluations": self.policy.evaluations, "seconds": round(self.seconds, 2)}
-                    self.epoch, self.whole = self.epoch + 1, self.update
+                    self.epoch += 1
+                    self.marked = self.counters()
                     try:
                         if self.config.eval.every and self.epoch % self.config.eval.every == 0:
                             metrics |= held_out.sample_pictures(self, measured, folder)
                     finally:
-                        self.log.epoch(self.epoch, metrics, shown(metrics, self.config))
+                        log.epoch(self.epoch, metrics, shown(metrics, self.config))
                     self.stop.check()
                     if self.epoch % train.save_every == 0 or self.epoch == train.epochs:
                         self.save(folder)
@@ -272,22 +218,25 @@ class Trainer:
             self.save_whole(folder)
             raise
         finally:
-            self.log.close()
+            log.close()
+
+    def counters(self) -> dict[str, Any]:
+        """Where the run stands, apart from its weights."""
+        return {key: getattr(self, key) for key in COUNTERS} | {
+            "evaluations": self.policy.evaluations, "first_log_ratio": self.first_ratio.found,
+            "rescore": self.first_ratio.rescore}
 
     def save_whole(self, folder: Path) -> None:
         """Save an interrupted run, unless the broken epoch has already changed the weights: it will be run again."""
-        if self.update == self.whole:
+        if self.update == self.marked["update"]:
             self.save(folder)
 
     def save(self, folder: Path) -> None:
         """A checkpoint of everything, as of the end of the last whole epoch."""
-        if not self.accelerator.is_main_process:
-            return
         tensors = {f"weights/{k}": v for k, v in self.policy.weights.named.items()}
         tensors |= {f"ema/{k}": v for k, v in (self.ema or {}).items()}
         tensors |= {f"optimizer/{k}": v for k, v in checkpoint.optimizer_tensors(self.optimizer).items()}
-        state = {key: getattr(self, key) for key in COUNTERS} | {"evaluations": self.policy.evaluations}
-        checkpoint.save(folder / "checkpoints", self.epoch, tensors, state, self.config.train.keep)
+        checkpoint.save(folder / "checkpoints", self.epoch, tensors, self.marked, self.config.train.keep)
 
     def restore(self, folder: Path) -> None:
         tensors, state = checkpoint.load(folder)
@@ -305,32 +254,14 @@ class Trainer:
             self.ema = taken["ema"] or self.policy.weights.snapshot()
         for key in COUNTERS:
             setattr(self, key, state[key])
-        self.whole, self.policy.evaluations = self.update, state["evaluations"]
+        self.policy.evaluations = state["evaluations"]
+        self.first_ratio.found, self.first_ratio.rescore = state["first_log_ratio"], state["rescore"]
+        self.marked = state
 
 
-class Stats:
-    """What an epoch's updates looked like, per grid step; read once, at the end."""
-
-    def __init__(self, steps: tuple[int, ...]):
-        self.steps, self.norms, self.losses = steps, [], []
-        self.ratios: dict[int, list[torch.Tensor]] = defaultdict(list)
-        self.clipped: dict[int, list[torch.Tensor]] = defaultdict(list)
-
-    def add(self, k: int, log_ratio, clipped, loss) -> None:
-        self.ratios[self.steps[k]].append(log_ratio.detach())
-        self.clipped[self.steps[k]].append(clipped)
-        self.losses.append(loss.detach().mean())
-
-    def summary(self) -> dict[str, Any]:
-        if not self.losses:
-            return {"loss": 0.0, "grad_norm": 0.0}
-        ratios = {step: torch.cat(values) for step, values in self.ratios.items()}
-        return {"loss": torch.stack(self.losses).mean().item(),
-                "grad_norm": torch.stack(self.norms).mean().item(),
-                "log_ratio_max": max(values.abs().max().item() for values in ratios.values()),
-                "clip_fraction": torch.cat([c for values in self.clipped.values() for c in values]).float().mean().item(),
-                **{f"ratio/step_{step}": values.exp().mean().item() for step, values in ratios.items()},
-                **{f"clip_fraction/step_{step}": torch.cat(c).float().mean().item() for step, c in self.clipped.items()}}
+def decisions(parts: list[Part]) -> int:
+    """The trained decisions of one optimiser step: what its loss is divided by."""
+    return sum(part.old.logp.numel() for part in parts)
 
 
 def chunks(parts: list[Part], count: int) -> list[list[Part]]:
@@ -349,119 +280,3 @@ def rate(update: int, total: int, train) -> float:
 def shown(metrics: dict[str, Any], config: Config) -> dict[str, str]:
     rewards_now = {name: f"{metrics[f'reward/{name}/mean']:.3f}" for name in config.rewards}
     return rewards_now | {"clip": f"{metrics.get('clip_fraction', 0):.2f}", "grad": f"{metrics['grad_norm']:.2g}"}
-
-
-# --- entry points ----------------------------------------------------------------------------------------------------
-
-def pick_device(name: str) -> str:
-    """`auto` takes CUDA, then MPS, then the CPU. UserError where the asked one is absent."""
-    present = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
-    if name == "auto":
-        return next(device for device, there in present.items() if there)
-    if not present[name]:
-        raise UserError(f"device is {name!r}, but torch {torch.__version__} sees none here: use device: auto or cpu")
-    return name
-
-
-def resolve_method(config: Config) -> methods.Method:
-    """The method a configuration asks for, its parts tried on the configuration's number of steps and samples."""
-    method, train = methods.with_parts(methods.preset(config.method), config.parts), config.train
-    grid, x = shifted(train.steps, train.shift), torch.zeros(1, 1)
-    try:
-        method.selection(torch.zeros(1, train.group))
-        for step in method.plan(train.steps, 0, config.seed).trained:
-            log_prob(method.kernel(x, x, grid, step), x)
-    except (TypeError, ValueError) as error:
-        raise UserError(f"method {config.method} with train.steps {train.steps}, train.group {train.group} and "
-                        f"parts {config.parts}: {error}") from None
-    return method
-
-
-def run(config: Config, resume: bool = False, *, pipe=None, functions: dict[str, Any] | None = None,
-        prompts: list[data.Prompt] | None = None) -> dict[str, Any]:
-    """Align a model as `config` says; returns the summary that is also written to `summary.json`.
-
-    pipe, functions (by name), prompts: objects that take the place of what the configuration names.
-    """
-    from accelerate.utils import set_seed
-
-    # Whatever a person can get wrong is looked at before anything is loaded or written.
-    device = pick_device(config.device)
-    resolve_method(config)
-    geometry(config.train)
-    given = functions or {}
-    train_rewards = {name: given.get(name) or rewards.find(name) for name in config.rewards}
-    measured = train_rewards | {name: given.get(name) or rewards.find(name) for name in config.eval.rewards}
-    split = data.resolve(config) if prompts is None else data.split(prompts, config.held_out, data.SPLIT_SEED)
-    folder = config.folder
-    last = checkpoint.latest(folder / "checkpoints") if resume else None
-    if resume and last is None:
-        raise UserError(f"--resume: no checkpoint in {folder / 'checkpoints'}: expected one that an earlier run left")
-    if config.eval.weights == "ema" and not config.train.ema:
-        raise UserError("eval.weights is 'ema', but train.ema is 0: set train.ema to a decay such as 0.9")
-
-    accelerator = make_accelerator(config, device, folder)
-    set_seed(config.seed)
-    pipe = pipe or load_pipeline(config.model, config.precision, config.trust_remote_code)
-    policy = PipelinePolicy(pipe, config.adapter, device=device, precision=config.precision,
-                            guidance=config.train.guidance, call=config.call,
-                            checkpointing=config.train.checkpointing)
-    trainer = Trainer(config, accelerator, policy, train_rewards, split)
-    if last:
-        trainer.restore(last)
-    else:
-        shutil.rmtree(folder / "checkpoints", ignore_errors=True)  # of an earlier run: they would be taken for ours
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.yaml").write_text(config.yaml(), encoding="utf-8")
-    keep_lines(folder / "metrics.jsonl", trainer.epoch)
-    start_tracker(accelerator, config)
-    try:
-        before = held_out.before(trainer, measured, folder, reuse=last is not None)
-        trainer.train(folder, measured)
-        return held_out.finish(trainer, measured, folder, before)
-    finally:
-        accelerator.end_training()
-
-
-def make_accelerator(config: Config, device: str, folder: Path):
-    """Launch, device, collectives and trackers are accelerate's."""
-    from accelerate import Accelerator
-
-    return Accelerator(cpu=device == "cpu", log_with=None if config.tracker == "none" else config.tracker,
-                       project_dir=str(folder))
-
-
-def start_tracker(accelerator, config: Config) -> None:
-    if config.tracker != "none":
-        accelerator.init_trackers("flowgrpo" if config.tracker == "wandb" else "events")
-
-
-def keep_lines(path: Path, epoch: int) -> None:
-    """Drop the metrics of epochs that will be run (again), and a last line that a kill cut off."""
-    if path.exists():
-        whole = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
-        kept = path.with_suffix(".tmp")
-        kept.write_text("".join(line for line in whole if json.loads(line)["epoch"] <= epoch))
-        kept.replace(path)
-
-
-def align(model, rewards="scene_graded", prompts="starter", method: str = "mix_grpo", **options: Any) -> dict[str, Any]:
-    """Align `model` to `rewards` on `prompts`: what the command line does, from Python.
-
-    model: `starter`, a directory, a hub id, or a loaded diffusers pipeline. rewards: a name, a function
-    `reward(images, prompts, metadata) -> floats`, or a dictionary of these to weights (functions under their own
-    names). prompts: a file, or a list of strings. options: configuration keys, sections as dictionaries, such as
-    `train={"epochs": 50}`. Returns the run's summary, the content of `summary.json`.
-    """
-    weighted = rewards if isinstance(rewards, dict) else {rewards: 1.0}
-    names = [key if isinstance(key, str) else getattr(key, "__name__", type(key).__name__) for key in weighted]
-    if len(set(names)) < len(names):
-        raise UserError(f"rewards {', '.join(names)}: two have the same name, expected functions of different names")
-    functions = {name: key for name, key in zip(names, weighted) if callable(key)}
-    loaded = not isinstance(model, (str, Path))
-    listed = not isinstance(prompts, (str, Path))
-    config = validate({"method": method, "reward": dict(zip(names, weighted.values())),
-                       "model": type(model).__name__ if loaded else str(model),
-                       "prompts": "a list" if listed else str(prompts), **options})
-    return run(config, pipe=model if loaded else None, functions=functions,
-               prompts=[data.Prompt(text) for text in prompts] if listed else None)

@@ -28,14 +28,14 @@ from typing import Any
 from common import RECIPE, options
 from evaluate_starter import GUIDANCE, accuracy
 
-from flowgrpo import data
+from flowgrpo import data, methods
 from flowgrpo.config import Adapter, Config, load
 from flowgrpo.evaluation import held_out
 from flowgrpo.geometry import geometry
 from flowgrpo.policies.pipeline import PipelinePolicy, load_pipeline
+from flowgrpo.run import pick_device
 from flowgrpo.samplers import cost
 from flowgrpo.samplers.grids import compress_tail, shifted
-from flowgrpo.train import pick_device, resolve_method
 
 METHODS = ("flow_grpo", "dance_grpo", "mix_grpo", "mix_grpo_flash", "mix_grpo+grpo_guard")
 MEASURED = "scene"  # strict: every claim of the prompt is true
@@ -43,7 +43,7 @@ MEASURED = "scene"  # strict: every claim of the prompt is true
 
 def epoch_cost(config: Config, epoch: int) -> int:
     """Denoiser evaluations of one epoch of a run in fp32, on a pipeline that doubles its batch under guidance."""
-    method, train = resolve_method(config), config.train
+    method, train = methods.resolve(config), config.train
     schedule, grid = method.plan(train.steps, epoch, config.seed), shifted(train.steps, train.shift)
     if method.tail < 1:
         grid = compress_tail(grid, schedule.stochastic[-1] + 1, method.tail, train.shift)

@@ -263,7 +263,7 @@ def assemble(out: Path, target: Path):
 
 
 def finish_directory(target: Path):
-    """Name the absent T5 in the index, so that loaders know of it, and drop a key that the autoencoder's class refuses."""
+    """Name the absent T5 in the index, so that loaders know of it; drop a key that the autoencoder's class refuses."""
     index = json.loads((target / "model_index.json").read_text())
     index |= {"text_encoder_3": [None, None], "tokenizer_3": [None, None]}
     (target / "model_index.json").write_text(json.dumps(index, indent=2) + "\n")

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import tempfile
 from pathlib import Path
 
 from flowgrpo import data, rewards
 from flowgrpo.config import Config
 from flowgrpo.policies.pipeline import PipelinePolicy, load_pipeline
-from flowgrpo.train import Trainer, make_accelerator, pick_device
+from flowgrpo.run import make_accelerator, pick_device
+from flowgrpo.train import Trainer
 
 RECIPE = Path(__file__).parent.parent / "configs" / "starter.yaml"
 
@@ -16,7 +16,7 @@ RECIPE = Path(__file__).parent.parent / "configs" / "starter.yaml"
 def make_trainer(config: Config) -> Trainer:
     """The trainer of a configuration, as a run has it before its first epoch; nothing is written."""
     device = pick_device(config.device)
-    accelerator = make_accelerator(config, device, Path(tempfile.gettempdir()))
+    accelerator = make_accelerator(config, device)
     policy = PipelinePolicy(load_pipeline(config.model, config.precision), config.adapter, device=device,
                             precision=config.precision, guidance=config.train.guidance, call=config.call,
                             checkpointing=config.train.checkpointing)

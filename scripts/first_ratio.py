@@ -33,7 +33,9 @@ def largest(trainer: Trainer, epochs: list[int]) -> float:
         exploration = trainer.explore_how()
         parts = list(explore(trainer.policy, conditioning, exploration, shape.group, shape.micro_batch,
                              seeder(trainer.config.seed, trainer.epoch)))
-        found.append(trainer.largest_log_ratio(parts, conditioning, exploration))
+        trainer.first_ratio.found = None
+        trainer.first_ratio(parts, conditioning, exploration, print)
+        found.append(trainer.first_ratio.found)
     return max(found)
 
 

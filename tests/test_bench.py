@@ -10,7 +10,7 @@ import tiny
 
 from flowgrpo.config import validate
 from flowgrpo.data import Prompt
-from flowgrpo.train import run
+from flowgrpo.run import run
 
 sys.path.append(str(Path(__file__).parent.parent / "scripts"))
 

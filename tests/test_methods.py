@@ -5,19 +5,20 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import tiny
 import torch
 
-import tiny
 from flowgrpo import methods
 from flowgrpo.advantages import Advantage
 from flowgrpo.errors import UserError
-from flowgrpo.methods import PRESETS, Method, preset, with_parts
+from flowgrpo.log import Stats
+from flowgrpo.methods import PRESETS, Method, preset, resolve, with_parts
 from flowgrpo.objectives import Clip, Guard, InverseDelta, PlainRatio, Uniform
 from flowgrpo.samplers.kernels import CPS, DanceSDE, FlowSDE
 from flowgrpo.samplers.plans import AllSteps, RandomSubset, Single, Sliding
 from flowgrpo.samplers.solvers import DPMSolver2M, Euler
 from flowgrpo.selection import All, BestWorst
-from flowgrpo.train import Stats, resolve_method
+from flowgrpo.train import decisions
 
 # kernel, plan, solver, tail, shared noise, advantage's scale and order, clip range, KL
 PUBLISHED = {
@@ -119,7 +120,7 @@ def test_mistakes_in_parts_are_told_with_their_path(parts, told):
 ])
 def test_parts_that_do_not_fit_the_run_are_told_before_it(options, told):
     with pytest.raises(UserError) as caught:
-        resolve_method(tiny.config(**options))
+        resolve(tiny.config(**options))
     assert told in str(caught.value) and "\n" not in str(caught.value)
 
 
@@ -138,7 +139,7 @@ def loss(name: str) -> float:
     parts, scores = trainer.rollout(batch, conditioning, exploration)
     advantage = trainer.method.advantage(scores.view(2, 4, 2), [1.0, 0.5]).flatten()
     tiny.stir(trainer.policy, 0.02)
-    stats, count = Stats(exploration.schedule.trained), trainer.decisions(parts, exploration)
+    stats, count = Stats(exploration.schedule.trained), decisions(parts)
     for part in parts:
         trainer.backward(part, conditioning, exploration, advantage[part.rows], count, stats)
     trainer.step_optimizer(stats)

@@ -63,15 +63,15 @@ def test_windows_by_hand(plan, expected):
 
 def test_mix_grpo_as_published():
     # T = 25, windows of 4 for 25 epochs each: l = 0 to 20, and back to 0 after 21 * 25 epochs.
-    assert firsts(Sliding(), 25, 551) == [l for l in range(21) for _ in range(25)] + [0] * 25 + [1]
+    assert firsts(Sliding(), 25, 551) == [first for first in range(21) for _ in range(25)] + [0] * 25 + [1]
     # Decay from 10 to 1, p = l/23: int(10 - 9 p).
     stays = [10, 9, 9, 8, 8, 8, 7, 7, 6, 6, 6, 5, 5, 4, 4, 4, 3, 3, 2, 2, 2]
     decay = firsts(Sliding(every=10, order="decay"), 25, sum(stays) + 1)
-    assert decay == [l for l, stay in enumerate(stays) for _ in range(stay)] + [0]
+    assert decay == [first for first, stay in enumerate(stays) for _ in range(stay)] + [0]
     # Exponential decay from 25 with k = 0.1 beyond l = 13: ceil(25 exp(-0.1 (l-13))).
     stays = [25] * 14 + [23, 21, 19, 17, 16, 14, 13]
     exp_decay = firsts(Sliding(order="exp_decay"), 25, sum(stays) + 1)
-    assert exp_decay == [l for l, stay in enumerate(stays) for _ in range(stay)] + [0]
+    assert exp_decay == [first for first, stay in enumerate(stays) for _ in range(stay)] + [0]
 
 
 def test_random_windows_reach_every_place_and_no_other():

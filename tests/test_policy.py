@@ -6,10 +6,10 @@ import json
 from dataclasses import replace
 
 import pytest
+import tiny
 import torch
 from safetensors import safe_open
 
-import tiny
 from flowgrpo.config import Adapter
 from flowgrpo.errors import UserError
 from flowgrpo.methods import PRESETS

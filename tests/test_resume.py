@@ -11,15 +11,15 @@ import subprocess
 import sys
 
 import pytest
+import tiny
 import torch
 from safetensors.torch import load_file
 
-import tiny
 from flowgrpo import checkpoint
 from flowgrpo.cli import main
 from flowgrpo.policies.adapters import LORA_FILE
+from flowgrpo.run import keep_lines
 from flowgrpo.signals import Stop, Stopped
-from flowgrpo.train import keep_lines
 
 REWARD = '''
 import os

@@ -6,9 +6,9 @@ from dataclasses import replace
 from itertools import count
 
 import pytest
+import tiny
 import torch
 
-import tiny
 from flowgrpo.config import Adapter
 from flowgrpo.policies.pipeline import PipelinePolicy
 from flowgrpo.samplers.cost import rollout as cost

@@ -5,10 +5,10 @@ from __future__ import annotations
 import inspect
 
 import pytest
+import tiny
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 
-import tiny
 from flowgrpo.samplers import grids
 from flowgrpo.samplers.kernels import CPS, DanceSDE, FlowSDE, predict_x0
 from flowgrpo.samplers.scheduler import PolicyScheduler, Task

@@ -5,20 +5,21 @@ from __future__ import annotations
 import json
 
 import pytest
+import tiny
 import torch
 from safetensors.torch import load_file
 
 import flowgrpo
-import tiny
 from flowgrpo import checkpoint
 from flowgrpo.config import load
 from flowgrpo.data import SPLIT_SEED, Prompt, split
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation.held_out import EVAL_SEED
-from flowgrpo.log import Log
+from flowgrpo.log import Stats
 from flowgrpo.policies.adapters import LORA_FILE
+from flowgrpo.run import run
 from flowgrpo.samplers.rollout import replay, seeder
-from flowgrpo.train import Stats, chunks, rate, run
+from flowgrpo.train import chunks, decisions, rate
 
 
 def prompts() -> list[Prompt]:
@@ -48,7 +49,7 @@ def gradient(trainer, parts, conditioning, exploration, advantage, count=None) -
     """The gradient of these parts' loss, one flat tensor."""
     trainer.optimizer.zero_grad()
     stats = Stats(exploration.schedule.trained)
-    count = count or trainer.decisions(parts, exploration)
+    count = count or decisions(parts)
     for part in parts:
         trainer.backward(part, conditioning, exploration, advantage[part.rows], count, stats)
     return torch.cat([p.grad.flatten() for p in trainer.policy.weights.parameters() if p.grad is not None])
@@ -195,8 +196,8 @@ def test_updates_part_the_gradient_by_the_decisions_they_hold():
 def test_the_count_of_decisions_is_rows_times_trained_steps():
     trainer = tiny.trainer(train__micro_batch=3)
     parts, _, exploration, _ = epoch(trainer)
-    assert trainer.decisions(parts, exploration) == 8 * 4
-    assert trainer.decisions(parts[2:], exploration) == 2 * 4
+    assert decisions(parts) == 8 * 4
+    assert decisions(parts[2:]) == 2 * 4
 
 
 def test_parts_are_dealt_out_evenly():
@@ -362,19 +363,18 @@ def test_a_ratio_that_is_no_number_stops_the_run():
     parts, *given, _ = epoch(trainer)
     parts[0].old.logp[1, 2] = float("nan")
     with pytest.raises(UserError, match="the first .log ratio. is nan"):
-        trainer.check_first_ratio(parts, *given)
+        trainer.first_ratio(parts, *given, print)
 
 
 def test_in_half_precision_old_scores_are_computed_as_the_replay_does(tmp_path, capsys):
     policy = tiny.stir(tiny.policy(tiny.sd3().to(torch.bfloat16), precision="bf16", guidance=3.0), 0.3)
     trainer = tiny.trainer(policy, precision="bf16", train__lr=1e-30, train__micro_batch=8,
                            method="mix_grpo+grpo_guard", parts__selection={"type": "BestWorst", "n": 2})
-    trainer.log = Log(tmp_path, trainer.accelerator, True, 1, 0)
     parts, conditioning, exploration, _ = epoch(trainer)
     parts[0].old.logp[2] += 1e-4  # as another batch size does on an accelerator
-    again = trainer.check_first_ratio(parts, conditioning, exploration)
-    assert trainer.rescore and trainer.first_log_ratio == pytest.approx(1e-4, rel=0.1)
-    assert trainer.largest_log_ratio(again, conditioning, exploration) == 0
+    check = trainer.first_ratio
+    again = check(parts, conditioning, exploration, print)
+    assert check.rescore and check.found == pytest.approx(1e-4, rel=0.1)
     assert "computed again as the replay does: 0.0e+00" in capsys.readouterr().out
     assert again[0].taken is parts[0].taken and not again[0].old.logp.requires_grad
     for trainer.epoch in (1, 2):  # and so in every later epoch

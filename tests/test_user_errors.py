@@ -6,9 +6,9 @@ import json
 import shutil
 
 import pytest
+import tiny
 import torch
 
-import tiny
 from flowgrpo import checkpoint
 from flowgrpo.cli import main
 

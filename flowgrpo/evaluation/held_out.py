@@ -72,7 +72,8 @@ def measure(policy, prompts: list[data.Prompt], functions: dict[str, Any], *, st
             batch = rows[start:start + micro_batch]
             of = [prompts[i] for i, _ in batch]
             conditioning = encode([p.text for p in of], [negative if p.negative is None else p.negative for p in of])
-            made = policy.generate(conditioning, policy.generators(seed(i, k) for i, k in batch), steps, guidance).float()
+            generators = policy.generators(seed(i, k) for i, k in batch)
+            made = policy.generate(conditioning, generators, steps, guidance).float()
             scores.append(rewards.score(functions, made.cpu(), [p.text for p in of], [p.metadata for p in of]))
             pictures += [picture.cpu() for (i, k), picture in zip(batch, made) if k == 0 and i < keep]
             bar.update(len(batch))
@@ -130,11 +131,10 @@ def finish(trainer, functions: dict[str, Any], folder: Path, base: Measured) -> 
         "denoiser_evaluations": evaluations, "sampled_pictures": pictures,
         "rollout_evaluations_per_picture": round(trainer.rollout_evaluations / max(pictures, 1), 3),
         "rollout_evaluations_saved_by_sharing": trainer.saved_evaluations,
-        "max_first_log_ratio": trainer.first_log_ratio, "skipped_updates": trainer.skipped,
+        "max_first_log_ratio": trainer.first_ratio.found, "skipped_updates": trainer.skipped,
         "rewards": {"trained": config.rewards, "measured": list(functions)}}
     (folder / "summary.json").write_text(json.dumps(finite(summary), indent=2) + "\n")
-    if trainer.accelerator.is_main_process:
-        print_report(summary, said, folder)
+    print_report(summary, said, folder)
     return summary
 
 
@@ -145,7 +145,8 @@ def draw_pairs(path: Path, base: Measured, after: Measured) -> None:
     def scores(found: Measured, i: int) -> dict[str, float]:
         return {name: values[i * samples] for name, values in found.scores.items()}
 
-    rows = [Row(base.prompts[i * samples].text, [base.pictures[i], after.pictures[i]], [scores(base, i), scores(after, i)])
+    rows = [Row(base.prompts[i * samples].text, [base.pictures[i], after.pictures[i]],
+                [scores(base, i), scores(after, i)])
             for i in range(len(base.pictures))]
     draw_grid(path, ["before", "after"], rows)
 
@@ -159,7 +160,7 @@ def sample_pictures(trainer, functions: dict[str, Any], folder: Path) -> dict[st
     (folder / "samples").mkdir(exist_ok=True)
     rows = [Row(prompt.text, [picture], [{name: values[i * trainer.config.eval.samples] for name, values in
                                           found.scores.items()}])
-            for i, (prompt, picture) in enumerate(zip(spread(trainer.held_out, trainer.config.eval.prompts), found.pictures))]
+            for i, (prompt, picture) in enumerate(zip(found.prompts[::trainer.config.eval.samples], found.pictures))]
     draw_grid(folder / "samples" / f"epoch-{trainer.epoch:05d}.png", [f"epoch {trainer.epoch}"], rows)
     return {f"held_out/{name}": value for name, value in found.mean().items()}
 
@@ -183,8 +184,8 @@ def print_report(summary: dict[str, Any], said: str, folder: Path) -> None:
         console.print(table)
     first = "-" if summary["max_first_log_ratio"] is None else f"{summary['max_first_log_ratio']:.1e}"
     console.print(f"{summary['seconds']:.0f} s, {summary['denoiser_evaluations']:,} denoiser evaluations "
-                  f"({summary['rollout_evaluations_per_picture']:.2f} per sampled picture in the rollout; shared prefixes "
-                  f"saved {summary['rollout_evaluations_saved_by_sharing']:,}), "
+                  f"({summary['rollout_evaluations_per_picture']:.2f} per sampled picture in the rollout; shared "
+                  f"prefixes saved {summary['rollout_evaluations_saved_by_sharing']:,}), "
                   f"largest first |log ratio| {first}", highlight=False)
     console.print(said, highlight=False)
     console.print(f"before and after: {folder / 'before_after.png'}", highlight=False)

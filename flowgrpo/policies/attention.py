@@ -1,6 +1,6 @@
 """Attention on a CPU: three plain operations in place of torch's fused kernel, whose backward is several times slower.
 
-Measured by `scripts/bench_overhead.py`. The scores of one call have to fit in memory, which those of CPU-sized models do.
+Measured by `scripts/bench_overhead.py`. The scores of one call have to fit in memory; for small models they do.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ LARGEST = 2**28  # scores of one call; above, the fused kernel's smaller memory 
 def plain(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
     """softmax(q k^T * scale + mask) v, [..., N, D], as `F.scaled_dot_product_attention`; what it lacks goes there."""
     size = query.shape[:-1].numel() * key.shape[-2]
-    if dropout_p or enable_gqa or is_causal or size > LARGEST or (attn_mask is not None and attn_mask.dtype == torch.bool):
+    boolean = attn_mask is not None and attn_mask.dtype == torch.bool
+    if dropout_p or enable_gqa or is_causal or boolean or size > LARGEST:
         return FUSED(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     scores = (query * (scale or query.shape[-1] ** -0.5)) @ key.transpose(-1, -2)
     if attn_mask is not None:

@@ -18,7 +18,7 @@ from flowgrpo.policies.pipeline import Conditioning
 
 
 class Encoder:
-    """policy.encode with a memory, and with `folder` a memory on disk: `encoder(prompts, negatives) -> Conditioning`."""
+    """policy.encode with a memory, on disk too with a `folder`: `encoder(prompts, negatives) -> Conditioning`."""
 
     def __init__(self, policy, folder: Path | None = None):
         self.policy = policy

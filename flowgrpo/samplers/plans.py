@@ -76,7 +76,8 @@ class Sliding:
 
     MixGRPO (2507.21802) and its code; the random window of Flow-GRPO-Fast is
     Sliding(size=3, order="random", stop=0.5). The window's first step l runs from `start` to T-1-size, or to
-    stop-size where `stop` keeps the window below that step; a `stop` below 1 is a share of the T steps. (The code's T-2 lets the window shrink and vanish.)
+    stop-size where `stop` keeps the window below that step; a `stop` below 1 is a share of the T steps. (The code's
+    T-2 lets the window shrink and vanish.)
 
     order:
       "progressive"  l grows by `stride` after every `every` epochs;

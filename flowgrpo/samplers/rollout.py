@@ -51,7 +51,7 @@ class Exploration:
 
 @dataclass(frozen=True)
 class Part:
-    """One micro-batch of a rollout: its rows among the epoch's B and their prompts, what was drawn, how probable it was.
+    """One micro-batch of a rollout: its rows among the epoch's B, their prompts, what was drawn, how probable it was.
 
     rows, prompts: int64 [b]; taken: a Trajectory whose `final` is [b,*D]; old: Scored [b,K].
     """
@@ -144,7 +144,8 @@ def _shared(prompts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def rescored(policy, conditioning, exploration: Exploration, part: Part) -> Part:
     """The part with its old scores computed by the replay, in the replay's own grad mode."""
     logp, means = [], []
-    for _, new in replay(policy, conditioning, exploration, part):  # detached one by one: no two graphs are held at once
+    for _, new in replay(policy, conditioning, exploration, part):
+        # Detached one by one: no two graphs are held at once.
         logp.append(new.logp.detach())
         means += [new.mean.detach()] if exploration.keep_means else []
     scored = Scored(torch.cat(logp, 1), part.old.mask, torch.cat(means, 1) if means else None, part.old.std)

@@ -90,7 +90,7 @@ class PolicyScheduler:
         return sample
 
     def step(self, model_output, timestep, sample, *_, return_dict=True, **__):
-        """Advance `sample` [B,*D] by one step of the task. The next state has `sample`'s dtype: what the network sees."""
+        """Advance `sample` [B,*D] by one step of the task. The next state keeps its dtype, as the network sees it."""
         i, task = next(self._pending), self.task
         if task.replay:
             self.record.output, x_next = model_output, sample

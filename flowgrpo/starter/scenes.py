@@ -26,7 +26,7 @@ COLOURS = {  # sRGB in [0, 1]
     "black": (0.08, 0.08, 0.08),
 }
 COUNTS = {"two": 2, "three": 3, "four": 4}
-RELATIONS = {"left of": (-1, 0), "right of": (1, 0), "above": (0, -1), "below": (0, 1)}  # of the first, y grows downwards
+RELATIONS = {"left of": (-1, 0), "right of": (1, 0), "above": (0, -1), "below": (0, 1)}  # the first's side; y is down
 TASKS = ("single", "colours", "counting", "two", "position", "attribution")
 PREFIXES = ("", "a picture of ", "a drawing of ", "an image of ")
 
@@ -95,8 +95,9 @@ def parse(prompt: str) -> Claims:
     matches = [_PHRASE.fullmatch(part) for part in parts[::2]]
     if len(matches) > 2 or not all(matches):
         raise ValueError(f"the scene reward cannot read the prompt {prompt!r}: expected one or two of "
-                         f"[number] [colour] shape, such as 'a red star left of a ring'; colours: {', '.join(COLOURS)}; "
-                         f"shapes: {', '.join(SHAPES)}; joined by 'and' or one of: {', '.join(RELATIONS)}")
+                         f"[number] [colour] shape, such as 'a red star left of a ring'; colours: "
+                         f"{', '.join(COLOURS)}; shapes: {', '.join(SHAPES)}; joined by 'and' or one of: "
+                         f"{', '.join(RELATIONS)}")
     objects = tuple(Claim(PLURALS.get(m["noun"], m["noun"]), m["colour"], COUNTS.get(m["number"], 1)) for m in matches)
     relation = parts[1] if len(parts) == 3 and parts[1] != "and" else None
     return Claims(objects, relation)

@@ -1,0 +1,122 @@
+"""The way in, for the command line and for `flowgrpo.align`: check, load, measure, train, measure again."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from flowgrpo import checkpoint, data, methods, rewards
+from flowgrpo.config import Config, validate
+from flowgrpo.errors import UserError
+from flowgrpo.evaluation import held_out
+from flowgrpo.geometry import geometry
+from flowgrpo.policies.pipeline import PipelinePolicy, load_pipeline
+from flowgrpo.train import Trainer
+
+
+def pick_device(name: str) -> str:
+    """`auto` takes CUDA, then MPS, then the CPU. UserError where the asked one is absent."""
+    present = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    if name == "auto":
+        return next(device for device, there in present.items() if there)
+    if not present[name]:
+        raise UserError(f"device is {name!r}, but torch {torch.__version__} sees none here: use device: auto or cpu")
+    return name
+
+
+def run(config: Config, resume: bool = False, *, pipe=None, functions: dict[str, Any] | None = None,
+        prompts: list[data.Prompt] | None = None) -> dict[str, Any]:
+    """Align a model as `config` says; returns the summary that is also written to `summary.json`.
+
+    pipe, functions (by name), prompts: objects that take the place of what the configuration names.
+    """
+    from accelerate.utils import set_seed
+
+    # Whatever a person can get wrong is looked at before anything is loaded or written.
+    device = pick_device(config.device)
+    methods.resolve(config)
+    geometry(config.train)
+    given = functions or {}
+    train_rewards = {name: given.get(name) or rewards.find(name) for name in config.rewards}
+    measured = train_rewards | {name: given.get(name) or rewards.find(name) for name in config.eval.rewards}
+    split = data.resolve(config) if prompts is None else data.split(prompts, config.held_out, data.SPLIT_SEED)
+    folder = config.folder
+    last = checkpoint.latest(folder / "checkpoints") if resume else None
+    if resume and last is None:
+        raise UserError(f"--resume: no checkpoint in {folder / 'checkpoints'}: expected one that an earlier run left")
+    if config.eval.weights == "ema" and not config.train.ema:
+        raise UserError("eval.weights is 'ema', but train.ema is 0: set train.ema to a decay such as 0.9")
+
+    accelerator = make_accelerator(config, device)
+    set_seed(config.seed)
+    pipe = pipe or load_pipeline(config.model, config.precision, config.trust_remote_code)
+    policy = PipelinePolicy(pipe, config.adapter, device=device, precision=config.precision,
+                            guidance=config.train.guidance, call=config.call,
+                            checkpointing=config.train.checkpointing)
+    trainer = Trainer(config, accelerator, policy, train_rewards, split)
+    if last:
+        trainer.restore(last)
+    else:
+        shutil.rmtree(folder / "checkpoints", ignore_errors=True)  # of an earlier run: they would be taken for ours
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.yaml").write_text(config.yaml(), encoding="utf-8")
+    keep_lines(folder / "metrics.jsonl", trainer.epoch)
+    start_tracker(accelerator, config)
+    try:
+        before = held_out.before(trainer, measured, folder, reuse=last is not None)
+        trainer.train(folder, measured)
+        return held_out.finish(trainer, measured, folder, before)
+    finally:
+        accelerator.end_training()
+
+
+def make_accelerator(config: Config, device: str):
+    """Device, precision and trackers are accelerate's. UserError under a launch of several processes."""
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=device == "cpu", log_with=None if config.tracker == "none" else config.tracker,
+                              project_dir=str(config.folder))
+    if accelerator.num_processes > 1:
+        raise UserError(f"launched with {accelerator.num_processes} processes, but a run is one process so far: start "
+                        "it with `flowgrpo train`, or with --num_processes 1")
+    return accelerator
+
+
+def start_tracker(accelerator, config: Config) -> None:
+    if config.tracker != "none":
+        accelerator.init_trackers("flowgrpo" if config.tracker == "wandb" else "events")
+
+
+def keep_lines(path: Path, epoch: int) -> None:
+    """Drop the metrics of epochs that will be run (again), and a last line that a kill cut off."""
+    if path.exists():
+        whole = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+        kept = path.with_suffix(".tmp")
+        kept.write_text("".join(line for line in whole if json.loads(line)["epoch"] <= epoch))
+        kept.replace(path)
+
+
+def align(model, rewards="scene_graded", prompts="starter", method: str = "mix_grpo", **options: Any) -> dict[str, Any]:
+    """Align `model` to `rewards` on `prompts`: what the command line does, from Python.
+
+    model: `starter`, a directory, a hub id, or a loaded diffusers pipeline. rewards: a name, a function
+    `reward(images, prompts, metadata) -> floats`, or a dictionary of these to weights (functions under their own
+    names). prompts: a file, or a list of strings. options: configuration keys, sections as dictionaries, such as
+    `train={"epochs": 50}`. Returns the run's summary, the content of `summary.json`.
+    """
+    weighted = rewards if isinstance(rewards, dict) else {rewards: 1.0}
+    names = [key if isinstance(key, str) else getattr(key, "__name__", type(key).__name__) for key in weighted]
+    if len(set(names)) < len(names):
+        raise UserError(f"rewards {', '.join(names)}: two have the same name, expected functions of different names")
+    functions = {name: key for name, key in zip(names, weighted) if callable(key)}
+    loaded = not isinstance(model, (str, Path))
+    listed = not isinstance(prompts, (str, Path))
+    config = validate({"method": method, "reward": dict(zip(names, weighted.values())),
+                       "model": type(model).__name__ if loaded else str(model),
+                       "prompts": "a list" if listed else str(prompts), **options})
+    return run(config, pipe=model if loaded else None, functions=functions,
+               prompts=[data.Prompt(text) for text in prompts] if listed else None)
