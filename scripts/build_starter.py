@@ -243,7 +243,7 @@ def train_denoiser(out: Path, device: str, steps: int, batch: int, resume: bool,
 
 
 def assemble(out: Path, target: Path):
-    """Write the pipeline directory: weights in fp16, everything a stock StableDiffusion3Pipeline loads."""
+    """Write the pipeline directory that a stock StableDiffusion3Pipeline loads; denoiser and autoencoder in fp16."""
     from diffusers import FlowMatchEulerDiscreteScheduler, StableDiffusion3Pipeline
 
     tokenizer, stats = build_tokenizer(), load_file(out / "latents.safetensors")["stats"]
@@ -258,7 +258,10 @@ def assemble(out: Path, target: Path):
         transformer=model.denoiser, scheduler=FlowMatchEulerDiscreteScheduler(shift=1.0), vae=vae,
         text_encoder=model.text_1, tokenizer=tokenizer, text_encoder_2=model.text_2, tokenizer_2=build_tokenizer(),
         text_encoder_3=None, tokenizer_3=None)
-    pipe.to(torch.float16).save_pretrained(target, safe_serialization=True)
+    # transformers loads weights in the dtype they were saved in, diffusers in fp32: this way all come as fp32.
+    model.denoiser.half()
+    vae.half()
+    pipe.save_pretrained(target, safe_serialization=True)
     finish_directory(target)
 
 

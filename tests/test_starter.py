@@ -1,0 +1,92 @@
+"""The model that ships: its size, its autoencoder, and that stock diffusers loads it and what we train on it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from diffusers import StableDiffusion3Pipeline
+
+from flowgrpo.config import Adapter, validate
+from flowgrpo.methods import PRESETS
+from flowgrpo.policies.adapters import LORA_FILE
+from flowgrpo.policies.pipeline import STARTER, PipelinePolicy, load_pipeline
+from flowgrpo.rewards.scene import scene
+from flowgrpo.run import make_accelerator
+from flowgrpo.samplers.rollout import explore, seeder
+from flowgrpo.starter import CALL, EVAL_GUIDANCE, scenes
+from flowgrpo.train import Trainer
+
+PROMPTS = ["three red stars", "a ring left of a cross"]
+
+
+def stock():
+    pipe = StableDiffusion3Pipeline.from_pretrained(STARTER, text_encoder_3=None, tokenizer_3=None)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def test_it_is_small():
+    weights = list(STARTER.rglob("*.safetensors"))
+    assert sum(file.stat().st_size for file in STARTER.rglob("*")) <= 30e6 and len(weights) == 4
+    modules = [part for part in stock().components.values() if isinstance(part, torch.nn.Module)]
+    assert sum(p.numel() for module in modules for p in module.parameters()) <= 12e6
+
+
+def test_every_word_of_the_world_is_one_token():
+    tokenizer = load_pipeline("starter").tokenizer
+    for task in scenes.TASKS:
+        prompt, _ = scenes.sample_prompt(np.random.default_rng(0), task, held=False)
+        assert len(tokenizer(prompt).input_ids) == len(prompt.split()) + 2 <= tokenizer.model_max_length
+
+
+@torch.no_grad()
+def test_its_autoencoder_keeps_scenes_true():
+    vae, rng = stock().vae, np.random.default_rng(0)
+    drawn = [scenes.sample_prompt(rng, task, held=True) for task in scenes.TASKS for _ in range(20)]
+    pictures = torch.from_numpy(np.stack([scenes.render(claims, rng) for _, claims in drawn])).float().movedim(3, 1)
+    decoded = vae.decode(vae.encode(pictures * 2 - 1).latents).sample / 2 + 0.5
+    assert np.mean(scene(decoded.clamp(0, 1), [prompt for prompt, _ in drawn])) >= 0.97
+
+
+def test_it_draws_what_single_prompts_ask():
+    made = stock()(["a star", "a blue square"], num_inference_steps=8, guidance_scale=EVAL_GUIDANCE, output_type="pt",
+                   generator=[torch.Generator().manual_seed(seed) for seed in (0, 1)], **CALL).images
+    assert scene(made, ["a star", "a blue square"]) == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("name", [*PRESETS, "mix_grpo+grpo_guard"])
+def test_the_first_ratio_is_one_for_every_preset(name):
+    settings = {"method": name, "tracker": "none", "device": "cpu",
+                "train": {"prompts": 2, "group": 3, "micro_batch": 6, "steps": 6}}
+    config = validate(settings)
+    policy = PipelinePolicy(load_pipeline("starter"), Adapter(rank=4), call=config.call)
+    trainer = Trainer(config, make_accelerator(config, "cpu"), policy, {}, ([], []))
+    exploration, conditioning = trainer.explore_how(), policy.encode(PROMPTS)
+    parts = list(explore(policy, conditioning, exploration, 3, 6, seeder(0, 0)))
+    trainer.first_ratio(parts, conditioning, exploration, print)
+    assert trainer.first_ratio.found <= 1e-6
+
+
+def test_a_lora_gives_the_same_latents_in_stock_diffusers(tmp_path: Path):
+    """Rank 4 with alpha 3, B not zero: peers' files load empty here, or with a wrong scale."""
+    policy = PipelinePolicy(load_pipeline("starter"), Adapter(rank=4, alpha=3.0), call=CALL)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in policy.weights.parameters():
+            parameter += 0.02 * torch.randn(parameter.shape, generator=generator)
+    policy.weights.save(tmp_path)
+    ours = policy.generate(policy.encode(PROMPTS), policy.generators((1, 2)), 6, 2.0, output_type="latent")
+
+    pipe = stock()
+
+    def latents():
+        return pipe(PROMPTS, num_inference_steps=6, guidance_scale=2.0, generator=policy.generators((1, 2)),
+                    output_type="latent", **CALL).images
+
+    base = latents()
+    pipe.load_lora_weights(tmp_path)
+    assert (tmp_path / LORA_FILE).exists() and (latents() - ours).abs().max() <= 1e-5
+    assert (base - ours).abs().max() > 0.01
