@@ -42,7 +42,7 @@ MEASURED = "scene"  # strict: every claim of the prompt is true
 
 
 def epoch_cost(config: Config, epoch: int) -> int:
-    """Denoiser evaluations of one epoch of a run in fp32, on a pipeline that doubles its batch under guidance."""
+    """Denoiser evaluations of one epoch without rescoring, on a pipeline that doubles its batch under guidance."""
     method, train = methods.resolve(config), config.train
     schedule, grid = method.plan(train.steps, epoch, config.seed), shifted(train.steps, train.shift)
     if method.tail < 1:
@@ -99,7 +99,7 @@ def base(config: Config, file: Path) -> dict[str, Any]:
 def result(config: Config, summary: dict[str, Any]) -> dict[str, Any]:
     tasks = summary["tasks"][MEASURED]["after"]
     lines = [json.loads(line) for line in (config.folder / "metrics.jsonl").read_text().splitlines()]
-    [trained] = config.rewards
+    trained = next(iter(config.rewards))
     return {"method": config.method, "seed": config.seed, "accuracy": mean(tasks.values()), "tasks": tasks,
             "seconds": summary["seconds"], "epochs": summary["epochs"],
             "evaluations": summary["denoiser_evaluations"], "first_log_ratio": summary["max_first_log_ratio"],
@@ -159,7 +159,8 @@ def main() -> None:
     parser.add_argument("--option", action="append", default=[], metavar="KEY=VALUE", help="override of the recipe")
     args = parser.parse_args()
     args.output.mkdir(parents=True, exist_ok=True)
-    settled = {"output": str(args.output), "tracker": "none", "precision": "fp32"} | options(args.option)
+    # Without the recipe's own parts, which fit one method: every method has its published ones.
+    settled = {"output": str(args.output), "tracker": "none", "parts": "{}"} | options(args.option)
     before, results = base(load(RECIPE, settled), args.output / "base.json"), []
     for seed in args.seeds:
         for method in args.methods:

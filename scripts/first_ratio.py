@@ -50,7 +50,8 @@ def main() -> None:
     for method in args.methods:
         cells = []
         for precision in PRECISIONS:
-            overrides = {"train.prompts": "2", "train.group": "4", "method": method, "precision": precision}
+            overrides = {"train.prompts": "2", "train.group": "4", "method": method, "precision": precision,
+                         "parts": "{}"}
             trainer = make_trainer(load(RECIPE, overrides | options(args.option)))
             cells.append(f"{largest(trainer, args.epochs):.1e}")
         clip = trainer.method.surrogate

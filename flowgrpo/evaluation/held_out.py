@@ -28,7 +28,7 @@ EVAL_SEED = 20_000  # evaluation noise does not depend on the run's seed, so tha
 
 @dataclass(frozen=True)
 class Measured:
-    """Held-out scores: prompts [N], scores by reward name [N], pictures [n,3,H,W] of the first ones, for the grid."""
+    """Held-out scores: prompts [N], scores by reward name [N], pictures [n,3,H,W] of some, evenly over them."""
 
     prompts: list[data.Prompt]
     scores: dict[str, list[float]]
@@ -54,18 +54,23 @@ def _mean(values: list[float]) -> float:
 
 def spread(prompts: list[data.Prompt], count: int) -> list[data.Prompt]:
     """At most `count` prompts, evenly over the list."""
-    count = min(count, len(prompts))
-    return [prompts[i * len(prompts) // count] for i in range(count)]
+    return [prompts[i] for i in evenly(len(prompts), count)]
+
+
+def evenly(total: int, count: int) -> list[int]:
+    """At most `count` of `total` places, evenly over them."""
+    count = min(count, total)
+    return [i * total // count for i in range(count)]
 
 
 def measure(policy, prompts: list[data.Prompt], functions: dict[str, Any], *, steps: int, guidance: float, samples: int,
             micro_batch: int, negative: str = "", keep: int = 0, title: str = "evaluating", encode=None) -> Measured:
     """Generate `samples` pictures per prompt with the pipeline's own scheduler and score them.
 
-    keep: of how many prompts the first picture is kept; encode: what encodes prompts, in place of `policy.encode`.
+    keep: of how many prompts, evenly over them, the first picture is kept; encode: what encodes prompts, in place of `policy.encode`.
     """
     encode = encode or policy.encode
-    pictures, scores, seed = [], [], seeder(EVAL_SEED, 0)
+    pictures, scores, seed, kept = [], [], seeder(EVAL_SEED, 0), set(evenly(len(prompts), keep))
     rows = [(i, k) for i in range(len(prompts)) for k in range(samples)]
     with tqdm(total=len(rows), desc=title, unit="picture", leave=False, disable=None) as bar:
         for start in range(0, len(rows), micro_batch):
@@ -75,7 +80,7 @@ def measure(policy, prompts: list[data.Prompt], functions: dict[str, Any], *, st
             generators = policy.generators(seed(i, k) for i, k in batch)
             made = policy.generate(conditioning, generators, steps, guidance).float()
             scores.append(rewards.score(functions, made.cpu(), [p.text for p in of], [p.metadata for p in of]))
-            pictures += [picture.cpu() for (i, k), picture in zip(batch, made) if k == 0 and i < keep]
+            pictures += [picture.cpu() for (i, k), picture in zip(batch, made) if k == 0 and i in kept]
             bar.update(len(batch))
     columns = torch.cat(scores).T.tolist()
     return Measured([prompts[i] for i, _ in rows], dict(zip(functions, columns)),
@@ -140,15 +145,16 @@ def finish(trainer, functions: dict[str, Any], folder: Path, base: Measured) -> 
 
 def draw_pairs(path: Path, base: Measured, after: Measured) -> None:
     """The grid PNG: base and tuned pictures of the same prompts and seeds, with their scores."""
-    samples = len(base.prompts) // max(len({id(p) for p in base.prompts}), 1)
-
-    def scores(found: Measured, i: int) -> dict[str, float]:
-        return {name: values[i * samples] for name, values in found.scores.items()}
-
-    rows = [Row(base.prompts[i * samples].text, [base.pictures[i], after.pictures[i]],
-                [scores(base, i), scores(after, i)])
-            for i in range(len(base.pictures))]
+    rows = [Row(text, [old, new], [was, now]) for (text, old, was), (_, new, now) in zip(cards(base), cards(after))]
     draw_grid(path, ["before", "after"], rows)
+
+
+def cards(found: Measured) -> list[tuple[str, torch.Tensor, dict[str, float]]]:
+    """Prompt, picture and scores of the pictures that were kept."""
+    prompts = list({id(prompt): prompt for prompt in found.prompts}.values())
+    samples = len(found.prompts) // len(prompts)
+    return [(prompts[i].text, picture, {name: values[i * samples] for name, values in found.scores.items()})
+            for i, picture in zip(evenly(len(prompts), len(found.pictures)), found.pictures)]
 
 
 def sample_pictures(trainer, functions: dict[str, Any], folder: Path) -> dict[str, float]:
@@ -158,9 +164,7 @@ def sample_pictures(trainer, functions: dict[str, Any], folder: Path) -> dict[st
         found = _measure(trainer, functions, f"held-out prompts, epoch {trainer.epoch}")
     trainer.policy.evaluations = evaluations
     (folder / "samples").mkdir(exist_ok=True)
-    rows = [Row(prompt.text, [picture], [{name: values[i * trainer.config.eval.samples] for name, values in
-                                          found.scores.items()}])
-            for i, (prompt, picture) in enumerate(zip(found.prompts[::trainer.config.eval.samples], found.pictures))]
+    rows = [Row(text, [picture], [scores]) for text, picture, scores in cards(found)]
     draw_grid(folder / "samples" / f"epoch-{trainer.epoch:05d}.png", [f"epoch {trainer.epoch}"], rows)
     return {f"held_out/{name}": value for name, value in found.mean().items()}
 
