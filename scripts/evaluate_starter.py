@@ -20,7 +20,7 @@ import torch
 from flowgrpo import data, rewards
 from flowgrpo.config import Adapter
 from flowgrpo.evaluation import held_out
-from flowgrpo.policies.pipeline import PipelinePolicy, load_pipeline
+from flowgrpo.policies.pipeline import DTYPES, PipelinePolicy, load_pipeline
 from flowgrpo.starter import CALL, scenes
 
 GUIDANCE, STEPS = (1.0, 2.0, 3.0, 4.5), (8, 20)
@@ -68,6 +68,7 @@ def main() -> None:
     parser.add_argument("--ceiling", type=int, default=300, help="scenes that go through the autoencoder")
     parser.add_argument("--micro-batch", type=int, default=32)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--precision", choices=DTYPES, default="fp32")
     parser.add_argument("--json", type=Path, help="write everything to this file")
     args = parser.parse_args()
 
@@ -75,7 +76,9 @@ def main() -> None:
     through = ceiling(pipe, args.ceiling)
     print(f"{args.ceiling} rendered scenes: {through['rendered']:.3f} correct as drawn, {through['decoded']:.3f} after "
           f"the autoencoder ({CEILING_WANTED} wanted)\n")
-    policy = PipelinePolicy(pipe, Adapter(rank=0), device=args.device, call=CALL)
+    if args.precision != "fp32":
+        pipe = load_pipeline(args.model, args.precision)
+    policy = PipelinePolicy(pipe, Adapter(rank=0), device=args.device, precision=args.precision, call=CALL)
     prompts = held_out.spread(data.load_prompts(data.STARTER / "held_out.jsonl"), args.prompts)
     rows = [{"steps": steps, "guidance": guidance,
              "accuracy": accuracy(policy, prompts, steps, guidance, args.samples, args.micro_batch)}
