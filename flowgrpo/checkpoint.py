@@ -34,10 +34,12 @@ def save(folder: Path, epoch: int, tensors: dict[str, torch.Tensor], state: dict
 
 
 def latest(folder: Path) -> Path | None:
+    """The checkpoint of the most epochs; None where there is none."""
     return max(folder.glob("epoch-*"), default=None)
 
 
 def load(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """The (tensors, state) that `save` wrote. UserError where they cannot be read."""
     try:
         return load_file(folder / "state.safetensors"), json.loads((folder / "state.json").read_text())
     except Exception as error:
@@ -52,6 +54,7 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tenso
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, tensors: dict[str, torch.Tensor]) -> None:
+    """Give an optimiser the state that `optimizer_tensors` flattened; its groups stay as they are."""
     state: dict[int, dict[str, torch.Tensor]] = {}
     for name, tensor in tensors.items():
         index, key = name.split(".", 1)

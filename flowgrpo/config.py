@@ -162,6 +162,7 @@ def validate(raw: dict[str, Any], where: str = "the options") -> Config:
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
+    """A recipe as nested dictionaries, unchecked. UserError for a missing or broken file."""
     if not path.is_file():
         raise UserError(f"no recipe at {path}: expected a YAML file, such as configs/starter.yaml")
     try:
@@ -258,6 +259,7 @@ _PHRASES = (
 
 
 def sections() -> list[str]:
+    """The dotted names of the configuration's sections."""
     return sorted({key.rpartition(".")[0] for key in keys()} - {""})
 
 

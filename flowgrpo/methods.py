@@ -27,7 +27,8 @@ class Method:
 
     kernel: the transition of stochastic steps; plan: which steps are stochastic and which are trained; solver: of the
     deterministic steps; tail: the share of steps kept after the last stochastic one (1 keeps the grid);
-    shared_noise: one initial noise per prompt, so that the steps before the first stochastic one run once per prompt.
+    shared_noise: one initial noise per prompt, so that the steps up to and with the first stochastic one are
+    evaluated once per prompt.
     """
 
     kernel: Any = kernels.FlowSDE(0.7)

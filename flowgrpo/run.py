@@ -87,6 +87,7 @@ def make_accelerator(config: Config, device: str):
 
 
 def start_tracker(accelerator, config: Config) -> None:
+    """Open the tracker, after every check, so that a refused run leaves no empty one."""
     if config.tracker != "none":
         accelerator.init_trackers("flowgrpo" if config.tracker == "wandb" else "events")
 

@@ -115,7 +115,10 @@ class Trainer:
                 return parts, torch.cat([score.result() for score in scores])
 
     def learn(self, parts, conditioning, exploration, advantage, keep) -> dict[str, Any]:
-        """Replay the recorded steps and follow the method's loss: `updates` optimiser steps per inner epoch."""
+        """Replay the recorded steps and follow the method's loss: `updates` optimiser steps per inner epoch.
+
+        advantage and keep: [B], in the order of the epoch's rows.
+        """
         stats = Stats(exploration.schedule.trained)
         parts = [kept for part in parts if (kept := part.kept(keep[part.rows])) is not None]
         parts = self.first_ratio(parts, conditioning, exploration, self.say)
@@ -130,7 +133,10 @@ class Trainer:
         return stats.summary() | {"skipped_updates": self.skipped}
 
     def backward(self, part: Part, conditioning, exploration, advantage, count: int, stats: Stats) -> None:
-        """Add one micro-batch's gradient, a recorded step at a time."""
+        """Add one micro-batch's gradient, a recorded step at a time.
+
+        advantage: [b], one per row; count: the decisions of the whole optimiser step, by which every loss is divided.
+        """
         method, rows = self.method, conditioning.rows(part.prompts)
         weights = method.step_weight(exploration.grid, part.taken.steps)
         advantage = advantage[:, None].to(self.policy.device)
@@ -278,5 +284,6 @@ def rate(update: int, total: int, train) -> float:
 
 
 def shown(metrics: dict[str, Any], config: Config) -> dict[str, str]:
+    """What the progress bar says of an epoch."""
     rewards_now = {name: f"{metrics[f'reward/{name}/mean']:.3f}" for name in config.rewards}
     return rewards_now | {"clip": f"{metrics.get('clip_fraction', 0):.2f}", "grad": f"{metrics['grad_norm']:.2g}"}
