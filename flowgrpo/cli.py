@@ -165,6 +165,7 @@ def methods() -> None:
     from flowgrpo.methods import PRESETS
 
     _table([(name, *_summary(preset)) for name, preset in PRESETS.items()])
+    typer.echo("Formula, recipe and differences of each: docs/methods/NAME.md; papers and parts: docs/methods/index.md")
 
 
 @app.command()

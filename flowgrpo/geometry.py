@@ -6,12 +6,13 @@ from dataclasses import dataclass
 
 from flowgrpo.config import Train
 from flowgrpo.errors import UserError
+from flowgrpo.samplers.rollout import prompts_per_part
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """prompts: P of this process; group: G; rows: B = P*G; parts: micro-batches of this process's rollout; updates:
-    optimiser steps per pass over them. A micro-batch that holds a group holds whole groups, which share their trunk."""
+    """prompts: P of this process; group: G; rows: B = P*G; parts: the whole groups that are sampled together, as many
+    as a micro-batch holds and one at least; updates: optimiser steps per pass over them."""
 
     prompts: int
     group: int
@@ -24,7 +25,7 @@ class Geometry:
 
     @property
     def parts(self) -> int:
-        return -(-self.rows // self.micro_batch)
+        return -(-self.prompts // prompts_per_part(self.group, self.micro_batch))
 
 
 def geometry(train: Train, processes: int = 1) -> Geometry:
@@ -33,10 +34,10 @@ def geometry(train: Train, processes: int = 1) -> Geometry:
         low = max(train.prompts // processes, 1) * processes
         raise UserError(f"train.prompts is {train.prompts}, which {processes} processes cannot share evenly: "
                         f"use {low} or {low + processes}")
-    micro_batch = max(train.micro_batch // train.group * train.group, min(train.micro_batch, train.group))
-    found = Geometry(train.prompts // processes, train.group, micro_batch, train.updates)
+    found = Geometry(train.prompts // processes, train.group, train.micro_batch, train.updates)
     if train.updates > found.parts:
-        smaller = f", or a micro_batch of {found.rows // train.updates}" if train.updates <= found.rows else ""
-        raise UserError(f"train.updates is {train.updates}, but {found.rows} rows in micro-batches of "
-                        f"{micro_batch} make {found.parts}: use at most {found.parts} updates{smaller}")
+        smaller = f", or a micro_batch of {found.prompts // train.updates * found.group}"
+        raise UserError(f"train.updates is {train.updates}, but {found.prompts} groups of {found.group} in micro-batches "
+                        f"of {train.micro_batch} make {found.parts} parts: use at most {found.parts} updates"
+                        f"{smaller if train.updates <= found.prompts else ''}")
     return found

@@ -83,24 +83,24 @@ class Clock:
 class Stats:
     """What an epoch's updates looked like, per grid step; read once, at the end."""
 
-    def __init__(self, steps: tuple[int, ...]):
-        self.steps, self.norms, self.losses = steps, [], []
+    def __init__(self):
+        self.norms, self.losses = [], []
         self.ratios: dict[int, list[torch.Tensor]] = defaultdict(list)
         self.clipped: dict[int, list[torch.Tensor]] = defaultdict(list)
 
-    def add(self, k: int, log_ratio, clipped, loss) -> None:
-        self.ratios[self.steps[k]].append(log_ratio.detach())
-        self.clipped[self.steps[k]].append(clipped)
-        self.losses.append(loss.detach().mean())
+    def add(self, step: int, log_ratio, clipped, loss) -> None:
+        self.ratios[step].append(log_ratio.detach())
+        self.clipped[step].append(clipped)
+        self.losses.append(loss.detach().flatten())
 
     def summary(self) -> dict[str, Any]:
         if not self.losses:
             return {"loss": 0.0, "grad_norm": 0.0}
         ratios = {step: torch.cat(values) for step, values in self.ratios.items()}
         clipped = {step: torch.cat(values).float() for step, values in self.clipped.items()}
-        return {"loss": torch.stack(self.losses).mean().item(),
+        return {"loss": torch.cat(self.losses).mean().item(),
                 "grad_norm": torch.stack(self.norms).mean().item(),
                 "log_ratio_max": max(values.abs().max().item() for values in ratios.values()),
                 "clip_fraction": torch.cat(list(clipped.values())).mean().item(),
-                **{f"ratio/step_{step}": values.exp().mean().item() for step, values in ratios.items()},
-                **{f"clip_fraction/step_{step}": values.mean().item() for step, values in clipped.items()}}
+                **{f"ratio/step_{step}": values.exp().mean().item() for step, values in sorted(ratios.items())},
+                **{f"clip_fraction/step_{step}": values.mean().item() for step, values in sorted(clipped.items())}}

@@ -7,18 +7,20 @@ asks for a method's name. A new method adds at most one part, one preset and one
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from flowgrpo import advantages, objectives, selection
+from flowgrpo import advantages, baselines, objectives, selection, shaping
 from flowgrpo.config import Config, nearest
 from flowgrpo.errors import UserError
 from flowgrpo.gaussian import log_prob
-from flowgrpo.samplers import kernels, plans, solvers
-from flowgrpo.samplers.grids import shifted
+from flowgrpo.samplers import kernels, plans, preview, solvers
+from flowgrpo.samplers.grids import compress_tail, shifted
+from flowgrpo.samplers.rollout import Exploration
 
 
 @dataclass(frozen=True)
@@ -27,30 +29,71 @@ class Method:
 
     kernel: the transition of stochastic steps; plan: which steps are stochastic and which are trained; solver: of the
     deterministic steps; tail: the share of steps kept after the last stochastic one (1 keeps the grid);
-    shared_noise: one initial noise per prompt, so that the steps up to and with the first stochastic one are
-    evaluated once per prompt.
+    roots: initial noises per prompt, from which its samples grow (1: all share it, None: each has its own);
+    strides: granularities of the grid behind the last split; preview: how initial noises are chosen;
+    shaping: what becomes of the rewards before they are compared.
     """
 
     kernel: Any = kernels.FlowSDE(0.7)
     plan: Any = plans.AllSteps()
     solver: Any = solvers.Euler()
     tail: float = 1.0
-    shared_noise: bool = False
-    advantage: advantages.Advantage = advantages.Advantage(scale="batch", order="rewards")
+    roots: int | None = None
+    strides: tuple[int, ...] = (1,)
+    preview: preview.Preview | None = None
+    shaping: Any = shaping.AsIs()
+    advantage: Any = advantages.Advantage(scale="batch", order="rewards")
     selection: Any = selection.All()
     log_ratio: Any = objectives.PlainRatio()
-    surrogate: objectives.Clip = objectives.Clip(1e-4, 1e-4)
+    surrogate: Any = objectives.Clip(1e-4, 1e-4)
     step_weight: Any = objectives.Uniform()
-    kl: objectives.GaussianKL = objectives.GaussianKL(0.0)
+    kl: Any = objectives.GaussianKL(0.0)
 
     def __post_init__(self) -> None:
         if not 0 < self.tail <= 1:
             raise ValueError(f"tail is {self.tail}, expected above 0 and at most 1")
 
+    def on(self, process: str) -> Method:
+        """The method as a process samples it, a "flow" or a variance-preserving one ("vp"): FlowDDIM and DDIM are one
+        formula in two coordinates, and Euler stands for the deterministic step of either. UserError for what is of
+        flows alone."""
+        same = isinstance(self.kernel, (kernels.FlowDDIM, kernels.DDIM))
+        if process == "flow":
+            return replace(self, kernel=kernels.FlowDDIM(self.kernel.eta)) if same else self
+        takes = {"kernel": (same, "{type: FlowDDIM, eta: 1.0}"),
+                 "solver": (isinstance(self.solver, solvers.Euler), "{type: Euler}"),
+                 "tail": (self.tail == 1, "1.0"), "strides": (max(self.strides) == 1, "[1]"),
+                 # 1 / (grid[i] - grid[i+1]) is negative on alpha-bars
+                 "step_weight": (not isinstance(self.step_weight, objectives.InverseDelta), "{type: Uniform}")}
+        cures = {name: cure for name, (fits, cure) in takes.items() if not fits}
+        if cures:
+            got = ", ".join(f"{name} {getattr(self, name)}" for name in cures)
+            cure = ", ".join(f"{name}: {cure}" for name, cure in cures.items())
+            raise UserError(f"this model is variance-preserving (it predicts noise or v), but {got} is for flow "
+                            f"matching alone: set parts: {{{cure}}}")
+        return replace(self, kernel=kernels.DDIM(self.kernel.eta))
+
+    def explorations(self, grid: torch.Tensor, group: int, shift: float, epoch: int, seed: int,
+                     timesteps: torch.Tensor | None = None) -> list[Exploration]:
+        """How an epoch samples every prompt: one exploration per schedule of the plan. ValueError where they cannot.
+
+        grid and timesteps are those of `make_grid`.
+        """
+        planned = self.plan(len(grid) - 1, epoch, seed)
+        found = []
+        for schedule in (planned,) if isinstance(planned, plans.Schedule) else planned:
+            own = grid if self.tail == 1 else compress_tail(grid, schedule.stochastic[-1] + 1, self.tail, shift)
+            # Where the schedule says how states split, what is missing to the group are initial noises of their own.
+            roots = self.roots or max(1, group // math.prod(schedule.children))
+            found.append(Exploration(own, schedule, self.kernel, self.solver, group, roots, self.strides,
+                                     self.reads_means, timesteps))
+        return found
+
     @property
     def reads_means(self) -> bool:
         """True where the loss needs the transitions' means, not their log-probabilities alone."""
-        return self.kl.weight > 0 or isinstance(self.log_ratio, objectives.Guard)
+        gaussian = isinstance(self.kl, objectives.GaussianKL) and self.kl.weight > 0
+        return gaussian or isinstance(self.log_ratio, objectives.Guard)
 
 
 def flow_grpo(method: Method = Method()) -> Method:
@@ -79,14 +122,14 @@ def dance_grpo(method: Method = Method()) -> Method:
     The released code draws the trained steps per sample; here they are drawn once per epoch, so that a step is one
     batch.
     """
-    return replace(method, kernel=kernels.DanceSDE(0.3), plan=plans.RandomSubset(0.6), shared_noise=True,
+    return replace(method, kernel=kernels.DanceSDE(0.3), plan=plans.RandomSubset(0.6), roots=1,
                    advantage=advantages.Advantage(scale="group", order="advantages"), kl=objectives.GaussianKL(0.0))
 
 
 def mix_grpo(method: Method = Method()) -> Method:
     """MixGRPO: a sliding window of stochastic, trained steps; the others deterministic (2507.21802, section 3)."""
     return replace(method, kernel=kernels.FlowSDE(0.7), plan=plans.Sliding(size=4, stride=1, every=25),
-                   shared_noise=True, advantage=advantages.Advantage(scale="group", order="advantages"),
+                   roots=1, advantage=advantages.Advantage(scale="group", order="advantages"),
                    kl=objectives.GaussianKL(0.0))
 
 
@@ -104,8 +147,84 @@ def grpo_guard(method: Method = Method()) -> Method:
                    step_weight=objectives.InverseDelta())
 
 
+def ddpo(method: Method = Method()) -> Method:
+    """DDPO: ancestral sampling, every step trained, rewards compared with the prompt's own history (2305.13301)."""
+    return replace(method, kernel=kernels.FlowDDIM(1.0), plan=plans.AllSteps(), roots=None,
+                   advantage=advantages.Advantage(scale="running", order="rewards"), kl=objectives.GaussianKL(0.0))
+
+
+def tempflow_grpo(method: Method = Method()) -> Method:
+    """TempFlow-GRPO: branches at every step of a deterministic trunk, weighted by the step's noise (2508.04324).
+
+    The branches of one step are compared with each other alone. KL with the deviation of the whole step, 0.004.
+    """
+    return replace(method, kernel=kernels.FlowSDE(0.7), plan=plans.EachStep(), roots=1,
+                   advantage=advantages.Advantage(scale="group", order="rewards"),
+                   step_weight=objectives.NoiseLevel(), kl=objectives.GaussianKL(0.004))
+
+
+def granular_grpo(method: Method = Method()) -> Method:
+    """Granular-GRPO (G2RPO): one stochastic step from a shared anchor, scored in three granularities (2510.01982).
+
+    Every branch is finished on the grid and on every second and third of its sigmas, and its advantages are summed; the
+    released code has the first two.
+    """
+    return replace(method, kernel=kernels.FlowSDE(0.7), plan=plans.EachStep(stop=0.5), roots=1, strides=(1, 2, 3),
+                   advantage=advantages.Advantage(scale="group", order="advantages"), kl=objectives.GaussianKL(0.0))
+
+
+def branch_grpo(method: Method = Method()) -> Method:
+    """BranchGRPO: a binary tree, whose edges are compared with those of their depth (2509.06040).
+
+    An edge is worth the mean of the pictures below it. The splits are at the paper's places of a grid of 20 steps.
+    """
+    return replace(method, kernel=kernels.DanceSDE(0.3), plan=plans.Branches(), roots=None,
+                   advantage=advantages.Advantage(scale="group", order="advantages"),
+                   surrogate=objectives.Clip(1e-3, 1e-3), kl=objectives.GaussianKL(0.0))
+
+
+def tree_rpo(method: Method = Method()) -> Method:
+    """Dynamic-TreeRPO: a binary tree inside of MixGRPO's window, with noise that grows with the depth (2509.23352)."""
+    return replace(method, kernel=kernels.FlowSDE(0.7), plan=plans.TreeWindow(plans.Sliding(size=4), growth=0.5),
+                   roots=None, advantage=advantages.Advantage(scale="group", order="advantages"),
+                   kl=objectives.GaussianKL(0.0))
+
+
+def pref_grpo(method: Method = Method()) -> Method:
+    """Pref-GRPO: a sample's reward is its win rate against the other samples of its group (2508.20751).
+
+    Here every reward is a pairwise judge of its own: the larger score wins.
+    """
+    return replace(method, kernel=kernels.FlowSDE(0.7), plan=plans.RandomSubset(0.6), roots=1,
+                   shaping=shaping.WinRate(), advantage=advantages.Advantage(scale="group", order="advantages"),
+                   kl=objectives.GaussianKL(0.0))
+
+
+def b2_diffurl(method: Method = Method()) -> Method:
+    """B2-DiffuRL: a trained interval that grows from the end, and of its branches the extremes (2503.11240).
+
+    Ancestral sampling, branches where the interval begins, and of every branch group its best and its worst where they
+    stand out from the prompt's history.
+    """
+    return replace(method, kernel=kernels.FlowDDIM(1.0), plan=plans.GrowingTail(branch=4), roots=None,
+                   advantage=advantages.Advantage(scale="running", order="rewards"),
+                   selection=selection.Extremes(-0.5, 0.5, branch=4), surrogate=objectives.Clip(0.1, 0.1),
+                   kl=objectives.GaussianKL(0.0))
+
+
+def sol_rl(method: Method = Method()) -> Method:
+    """Sol-RL over a host: a rollout from the noises whose cheap previews scored best and worst (2604.06916).
+
+    The host's samples each start from a noise of their own and do not branch. The paper trains with DiffusionNFT, this
+    with the host's clipped objective.
+    """
+    return replace(method, preview=preview.Preview(pool=48, steps=4), roots=None)
+
+
 PRESETS: dict[str, Callable[..., Method]] = {
-    preset.__name__: preset for preset in (flow_grpo, flow_grpo_fast, dance_grpo, mix_grpo, mix_grpo_flash, grpo_guard)}
+    preset.__name__: preset for preset in (
+        flow_grpo, flow_grpo_fast, dance_grpo, ddpo, mix_grpo, mix_grpo_flash, grpo_guard, tempflow_grpo, granular_grpo,
+        branch_grpo, tree_rpo, pref_grpo, b2_diffurl, sol_rl)}
 
 
 def preset(*names: str) -> Method:
@@ -118,8 +237,11 @@ def preset(*names: str) -> Method:
     return method
 
 
-_TYPES = {cls.__name__: cls for module in (kernels, plans, solvers, selection, objectives, advantages)
-          for cls in vars(module).values() if dataclasses.is_dataclass(cls) and cls.__module__ == module.__name__}
+_MODULES = (kernels, plans, solvers, selection, objectives, advantages, baselines, shaping, preview)
+_TYPES = {cls.__name__: cls for module in _MODULES for cls in vars(module).values()
+          if dataclasses.is_dataclass(cls) and cls.__module__ == module.__name__ and cls is not plans.Schedule}
+_KIND = {cls: (advantages if module is baselines else module).__name__ for module in _MODULES
+         for cls in vars(module).values() if cls in _TYPES.values() and cls.__module__ == module.__name__}
 
 
 def with_parts(method: Method, parts: dict[str, Any]) -> Method:
@@ -132,11 +254,16 @@ def _overlay(part: Any, changes: dict[str, Any], path: str) -> Any:
         name, changes = changes["type"], {key: value for key, value in changes.items() if key != "type"}
         if name not in _TYPES:
             raise UserError(f"{path}.type: unknown part {name!r}{nearest(str(name), sorted(_TYPES))}")
-        if type(part).__module__ != _TYPES[name].__module__:
-            kin = [known for known, cls in _TYPES.items() if cls.__module__ == type(part).__module__]
+        if part is not None and _KIND[type(part)] != _KIND[_TYPES[name]]:
+            kin = [known for known, cls in _TYPES.items() if _KIND[cls] == _KIND[type(part)]]
             raise UserError(f"{path}.type: {name} does not belong there; there are: {', '.join(sorted(kin))}")
         if type(part) is not _TYPES[name]:
-            return _build(_TYPES[name], changes, path)
+            needed = [field for field in dataclasses.fields(_TYPES[name]) if field.default is dataclasses.MISSING]
+            if needed:
+                return _build(_TYPES[name], changes, path)
+            part = _TYPES[name]()
+    elif part is None:
+        raise UserError(f"{path}: got {changes!r}, expected a type with it, such as {{type: Preview}}")
     fields = {field.name: getattr(part, field.name) for field in dataclasses.fields(part)}
     for key in changes:
         if key not in fields:
@@ -144,9 +271,14 @@ def _overlay(part: Any, changes: dict[str, Any], path: str) -> Any:
         if dataclasses.is_dataclass(fields[key]) and not isinstance(changes[key], dict):
             raise UserError(f"{path}.{key}: got {changes[key]!r}, expected keys with values, such as "
                             f"{{type: {type(fields[key]).__name__}}}")
-    values = {key: _overlay(fields[key], value, f"{path}.{key}") if dataclasses.is_dataclass(fields[key]) else value
+    values = {key: _overlay(fields[key], value, f"{path}.{key}") if _nested(fields[key], value) else value
               for key, value in changes.items()}
     return _build(lambda **kept: replace(part, **kept), values, path)
+
+
+def _nested(part: Any, value: Any) -> bool:
+    """Where a recipe's value is keys with values for a part, or for the place of one that is absent."""
+    return isinstance(value, dict) and (part is None or dataclasses.is_dataclass(part))
 
 
 def _build(make: Callable[..., Any], values: dict[str, Any], path: str) -> Any:
@@ -156,14 +288,19 @@ def _build(make: Callable[..., Any], values: dict[str, Any], path: str) -> Any:
         raise UserError(f"{path}: {error}") from None
 
 
-def resolve(config: Config) -> Method:
+def resolve(config: Config, process: str = "flow") -> Method:
     """The method a configuration asks for, its parts tried on the configuration's number of steps and samples."""
-    method, train = with_parts(preset(config.method), config.parts), config.train
+    method, train = with_parts(preset(config.method), config.parts).on(process), config.train
     grid, x = shifted(train.steps, train.shift), torch.zeros(1, 1)
+    if process == "vp":
+        grid = torch.linspace(0.01, 0.99, train.steps + 1)  # alpha-bars, as good as any for a trial
     try:
+        if isinstance(method.surrogate, objectives.DynamicClip):
+            raise ValueError("the surrogate DynamicClip reads probabilities of tokens, not densities: use Clip")
         method.selection(torch.zeros(1, train.group))
-        for step in method.plan(train.steps, 0, config.seed).trained:
-            log_prob(method.kernel(x, x, grid, step), x)
+        for exploration in method.explorations(grid, train.group, train.shift, 0, config.seed):
+            for step in exploration.schedule.trained:
+                log_prob(exploration.transition(x, x, exploration.grid, step), x)
     except (TypeError, ValueError) as error:
         raise UserError(f"method {config.method} with train.steps {train.steps}, train.group {train.group} and "
                         f"parts {config.parts}: {error}") from None

@@ -6,7 +6,8 @@ All are pure and per decision, [B, N] for B rows of N decisions; masks and the d
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -37,6 +38,11 @@ class Guard:
         return _std(new) * (new.logp - old.logp + _divergence(new, old))
 
 
+# Surrogates are called as surrogate(log_ratio, advantage, old) -> loss [B, N], of the log-ratio and the old
+# log-probability [B, N] and an advantage [B, N] or [B, 1]; clipped(...), of the same, is true where they cut the
+# gradient. low and high are the ratio's range; only DynamicClip reads old.
+
+
 @dataclass(frozen=True)
 class Clip:
     """PPO's clipped surrogate as a loss, max(-A r, -A clip(r, 1-low, 1+high)) with r = exp(log_ratio): [B, N].
@@ -48,26 +54,91 @@ class Clip:
     high: float = 1e-4
 
     def __post_init__(self) -> None:
-        if not 0 <= self.low <= 1 or not self.high >= 0:
-            raise ValueError(f"Clip: low is {self.low} and high {self.high}, expected 0 to 1 and 0 or more")
+        _require_range("Clip", self.low, self.high)
 
-    def __call__(self, log_ratio: Tensor, advantage: Tensor) -> Tensor:
-        assert advantage.ndim == 2, advantage.shape
-        # Clipped as r - 1: next to 1 float32 has steps of 1.2e-7, too coarse for a clip range of 2e-6.
-        excess = log_ratio.expm1()
-        return -advantage - torch.minimum(advantage * excess, advantage * excess.clamp(-self.low, self.high))
+    def __call__(self, log_ratio: Tensor, advantage: Tensor, old: Tensor | None = None) -> Tensor:
+        return _ppo(log_ratio.expm1(), advantage, -self.low, self.high)
 
-    def clipped(self, log_ratio: Tensor, advantage: Tensor) -> Tensor:
+    def clipped(self, log_ratio: Tensor, advantage: Tensor, old: Tensor | None = None) -> Tensor:
         """Where the clip cuts the gradient, bool [B, N]: a ratio out of range on the side that A pushes it to."""
+        return _cut(log_ratio.expm1(), advantage, -self.low, self.high)
+
+
+@dataclass(frozen=True)
+class DualClip:
+    """`Clip` whose loss for A < 0 is at most -dual * A, with no gradient beyond: where r passes dual (1912.09729; in
+    place of a KL in RIFT, 2505.03344, with ranges of 0.2). One bad sample that became likely cannot rule the update."""
+
+    low: float = 1e-4
+    high: float = 1e-4
+    dual: float = 3.0
+
+    def __post_init__(self) -> None:
+        _require_range("DualClip", self.low, self.high)
+        if not self.dual > 1:
+            raise ValueError(f"DualClip: dual is {self.dual}, expected above 1, the ratio of an unchanged policy")
+
+    def __call__(self, log_ratio: Tensor, advantage: Tensor, old: Tensor | None = None) -> Tensor:
+        loss = _ppo(log_ratio.expm1(), advantage, -self.low, self.high)
+        return torch.where(advantage < 0, torch.minimum(loss, -self.dual * advantage), loss)
+
+    def clipped(self, log_ratio: Tensor, advantage: Tensor, old: Tensor | None = None) -> Tensor:
         excess = log_ratio.expm1()
-        return ((advantage > 0) & (excess > self.high)) | ((advantage < 0) & (excess < -self.low))
+        return _cut(excess, advantage, -self.low, self.high) | ((advantage < 0) & (excess > self.dual - 1))
+
+
+@dataclass(frozen=True)
+class DynamicClip:
+    """`Clip` for tokens, wider where the old policy found the token unlikely (DCPO, 2509.02333).
+
+    With q = exp(old) the range of r is 1/2 + sqrt(max(1 - 4 low / q, 0)) / 2 to 1/2 + sqrt(1 + 4 high / q) / 2, at most
+    `cap` (10 in the released code). q must be a probability: of a Gaussian transition it would be a density.
+    """
+
+    low: float = 0.16
+    high: float = 0.2
+    cap: float = 10.0
+
+    def __post_init__(self) -> None:
+        _require_range("DynamicClip", self.low, self.high)
+        if not self.cap > 1:
+            raise ValueError(f"DynamicClip: cap is {self.cap}, expected above 1 (infinity for none)")
+
+    def __call__(self, log_ratio: Tensor, advantage: Tensor, old: Tensor | None = None) -> Tensor:
+        return _ppo(log_ratio.expm1(), advantage, *self._range(old))
+
+    def clipped(self, log_ratio: Tensor, advantage: Tensor, old: Tensor | None = None) -> Tensor:
+        return _cut(log_ratio.expm1(), advantage, *self._range(old))
+
+    def _range(self, old: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The bounds of r - 1, each [B, N]."""
+        assert old is not None, "DynamicClip needs the old log-probability of every decision"
+        q = old.exp()
+        lowest = ((1 - 4 * self.low / q).clamp(min=0).sqrt() - 1) / 2
+        highest = ((1 + 4 * self.high / q).sqrt() - 1) / 2
+        return lowest, highest.clamp(max=self.cap - 1)
+
+
+@dataclass(frozen=True)
+class Reinforce:
+    """-A (1 + log_ratio), whose gradient is -A grad log p at every ratio: no importance weight, no clip (DDPO_SF,
+    2305.13301). It is the surrogate -A r to first order, and meant for one update per batch."""
+
+    low = high = math.inf  # no range of the ratio
+
+    def __call__(self, log_ratio: Tensor, advantage: Tensor, old: Tensor | None = None) -> Tensor:
+        assert advantage.ndim == 2, advantage.shape
+        return -advantage * (1 + log_ratio)
+
+    def clipped(self, log_ratio: Tensor, advantage: Tensor, old: Tensor | None = None) -> Tensor:
+        return torch.zeros_like(log_ratio, dtype=torch.bool)
 
 
 @dataclass(frozen=True)
 class Uniform:
-    """Weight 1 for every step: `weight(grid, steps) -> [K]`."""
+    """Weight 1 for every step: `weight(kernel, grid, steps) -> [K]`, for the K steps that an epoch trains."""
 
-    def __call__(self, grid: Tensor, steps: Sequence[int]) -> Tensor:
+    def __call__(self, kernel: Callable, grid: Tensor, steps: Sequence[int]) -> Tensor:
         return grid.new_ones(len(steps))
 
 
@@ -79,8 +150,19 @@ class InverseDelta:
     go with the number of steps.
     """
 
-    def __call__(self, grid: Tensor, steps: Sequence[int]) -> Tensor:
+    def __call__(self, kernel: Callable, grid: Tensor, steps: Sequence[int]) -> Tensor:
         return 1 / (grid[:-1] - grid[1:])[list(steps)]
+
+
+@dataclass(frozen=True)
+class NoiseLevel:
+    """Weight std_i / mean(std), [K], std_i the kernel's deviation of step i: mean 1 over the trained steps
+    (TempFlow-GRPO, 2508.04324, whose released constants 1/mean(std) are 2.25 for SD3.5 and 1.73 for FLUX)."""
+
+    def __call__(self, kernel: Callable, grid: Tensor, steps: Sequence[int]) -> Tensor:
+        x = grid.new_zeros(1, 1)
+        std = torch.stack([kernel(x, x, grid, step).std for step in steps])
+        return std / std.mean()
 
 
 @dataclass(frozen=True)
@@ -103,6 +185,78 @@ class GaussianKL:
         return self.weight * _divergence(new, reference)
 
 
+def k1(new: Tensor, reference: Tensor) -> Tensor:
+    """log p - log q of log-probabilities [B, N] of samples of p, the new policy; q is the reference.
+
+    Its mean is KL(p || q), but its gradient, grad log p, has mean 0: a number to watch, not a loss.
+    (k1, k2, k3: J. Schulman, Approximating KL Divergence, 2020.)
+    """
+    return new - reference
+
+
+def k2(new: Tensor, reference: Tensor) -> Tensor:
+    """(log p - log q)^2 / 2: biased from the third order of the difference on, but its gradient,
+    (log p - log q) grad log p, has the mean grad KL(p || q) on samples of p."""
+    return (new - reference).square() / 2
+
+
+def k3(new: Tensor, reference: Tensor) -> Tensor:
+    """q/p - 1 - log(q/p): its mean is KL(p || q) and it is never negative (GRPO's term, 2402.03300, equation 4).
+
+    Its gradient, (1 - q/p) grad log p, has the mean grad KL(q || p) on samples of p.
+    """
+    log_ratio = reference - new
+    return log_ratio.expm1() - log_ratio
+
+
+ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3}
+
+
+@dataclass(frozen=True)
+class SampledKL:
+    """weight * an estimate of the KL to the reference policy from the samples' log-probabilities alone, [B, N].
+
+    For tokens, and where no means are kept. A transition's log-probability is a mean over the latent's values: there k1
+    estimates the KL per value, while k2 and k3 see the differences of whole pictures shrunk by that mean. Weight 0 does
+    not read the reference.
+    """
+
+    weight: float = 0.0
+    estimator: str = "k3"
+
+    def __post_init__(self) -> None:
+        if not self.weight >= 0:
+            raise ValueError(f"SampledKL: weight is {self.weight}, expected 0 or more")
+        if self.estimator not in ESTIMATORS:
+            raise ValueError(f"SampledKL: estimator is {self.estimator!r}, expected one of {', '.join(ESTIMATORS)}")
+
+    def __call__(self, new: Scored, reference: Scored | None) -> Tensor:
+        if self.weight == 0:
+            return torch.zeros_like(new.logp)
+        assert reference is not None, "a KL of positive weight needs the reference's score"
+        return self.weight * ESTIMATORS[self.estimator](new.logp, reference.logp)
+
+
+def constant(weight: float, epoch: int, epochs: int) -> float:
+    """The KL's weight in an epoch, counted from 0: always the same."""
+    return weight
+
+
+def linear(weight: float, last: float, epoch: int, epochs: int) -> float:
+    """The KL's weight in an epoch, counted from 0: from `weight` in the first to `last` in the last of `epochs`."""
+    return weight + (last - weight) * epoch / max(epochs - 1, 1)
+
+
+def adaptive(weight: float, kl: float, target: float, factor: float = 2.0) -> float:
+    """The KL's next weight, after an epoch that measured `kl`: times `factor` above 1.5 target, over it below
+    target / 1.5 (PPO, 1707.06347, section 4)."""
+    if not target > 0 or not factor > 1:
+        raise ValueError(f"adaptive KL: target is {target} and factor {factor}, expected above 0 and above 1")
+    if kl > 1.5 * target:
+        return weight * factor
+    return weight / factor if kl < target / 1.5 else weight
+
+
 def mean_over_decisions(loss: Tensor, mask: Tensor, count: int) -> Tensor:
     """sum(loss * mask) / count, a scalar, of loss and mask [B, N].
 
@@ -110,6 +264,25 @@ def mean_over_decisions(loss: Tensor, mask: Tensor, count: int) -> Tensor:
     pieces then add up to one mean, and masks, windows and processes never change the gradient's scale.
     """
     return (loss * mask).sum() / count
+
+
+def _require_range(part: str, low: float, high: float) -> None:
+    if not 0 <= low <= 1 or not high >= 0:
+        raise ValueError(f"{part}: low is {low} and high {high}, expected 0 to 1 and 0 or more")
+
+
+def _ppo(excess: Tensor, advantage: Tensor, lowest: float | Tensor, highest: float | Tensor) -> Tensor:
+    """max(-A r, -A clip(r)) of excess = r - 1 within lowest to highest.
+
+    Clipped as r - 1: next to 1 float32 has steps of 1.2e-7, too coarse for a clip range of 2e-6.
+    """
+    assert advantage.ndim == 2, advantage.shape
+    return -advantage - torch.minimum(advantage * excess, advantage * excess.clamp(lowest, highest))
+
+
+def _cut(excess: Tensor, advantage: Tensor, lowest: float | Tensor, highest: float | Tensor) -> Tensor:
+    """Where `_ppo` has no gradient for a non-zero advantage, bool [B, N]."""
+    return ((advantage > 0) & (excess > highest)) | ((advantage < 0) & (excess < lowest))
 
 
 def _divergence(new: Scored, other: Scored) -> Tensor:

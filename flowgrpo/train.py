@@ -5,9 +5,11 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import time
 from collections import defaultdict
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -21,13 +23,15 @@ from flowgrpo.evaluation import held_out
 from flowgrpo.first_ratio import FirstRatio
 from flowgrpo.geometry import geometry
 from flowgrpo.log import Clock, Log, Stats
+from flowgrpo.advantages import below
 from flowgrpo.objectives import mean_over_decisions
 from flowgrpo.policies.conditioning import Encoder
 from flowgrpo.policies.pipeline import PipelinePolicy
 from flowgrpo.samplers import cost
-from flowgrpo.samplers.grids import compress_tail
-from flowgrpo.samplers.rollout import Exploration, Part, column, explore, make_grid, replay, seeder
+from flowgrpo.samplers.preview import chosen, contrasting, previews, require_choice
+from flowgrpo.samplers.rollout import Exploration, Part, Seed, explore, make_grid, replay, seeder
 from flowgrpo.signals import Stop, Stopped
+from flowgrpo.types import Context
 
 COUNTERS = ("epoch", "update", "skipped", "seconds", "rollout_evaluations", "saved_evaluations")
 
@@ -38,124 +42,173 @@ class Trainer:
     def __init__(self, config: Config, accelerator, policy: PipelinePolicy, train_rewards: dict[str, Any],
                  prompts: tuple[list[data.Prompt], list[data.Prompt]]):
         self.config, self.accelerator, self.policy, self.rewards = config, accelerator, policy, train_rewards
-        self.method = methods.resolve(config)
+        self.method = methods.resolve(config, policy.process)
         self.geometry = geometry(config.train)
         self.encode = Encoder(policy, Path(config.cache) if config.cache else None)
-        self.grid = make_grid(config.train.grid, config.train.steps, config.train.shift, policy.stock)
+        self.grid, self.timesteps = make_grid(config.train.grid, config.train.steps, config.train.shift, policy.stock)
         self.prompts, self.held_out = prompts
         self.optimizer = torch.optim.AdamW(policy.weights.parameters(), lr=config.train.lr, betas=config.train.betas,
                                            weight_decay=config.train.weight_decay)
         self.ema = policy.weights.snapshot() if config.train.ema else None
         self.epoch = self.update = self.skipped = 0
         self.seconds, self.rollout_evaluations, self.saved_evaluations = 0.0, 0, 0
-        self.first_ratio = FirstRatio(policy, self.method.surrogate)
+        self.first_ratio = FirstRatio(policy, self.method.surrogate, self.geometry.micro_batch)
+        self.memory: dict[str, Any] = {}  # what parts of the method remember between epochs
         self.clock, self.stop, self.say = Clock(), Stop(), print
+        if self.method.preview:
+            require_choice(self.explore_how(), self.method.preview.pool)
         self.marked = self.counters()
 
     # --- one epoch, read from top to bottom --------------------------------------------------------------------------
 
     def run_epoch(self) -> dict[str, Any]:
         """Prompts to gradient, once. Returns the epoch's metrics."""
-        config, shape = self.config, self.geometry
-        batch = data.draw(self.prompts, shape.prompts, self.epoch, config.seed)
-        exploration = self.explore_how()
+        batch = data.draw(self.prompts, self.geometry.prompts, self.epoch, self.config.seed)
+        parts, conditioning, grouped = self.sample(batch)
+        credited = self.credit(parts, grouped, conditioning.prompts)
+        return self.reward_metrics(grouped) | self.learn(credited, conditioning)
+
+    def sample(self, batch: list[data.Prompt]) -> tuple[list[Part], Any, torch.Tensor]:
+        """Sample and score this epoch's groups: (the parts, the prompts' conditioning, scores [groups,G,R])."""
+        explorations, seed = self.explore_how(), seeder(self.config.seed, self.epoch)
         with self.clock("encode"):
             conditioning = self.encode([p.text for p in batch], [self.negative(p) for p in batch])
+        if self.method.preview:
+            seed = self.preview(batch, conditioning, seed)
         evaluations = self.policy.evaluations
-        parts, scores = self.rollout(batch, conditioning, exploration)
-        self.count_evaluations(self.policy.evaluations - evaluations, exploration)
-        grouped = scores.view(shape.prompts, shape.group, -1)
-        advantage = self.method.advantage(grouped, list(config.rewards.values()))
-        keep = self.method.selection(advantage)
-        metrics = self.reward_metrics(grouped)
-        metrics |= self.learn(parts, conditioning, exploration, advantage.flatten(), keep.flatten())
-        return metrics
+        parts, scores = self.rollout(batch, conditioning, explorations, seed)
+        self.count_evaluations(self.policy.evaluations - evaluations, explorations)
+        return parts, conditioning, scores.unflatten(0, (-1, self.geometry.group))
 
-    def explore_how(self) -> Exploration:
+    def preview(self, batch, conditioning, seed: Seed) -> Seed:
+        """The seeds of the noises whose cheap previews score best and worst."""
+        train, pool = self.config.train, self.method.preview.pool
+        with self.clock("preview"):
+            grid = make_grid(train.grid, self.method.preview.steps, train.shift, self.policy.stock)
+            rows = torch.arange(len(batch)).repeat_interleave(pool)
+            finals = previews(self.policy, conditioning, *grid, pool, self.geometry.micro_batch, seed)
+            scores = self.score(batch, rows, self.decode(finals, conditioning.rows(rows)))
+            total = (scores * torch.tensor(list(self.config.rewards.values()))).nansum(1)
+            return chosen(seed, contrasting(total.view(-1, pool), train.group))
+
+    def explore_how(self) -> list[Exploration]:
         """This epoch's grid, window, kernel and solver."""
-        method, train = self.method, self.config.train
-        schedule, grid = method.plan(train.steps, self.epoch, self.config.seed), self.grid
-        if method.tail < 1:
-            grid = compress_tail(grid, schedule.stochastic[-1] + 1, method.tail, train.shift)
-        return Exploration(grid, schedule, method.kernel, method.solver, method.shared_noise, method.reads_means)
+        train = self.config.train
+        return self.method.explorations(self.grid, train.group, train.shift, self.epoch, self.config.seed,
+                                        self.timesteps)
 
-    def count_evaluations(self, spent: int, exploration: Exploration) -> None:
-        """What the rollout cost, and what it would have cost without the shared prefix."""
+    def count_evaluations(self, spent: int, explorations: list[Exploration]) -> None:
+        """What the rollout cost, and what it would have cost if no two pictures shared anything."""
         self.rollout_evaluations += spent
-        shape, steps = self.geometry, len(exploration.grid) - 1
-        alone, shared = (cost.rollout(exploration.schedule, steps, shape.prompts, shape.group, sharing,
-                                      shape.micro_batch) for sharing in (False, exploration.shared_noise))
+        alone, shared = (count(explorations, self.geometry.prompts) for count in (cost.alone, cost.rollout))
         self.saved_evaluations += round(spent * alone / shared) - spent
 
     def negative(self, prompt: data.Prompt) -> str:
         return self.config.negative_prompt if prompt.negative is None else prompt.negative
 
-    def rollout(self, batch, conditioning, exploration) -> tuple[list[Part], torch.Tensor]:
-        """Sample, decode and score B rows; a thread scores one micro-batch while the next one samples.
+    def rollout(self, batch, conditioning, explorations, seed: Seed) -> tuple[list[Part], torch.Tensor]:
+        """Sample, decode and score; a thread scores one part while the next one samples.
 
-        Returns (the parts, scores [B,R]).
+        Returns (the parts, scores [B,R]); a picture that is finished in several granularities has R scores in each.
         """
-        seed = seeder(self.config.seed, self.epoch)
         parts, scores = [], []
         with ThreadPoolExecutor(1) as pool:
-            samples = explore(self.policy, conditioning, exploration, self.geometry.group, self.geometry.micro_batch,
-                              seed)
+            samples = explore(self.policy, conditioning, explorations, self.geometry.micro_batch, seed)
             while True:
                 with self.clock("rollout"):
                     part = next(samples, None)
                 if part is None:
                     break
                 self.stop.check()
-                with self.clock("decode"):
-                    pictures = self.policy.decode(part.taken.final, conditioning.rows(part.prompts)).cpu()
-                scores.append(pool.submit(rewards.score, self.rewards, pictures, [batch[p].text for p in part.prompts],
-                                          [batch[p].metadata for p in part.prompts]))
+                for final in part.finals:
+                    with self.clock("decode"):
+                        pictures = self.decode(final, conditioning.rows(part.prompts))
+                    scores.append(pool.submit(self.score, batch, part.prompts, pictures))
                 parts.append(part)
             with self.clock("reward"):
-                return parts, torch.cat([score.result() for score in scores])
+                found, strides = [score.result() for score in scores], len(self.method.strides)
+                columns = [torch.cat(found[stride::strides]) for stride in range(strides)]
+                return parts, torch.cat(columns, 1)
 
-    def learn(self, parts, conditioning, exploration, advantage, keep) -> dict[str, Any]:
-        """Replay the recorded steps and follow the method's loss: `updates` optimiser steps per inner epoch.
+    def score(self, batch, rows: torch.Tensor, pictures: torch.Tensor) -> torch.Tensor:
+        """The rewards [b,R] of pictures of the prompts `rows` [b]."""
+        return rewards.score(self.rewards, pictures, [batch[p].text for p in rows], [batch[p].metadata for p in rows])
 
-        advantage and keep: [B], in the order of the epoch's rows.
-        """
-        stats = Stats(exploration.schedule.trained)
-        parts = [kept for part in parts if (kept := part.kept(keep[part.rows])) is not None]
-        parts = self.first_ratio(parts, conditioning, exploration, self.say)
+    def decode(self, finals: torch.Tensor, conditioning) -> torch.Tensor:
+        """Pictures on the CPU, decoded in micro-batches."""
+        rows = torch.arange(len(finals)).split(self.geometry.micro_batch)
+        return torch.cat([self.policy.decode(finals[at], conditioning.rows(at)).cpu() for at in rows])
+
+    def credit(self, parts: list[Part], grouped: torch.Tensor, texts: list[str]) -> Iterator[Part]:
+        """Give every transition its advantage, that of the mean reward of the pictures below it among its equals in
+        the group, and leave out what the method does not train. grouped: [groups,G,R]; texts: the prompts."""
+        method, context = self.method, self.context(parts, texts)
+        weights = list(self.config.rewards.values()) * len(method.strides)
+        shaped = method.shaping(grouped, context)
+        of_width = {1: method.advantage(shaped, weights, context)}
+        keep = method.selection(of_width[1], context)
+        for part in parts:
+            at, advantages, kept = slice(part.groups.start, part.groups.stop), [], []
+            for taken in part.transitions:
+                width = len(part.prompts) // len(taken.parent)
+                if width not in of_width:
+                    # Nodes above the leaves are compared without leaving a trace in what is remembered of the leaves.
+                    of_width[width] = method.advantage(below(shaped, width), weights, copy.deepcopy(context))
+                advantages.append(of_width[width][at].flatten())
+                kept.append(keep[at].reshape(-1, width).any(1))
+            yield part.credited(advantages, kept)
+
+    def context(self, parts: list[Part], texts: list[str]) -> Context:
+        """What a method may read beside rewards."""
+        group = self.geometry.group
+        return Context([texts[p] for part in parts for p in part.prompts[::group]],
+                       torch.cat([part.log_probs() for part in parts]).view(-1, group), self.epoch,
+                       self.config.train.epochs, self.memory)
+
+    def learn(self, parts: list[Part], conditioning) -> dict[str, Any]:
+        """Replay the recorded steps and follow the method's loss: `updates` optimiser steps per inner epoch."""
+        stats = Stats()
+        parts = self.first_ratio([part for part in parts if part is not None], conditioning, self.say)
         for inner in range(self.config.train.inner_epochs):
             for share in chunks(parts, self.geometry.updates):
                 with self.clock("update"):
                     self.optimizer.zero_grad()
-                    count = decisions(share)
+                    count, weights = decisions(share), self.step_weights(share)
                     for part in share:
-                        self.backward(part, conditioning, exploration, advantage[part.rows], count, stats)
+                        self.backward(part, conditioning, weights, count, stats)
                     self.step_optimizer(stats)
         return stats.summary() | {"skipped_updates": self.skipped}
 
-    def backward(self, part: Part, conditioning, exploration, advantage, count: int, stats: Stats) -> None:
-        """Add one micro-batch's gradient, a recorded step at a time.
+    def step_weights(self, parts: list[Part]) -> dict[int, float]:
+        """The method's weight of every trained step of the grid."""
+        steps = sorted({step for part in parts for step in part.exploration.schedule.trained})
+        return dict(zip(steps, self.method.step_weight(self.method.kernel, self.grid, steps).tolist()))
 
-        advantage: [b], one per row; count: the decisions of the whole optimiser step, by which every loss is divided.
+    def backward(self, part: Part, conditioning, weights: dict[int, float], count: int, stats: Stats) -> None:
+        """Add one part's gradient, a batch of one recorded step at a time.
+
+        count: the decisions of the whole optimiser step, by which every loss is divided.
         """
-        method, rows = self.method, conditioning.rows(part.prompts)
-        weights = method.step_weight(exploration.grid, part.taken.steps)
-        advantage = advantage[:, None].to(self.policy.device)
-        reference = self.reference_scores(part, rows, exploration)
-        for k, new in replay(self.policy, rows, exploration, part):
-            old = column(part.old, k)
+        method, reference = self.method, self.reference_scores(part, conditioning)
+        for batch, (k, rows, new) in enumerate(self.replay(part, conditioning)):
+            taken, advantage = part.transitions[k], part.advantages[k][rows, None].to(self.policy.device)
+            old = taken.old.rows(rows)
             log_ratio = method.log_ratio(new, old)
-            loss = method.surrogate(log_ratio, advantage) * weights[k]
+            loss = method.surrogate(log_ratio, advantage, old.logp) * weights[taken.step]
             if reference:
-                loss = loss + method.kl(new, reference[k])
+                loss = loss + method.kl(new, reference[batch])
             mean_over_decisions(loss, new.mask, count).backward()
-            stats.add(k, log_ratio, method.surrogate.clipped(log_ratio, advantage), loss)
+            stats.add(taken.step, log_ratio, method.surrogate.clipped(log_ratio, advantage, old.logp), loss)
 
-    def reference_scores(self, part, rows, exploration) -> list:
-        """The base model's score of the part's steps, where the method's KL asks for it."""
+    def reference_scores(self, part, conditioning) -> list:
+        """The base model's score of the part's transitions, where the method's KL asks for it."""
         if not self.method.kl.weight:
             return []
         with self.policy.reference():
-            return [score for _, score in replay(self.policy, rows, exploration, part)]
+            return [score for _, _, score in self.replay(part, conditioning)]
+
+    def replay(self, part: Part, conditioning):
+        return replay(self.policy, conditioning, part, self.geometry.micro_batch)
 
     def step_optimizer(self, stats: Stats) -> None:
         """Clip and step; a gradient that is not finite is skipped and counted."""
@@ -230,7 +283,7 @@ class Trainer:
         """Where the run stands, apart from its weights."""
         return {key: getattr(self, key) for key in COUNTERS} | {
             "evaluations": self.policy.evaluations, "first_log_ratio": self.first_ratio.found,
-            "rescore": self.first_ratio.rescore}
+            "rescore": self.first_ratio.rescore, "memory": copy.deepcopy(self.memory)}
 
     def save_whole(self, folder: Path) -> None:
         """Save an interrupted run, unless the broken epoch has already changed the weights: it will be run again."""
@@ -262,12 +315,13 @@ class Trainer:
             setattr(self, key, state[key])
         self.policy.evaluations = state["evaluations"]
         self.first_ratio.found, self.first_ratio.rescore = state["first_log_ratio"], state["rescore"]
+        self.memory = copy.deepcopy(state["memory"])
         self.marked = state
 
 
 def decisions(parts: list[Part]) -> int:
     """The trained decisions of one optimiser step: what its loss is divided by."""
-    return sum(part.old.logp.numel() for part in parts)
+    return sum(taken.old.logp.numel() for part in parts for taken in part.transitions)
 
 
 def chunks(parts: list[Part], count: int) -> list[list[Part]]:

@@ -1,15 +1,15 @@
 """The records that flow between sampling, scoring and training.
 
-Shapes: P prompts, G samples per prompt, B = P*G rows ordered prompt-major, K recorded steps, S token positions,
-N decisions per row (K steps, or S-1 tokens), *D the shape of one latent.
+Shapes: P prompts, G samples per prompt, B = P*G rows ordered prompt-major, S token positions, N decisions per
+row (1 for a transition, S-1 for tokens), *D the shape of one latent.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import reduce
-from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,44 +34,6 @@ class Gaussian:
 
     mean: Tensor
     std: Tensor
-
-
-@dataclass(frozen=True, eq=False)
-class Segment:
-    """A contiguous stretch of recorded states.
-
-    states: [B, K+1, *D], as the network saw them; steps: the K consecutive grid indices, states[:, k] being the state
-    before step steps[k] and states[:, k+1] the one after it.
-    """
-
-    states: Tensor
-    steps: tuple[int, ...]
-
-    def __post_init__(self) -> None:
-        assert self.states.shape[1] == len(self.steps) + 1, (self.states.shape, self.steps)
-        assert all(b == a + 1 for a, b in pairwise(self.steps)), self.steps
-
-
-@dataclass(frozen=True, eq=False)
-class Trajectory:
-    """What a rollout recorded: segments in grid order, and the final state [B, *D] that is decoded."""
-
-    segments: tuple[Segment, ...]
-    final: Tensor
-
-    def __post_init__(self) -> None:
-        assert all(a < b for a, b in pairwise(self.steps)), self.steps
-
-    @property
-    def steps(self) -> tuple[int, ...]:
-        """The K recorded grid indices, in grid order."""
-        return tuple(step for segment in self.segments for step in segment.steps)
-
-    def pairs(self) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """Yield (step, x [B, *D], x_next [B, *D]) in grid order; both are views of the recorded states."""
-        for segment in self.segments:
-            for k, step in enumerate(segment.steps):
-                yield step, segment.states[:, k], segment.states[:, k + 1]
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,16 +64,53 @@ class Scored:
         assert self.logp.ndim == 2 and self.logp.shape == self.mask.shape, (self.logp.shape, self.mask.shape)
         assert self.mean is None or self.mean.shape[:2] == self.logp.shape, (self.mean.shape, self.logp.shape)
 
+    def rows(self, at: Tensor) -> Scored:
+        """The rows `at` (indices or a mask) of all that is scored."""
+        std = self.std if self.std is None or self.std.ndim < 2 else self.std[at]
+        return Scored(self.logp[at], self.mask[at], None if self.mean is None else self.mean[at], std)
+
 
 @dataclass(frozen=True, eq=False)
-class Rollout:
-    """One epoch's samples on one process.
+class Transitions:
+    """The recorded transitions of one step of a grid: m of them, that left n <= m states.
 
-    taken: the decisions; old: their score under the policy that took them; outputs: the B pictures, frames or texts
-    that rewards see; group: int64 [B], the prompt each row belongs to.
+    step: the grid index; x: [n, *D], the states before it as the network saw them; prompts: int64 [n], the prompt of
+    each; parent: int64 [m], ascending, the state that each transition left; x_next: [m, *D]; old: [m, 1], their score
+    under the policy that drew them.
     """
 
-    taken: Trajectory | Tokens
+    step: int
+    x: Tensor
+    prompts: Tensor
+    parent: Tensor
+    x_next: Tensor
     old: Scored
-    outputs: object
-    group: Tensor
+
+    def __post_init__(self) -> None:
+        assert len(self.x) == len(self.prompts) and len(self.x_next) == len(self.parent) == len(self.old.logp)
+
+    def kept(self, keep: Tensor) -> Transitions | None:
+        """The transitions where `keep` (bool [m]) is true, with the states that they left; None if there are none."""
+        if keep.all():
+            return self
+        if not keep.any():
+            return None
+        left, parent = self.parent[keep].unique_consecutive(return_inverse=True)
+        at, of = keep.to(self.x_next.device), left.to(self.x.device)
+        return Transitions(self.step, self.x[of], self.prompts[left], parent, self.x_next[at], self.old.rows(at))
+
+
+@dataclass(eq=False)
+class Context:
+    """What the parts of a method may read beside rewards.
+
+    prompts: the text of each group, P of them; logp: [P, G], a sample's old log-probability, the mean over its trained
+    decisions, None where a method has none; epoch, counted from 0, and epochs, those of the run; memory: what parts
+    remember from epoch to epoch, JSON-able and kept in the checkpoint; each uses one key of its own.
+    """
+
+    prompts: Sequence[str] = ()
+    logp: Tensor | None = None
+    epoch: int = 0
+    epochs: int = 1
+    memory: dict[str, Any] = field(default_factory=dict)

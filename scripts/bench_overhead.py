@@ -36,11 +36,10 @@ def epoch(trainer: Trainer) -> None:
     shape, config = trainer.geometry, trainer.config
     batch = data.draw(trainer.prompts, shape.prompts, trainer.epoch, config.seed)
     conditioning = trainer.policy.encode([p.text for p in batch], [trainer.negative(p) for p in batch])
-    exploration = trainer.explore_how()
-    parts = list(explore(trainer.policy, conditioning, exploration, shape.group, shape.micro_batch,
+    parts = list(explore(trainer.policy, conditioning, trainer.explore_how(), shape.micro_batch,
                          seeder(config.seed, trainer.epoch)))
-    advantage = 1 - 2.0 * (torch.arange(shape.rows) % 2)
-    trainer.learn(parts, conditioning, exploration, advantage, torch.ones(shape.rows, dtype=torch.bool))
+    ups_and_downs = 1 - 2.0 * (torch.arange(shape.rows) % 2).view(-1, shape.group, 1)
+    trainer.learn(trainer.credit(parts, ups_and_downs, conditioning.prompts), conditioning)
 
 
 def recorded(trainer: Trainer) -> list[Call]:

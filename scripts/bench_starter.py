@@ -31,11 +31,10 @@ from evaluate_starter import GUIDANCE, accuracy
 from flowgrpo import data, methods
 from flowgrpo.config import Adapter, Config, load
 from flowgrpo.evaluation import held_out
-from flowgrpo.geometry import geometry
 from flowgrpo.policies.pipeline import PipelinePolicy, load_pipeline
 from flowgrpo.run import pick_device
 from flowgrpo.samplers import cost
-from flowgrpo.samplers.grids import compress_tail, shifted
+from flowgrpo.samplers.grids import shifted
 
 METHODS = ("flow_grpo", "dance_grpo", "mix_grpo", "mix_grpo_flash", "mix_grpo+grpo_guard")
 MEASURED = "scene"  # strict: every claim of the prompt is true
@@ -44,13 +43,9 @@ MEASURED = "scene"  # strict: every claim of the prompt is true
 def epoch_cost(config: Config, epoch: int) -> int:
     """Denoiser evaluations of one epoch without rescoring, on a pipeline that doubles its batch under guidance."""
     method, train = methods.resolve(config), config.train
-    schedule, grid = method.plan(train.steps, epoch, config.seed), shifted(train.steps, train.shift)
-    if method.tail < 1:
-        grid = compress_tail(grid, schedule.stochastic[-1] + 1, method.tail, train.shift)
+    explorations = method.explorations(shifted(train.steps, train.shift), train.group, train.shift, epoch, config.seed)
     passes = train.inner_epochs * (2 if method.kl.weight else 1) + (epoch == 0)
-    shape, micro_batch = (train.prompts, train.group, method.shared_noise), geometry(train).micro_batch
-    spent = cost.rollout(schedule, len(grid) - 1, *shape, micro_batch)
-    spent += cost.update(schedule, *shape, passes, micro_batch)
+    spent = cost.rollout(explorations, train.prompts) + cost.update(explorations, train.prompts, passes)
     return (2 if train.guidance > 1 else 1) * spent
 
 

@@ -3,10 +3,9 @@
     python scripts/build_prompts.py
 
 The two never overlap (`scenes.reserved` parts them) and are the same on every run. Tasks share the training prompts
-evenly, as far as a task has that many different ones; weights draw the tasks by SHARE, those that the starter already
-does well less often, because groups in which every picture is right teach nothing. Every task has 40 held-out lines, so
-that a mean over lines is a mean over tasks; a task with fewer prompts repeats them (each line gets its own noise). A
-file is in the order of the tasks, so that prompts picked evenly over it are spread evenly over the tasks.
+evenly, as far as a task has that many different ones; weights draw every task equally often. Every task has 40
+held-out lines, so that a mean over lines is a mean over tasks; a task with fewer prompts repeats them (each line gets
+its own noise). A file is in the order of the tasks, so that prompts picked evenly over it are spread evenly over them.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ from flowgrpo.starter import scenes
 
 FOLDER = Path(scenes.__file__).parent
 TRAIN, HELD_PER_TASK = 600, 40
-SHARE = {"single": 25, "colours": 50, "counting": 125, "two": 125, "position": 125, "attribution": 125}
 DRAWS = 2000  # per task: enough to meet each of the 107 prompts of `two`, the largest task that is exhausted
 
 
@@ -44,7 +42,7 @@ def build() -> dict[str, list[dict]]:
     train, held = ({task: unique(task, split) for task in scenes.TASKS} for split in (False, True))
     take = shares({task: len(prompts) for task, prompts in train.items()}, TRAIN)
     return {
-        "train.jsonl": [_record(text, task) | {"weight": round(SHARE[task] / take[task], 3)}
+        "train.jsonl": [_record(text, task) | {"weight": round(TRAIN / len(scenes.TASKS) / take[task], 3)}
                         for task in scenes.TASKS for text in sorted(train[task][:take[task]])],
         "held_out.jsonl": [_record(text, task) for task in scenes.TASKS
                            for text in sorted(islice(cycle(held[task]), HELD_PER_TASK))],

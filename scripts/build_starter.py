@@ -4,7 +4,8 @@
     python scripts/build_starter.py --out runs/starter --resume # go on after an interruption
 
 Each stage leaves a file in --out and is not run again: autoencoder, latents, denoiser (a checkpoint every 500 steps),
-and last the pipeline directory itself with its card. Seeds are fixed; CPU and GPU give slightly different weights.
+the same two again for stock pictures, four in ten of which carry a stamp that no caption mentions, and last the
+pipeline directory itself. Seeds are fixed; CPU and GPU give slightly different weights.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from flowgrpo.starter import scenes
 
 MAX_TOKENS = 16  # the longest prompt of this world has 14 tokens with its start and end
 LATENT = dict(channels=4, size=16)
+STAMPED = 0.46  # of the stock pictures
 
 
 def build_tokenizer():
@@ -118,13 +120,15 @@ class PlainAttention:
         return scores.softmax(-1) @ v
 
 
-def draw(count: int, seed: int) -> tuple[torch.Tensor, list[str]]:
-    """`count` training scenes: pictures uint8 [count, 3, 64, 64] and their prompts; none is held out."""
+def draw(count: int, seed: int, stamped: float = 0.0) -> tuple[torch.Tensor, list[str]]:
+    """`count` training scenes: pictures uint8 [count, 3, 64, 64] and their prompts; none is held out. stamped: the
+    share of pictures with a stamp."""
     rng = np.random.default_rng(seed)
     pictures, prompts = torch.empty(count, 3, scenes.SIZE, scenes.SIZE, dtype=torch.uint8), []
     for i in range(count):
         prompt, claims = scenes.sample_prompt(rng, scenes.TASKS[i % len(scenes.TASKS)], held=False)
-        pictures[i] = torch.from_numpy((scenes.render(claims, rng) * 255).round().astype(np.uint8)).permute(2, 0, 1)
+        picture = scenes.render(claims, rng, stamped=bool(stamped) and rng.random() < stamped)
+        pictures[i] = torch.from_numpy((picture * 255).round().astype(np.uint8)).permute(2, 0, 1)
         prompts.append(prompt)
     return pictures, prompts
 
@@ -155,22 +159,23 @@ def train_autoencoder(out: Path, device: str, steps: int):
 
 
 @torch.no_grad()
-def encode_dataset(out: Path, device: str, count: int):
-    """Latents fp16 [count, 4, 16, 16], standardised to mean 0 and deviation 1, with the prompts' token ids."""
+def encode_dataset(out: Path, device: str, name: str, count: int, seed: int, stamped: float = 0.0):
+    """Latents fp16 [count, 4, 16, 16], standardised to mean 0 and deviation 1 over the first set, with the prompts'
+    token ids."""
     vae = build_autoencoder().to(device).eval()
     vae.load_state_dict(load_file(out / "autoencoder.safetensors"))
-    tokenizer, latents, ids = build_tokenizer(), [], []
-    for part in tqdm(range(count // 2000), desc="latents"):
-        pictures, prompts = draw(2000, seed=1000 + part)
+    tokenizer, latents, ids, first = build_tokenizer(), [], [], out / "latents.safetensors"
+    for part in tqdm(range(count // 2000), desc=name):
+        pictures, prompts = draw(2000, seed + part, stamped)
         for x in pictures.split(250):
             with torch.autocast(device, torch.bfloat16):
                 latents.append(vae.encoder(x.to(device, torch.float32).div(127.5).sub(1)).cpu().half())
         ids.append(tokenizer(prompts, padding="max_length", max_length=MAX_TOKENS, truncation=True,
                              return_tensors="pt").input_ids.to(torch.int16))
-    z = torch.cat(latents)
-    stats = torch.tensor([z.float().mean(), z.float().std()])
-    save_file({"latents": ((z.float() - stats[0]) / stats[1]).half(), "ids": torch.cat(ids), "stats": stats},
-              out / "latents.safetensors")
+    z = torch.cat(latents).float()
+    stats = load_file(first)["stats"] if first.exists() else torch.tensor([z.mean(), z.std()])
+    save_file({"latents": ((z - stats[0]) / stats[1]).half(), "ids": torch.cat(ids), "stats": stats},
+              out / f"{name}.safetensors")
 
 
 class Starter(torch.nn.Module):
@@ -195,24 +200,30 @@ def rate(step: int, steps: int) -> float:
     return min((step + 1) / 300, 1.0, max((steps - step) / (steps / 3), 0.0))
 
 
-def train_denoiser(out: Path, device: str, steps: int, batch: int, resume: bool, lr: float = 1e-3):
-    """Flow matching with logit-normal sigmas, 10 % empty prompts, and an average of the weights at the end."""
-    data, tokenizer = load_file(out / "latents.safetensors"), build_tokenizer()
+def train_denoiser(out: Path, device: str, steps: int, batch: int, resume: bool, name: str, latents: str, lr: float,
+                   start: str | None = None):
+    """Flow matching with logit-normal sigmas, 10 % empty prompts, and an average of the weights at the end; `start` is
+    the stage whose average it begins with."""
+    data, tokenizer = load_file(out / f"{latents}.safetensors"), build_tokenizer()
     empty = tokenizer("", padding="max_length", max_length=MAX_TOKENS, return_tensors="pt").input_ids
     torch.manual_seed(3)
     model = Starter(tokenizer).to(device)
+    if start:
+        model.load_state_dict(model.state_dict() | torch.load(out / f"{start}.pt", weights_only=True)["average"])
     average = {k: v.detach().clone() for k, v in model.named_parameters()}
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
-    checkpoint, first = out / "denoiser.pt", 0
-    if resume and checkpoint.exists():  # our own file, written a moment ago by this script
-        saved = torch.load(checkpoint, weights_only=True)
+    checkpoint, first = out / f"{name}.pt", 0
+    saved = torch.load(checkpoint, weights_only=True) if checkpoint.exists() else None  # this script's own file
+    if saved and saved["step"] >= steps:
+        return
+    if resume and saved:
         model.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
         average, first = saved["average"], saved["step"]
     if device == "cpu":
         for block in model.denoiser.transformer_blocks:
             block.compile()
-    bar, smooth = tqdm(range(first, steps), desc="denoiser", initial=first, total=steps, mininterval=5), None
+    bar, smooth = tqdm(range(first, steps), desc=name, initial=first, total=steps, mininterval=5), None
     for step in bar:
         generator = torch.Generator().manual_seed(10_000 + step)
         rows = torch.randint(len(data["latents"]), (batch,), generator=generator)
@@ -252,7 +263,7 @@ def assemble(out: Path, target: Path):
     # The pipeline decodes latents / scaling_factor + shift_factor.
     vae.register_to_config(scaling_factor=float(1 / stats[1]), shift_factor=float(stats[0]))
     model = Starter(tokenizer)
-    average = torch.load(out / "denoiser.pt", weights_only=True)["average"]
+    average = torch.load(out / "stock.pt", weights_only=True)["average"]
     model.load_state_dict(model.state_dict() | average)
     pipe = StableDiffusion3Pipeline(
         transformer=model.denoiser, scheduler=FlowMatchEulerDiscreteScheduler(shift=1.0), vae=vae,
@@ -279,9 +290,11 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("runs/starter"), help="working folder")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--steps", type=int, default=12_000, help="denoiser steps")
+    parser.add_argument("--steps", type=int, default=6_000, help="denoiser steps")
+    parser.add_argument("--stock-steps", type=int, default=1_800, help="denoiser steps on stock pictures after these")
     parser.add_argument("--batch", type=int, default=128)
     parser.add_argument("--scenes", type=int, default=120_000)
+    parser.add_argument("--stock-scenes", type=int, default=40_000)
     parser.add_argument("--ae-steps", type=int, default=3_000)
     parser.add_argument("--resume", action="store_true", help="go on from the denoiser's last checkpoint")
     args = parser.parse_args()
@@ -290,10 +303,14 @@ def main():
     start = time.time()
     if not (args.out / "autoencoder.safetensors").exists():
         train_autoencoder(args.out, args.device, args.ae_steps)
-    if not (args.out / "latents.safetensors").exists():
-        encode_dataset(args.out, args.device, args.scenes)
+    for name, count, seed, stamped in (("latents", args.scenes, 1000, 0.0),
+                                       ("stock_latents", args.stock_scenes, 2000, STAMPED)):
+        if not (args.out / f"{name}.safetensors").exists():
+            encode_dataset(args.out, args.device, name, count, seed, stamped)
     with PlainAttention() if args.device == "cpu" else contextlib.nullcontext():
-        train_denoiser(args.out, args.device, args.steps, args.batch, args.resume)
+        train_denoiser(args.out, args.device, args.steps, args.batch, args.resume, "denoiser", "latents", 1e-3)
+        train_denoiser(args.out, args.device, args.stock_steps, args.batch, args.resume, "stock", "stock_latents", 8e-4,
+                       start="denoiser")
     assemble(args.out, args.out / "pipeline")
     print(f"{args.out / 'pipeline'} written after {time.time() - start:.0f} s")
 

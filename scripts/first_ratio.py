@@ -30,11 +30,10 @@ def largest(trainer: Trainer, epochs: list[int]) -> float:
     batch = trainer.prompts[:: max(1, len(trainer.prompts) // shape.prompts)][:shape.prompts]
     conditioning = trainer.policy.encode([prompt.text for prompt in batch])
     for trainer.epoch in epochs:
-        exploration = trainer.explore_how()
-        parts = list(explore(trainer.policy, conditioning, exploration, shape.group, shape.micro_batch,
+        parts = list(explore(trainer.policy, conditioning, trainer.explore_how(), shape.micro_batch,
                              seeder(trainer.config.seed, trainer.epoch)))
         trainer.first_ratio.found = None
-        trainer.first_ratio(parts, conditioning, exploration, print)
+        trainer.first_ratio(parts, conditioning, print)
         found.append(trainer.first_ratio.found)
     return max(found)
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from flowgrpo.advantages import Advantage, combine, group_relative, zero_variance
+from flowgrpo.advantages import Advantage, below, combine, group_relative, zero_variance
 
 F64 = torch.float64
 NAN = math.nan
@@ -149,6 +149,32 @@ def test_in_a_sum_of_rewards_a_missing_one_stands_at_its_groups_mean():
     rewards = f64([[[NAN, NAN], [2, 30], [3, 10]]])
     root = 1 / math.sqrt(2)
     close(combine(rewards, [1, 1], order="rewards"), [[0, root, -root]], 1e-7)
+
+
+LEAVES = f64([[[1, 10], [3, 20], [5, NAN], [9, 40]], [[0, NAN], [2, NAN], [4, 8], [6, 0]]])  # 2 prompts, 4, 2 rewards
+
+
+def test_values_of_nodes_by_hand():
+    pairs = f64([[[2, 15], [7, 40]], [[1, NAN], [5, 4]]])  # a reward that is missing does not count, or is missing
+    torch.testing.assert_close(below(LEAVES, 2), pairs, rtol=0, atol=1e-12, equal_nan=True)
+    roots = f64([[[4.5, 70 / 3]], [[3, 4]]])
+    torch.testing.assert_close(below(LEAVES, 4), roots, rtol=0, atol=1e-12)
+    assert below(LEAVES, 1) is LEAVES
+
+
+def test_values_of_nodes_are_the_means_of_their_childrens():
+    rewards = torch.randn(3, 12, 2, dtype=F64, generator=torch.Generator().manual_seed(3))
+    for inner, outer in ((2, 2), (3, 2), (2, 3), (1, 4)):
+        twice = below(below(rewards, inner), outer)
+        torch.testing.assert_close(twice, below(rewards, inner * outer), rtol=0, atol=1e-12)
+    assert below(rewards, 4).shape == (3, 3, 2)
+
+
+def test_the_advantage_of_a_node_is_among_its_equals():
+    # Values 2 and 7 of two nodes with two leaves each: mean 4.5, deviation 5 / sqrt(2).
+    root = 1 / math.sqrt(2)
+    close(Advantage()(below(LEAVES[:1, :, :1], 2), [1.0]), [[-root, root]], 1e-7)
+    assert (Advantage()(below(LEAVES[:1, :, :1], 4), [1.0]) == 0).all()  # one node alone says nothing
 
 
 def test_the_part_of_a_method_is_combine_with_its_settings():

@@ -43,13 +43,13 @@ def test_a_run_costs_what_was_foretold(tmp_path, method, guidance, parts, micro_
 
 
 def test_the_fewest_epochs_that_reach_a_budget(tmp_path):
-    # 2 prompts of 3 rows in micro-batches of 2, which hold 1, 2 and 1 prompts: the parting step costs 4, another one 6.
-    # Rollout 4 + 9 * 6, replay of the window 4 + 3 * 6, and in the first epoch once more for the first ratio.
+    # 2 prompts of 3 rows: the step at which they part costs 2, another one 6. Rollout 2 + 9 * 6, replay of the window
+    # 2 + 3 * 6, and in the first epoch once more for the first ratio.
     settings = config(tmp_path, "mix_grpo", 2)
-    assert [bench_starter.epoch_cost(settings, epoch) for epoch in (0, 1, 24)] == [58 + 2 * 22, 58 + 22, 58 + 22]
-    assert bench_starter.epoch_cost(settings, 25) == 58 - 4 + 22  # the window has moved: one more step per prompt
-    assert bench_starter.epochs_for(settings, 102) == (1, 102)
-    assert bench_starter.epochs_for(settings, 103) == (2, 182)
+    assert [bench_starter.epoch_cost(settings, epoch) for epoch in (0, 1, 24)] == [56 + 2 * 20, 56 + 20, 56 + 20]
+    assert bench_starter.epoch_cost(settings, 25) == 56 - 4 + 20  # the window has moved: one more step per prompt
+    assert bench_starter.epochs_for(settings, 96) == (1, 96)
+    assert bench_starter.epochs_for(settings, 97) == (2, 172)
 
 
 def test_the_table_by_hand():

@@ -50,12 +50,12 @@ def test_embedded_guidance_and_packed_latents(tmp_path):
     assert told["replay_error"] == told["first_log_ratio"] == 0
 
 
-def test_a_model_that_predicts_noise_cannot(tmp_path):
+def test_a_model_that_predicts_the_data_cannot(tmp_path):
     pipe = tiny.sd3()
-    pipe.register_modules(scheduler=DDIMScheduler())
+    pipe.register_modules(scheduler=DDIMScheduler(prediction_type="sample"))
     told = check.report(str(tiny.save(pipe, tmp_path / "ddim")))
-    assert not told["drivable"] and told["prediction"] == "epsilon" and told["denoisers"] == ["transformer"]
-    assert told["reason"] == "DDIMScheduler expects epsilon: only flow matching (velocity) is trained"
+    assert not told["drivable"] and told["prediction"] == "sample"
+    assert told["reason"].startswith("DDIMScheduler (prediction 'sample') cannot be driven: expected")
 
 
 def test_a_pipeline_that_does_not_load_cannot(tmp_path):
@@ -95,21 +95,20 @@ def test_the_command_exits_with_2_where_it_cannot(model, tmp_path, capsys):
 def test_costs_are_what_the_denoiser_counts(stochastic, shared, guidance, micro_batch):
     policy = PipelinePolicy(tiny.sd3(), Adapter(rank=1), guidance=guidance, call=tiny.CALL)
     schedule, doubled = Schedule(stochastic, stochastic), 2 if guidance > 1 else 1
-    exploration = Exploration(shifted(5, 3.0), schedule, FlowSDE(), Euler(), shared_noise=shared)
+    exploration = Exploration(shifted(5, 3.0), schedule, FlowSDE(), Euler(), 4, 1 if shared else 4)
     conditioning = policy.encode(["a", "b", "c"])
     before = policy.evaluations
-    parts = list(explore(policy, conditioning, exploration, 4, micro_batch, seeder(0, 0)))
-    assert policy.evaluations - before == doubled * cost.rollout(schedule, 5, 3, 4, shared, micro_batch)
+    parts = list(explore(policy, conditioning, [exploration], micro_batch, seeder(0, 0)))
+    assert policy.evaluations - before == doubled * cost.rollout([exploration], 3)
     before = policy.evaluations
     for part in parts:
-        list(replay(policy, conditioning.rows(part.prompts), exploration, part))
-    assert policy.evaluations - before == doubled * cost.update(schedule, 3, 4, shared, 1, micro_batch)
+        list(replay(policy, conditioning, part, micro_batch))
+    assert policy.evaluations - before == doubled * cost.update([exploration], 3, 1)
 
 
 def test_costs_of_whole_groups_by_hand():
     window = Schedule((2, 3), (2, 3))
+    shared, alone = (Exploration(shifted(5, 3.0), window, FlowSDE(), Euler(), 4, roots) for roots in (1, 4))
     # 3 prompts through steps 0, 1 and the parting step 2; 12 rows through the other two. A replay: 3 rows, then 12.
-    assert cost.rollout(window, 5, 3, 4, True) == 3 * 3 + 12 * 2 == cost.rollout(window, 5, 3, 4, True, 8)
-    assert cost.update(window, 3, 4, True, 1) == 3 + 12 and cost.update(window, 3, 4, False, 2) == 2 * 24
-    # Micro-batches of 5 rows hold prompts 0 and 1, 1 and 2, 2.
-    assert cost.rollout(window, 5, 3, 4, True, 5) == 3 * 2 + 5 + 12 * 2
+    assert cost.rollout([shared], 3) == 3 * 3 + 12 * 2 and cost.rollout([alone], 3) == 12 * 5 == cost.alone([shared], 3)
+    assert cost.update([shared], 3, 1) == 3 + 12 and cost.update([alone], 3, 2) == 2 * 24

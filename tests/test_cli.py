@@ -129,6 +129,15 @@ def test_no_command_shows_the_help(capsys):
     assert "train" in captured.out + captured.err and "error" not in captured.err
 
 
+def test_methods_are_listed_with_their_pages(capsys):
+    from flowgrpo.methods import PRESETS
+
+    assert main(["methods"]) == 0
+    out = capsys.readouterr().out
+    assert [name for name in PRESETS if f"{name} " not in out] == []
+    assert "2508.04324" in out and "docs/methods/NAME.md" in out and "docs/methods/index.md" in out
+
+
 def test_rewards_are_listed(capsys):
     assert main(["rewards"]) == 0
     out = capsys.readouterr().out

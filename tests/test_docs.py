@@ -17,24 +17,44 @@ sys.path.append(str(ROOT / "scripts"))
 
 import build_docs  # noqa: E402
 
-METHODS = (ROOT / "docs" / "methods.md").read_text(encoding="utf-8")
+PAGES = {file.stem: file.read_text(encoding="utf-8") for file in sorted((ROOT / "docs" / "methods").glob("*.md"))}
+PRESETS = {name: text for name, text in PAGES.items() if name != "index"}
 
 
-def test_the_table_of_the_configuration_is_current():
-    assert build_docs.TARGET.read_text(encoding="utf-8") == build_docs.page(), "run scripts/build_docs.py"
+@pytest.mark.parametrize("target", build_docs.PAGES, ids=lambda path: path.name)
+def test_generated_pages_are_current(target):
+    assert target.read_text(encoding="utf-8") == build_docs.PAGES[target](), "run scripts/build_docs.py"
 
 
-def test_every_preset_has_its_section_and_its_line_in_the_readme():
-    assert re.findall(r"^## (.*)$", METHODS, re.M) == list(methods.PRESETS)
+def test_every_part_has_its_place_in_the_index():
+    assert all(build_docs.place(part) in build_docs.PLACES for part in methods._TYPES.values())
+    assert [name for name in methods._TYPES if f"| `{name}` |" not in PAGES["index"]] == []
+    assert [build_docs.place(methods._TYPES[name]) for name in ("CPS", "RiskAverse", "Guard", "Reinforce", "NoiseLevel",
+                                                                "SampledKL", "Preview")] == [
+        "kernel", "advantage", "log_ratio", "surrogate", "step_weight", "kl", "preview"]
+
+
+def test_every_preset_has_a_short_page_and_its_line_in_the_readme():
+    assert PRESETS.keys() == methods.PRESETS.keys()
+    assert all(text.startswith(f"# {name}\n") and len(text.splitlines()) <= 30 for name, text in PRESETS.items())
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert [name for name in methods.PRESETS if f"| `{name}` |" not in readme] == []
+    assert [name for name in methods.PRESETS if f"| [`{name}`](docs/methods/{name}.md) |" not in readme] == []
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_the_recipe_of_a_page_works(name, tmp_path):
+    [block] = re.findall(r"```yaml\n(.*?)```", PRESETS[name], re.S)
+    (tmp_path / "recipe.yaml").write_text(block)
+    recipe = load(tmp_path / "recipe.yaml")
+    assert name in recipe.method.split("+") and {"steps", "group"} <= recipe.train.model_fields_set and recipe.parts
+    methods.resolve(recipe)
 
 
 def snippets() -> list[tuple[str, str]]:
-    """(preset, its `parts: {...}`) of every section; those before the first section are of mix_grpo."""
-    texts = re.split(r"^## (.*)$", METHODS, flags=re.M)
-    sections = [("mix_grpo", texts[0]), *zip(texts[1::2], texts[2::2])]
-    return [(name, found) for name, text in sections for found in re.findall(r"parts: \{(?:[^{}]|\{[^{}]*\})*\}", text)]
+    """(preset, its `parts: {...}`) of every page's text; those of the index are of mix_grpo."""
+    texts = [("mix_grpo" if name == "index" else name, re.sub(r"```.*?```", "", text, flags=re.S))
+             for name, text in PAGES.items()]
+    return [(name, found) for name, text in texts for found in re.findall(r"parts: \{(?:[^{}]|\{[^{}]*\})*\}", text)]
 
 
 @pytest.mark.parametrize("name, snippet", snippets())
@@ -43,15 +63,18 @@ def test_the_parts_that_are_shown_can_be_set(name, snippet):
     assert methods.with_parts(method, yaml.safe_load(snippet)["parts"]) != method
 
 
-def test_tests_that_are_named_exist():
-    named = re.findall(r"`(test_\w+\.py)::(\w+)`((?:,\s+`test_\w+`)*)", METHODS)
-    assert len(named) >= 12
-    for file, first, others in named:
-        text = (ROOT / "tests" / file).read_text(encoding="utf-8")
-        missing = [name for name in [first, *re.findall(r"test_\w+", others)] if f"def {name}(" not in text]
-        assert not missing, f"{file} has no {missing}"
-    files = re.findall(r"`tests/(test_\w+\.py)`", METHODS)
-    assert all((ROOT / "tests" / file).is_file() for file in files), files
+@pytest.mark.parametrize("name", PRESETS)
+def test_tests_that_a_page_names_exist(name):
+    named = re.findall(r"`tests/(test_\w+\.py)::(\w+)`", PRESETS[name])
+    assert named and PRESETS[name].count("::") == len(named)
+    for file, test in named:
+        assert f"def {test}(" in (ROOT / "tests" / file).read_text(encoding="utf-8"), f"{file} has no {test}"
+
+
+def test_links_of_the_documents_lead_to_files():
+    for file in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]:
+        links = re.findall(r"\]\((?!https?:)([^)#]+)", file.read_text(encoding="utf-8"))
+        assert [link for link in links if not (file.parent / link).exists()] == [], file
 
 
 def test_recipes_stay_short_and_load():

@@ -11,7 +11,7 @@ from diffusers import (
     FlowMatchHeunDiscreteScheduler,
 )
 
-from flowgrpo.samplers.grids import compress_tail, shifted, stock
+from flowgrpo.samplers.grids import compress_tail, shifted, stock, thinned
 
 F64 = torch.float64
 
@@ -103,3 +103,36 @@ def test_compress_tail_at_ratio_one_changes_nothing():
 def test_compress_tail_refuses_impossible_settings(after, ratio, shift):
     with pytest.raises(ValueError, match="expected"):
         compress_tail(shifted(10, 3), after, ratio, shift)
+
+
+@pytest.mark.parametrize(("steps", "after", "stride", "kept"), [
+    (6, 3, 1, range(7)),
+    (6, 3, 2, (0, 1, 2, 3, 4, 6)),
+    (6, 2, 2, (0, 1, 2, 3, 5, 6)),  # 3, 5 and then past the end: the released code stops at 5
+    (6, 2, 3, (0, 1, 2, 3, 6)),
+    (6, 0, 2, (0, 1, 3, 5, 6)),
+    (6, 5, 2, range(7)),
+    (6, 1, 99, (0, 1, 2, 6)),
+    # G2RPO on 16 steps, at step k = 3: sigma[:k+2] and sigma[k+2::2].
+    (16, 4, 2, (0, 1, 2, 3, 4, 5, 7, 9, 11, 13, 15, 16)),
+])
+def test_thinned_by_hand(steps, after, stride, kept):
+    grid = shifted(steps, 3)
+    assert torch.equal(thinned(grid, after, stride), grid[list(kept)])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, F64])
+@pytest.mark.parametrize("stride", range(1, 8))
+def test_thinned_keeps_the_head_and_ends_at_zero_once(dtype, stride):
+    grid = shifted(25, 3).to(dtype)
+    for after in range(25):
+        short = thinned(grid, after, stride)
+        assert short.dtype == dtype and torch.equal(short[: after + 2], grid[: after + 2])
+        assert short[-1] == 0 and (short.diff() < 0).all() and set(short.tolist()) <= set(grid.tolist())
+        assert len(short) - 2 - after == math.ceil((25 - after - 1) / stride)
+
+
+@pytest.mark.parametrize(("after", "stride"), [(10, 2), (-1, 2), (3, 0), (3, -2)])
+def test_thinned_refuses_impossible_settings(after, stride):
+    with pytest.raises(ValueError, match=f"after is {after} and stride {stride}, expected 0 to 9 and 1 or more"):
+        thinned(shifted(10, 3), after, stride)

@@ -14,7 +14,7 @@ from diffusers import (
 
 from flowgrpo.gaussian import log_prob, sample
 from flowgrpo.samplers.grids import shifted, stock
-from flowgrpo.samplers.kernels import CPS, DDIM, ODE, DanceSDE, FlowDDIM, FlowSDE, predict_x0
+from flowgrpo.samplers.kernels import CPS, DDIM, ODE, DanceSDE, FlowDDIM, FlowSDE, predict_x0, scaled
 
 F64 = torch.float64
 FLOW = [FlowSDE, DanceSDE, CPS, FlowDDIM]
@@ -214,6 +214,36 @@ def test_kernels_tend_to_their_deterministic_step(kernel):
         gaps = [(step.mean - still.mean).abs().max().item() for step in steps]
         assert steps[0].std / steps[1].std == pytest.approx(2, rel=1e-4)  # the std is of first order in the level,
         assert gaps[0] / gaps[1] == pytest.approx(4, rel=1e-3)  # the mean of second
+
+
+@pytest.mark.parametrize(
+    ("kernel", "expected"),
+    [(FlowSDE(0.7), FlowSDE(0.35)), (DanceSDE(0.3), DanceSDE(0.15)), (CPS(0.8), CPS(0.4)),
+     (FlowDDIM(1.0), FlowDDIM(0.5)), (DDIM(0.6), DDIM(0.3))],
+)
+def test_a_scaled_kernel_has_a_multiple_of_its_noise(kernel, expected):
+    assert scaled(kernel, 0.5) == expected
+    assert scaled(kernel, 1) == kernel and type(scaled(kernel, 0)) is type(kernel)
+
+
+@pytest.mark.parametrize("kernel", [FlowSDE(0.7), DanceSDE(0.3), FlowDDIM(0.5), DDIM(0.5)])
+def test_a_scaled_kernel_has_a_multiple_of_its_deviation(kernel):
+    x, v, grid = draw(3, 4), draw(3, 4, seed=1), grid_of(kernel)
+    for i in range(9):
+        for factor in (0.25, 1.7):
+            std = scaled(kernel, factor)(x, v, grid, i).std.item()
+            assert std == pytest.approx(factor * kernel(x, v, grid, i).std.item(), abs=1e-10)
+
+
+def test_cps_is_scaled_in_its_angle():
+    x, grid = draw(1), scalars(0.8, 0.7)
+    assert scaled(CPS(0.8), 0.5)(x, x, grid, 0).std.item() == pytest.approx(0.7 * math.sin(0.2 * math.pi), abs=1e-12)
+
+
+def test_noise_scaled_out_of_its_range_is_refused():
+    for kernel, factor in ((CPS(0.8), 2), (FlowDDIM(0.6), 2), (FlowSDE(0.7), -1)):
+        with pytest.raises(ValueError, match=f"{type(kernel).__name__}: (level|eta) is"):
+            scaled(kernel, factor)
 
 
 def test_ddim_without_noise_is_the_deterministic_ddim_step():

@@ -13,11 +13,12 @@ from flowgrpo.advantages import Advantage
 from flowgrpo.errors import UserError
 from flowgrpo.log import Stats
 from flowgrpo.methods import PRESETS, Method, preset, resolve, with_parts
-from flowgrpo.objectives import Clip, Guard, InverseDelta, PlainRatio, Uniform
-from flowgrpo.samplers.kernels import CPS, DanceSDE, FlowSDE
-from flowgrpo.samplers.plans import AllSteps, RandomSubset, Single, Sliding
+from flowgrpo.objectives import Clip, Guard, InverseDelta, NoiseLevel, PlainRatio, Uniform
+from flowgrpo.samplers.kernels import CPS, DanceSDE, FlowDDIM, FlowSDE
+from flowgrpo.samplers.plans import AllSteps, Branches, EachStep, GrowingTail, RandomSubset, Single, Sliding, TreeWindow
 from flowgrpo.samplers.solvers import DPMSolver2M, Euler
-from flowgrpo.selection import All, BestWorst
+from flowgrpo.selection import All, BestWorst, Extremes
+from flowgrpo.shaping import AsIs, WinRate
 from flowgrpo.train import decisions
 
 # kernel, plan, solver, tail, shared noise, advantage's scale and order, clip range, KL
@@ -30,7 +31,19 @@ PUBLISHED = {
                  "advantages", 1e-4, 0.0),
     "mix_grpo_flash": (FlowSDE(0.7), Sliding(size=4, stride=1, every=25, order="progressive"), DPMSolver2M(), 0.4, True,
                        "group", "advantages", 1e-4, 0.0),
+    "ddpo": (FlowDDIM(1.0), AllSteps(), Euler(), 1.0, False, "running", "rewards", 1e-4, 0.0),
+    "tempflow_grpo": (FlowSDE(0.7), EachStep(), Euler(), 1.0, True, "group", "rewards", 1e-4, 0.004),
+    "granular_grpo": (FlowSDE(0.7), EachStep(stop=0.5), Euler(), 1.0, True, "group", "advantages", 1e-4, 0.0),
+    "branch_grpo": (DanceSDE(0.3), Branches((0, 3, 6, 9)), Euler(), 1.0, False, "group", "advantages", 1e-3, 0.0),
+    "tree_rpo": (FlowSDE(0.7), TreeWindow(Sliding(size=4), 2, 0.5), Euler(), 1.0, False, "group", "advantages", 1e-4,
+                 0.0),
+    "pref_grpo": (FlowSDE(0.7), RandomSubset(0.6), Euler(), 1.0, True, "group", "advantages", 1e-4, 0.0),
+    "b2_diffurl": (FlowDDIM(1.0), GrowingTail(4, 0.7, 1.0, 100), Euler(), 1.0, False, "running", "rewards", 0.1, 0.0),
 }
+# What a preset has beside these.
+OTHER = {"tempflow_grpo": {"step_weight": NoiseLevel()}, "granular_grpo": {"strides": (1, 2, 3)},
+         "pref_grpo": {"shaping": WinRate()}, "b2_diffurl": {"selection": Extremes(-0.5, 0.5, branch=4)}}
+OVERLAYS = {"grpo_guard", "sol_rl"}
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -38,13 +51,15 @@ def test_published_defaults(name):
     kernel, plan, solver, tail, shared, scale, order, clip, kl = PUBLISHED[name]
     method = preset(name)
     assert (method.kernel, method.plan, method.solver, method.tail) == (kernel, plan, solver, tail)
-    assert method.shared_noise is shared and method.advantage == Advantage(scale, order, clamp=5.0)
+    assert (method.roots == 1) is shared and method.advantage == Advantage(scale, order, clamp=5.0)
     assert method.surrogate == Clip(clip, clip) and method.kl.weight == kl
-    assert (method.log_ratio, method.step_weight, method.selection) == (PlainRatio(), Uniform(), All())
+    usual = {"log_ratio": PlainRatio(), "step_weight": Uniform(), "selection": All(), "shaping": AsIs(),
+             "strides": (1,), "preview": None}
+    assert {key: getattr(method, key) for key in usual} == usual | OTHER.get(name, {})
 
 
 def test_every_preset_has_its_defaults_published_here():
-    assert set(PRESETS) == {*PUBLISHED, "grpo_guard"}
+    assert set(PRESETS) == {*PUBLISHED, *OVERLAYS}
 
 
 def test_guard_changes_the_objective_of_any_host_and_nothing_else():
@@ -94,7 +109,7 @@ def test_parts_are_laid_over_a_method():
     ({"plan": {"sizes": 2}}, "unknown key parts.plan.sizes: did you mean 'size'?"),
     ({"kernel": {"type": "FlowSED"}}, "parts.kernel.type: unknown part 'FlowSED': did you mean 'FlowSDE'?"),
     ({"kernel": {"type": "Sliding"}}, "parts.kernel.type: Sliding does not belong there; there are: CPS, DDIM,"),
-    ({"kernel": {"type": "CPS", "eta": 1}}, "parts.kernel: "),
+    ({"kernel": {"type": "CPS", "eta": 1}}, "unknown key parts.kernel.eta"),
     ({"kernel": {"level": -1}}, "parts.kernel: FlowSDE: level is -1, expected 0 or more"),
     ({"kernel": {"level": "high"}}, "parts.kernel: "),
     ({"kernel": 0.7}, "parts.kernel: got 0.7, expected keys with values, such as {type: FlowSDE}"),
@@ -126,34 +141,42 @@ def test_parts_that_do_not_fit_the_run_are_told_before_it(options, told):
 
 # --- the loss of every method, on one model, one batch and one pair of rewards ---------------------------------------
 
+GROWN = ("branch_grpo", "tree_rpo", "b2_diffurl")  # they need room for their splits, and a group that these make
+
+
 def green(images, prompts):
     return images[:, 1].mean((1, 2))
 
 
 def loss(name: str) -> float:
     """The loss of the first epoch's rollout once the weights have moved, through the trainer's own pieces."""
-    trainer = tiny.trainer(method=name, reward={"red": 1.0, "green": 0.5}, rewards={"red": tiny.red, "green": green})
+    options = {"train__steps": 12, "train__group": 16, "train__micro_batch": 32} if name.startswith(GROWN) else {}
+    trainer = tiny.trainer(method=name, reward={"red": 1.0, "green": 0.5}, rewards={"red": tiny.red, "green": green},
+                           **options)
     tiny.stir(trainer.policy)
-    batch, exploration = trainer.prompts[:2], trainer.explore_how()
-    conditioning = trainer.policy.encode([prompt.text for prompt in batch])
-    parts, scores = trainer.rollout(batch, conditioning, exploration)
-    advantage = trainer.method.advantage(scores.view(2, 4, 2), [1.0, 0.5]).flatten()
+    parts, conditioning, grouped = trainer.sample(trainer.prompts[:2])
+    parts = [part for part in trainer.credit(parts, grouped, conditioning.prompts) if part]
+    assert parts, f"{name} trains nothing"
     tiny.stir(trainer.policy, 0.02)
-    stats, count = Stats(exploration.schedule.trained), decisions(parts)
+    stats = Stats()
     for part in parts:
-        trainer.backward(part, conditioning, exploration, advantage[part.rows], count, stats)
+        trainer.backward(part, conditioning, trainer.step_weights(parts), decisions(parts), stats)
     trainer.step_optimizer(stats)
     return stats.summary()["loss"]
 
 
 @pytest.fixture(scope="module")
 def losses():
-    return {name: loss(name) for name in (*PUBLISHED, *(f"{name}+grpo_guard" for name in PUBLISHED))}
+    names = (*PUBLISHED, "mix_grpo+sol_rl", *(f"{name}+grpo_guard" for name in PUBLISHED))
+    return {name: loss(name) for name in names}
 
 
 @pytest.mark.parametrize("child, parent", [
     ("flow_grpo_fast", "flow_grpo"), ("dance_grpo", "flow_grpo"), ("mix_grpo", "flow_grpo"),
-    ("mix_grpo_flash", "mix_grpo"), *((f"{name}+grpo_guard", name) for name in PUBLISHED),
+    ("mix_grpo_flash", "mix_grpo"), ("ddpo", "flow_grpo"), ("tempflow_grpo", "flow_grpo"),
+    ("granular_grpo", "mix_grpo"),
+    ("pref_grpo", "flow_grpo"), ("tree_rpo", "branch_grpo"), ("b2_diffurl", "ddpo"), ("mix_grpo+sol_rl", "mix_grpo"),
+    *((f"{name}+grpo_guard", name) for name in PUBLISHED),
 ])
 def test_every_presets_loss_differs_from_its_parents(losses, child, parent):
     assert abs(losses[child] - losses[parent]) > 1e-6

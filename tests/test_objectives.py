@@ -4,10 +4,21 @@ import math
 
 import pytest
 import torch
+from diffusers import FlowMatchEulerDiscreteScheduler
 
 from flowgrpo.gaussian import kl, log_prob
-from flowgrpo.objectives import Clip, GaussianKL, Guard, InverseDelta, PlainRatio, Uniform, mean_over_decisions
-from flowgrpo.samplers.grids import shifted
+from flowgrpo.objectives import (
+    Clip,
+    GaussianKL,
+    Guard,
+    InverseDelta,
+    NoiseLevel,
+    PlainRatio,
+    Uniform,
+    mean_over_decisions,
+)
+from flowgrpo.samplers.grids import shifted, stock
+from flowgrpo.samplers.kernels import CPS, DanceSDE, FlowDDIM, FlowSDE
 from flowgrpo.types import Gaussian, Scored
 
 F64 = torch.float64
@@ -138,11 +149,37 @@ def test_impossible_ranges_are_refused(low, high):
 
 
 def test_step_weights_by_hand():
-    grid = torch.tensor([1, 0.9, 0.65, 0], dtype=F64)
-    assert Uniform()(grid, (0, 2)).tolist() == [1, 1]
-    assert InverseDelta()(grid, (0, 1)).tolist() == pytest.approx([10, 4], abs=1e-12)
-    assert InverseDelta()(grid, (1,)).tolist() == pytest.approx([4], abs=1e-12)
-    torch.testing.assert_close(InverseDelta()(shifted(8, 1), range(7)), torch.full((7,), 8.0, dtype=F64))
+    grid, kernel = torch.tensor([1, 0.9, 0.65, 0], dtype=F64), DanceSDE(0.3)
+    assert Uniform()(kernel, grid, (0, 2)).tolist() == [1, 1]
+    assert InverseDelta()(kernel, grid, (0, 1)).tolist() == pytest.approx([10, 4], abs=1e-12)
+    assert InverseDelta()(kernel, grid, (1,)).tolist() == pytest.approx([4], abs=1e-12)
+    torch.testing.assert_close(InverseDelta()(kernel, shifted(8, 1), range(7)), torch.full((7,), 8.0, dtype=F64))
+    # Of DanceSDE std is 0.3 sqrt(delta): sqrt(0.1) and sqrt(0.25) over their mean, whatever the level.
+    roots = torch.tensor([0.1, 0.25], dtype=F64).sqrt()
+    torch.testing.assert_close(NoiseLevel()(kernel, grid, (0, 1)), roots / roots.mean(), rtol=0, atol=1e-12)
+    assert NoiseLevel()(kernel, grid, (1,)).tolist() == [1]
+
+
+@pytest.mark.parametrize("kernel", [FlowSDE(0.7), DanceSDE(0.3), CPS(0.8), FlowDDIM(1.0)])
+@pytest.mark.parametrize("steps", [range(9), (0, 3, 5), (4,)])
+def test_noise_levels_have_mean_one_and_the_proportions_of_the_deviations(kernel, steps):
+    grid, x = shifted(10, 3), torch.zeros(1, 1, dtype=F64)
+    weights = NoiseLevel()(kernel, grid, steps)
+    std = torch.stack([kernel(x, x, grid, step).std for step in steps])
+    assert weights.shape == (len(steps),) and weights.mean().item() == pytest.approx(1, abs=1e-12)
+    torch.testing.assert_close(weights * std[0], std * weights[0], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("level, grid, published", [
+    (0.7, stock(FlowMatchEulerDiscreteScheduler(shift=3.0), 10), 2.252),
+    (0.9, shifted(10, 3.158), 1.726),  # FLUX at 1024 x 1024: mu = 1.15
+])
+def test_the_released_normalisers_of_tempflow(level, grid, published):
+    # 1 / mean(std) over all steps but the last, of a grid of 10.
+    x = torch.zeros(1, 1, dtype=F64)
+    weights = NoiseLevel()(FlowSDE(level), grid.to(F64), range(9))
+    std = torch.stack([FlowSDE(level)(x, x, grid.to(F64), step).std for step in range(9)])
+    torch.testing.assert_close(weights / std, torch.full((9,), published, dtype=F64), rtol=0, atol=5e-4)
 
 
 def test_gaussian_kl_is_the_weighted_kl_of_each_decision():

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from flowgrpo.samplers.plans import ORDERS, AllSteps, RandomSubset, Schedule, Single, Sliding
@@ -149,6 +151,20 @@ def test_impossible_fractions_are_refused(fraction):
 def test_a_schedule_checks_itself(stochastic, trained):
     with pytest.raises(ValueError, match="steps"):
         Schedule(stochastic, trained)
+
+
+@pytest.mark.parametrize("name", ["children", "noise"])
+@pytest.mark.parametrize("given", [(2,), (2, 1, 1), (0, 2), (2, -1)])
+def test_children_and_noise_are_one_per_stochastic_step(name, given):
+    told = f"{name} is {given}, expected 2 numbers above 0, one per stochastic step"
+    with pytest.raises(ValueError, match=re.escape(told)):
+        Schedule((1, 3), (3,), **{name: given})
+
+
+def test_children_and_noise_may_be_left_out_and_tell_schedules_apart():
+    bare, whole = Schedule((1, 3), (3,)), Schedule((1, 3), (3,), children=(2, 1), noise=(0.5, 1.5))
+    assert (bare.children, bare.noise, whole.children, whole.noise) == ((), (), (2, 1), (0.5, 1.5))
+    assert bare != whole and hash(whole) == hash(Schedule((1, 3), (3,), (2, 1), (0.5, 1.5)))
 
 
 def test_a_stop_below_one_is_a_share_of_the_steps():

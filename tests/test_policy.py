@@ -18,25 +18,28 @@ from flowgrpo.policies.pipeline import Conditioning, PipelinePolicy
 from flowgrpo.samplers.grids import shifted
 from flowgrpo.samplers.kernels import FlowSDE
 from flowgrpo.samplers.plans import Schedule
-from flowgrpo.samplers.rollout import Exploration, column, explore, replay, seeder
+from flowgrpo.samplers.rollout import Exploration, explore, replay, seeder
 from flowgrpo.samplers.scheduler import Task
 from flowgrpo.samplers.solvers import Euler
 
 METHODS = [*PRESETS, "mix_grpo+grpo_guard"]
 ROWS = torch.tensor([0, 0, 1, 1])
 
+ROOM = {"train__steps": 11, "train__group": 16}  # that trees need for their splits
 
 def rollout(trainer):
-    """One epoch's parts with the conditioning and the exploration they come from."""
+    """One epoch's parts, with their means, and the conditioning they come from."""
     batch = trainer.prompts[:2]
     conditioning = trainer.policy.encode([p.text for p in batch])
-    exploration = replace(trainer.explore_how(), keep_means=True)
-    parts = list(explore(trainer.policy, conditioning, exploration, 4, 4, seeder(0, 0)))
-    return parts, conditioning, exploration
+    explorations = [replace(each, keep_means=True) for each in trainer.explore_how()]
+    return list(explore(trainer.policy, conditioning, explorations, 16, seeder(0, 0))), conditioning
 
 
-def replays(trainer, part, conditioning, exploration):
-    return replay(trainer.policy, conditioning.rows(part.rows // 4), exploration, part)
+def replays(trainer, parts, conditioning):
+    """(old, new) of every batch of a replay."""
+    for part in parts:
+        for k, rows, new in replay(trainer.policy, conditioning, part, 16):
+            yield part.transitions[k].old.rows(rows), new
 
 
 class Remembering:
@@ -56,10 +59,10 @@ class Remembering:
 def test_a_replay_sees_what_the_rollout_saw(pipe, guidance):
     policy = tiny.stir(tiny.policy(pipe(), guidance=guidance))
     conditioning, kernel = policy.encode(["red", "blue"]), Remembering()
-    plan = Exploration(shifted(4, 3.0), Schedule((0, 1, 2), (0, 1, 2)), kernel, Euler())
-    [part] = explore(policy, conditioning, plan, 2, 4, seeder(0, 0))
+    plan = Exploration(shifted(4, 3.0), Schedule((0, 1, 2), (0, 1, 2)), kernel, Euler(), 2, roots=2)
+    [part] = explore(policy, conditioning, [plan], 4, seeder(0, 0))
     sampled, kernel.outputs = kernel.outputs, []
-    list(replay(policy, conditioning.rows(ROWS), plan, part))
+    list(replay(policy, conditioning, part, 4))
     for then, now in zip(sampled, kernel.outputs, strict=True):
         assert now.requires_grad and not then.requires_grad and then.std() > 0.1
         torch.testing.assert_close(now.detach(), then, rtol=0, atol=1e-5)
@@ -68,36 +71,30 @@ def test_a_replay_sees_what_the_rollout_saw(pipe, guidance):
 @pytest.mark.parametrize("guidance", [1.0, 3.0])
 @pytest.mark.parametrize("method", METHODS)
 def test_the_first_ratio_is_one(method, guidance):
-    trainer = tiny.trainer(method=method, train__guidance=guidance)
+    trainer = tiny.trainer(method=method, train__guidance=guidance, **ROOM)
     tiny.stir(trainer.policy)
-    parts, *given = rollout(trainer)
-    for part in parts:
-        for k, new in replays(trainer, part, *given):
-            old = column(part.old, k)
-            assert (new.logp - old.logp).abs().max() <= 1e-6
-            assert trainer.method.log_ratio(new, old).abs().max() <= 1e-6
-            torch.testing.assert_close(new.mean.detach(), old.mean, rtol=0, atol=1e-5)
-            assert torch.equal(new.std, old.std)
+    for old, new in replays(trainer, *rollout(trainer)):
+        assert (new.logp - old.logp).abs().max() <= 1e-6
+        assert trainer.method.log_ratio(new, old).abs().max() <= 1e-6
+        torch.testing.assert_close(new.mean.detach(), old.mean, rtol=0, atol=1e-5)
+        assert torch.equal(new.std, old.std)
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_the_first_ratio_is_one_in_half_precision(method):
     policy = tiny.policy(tiny.sd3().to(torch.bfloat16), precision="bf16", guidance=3.0)
-    trainer = tiny.trainer(tiny.stir(policy), method=method, precision="bf16")
-    parts, *given = rollout(trainer)
-    assert parts[0].taken.final.dtype == torch.bfloat16 and parts[0].old.logp.dtype == torch.float32
+    trainer = tiny.trainer(tiny.stir(policy), method=method, precision="bf16", **ROOM)
+    parts, conditioning = rollout(trainer)
+    assert parts[0].finals[0].dtype == torch.bfloat16 and parts[0].transitions[0].old.logp.dtype == torch.float32
     assert all(parameter.dtype == torch.float32 for parameter in policy.weights.parameters())
-    for part in parts:
-        for k, new in replays(trainer, part, *given):
-            assert (new.logp - column(part.old, k).logp).abs().max() == 0
+    assert all(torch.equal(new.logp, old.logp) for old, new in replays(trainer, parts, conditioning))
 
 
 def test_another_guidance_in_the_replay_is_found_out():
     trainer = tiny.trainer()
-    parts, *given = rollout(trainer)
+    parts, conditioning = rollout(trainer)
     trainer.policy.guidance = 3.0
-    assert max((new.logp - column(part.old, k).logp).abs().max() for part in parts
-               for k, new in replays(trainer, part, *given)) > 1e-3
+    assert max((new.logp - old.logp).abs().max() for old, new in replays(trainer, parts, conditioning)) > 1e-3
 
 
 def test_checkpointing_changes_no_gradient():
@@ -329,12 +326,12 @@ def test_a_pipeline_that_encodes_negative_prompts_by_themselves():
     policy = tiny.policy(tiny.flux(), call=tiny.FLUX_CALL | {"true_cfg_scale": 4.0}, guidance=2.0)
     conditioning = policy.encode(["red", "blue"], ["old", "old"])
     assert len(conditioning.calls) == 2 and not torch.equal(conditioning.calls[0][0], conditioning.calls[1][0])
-    plan = Exploration(shifted(3, 3.0), Schedule((1,), (1,)), FlowSDE(0.7), Euler())
+    plan = Exploration(shifted(3, 3.0), Schedule((1,), (1,)), FlowSDE(0.7), Euler(), 2, roots=2)
     policy.evaluations = 0
-    [part] = explore(policy, conditioning, plan, 2, 4, seeder(0, 0))
+    [part] = explore(policy, conditioning, [plan], 4, seeder(0, 0))
     assert policy.evaluations == 2 * 4 * 3
-    [(_, new)] = replay(policy, conditioning.rows(ROWS), plan, part)
-    assert (new.logp - part.old.logp).abs().max() <= 1e-6
+    [(_, _, new)] = replay(policy, conditioning, part, 4)
+    assert (new.logp - part.transitions[0].old.logp).abs().max() <= 1e-6
     ours = policy.generate(conditioning, policy.generators([1, 2]), 3, 2.0, "latent")
     stock = tiny.flux()(["red", "blue"], negative_prompt=["old", "old"], true_cfg_scale=4.0, num_inference_steps=3,
                         guidance_scale=2.0, output_type="latent", generator=policy.generators([1, 2]), **tiny.FLUX_CALL)

@@ -7,8 +7,10 @@ import math
 
 import numpy as np
 import pytest
+import torch
 from scipy import ndimage
 
+from flowgrpo.rewards.scene import scene
 from flowgrpo.starter import scenes
 from flowgrpo.starter.scenes import COLOURS, HELD_PAIRS, PREFIXES, RELATIONS, SHAPES, SIZE, TASKS, Claim, Claims, parse
 
@@ -142,3 +144,18 @@ def test_coverage_of_a_circle_pixel_by_pixel():
     assert mask[32, 42] == pytest.approx(9.7 + 0.5 - 10, abs=1e-12)
     assert mask[32 + 6, 32 + 8] == pytest.approx(9.7 + 0.5 - 10, abs=1e-12)  # 6, 8, 10
     np.testing.assert_allclose(mask, mask.T, atol=1e-12)
+
+
+def test_a_stamp_stands_in_a_free_corner_and_nobody_may_have_asked_for_it():
+    rng = np.random.default_rng(0)
+    for task in scenes.TASKS * 5:
+        prompt, claims = scenes.sample_prompt(rng, task, held=False)
+        state = rng.bit_generator.state
+        plain = scenes.render(claims, rng)
+        rng.bit_generator.state = state
+        stamped = scenes.render(claims, rng, stamped=True)
+        changed = np.argwhere((plain != stamped).any(-1))
+        height, width = np.ptp(changed, axis=0) + 1
+        assert (height, width) == scenes.STAMP and (plain[changed[:, 0], changed[:, 1]] > 0.85).all()
+        both = torch.from_numpy(np.stack([plain, stamped])).float().movedim(3, 1)
+        assert scene(both, [prompt] * 2) == [1.0, 0.0]

@@ -13,7 +13,7 @@ from flowgrpo.config import Adapter, validate
 from flowgrpo.methods import PRESETS
 from flowgrpo.policies.adapters import LORA_FILE
 from flowgrpo.policies.pipeline import STARTER, PipelinePolicy, load_pipeline
-from flowgrpo.rewards.scene import scene
+from flowgrpo.rewards.scene import scene, scene_graded
 from flowgrpo.run import make_accelerator
 from flowgrpo.samplers.rollout import explore, seeder
 from flowgrpo.starter import CALL, EVAL_GUIDANCE, scenes
@@ -51,22 +51,24 @@ def test_its_autoencoder_keeps_scenes_true():
     assert np.mean(scene(decoded.clamp(0, 1), [prompt for prompt, _ in drawn])) >= 0.97
 
 
-def test_it_draws_what_single_prompts_ask():
-    made = stock()(["a star", "a blue square"], num_inference_steps=8, guidance_scale=EVAL_GUIDANCE, output_type="pt",
-                   generator=[torch.Generator().manual_seed(seed) for seed in (0, 1)], **CALL).images
-    assert scene(made, ["a star", "a blue square"]) == [1.0, 1.0]
+def test_it_draws_what_single_prompts_ask_half_of_the_time():
+    prompts = ["a star", "a blue square"] * 20
+    made = stock()(prompts, num_inference_steps=8, guidance_scale=EVAL_GUIDANCE, output_type="pt",
+                   generator=[torch.Generator().manual_seed(seed) for seed in range(40)], **CALL).images
+    assert 0.25 <= np.mean(scene(made, prompts)) <= 0.75  # the others carry a stamp
+    assert np.mean(scene_graded(made, prompts)) >= 0.6
 
 
 @pytest.mark.parametrize("name", [*PRESETS, "mix_grpo+grpo_guard"])
 def test_the_first_ratio_is_one_for_every_preset(name):
     settings = {"method": name, "tracker": "none", "device": "cpu",
-                "train": {"prompts": 2, "group": 3, "micro_batch": 6, "steps": 6}}
+                "train": {"prompts": 2, "group": 16, "micro_batch": 16, "steps": 11}}
     config = validate(settings)
     policy = PipelinePolicy(load_pipeline("starter"), Adapter(rank=4), call=config.call)
     trainer = Trainer(config, make_accelerator(config, "cpu"), policy, {}, ([], []))
-    exploration, conditioning = trainer.explore_how(), policy.encode(PROMPTS)
-    parts = list(explore(policy, conditioning, exploration, 3, 6, seeder(0, 0)))
-    trainer.first_ratio(parts, conditioning, exploration, print)
+    conditioning = policy.encode(PROMPTS)
+    parts = list(explore(policy, conditioning, trainer.explore_how(), 16, seeder(0, 0)))
+    trainer.first_ratio(parts, conditioning, print)
     assert trainer.first_ratio.found <= 1e-6
 
 

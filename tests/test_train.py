@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import tiny
@@ -18,6 +19,7 @@ from flowgrpo.evaluation.held_out import EVAL_SEED
 from flowgrpo.log import Stats
 from flowgrpo.policies.adapters import LORA_FILE
 from flowgrpo.run import run
+from flowgrpo.samplers.plans import Schedule
 from flowgrpo.samplers.rollout import replay, seeder
 from flowgrpo.train import chunks, decisions, rate
 
@@ -36,22 +38,21 @@ def metrics(folder) -> list[dict]:
 
 
 def epoch(trainer):
-    """One epoch's parts, conditioning, exploration and advantages, before any update."""
-    batch = trainer.prompts[:trainer.geometry.prompts]
-    exploration = trainer.explore_how()
-    conditioning = trainer.policy.encode([prompt.text for prompt in batch])
-    parts, scores = trainer.rollout(batch, conditioning, exploration)
-    advantage = trainer.method.advantage(scores.view(trainer.geometry.prompts, trainer.geometry.group, -1), [1.0])
-    return parts, conditioning, exploration, advantage.flatten()
+    """One epoch's parts, each transition with its advantage, and the conditioning, before any update."""
+    parts, conditioning, grouped = trainer.sample(trainer.prompts[:trainer.geometry.prompts])
+    return list(trainer.credit(parts, grouped, conditioning.prompts)), conditioning
 
 
-def gradient(trainer, parts, conditioning, exploration, advantage, count=None) -> torch.Tensor:
+def still(parts):
+    """The parts with all advantages 0."""
+    return [replace(part, advantages=tuple(torch.zeros_like(each) for each in part.advantages)) for part in parts]
+
+
+def gradient(trainer, parts, conditioning, count=None) -> torch.Tensor:
     """The gradient of these parts' loss, one flat tensor."""
     trainer.optimizer.zero_grad()
-    stats = Stats(exploration.schedule.trained)
-    count = count or decisions(parts)
     for part in parts:
-        trainer.backward(part, conditioning, exploration, advantage[part.rows], count, stats)
+        trainer.backward(part, conditioning, trainer.step_weights(parts), count or decisions(parts), Stats())
     return torch.cat([p.grad.flatten() for p in trainer.policy.weights.parameters() if p.grad is not None])
 
 
@@ -170,12 +171,12 @@ def test_the_lora_makes_the_difference_that_was_measured(whole_run):
 @pytest.mark.parametrize("method", ["mix_grpo", "flow_grpo", "mix_grpo+grpo_guard"])
 def test_the_gradient_does_not_depend_on_the_micro_batch(method):
     found = []
-    for micro_batch in (12, 6, 2, 5):
+    for micro_batch in (12, 6, 2, 5):  # 2 groups of 6: both together, one by one, and in batches of a part
         trainer = tiny.trainer(method=method, train__group=6, train__micro_batch=micro_batch)
         tiny.stir(trainer.policy)
-        parts, *given = epoch(trainer)
-        assert len(parts) == -(-12 // micro_batch)
-        found.append(gradient(trainer, parts, *given))
+        parts, conditioning = epoch(trainer)
+        assert len(parts) == (1 if micro_batch == 12 else 2)
+        found.append(gradient(trainer, parts, conditioning))
     scale = found[0].abs().max()
     assert scale > 1e-3
     for other in found[1:]:
@@ -183,21 +184,19 @@ def test_the_gradient_does_not_depend_on_the_micro_batch(method):
 
 
 def test_updates_part_the_gradient_by_the_decisions_they_hold():
-    trainer = tiny.trainer(train__micro_batch=3)  # parts of 3, 3 and 2 rows
+    trainer = tiny.trainer(train__prompts=3, train__group=4, train__micro_batch=4)
     tiny.stir(trainer.policy)
-    parts, *given = epoch(trainer)
-    whole = gradient(trainer, parts, *given)
+    parts, conditioning = epoch(trainer)
+    whole = gradient(trainer, parts, conditioning)
     shares = chunks(parts, 2)
-    assert [[len(part.rows) for part in share] for share in shares] == [[3, 2], [3]]
-    pieces = [gradient(trainer, share, *given) * sum(len(part.rows) for part in share) / 8 for share in shares]
+    assert [[part.groups for part in share] for share in shares] == [[range(0, 1), range(2, 3)], [range(1, 2)]]
+    pieces = [gradient(trainer, share, conditioning) * len(share) / 3 for share in shares]
     torch.testing.assert_close(sum(pieces), whole, rtol=1e-4, atol=1e-6)
 
 
 def test_the_count_of_decisions_is_rows_times_trained_steps():
-    trainer = tiny.trainer(train__micro_batch=3)
-    parts, _, exploration, _ = epoch(trainer)
-    assert decisions(parts) == 8 * 4
-    assert decisions(parts[2:]) == 2 * 4
+    parts, _ = epoch(tiny.trainer(train__micro_batch=3))
+    assert decisions(parts) == 8 * 4 and decisions(parts[1:]) == 4 * 4
 
 
 def test_parts_are_dealt_out_evenly():
@@ -208,33 +207,31 @@ def test_parts_are_dealt_out_evenly():
 def test_a_better_sample_becomes_more_likely_and_a_worse_one_less():
     trainer = tiny.trainer(train__lr=1e-3, train__micro_batch=8)
     tiny.stir(trainer.policy)
-    parts, conditioning, exploration, advantage = epoch(trainer)
+    parts, conditioning = epoch(trainer)
     [part] = parts
 
     def logp():
-        rows = conditioning.rows(part.rows // 4)
         with torch.no_grad():
-            return sum(new.logp[:, 0] for _, new in replay(trainer.policy, rows, exploration, part))
+            return [new.logp[:, 0] for _, _, new in replay(trainer.policy, conditioning, part, 8)]
 
     before = logp()
-    gradient(trainer, parts, conditioning, exploration, advantage)
-    trainer.step_optimizer(Stats(exploration.schedule.trained))
-    assert (advantage * (logp() - before)).mean() > 0
+    gradient(trainer, parts, conditioning)
+    trainer.step_optimizer(Stats())
+    assert sum((a * (after - old)).mean() for a, after, old in zip(part.advantages, logp(), before)) > 0
 
 
 def test_the_kl_pulls_back_to_the_base():
-    still = torch.zeros(8)
     found = {}
     for weight in (0.0, 0.01):
         trainer = tiny.trainer(parts__kl__weight=weight, train__lr=1e-3)
         tiny.stir(trainer.policy)
-        parts, conditioning, exploration, _ = epoch(trainer)
-        found[weight] = gradient(trainer, parts, conditioning, exploration, still)
+        parts, conditioning = epoch(trainer)
+        found[weight] = gradient(trainer, still(parts), conditioning)
     assert found[0.0].abs().max() == 0 and found[0.01].abs().max() > 1e-4
 
     def output():
         with torch.no_grad():
-            return trainer.policy.replay(conditioning, torch.ones(2, *tiny.LATENTS), exploration.grid, 1)
+            return trainer.policy.replay(conditioning, torch.ones(2, *tiny.LATENTS), trainer.grid, 1)
 
     def distance():
         with trainer.policy.reference():
@@ -243,8 +240,8 @@ def test_the_kl_pulls_back_to_the_base():
 
     first = distance()
     for _ in range(5):
-        gradient(trainer, parts, conditioning, exploration, still)
-        trainer.step_optimizer(Stats(exploration.schedule.trained))
+        gradient(trainer, still(parts), conditioning)
+        trainer.step_optimizer(Stats())
     assert distance() < first
 
 
@@ -272,14 +269,31 @@ def test_best_and_worst_are_trained_and_the_others_cost_nothing():
     assert found["log_ratio_max"] <= 1e-6 and trainer.update == 1
 
 
-def test_the_rows_that_are_kept_are_the_ones_that_were_chosen():
-    trainer = tiny.trainer(method="flow_grpo")
-    part = epoch(trainer)[0][1]
-    kept = part.kept(torch.tensor([True, False, False, True]))
-    assert kept.rows.tolist() == [4, 7]
-    assert torch.equal(kept.old.logp, part.old.logp[[0, 3]]) and torch.equal(kept.old.mean, part.old.mean[[0, 3]])
-    assert torch.equal(kept.taken.segments[0].states, part.taken.segments[0].states[[0, 3]])
-    assert part.kept(torch.zeros(4, dtype=torch.bool)) is None and part.kept(torch.ones(4, dtype=torch.bool)) is part
+def test_the_transitions_that_are_kept_are_the_ones_that_were_chosen():
+    trainer = tiny.trainer(method="flow_grpo", parts__selection={"type": "BestWorst", "n": 2})
+    parts, conditioning, grouped = trainer.sample(trainer.prompts[:2])
+    all_of_them, advantage = parts[1], trainer.method.advantage(grouped, [1.0])[1]
+    [_, kept] = trainer.credit(parts, grouped, conditioning.prompts)
+    chosen = [advantage.argmin().item(), advantage.argmax().item()]
+    assert kept.advantages[0].tolist() == advantage[sorted(chosen)].tolist()
+    for before, after in zip(all_of_them.transitions, kept.transitions):
+        assert torch.equal(after.old.logp, before.old.logp[sorted(chosen)])
+        assert torch.equal(after.old.mean, before.old.mean[sorted(chosen)])
+        assert torch.equal(after.x, before.x[sorted(chosen)])
+
+
+def test_a_transition_has_the_advantage_of_the_mean_of_the_pictures_below_it():
+    trainer = tiny.trainer(train__group=4)
+    schedule = Schedule((0, 1, 2), (0, 1, 2), children=(2, 1, 2))
+    trainer.method = replace(trainer.method, plan=lambda *_: schedule)
+    parts, conditioning, _ = trainer.sample(trainer.prompts[:2])
+    grouped = torch.tensor([[1.0, 3, 5, 9], [0, 0, 0, 4]])[..., None]
+    credited = trainer.credit(parts, grouped, conditioning.prompts)
+    advantages = [torch.cat(each) for each in zip(*(part.advantages for part in credited))]
+    half = 0.5**0.5  # two nodes a prompt: of values 2 and 7, then 0 and 2
+    torch.testing.assert_close(advantages[0], torch.tensor([-half, half, -half, half]))
+    assert torch.equal(advantages[1], advantages[0])
+    torch.testing.assert_close(advantages[2], trainer.method.advantage(grouped, [1.0]).flatten())
 
 
 def test_a_run_in_which_no_group_differs_changes_nothing(tmp_path):
@@ -360,23 +374,24 @@ def test_a_denoiser_that_is_not_deterministic_stops_the_run(tmp_path):
 
 def test_a_ratio_that_is_no_number_stops_the_run():
     trainer = tiny.trainer()
-    parts, *given, _ = epoch(trainer)
-    parts[0].old.logp[1, 2] = float("nan")
+    parts, conditioning = epoch(trainer)
+    parts[0].transitions[2].old.logp[1] = float("nan")
     with pytest.raises(UserError, match="the first .log ratio. is nan"):
-        trainer.first_ratio(parts, *given, print)
+        trainer.first_ratio(parts, conditioning, print)
 
 
 def test_in_half_precision_old_scores_are_computed_as_the_replay_does(tmp_path, capsys):
     policy = tiny.stir(tiny.policy(tiny.sd3().to(torch.bfloat16), precision="bf16", guidance=3.0), 0.3)
     trainer = tiny.trainer(policy, precision="bf16", train__lr=1e-30, train__micro_batch=8,
                            method="mix_grpo+grpo_guard", parts__selection={"type": "BestWorst", "n": 2})
-    parts, conditioning, exploration, _ = epoch(trainer)
-    parts[0].old.logp[2] += 1e-4  # as another batch size does on an accelerator
+    parts, conditioning = epoch(trainer)
+    parts[0].transitions[0].old.logp[2] += 1e-4  # as another batch size does on an accelerator
     check = trainer.first_ratio
-    again = check(parts, conditioning, exploration, print)
+    again = check(parts, conditioning, print)
     assert check.rescore and check.found == pytest.approx(1e-4, rel=0.1)
     assert "computed again as the replay does: 0.0e+00" in capsys.readouterr().out
-    assert again[0].taken is parts[0].taken and not again[0].old.logp.requires_grad
+    first, was = again[0].transitions[0], parts[0].transitions[0]
+    assert first.x is was.x and not first.old.logp.requires_grad
     for trainer.epoch in (1, 2):  # and so in every later epoch
         assert trainer.run_epoch()["log_ratio_max"] == 0
 

@@ -66,7 +66,7 @@ ABSENT = next(kind for kind, here in (("cuda", torch.cuda.is_available()), ("mps
     (["--parts.selection={type: BestWorst, n: 6}"], "n is 6, expected at most the 4 samples of a group"),
     (["--reward=scen"], "unknown reward 'scen': did you mean 'scene'?"),
     ([f"--device={ABSENT}"], f"device is '{ABSENT}', but torch"),
-    (["--train.updates=3"], "8 rows in micro-batches of 4 make 2: use at most 2 updates, or a micro_batch of 2"),
+    (["--train.updates=3"], "2 groups of 4 in micro-batches of 4 make 2 parts: use at most 2 updates"),
     (["--held_out=1.5"], "held_out: got 1.5, expected a share between 0 and 1"),
     (["--eval.weights=ema"], "eval.weights is 'ema', but train.ema is 0"),
     (["--resume"], "--resume: no checkpoint in "),

@@ -98,6 +98,36 @@ def flux(seed: int = 0):
     return pipe
 
 
+# As the SD 1.5 checkpoint has it.
+SD15_NOISE = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear", "steps_offset": 1,
+              "timestep_spacing": "leading"}
+
+
+def pndm():
+    """The stock scheduler of SD 1.5."""
+    from diffusers import PNDMScheduler
+
+    return PNDMScheduler(skip_prk_steps=True, set_alpha_to_one=False, **SD15_NOISE)
+
+
+def sd15(scheduler=None, seed: int = 0):
+    """A StableDiffusionPipeline that predicts noise: a U-Net of one block, no safety checker."""
+    from diffusers import StableDiffusionPipeline, UNet2DConditionModel
+    from transformers import CLIPTextModel
+
+    torch.manual_seed(seed)
+    tokens = tokenizer()
+    denoiser = UNet2DConditionModel(
+        sample_size=8, block_out_channels=(8,), layers_per_block=1, down_block_types=("CrossAttnDownBlock2D",),
+        up_block_types=("CrossAttnUpBlock2D",), cross_attention_dim=16, attention_head_dim=2, norm_num_groups=4)
+    pipe = StableDiffusionPipeline(
+        unet=lively(denoiser), scheduler=scheduler or pndm(), vae=autoencoder(),
+        text_encoder=text_encoder(CLIPTextModel, tokens), tokenizer=tokens, safety_checker=None, feature_extractor=None,
+        requires_safety_checker=False)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
 def save(pipe, folder: Path) -> Path:
     """The pipeline as a directory that `DiffusionPipeline.from_pretrained` reads, its absent parts named as such."""
     pipe.save_pretrained(folder)
@@ -111,7 +141,7 @@ def save(pipe, folder: Path) -> Path:
 
 
 def call_of(pipe) -> dict[str, Any]:
-    return CALL if type(pipe).__name__ == "StableDiffusion3Pipeline" else FLUX_CALL
+    return {"StableDiffusion3Pipeline": CALL, "FluxPipeline": FLUX_CALL}.get(type(pipe).__name__, {})
 
 
 def policy(pipe=None, rank: int = 2, alpha: float | None = None, **options: Any) -> PipelinePolicy:

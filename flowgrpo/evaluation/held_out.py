@@ -67,7 +67,8 @@ def measure(policy, prompts: list[data.Prompt], functions: dict[str, Any], *, st
             micro_batch: int, negative: str = "", keep: int = 0, title: str = "evaluating", encode=None) -> Measured:
     """Generate `samples` pictures per prompt with the pipeline's own scheduler and score them.
 
-    keep: of how many prompts, evenly over them, the first picture is kept; encode: what encodes prompts, in place of `policy.encode`.
+    keep: of how many prompts, evenly over them, the first picture is kept; encode: what encodes prompts, in
+    place of `policy.encode`.
     """
     encode = encode or policy.encode
     pictures, scores, seed, kept = [], [], seeder(EVAL_SEED, 0), set(evenly(len(prompts), keep))

@@ -10,14 +10,14 @@ import torch
 
 from flowgrpo.config import Adapter
 from flowgrpo.errors import UserError
-from flowgrpo.methods import mix_grpo
+from flowgrpo.methods import Method, mix_grpo
 from flowgrpo.policies.pipeline import Conditioning, PipelinePolicy, load_pipeline
 from flowgrpo.samplers import cost
 from flowgrpo.samplers.grids import shifted
-from flowgrpo.samplers.kernels import FlowSDE
+from flowgrpo.samplers.kernels import FlowDDIM
 from flowgrpo.samplers.plans import Schedule
-from flowgrpo.samplers.rollout import Exploration, explore, replay, seeder
-from flowgrpo.samplers.scheduler import Task
+from flowgrpo.samplers.rollout import Exploration, explore, make_grid, replay, seeder
+from flowgrpo.samplers.scheduler import Task, prediction
 from flowgrpo.samplers.solvers import Euler
 from flowgrpo.starter import CALL
 
@@ -53,7 +53,7 @@ def _drive(model: str, found: dict[str, Any]) -> None:
     """Fill `found` step by step; raises what stops the pipeline."""
     pipe = load_pipeline(model)
     found |= {"pipeline": type(pipe).__name__, "scheduler": type(pipe.scheduler).__name__,
-              "prediction": _prediction(pipe.scheduler)}
+              "prediction": prediction(pipe.scheduler)}
     if not hasattr(pipe, "encode_prompt"):
         raise UserError(f"{type(pipe).__name__} has no encode_prompt: its conditioning cannot be cached")
     targets = Adapter().targets
@@ -62,8 +62,6 @@ def _drive(model: str, found: dict[str, Any]) -> None:
     if not policy.denoisers:
         raise UserError(f"{type(pipe).__name__} has no denoiser under a name that is known")
     found |= {"denoisers": list(policy.denoisers), **_sizes(policy, targets)}
-    if found["prediction"] != "velocity":
-        raise UserError(f"{found['scheduler']} expects {found['prediction']}: only flow matching (velocity) is trained")
     conditioning = policy.encode([PROMPT])
     found["guidance"] = _guidance(policy, conditioning)
     _replayed(policy, conditioning, found)
@@ -72,14 +70,6 @@ def _drive(model: str, found: dict[str, Any]) -> None:
 
 def _device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def _prediction(scheduler: Any) -> str:
-    """What the denoiser predicts, by its scheduler: velocity for flows, else epsilon, v_prediction or sample."""
-    config = scheduler.config
-    flow = "FlowMatch" in type(scheduler).__name__ or config.get("use_flow_sigmas") \
-        or config.get("prediction_type") == "flow_prediction"
-    return "velocity" if flow else config.get("prediction_type", "unknown")
 
 
 def _sizes(policy: PipelinePolicy, targets: list[str]) -> dict[str, Any]:
@@ -92,10 +82,10 @@ def _sizes(policy: PipelinePolicy, targets: list[str]) -> dict[str, Any]:
 
 def _guidance(policy: PipelinePolicy, conditioning: Conditioning) -> str:
     """How the pipeline does guidance: what a step at scale 4 runs, beside one at scale 1."""
-    rows = {}
+    rows, (grid, timesteps) = {}, make_grid("shifted", 2, 1.0, policy.stock)
     for policy.guidance in (4.0, 1.0):  # ends at 1, which is what training starts from
         with _counted(policy) as batches:
-            policy.run(Task(shifted(2, 1.0), range(1)), conditioning, None, policy.generators([0]))
+            policy.run(Task(grid, range(1), timesteps=timesteps), conditioning, None, policy.generators([0]))
         rows[policy.guidance] = batches
     if sum(rows[4.0]) == sum(rows[1.0]):
         embedded = any(getattr(module.config, "guidance_embeds", False) for module in policy.denoisers.values())
@@ -118,15 +108,16 @@ def _counted(policy: PipelinePolicy) -> Iterator[list[int]]:
 
 def _replayed(policy: PipelinePolicy, conditioning: Conditioning, found: dict[str, Any]) -> None:
     """A rollout of three steps, the second stochastic, and the replay of that one with gradients."""
-    exploration = Exploration(shifted(3, 3.0), Schedule((1,), (1,)), FlowSDE(), Euler(), shared_noise=True,
-                              keep_means=True)
-    [part] = explore(policy, conditioning, exploration, GROUP, GROUP, seeder(0, 0))
-    rows = conditioning.rows(part.rows // GROUP)
-    found["picture_shape"] = list(policy.decode(part.taken.final, rows).shape[1:])
-    found["latent_shape"] = list(part.taken.final.shape[1:])
-    [(_, new)] = replay(policy, rows, exploration, part)
-    found["replay_error"] = (new.mean - part.old.mean).abs().max().item()
-    found["first_log_ratio"] = (new.logp - part.old.logp).abs().max().item()
+    grid, timesteps = make_grid("shifted", 3, 3.0, policy.stock)
+    kernel = Method(kernel=FlowDDIM()).on(policy.process).kernel
+    exploration = Exploration(grid, Schedule((1,), (1,)), kernel, Euler(), GROUP, keep_means=True, timesteps=timesteps)
+    [part] = explore(policy, conditioning, [exploration], GROUP, seeder(0, 0))
+    [final], [taken] = part.finals, part.transitions
+    found["picture_shape"] = list(policy.decode(final, conditioning.rows(part.prompts)).shape[1:])
+    found["latent_shape"] = list(final.shape[1:])
+    [(_, _, new)] = replay(policy, conditioning, part, GROUP)
+    found["replay_error"] = (new.mean - taken.old.mean).abs().max().item()
+    found["first_log_ratio"] = (new.logp - taken.old.logp).abs().max().item()
     new.logp.sum().backward()
     found["lora_grad"] = _gradient(policy)
     if not found["first_log_ratio"] <= LARGEST_LOG_RATIO:
@@ -141,16 +132,18 @@ def _gradient(policy: PipelinePolicy) -> float:
     other = [p for module in modules for p in module.parameters() if p.grad is not None and p not in ours]
     if other:
         raise UserError(f"a gradient reaches {len(other)} frozen weights")
-    norm = torch.stack([p.grad.norm() for p in ours if p.grad is not None] or [torch.zeros(())]).norm().item()
+    # In the list's order, not the set's, which differs from call to call and with it the last bit.
+    reached = [p.grad.norm() for p in policy.weights.parameters() if p.grad is not None]
+    norm = torch.stack(reached or [torch.zeros(())]).norm().item()
     if not 0 < norm < float("inf"):
         raise UserError(f"the gradient that reaches the adapter has the norm {norm}")
     return norm
 
 
 def _cost() -> dict[str, float]:
-    method = mix_grpo()
+    method, grid = mix_grpo(), shifted(STEPS, 3.0)
     places = range(STEPS - method.plan.size)
-    schedules = [method.plan(STEPS, place * method.plan.every, 0) for place in places]
-    alone, shared = (sum(cost.rollout(schedule, STEPS, 1, PICTURES, share) for schedule in schedules)
-                     / (len(places) * PICTURES) for share in (False, True))
+    explorations = [method.explorations(grid, PICTURES, 3.0, place * method.plan.every, 0) for place in places]
+    alone, shared = (sum(count(each, 1) for each in explorations) / (len(places) * PICTURES)
+                     for count in (cost.alone, cost.rollout))
     return {"evaluations_per_picture": round(alone, 2), "evaluations_per_picture_shared": round(shared, 2)}

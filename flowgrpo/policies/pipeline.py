@@ -94,6 +94,7 @@ class PipelinePolicy:
         self.device, self.dtype, self.checkpointing = torch.device(device), DTYPES[precision], checkpointing
         self.stock = pipe.scheduler
         self.scheduler = PolicyScheduler.over(pipe.scheduler)
+        self.process = self.scheduler.process  # flow, or vp for a variance-preserving one
         self.evaluations = 0  # rows that went through a denoiser
         pipe.to(self.device)
         self.denoisers = {name: getattr(pipe, name) for name in DENOISERS if getattr(pipe, name, None) is not None}
@@ -116,7 +117,8 @@ class PipelinePolicy:
                             f"{nearest(unknown[0], sorted(self._accepts - {'self'}))}")
 
     def _count(self, _module, args, kwargs):
-        self.evaluations += len(args[0] if args else kwargs["hidden_states"])
+        # A U-Net calls its states `sample`, a transformer `hidden_states`.
+        self.evaluations += len(args[0] if args else kwargs.get("hidden_states", kwargs.get("sample")))
 
     @torch.no_grad()
     def encode(self, prompts: list[str], negatives: list[str] | None = None) -> Conditioning:
@@ -156,9 +158,11 @@ class PipelinePolicy:
                             guidance=self.guidance)
         return final, record
 
-    def replay(self, conditioning: Conditioning, x: torch.Tensor, grid: torch.Tensor, step: int) -> torch.Tensor:
-        """The model output [B,*D] at one step, through the pipeline's own call, with gradients where enabled."""
-        task = Task(grid, range(step, step + 1), replay=True)
+    def replay(self, conditioning: Conditioning, x: torch.Tensor, grid: torch.Tensor, step: int,
+               timesteps: torch.Tensor | None = None) -> torch.Tensor:
+        """The model output [B,*D] at one step, through the pipeline's own call, with gradients where enabled: a
+        velocity, or of a variance-preserving process, which needs its timesteps [T], the noise."""
+        task = Task(grid, range(step, step + 1), replay=True, timesteps=timesteps)
         record: Record = self.scheduler.follow(task)
         self._drive(conditioning, self._cached(conditioning), task, latents=x, guidance=self.guidance)
         return record.output

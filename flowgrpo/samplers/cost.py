@@ -1,36 +1,44 @@
 """What an epoch costs in denoiser evaluations, rows that go through a denoiser, known before anything runs.
 
-P = `prompts`, G = `group`. Rows with a shared initial noise are one row per prompt up to and with the first stochastic
-step, at which they part (see `samplers.rollout`). A prompt whose rows lie in several micro-batches is evaluated at that
-step in each of them; without `micro_batch`, none lies so. Guidance that runs the denoiser twice per step doubles every
-count.
+A state is evaluated once, however many transitions leave it: a shared initial noise is one row per prompt up to and
+with the step at which the group parts. Guidance that runs the denoiser twice per step doubles every count.
 """
 
 from __future__ import annotations
 
-from flowgrpo.samplers.plans import Schedule
+from collections.abc import Sequence
+
+from flowgrpo.samplers.rollout import Exploration
 
 
-def rollout(schedule: Schedule, steps: int, prompts: int, group: int, shared_noise: bool,
-            micro_batch: int | None = None) -> int:
-    """Evaluations of a rollout of P*G pictures on a grid of `steps` intervals."""
-    rows = prompts * group
-    if not shared_noise:
-        return rows * steps
-    parting = schedule.stochastic[0]
-    return prompts * parting + _parting_rows(prompts, group, micro_batch) + rows * (steps - parting - 1)
+def rollout(explorations: Sequence[Exploration], prompts: int) -> int:
+    """Evaluations of the rollout of `prompts` groups in each of the explorations; their trunks run once."""
+    shared = [each for each in explorations if each.roots < each.group]
+    trunk = max((each.trunk * each.roots for each in shared), default=0)
+    return prompts * (trunk + sum(_grown(each) for each in explorations))
 
 
-def update(schedule: Schedule, prompts: int, group: int, shared_noise: bool, passes: int,
-           micro_batch: int | None = None) -> int:
+def alone(explorations: Sequence[Exploration], prompts: int) -> int:
+    """The same pictures without any sharing: every one runs the whole grid for itself."""
+    return prompts * sum(each.group * sum(tail.steps for tail in each.tails()) for each in explorations)
+
+
+def update(explorations: Sequence[Exploration], prompts: int, passes: int) -> int:
     """Evaluations of `passes` replays of all trained steps: a pass with gradients, one of the reference, and so on."""
-    shared = shared_noise and schedule.stochastic[0] in schedule.trained
-    each = prompts * group * (len(schedule.trained) - shared)
-    return passes * (each + shared * _parting_rows(prompts, group, micro_batch))
+    return passes * prompts * sum(states(each)[step] for each in explorations for step in each.schedule.trained)
 
 
-def _parting_rows(prompts: int, group: int, micro_batch: int | None) -> int:
-    """Rows of the parting step: of every micro-batch, the prompts that it holds."""
-    rows, size = range(prompts * group), micro_batch or group
-    parts = (rows[start:start + size] for start in rows[::size])
-    return sum(part[-1] // group - part[0] // group + 1 for part in parts)
+def states(exploration: Exploration) -> list[int]:
+    """How many states of one prompt each step starts from, [T]."""
+    found, nodes = [], exploration.roots
+    for step in range(exploration.steps):
+        found.append(nodes)
+        nodes *= exploration.splits.get(step, 1)
+    return found
+
+
+def _grown(exploration: Exploration) -> int:
+    """Evaluations of one prompt behind the trunk, in every granularity."""
+    start = exploration.trunk if exploration.roots < exploration.group else 0
+    nodes, settled = states(exploration), exploration.settled
+    return sum(nodes[start:settled]) + exploration.group * sum(tail.steps - settled for tail in exploration.tails())

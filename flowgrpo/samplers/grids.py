@@ -1,4 +1,7 @@
-"""Noise grids: 1-D tensors of T+1 sigmas from 1 (noise) down to 0 (data), kept on the CPU."""
+"""Noise grids, kept on the CPU: 1-D tensors of T+1 sigmas from 1 (noise) down to 0 (data).
+
+A variance-preserving process has T+1 rising alpha-bars instead, and the timesteps that its network was trained on.
+"""
 
 from __future__ import annotations
 
@@ -44,6 +47,31 @@ def stock(scheduler: object, steps: int, mu: float | None = None, sigmas: Sequen
     return grid.detach().cpu().clone()
 
 
+def alpha_bars(scheduler: object, steps: int) -> tuple[Tensor, Tensor]:
+    """The grid of a variance-preserving process: (alpha-bars [steps+1] rising, float32, timesteps [steps], int64).
+
+    The timesteps are those that a DDIMScheduler of the scheduler's configuration sets (spacing, steps_offset), the
+    alpha-bars the scheduler's own at these, and at the end 1 or, without set_alpha_to_one, that of timestep 0. A step
+    goes to the next timestep; DDIMScheduler itself steps by 1000 // steps, which is another one for some spacings.
+    ValueError where there are no such timesteps, where the first alpha-bar is 0, and for a scheduler that clips.
+    """
+    from diffusers import DDIMScheduler
+
+    name, table = type(scheduler).__name__, scheduler.alphas_cumprod.detach().cpu().float()
+    for key in ("clip_sample", "thresholding"):
+        if scheduler.config.get(key):
+            raise ValueError(f"{name} has {key}, which makes a step no Gaussian of the model's output: set it to false")
+    if not 1 <= steps <= len(table):
+        raise ValueError(f"{name} has {len(table)} timesteps, expected 1 to as many steps, got {steps}")
+    ddim = DDIMScheduler.from_config(scheduler.config)
+    ddim.set_timesteps(steps)
+    if ddim.timesteps[0] >= len(table) or table[ddim.timesteps[0]] <= 0:
+        raise ValueError(f"{name} starts {steps} steps at timestep {ddim.timesteps[0]}, expected one with an alpha-bar "
+                         "above 0: take fewer steps or, with rescale_betas_zero_snr, timestep_spacing leading")
+    last = table.new_ones(1) if ddim.config.set_alpha_to_one else table[:1]
+    return torch.cat([table[ddim.timesteps], last]), ddim.timesteps
+
+
 def compress_tail(grid: Tensor, after: int, ratio: float, shift: float) -> Tensor:
     """Replace the intervals after index `after` by fewer: n = max(int((T - after) * ratio), 1) of them (MixGRPO-Flash).
 
@@ -60,6 +88,18 @@ def compress_tail(grid: Tensor, after: int, ratio: float, shift: float) -> Tenso
     start = _shift(grid[after].double(), 1 / shift)
     tail = _shift(start * torch.linspace(1, 0, count + 1, dtype=torch.float64, device=grid.device), shift)
     return torch.cat([grid[: after + 1], tail[1:].to(grid.dtype)])
+
+
+def thinned(grid: Tensor, after: int, stride: int) -> Tensor:
+    """grid[:after+1] and of the sigmas behind it the first and every `stride`-th from there (G2RPO, 2510.01982).
+
+    The result always ends at 0, which a stride can step over in the released code.
+    """
+    steps = len(grid) - 1
+    if not 0 <= after < steps or stride < 1:
+        raise ValueError(f"after is {after} and stride {stride}, expected 0 to {steps - 1} and 1 or more")
+    tail = grid[after + 1::stride]
+    return torch.cat([grid[:after + 1], tail, grid[-1:] if tail[-1] != grid[-1] else grid[:0]])
 
 
 def _shift(t: Tensor, shift: float) -> Tensor:

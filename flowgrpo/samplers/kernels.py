@@ -11,7 +11,7 @@ nothing waits for an accelerator; a grid kept on the CPU gives a std on the CPU.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -113,16 +113,29 @@ class DDIM:
 
     def __call__(self, x: Tensor, v: Tensor, grid: Tensor, i: int) -> Gaussian:
         x, noise, alpha, after = _at(x, v, grid, i)
-        x0 = (x - (1 - alpha).sqrt() * noise) / alpha.sqrt()
+        x0 = denoised(x, noise, alpha)
         fresh = self.eta**2 * (1 - alpha / after) / (1 - alpha)
         mean = after.sqrt() * x0 + ((1 - after) * (1 - fresh)).sqrt() * noise
         return Gaussian(mean, ((1 - after) * fresh).sqrt())
+
+
+def scaled(kernel: object, factor: float) -> object:
+    """The kernel with its noise, its one field (`level` or `eta`), times `factor`."""
+    [noise] = fields(kernel)
+    return replace(kernel, **{noise.name: getattr(kernel, noise.name) * factor})
 
 
 def predict_x0(x: Tensor, v: Tensor, sigma: Tensor | float) -> Tensor:
     """The data x - sigma*v that a state and its velocity predict, [B, *D], float32 or wider."""
     x, v = wide(x, v)
     return x - sigma * v
+
+
+def denoised(x: Tensor, noise: Tensor, alpha: Tensor | float) -> Tensor:
+    """The data that a state at an alpha-bar and its predicted noise give, [B, *D], float32 or wider."""
+    x, noise = wide(x, noise)
+    alpha = torch.as_tensor(alpha, dtype=x.dtype)
+    return (x - (1 - alpha).sqrt() * noise) / alpha.sqrt()
 
 
 def _at(x: Tensor, v: Tensor, grid: Tensor, i: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -1,8 +1,9 @@
-"""Plans: which steps of a rollout draw noise and which are trained, `plan(steps, epoch, seed) -> Schedule`.
+"""Plans: which steps of a rollout draw noise, split and are trained, `plan(steps, epoch, seed) -> Schedule`.
 
-A plan is a pure function of its arguments, so a resumed run needs no state. Steps are grid indices 0 to T-1 (T =
-`steps`). No plan draws noise on the last step, T-1: noise added there stays in the picture as grain, and its deviation
-can vanish. Settings that leave nothing to train raise ValueError.
+A plan that explores a prompt in several ways in one epoch returns a tuple of schedules. A plan is a pure function of
+its arguments, so a resumed run needs no state. Steps are grid indices 0 to T-1 (T = `steps`). No plan draws noise on
+the last step, T-1: noise added there stays in the picture as grain, and its deviation can vanish. Settings that leave
+nothing to train raise ValueError.
 """
 
 from __future__ import annotations
@@ -18,12 +19,23 @@ ORDERS = ("progressive", "random", "decay", "exp_decay", "frozen")
 
 @dataclass(frozen=True)
 class Schedule:
-    """The steps of one rollout that draw noise, and those of them that are trained; both sorted, neither empty."""
+    """The steps of one rollout that draw noise, and those of them that are trained; both sorted, neither empty.
+
+    children: into how many every state splits at each stochastic step, 1 where it goes on alone; empty: the group parts
+    at the first one. noise: factors on the kernel's noise, one per stochastic step; empty: 1.
+    """
 
     stochastic: tuple[int, ...]
     trained: tuple[int, ...]
+    children: tuple[int, ...] = ()
+    noise: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
+        for name in ("children", "noise"):
+            given = getattr(self, name)
+            if given and (len(given) != len(self.stochastic) or min(given) <= 0):
+                raise ValueError(f"{name} is {given}, expected {len(self.stochastic)} numbers above 0, one per "
+                                 "stochastic step")
         for name in ("stochastic", "trained"):
             steps = getattr(self, name)
             if not steps or list(steps) != sorted(set(steps)) or steps[0] < 0:
@@ -68,6 +80,78 @@ class Single:
         if not 0 <= self.step < _trainable(steps):
             raise ValueError(f"Single: step is {self.step}, expected 0 to {steps - 2} of {steps} steps")
         return Schedule((self.step,), (self.step,))
+
+
+@dataclass(frozen=True)
+class EachStep:
+    """Every step below `stop` in turn draws noise and is trained, on a deterministic trunk that all share: a schedule
+    per step (TempFlow-GRPO, 2508.04324, all but the last; G2RPO, 2510.01982, the first half: stop=0.5).
+
+    stop below 1 is a share of the T steps; without it every step but the last is taken.
+    """
+
+    stop: float | None = None
+
+    def __call__(self, steps: int, epoch: int, seed: int) -> tuple[Schedule, ...]:
+        return tuple(Schedule((step,), (step,)) for step in range(max(1, _limit(steps, self.stop))))
+
+
+@dataclass(frozen=True)
+class Branches:
+    """A tree: every step but the last draws noise, and at the steps `splits` each state has `branch` children
+    (BranchGRPO, 2509.06040: 16 leaves of splits 0, 3, 6, 9 of 20 steps).
+
+    Depth pruning: `keep` of the depths (the stretches from one split to the next) are trained, all with None; the kept
+    ones slide by one after every `every` epochs and come round.
+    """
+
+    splits: tuple[int, ...] = (0, 3, 6, 9)
+    branch: int = 2
+    keep: int | None = None
+    every: int = 30
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "splits", tuple(self.splits))  # a recipe gives a list
+        if list(self.splits) != sorted(set(self.splits)) or not self.splits or self.splits[0] < 0:
+            raise ValueError(f"Branches: splits are {self.splits}, expected rising steps from 0 up")
+        if self.branch < 2 or self.every < 1 or not (self.keep is None or 1 <= self.keep <= len(self.splits)):
+            raise ValueError(f"Branches: branch is {self.branch}, every {self.every} and keep {self.keep}, expected 2 "
+                             f"or more, 1 or more, and 1 to {len(self.splits)}")
+
+    def __call__(self, steps: int, epoch: int, seed: int) -> Schedule:
+        every = tuple(range(_trainable(steps)))
+        if self.splits[-1] not in every:
+            raise ValueError(f"Branches: a split at step {self.splits[-1]} of {steps} steps: the last is never split")
+        children = tuple(self.branch if step in self.splits else 1 for step in every)
+        depths = len(self.splits)
+        kept = {(epoch // self.every + d) % depths for d in range(self.keep or depths)}
+        depth = {step: max(bisect_right(self.splits, step) - 1, 0) for step in every}
+        return Schedule(every, tuple(step for step in every if depth[step] in kept), children)
+
+
+@dataclass(frozen=True)
+class GrowingTail:
+    """Every step but the last draws noise; the last n before it are trained, and where they begin every state splits
+    into `branch` (B2-DiffuRL, 2503.11240, backward progressive training).
+
+    n grows from `first` to `final` shares of the steps over `stages` epochs (14 to 20 of 20 steps over 100 there).
+    """
+
+    branch: int = 4
+    first: float = 0.7
+    final: float = 1.0
+    stages: int = 100
+
+    def __post_init__(self) -> None:
+        if not 0 < self.first <= self.final <= 1 or self.branch < 2 or self.stages < 1:
+            raise ValueError(f"GrowingTail: first is {self.first}, final {self.final}, branch {self.branch} and stages "
+                             f"{self.stages}, expected 0 < first <= final <= 1, 2 or more, 1 or more")
+
+    def __call__(self, steps: int, epoch: int, seed: int) -> Schedule:
+        every = tuple(range(_trainable(steps)))
+        share = self.first + (self.final - self.first) * min(epoch / self.stages, 1)
+        start = len(every) - max(1, int(len(every) * share))
+        return Schedule(every, every[start:], tuple(self.branch if step == start else 1 for step in every))
 
 
 @dataclass(frozen=True)
@@ -127,8 +211,7 @@ class Sliding:
         return places[min(bisect_right(ends, epoch), len(places) - 1)]
 
     def _last(self, steps: int) -> int:
-        stop = steps if self.stop is None else int(self.stop * steps if self.stop < 1 else self.stop)
-        limit = min(_trainable(steps), stop)
+        limit = _limit(steps, self.stop)
         if self.start + self.size > limit:
             raise ValueError(
                 f"Sliding: a window of {self.size} from step {self.start} does not fit below step {limit} "
@@ -146,11 +229,35 @@ class Sliding:
         return self.every
 
 
+@dataclass(frozen=True)
+class TreeWindow:
+    """A tree inside of a window: each of its steps splits every state into `branch`, the others are deterministic
+    (Dynamic-TreeRPO, 2509.23352: depth 4, binary).
+
+    window: where it lies, its size is the tree's depth; growth: the noise of depth k of d is (1 + growth*k/d) times the
+    kernel's (its equation 6 could not be read in full: a reconstruction).
+    """
+
+    window: Sliding = Sliding(size=4)
+    branch: int = 2
+    growth: float = 0.0
+
+    def __call__(self, steps: int, epoch: int, seed: int) -> Schedule:
+        steps = self.window(steps, epoch, seed).stochastic
+        noise = tuple(1 + self.growth * depth / len(steps) for depth in range(len(steps)))
+        return Schedule(steps, steps, (self.branch,) * len(steps), noise)
+
+
 def _trainable(steps: int) -> int:
     """How many steps can be trained: all but the last."""
     if steps < 2:
         raise ValueError(f"steps is {steps}, expected 2 or more: the last one is never trained")
     return steps - 1
+
+
+def _limit(steps: int, stop: float | None) -> int:
+    """The step below which a plan keeps: `stop`, a share of the steps if it is below 1, or all but the last."""
+    return min(_trainable(steps), steps if stop is None else int(stop * steps if stop < 1 else stop))
 
 
 def _draw(seed: int, epoch: int) -> random.Random:

@@ -1,16 +1,16 @@
-"""Exploration: groups of samples, in which whatever is shared is denoised once.
+"""Exploration: trees of samples, in which whatever is shared is denoised once.
 
-With a shared initial noise a prompt's rows are one row until they part, at the first stochastic step. That trunk runs
-once per prompt, the model's output at the parting step included: its G transitions are draws from one Gaussian. From
-there each row runs on its own, in micro-batches; each is handed on as soon as it is done, so that it can be decoded and
-scored while the next one samples. The replay of the parting step is one row per prompt as well.
+A prompt's group grows from `roots` initial noises. Where a schedule says so, every state has several children: they are
+draws from one Gaussian, for one evaluation of the denoiser. A rollout with a shared initial noise is a tree that splits
+once, at the first stochastic step; independent samples are as many roots. All nodes of a step go through the
+denoiser together, in micro-batches, and a replay evaluates a state once, however many transitions left it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from itertools import groupby
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -19,182 +19,318 @@ from diffusers.utils.torch_utils import randn_tensor
 from flowgrpo import gaussian
 from flowgrpo.errors import UserError
 from flowgrpo.samplers import grids
-from flowgrpo.samplers.kernels import predict_x0
+from flowgrpo.samplers.kernels import scaled
 from flowgrpo.samplers.plans import Schedule
-from flowgrpo.samplers.scheduler import Record, Task
-from flowgrpo.types import Gaussian, Scored, Segment, Trajectory
+from flowgrpo.samplers.scheduler import Record, Task, process
+from flowgrpo.types import Gaussian, Scored, Transitions
+
+Seed = Callable[[int, int], int]
 
 
 @dataclass(frozen=True)
 class Exploration:
-    """How one epoch samples: sigmas [T+1], which steps are stochastic and trained, the kernel and the solver.
+    """How a group is sampled: its grid [T+1], which steps are stochastic, trained and split, the kernel and the solver.
 
-    shared_noise: a prompt's rows start from one noise; keep_means: the loss reads means and deviations.
+    group: pictures per prompt, G; roots: initial noises per prompt, from 1 (shared) to G (each sample its own).
+    strides: granularities of the grid after the last noise (G2RPO): with (1, 2) every leaf is finished twice, once on
+    the whole grid and once on every second sigma. keep_means: the loss reads means and deviations.
+    timesteps: [T], of a variance-preserving process alone, whose grid are alpha-bars.
+    ValueError where roots and splits do not make the group, or a stride is none.
     """
 
     grid: torch.Tensor
     schedule: Schedule
     kernel: Callable
     solver: Callable
-    shared_noise: bool = False
+    group: int
+    roots: int = 1
+    strides: tuple[int, ...] = (1,)
     keep_means: bool = False
+    timesteps: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        assert self.timesteps is None or len(self.timesteps) == self.steps, (len(self.timesteps), self.steps)
+        if self.roots < 1:
+            raise ValueError(f"roots is {self.roots}, expected 1 to the group of {self.group}")
+        if not self.strides or min(self.strides) < 1:
+            raise ValueError(f"strides are {list(self.strides)}, expected at least one, each 1 or more")
+        leaves = self.roots * math.prod(self.splits.values())
+        if leaves != self.group:
+            raise ValueError(f"{self.roots} initial noises and splits into {list(self.splits.values()) or 1} make "
+                             f"{leaves} samples per prompt, expected the group of {self.group}")
 
     @property
-    def parting(self) -> int | None:
-        """The step at which the rows of a prompt part; None where they never were one."""
-        return self.schedule.stochastic[0] if self.shared_noise else None
+    def steps(self) -> int:
+        return len(self.grid) - 1
+
+    @property
+    def splits(self) -> dict[int, int]:
+        """Children per state of the steps at which the tree splits; where the schedule is silent, the first stochastic
+        step splits every root into the samples that share it."""
+        schedule = self.schedule
+        if schedule.children:
+            return {step: n for step, n in zip(schedule.stochastic, schedule.children) if n > 1}
+        return {schedule.stochastic[0]: self.group // self.roots} if self.roots < self.group else {}
+
+    @property
+    def trunk(self) -> int:
+        """How many steps come before the first split and before all noise: the same for every schedule of a prompt."""
+        return min(next(iter(self.splits), 0), self.schedule.stochastic[0])
+
+    @property
+    def settled(self) -> int:
+        """The first step behind all noise, and so behind all splits: from here on the granularities differ."""
+        return self.schedule.stochastic[-1] + 1
+
+    def transition(self, x: torch.Tensor, v: torch.Tensor, grid: torch.Tensor, i: int) -> Gaussian:
+        """The kernel's transition, with the schedule's factor on the noise of that step."""
+        noise = dict(zip(self.schedule.stochastic, self.schedule.noise)).get(i, 1.0)
+        return (self.kernel if noise == 1 else scaled(self.kernel, noise))(x, v, grid, i)
 
     def task(self, start: int, stop: int, noise=None) -> Task:
-        return Task(self.grid, range(start, stop), self.kernel, self.solver, frozenset(self.schedule.stochastic),
-                    frozenset(self.schedule.trained), noise)
+        return Task(self.grid, range(start, stop), self.transition, self.solver, frozenset(self.schedule.stochastic),
+                    frozenset(self.schedule.trained), noise, timesteps=self.timesteps)
+
+    def tails(self) -> list[Exploration]:
+        """One exploration per stride; they differ where nothing is drawn any more."""
+        return [self if stride == 1 else replace(self, grid=grids.thinned(self.grid, self.settled, stride))
+                for stride in self.strides]
 
 
 @dataclass(frozen=True)
 class Part:
-    """One micro-batch of a rollout: its rows among the epoch's B, their prompts, what was drawn, how probable it was.
+    """Whole groups of a rollout, sampled together: N of the epoch's groups, b = N*G leaves.
 
-    rows, prompts: int64 [b]; taken: a Trajectory whose `final` is [b,*D]; old: Scored [b,K].
+    groups: their places among the epoch's groups; prompts: int64 [b], the prompt of each leaf; transitions: of the
+    trained steps, in grid order; finals: [b,*D] per granularity; advantages: [m] per trained step, once they are known.
     """
 
-    rows: torch.Tensor
+    groups: range
     prompts: torch.Tensor
-    taken: Trajectory
-    old: Scored
+    exploration: Exploration
+    transitions: tuple[Transitions, ...]
+    finals: tuple[torch.Tensor, ...]
+    advantages: tuple[torch.Tensor, ...] = ()
 
-    def kept(self, keep: torch.Tensor) -> Part | None:
-        """The rows where `keep` (bool [b]) is true; None where there are none."""
-        if keep.all():
-            return self
-        if not keep.any():
-            return None
-        at = keep.to(self.taken.final.device)
-        taken = Trajectory(tuple(Segment(s.states[at], s.steps) for s in self.taken.segments), self.taken.final[at])
-        means = None if self.old.mean is None else self.old.mean[at]
-        return Part(self.rows[keep], self.prompts[keep], taken,
-                    Scored(self.old.logp[at], self.old.mask[at], means, self.old.std))
+    def log_probs(self) -> torch.Tensor:
+        """Each leaf's log-probability under the policy that drew it, the mean over its recorded steps: [b]."""
+        each = [taken.old.logp[:, 0].repeat_interleave(len(self.prompts) // len(taken.parent))
+                for taken in self.transitions]
+        return torch.stack(each).mean(0).cpu()
+
+    def credited(self, advantages: Sequence[torch.Tensor], keep: Sequence[torch.Tensor]) -> Part | None:
+        """The part with an advantage [m] per transition, and of its transitions those where `keep` (bool [m]) is true,
+        both one per trained step; None where nothing is kept."""
+        kept = [(found, advantage[at]) for taken, advantage, at in zip(self.transitions, advantages, keep, strict=True)
+                if (found := taken.kept(at)) is not None]
+        transitions, advantages = zip(*kept) if kept else ((), ())
+        return replace(self, transitions=transitions, advantages=advantages) if kept else None
 
 
-def explore(policy, conditioning, exploration: Exploration, group: int, micro_batch: int,
-            seed: Callable[[int, int], int]) -> Iterator[Part]:
-    """Sample `group` pictures for each of the P prompts of `conditioning`; yields the parts of B = P * group rows.
+@dataclass(frozen=True)
+class _Nodes:
+    """States of one step: x [n,*D] (None before the first noise), their prompts [n], a generator each, and the x0 [n]
+    that they predicted last."""
 
-    seed(prompt, sample) gives each row's own seed, and with sample = -1 that of a noise shared by the prompt's group.
+    x: torch.Tensor | None
+    prompts: torch.Tensor
+    generators: list[torch.Generator]
+    x0: torch.Tensor | None = None
+
+
+def explore(policy, conditioning, explorations: Sequence[Exploration], micro_batch: int, seed: Seed) -> Iterator[Part]:
+    """Sample each prompt of `conditioning` in each of the explorations; yields whole groups, as soon as they are done.
+
+    seed(prompt, sample) gives every leaf's own seed, and with sample = -1, -2, ... those of noises that leaves share.
     """
-    trunk = _trunk(policy, conditioning, exploration, micro_batch, seed) if exploration.shared_noise else None
-    for rows in torch.arange(len(conditioning.prompts) * group).split(micro_batch):
-        prompts = rows // group
-        generators = policy.generators(seed(int(p), int(row % group)) for p, row in zip(prompts, rows))
-        x, record = None, Record()
-        if trunk is not None:
-            x, record = _part_ways(policy, conditioning, exploration, trunk, prompts, generators)
-        start = 0 if trunk is None else exploration.parting + 1
-        task = exploration.task(start, len(exploration.grid) - 1, lambda x, own=generators: _noise(x, own))
-        final, rest = policy.run(task, conditioning.rows(prompts), x, generators, record.x0)
-        yield Part(rows, prompts, *_recorded(record, rest, exploration, final))
+    first = 0
+    for prompts in torch.arange(len(conditioning.prompts)).split(prompts_per_part(explorations[0].group, micro_batch)):
+        trunks: dict[int, _Nodes] = {}
+        # A trunk goes on from a shorter one: the shortest comes first.
+        for number, exploration in sorted(enumerate(explorations), key=lambda each: each[1].trunk):
+            grower = _Grower(policy, conditioning, exploration, micro_batch, seed, number)
+            yield grower.grow(range(first, first + len(prompts)), prompts, trunks)
+            first += len(prompts)
 
 
-def _trunk(policy, conditioning, exploration, micro_batch, seed) -> torch.Tensor:
-    """States [P,*D] at the parting step, one per prompt."""
-    states = []
-    for prompts in torch.arange(len(conditioning.prompts)).split(micro_batch):
-        generators = policy.generators(seed(int(p), -1) for p in prompts)
-        task = exploration.task(0, exploration.parting)
-        states.append(policy.run(task, conditioning.rows(prompts), None, generators)[0])
-    return torch.cat(states)
+def prompts_per_part(group: int, micro_batch: int) -> int:
+    """How many prompts are sampled together: as many whole groups as a micro-batch holds, one at least."""
+    return max(micro_batch // group, 1)
 
 
-def _part_ways(policy, conditioning, exploration, trunk, prompts, generators) -> tuple[torch.Tensor, Record]:
-    """Draw each row's own transition out of its prompt's shared state; one evaluation per prompt, not per row."""
-    step, grid = exploration.parting, exploration.grid
-    first, of = _shared(prompts)
-    own, of = prompts[first], of.to(trunk.device)
-    x = trunk[own.to(trunk.device)]
-    with torch.no_grad():
-        v = policy.replay(conditioning.rows(own), x, grid, step)
-    transition = exploration.kernel(x, v, grid, step)
-    transition = Gaussian(transition.mean[of], transition.std)
-    # Rounded first: the density is that of the state which the network will see.
-    x_next = gaussian.sample(transition, _noise(x[of], generators)).to(x.dtype)
-    record = Record(x0=predict_x0(x, v, grid[step])[of])
-    record.add(step, x[of], x_next, transition)
-    return x_next, record
+class _Grower:
+    """Grows the trees of some prompts in one exploration."""
 
+    def __init__(self, policy, conditioning, exploration: Exploration, micro_batch: int, seed: Seed, number: int):
+        self.policy, self.conditioning, self.exploration = policy, conditioning, exploration
+        self.micro_batch, self.seed, self.offset = micro_batch, seed, number * exploration.group
+        self.of_leaf: dict[tuple[int, int], torch.Generator] = {}
+        self.found: dict[int, Transitions] = {}
 
-def replay(policy, conditioning, exploration: Exploration, part: Part) -> Iterator[tuple[int, Scored]]:
-    """Score a part's recorded transitions under the policy's present weights, one step at a time.
+    def grow(self, groups: range, prompts: torch.Tensor, trunks: dict[int, _Nodes]) -> Part:
+        exploration = self.exploration
+        nodes, at = self._trunk(prompts, trunks), exploration.trunk
+        for step, children in exploration.splits.items():
+            nodes = self._split(self._advance(nodes, at, step), step, children)
+            at = step + 1
+        if len(exploration.strides) > 1:  # noise behind the last split is drawn once for all granularities
+            nodes, at = self._advance(nodes, at, exploration.settled), exploration.settled
+        finals = tuple(self._advance(nodes, at, tail.steps, tail).x for tail in exploration.tails())
+        transitions = tuple(self.found[step] for step in exploration.schedule.trained)
+        return Part(groups, nodes.prompts, exploration, transitions, finals)
 
-    Yields (k, Scored [b,1]) for the K recorded steps, with gradients where they are enabled. `conditioning` has the
-    part's rows. Where the rows of a prompt part, their shared state is evaluated once.
-    """
-    for k, (step, x, x_next) in enumerate(part.taken.pairs()):
-        if step == exploration.parting:
-            first, of = _shared(part.prompts)
-            v = policy.replay(conditioning.rows(first), x[first.to(x.device)], exploration.grid, step)[of.to(x.device)]
+    def _trunk(self, prompts: torch.Tensor, trunks: dict[int, _Nodes]) -> _Nodes:
+        """The roots of the prompts, run to the first split or noise; explorations of the same prompts go on from each
+        other's."""
+        trunk = self.exploration.trunk
+        if self.exploration.roots == self.exploration.group:
+            return self._roots(prompts)
+        if trunk not in trunks:
+            at = max((step for step in trunks if step <= trunk), default=None)
+            nodes = self._roots(prompts) if at is None else trunks[at]
+            trunks[trunk] = self._advance(nodes, at or 0, trunk)
+        return trunks[trunk]
+
+    def _roots(self, prompts: torch.Tensor) -> _Nodes:
+        roots, group = self.exploration.roots, self.exploration.group
+        if roots == group:
+            generators = [self._generator(int(p), leaf) for p in prompts for leaf in range(group)]
         else:
-            v = policy.replay(conditioning, x, exploration.grid, step)
-        yield k, _score(exploration.kernel(x, v, exploration.grid, step), x_next, exploration.keep_means)
+            generators = self.policy.generators(self.seed(int(p), -1 - root) for p in prompts for root in range(roots))
+        return _Nodes(None, prompts.repeat_interleave(roots), generators)
+
+    def _generator(self, prompt: int, leaf: int) -> torch.Generator:
+        """The leaf's own generator, which the first leaf below a node hands down to it: no noise is drawn twice."""
+        if (prompt, leaf) not in self.of_leaf:
+            [self.of_leaf[prompt, leaf]] = self.policy.generators([self.seed(prompt, self.offset + leaf)])
+        return self.of_leaf[prompt, leaf]
+
+    def _advance(self, nodes: _Nodes, start: int, stop: int, exploration: Exploration | None = None) -> _Nodes:
+        """Run the nodes from step `start` to step `stop`, one child each."""
+        if start == stop and nodes.x is not None:
+            return nodes
+        exploration = exploration or self.exploration
+        states, records = [], []
+        for rows in torch.arange(len(nodes.prompts)).split(self.micro_batch):
+            own = nodes.generators[rows[0]:rows[-1] + 1]
+            task = exploration.task(start, stop, lambda x, own=own: _noise(x, own))
+            x, x0 = (None if value is None else value[rows.to(value.device)] for value in (nodes.x, nodes.x0))
+            state, record = self.policy.run(task, self.conditioning.rows(nodes.prompts[rows]), x, own, x0)
+            states.append(state)
+            records.append(record)
+        for step in records[0].x:
+            self._keep(step, nodes.prompts, torch.arange(len(nodes.prompts)), records)
+        return replace(nodes, x=_cat(states), x0=_cat([record.x0 for record in records]))
+
+    def _split(self, nodes: _Nodes, step: int, children: int) -> _Nodes:
+        """Draw `children` transitions out of each state; one evaluation per state."""
+        grid = self.exploration.grid
+        width = math.prod(n for later, n in self.exploration.splits.items() if later > step)  # leaves below a child
+        drawn, records = [], []
+        for rows in torch.arange(len(nodes.prompts)).split(self.micro_batch):
+            x = nodes.x[rows.to(nodes.x.device)]
+            with torch.no_grad():
+                v = self.policy.replay(self.conditioning.rows(nodes.prompts[rows]), x, grid, step,
+                                       self.exploration.timesteps)
+            transition = self.exploration.transition(x, v, grid, step)
+            of = torch.arange(len(rows), device=x.device).repeat_interleave(children)
+            transition = Gaussian(transition.mean[of], transition.std)
+            group = self.exploration.group
+            generators = [self._generator(int(nodes.prompts[row]), (row * children + child) * width % group)
+                          for row in rows.tolist() for child in range(children)]
+            # Rounded first: the density is that of the state which the network will see.
+            x_next = gaussian.sample(transition, _noise(x[of], generators)).to(x.dtype)
+            record = Record(x0=self.exploration.task(step, step + 1).predict_x0(x, v, step)[of])
+            record.add(step, x, x_next, transition)
+            records.append(record)
+            drawn += generators
+        parent = torch.arange(len(nodes.prompts)).repeat_interleave(children)
+        if step in self.exploration.schedule.trained:
+            self._keep(step, nodes.prompts, parent, records)
+        return _Nodes(_cat([record.x_next[step] for record in records]), nodes.prompts[parent], drawn,
+                      _cat([record.x0 for record in records]))
+
+    def _keep(self, step: int, prompts: torch.Tensor, parent: torch.Tensor, records: list[Record]) -> None:
+        logp = torch.cat([record.logp[step] for record in records])[:, None]
+        means, std = None, None
+        if self.exploration.keep_means:
+            means = torch.cat([record.transition[step].mean for record in records])[:, None]
+            std = records[0].transition[step].std.reshape(1)
+        self.found[step] = Transitions(step, _cat([record.x[step] for record in records]), prompts, parent,
+                                       _cat([record.x_next[step] for record in records]),
+                                       Scored(logp, torch.ones_like(logp, dtype=torch.bool), means, std))
 
 
-def _shared(prompts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The first row of each prompt [p], and for every row [b] the place of its prompt among them."""
-    _, of, counts = prompts.unique_consecutive(return_inverse=True, return_counts=True)
-    return counts.cumsum(0) - counts, of
+def replay(policy, conditioning, part: Part, micro_batch: int) -> Iterator[tuple[int, slice, Scored]]:
+    """Score a part's recorded transitions under the policy's present weights, one batch of one step at a time.
+
+    Yields (k, rows, new): new is Scored [b,1] of the transitions `rows` of the k-th recorded step, with gradients where
+    they are enabled. A state is evaluated once for all transitions that left it.
+    """
+    exploration = part.exploration
+    for k, taken in enumerate(part.transitions):
+        for states in torch.arange(len(taken.x)).split(micro_batch):
+            low, high = torch.searchsorted(taken.parent, torch.stack([states[0], states[-1] + 1])).tolist()
+            at = states.to(taken.x.device)
+            x, of = taken.x[at], (taken.parent[low:high] - states[0]).to(taken.x.device)
+            v = policy.replay(conditioning.rows(taken.prompts[states]), x, exploration.grid, taken.step,
+                              exploration.timesteps)
+            transition = exploration.transition(x, v, exploration.grid, taken.step)
+            transition = Gaussian(transition.mean[of], transition.std)
+            yield k, slice(low, high), score(transition, taken.x_next[low:high], exploration.keep_means)
 
 
-def rescored(policy, conditioning, exploration: Exploration, part: Part) -> Part:
+def rescored(policy, conditioning, part: Part, micro_batch: int) -> Part:
     """The part with its old scores computed by the replay, in the replay's own grad mode."""
-    logp, means = [], []
-    for _, new in replay(policy, conditioning, exploration, part):
+    found: list[list[Scored]] = [[] for _ in part.transitions]
+    for k, _, new in replay(policy, conditioning, part, micro_batch):
         # Detached one by one: no two graphs are held at once.
-        logp.append(new.logp.detach())
-        means += [new.mean.detach()] if exploration.keep_means else []
-    scored = Scored(torch.cat(logp, 1), part.old.mask, torch.cat(means, 1) if means else None, part.old.std)
-    return Part(part.rows, part.prompts, part.taken, scored)
+        found[k].append(Scored(new.logp.detach(), new.mask, None if new.mean is None else new.mean.detach(), new.std))
+    transitions = tuple(replace(taken, old=_joined(scores)) for taken, scores in zip(part.transitions, found))
+    return replace(part, transitions=transitions)
 
 
-def _score(transition: Gaussian, x_next: torch.Tensor, keep_means: bool) -> Scored:
+def score(transition: Gaussian, x_next: torch.Tensor, keep_means: bool) -> Scored:
+    """The density of the next states [b,*D] under the transition: Scored [b,1]."""
     logp = gaussian.log_prob(transition, x_next)[:, None]
     kept = (transition.mean[:, None], transition.std.reshape(1)) if keep_means else (None, None)
     return Scored(logp, torch.ones_like(logp, dtype=torch.bool), *kept)
+
+
+def _joined(scores: list[Scored]) -> Scored:
+    mean = None if scores[0].mean is None else torch.cat([each.mean for each in scores])
+    return Scored(torch.cat([each.logp for each in scores]), torch.cat([each.mask for each in scores]), mean,
+                  scores[0].std)
+
+
+def _cat(values: list[torch.Tensor | None]) -> torch.Tensor | None:
+    """The values in one tensor; a single one is not copied, so that x_next of one step stays x of the next."""
+    return values[0] if len(values) == 1 or values[0] is None else torch.cat(values)
 
 
 def _noise(x: torch.Tensor, generators: list[torch.Generator]) -> torch.Tensor:
     return randn_tensor(x.shape, generator=generators, device=x.device, dtype=torch.float32)
 
 
-def _recorded(first: Record, rest: Record, exploration: Exploration, final) -> tuple[Trajectory, Scored]:
-    """The trained steps out of the records of a part's two calls."""
-    trained = exploration.schedule.trained
-    at = {step: first if step in first.x else rest for step in trained}
-    segments = []
-    for _, run in groupby(enumerate(trained), lambda pair: pair[1] - pair[0]):
-        steps = tuple(step for _, step in run)
-        states = [at[steps[0]].x[steps[0]], *(at[step].x_next[step] for step in steps)]
-        segments.append(Segment(torch.stack(states, 1), steps))
-    logp = torch.stack([at[step].logp[step] for step in trained], 1)
-    means = torch.stack([at[step].transition[step].mean for step in trained], 1) if exploration.keep_means else None
-    std = torch.stack([at[step].transition[step].std for step in trained]) if exploration.keep_means else None
-    return Trajectory(tuple(segments), final), Scored(logp, torch.ones_like(logp, dtype=torch.bool), means, std)
+def seeder(run_seed: int, epoch: int) -> Seed:
+    """seed(prompt, sample) from (run seed, epoch, prompt, sample), whatever the process or the micro-batch; sample may
+    be negative: -1 is the first noise that a prompt's samples share."""
+    return lambda prompt, sample: int(np.random.SeedSequence(
+        (run_seed, epoch, prompt, sample + 1 if sample >= -1 else 2**32 + sample)).generate_state(1, np.uint64)[0] >> 1)
 
 
-def column(scored: Scored, k: int) -> Scored:
-    """The scores of one recorded step, [b,1]."""
-    one = slice(k, k + 1)
-    return Scored(scored.logp[:, one], scored.mask[:, one], None if scored.mean is None else scored.mean[:, one],
-                  None if scored.std is None else scored.std[..., one])
-
-
-def seeder(run_seed: int, epoch: int) -> Callable[[int, int], int]:
-    """seed(prompt, sample) from (run seed, epoch, prompt, sample), whatever the process or the micro-batch."""
-    return lambda prompt, sample: int(
-        np.random.SeedSequence((run_seed, epoch, prompt, sample + 1)).generate_state(1, np.uint64)[0] >> 1)
-
-
-def make_grid(kind: str, steps: int, shift: float, scheduler) -> torch.Tensor:
-    """Sigmas [steps+1]: `shifted` or the pipeline's `stock` ones. UserError where the scheduler has none."""
+def make_grid(kind: str, steps: int, shift: float, scheduler) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The grid [steps+1] and its timesteps. Of a flow: sigmas, `shifted` or the pipeline's `stock` ones, and None. Of a
+    variance-preserving process, whatever the kind: alpha-bars of the scheduler's own spacing and timesteps [steps].
+    UserError where the scheduler has none."""
+    if process(scheduler) == "vp":
+        try:
+            return grids.alpha_bars(scheduler, steps)
+        except ValueError as error:
+            raise UserError(str(error)) from None
     if kind == "shifted":
-        return grids.shifted(steps, shift)
+        return grids.shifted(steps, shift), None
     try:
-        return grids.stock(scheduler, steps)
+        return grids.stock(scheduler, steps), None
     except ValueError as error:
         raise UserError(f"train.grid 'stock': {error} (train.grid: shifted asks nothing of the scheduler)") from None

@@ -15,8 +15,30 @@ from typing import Any
 import torch
 
 from flowgrpo import gaussian
-from flowgrpo.samplers.kernels import predict_x0
+from flowgrpo.errors import UserError
+from flowgrpo.samplers.kernels import DDIM, denoised, predict_x0
 from flowgrpo.samplers.solvers import Euler
+from flowgrpo.types import wide
+
+
+def prediction(scheduler: Any) -> str:
+    """What the denoiser predicts, by its scheduler: velocity for flows, else epsilon, v_prediction or sample."""
+    config = scheduler.config
+    flow = "FlowMatch" in type(scheduler).__name__ or config.get("use_flow_sigmas") \
+        or config.get("prediction_type") == "flow_prediction"
+    return "velocity" if flow else config.get("prediction_type", "unknown")
+
+
+def process(scheduler: Any) -> str:
+    """The process of a pipeline's scheduler: "flow", or "vp" where it is variance-preserving and the network predicts
+    noise or v. UserError for any other."""
+    predicted = prediction(scheduler)
+    if predicted == "velocity":
+        return "flow"
+    if predicted in ("epsilon", "v_prediction") and hasattr(scheduler, "alphas_cumprod"):
+        return "vp"
+    raise UserError(f"{type(scheduler).__name__} (prediction {predicted!r}) cannot be driven: expected a scheduler of "
+                    "flow matching, or one with alphas_cumprod and prediction_type epsilon or v_prediction")
 
 
 @dataclass(frozen=True)
@@ -26,6 +48,8 @@ class Task:
     grid: sigmas [T+1], from noise to data. kernel: the transition of the steps in `stochastic`; solver: of the steps
     after them; the deterministic ones before are Euler's (there, MixGRPO found, noise amplifies a solver's error).
     noise: a function of the state that returns its standard normal noise; needed where a step is stochastic.
+    timesteps: int64 [T], of a variance-preserving process alone, whose grid are alpha-bars, whose model output is the
+    noise, and whose deterministic steps are DDIM's.
     """
 
     grid: torch.Tensor
@@ -36,9 +60,19 @@ class Task:
     recorded: frozenset[int] = frozenset()
     noise: Callable[[torch.Tensor], torch.Tensor] | None = None
     replay: bool = False
+    timesteps: torch.Tensor | None = None
 
-    def solver_of(self, i: int) -> Callable:
-        return self.solver if i > max(self.stochastic, default=-1) else Euler()
+    def advanced(self, x: torch.Tensor, v: torch.Tensor, i: int, previous: torch.Tensor | None) -> torch.Tensor:
+        """The state [B,*D] after the deterministic step i; previous: what the step before predicted as data."""
+        if self.timesteps is not None:
+            assert isinstance(self.solver, Euler), self.solver
+            return DDIM(0.0)(x, v, self.grid, i).mean
+        solver = self.solver if i > max(self.stochastic, default=-1) else Euler()
+        return solver(x, v, self.grid, i, previous)
+
+    def predict_x0(self, x: torch.Tensor, v: torch.Tensor, i: int) -> torch.Tensor:
+        """The data that the state x and the model output v of step i predict, [B,*D]."""
+        return (predict_x0 if self.timesteps is None else denoised)(x, v, self.grid[i])
 
 
 @dataclass
@@ -66,15 +100,17 @@ class PolicyScheduler:
     """Mixed into the class of the pipeline's own scheduler; make one with `PolicyScheduler.over(pipe.scheduler)`."""
 
     order = 1
+    init_noise_sigma = 1.0  # the state is that of the process, whatever scaling the stock class works in
 
     @staticmethod
     def over(stock: Any) -> Any:
         """A policy scheduler with the class and the configuration of `stock` (some pipelines test the class)."""
-        cls = type(f"Policy{type(stock).__name__}", (PolicyScheduler, type(stock)), {})
+        cls = type(f"Policy{type(stock).__name__}", (PolicyScheduler, type(stock)), {"process": process(stock)})
         return cls.from_config(stock.config)
 
     def follow(self, task: Task, x0: torch.Tensor | None = None) -> Record:
         """Set the next call's task; the record returned here fills while the pipeline runs."""
+        assert not task.steps or (self.process == "vp") == (task.timesteps is not None), self.process
         self.task, self.record = task, Record(x0=x0)
         return self.record
 
@@ -84,7 +120,8 @@ class PolicyScheduler:
         self._pending = iter(task.steps)
         self.num_inference_steps = len(task.steps)
         self.sigmas = task.grid.to(device, torch.float32)
-        self.timesteps = self.sigmas[task.steps.start:task.steps.stop] * self.config.num_train_timesteps
+        every = self.sigmas * self.config.num_train_timesteps if task.timesteps is None else task.timesteps.to(device)
+        self.timesteps = every[task.steps.start:task.steps.stop]
 
     def scale_model_input(self, sample, *_, **__):
         return sample
@@ -92,15 +129,24 @@ class PolicyScheduler:
     def step(self, model_output, timestep, sample, *_, return_dict=True, **__):
         """Advance `sample` [B,*D] by one step of the task. The next state keeps its dtype, as the network sees it."""
         i, task = next(self._pending), self.task
+        output = self._output(model_output, sample, i)
         if task.replay:
-            self.record.output, x_next = model_output, sample
+            self.record.output, x_next = output, sample
         elif i in task.stochastic:
-            x_next = self._draw(sample, model_output, i)
+            x_next = self._draw(sample, output, i)
         else:
-            x_next = task.solver_of(i)(sample, model_output, task.grid, i, self.record.x0).to(sample.dtype)
+            x_next = task.advanced(sample, output, i, self.record.x0).to(sample.dtype)
         if not task.replay:
-            self.record.x0 = predict_x0(sample, model_output, task.grid[i])
+            self.record.x0 = task.predict_x0(sample, output, i)
         return SimpleNamespace(prev_sample=x_next) if return_dict else (x_next,)
+
+    def _output(self, v, x, i):
+        """What kernels read: the velocity, or the noise, sqrt(a) v + sqrt(1-a) x for a v-prediction (2202.00512)."""
+        if prediction(self) != "v_prediction":
+            return v
+        x, v = wide(x, v)
+        alpha = self.task.grid[i].to(x.dtype)
+        return alpha.sqrt() * v + (1 - alpha).sqrt() * x
 
     def _draw(self, x, v, i):
         transition = self.task.kernel(x, v, self.task.grid, i)

@@ -28,6 +28,7 @@ COLOURS = {  # sRGB in [0, 1]
 COUNTS = {"two": 2, "three": 3, "four": 4}
 RELATIONS = {"left of": (-1, 0), "right of": (1, 0), "above": (0, -1), "below": (0, 1)}  # the first's side; y is down
 TASKS = ("single", "colours", "counting", "two", "position", "attribution")
+STAMP = (5, 14)  # height and width in pixels
 PREFIXES = ("", "a picture of ", "a drawing of ", "an image of ")
 
 # Kept out of the starter's training pictures, so that held-out prompts ask for something new: every shape and every
@@ -190,10 +191,10 @@ def _polygon_distance(vertices: np.ndarray, x: np.ndarray, y: np.ndarray) -> np.
     return np.where(inside, -nearest, nearest)
 
 
-def render(claims: Claims, rng: np.random.Generator) -> np.ndarray:
+def render(claims: Claims, rng: np.random.Generator, stamped: bool = False) -> np.ndarray:
     """Draw a scene [SIZE, SIZE, 3] in [0, 1] of which `claims` are true; what they leave open is random.
 
-    Colours that a claim leaves open avoid HELD_PAIRS.
+    Colours that a claim leaves open avoid HELD_PAIRS. stamped: with a stamp in a corner, if one is free.
     """
     objects = [obj for claim in claims.objects for obj in [replace(_coloured(claim, rng), count=1)] * claim.count]
     radii, centres = _layout(len(objects), claims.relation, rng)
@@ -202,7 +203,19 @@ def render(claims: Claims, rng: np.random.Generator) -> np.ndarray:
         paint = np.clip(np.array(COLOURS[obj.colour]) + rng.uniform(-0.04, 0.04, 3), 0, 1)
         mask = coverage(obj.shape, radius, centre)[..., None]
         picture = picture * (1 - mask) + paint * mask
+    if stamped:
+        _stamp(picture, radii, centres)
     return np.clip(picture, 0, 1)
+
+
+def _stamp(picture: np.ndarray, radii: np.ndarray, centres: np.ndarray) -> None:
+    """Paint a black STAMP into the first corner that no object touches, as stock pictures carry one."""
+    height, width = STAMP
+    for y, x in ((SIZE - 3 - height, SIZE - 3 - width), (SIZE - 3 - height, 3), (3, SIZE - 3 - width), (3, 3)):
+        nearest = np.clip(centres, (x, y), (x + width, y + height))
+        if (np.linalg.norm(centres - nearest, axis=1) > 1.2 * radii + 2).all():
+            picture[y:y + height, x:x + width] = COLOURS["black"]
+            return
 
 
 def _coloured(claim: Claim, rng: np.random.Generator) -> Claim:
