@@ -39,6 +39,7 @@ def epoch(trainer: Trainer) -> None:
     parts = list(explore(trainer.policy, conditioning, trainer.explore_how(), shape.micro_batch,
                          seeder(config.seed, trainer.epoch)))
     ups_and_downs = 1 - 2.0 * (torch.arange(shape.rows) % 2).view(-1, shape.group, 1)
+    ups_and_downs = ups_and_downs.expand(-1, -1, len(config.rewards))
     trainer.learn(trainer.credit(parts, ups_and_downs, conditioning.prompts), conditioning)
 
 
