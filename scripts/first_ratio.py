@@ -20,7 +20,7 @@ from flowgrpo.methods import PRESETS
 from flowgrpo.samplers.rollout import explore, seeder
 from flowgrpo.train import Trainer
 
-METHODS = [name if name != "grpo_guard" else "mix_grpo+grpo_guard" for name in PRESETS]
+METHODS = [{"grpo_guard": "mix_grpo+grpo_guard", "sol_rl": "flow_grpo+sol_rl"}.get(name, name) for name in PRESETS]
 PRECISIONS = ("fp32", "bf16")
 
 
@@ -41,7 +41,7 @@ def largest(trainer: Trainer, epochs: list[int]) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--methods", nargs="+", default=METHODS)
-    parser.add_argument("--epochs", type=int, nargs="+", default=[0, 50, 100])
+    parser.add_argument("--epochs", type=int, nargs="+", default=[0, 50])
     parser.add_argument("--option", action="append", default=[], metavar="KEY=VALUE", help="override of the recipe")
     args = parser.parse_args()
     print("| method | " + " | ".join(PRECISIONS) + " | a tenth of the clip range |")
@@ -49,8 +49,8 @@ def main() -> None:
     for method in args.methods:
         cells = []
         for precision in PRECISIONS:
-            overrides = {"train.prompts": "2", "train.group": "4", "method": method, "precision": precision,
-                         "parts": "{}"}
+            overrides = {"train.prompts": "2", "train.group": "16", "train.steps": "11", "method": method,
+                         "precision": precision, "parts": "{}"}
             trainer = make_trainer(load(RECIPE, overrides | options(args.option)))
             cells.append(f"{largest(trainer, args.epochs):.1e}")
         clip = trainer.method.surrogate
