@@ -211,6 +211,7 @@ def sample_logp(context: Context | None, rewards: Tensor, part: str) -> Tensor:
 
 
 def require_clamp(clamp: float) -> None:
+    """ValueError for a bound of the advantage that is not above 0."""
     if not clamp > 0:
         raise ValueError(f"clamp is {clamp}, expected above 0 (infinity for none)")
 

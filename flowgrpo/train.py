@@ -9,7 +9,7 @@ import copy
 import math
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -17,13 +17,13 @@ from typing import Any
 import torch
 
 from flowgrpo import checkpoint, data, methods, rewards
+from flowgrpo.advantages import below
 from flowgrpo.config import Config
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation import held_out
 from flowgrpo.first_ratio import FirstRatio
 from flowgrpo.geometry import geometry
 from flowgrpo.log import Clock, Log, Stats
-from flowgrpo.advantages import below
 from flowgrpo.objectives import mean_over_decisions
 from flowgrpo.policies.conditioning import Encoder
 from flowgrpo.policies.pipeline import PipelinePolicy
@@ -139,9 +139,12 @@ class Trainer:
         rows = torch.arange(len(finals)).split(self.geometry.micro_batch)
         return torch.cat([self.policy.decode(finals[at], conditioning.rows(at)).cpu() for at in rows])
 
-    def credit(self, parts: list[Part], grouped: torch.Tensor, texts: list[str]) -> Iterator[Part]:
+    def credit(self, parts: list[Part], grouped: torch.Tensor, texts: list[str]) -> Iterator[Part | None]:
         """Give every transition its advantage, that of the mean reward of the pictures below it among its equals in
-        the group, and leave out what the method does not train. grouped: [groups,G,R]; texts: the prompts."""
+        the group, and leave out what the method does not train: None for a part of which nothing is left.
+
+        grouped: [groups,G,R]; texts: the prompts.
+        """
         method, context = self.method, self.context(parts, texts)
         weights = list(self.config.rewards.values()) * len(method.strides)
         shaped = method.shaping(grouped, context)
@@ -165,23 +168,26 @@ class Trainer:
                        torch.cat([part.log_probs() for part in parts]).view(-1, group), self.epoch,
                        self.config.train.epochs, self.memory)
 
-    def learn(self, parts: list[Part], conditioning) -> dict[str, Any]:
+    def learn(self, parts: Iterable[Part | None], conditioning) -> dict[str, Any]:
         """Replay the recorded steps and follow the method's loss: `updates` optimiser steps per inner epoch."""
         stats = Stats()
         parts = self.first_ratio([part for part in parts if part is not None], conditioning, self.say)
+        weights = self.step_weights(parts)
         for inner in range(self.config.train.inner_epochs):
             for share in chunks(parts, self.geometry.updates):
                 with self.clock("update"):
                     self.optimizer.zero_grad()
-                    count, weights = decisions(share), self.step_weights(share)
+                    count = decisions(share)
                     for part in share:
                         self.backward(part, conditioning, weights, count, stats)
                     self.step_optimizer(stats)
         return stats.summary() | {"skipped_updates": self.skipped}
 
     def step_weights(self, parts: list[Part]) -> dict[int, float]:
-        """The method's weight of every trained step of the grid."""
+        """The method's weight of every step of the grid that the epoch trains, however the parts are dealt out."""
         steps = sorted({step for part in parts for step in part.exploration.schedule.trained})
+        if not steps:
+            return {}
         return dict(zip(steps, self.method.step_weight(self.method.kernel, self.grid, steps).tolist()))
 
     def backward(self, part: Part, conditioning, weights: dict[int, float], count: int, stats: Stats) -> None:
@@ -238,6 +244,8 @@ class Trainer:
     # --- around the epochs -------------------------------------------------------------------------------------------
 
     def reward_metrics(self, grouped: torch.Tensor) -> dict[str, float]:
+        """Mean and deviation per reward, and the share of groups whose pictures all score the same; of scores
+        [groups,G,R] in several granularities those of the first, the whole grid."""
         metrics = {}
         for name, scores in zip(self.config.rewards, grouped.unbind(-1)):
             present = scores[~scores.isnan()]

@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from tables import close, draw, f64
 from torch.distributions import Beta
 
 from flowgrpo.advantages import group_relative
@@ -14,18 +15,6 @@ from flowgrpo.types import Context
 
 F64 = torch.float64
 NAN = math.nan
-
-
-def f64(values: list) -> torch.Tensor:
-    return torch.tensor(values, dtype=F64)
-
-
-def close(actual: torch.Tensor, expected: list, atol: float = 1e-10) -> None:
-    torch.testing.assert_close(actual, f64(expected), rtol=0, atol=atol)
-
-
-def draw(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(shape, dtype=F64, generator=torch.Generator().manual_seed(seed))
 
 
 # Virtual best
