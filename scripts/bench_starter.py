@@ -1,16 +1,18 @@
 """The README's table: every method on the starter, from the same budget of denoiser evaluations.
 
-    python scripts/bench_starter.py --budget 300000 --output runs/bench     # go on after an interruption: the same line
+    python scripts/bench_starter.py --output runs/bench     # go on after an interruption: the same line
 
-One run of `flowgrpo train` per method and seed, in a process of its own, all from one recipe. The budget counts rows
-that go through the denoiser in training: rollouts, replays, replays of the reference where the method has a KL, and
+One run of `flowgrpo train` per method and seed, in a process of its own, all from the demo's recipe, but with half of
+its prompts in an epoch, so that the dearest method too makes some dozens of updates. The budget counts rows that go
+through the denoiser in training: previews, rollouts, replays, replays of the reference where the method has a KL, and
 the check of the first ratio; evaluation does not count. What an epoch costs is known beforehand from the method's
 plan, so each run is given the number of epochs that first reaches the budget, and its learning-rate schedule ends
 there; where a run counts otherwise, that is printed. Backward passes are not counted, but seconds are.
 
 A gain is the strict accuracy on held-out prompts (mean over tasks) after training, with the evaluation sampler, less
-the base's at the best of several guidance scales. Written to --output: results.json, table.md, and plot.png, which
-needs matplotlib (pip install matplotlib). Finished runs are not run again; remove a run's folder to repeat it.
+the base's at the best of several guidance scales. It is measured on the way as well, --points times in all. Written to
+--output: results.json, table.md, and plot.png, which needs matplotlib (pip install matplotlib). Finished runs are not
+run again; remove a run's folder to repeat it.
 """
 
 from __future__ import annotations
@@ -37,6 +39,8 @@ from flowgrpo.samplers import cost
 from flowgrpo.samplers.grids import shifted
 
 METHODS = ("flow_grpo", "dance_grpo", "mix_grpo", "mix_grpo_flash", "mix_grpo+grpo_guard")
+# The published splits are those of a grid of 20 steps.
+PARTS = {"branch_grpo": "{plan: {splits: [0, 1, 2, 3]}}"}
 MEASURED = "scene"  # strict: every claim of the prompt is true
 
 
@@ -91,14 +95,24 @@ def base(config: Config, file: Path) -> dict[str, Any]:
     return told
 
 
-def result(config: Config, summary: dict[str, Any]) -> dict[str, Any]:
-    tasks = summary["tasks"][MEASURED]["after"]
-    lines = [json.loads(line) for line in (config.folder / "metrics.jsonl").read_text().splitlines()]
-    trained = next(iter(config.rewards))
+def result(config: Config, summary: dict[str, Any], base: dict[str, Any]) -> dict[str, Any]:
+    """What a finished run says of itself; seconds are those of training, without the measurements between."""
+    tasks, lines = summary["tasks"][MEASURED]["after"], metrics(config.folder)
+    trained, seconds = next(iter(config.rewards)), 0.0
+    curve, held_out = [], [(0, 0.0, base["best"])]
+    for line in lines:
+        seconds += sum(value for key, value in line.items() if key.startswith("seconds/"))
+        curve.append((line["evaluations"], line[f"reward/{trained}/mean"]))
+        if f"held_out/{MEASURED}" in line and line is not lines[-1]:
+            held_out.append((line["evaluations"], seconds, line[f"held_out/{MEASURED}"]))
+    held_out.append((summary["denoiser_evaluations"], seconds, summary["after"][MEASURED]))
     return {"method": config.method, "seed": config.seed, "accuracy": mean(tasks.values()), "tasks": tasks,
-            "seconds": summary["seconds"], "epochs": summary["epochs"],
-            "evaluations": summary["denoiser_evaluations"], "first_log_ratio": summary["max_first_log_ratio"],
-            "curve": [[line["evaluations"], line[f"reward/{trained}/mean"]] for line in lines]}
+            "seconds": seconds, "epochs": summary["epochs"], "evaluations": summary["denoiser_evaluations"],
+            "first_log_ratio": summary["max_first_log_ratio"], "curve": curve, "held_out": held_out}
+
+
+def metrics(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 def table(results: list[dict[str, Any]], base: dict[str, Any]) -> str:
@@ -145,27 +159,34 @@ def _smooth(values: tuple[float, ...], width: int = 10) -> list[float]:
     return [mean(values[max(0, i - width + 1):i + 1]) for i in range(len(values))]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--budget", type=int, default=300_000, help="denoiser evaluations per run")
-    parser.add_argument("--methods", nargs="+", default=METHODS)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--output", type=Path, default=Path("runs/bench"))
-    parser.add_argument("--option", action="append", default=[], metavar="KEY=VALUE", help="override of the recipe")
-    args = parser.parse_args()
+def run_all(args: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Every method with every seed: (what each run gave, the base's accuracy). The files are written after each run."""
     args.output.mkdir(parents=True, exist_ok=True)
     # Without the recipe's own parts, which fit one method: every method has its published ones.
-    settled = {"output": str(args.output), "tracker": "none", "parts": "{}"} | options(args.option)
+    settled = {"output": str(args.output), "tracker": "none", "train.prompts": "6"} | options(args.option)
     before, results = base(load(RECIPE, settled), args.output / "base.json"), []
     for seed in args.seeds:
         for method in args.methods:
-            named = {"method": method, "seed": str(seed), "name": f"{method}-seed{seed}"}
-            config = load(RECIPE, settled | named)
-            epochs, foretold = epochs_for(config, args.budget)
-            config = load(RECIPE, settled | named | {"train.epochs": str(epochs)})
-            results.append(result(config, train(config, foretold)))
+            named = {"method": method, "seed": str(seed), "name": f"{method}-seed{seed}",
+                     "parts": PARTS.get(method, "{}")}
+            epochs, foretold = epochs_for(load(RECIPE, settled | named), args.budget)
+            length = {"train.epochs": str(epochs), "eval.every": str(-(-epochs // args.points))}
+            config = load(RECIPE, settled | named | length)
+            results.append(result(config, train(config, foretold), before))
             results.sort(key=lambda found: args.methods.index(found["method"]))
             write(args.output, args.budget, before, results)
+    return results, before
+
+
+def arguments(description: str, methods: tuple[str, ...]) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--budget", type=int, default=40_000, help="denoiser evaluations per run")
+    parser.add_argument("--methods", nargs="+", default=methods)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--points", type=int, default=3, help="measurements of the held-out accuracy per run")
+    parser.add_argument("--output", type=Path, default=Path("runs/bench"))
+    parser.add_argument("--option", action="append", default=[], metavar="KEY=VALUE", help="override of the recipe")
+    return parser
 
 
 def write(output: Path, budget: int, before: dict[str, Any], results: list[dict[str, Any]]) -> None:
@@ -180,4 +201,4 @@ def write(output: Path, budget: int, before: dict[str, Any], results: list[dict[
 
 
 if __name__ == "__main__":
-    main()
+    run_all(arguments(__doc__, METHODS).parse_args())

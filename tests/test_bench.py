@@ -14,6 +14,7 @@ from flowgrpo.run import run
 
 sys.path.append(str(Path(__file__).parent.parent / "scripts"))
 
+import bench_methods  # noqa: E402
 import bench_starter  # noqa: E402
 
 
@@ -58,3 +59,25 @@ def test_the_table_by_hand():
             for score, seconds in ((0.6, 10.0), (0.8, 20.0))]
     assert bench_starter.table(runs, base).splitlines()[2:] == [
         "| base, guidance 2 | 0.500 | | | | | |", "| a | 0.700 | 0.600..0.800 | +0.200 | 10 | 1,000 | 15 |"]
+
+
+def run_of(method: str, seed: int, *points: tuple[int, float, float]) -> dict:
+    return {"method": method, "seed": seed, "held_out": [(0, 0.0, 0.4), *points]}
+
+
+RUNS = [run_of("flow_grpo", 0, (50, 10.0, 0.44), (100, 20.0, 0.5)),
+        run_of("flow_grpo", 1, (50, 12.0, 0.46), (100, 22.0, 0.5)),
+        run_of("quick", 0, (60, 6.0, 0.6), (110, 9.0, 0.7)), run_of("slow", 0, (50, 1.0, 0.41), (100, 2.0, 0.49))]
+
+
+def test_a_course_is_the_mean_over_seeds():
+    assert bench_methods.course(RUNS, "flow_grpo") == [(0, 0, 0.4), (50, 11, 0.45), (100, 21, 0.5)]
+
+
+def test_the_evaluations_to_an_accuracy_by_hand():
+    # From .4 at 0 to .6 at 60: .5 lies half way.
+    assert bench_methods.needed(bench_methods.course(RUNS, "quick"), 0.5) == pytest.approx(30)
+    assert bench_methods.needed(bench_methods.course(RUNS, "slow"), 0.5) is None
+    assert bench_methods.reaching(RUNS).splitlines()[2:] == [
+        "| flow_grpo | 100 | 1.00 |", "| quick | 30 | 0.30 |", "| slow | not reached | |"]
+    assert bench_methods.losers(RUNS) == ["slow"]

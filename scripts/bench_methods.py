@@ -1,0 +1,112 @@
+"""docs/benchmark.md and its picture: every preset on the starter, from the same budget of denoiser evaluations.
+
+    python scripts/bench_methods.py --output runs/bench     # go on after an interruption: the same line
+
+The runs are those of bench_starter.py, with more methods: the same folder holds both. Needs matplotlib
+(pip install matplotlib). The page is written from finished runs; its numbers are nobody's to edit.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from bench_starter import MEASURED, arguments, run_all, table
+from first_ratio import METHODS
+
+DOCS = Path(__file__).parent.parent / "docs"
+PARENT = "flow_grpo"
+
+
+def course(results: list[dict[str, Any]], method: str) -> list[tuple[float, float, float]]:
+    """(evaluations, seconds, held-out accuracy) on the way, the mean over a method's seeds; the base comes first."""
+    runs = [found["held_out"] for found in results if found["method"] == method]
+    return [tuple(mean(values) for values in zip(*points, strict=True)) for points in zip(*runs, strict=True)]
+
+
+def needed(points: list[tuple[float, float, float]], accuracy: float) -> float | None:
+    """The evaluations after which the accuracy is reached, on straight lines between the points; None: never."""
+    for (before, _, low), (after, _, high) in zip(points, points[1:]):
+        if low < accuracy <= high:
+            return before + (after - before) * (accuracy - low) / (high - low)
+    return None
+
+
+def reaching(results: list[dict[str, Any]]) -> str:
+    """A markdown table: what every method needs for the accuracy at which flow_grpo ends."""
+    goal, budget = course(results, PARENT)[-1][2], course(results, PARENT)[-1][0]
+    lines = [f"| method | evaluations to {goal:.3f} | share of `{PARENT}`'s |", "|---|---:|---:|"]
+    for method in dict.fromkeys(found["method"] for found in results):
+        count = needed(course(results, method), goal)
+        lines.append(f"| {method} | not reached | |" if count is None else
+                     f"| {method} | {count:,.0f} | {count / budget:.2f} |")
+    return "\n".join(lines) + "\n"
+
+
+def losers(results: list[dict[str, Any]]) -> list[str]:
+    """The methods that end no higher than flow_grpo does."""
+    goal = course(results, PARENT)[-1][2]
+    return [method for method in dict.fromkeys(found["method"] for found in results)
+            if method != PARENT and course(results, method)[-1][2] <= goal]
+
+
+def plot(results: list[dict[str, Any]], path: Path) -> None:
+    """Held-out accuracy against denoiser evaluations and against seconds of training, the mean over seeds."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 4.6), sharey=True, layout="constrained")
+    for place, method in enumerate(dict.fromkeys(found["method"] for found in results)):
+        evaluations, seconds, accuracy = zip(*course(results, method))
+        style = {"color": "black", "lw": 2.5} if method == PARENT else {
+            "color": f"C{place % 10}", "lw": 1.3, "ls": "-" if place < 10 else "--"}
+        left.plot(evaluations, accuracy, marker=".", label=method, **style)
+        right.plot(seconds, accuracy, marker=".", **style)
+    left.set(xlabel="denoiser evaluations", ylabel=f"held-out accuracy ({MEASURED}, strict)")
+    right.set(xlabel="seconds of training")
+    figure.legend(frameon=False, loc="outside right center", fontsize=8)
+    figure.savefig(path, dpi=130)
+    pyplot.close(figure)
+
+
+PAGE = """# Benchmark
+
+Written by `python scripts/bench_methods.py{options}`; do not edit.
+
+Every preset on the starter with seeds {seeds}, from {budget:,} denoiser evaluations each (the epoch that reaches the
+budget is finished). Learning rate, adapter, steps and group are the demo's for all of them; the parts are each
+method's published ones, and no method was tuned. Accuracy is strict, on {prompts} held-out prompts, with the card's
+sampler. The runs are of one machine; their seconds compare methods and nothing else.
+
+![Held-out accuracy against evaluations and seconds](benchmark.png)
+
+{table}
+What each needs for the accuracy at which `{parent}` ends, on straight lines between {points} measurements:
+
+{reaching}
+{losers}
+"""
+
+
+def page(results: list[dict[str, Any]], before: dict[str, Any], args) -> str:
+    told = losers(results)
+    changed = "".join(f" --{name} {value}" for name, value in (("budget", args.budget), ("points", args.points)))
+    return PAGE.format(options=changed, seeds=", ".join(map(str, args.seeds)), budget=args.budget, points=args.points,
+                       prompts=before["asked"]["eval"]["prompts"], table=table(results, before), parent=PARENT,
+                       reaching=reaching(results),
+                       losers=f"Did not end higher than `{PARENT}` here: {', '.join(told)}." if told else
+                       f"All ended higher than `{PARENT}` here.")
+
+
+def main() -> None:
+    args = arguments(__doc__, tuple(METHODS)).parse_args()
+    results, before = run_all(args)
+    plot(results, DOCS / "benchmark.png")
+    (DOCS / "benchmark.md").write_text(page(results, before, args), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
