@@ -6,13 +6,14 @@ import json
 import re
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
 from flowgrpo import __version__
 from flowgrpo.errors import UserError
 
+ExportForm = Literal["kohya", "merged", "card"]
 UsageError = typer.BadParameter.__base__  # of every mistake that Typer itself finds; not exported by it
 
 app = typer.Typer(name="flowgrpo", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
@@ -130,6 +131,28 @@ def grid(
     from flowgrpo.evaluation import compare
 
     typer.echo(compare.grid(run, prompts, count, seed, output or run / "grid.png"))
+
+
+@app.command()
+def export(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a finished run.")],
+    form: Annotated[ExportForm, typer.Option(help="kohya: a LoRA as ComfyUI reads it; merged: a whole pipeline; card: "
+                                                  "README.md in the run's folder.")] = "kohya",
+    output: Annotated[Path | None, typer.Option(help="The file or folder; without: in the run's folder.")] = None,
+    push_to_hub: Annotated[str | None, typer.Option(metavar="OWNER/NAME", help="Upload the run with its card.")] = None,
+    private: Annotated[bool, typer.Option("--private", help="A repository that only you see.")] = False,
+) -> None:
+    """Write a run's result in another form, or upload it."""
+    from flowgrpo import export as forms
+
+    forms.finished(run)
+    if push_to_hub:
+        typer.echo(forms.push(run, push_to_hub, private))
+    elif form == "card":
+        typer.echo(forms.card(run))
+    else:
+        written = output or run / {"kohya": "kohya.safetensors", "merged": "merged"}[form]
+        typer.echo(getattr(forms, form)(run, written))
 
 
 @app.command()

@@ -1,0 +1,184 @@
+"""A finished run in the forms that others take: a LoRA in the kohya layout, a whole merged pipeline, a model card.
+
+The run's own file is diffusers' format already. Everything here is made from what the run's folder holds.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from flowgrpo.config import Config, load
+from flowgrpo.errors import UserError
+from flowgrpo.policies.adapters import LORA_FILE
+
+# What ComfyUI and the kohya scripts call the parts of a diffusers pipeline; what follows are diffusers' module names.
+PREFIXES = {"unet": "lora_unet", "transformer": "lora_transformer", "text_encoder": "lora_te1",
+            "text_encoder_2": "lora_te2"}
+CARD = "README.md"
+
+
+def finished(run: Path) -> tuple[Config, dict[str, Any]]:
+    """A run's configuration and summary. UserError for a folder that is not a finished run."""
+    if not (run / "config.yaml").is_file():
+        raise UserError(f"{run} is not a run: it has no config.yaml; expected a folder that `flowgrpo train` wrote")
+    if not (run / "summary.json").is_file():
+        raise UserError(f"the run {run} has not finished (it has no summary.json): --resume it")
+    return load(run / "config.yaml"), json.loads((run / "summary.json").read_text(encoding="utf-8"))
+
+
+def kohya(run: Path, output: Path) -> Path:
+    """Write the run's LoRA in the layout of the kohya scripts, which ComfyUI and most web interfaces read.
+
+    Every layer becomes `PART_MODULE.lora_down.weight`, `.lora_up.weight` and `.alpha`, dots of the module's name as
+    underscores; a layer's scale is alpha / rank there, so that alpha is the live scale times the rank (rsLoRA's too).
+    U-Nets are `lora_unet_...`, transformers `lora_transformer_...`, with diffusers' module names. UserError for a run
+    without a LoRA, or with a denoiser that has no name in that layout.
+    """
+    from safetensors.torch import save_file
+
+    tensors, adapters = lora(run / LORA_FILE)
+    layers: dict[str, torch.Tensor] = {}
+    for key, tensor in tensors.items():
+        part, _, module = key.partition(".")
+        if part not in PREFIXES:
+            raise UserError(f"the kohya layout has no name for {part!r}: it knows {', '.join(PREFIXES)}")
+        for side, name in ((".lora_A.weight", ".lora_down.weight"), (".lora_B.weight", ".lora_up.weight"),
+                           (".lora_magnitude_vector", ".dora_scale")):
+            if module.endswith(side):
+                layer = f"{PREFIXES[part]}_{module.removesuffix(side).replace('.', '_')}"
+                layers[layer + name] = tensor.contiguous()
+                if side == ".lora_A.weight":
+                    rank = tensor.shape[0]
+                    layers[f"{layer}.alpha"] = torch.tensor(scale(adapters[part], rank) * rank)
+    assert len(layers) == len(tensors) + sum(".lora_A." in key for key in tensors), "a key of an unknown kind"
+    output.parent.mkdir(parents=True, exist_ok=True)
+    save_file(layers, output, metadata={"format": "pt"})
+    return output
+
+
+def lora(file: Path) -> tuple[dict[str, torch.Tensor], dict[str, dict[str, Any]]]:
+    """The tensors of a LoRA file that a run wrote, and the peft configuration of each part from its metadata."""
+    from safetensors import safe_open
+
+    if not file.is_file():
+        raise UserError(f"no LoRA at {file}: a run with adapter.rank 0 has whole weights, which need no export")
+    with safe_open(file, "pt") as opened:
+        told = json.loads((opened.metadata() or {}).get("lora_adapter_metadata", "{}"))
+        tensors = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118, it is no dictionary
+    adapters: dict[str, dict[str, Any]] = {key.partition(".")[0]: {} for key in tensors}
+    for part in adapters:
+        adapters[part] = {key.removeprefix(f"{part}."): value for key, value in told.items()
+                          if key.startswith(f"{part}.")}
+        if "lora_alpha" not in adapters[part]:
+            raise UserError(f"{file} does not say its alpha: expected a file that `flowgrpo train` wrote")
+    return tensors, adapters
+
+
+def scale(adapter: dict[str, Any], rank: int) -> float:
+    """By what a layer of that rank is multiplied: alpha / rank, or alpha / sqrt(rank) of an rsLoRA (2312.03732)."""
+    return adapter["lora_alpha"] / (rank ** 0.5 if adapter.get("use_rslora") else rank)
+
+
+def merged(run: Path, output: Path) -> Path:
+    """Write the whole pipeline with the run's weights in it, in the run's precision: a directory for `from_pretrained`.
+
+    The LoRA is added to the weights in fp32 and rounded once. UserError where the model or the weights do not load.
+    """
+    from flowgrpo.evaluation.compare import load_tuned
+    from flowgrpo.policies.pipeline import DTYPES, load_pipeline
+
+    config, _ = finished(run)
+    pipe = load_pipeline(config.model, "fp32", config.trust_remote_code)
+    load_tuned(pipe, run)
+    if config.adapter.rank:
+        pipe.fuse_lora()
+        pipe.unload_lora_weights()
+    pipe.to(DTYPES[config.precision]).save_pretrained(output, safe_serialization=True)
+    return output
+
+
+def card(run: Path) -> Path:
+    """Write the run's model card, `README.md`, with a picture of its curves; returns the card's path."""
+    config, summary = finished(run)
+    curves(run, run / "curves.png")
+    (run / CARD).write_text(_card(config, summary), encoding="utf-8")
+    return run / CARD
+
+
+def _card(config: Config, summary: dict[str, Any]) -> str:
+    asked, pictures = summary["evaluation"], summary["evaluation"]["prompts"]
+    tags = ["flowgrpo", "reinforcement-learning", *(["lora"] if config.adapter.rank else [])]
+    scores = "\n".join(f"| {name} | {summary['before'][name]:.3f} | {summary['after'][name]:.3f} | "
+                       f"{'yes' if name in config.rewards else 'no'} |" for name in summary["before"])
+    return f"""---
+base_model: {config.model}
+library_name: diffusers
+tags: [{', '.join(tags)}]
+---
+
+# {config.name}
+
+`{config.model}` aligned by flowgrpo with `{config.method}` to {_weighted(config.rewards)}.
+
+| reward | before | after | trained on |
+|---|---:|---:|---|
+{scores}
+
+Means over {pictures} pictures of held-out prompts, with the pipeline's own scheduler ({asked['steps']} steps, guidance
+{asked['guidance']:g}). {summary['epochs']} epochs, {summary['updates']} updates, {summary['denoiser_evaluations']:,}
+denoiser evaluations, {summary['seconds']:,.0f} seconds, seed {summary['seed']}.
+
+![Rewards over training](curves.png)
+
+![The same prompts and seeds before and after](before_after.png)
+
+```yaml
+{config.yaml().rstrip()}
+```
+"""
+
+
+def _weighted(rewards: dict[str, float]) -> str:
+    return " + ".join(f"`{name}`" if weight == 1 else f"{weight:g} `{name}`" for name, weight in rewards.items())
+
+
+def curves(run: Path, path: Path) -> None:
+    """Draw the mean of every reward of a run over its denoiser evaluations, held-out ones as dots."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
+    for kind, style in (("reward/", "-"), ("held_out/", "o")):
+        names = dict.fromkeys(key for line in lines for key in line
+                              if key.startswith(kind) and (kind != "reward/" or key.endswith("/mean")))
+        for name in names:
+            points = [(line["evaluations"], line[name]) for line in lines if line.get(name) is not None]
+            axes.plot(*zip(*points), style, lw=1.2, ms=5, label=name.removesuffix("/mean"))
+    axes.set(xlabel="denoiser evaluations", ylabel="mean reward")
+    axes.legend(frameon=False)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def push(run: Path, repository: str, private: bool) -> str:
+    """Upload what others need of a run (weights, card, pictures, configuration, summary) to a model hub, with the
+    credentials that huggingface_hub keeps; returns the address. UserError where the hub refuses."""
+    from huggingface_hub import HfApi
+
+    card(run)
+    try:
+        hub = HfApi()
+        hub.create_repo(repository, private=private, exist_ok=True)
+        return str(hub.upload_folder(repo_id=repository, folder_path=run, allow_patterns=[
+            "*.safetensors", "*.png", CARD, "config.yaml", "summary.json", "metrics.jsonl", "unet/*", "transformer*/*"],
+            ignore_patterns=["checkpoints/*", "before/*", "samples/*", "events/*"]))
+    except Exception as error:  # whatever a network and its libraries raise
+        told = " ".join(str(error).split())[:200] or type(error).__name__
+        raise UserError(f"the upload to {repository} failed: {told}; log in with `hf auth login`") from None

@@ -1,0 +1,119 @@
+"""A run's other forms say what the run's own file says: checked by what they do to the pictures."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import tiny
+import torch
+from safetensors.torch import load_file
+
+from flowgrpo import export
+from flowgrpo.config import Adapter, validate
+from flowgrpo.errors import UserError
+from flowgrpo.policies.adapters import LORA_FILE
+from flowgrpo.policies.pipeline import load_pipeline
+
+SUMMARY = {"before": {"bright": 0.25}, "after": {"bright": 0.5},
+           "evaluation": {"prompts": 4, "steps": 2, "guidance": 1.0},
+           "epochs": 2, "updates": 2, "denoiser_evaluations": 1234, "seconds": 3.0, "seed": 7}
+
+
+def make_run(folder, pipe, call, rank: int = 2, alpha: float | None = 3.0):
+    """A finished run's folder; the trained weights are far from the base's."""
+    model = tiny.save(pipe, folder / "model")
+    policy = tiny.stir(tiny.policy(load_pipeline(str(model)), rank, alpha, call=call))
+    policy.weights.save(folder)
+    config = validate({"name": "mine", "model": str(model), "method": "mix_grpo+grpo_guard", "reward": {"bright": 2.0},
+                       "seed": 7, "picture": {"call": call}, "adapter": Adapter(rank=rank, alpha=alpha).model_dump()})
+    (folder / "config.yaml").write_text(config.yaml())
+    (folder / "summary.json").write_text(json.dumps(SUMMARY))
+    lines = [{"evaluations": 10 * i, "reward/bright/mean": 0.1 * i, "reward/bright/std": 1.0} for i in (1, 2, 3)]
+    lines[1]["held_out/bright"] = 0.3
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def unet(tmp_path_factory):
+    return make_run(tmp_path_factory.mktemp("unet"), tiny.sd15(), {})
+
+
+@pytest.fixture(scope="module")
+def sd3(tmp_path_factory):
+    return make_run(tmp_path_factory.mktemp("sd3"), tiny.sd3(), tiny.CALL)
+
+
+def latents(pipe, **call) -> torch.Tensor:
+    with torch.no_grad():
+        return pipe("a cat", num_inference_steps=2, guidance_scale=1.0, output_type="latent",
+                    generator=torch.Generator().manual_seed(0), **call).images
+
+
+def test_the_kohya_file_of_a_unet_does_what_the_runs_own_does(unet, tmp_path):
+    file = export.kohya(unet, tmp_path / "kohya.safetensors")
+    made = []
+    for lora in (None, unet / LORA_FILE, file):
+        pipe = load_pipeline(str(unet / "model"))
+        if lora:
+            pipe.load_lora_weights(lora.parent, weight_name=lora.name)
+        made.append(latents(pipe))
+    torch.testing.assert_close(made[1], made[2], rtol=1e-5, atol=1e-6)
+    assert (made[0] - made[1]).abs().max() > 1e-3
+
+
+def test_the_kohya_layers_of_a_transformer_give_the_same_change(sd3, tmp_path):
+    layers, own = load_file(export.kohya(sd3, tmp_path / "kohya.safetensors")), load_file(sd3 / LORA_FILE)
+    for name in {key.rpartition(".lora_A")[0] for key in own if ".lora_A" in key}:
+        layer = "lora_transformer_" + name.removeprefix("transformer.").replace(".", "_")
+        down, up, alpha = (layers[f"{layer}.{end}"] for end in ("lora_down.weight", "lora_up.weight", "alpha"))
+        change = own[f"{name}.lora_B.weight"] @ own[f"{name}.lora_A.weight"] * (3 / 2)  # alpha / rank
+        torch.testing.assert_close(up @ down * alpha / len(down), change)
+    assert len(layers) == 3 * len(own) / 2
+
+
+@pytest.mark.parametrize("adapter, rank, expected", [
+    ({"lora_alpha": 8}, 4, 2.0), ({"lora_alpha": 8, "use_rslora": False}, 16, 0.5),
+    ({"lora_alpha": 8, "use_rslora": True}, 16, 2.0)])
+def test_scales_by_hand(adapter, rank, expected):
+    assert export.scale(adapter, rank) == expected
+
+
+def test_a_merged_pipeline_draws_what_the_lora_draws(sd3, tmp_path):
+    tuned, base = (load_pipeline(str(sd3 / "model")) for _ in range(2))
+    tuned.load_lora_weights(sd3)
+    merged = load_pipeline(str(export.merged(sd3, tmp_path / "merged")))
+    assert not any("lora" in key for key in merged.transformer.state_dict())
+    expected = latents(tuned, **tiny.CALL)
+    torch.testing.assert_close(latents(merged, **tiny.CALL), expected, rtol=1e-4, atol=1e-5)
+    assert (latents(base, **tiny.CALL) - expected).abs().max() > 1e-3
+
+
+def test_the_card_says_what_the_run_says(sd3):
+    text = export.card(sd3).read_text()
+    assert text.startswith(f"---\nbase_model: {sd3 / 'model'}\nlibrary_name: diffusers\n")
+    assert "with `mix_grpo+grpo_guard` to 2 `bright`" in text and "| bright | 0.250 | 0.500 | yes |" in text
+    assert "1,234" in text and "alpha: 3.0" in text
+    assert (sd3 / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("files, told", [
+    ((), "is not a run: it has no config.yaml"),
+    (("config.yaml",), "has not finished (it has no summary.json): --resume it")])
+def test_what_is_no_finished_run_is_refused(tmp_path, files, told):
+    for name in files:
+        (tmp_path / name).write_text("")
+    with pytest.raises(UserError) as error:
+        export.finished(tmp_path)
+    assert told in str(error.value)
+
+
+def test_a_foreign_lora_without_its_alpha_is_refused(tmp_path):
+    from safetensors.torch import save_file
+
+    save_file({"transformer.x.lora_A.weight": torch.ones(1, 1)}, tmp_path / LORA_FILE)
+    with pytest.raises(UserError, match="does not say its alpha"):
+        export.kohya(tmp_path, tmp_path / "out.safetensors")
+    with pytest.raises(UserError, match="no LoRA at"):
+        export.kohya(tmp_path / "elsewhere", tmp_path / "out.safetensors")
