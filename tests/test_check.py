@@ -7,7 +7,7 @@ import json
 import pytest
 import tiny
 import torch
-from diffusers import DDIMScheduler
+from diffusers import EDMEulerScheduler
 
 from flowgrpo.cli import main
 from flowgrpo.config import Adapter
@@ -50,12 +50,34 @@ def test_embedded_guidance_and_packed_latents(tmp_path):
     assert told["replay_error"] == told["first_log_ratio"] == 0
 
 
-def test_a_model_that_predicts_the_data_cannot(tmp_path):
+def test_a_process_without_alpha_bars_cannot(tmp_path):
     pipe = tiny.sd3()
-    pipe.register_modules(scheduler=DDIMScheduler(prediction_type="sample"))
-    told = check.report(str(tiny.save(pipe, tmp_path / "ddim")))
-    assert not told["drivable"] and told["prediction"] == "sample"
-    assert told["reason"].startswith("DDIMScheduler (prediction 'sample') cannot be driven: expected")
+    pipe.register_modules(scheduler=EDMEulerScheduler())
+    told = check.report(str(tiny.save(pipe, tmp_path / "edm")))
+    assert not told["drivable"] and told["prediction"] == "epsilon"
+    assert told["reason"].startswith("EDMEulerScheduler (prediction 'epsilon') cannot be driven: expected")
+
+
+def test_a_loaded_pipeline_and_a_class_name_are_models_too():
+    told = check.report("StableDiffusion3Pipeline")
+    assert told == check.report((tiny.sd3(), tiny.CALL)) and told["drivable"] and told["latent_shape"] == [4, 8, 8]
+    assert told["conditioning"] == ["prompt", "negative_prompt"] and told["prompts_per_call"] == "any number"
+    assert told["lora_loader"] == ["load_lora_weights"]
+
+
+def test_pictures_are_conditioning():
+    told = check.report("FluxKontextPipeline")
+    assert told["drivable"] and told["conditioning"] == ["prompt", "negative_prompt", "image"]
+
+
+@pytest.mark.parametrize("name, reason", [
+    ("HiDreamImagePipeline", "the gradient is off by "),
+    ("OmniGenPipeline", "OmniGenPipeline has no encode_prompt"),
+    ("StableDiffusion4Pipeline", "no tiny 'StableDiffusion4Pipeline' can be built: did you mean"),
+])
+def test_a_class_that_cannot_be_driven_is_told_without_a_model(name, reason):
+    told = check.report(name)
+    assert not told["drivable"] and told["reason"].startswith(reason)
 
 
 def test_a_pipeline_that_does_not_load_cannot(tmp_path):

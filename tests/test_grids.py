@@ -68,10 +68,13 @@ def test_stock_refuses_schedulers_that_are_no_first_order_flow():
         stock(DPMSolverMultistepScheduler(), 10)
     with pytest.raises(ValueError, match="FlowMatchHeunDiscreteScheduler sets 20 sigmas"):
         stock(FlowMatchHeunDiscreteScheduler(), 10)
-    with pytest.raises(ValueError, match="FlowMatchEulerDiscreteScheduler sets 11 sigmas from 0 to 1"):
-        stock(FlowMatchEulerDiscreteScheduler(invert_sigmas=True), 10)
     with pytest.raises(ValueError, match="takes no mu"):
         stock(FlowMatchHeunDiscreteScheduler(), 10, mu=1.0)
+
+
+def test_stock_of_inverted_sigmas_runs_from_noise_to_data_too():
+    grid = stock(FlowMatchEulerDiscreteScheduler(invert_sigmas=True, shift=3.0), 10)
+    torch.testing.assert_close(grid, stock(FlowMatchEulerDiscreteScheduler(shift=3.0), 10), rtol=0, atol=1e-6)
 
 
 def test_compress_tail_by_hand():

@@ -31,7 +31,7 @@ def rollout(trainer):
     """One epoch's parts, with their means, and the conditioning they come from."""
     batch = trainer.prompts[:2]
     conditioning = trainer.policy.encode([p.text for p in batch])
-    explorations = [replace(each, keep_means=True) for each in trainer.explore_how()]
+    explorations = [replace(each, keep_means=True) for each in trainer.explorer.explorations(trainer.epoch)]
     return list(explore(trainer.policy, conditioning, explorations, 16, seeder(0, 0))), conditioning
 
 

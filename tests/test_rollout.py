@@ -406,7 +406,7 @@ def test_a_replay_yields_every_transition_once_and_in_order(policy, conditioning
 def test_a_replay_has_gradients_and_rescored_parts_have_none(conditioning, sampled):
     [part], _ = sampled("binary")
     moved = tiny.stir(tiny.policy(), 0.2)
-    again = rescored(moved, conditioning, part, 5)
+    again = rescored(part, replay(moved, conditioning, part, 5))
     for k, rows, new in replay(moved, conditioning, part, 5):
         old = again.transitions[k].old
         assert new.logp.requires_grad and not old.logp.requires_grad
@@ -439,7 +439,7 @@ def test_a_random_subset_trains_part_of_the_stochastic_steps(policy, conditionin
 def test_means_are_kept_only_where_they_are_read(policy, conditioning):
     for keep in (True, False):
         [part] = explore(policy, conditioning, [exploration(BINARY, keep_means=keep)], 24, seeder(0, 0))
-        for taken in (*part.transitions, *rescored(policy, conditioning, part, 24).transitions):
+        for taken in (*part.transitions, *rescored(part, replay(policy, conditioning, part, 24)).transitions):
             assert (taken.old.mean is not None) is keep is (taken.old.std is not None)
             if keep:
                 assert taken.old.mean.shape == (len(taken.x_next), 1, *tiny.LATENTS) and taken.old.std.shape == (1,)

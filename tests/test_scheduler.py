@@ -7,7 +7,7 @@ import inspect
 import pytest
 import tiny
 import torch
-from diffusers import FlowMatchEulerDiscreteScheduler
+from diffusers import CogVideoXDPMScheduler, FlowMatchEulerDiscreteScheduler, LCMScheduler
 
 from flowgrpo.samplers import grids
 from flowgrpo.samplers.kernels import CPS, DanceSDE, FlowSDE, predict_x0
@@ -90,6 +90,31 @@ def test_an_object_is_returned_where_it_is_asked_for():
     x, v = torch.ones(1, 2), torch.full((1, 2), 0.5)
     assert policy.step(v, policy.timesteps[0], x).prev_sample.tolist() == [[0.75, 0.75]]
     assert policy.step(v, policy.timesteps[1], x, return_dict=False)[0].tolist() == [[0.75, 0.75]]
+
+
+@pytest.mark.parametrize("stock, behind", [(LCMScheduler(clip_sample=False), ()),
+                                           (CogVideoXDPMScheduler(clip_sample=False), (None, None))])
+def test_steps_of_two_values_give_the_next_state_twice(stock, behind):
+    """behind: what the class's `step` takes before and after the timestep, beside the state."""
+    policy = PolicyScheduler.over(stock)
+    policy.follow(Task(torch.tensor([0.36, 0.64, 1.0]), range(1), timesteps=torch.tensor([999, 499])))
+    policy.set_timesteps(1)
+    x, noise = torch.tensor([[1.0, -2.0]]), torch.tensor([[0.5, 3.0]])
+    arguments = (*behind[:1], policy.timesteps[0], *behind[1:], x)
+    after, again = policy.step(noise, *arguments, return_dict=False)
+    # What is left of c_skip at timestep 999 is below 1e-8.
+    torch.testing.assert_close(after, 0.8 * (x - 0.8 * noise) / 0.6 + 0.6 * noise, rtol=0, atol=1e-5)
+    assert again is after
+
+
+def test_a_pipeline_that_needs_a_step_gets_an_idle_one():
+    policy = PolicyScheduler.over(LCMScheduler(clip_sample=False))
+    record = policy.follow(Task(torch.zeros(1), range(0)))
+    policy.set_timesteps(3)
+    assert policy.timesteps.tolist() == [0] and policy.num_inference_steps == 1
+    x = torch.ones(1, 2)
+    assert all(value is x for value in policy.step(torch.zeros(1, 2), policy.timesteps[0], x, return_dict=False))
+    assert not record.x and record.x0 is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

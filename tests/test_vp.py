@@ -14,24 +14,34 @@ from diffusers import (
     EDMEulerScheduler,
     EulerDiscreteScheduler,
     FlowMatchEulerDiscreteScheduler,
+    LCMScheduler,
+    TCDScheduler,
+    UniPCMultistepScheduler,
 )
 
+from flowgrpo import gaussian
 from flowgrpo.errors import UserError
 from flowgrpo.methods import Method, preset, resolve, with_parts
 from flowgrpo.objectives import InverseDelta
 from flowgrpo.policies import check
+from flowgrpo.policies.tiny.unets import lcm
 from flowgrpo.samplers.grids import alpha_bars
-from flowgrpo.samplers.kernels import CPS, DDIM, FlowDDIM, FlowSDE
+from flowgrpo.samplers.kernels import CPS, DDIM, VPCPS, DanceSDE, FlowDDIM, FlowSDE, denoised
 from flowgrpo.samplers.plans import Schedule
+from flowgrpo.samplers.predictions import as_noise, prediction, process
 from flowgrpo.samplers.rollout import Exploration, explore, make_grid, replay, seeder
-from flowgrpo.samplers.scheduler import PolicyScheduler, Task, prediction, process
+from flowgrpo.samplers.scheduler import PolicyScheduler, Task
 from flowgrpo.samplers.solvers import DPMSolver2M, Euler
 
 STEPS = 5
 PNDM = tiny.pndm()
 DDIM_V = DDIMScheduler(prediction_type="v_prediction", clip_sample=False, **tiny.SD15_NOISE)
+DDIM_X0 = DDIMScheduler(prediction_type="sample", clip_sample=False, **tiny.SD15_NOISE)
+LCM = lcm()
+ZERO_SNR = DDIMScheduler(prediction_type="v_prediction", clip_sample=False, rescale_betas_zero_snr=True,
+                         timestep_spacing="trailing")
 SCHEDULERS = [
-    PNDM, DDIM_V, DDIMScheduler(clip_sample=False, set_alpha_to_one=False, **tiny.SD15_NOISE),
+    PNDM, DDIM_V, DDIM_X0, DDIMScheduler(clip_sample=False, set_alpha_to_one=False, **tiny.SD15_NOISE),
     EulerDiscreteScheduler(**tiny.SD15_NOISE),
     EulerDiscreteScheduler(prediction_type="v_prediction", **tiny.SD15_NOISE),
     DPMSolverMultistepScheduler(**tiny.SD15_NOISE | {"timestep_spacing": "trailing"}),
@@ -77,12 +87,46 @@ def test_alpha_bars_of_sd15_end_above_zero_noise():
     ({}, 1001, "has 1000 timesteps, expected 1 to as many steps, got 1001"),
     ({"steps_offset": 1}, 1000, "at timestep 1000, expected one with an alpha-bar above 0"),
     ({"rescale_betas_zero_snr": True, "timestep_spacing": "trailing"}, 5, "timestep 999, .* above 0.*spacing leading"),
+    ({"prediction_type": "v_prediction", "steps_offset": 1}, 1000, "at timestep 1000"),
 ])
 def test_grids_that_cannot_be_driven_are_told(options, steps, told):
     scheduler = DDIMScheduler(**{"clip_sample": False} | options)
     with pytest.raises(UserError, match=told) as caught:
         make_grid("shifted", steps, 3.0, scheduler)
     assert "\n" not in str(caught.value) and str(caught.value).startswith("DDIMScheduler ")
+
+
+@pytest.mark.parametrize("schedule", ["linear", "scaled_linear", "squaredcos_cap_v2"])
+@pytest.mark.parametrize("kind", [DDIMScheduler, DPMSolverMultistepScheduler, EulerDiscreteScheduler,
+                                  UniPCMultistepScheduler])
+def test_alpha_bars_of_every_beta_schedule_are_the_stock_ones(kind, schedule):
+    options = {"clip_sample": False} if kind is DDIMScheduler else {}
+    stock = kind(beta_schedule=schedule, timestep_spacing="leading", steps_offset=1, **options)
+    grid, times = alpha_bars(stock, 4)
+    assert times.tolist() == [751, 501, 251, 1]
+    t = torch.arange(1001, dtype=torch.float64) / 1000
+    cosine = torch.cos((t + 0.008) / 1.008 * math.pi / 2).square()
+    betas = {"linear": torch.linspace(1e-4, 0.02, 1000, dtype=torch.float64),
+             "scaled_linear": torch.linspace(0.01, 0.02**0.5, 1000, dtype=torch.float64).square(),
+             "squaredcos_cap_v2": (1 - cosine[1:] / cosine[:-1]).clamp(max=0.999)}[schedule]
+    expected = torch.cat([(1 - betas).cumprod(0)[times], torch.ones(1, dtype=torch.float64)])
+    torch.testing.assert_close(grid.double(), expected, rtol=2e-5, atol=1e-7)
+    torch.testing.assert_close(grid[:-1], stock.alphas_cumprod[times], rtol=0, atol=0)
+
+
+def test_a_terminal_signal_of_zero_is_all_but_zero():
+    grid, times = alpha_bars(ZERO_SNR, 4)
+    assert ZERO_SNR.alphas_cumprod[times[0]] == 0 and grid[0] == 2.0**-24
+    assert torch.equal(grid[1:-1], ZERO_SNR.alphas_cumprod[times[1:]]) and grid[-1] == 1
+
+
+@pytest.mark.parametrize("stock", [LCM, TCDScheduler(), LCMScheduler.from_config(PNDM.config, clip_sample=False)])
+def test_a_distilled_model_has_the_timesteps_of_its_distillation(stock):
+    grid, times = alpha_bars(stock, 4)
+    assert times.tolist() == [999, 759, 499, 259]  # every 20th, of which the places 0, 12, 25, 37 from the end
+    assert torch.equal(grid[:-1], stock.alphas_cumprod[times]) and grid[-1] == 1
+    with pytest.raises(UserError, match="has 50 original_inference_steps, expected 1 to as many steps, got 51"):
+        make_grid("shifted", 51, 3.0, stock)
 
 
 def test_the_kind_of_grid_is_of_flows_alone():
@@ -93,6 +137,8 @@ def test_the_kind_of_grid_is_of_flows_alone():
 
 @pytest.mark.parametrize("scheduler, found", [
     (PNDM, ("epsilon", "vp")), (DDIM_V, ("v_prediction", "vp")), (EulerDiscreteScheduler(), ("epsilon", "vp")),
+    (DDIM_X0, ("sample", "vp")), (LCM, ("consistency", "vp")), (UniPCMultistepScheduler(), ("epsilon", "vp")),
+    (UniPCMultistepScheduler(use_flow_sigmas=True, prediction_type="flow_prediction"), ("velocity", "flow")),
     (FlowMatchEulerDiscreteScheduler(), ("velocity", "flow")),
     (DPMSolverMultistepScheduler(use_flow_sigmas=True, prediction_type="flow_prediction"), ("velocity", "flow")),
 ])
@@ -100,7 +146,7 @@ def test_the_process_is_found_from_the_scheduler(scheduler, found):
     assert (prediction(scheduler), process(scheduler)) == found
 
 
-@pytest.mark.parametrize("scheduler", [DDIMScheduler(prediction_type="sample"), EDMEulerScheduler()])
+@pytest.mark.parametrize("scheduler", [DDIMScheduler(prediction_type="score"), EDMEulerScheduler()])
 def test_other_processes_are_refused(scheduler):
     with pytest.raises(UserError, match=f"{type(scheduler).__name__} .* cannot be driven: expected"):
         process(scheduler)
@@ -144,6 +190,81 @@ def test_deterministic_steps_are_ddims_and_remember_the_data():
     torch.testing.assert_close(record.x0, x0)
 
 
+@pytest.mark.parametrize("kind", ["epsilon", "v_prediction", "sample"])
+def test_what_the_network_predicts_is_read_as_its_noise(kind):
+    x0, noise = torch.randn(2, 3, 4, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64).chunk(2, dim=0)
+    grid = torch.tensor([0.36, 0.64, 1.0], dtype=torch.float64)
+    x = 0.6 * x0 + 0.8 * noise
+    output = {"epsilon": noise, "v_prediction": 0.6 * noise - 0.8 * x0, "sample": x0}[kind]
+    found = as_noise(DDIMScheduler(prediction_type=kind), output, x, grid[0], torch.tensor(500))
+    torch.testing.assert_close(found, noise, rtol=0, atol=1e-12)
+    transition = DDIM(1.0)(x, found, grid, 0)
+    # The posterior of x' given x and x0, of which the predicted data stands in for x0.
+    step = 0.36 / 0.64
+    variance = (1 - 0.64) / (1 - 0.36) * (1 - step)
+    mean = (0.8 * (1 - step) * x0 + step**0.5 * (1 - 0.64) * x) / (1 - 0.36)
+    torch.testing.assert_close(transition.mean, mean, rtol=0, atol=1e-12)
+    assert transition.std.item() == pytest.approx(variance**0.5, abs=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["epsilon", "v_prediction", "sample"])
+@pytest.mark.parametrize("timestep", [999, 499, 19])
+def test_a_consistency_step_is_the_stock_one(kind, timestep):
+    stock = LCMScheduler(clip_sample=False, prediction_type=kind, original_inference_steps=50)
+    generator = torch.Generator().manual_seed(1)
+    x, output, fresh = torch.randn(3, 2, 4, generator=generator).double()[:, None]
+    stock.set_timesteps(timesteps=[timestep, 9])
+    drawn, f = stock.step(output, torch.tensor(timestep), x, torch.Generator().manual_seed(2), return_dict=False)
+    fresh = torch.randn(x.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    grid = stock.alphas_cumprod.double()[[timestep, 9]]
+    noise = as_noise(stock, output, x, grid[0], torch.tensor(timestep))
+    torch.testing.assert_close(denoised(x, noise, grid[0]), f, rtol=0, atol=1e-5)  # the stock one's alphas are fp32
+    transition = VPCPS(1.0)(x, noise, grid, 0)
+    torch.testing.assert_close(gaussian.sample(transition, fresh), drawn, rtol=0, atol=1e-5)
+    density = torch.distributions.Normal(grid[1].sqrt() * denoised(x, noise, grid[0]), (1 - grid[1]).sqrt())
+    torch.testing.assert_close(gaussian.log_prob(transition, drawn), density.log_prob(drawn).mean((1, 2)),
+                               rtol=0, atol=1e-10)
+
+
+def test_a_consistency_function_is_the_state_itself_at_timestep_zero():
+    x, output = torch.tensor([[2.0, -1.0]], dtype=torch.float64), torch.tensor([[0.5, 1.0]], dtype=torch.float64)
+    alpha = torch.tensor(0.9, dtype=torch.float64)
+    noise = as_noise(LCM, output, x, alpha, torch.tensor(0))
+    torch.testing.assert_close(denoised(x, noise, alpha), x, rtol=0, atol=1e-12)
+    # By hand at timestep 0.05, which is 0.5 in its unit: c_skip = 1/2 and c_out = sqrt(1/2).
+    noise = as_noise(LCM, output, x, alpha, torch.tensor(0.05))
+    z0 = (x - 0.1**0.5 * output) / 0.9**0.5
+    torch.testing.assert_close(denoised(x, noise, alpha), x / 2 + z0 / 2**0.5, rtol=0, atol=1e-7)
+
+
+def test_all_noise_is_fresh_at_level_1_and_none_at_level_0():
+    x, noise = torch.randn(2, 1, 3, 4, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    grid = torch.tensor([0.36, 0.64, 1.0], dtype=torch.float64)
+    x0 = (x - 0.8 * noise) / 0.6
+    fresh, half, kept = (VPCPS(level)(x, noise, grid, 0) for level in (1.0, 0.5, 0.0))
+    torch.testing.assert_close(fresh.mean, 0.8 * x0, rtol=0, atol=1e-12)
+    torch.testing.assert_close(half.mean, 0.8 * x0 + 0.6 * 0.5**0.5 * noise, rtol=0, atol=1e-12)
+    assert [each.std.item() for each in (fresh, half, kept)] == pytest.approx([0.6, 0.6 * 0.5**0.5, 0], abs=1e-12)
+    torch.testing.assert_close(kept.mean, DDIM(0.0)(x, noise, grid, 0).mean, rtol=0, atol=1e-12)
+    assert VPCPS(1.0)(x, noise, grid, 1).std == 0
+    torch.testing.assert_close(VPCPS(1.0)(x, noise, grid, 1).mean, (x - 0.6 * noise) / 0.8, rtol=0, atol=1e-12)
+    with pytest.raises(ValueError, match="VPCPS: level is 1.1, expected 0 to 1"):
+        VPCPS(1.1)
+
+
+def test_a_terminal_signal_of_zero_steps_as_the_stock_scheduler():
+    x, v = torch.randn(2, 1, 3, 4, generator=torch.Generator().manual_seed(4))
+    grid, timesteps = alpha_bars(ZERO_SNR, 4)
+    policy = PolicyScheduler.over(ZERO_SNR)
+    policy.follow(Task(grid, range(1), timesteps=timesteps))
+    policy.set_timesteps(1)
+    ours = policy.step(v, policy.timesteps[0], x, return_dict=False)[0]
+    ZERO_SNR.set_timesteps(4)
+    stock = ZERO_SNR.step(v, timesteps[0], x, return_dict=False)[0]
+    torch.testing.assert_close(ours, stock, rtol=0, atol=1e-3)  # the signal counts as 2^-12
+    torch.testing.assert_close(policy.record.x0, -v, rtol=0, atol=2e-3)
+
+
 @pytest.mark.parametrize("guidance", [1.0, 5.0])
 @pytest.mark.parametrize("stock", SCHEDULERS)
 def test_without_noise_it_gives_the_latents_of_ddim(stock, guidance):
@@ -163,7 +284,7 @@ def test_without_noise_it_gives_the_latents_of_ddim(stock, guidance):
 
 # --- rollout and replay ----------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("stock", [PNDM, DDIM_V])
+@pytest.mark.parametrize("stock", [PNDM, DDIM_V, DDIM_X0, LCM])
 @pytest.mark.parametrize("guidance", [1.0, 5.0])
 def test_the_first_ratio_is_one(stock, guidance):
     policy = tiny.stir(vp_policy(stock, guidance=guidance))
@@ -233,15 +354,16 @@ def test_stock_diffusers_loads_the_lora_and_gives_the_same_latents(tmp_path):
 
 # --- methods ---------------------------------------------------------------------------------------------------------
 
-def test_ddim_has_a_form_in_either_process():
-    flow, vp = Method(kernel=FlowDDIM(0.7)), Method(kernel=DDIM(0.7))
+@pytest.mark.parametrize("flow, vp", [(FlowDDIM(0.7), DDIM(0.7)), (CPS(0.7), VPCPS(0.7))])
+def test_ddim_and_cps_have_a_form_in_either_process(flow, vp):
+    flow, vp = Method(kernel=flow), Method(kernel=vp)
     assert flow.on("vp") == vp.on("vp") == vp and flow.on("flow") == vp.on("flow") == flow
     assert preset("mix_grpo_flash").on("flow") == preset("mix_grpo_flash")
 
 
 @pytest.mark.parametrize("method, cure", [
     (Method(kernel=FlowSDE(0.7)), "kernel: {type: FlowDDIM, eta: 1.0}"),
-    (Method(kernel=CPS(0.8), solver=DPMSolver2M()), "kernel: {type: FlowDDIM, eta: 1.0}, solver: {type: Euler}"),
+    (Method(kernel=DanceSDE(0.3), solver=DPMSolver2M()), "kernel: {type: FlowDDIM, eta: 1.0}, solver: {type: Euler}"),
     (replace(preset("ddpo"), tail=0.4), "tail: 1.0"),
     (replace(preset("ddpo"), strides=(1, 2)), "strides: [1]"),
     (replace(preset("ddpo"), step_weight=InverseDelta()), "step_weight: {type: Uniform}"),
@@ -274,6 +396,7 @@ FLOW_DDIM = {"kernel": {"type": "FlowDDIM", "eta": 1.0}}
 @pytest.mark.parametrize("method, parts", [
     ("ddpo", {}),
     ("ddpo", {"kernel": {"type": "DDIM", "eta": 0.5}}),
+    ("ddpo", {"kernel": {"type": "CPS", "level": 1.0}}),
     ("b2_diffurl", {}),
     ("dance_grpo", FLOW_DDIM),
     ("mix_grpo+grpo_guard", FLOW_DDIM | {"step_weight": {"type": "NoiseLevel"}}),
@@ -298,7 +421,7 @@ def test_an_epoch_changes_what_is_trained_and_nothing_else(method, parts):
 
 # --- check -----------------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("stock", [PNDM, DDIM_V])
+@pytest.mark.parametrize("stock", [PNDM, DDIM_V, DDIM_X0, LCM])
 def test_check_drives_them(stock, tmp_path):
     told = check.report(str(tiny.save(tiny.sd15(stock), tmp_path / "sd15")))
     assert told["drivable"], told["reason"]
@@ -307,3 +430,9 @@ def test_check_drives_them(stock, tmp_path):
                            "picture_shape": [3, 16, 16], "guidance": "one batch of twice the rows",
                            "replay_error": 0.0, "first_log_ratio": 0.0}
     assert told["lora_grad"] > 0 and told["parameters"] < 50_000
+
+
+def test_check_tells_of_guidance_that_is_embedded():
+    told = check.report("LatentConsistencyModelPipeline")
+    assert told["drivable"], told["reason"]
+    assert told["guidance"] == "embedded: one evaluation per step" and told["prediction"] == "consistency"

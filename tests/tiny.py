@@ -12,120 +12,14 @@ from accelerate import Accelerator
 from flowgrpo.config import Adapter, Config, load
 from flowgrpo.data import Prompt
 from flowgrpo.policies.pipeline import PipelinePolicy
+from flowgrpo.policies.tiny.images import FLUX_CALL, SD3_CALL, flux, sd3  # noqa: F401 tests read them here
+from flowgrpo.policies.tiny.unets import SD_NOISE as SD15_NOISE  # noqa: F401 the tests read it here
+from flowgrpo.policies.tiny.unets import pndm, sd15  # noqa: F401
 from flowgrpo.train import Trainer
 
 LATENTS = (4, 8, 8)
-CALL = {"max_sequence_length": 2}  # of the SD3: rows of zeros that stand for the absent T5
-FLUX_CALL = {"max_sequence_length": 16, "height": 16, "width": 16}
+CALL = SD3_CALL
 PROMPTS = ["red", "blue", "green", "a cat", "two dogs", "old"]
-
-
-def tokenizer(length: int = 16):
-    """A CLIPTokenizer whose tokens are single characters."""
-    from tokenizers import pre_tokenizers
-    from transformers import CLIPTokenizer
-
-    characters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokens = [*characters, *(c + "</w>" for c in characters), "<|startoftext|>", "<|endoftext|>"]
-    return CLIPTokenizer(vocab={token: i for i, token in enumerate(tokens)}, merges=[], model_max_length=length)
-
-
-def text_encoder(kind, tokens):
-    from transformers import CLIPTextConfig
-
-    return kind(CLIPTextConfig(
-        vocab_size=len(tokens), hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
-        projection_dim=16, max_position_embeddings=tokens.model_max_length, bos_token_id=tokens.bos_token_id,
-        eos_token_id=tokens.eos_token_id, pad_token_id=tokens.pad_token_id))
-
-
-def autoencoder(channels: int = 4):
-    from diffusers import AutoencoderTiny
-
-    vae = AutoencoderTiny(latent_channels=channels, encoder_block_out_channels=(8, 8), num_encoder_blocks=(0, 1),
-                          decoder_block_out_channels=(8, 8), num_decoder_blocks=(1, 0), upsample_fn="nearest")
-    vae.register_to_config(scaling_factor=1.5, shift_factor=0.1)
-    with torch.no_grad():
-        vae.decoder.layers[-1].bias.fill_(0.5)  # pictures in the middle of [0, 1], where no value is cut off
-    return vae
-
-
-def lively(module: torch.nn.Module) -> torch.nn.Module:
-    """Matrices so large that noise and prompt change the output; diffusers starts the last one at zero."""
-    with torch.no_grad():
-        for parameter in module.parameters():
-            if parameter.ndim == 2:
-                torch.nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5)
-    return module
-
-
-def sd3(seed: int = 0):
-    """A StableDiffusion3Pipeline without a T5: two blocks of width 16, latents of 4 x 8 x 8."""
-    from diffusers import FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel, StableDiffusion3Pipeline
-    from transformers import CLIPTextModelWithProjection
-
-    torch.manual_seed(seed)
-    tokens = tokenizer()
-    denoiser = SD3Transformer2DModel(
-        sample_size=8, patch_size=2, in_channels=4, out_channels=4, num_layers=2, attention_head_dim=8,
-        num_attention_heads=2, joint_attention_dim=32, caption_projection_dim=16, pooled_projection_dim=32,
-        pos_embed_max_size=4, qk_norm="rms_norm")
-    pipe = StableDiffusion3Pipeline(
-        transformer=lively(denoiser), scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0), vae=autoencoder(),
-        text_encoder=text_encoder(CLIPTextModelWithProjection, tokens), tokenizer=tokens,
-        text_encoder_2=text_encoder(CLIPTextModelWithProjection, tokens), tokenizer_2=tokenizer(),
-        text_encoder_3=None, tokenizer_3=None)
-    pipe.set_progress_bar_config(disable=True)
-    return pipe
-
-
-def flux(seed: int = 0):
-    """A FluxPipeline with embedded guidance: packed latents, rotary positions, a T5, text_ids without a batch."""
-    from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
-    from transformers import CLIPTextModel, T5Config, T5EncoderModel
-
-    torch.manual_seed(seed)
-    tokens = tokenizer()
-    denoiser = FluxTransformer2DModel(
-        patch_size=1, in_channels=16, num_layers=1, num_single_layers=1, attention_head_dim=16, num_attention_heads=1,
-        joint_attention_dim=16, pooled_projection_dim=16, guidance_embeds=True, axes_dims_rope=(4, 6, 6))
-    pipe = FluxPipeline(
-        transformer=lively(denoiser), scheduler=FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True),
-        vae=autoencoder(), text_encoder=text_encoder(CLIPTextModel, tokens), tokenizer=tokens,
-        text_encoder_2=T5EncoderModel(T5Config(vocab_size=len(tokens), d_model=16, d_kv=8, d_ff=16, num_layers=1,
-                                               num_heads=2, dropout_rate=0.0)), tokenizer_2=tokenizer())
-    pipe.set_progress_bar_config(disable=True)
-    return pipe
-
-
-# As the SD 1.5 checkpoint has it.
-SD15_NOISE = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear", "steps_offset": 1,
-              "timestep_spacing": "leading"}
-
-
-def pndm():
-    """The stock scheduler of SD 1.5."""
-    from diffusers import PNDMScheduler
-
-    return PNDMScheduler(skip_prk_steps=True, set_alpha_to_one=False, **SD15_NOISE)
-
-
-def sd15(scheduler=None, seed: int = 0):
-    """A StableDiffusionPipeline that predicts noise: a U-Net of one block, no safety checker."""
-    from diffusers import StableDiffusionPipeline, UNet2DConditionModel
-    from transformers import CLIPTextModel
-
-    torch.manual_seed(seed)
-    tokens = tokenizer()
-    denoiser = UNet2DConditionModel(
-        sample_size=8, block_out_channels=(8,), layers_per_block=1, down_block_types=("CrossAttnDownBlock2D",),
-        up_block_types=("CrossAttnUpBlock2D",), cross_attention_dim=16, attention_head_dim=2, norm_num_groups=4)
-    pipe = StableDiffusionPipeline(
-        unet=lively(denoiser), scheduler=scheduler or pndm(), vae=autoencoder(),
-        text_encoder=text_encoder(CLIPTextModel, tokens), tokenizer=tokens, safety_checker=None, feature_extractor=None,
-        requires_safety_checker=False)
-    pipe.set_progress_bar_config(disable=True)
-    return pipe
 
 
 def save(pipe, folder: Path) -> Path:
@@ -179,3 +73,8 @@ def trainer(policy: PipelinePolicy | None = None, rewards=None, **options: Any) 
                                       guidance=settings.train.guidance, call=CALL)
     return Trainer(settings, Accelerator(cpu=True), policy, rewards or {"red": red},
                    ([Prompt(text) for text in PROMPTS], []))
+
+
+def step_weights(trainer: Trainer, parts) -> dict[int, float]:
+    """The method's weights of the steps that these parts train, in the trainer's epoch."""
+    return trainer.explorer.step_weights(parts, trainer.epoch)

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
 
 from flowgrpo.errors import UserError
 from flowgrpo.log import quiet
-
-LORA_FILE = "pytorch_lora_weights.safetensors"
+from flowgrpo.policies.lora import (
+    EXPERT,
+    LORA_FILE,
+    PEFT,
+    PIPELINE,
+    add_adapter,
+    load_lora,
+    loader,
+    save_peft,
+    save_stock,
+)
 
 
 class Weights:
@@ -41,8 +50,9 @@ class Weights:
             names = sorted({key.split(".")[-1] for key, m in module.named_modules() if isinstance(m, torch.nn.Linear)})
             raise UserError(f"adapter.targets {targets} match no module of the {name}: its linear layers are called "
                             f"{', '.join(names)}")
-        module.add_adapter(LoraConfig(r=rank, lora_alpha=self.adapter.alpha or 2 * rank, target_modules=found,
-                                      init_lora_weights="gaussian"))
+        alpha = self.adapter.alpha or (2 * rank**0.5 if self.adapter.rslora else 2 * rank)  # a scale of 2
+        add_adapter(module, LoraConfig(r=rank, lora_alpha=alpha, target_modules=found, init_lora_weights="gaussian",
+                                       use_dora=self.adapter.dora, use_rslora=self.adapter.rslora), "default")
         for parameter in module.parameters():
             if parameter.requires_grad:
                 parameter.data = parameter.data.float()
@@ -57,13 +67,40 @@ class Weights:
             with self.swapped(self._first):
                 yield
             return
-        for module in self.denoisers.values():
-            module.disable_adapters()
+        for layer in self._layers().values():
+            layer.enable_adapters(False)
         try:
             yield
         finally:
-            for module in self.denoisers.values():
-                module.enable_adapters()
+            for layer in self._layers().values():
+                layer.enable_adapters(True)
+
+    @contextlib.contextmanager
+    def reference(self, held: Sequence[dict[str, torch.Tensor]] = ()) -> Iterator[None]:
+        """Inside, the denoisers are the average of the snapshots `held`, without any the base model."""
+        if not held:
+            with self.base():
+                yield
+            return
+        kept, average = {key: parameter.data for key, parameter in self.named.items()}, self.averaged(held)
+        try:
+            for key, parameter in self.named.items():
+                parameter.data = average[key].to(parameter.device)  # no copy_: a soup's LoRA has another rank
+            yield
+        finally:
+            for key, parameter in self.named.items():
+                parameter.data = kept[key]
+
+    def averaged(self, snapshots: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        """Values that act as the average of all snapshots: of all weights their mean; of n LoRAs one of n times the
+        rank, since the mean of the products B A is not the product of the means."""
+        def joined(key: str) -> torch.Tensor:
+            each = [snapshot[key] for snapshot in snapshots]
+            if not self.adapter.rank:
+                return torch.stack(each).mean(0)
+            return torch.cat(each, 0) if ".lora_A." in key else torch.cat(each, 1) / len(each)
+
+        return {key: joined(key) for key in self.named} if len(snapshots) > 1 else snapshots[0]
 
     @contextlib.contextmanager
     def swapped(self, values: dict[str, torch.Tensor]) -> Iterator[None]:
@@ -87,40 +124,50 @@ class Weights:
         """Write what stock diffusers loads, read it back and compare. Returns a sentence for the log.
 
         A LoRA goes to `pytorch_lora_weights.safetensors` with rank, alpha and targets in its metadata; without them
-        `load_lora_weights` would rebuild it with a silently wrong scale. All weights go to a folder per denoiser.
+        `load_lora_weights` would rebuild it with a silently wrong scale. Where stock diffusers loads none (see
+        `loader`), it goes to a folder per denoiser in peft's own format. All weights go to a folder per denoiser.
         """
         if not self.adapter.rank:
             for name, module in self.denoisers.items():
                 module.save_pretrained(folder / name, safe_serialization=True)
             return f"saved all weights of {', '.join(self.denoisers)} to {folder}"
-        from peft.utils import get_peft_model_state_dict
-
-        layers, metadata = {}, {}
-        for name, module in self.denoisers.items():
-            layers[f"{name}_lora_layers"] = get_peft_model_state_dict(module)
-            metadata[f"{name}_lora_adapter_metadata"] = module.peft_config["default"].to_dict()
-        type(self.pipe).save_lora_weights(folder, **layers, **metadata)
+        by = {name: loader(self.pipe, name) for name in self.denoisers}
+        if named := [name for name, how in by.items() if how == PIPELINE]:
+            save_stock(self.pipe, folder, {name: name for name in named})
+        for name in self.denoisers:
+            if by[name] == EXPERT:
+                save_stock(self.pipe, folder / name, {"transformer": name})
+            elif by[name] == PEFT:
+                save_peft(self.denoisers[name], folder / name)
         self._verify(folder)
-        return f"saved {folder / LORA_FILE}; read back by load_lora_weights: same weights, same scale"
+        where = folder / LORA_FILE if named else folder
+        return f"saved {where}; read back by {', '.join(sorted(set(by.values())))}: same weights, same scale"
+
+    def _layers(self) -> dict[str, torch.nn.Module]:
+        """The layers with an adapter, by denoiser and key."""
+        from peft.tuners.lora import LoraLayer
+
+        return {f"{name}.{key}": layer for name, module in self.denoisers.items()
+                for key, layer in module.named_modules() if isinstance(layer, LoraLayer)}
 
     def _verify(self, folder: Path) -> None:
-        """Load the file as a user would, beside the live adapter, and compare every weight and scale."""
-        from peft.tuners.lora import LoraLayer
+        """Load the files as a user would, beside the live adapter, and compare every weight and scale."""
+        from diffusers.utils.peft_utils import delete_adapter_layers
 
         try:
             with quiet():  # a second adapter, and an absent one for the text encoders, are what is wanted here
-                self.pipe.load_lora_weights(folder, adapter_name="check")
-            for module in self.denoisers.values():
-                for key, layer in module.named_modules():
-                    if not isinstance(layer, LoraLayer):
-                        continue
-                    # diffusers casts what it loads to the denoiser's dtype.
-                    sides = [(side["check"].weight, side["default"].weight) for side in (layer.lora_A, layer.lora_B)]
-                    if layer.scaling["check"] != layer.scaling["default"] or \
-                            not all(torch.equal(loaded, live.to(loaded.dtype)) for loaded, live in sides):
-                        raise RuntimeError(f"{folder / LORA_FILE} does not give {key} back as it was saved")
+                load_lora(self.pipe, self.denoisers, folder, "check")
+            for key, layer in self._layers().items():
+                # diffusers casts what it loads to the denoiser's dtype.
+                parts = [layer.lora_A, layer.lora_B, *([layer.lora_magnitude_vector] if self.adapter.dora else [])]
+                sides = [(part["check"].weight, part["default"].weight) for part in parts if "check" in part]
+                if len(sides) < len(parts) or layer.scaling["check"] != layer.scaling["default"] or \
+                        not all(torch.equal(loaded, live.to(loaded.dtype)) for loaded, live in sides):
+                    raise RuntimeError(f"{folder} does not give {key} back as it was saved")
         finally:
             with quiet():
-                self.pipe.delete_adapters("check")
-            for module in self.denoisers.values():
-                module.set_adapter("default")
+                for module in self.denoisers.values():
+                    if "check" in module.peft_config:
+                        delete_adapter_layers(module, "check")
+            for layer in self._layers().values():
+                layer.set_adapter("default")

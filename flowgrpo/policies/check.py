@@ -4,44 +4,60 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 
-from flowgrpo.config import Adapter
+from flowgrpo import methods
+from flowgrpo.config import Config
 from flowgrpo.errors import UserError
 from flowgrpo.methods import Method, mix_grpo
-from flowgrpo.policies.pipeline import Conditioning, PipelinePolicy, load_pipeline
+from flowgrpo.policies import frozen, memory, tiny
+from flowgrpo.policies.conditioning import Conditioning
+from flowgrpo.policies.lora import loader
+from flowgrpo.policies.pictures import PICTURES
+from flowgrpo.policies.pipeline import PipelinePolicy, load_pipeline
 from flowgrpo.samplers import cost
 from flowgrpo.samplers.grids import shifted
 from flowgrpo.samplers.kernels import FlowDDIM
 from flowgrpo.samplers.plans import Schedule
-from flowgrpo.samplers.rollout import Exploration, explore, make_grid, replay, seeder
-from flowgrpo.samplers.scheduler import Task, prediction
+from flowgrpo.samplers.predictions import prediction
+from flowgrpo.samplers.rollout import Exploration, explore, replay, seeder
+from flowgrpo.samplers.scheduler import Task
 from flowgrpo.samplers.solvers import Euler
-from flowgrpo.starter import CALL
 
 PROMPT = "a red circle"
 RANK, GROUP = 4, 2
+SHARES, LARGEST_GRADIENT_ERROR = (1e-3, 1e-4), 0.01  # of small steps along the gradient
 LARGEST_LOG_RATIO = 1e-6  # above it a run in fp32 stops before its first update
-STEPS, PICTURES = 10, 12  # of the example that tells the cost
+STEPS, SAMPLES = 10, 12  # of the example that tells the cost
 
 
-def report(model: str) -> dict[str, Any]:
-    """Drive `model` (`starter`, a directory or a hub id) through a rollout, a replay and a gradient, in fp32.
+def report(model: Any, config: Config | None = None) -> dict[str, Any]:
+    """Drive `model` through a rollout, a replay and a gradient.
+
+    model: `starter`, a directory, a hub id, the name of a diffusers class (of which a tiny random instance is built),
+    or a loaded (pipeline, arguments of its call). config: a recipe, for the pipeline's arguments, the adapter, the
+    precision and the memory that it needs; without one the defaults, in fp32.
 
     Keys, as far as the check came: model, drivable; where it is not, reason (one line); pipeline,
-    scheduler, denoisers, prediction, guidance, picture_shape, latent_shape, parameters, lora_parameters, lora_targets;
+    scheduler, prediction, denoisers, parameters, lora_parameters, lora_targets; lora_loader (what loads a LoRA of each
+    denoiser into the stock pipeline); conditioning (arguments that differ from prompt to prompt), prompts_per_call,
+    guidance, picture_shape, latent_shape;
     replay_error (largest difference of a transition's mean between rollout and replay), first_log_ratio (largest
-    |log ratio| of the replay, which has to be 0), lora_grad (norm of the adapter's gradient);
+    |log ratio| of the replay, which has to be 0), lora_grad (norm of the adapter's gradient),
+    gradient_error (in fp32: how far a step along the gradient is from what it foretells, relative);
+    memory (GiB by phase, for the recipe, see memory.py), memory_parts (GiB by part, of the update);
     evaluations_per_picture and evaluations_per_picture_shared: of a mix_grpo rollout with 10 steps and 12 pictures per
     prompt at guidance 1, on average over the window's places, without and with a shared prefix.
     """
-    found: dict[str, Any] = {"model": model, "drivable": False, "reason": None}
+    named = model if isinstance(model, str) else type(model[0]).__name__
+    found: dict[str, Any] = {"model": named, "drivable": False, "reason": None}
     try:
         with torch.random.fork_rng():
-            torch.manual_seed(0)  # of the adapter's first weights, so that a report can be repeated
-            _drive(model, found)
+            _drive(model, config, found)
         found["drivable"] = True
     except Exception as error:  # whatever a stranger's pipeline raises is the answer
         told = " ".join(str(error).split()) or "no message"
@@ -49,23 +65,59 @@ def report(model: str) -> dict[str, Any]:
     return found
 
 
-def _drive(model: str, found: dict[str, Any]) -> None:
+def _drive(model: Any, recipe: Config | None, found: dict[str, Any]) -> None:
     """Fill `found` step by step; raises what stops the pipeline."""
-    pipe = load_pipeline(model)
+    config = recipe or Config(adapter={"rank": RANK})
+    frozen.require(config, methods.resolve(config), _device())
+    pipe, call = _loaded(model, config) if isinstance(model, str) else model
     found |= {"pipeline": type(pipe).__name__, "scheduler": type(pipe.scheduler).__name__,
               "prediction": prediction(pipe.scheduler)}
-    if not hasattr(pipe, "encode_prompt"):
-        raise UserError(f"{type(pipe).__name__} has no encode_prompt: its conditioning cannot be cached")
-    targets = Adapter().targets
-    policy = PipelinePolicy(pipe, Adapter(rank=RANK, targets=targets), device=_device(),
-                            call=CALL if model == "starter" else {})
+    refuse(type(pipe))
+    torch.manual_seed(0)  # of the adapter's first weights, so that a report can be repeated
+    policy = PipelinePolicy(pipe, config.adapter, device=_device(), precision=config.precision, call=call,
+                            memory=config.memory)
     if not policy.denoisers:
-        raise UserError(f"{type(pipe).__name__} has no denoiser under a name that is known")
-    found |= {"denoisers": list(policy.denoisers), **_sizes(policy, targets)}
+        raise UserError(f"{type(pipe).__name__} has no denoiser: no module whose forward takes a time")
+    found |= {"denoisers": list(policy.denoisers), **_sizes(policy, config.adapter.targets)}
+    found["lora_loader"] = list(dict.fromkeys(loader(pipe, name) for name in policy.denoisers))
     conditioning = policy.encode([PROMPT])
+    found["conditioning"] = [name for name in ("prompt", "negative_prompt", *PICTURES) if name in policy.accepts]
+    found["prompts_per_call"] = "one" if policy.apart else "any number"
     found["guidance"] = _guidance(policy, conditioning)
     _replayed(policy, conditioning, found)
-    found |= _cost()
+    if policy.dtype == torch.float32:
+        _differentiated(policy, conditioning, found)
+    with TemporaryDirectory() as folder:
+        policy.weights.save(Path(folder))  # reads the file back, and raises where it is not the same
+    if recipe is None and policy.process == "vp":  # the default method is for flows alone
+        config = config.model_copy(update={"method": "ddpo"})
+    found |= _cost() | _memory(policy, config, conditioning)
+
+
+def _loaded(model: str, config: Config) -> tuple[Any, dict[str, Any]]:
+    """The pipeline and the arguments of its call."""
+    known = tiny.factories()
+    named = model in known or (model.isidentifier() and model.endswith("Pipeline"))
+    if not named or Path(model).exists():
+        pipe = load_pipeline(model, config.precision, weights=config.memory.weights)
+        return pipe, config.model_copy(update={"model": model}).call
+    import diffusers
+
+    if model not in known and hasattr(diffusers, model):
+        refuse(getattr(diffusers, model))
+    return tiny.make(model)
+
+
+def refuse(cls: type) -> None:
+    """UserError for a pipeline class that cannot be driven, whatever its weights."""
+    if not hasattr(cls, "encode_prompt"):
+        raise UserError(f"{cls.__name__} has no encode_prompt: its conditioning cannot be cached")
+
+
+def _memory(policy: PipelinePolicy, config: Config, conditioning: Conditioning) -> dict[str, dict[str, float]]:
+    phases = memory.memory(policy, config, conditioning)
+    return {"memory": {name: memory.total(parts) for name, parts in phases.items()},
+            "memory_parts": {name: memory.total({name: size}) for name, size in phases["update"].items()}}
 
 
 def _device() -> str:
@@ -81,16 +133,19 @@ def _sizes(policy: PipelinePolicy, targets: list[str]) -> dict[str, Any]:
 
 
 def _guidance(policy: PipelinePolicy, conditioning: Conditioning) -> str:
-    """How the pipeline does guidance: what a step at scale 4 runs, beside one at scale 1."""
-    rows, (grid, timesteps) = {}, make_grid("shifted", 2, 1.0, policy.stock)
-    for policy.guidance in (4.0, 1.0):  # ends at 1, which is what training starts from
+    """How the pipeline does guidance: what a step at scale 4 runs, beside one at scale 1, or at 0 where that is off."""
+    rows, (grid, timesteps) = {}, memory.few_steps(policy, 2)
+    for policy.guidance in (4.0, 0.0, 1.0):  # ends at 1, which is what training starts from
         with _counted(policy) as batches:
             policy.run(Task(grid, range(1), timesteps=timesteps), conditioning, None, policy.generators([0]))
         rows[policy.guidance] = batches
-    if sum(rows[4.0]) == sum(rows[1.0]):
-        embedded = any(getattr(module.config, "guidance_embeds", False) for module in policy.denoisers.values())
+    off = min((1.0, 0.0), key=lambda scale: sum(rows[scale]))
+    if sum(rows[4.0]) == sum(rows[off]):
+        embedded = any(getattr(module.config, "guidance_embeds", False)
+                       or getattr(module.config, "time_cond_proj_dim", None) for module in policy.denoisers.values())
         return "embedded: one evaluation per step" if embedded else "none"
-    return "one batch of twice the rows" if len(rows[4.0]) == len(rows[1.0]) else "two calls per step"
+    told = "one batch of twice the rows" if len(rows[4.0]) == len(rows[off]) else "two calls per step"
+    return told if off else f"{told}, off at 0"
 
 
 @contextmanager
@@ -108,7 +163,7 @@ def _counted(policy: PipelinePolicy) -> Iterator[list[int]]:
 
 def _replayed(policy: PipelinePolicy, conditioning: Conditioning, found: dict[str, Any]) -> None:
     """A rollout of three steps, the second stochastic, and the replay of that one with gradients."""
-    grid, timesteps = make_grid("shifted", 3, 3.0, policy.stock)
+    grid, timesteps = memory.few_steps(policy, 3)
     kernel = Method(kernel=FlowDDIM()).on(policy.process).kernel
     exploration = Exploration(grid, Schedule((1,), (1,)), kernel, Euler(), GROUP, keep_means=True, timesteps=timesteps)
     [part] = explore(policy, conditioning, [exploration], GROUP, seeder(0, 0))
@@ -140,10 +195,39 @@ def _gradient(policy: PipelinePolicy) -> float:
     return norm
 
 
+def _differentiated(policy: PipelinePolicy, conditioning: Conditioning, found: dict[str, Any]) -> None:
+    """Compare the gradient with a difference quotient along it: a part of the model that lets no gradient through
+    (HiDream's experts run under no_grad) leaves a gradient that is finite and wrong."""
+    grid, timesteps = memory.few_steps(policy, 3)
+    x, _ = policy.run(Task(grid, range(1), timesteps=timesteps), conditioning, None, policy.generators([0]))
+    parameters = policy.weights.parameters()
+
+    def size() -> torch.Tensor:
+        return policy.replay(conditioning, x, grid, 1, timesteps).double().square().mean()
+
+    value = size()
+    gradient = torch.autograd.grad(value, parameters, allow_unused=True)
+    squared = sum(part.double().square().sum() for part in gradient if part is not None).item()
+
+    def moved(length: float) -> float:
+        with torch.no_grad(), policy.weights.swapped(
+                {key: p + length * (0 if part is None else part)
+                 for (key, p), part in zip(policy.weights.named.items(), gradient)}):
+            return size().item()
+
+    # Where the value hardly answers, a step that changes it by some share of itself is a long one: the best counts.
+    lengths = [share * value.item() / squared for share in SHARES]
+    found["gradient_error"] = min(abs((moved(length) - moved(-length)) / (2 * length * squared) - 1)
+                                  for length in lengths)
+    if not found["gradient_error"] <= LARGEST_GRADIENT_ERROR:
+        raise UserError(f"the gradient is off by {found['gradient_error']:.0%} of the change that it foretells: a part "
+                        "of the model runs without gradients")
+
+
 def _cost() -> dict[str, float]:
     method, grid = mix_grpo(), shifted(STEPS, 3.0)
     places = range(STEPS - method.plan.size)
-    explorations = [method.explorations(grid, PICTURES, 3.0, place * method.plan.every, 0) for place in places]
-    alone, shared = (sum(count(each, 1) for each in explorations) / (len(places) * PICTURES)
+    explorations = [method.explorations(grid, SAMPLES, 3.0, place * method.plan.every, 0) for place in places]
+    alone, shared = (sum(count(each, 1) for each in explorations) / (len(places) * SAMPLES)
                      for count in (cost.alone, cost.rollout))
     return {"evaluations_per_picture": round(alone, 2), "evaluations_per_picture_shared": round(shared, 2)}

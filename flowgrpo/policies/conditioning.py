@@ -8,13 +8,49 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from flowgrpo.policies.pipeline import Conditioning
+from flowgrpo.errors import UserError
+from flowgrpo.policies.memo import digest
+
+
+@dataclass(frozen=True)
+class Conditioning:
+    """Encoded prompts: what the pipeline's `encode_prompt` returned, call by call, and the pictures that go with them.
+
+    calls: the values of each call, in order (with true CFG the negative prompts are encoded by a call of their own).
+    per_prompt: which of these values have a row per prompt; the others (None, Flux's `text_ids`) serve all prompts.
+    inputs: reference pictures by the name of the pipeline's argument, one per prompt.
+    apart: the pipeline takes one prompt per call; then every value is a list of what the calls of the prompts returned.
+    bare: its `encode_prompt` returns one value, and no tuple.
+    """
+
+    prompts: list[str]
+    negatives: list[str]
+    calls: tuple[tuple[Any, ...], ...] = ()
+    per_prompt: tuple[tuple[bool, ...], ...] = ()
+    inputs: dict[str, list[Any]] = field(default_factory=dict)
+    apart: bool = False
+    bare: bool = False
+
+    def rows(self, index: torch.Tensor) -> Conditioning:
+        """The rows `index` (int64 [B]); a row may be taken several times."""
+        picked = index.tolist()
+        calls = tuple(tuple(_rows(value, picked) if own else value for value, own in zip(values, owns, strict=True))
+                      for values, owns in zip(self.calls, self.per_prompt, strict=True))
+        return replace(self, prompts=_rows(self.prompts, picked), negatives=_rows(self.negatives, picked), calls=calls,
+                       inputs={name: _rows(values, picked) for name, values in self.inputs.items()})
+
+
+def _rows(value: torch.Tensor | list[Any], picked: list[int]) -> torch.Tensor | list[Any]:
+    return value[picked] if torch.is_tensor(value) else [value[i] for i in picked]
 
 
 class Encoder:
@@ -23,34 +59,47 @@ class Encoder:
     def __init__(self, policy, folder: Path | None = None):
         self.policy = policy
         self.folder = folder / fingerprint(policy) if folder else None
-        self._known: dict[tuple[str, str], Conditioning] = {}
+        self._known: dict[tuple[str, str, str | None], Conditioning] = {}
 
-    def __call__(self, prompts: list[str], negatives: list[str]) -> Conditioning:
-        parts = [self._one(prompt, negative) for prompt, negative in zip(prompts, negatives, strict=True)]
+    def __call__(self, prompts: list[str], negatives: list[str],
+                 images: Sequence[str | None] | None = None) -> Conditioning:
+        """images: the file of each prompt's reference picture, or None."""
+        images = images or [None] * len(prompts)
+        parts = [self._one(*row) for row in zip(prompts, negatives, images, strict=True)]
+        if len({_shapes(part) for part in parts}) == 1:
+            return join(parts)
         # Some pipelines (Qwen-Image) pad to the longest prompt of a batch: what has another length is encoded together.
-        return join(parts) if len({_shapes(part) for part in parts}) == 1 else self.policy.encode(prompts, negatives)
+        return self.policy.encode(prompts, negatives, images)
 
-    def _one(self, prompt: str, negative: str) -> Conditioning:
-        key = prompt, negative
+    def _one(self, prompt: str, negative: str, image: str | None) -> Conditioning:
+        key = prompt, negative, image
         if key not in self._known:
-            path = self.folder / f"{_digest(json.dumps(key))}.safetensors" if self.folder else None
+            pictures = self.policy.pictures(1, [image])
+            name = _digest(json.dumps([prompt, negative, digest(pictures)] if pictures else [prompt, negative]))
+            path = self.folder / f"{name}.safetensors" if self.folder else None
             if path and path.exists():
-                self._known[key] = _read(path, prompt, negative, self.policy.device)
+                self._known[key] = replace(_read(path, prompt, negative, self.policy.device), inputs=pictures)
             else:
-                self._known[key] = self.policy.encode([prompt], [negative])
+                self._known[key] = self.policy.encode([prompt], [negative], [image])
                 if path:
                     _write(path, self._known[key])
         return self._known[key]
 
 
 def join(parts: list[Conditioning]) -> Conditioning:
-    """One Conditioning with the rows of all; what has no row per prompt is the first one's."""
+    """One Conditioning with the rows of all; what has no row per prompt is the first one's. UserError where some bring
+    a reference picture and others do not."""
     first = parts[0]
+    if len({frozenset(part.inputs) for part in parts}) > 1:
+        raise UserError("some prompts of a batch bring a reference picture and others do not: give all an `image`, or "
+                        "none")
     calls = tuple(
         tuple(_stack([part.calls[c][v] for part in parts]) if own else first.calls[c][v] for v, own in enumerate(owns))
         for c, owns in enumerate(first.per_prompt))
     return Conditioning([p for part in parts for p in part.prompts], [n for part in parts for n in part.negatives],
-                        calls, first.per_prompt)
+                        calls, first.per_prompt,
+                        {name: [each for part in parts for each in part.inputs[name]] for name in first.inputs},
+                        first.apart, first.bare)
 
 
 def _shapes(part: Conditioning) -> tuple:
@@ -64,7 +113,7 @@ def _stack(values: list) -> torch.Tensor | list:
 def fingerprint(policy) -> str:
     """What the encoded prompts depend on: the pipeline, its arguments, its precision, and its encoders' weights."""
     pipe, told = policy.pipe, hashlib.sha256()
-    told.update(f"{type(pipe).__name__} {policy.dtype} {sorted(policy.call.items())}".encode())
+    told.update(f"form 2 {type(pipe).__name__} {policy.dtype} {sorted(policy.call.items())}".encode())
     for name, module in sorted(pipe.components.items()):
         if isinstance(module, torch.nn.Module) and name.startswith("text_encoder"):
             for key, parameter in module.named_parameters():
@@ -77,21 +126,24 @@ def _digest(text: str) -> str:
 
 
 def _write(path: Path, conditioning: Conditioning) -> None:
-    """Tensors as `call.value`; what is neither tensor nor None is not kept on disk."""
+    """Tensors as `call.value`, of lists their one element; what is neither tensor nor None is not kept on disk."""
     values = {f"{c}.{v}": value for c, call in enumerate(conditioning.calls) for v, value in enumerate(call)}
+    lists = [key for key, value in values.items() if isinstance(value, list)]
+    values |= {key: values[key][0] for key in lists}
     if any(value is not None and not torch.is_tensor(value) for value in values.values()):
         return
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".tmp")
     tensors = {key: value.cpu().contiguous() for key, value in values.items() if value is not None}
-    save_file(tensors, temporary, {"per_prompt": json.dumps(conditioning.per_prompt)})
+    save_file(tensors, temporary, {"form": json.dumps([conditioning.per_prompt, lists, conditioning.apart,
+                                                       conditioning.bare])})
     temporary.replace(path)
 
 
 def _read(path: Path, prompt: str, negative: str, device: torch.device) -> Conditioning:
     with safe_open(path, "pt", device=str(device)) as file:
-        per_prompt = tuple(tuple(own) for own in json.loads(file.metadata()["per_prompt"]))
-        present = set(file.keys())
-        calls = tuple(tuple(file.get_tensor(f"{c}.{v}") if f"{c}.{v}" in present else None for v in range(len(owns)))
-                      for c, owns in enumerate(per_prompt))
-    return Conditioning([prompt], [negative], calls, per_prompt)
+        per_prompt, lists, apart, bare = json.loads(file.metadata()["form"])
+        values = {key: file.get_tensor(key) for key in file.keys()}
+    values |= {key: [values.get(key)] for key in lists}
+    calls = tuple(tuple(values.get(f"{c}.{v}") for v in range(len(owns))) for c, owns in enumerate(per_prompt))
+    return Conditioning([prompt], [negative], calls, tuple(map(tuple, per_prompt)), {}, apart, bare)

@@ -8,75 +8,99 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from flowgrpo.config import nearest
+from flowgrpo.config import Memory, nearest
 from flowgrpo.errors import UserError
 from flowgrpo.log import quiet
 from flowgrpo.policies.adapters import Weights
 from flowgrpo.policies.attention import plain_on_cpu
+from flowgrpo.policies.compiled import compile_blocks
+from flowgrpo.policies.conditioning import Conditioning
+from flowgrpo.policies.frozen import Encoders, decode_in_parts, quantisation
+from flowgrpo.policies.loading import Idle
+from flowgrpo.policies.memo import Memo
+from flowgrpo.policies.pictures import PICTURES, stay_apart
 from flowgrpo.samplers.scheduler import PolicyScheduler, Record, Task
+from flowgrpo.starter import FOLDERS
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-STARTER = Path(__file__).parent.parent / "starter" / "model"
-DENOISERS = ("transformer", "transformer_2", "unet", "prior")
+STARTER = FOLDERS["starter"]
+TIMES = {"timestep", "timesteps", "t", "timestep_ratio"}
 
 
-@dataclass(frozen=True)
-class Conditioning:
-    """Encoded prompts: what the pipeline's `encode_prompt` returned, call by call.
+def denoisers(pipe) -> dict[str, torch.nn.Module]:
+    """The modules that a pipeline's loop calls: those whose forward takes a time. A ControlNet only steers one."""
+    return {name: module for name, module in sorted(pipe.components.items())
+            if isinstance(module, torch.nn.Module) and "ControlNet" not in type(module).__name__
+            and TIMES & set(inspect.signature(module.forward).parameters)}
 
-    calls: the values of each call, in order (with true CFG the negative prompts are encoded by a call of their own).
-    per_prompt: which of these values have a row per prompt; the others (None, Flux's `text_ids`) serve all prompts.
+
+def _named_denoisers(index: dict[str, Any]) -> list[str]:
+    """The denoisers of a pipeline that is not loaded yet, by its model_index.json."""
+    import diffusers
+
+    classes = {name: getattr(diffusers, value[1], None) for name, value in index.items()
+               if isinstance(value, list) and value[0] == "diffusers"}
+    return [name for name, cls in classes.items() if "ControlNet" not in cls.__name__
+            and TIMES & set(inspect.signature(getattr(cls, "forward", lambda: None)).parameters)]
+
+
+def _shared(one: Any, two: Any) -> bool:
+    """Whether a value of `encode_prompt`, for one prompt and for two, serves all prompts.
+
+    ValueError where it grows with them, but has no row for each: bounds of sequences, rows in another dimension.
     """
-
-    prompts: list[str]
-    negatives: list[str]
-    calls: tuple[tuple[Any, ...], ...]
-    per_prompt: tuple[tuple[bool, ...], ...]
-
-    def rows(self, index: torch.Tensor) -> Conditioning:
-        """The rows `index` (int64 [B]); a row may be taken several times."""
-        picked = index.tolist()
-        calls = tuple(tuple(_rows(value, picked) if own else value for value, own in zip(values, owns, strict=True))
-                      for values, owns in zip(self.calls, self.per_prompt, strict=True))
-        return Conditioning([self.prompts[i] for i in picked], [self.negatives[i] for i in picked], calls,
-                            self.per_prompt)
+    if not torch.is_tensor(one) and not isinstance(one, list):
+        return False
+    shapes = [value.shape if torch.is_tensor(value) else (len(value),) for value in (one, two)]
+    if shapes[0] != shapes[1] and (len(one), len(two), *shapes[0][1:]) != (1, 2, *shapes[1][1:]):
+        raise ValueError(f"encode_prompt gives {list(shapes[0])} for one prompt and {list(shapes[1])} for two")
+    return shapes[0] == shapes[1]
 
 
-def _rows(value: torch.Tensor | list[Any], picked: list[int]) -> torch.Tensor | list[Any]:
-    return value[picked] if torch.is_tensor(value) else [value[i] for i in picked]
+@contextlib.contextmanager
+def unlogged() -> Iterator[None]:
+    """Inside, diffusers logs errors alone: what it warns of at every call, a prompt's first encoding has told."""
+    from diffusers.utils import logging
+
+    level = logging.get_verbosity()
+    logging.set_verbosity(logging.ERROR)
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
 
 
-def _length(value: Any) -> int | None:
-    return len(value) if torch.is_tensor(value) or isinstance(value, list) else None
+def load_pipeline(model: str, precision: str = "fp32", trust_remote_code: bool = False, weights: str = "full"):
+    """Load a diffusers pipeline: a starter's name, a directory or a hub id. UserError where it does not load.
 
-
-def load_pipeline(model: str, precision: str = "fp32", trust_remote_code: bool = False):
-    """Load a diffusers pipeline: `starter`, a directory or a hub id. UserError where it does not load."""
+    weights: of its denoisers, "full", or quantised as `frozen.quantisation` says.
+    """
     from diffusers import DiffusionPipeline
     from diffusers.utils import logging as diffusers_logging
     from transformers.utils import logging as transformers_logging
 
     for library in (diffusers_logging, transformers_logging):
         library.disable_progress_bar()
-    source = STARTER if model == "starter" else model
+    source = FOLDERS.get(model, model)
     try:
         # A component that the index names as absent has to be passed as None, unless its class calls it optional.
         index = DiffusionPipeline.load_config(source)
         absent = {name: None for name, value in index.items() if isinstance(value, list) and value[0] is None}
         with quiet():  # of components in another class than the pipeline's usual one, such as a small autoencoder
-            pipe = DiffusionPipeline.from_pretrained(source, dtype=DTYPES[precision],
+            lower = quantisation(_named_denoisers(index), weights, DTYPES[precision])
+            pipe = DiffusionPipeline.from_pretrained(source, dtype=DTYPES[precision], quantization_config=lower,
                                                      trust_remote_code=trust_remote_code, **absent)
     except Exception as error:  # whatever stands in a stranger's files
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise UserError(f"cannot load the model {model!r} ({first}): expected 'starter', a directory with a "
-                        "model_index.json, or a hub id") from error
+        raise UserError(f"cannot load the model {model!r} ({first}): expected {' or '.join(FOLDERS)}, a directory "
+                        "with a model_index.json, or a hub id") from error
     pipe.set_progress_bar_config(disable=True)
     return pipe
 
@@ -85,123 +109,273 @@ class PipelinePolicy:
     """A diffusers pipeline with trainable weights: `encode`, `run`, `replay`, `decode`, and `generate` for evaluation.
 
     pipe: the pipeline; it is moved to `device` and its scheduler is kept for evaluation.
-    call: arguments of every call of the pipeline (height, width, max_sequence_length, ...).
-    guidance: the scale of rollouts and replays; precision: of the frozen weights and of the arithmetic.
+    call: arguments of every call of the pipeline (height, width, max_sequence_length, ...); pictures among them
+    (`image`, `video`, ...) are for prompts that bring none of their own.
+    guidance: the scale of rollouts and replays; precision: of the frozen weights and of the arithmetic. memory: where
+    text encoders and recorded states (`states`) wait, and how pictures are decoded; compiled: the denoisers' blocks.
     """
 
-    def __init__(self, pipe, adapter, *, device="cpu", precision="fp32", guidance=1.0, call=None, checkpointing=False):
-        self.pipe, self.guidance, self.call = pipe, guidance, call or {}
-        self.device, self.dtype, self.checkpointing = torch.device(device), DTYPES[precision], checkpointing
+    def __init__(self, pipe, adapter, *, device="cpu", precision="fp32", guidance=1.0, call=None, checkpointing=False,
+                 memory=Memory(), compiled=False):
+        self.pipe, self.guidance = pipe, guidance
+        self.call = {key: value for key, value in (call or {}).items() if key not in PICTURES}
+        self.given = {key: value for key, value in (call or {}).items() if key in PICTURES}
+        self.device, self.precision, self.dtype = torch.device(device), precision, DTYPES[precision]
+        self.checkpointing, self.compiled = checkpointing, compiled
+        self.states = self.device if memory.states == "device" else torch.device("cpu")
+        self._call = inspect.unwrap(type(pipe).__call__)
+        self.accepts = inspect.signature(self._call).parameters
+        self._check_call()
         self.stock = pipe.scheduler
         self.scheduler = PolicyScheduler.over(pipe.scheduler)
         self.process = self.scheduler.process  # flow, or vp for a variance-preserving one
+        strength = self.accepts.get("strength")
+        self.strength = self.call.get("strength", strength.default) if strength else 1.0  # share of the steps to do
         self.evaluations = 0  # rows that went through a denoiser
-        pipe.to(self.device)
-        self.denoisers = {name: getattr(pipe, name) for name in DENOISERS if getattr(pipe, name, None) is not None}
-        for module in pipe.components.values():
-            if isinstance(module, torch.nn.Module):
-                module.eval().requires_grad_(False)
+        self.encoders = Encoders(pipe, self.device, None if memory.encoders == "keep" else "cpu")
+        decode_in_parts(pipe, memory.vae)
+        self.denoisers = denoisers(pipe)
+        frozen = {name: part for name, part in pipe.components.items() if isinstance(part, torch.nn.Module)}
+        for module in frozen.values():
+            module.eval().requires_grad_(False)
         for name, module in self.denoisers.items():
-            if module.dtype != self.dtype:
-                raise UserError(f"the {name} is in {module.dtype}, but precision is {precision!r}, which expects "
-                                f"{self.dtype}: load the pipeline with that dtype, or set precision")
-            module.register_forward_pre_hook(self._count, with_kwargs=True)
-            if checkpointing:
-                module.enable_gradient_checkpointing()
+            self._prepare(name, module)
         self.weights = Weights(pipe, self.denoisers, adapter)
-        self._call = inspect.unwrap(type(pipe).__call__)
-        self._accepts = set(inspect.signature(self._call).parameters)
-        self._encode, self._per_prompt = pipe.encode_prompt, None
-        if unknown := sorted(set(self.call) - self._accepts):
-            raise UserError(f"picture: {type(pipe).__name__} takes no {unknown[0]!r}"
-                            f"{nearest(unknown[0], sorted(self._accepts - {'self'}))}")
+        for module in self.denoisers.values() if compiled else ():
+            compile_blocks(module)
+        self._memo = Memo({name: module for name, module in frozen.items() if name not in self.denoisers})
+        self._idle = Idle(self.scheduler, self.denoisers, self._skipped)
+        self.loads: bool | None = None  # whether a state has to be put in place by an idle step; known after `encode`
+        if strength:  # these pipelines cannot do without a step
+            self.scheduler.quirk = replace(self.scheduler.quirk, idle=1)
+        self._encode = pipe.encode_prompt
+        self.apart: bool | None = None  # whether the pipeline takes one prompt per call; known after the first `encode`
+        self._shared: tuple[tuple[bool, ...], ...] = ()
+        self._bare = False
 
-    def _count(self, _module, args, kwargs):
-        # A U-Net calls its states `sample`, a transformer `hidden_states`.
-        self.evaluations += len(args[0] if args else kwargs.get("hidden_states", kwargs.get("sample")))
+    def _check_call(self) -> None:
+        if unknown := sorted(set(self.call | self.given) - set(self.accepts)):
+            raise UserError(f"picture: {type(self.pipe).__name__} takes no {unknown[0]!r}"
+                            f"{nearest(unknown[0], sorted(set(self.accepts) - {'self'}))}")
+
+    def _prepare(self, name: str, module: torch.nn.Module) -> None:
+        if module.dtype != self.dtype:
+            raise UserError(f"the {name} is in {module.dtype}, but precision is {self.precision!r}, which expects "
+                            f"{self.dtype}: load the pipeline with that dtype, or set precision")
+        states = next(iter(inspect.signature(module.forward).parameters))
+
+        def count(_module, args, kwargs):
+            self.evaluations += len(args[0] if args else kwargs[states])
+
+        module.register_forward_pre_hook(count, with_kwargs=True)
+        if self.checkpointing:
+            module.enable_gradient_checkpointing()
+
+    def pictures(self, count: int, images: Sequence[Any] | None = None) -> dict[str, list[Any]]:
+        """The reference pictures of `count` prompts by the name of the pipeline's argument.
+
+        images: of each prompt a picture, its file, or None for that of `call`. UserError where the pipeline takes none.
+        """
+        from PIL import Image
+
+        found = {name: [value] * count for name, value in self.given.items()}
+        if any(image is not None for image in images or ()):
+            if "image" not in self.accepts:
+                raise UserError(f"{type(self.pipe).__name__} takes no image, but a prompt brings one: leave it out")
+            opened = [Image.open(each).convert("RGB") if isinstance(each, (str, Path)) else each for each in images]
+            found["image"] = [self.given.get("image") if each is None else each for each in opened]
+            if any(each is None for each in found["image"]):
+                raise UserError("some prompts of a batch bring an `image` and others do not: give all one, or none")
+        return found
 
     @torch.no_grad()
-    def encode(self, prompts: list[str], negatives: list[str] | None = None) -> Conditioning:
-        """Encode P prompts once, exactly as the pipeline's own call would. UserError where it refuses its arguments."""
-        negatives = negatives or [""] * len(prompts)
+    def encode(self, prompts: list[str], negatives: list[str] | None = None,
+               images: Sequence[Any] | None = None) -> Conditioning:
+        """Encode P prompts once, exactly as the pipeline's own call would. UserError where it refuses its arguments.
+
+        images: of each prompt a reference picture, its file, or None.
+        """
+        asked = Conditioning(prompts, negatives or [""] * len(prompts), inputs=self.pictures(len(prompts), images))
         try:
-            if self._per_prompt is None:
-                # Lengths alone would not tell: 77 tokens may meet 77 prompts. What grows with the prompts is theirs.
-                one, two = (self._encoded(prompts[:1] * count, negatives[:1] * count) for count in (1, 2))
-                self._per_prompt = tuple(tuple(_length(a) != _length(b) for a, b in zip(*values, strict=True))
-                                         for values in zip(one, two, strict=True))
-            return Conditioning(prompts, negatives, self._encoded(prompts, negatives), self._per_prompt)
+            if self.apart is None:
+                self._learn(asked.rows(torch.tensor([0, 0])))
+            conditioning = self.encoded(asked)
         except (TypeError, ValueError) as error:
             raise UserError(f"{type(self.pipe).__name__} refuses its arguments: {error}") from error
+        if self.loads is None:
+            self._try_latents(conditioning)
+        return conditioning
 
-    def _encoded(self, prompts: list[str], negatives: list[str]) -> tuple[tuple[Any, ...], ...]:
+    def _skipped(self, rows: int) -> None:
+        self.evaluations -= rows
+
+    def _try_latents(self, conditioning: Conditioning) -> None:
+        """Find out whether the scheduler sees the state that is given as `latents`."""
+        self.loads, before, row = False, self.evaluations, conditioning.rows(torch.tensor([0]))
+        alphas, times = torch.tensor([0.9, 0.5]), torch.tensor([900, 500])
+        task = Task(alphas, range(1), replay=True, timesteps=times if self.process == "vp" else None)
+        drawn = self._drive(row, task, self.guidance, latents=None, generator=self.generators([0]))[1].first
+        try:
+            given = self._drive(row, task, self.guidance, latents=drawn, generator=self.generators([1]))[1].first
+            self.loads = given.shape != drawn.shape or not torch.equal(given, drawn)
+        except (IndexError, RuntimeError, TypeError, ValueError):  # it wants another shape than its scheduler sees
+            self.loads = True
+        if self.loads and not self.scheduler.quirk.idle:
+            self.scheduler.quirk = replace(self.scheduler.quirk, idle=1)
+        self.evaluations = before
+
+    def _learn(self, twice: Conditioning) -> None:
+        """Find out which values serve all prompts, and whether a call may bring several prompts with their pictures."""
+        try:
+            # Lengths alone would not tell: 77 tokens may meet 77 prompts. What grows with the prompts is theirs.
+            one, two = self._calls(twice.rows(torch.tensor([0]))), self._calls(twice)
+            self._shared = tuple(tuple(map(_shared, *values)) for values in zip(one, two, strict=True))
+            self.apart = bool(twice.inputs) and not stay_apart(self, twice)
+        except torch.OutOfMemoryError:
+            raise
+        # What a pipeline for one prompt may raise; if it is something else, the next call raises it again.
+        except (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError):
+            self.apart = True
+
+    def encoded(self, asked: Conditioning) -> Conditioning:
+        """What is asked for, with the values of `encode_prompt`."""
+        if not self.apart:
+            calls = self._calls(asked)
+            per_prompt = tuple(tuple(value is not None and not shared for value, shared in zip(values, shares))
+                               for values, shares in zip(calls, self._shared, strict=True))
+            return replace(asked, calls=calls, per_prompt=per_prompt, bare=self._bare)
+        asked = replace(asked, apart=True)
+        each = [self._calls(asked.rows(torch.tensor([i]))) for i in range(len(asked.prompts))]
+        calls = tuple(tuple(map(list, zip(*values))) for values in zip(*each, strict=True))
+        return replace(asked, calls=calls, per_prompt=tuple((True,) * len(values) for values in calls), bare=self._bare)
+
+    def _calls(self, asked: Conditioning) -> tuple[tuple[Any, ...], ...]:
         """What each call of `encode_prompt` returns during a call of the pipeline with no steps to do."""
         calls: list[tuple[Any, ...]] = []
 
         def remember(*args, **kwargs):
-            calls.append(tuple(self._encode(*args, **kwargs)))
-            return calls[-1]
+            self.encoders.come()
+            found = self._encode(*args, **kwargs)
+            self._bare = not isinstance(found, tuple)
+            calls.append((found,) if self._bare else found)
+            return found
 
         # Under guidance in either phase the negative embeddings have to be there.
-        self._drive(Conditioning(prompts, negatives, (), ()), remember, Task(torch.ones(1), range(0)),
-                    guidance=max(self.guidance, 2.0), generator=self.generators(range(len(prompts))))
+        self._call_once(asked, Task(torch.ones(1), range(0)), remember, max(self.guidance, 2.0),
+                        generator=self.generators(range(len(asked.prompts))))
+        if not calls:
+            raise UserError(f"{type(self.pipe).__name__} does not call its encode_prompt: its conditioning cannot be "
+                            "cached")
         return tuple(calls)
 
-    @torch.no_grad()
+    def sampling(self):
+        """The grad mode of rollouts: compiled blocks compute as in a replay, and only the graph is dropped."""
+        return torch.set_grad_enabled(self.compiled)
+
     def run(self, task: Task, conditioning: Conditioning, latents=None, generators=None, x0=None):
         """Run a segment of the grid from `latents` [B,*D], or from noise drawn with `generators` (one per row).
 
         Returns (the last state [B,*D], the record of the task).
         """
-        record = self.scheduler.follow(task, x0)
-        final = self._drive(conditioning, self._cached(conditioning), task, latents=latents, generator=generators,
-                            guidance=self.guidance)
-        return final, record
+        with self.sampling():
+            return self._drive(conditioning, task, self.guidance, latents=latents, generator=generators, x0=x0)
 
     def replay(self, conditioning: Conditioning, x: torch.Tensor, grid: torch.Tensor, step: int,
                timesteps: torch.Tensor | None = None) -> torch.Tensor:
         """The model output [B,*D] at one step, through the pipeline's own call, with gradients where enabled: a
         velocity, or of a variance-preserving process, which needs its timesteps [T], the noise."""
         task = Task(grid, range(step, step + 1), replay=True, timesteps=timesteps)
-        record: Record = self.scheduler.follow(task)
-        self._drive(conditioning, self._cached(conditioning), task, latents=x, guidance=self.guidance)
-        return record.output
+        return self._drive(conditioning, task, self.guidance, latents=x)[1].output
 
     @torch.no_grad()
     def decode(self, latents: torch.Tensor, conditioning: Conditioning) -> torch.Tensor:
         """Pictures [B,3,H,W] (or frames [B,F,3,H,W]) in [0, 1]: the pipeline with no steps left to do."""
         task = Task(torch.zeros(1), range(0))
-        return self._drive(conditioning, self._cached(conditioning), task, latents=latents, guidance=self.guidance,
-                           output_type="pt").float()
+        return self._drive(conditioning, task, self.guidance, latents=latents, output_type="pt")[0].float()
 
     @torch.no_grad()
     def generate(self, conditioning: Conditioning, generators, steps: int, guidance: float, output_type="pt"):
         """Pictures as a user of the stock pipeline gets them: its own scheduler, steps and guidance."""
-        return self._drive(conditioning, self._cached(conditioning), None, generator=generators, guidance=guidance,
-                           steps=steps, output_type=output_type)
+        return self._drive(conditioning, None, guidance, generator=generators, num_inference_steps=steps,
+                           output_type=output_type)[0]
+
+    def _drive(self, conditioning: Conditioning, task: Task | None, guidance: float, **options):
+        """Call the pipeline, once, or for each row where it takes one alone: (what it returns, the task's record)."""
+        self.encoders.leave()
+        if not conditioning.apart:
+            return self._call_once(conditioning, task, self._cached(conditioning), guidance, **options)
+        found = []
+        for i in range(len(conditioning.prompts)):
+            row = conditioning.rows(torch.tensor([i]))
+            own = {key: value[i:i + 1] if torch.is_tensor(value) or isinstance(value, list) else value
+                   for key, value in options.items()}
+            found.append(self._call_once(row, task and task.row(i), self._cached(row), guidance, **own))
+        outs, records = zip(*found)
+        return torch.cat(outs), task and Record.joined(records)
 
     def _cached(self, conditioning: Conditioning):
-        calls = iter(conditioning.calls)
+        """What stands in for `encode_prompt`: it returns the calls' values in turn."""
+        values = ([value[0] for value in call] if conditioning.apart else call for call in conditioning.calls)
+        calls = (call[0] if conditioning.bare else tuple(call) for call in values)
         return lambda *_, **__: next(calls)
 
-    def _drive(self, conditioning, encode, task, *, guidance, latents=None, generator=None, steps=None,
-               output_type="latent"):
+    def _call_once(self, conditioning: Conditioning, task: Task | None, encode, guidance: float, *, x0=None, **options):
         """One call of the pipeline with our scheduler (without a task: its own) and with `encode` for the prompts."""
-        pipe = self.pipe
+        pipe, record = self.pipe, None
         pipe.scheduler = self.stock if task is None else self.scheduler
-        if task is not None and task.steps.stop == task.steps.start:
-            self.scheduler.follow(task)
-        arguments = dict(self.call, prompt=conditioning.prompts, negative_prompt=conditioning.negatives,
-                         num_inference_steps=steps or max(len(task.steps), 1), guidance_scale=guidance, latents=latents,
-                         generator=generator, output_type=output_type, return_dict=False)
+        if task is not None:
+            state = options.get("latents") if self.loads else None
+            record = self.scheduler.follow(task, x0, state)
+            if state is not None:
+                options |= {"latents": None, "generator": self.generators(range(len(state)))}
+            options = {"output_type": "latent"} | self._announced(task) | options
+        if conditioning.apart and options.get("generator"):
+            options["generator"] = options["generator"][0]
+        inputs = {name: values[0] if conditioning.apart else values for name, values in conditioning.inputs.items()}
+        arguments = dict(self.call, **inputs, **self._texts(conditioning), return_dict=False, **self._scale(guidance),
+                         **options)
         pipe.encode_prompt = encode
         try:
-            with self._precision(), self._attention():
-                out = self._call(pipe, **{k: v for k, v in arguments.items() if k in self._accepts})[0]
+            with self._precision(), self._attention(), self._remembering(task, inputs), self._idling(task), \
+                    contextlib.nullcontext() if not conditioning.calls else unlogged():
+                out = self._call(pipe, **{k: v for k, v in arguments.items() if k in self.accepts})[0]
         finally:
             pipe.scheduler = self.stock
             del pipe.encode_prompt
-        return out
+        record = None if record is None else self.scheduler.taken()
+        # Some pipelines give latents in another shape than the one they work in.
+        last = None if record is None or arguments["output_type"] != "latent" else record.last
+        kept = not self.loads and torch.is_tensor(out) and last is not None and out.shape == last.shape
+        return (out if last is None or kept else last), record
+
+    def _announced(self, task: Task) -> dict[str, Any]:
+        """How many steps the pipeline is told to do. With a strength below 1, which leaves out the first ones, it is
+        told twice as many and to do half of them: no rounding comes between."""
+        self.scheduler.halved = self.strength < 1
+        steps = len(task.steps) + self.scheduler.idle
+        if self.scheduler.halved:
+            return {"num_inference_steps": 2 * steps, "strength": 0.5}
+        return {"num_inference_steps": max(steps, 2)}  # some pipelines divide by one less
+
+    @staticmethod
+    def _texts(conditioning: Conditioning) -> dict[str, Any]:
+        texts = {"prompt": conditioning.prompts, "negative_prompt": conditioning.negatives}
+        # Copies of the prompts: some pipelines (Z-Image) write into the list.
+        return {name: own[0] if conditioning.apart else list(own) for name, own in texts.items()}
+
+    def _idling(self, task: Task | None):
+        # The first calls have no idle step, but show what the denoisers return.
+        watched = task is not None and (self.scheduler.idle or self.loads is None)
+        return self._idle() if watched else contextlib.nullcontext()
+
+    def _scale(self, guidance: float) -> dict[str, float]:
+        """The guidance argument: true CFG where the pipeline has it and the model has no guidance embedded."""
+        embedded = any(getattr(module.config, "guidance_embeds", False) for module in self.denoisers.values())
+        true = "true_cfg_scale" in self.accepts and "true_cfg_scale" not in self.call and not embedded
+        return {"true_cfg_scale" if true else "guidance_scale": guidance}
+
+    def _remembering(self, task: Task | None, inputs: dict[str, Any]):
+        return self._memo() if task is not None and inputs else contextlib.nullcontext()
 
     def _precision(self):
         if self.dtype == torch.float32:
@@ -213,9 +387,10 @@ class PipelinePolicy:
         return contextlib.nullcontext() if self.checkpointing else plain_on_cpu(self.device)
 
     @contextlib.contextmanager
-    def reference(self) -> Iterator[None]:
-        """Inside, the denoiser is the base model: the adapter is off (or, without one, the first weights are back)."""
-        with self.weights.base(), torch.no_grad():
+    def reference(self, held: Sequence[dict[str, torch.Tensor]] = ()) -> Iterator[None]:
+        """Inside, the denoiser is the base model: the adapter is off (or, without one, the first weights are back); or
+        it is the average of the snapshots `held` of its trainable weights."""
+        with self.weights.reference(held), torch.no_grad():
             yield
 
     @staticmethod

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from flowgrpo.samplers.preview import Preview
 from flowgrpo.samplers.rollout import Exploration
 
 
@@ -16,6 +17,11 @@ def rollout(explorations: Sequence[Exploration], prompts: int) -> int:
     shared = [each for each in explorations if each.roots < each.group]
     trunk = max((each.trunk * each.roots for each in shared), default=0)
     return prompts * (trunk + sum(_grown(each) for each in explorations))
+
+
+def preview(looked: Preview | None, prompts: int) -> int:
+    """Evaluations of the previews of `prompts` prompts, whatever their precision; none without a preview."""
+    return prompts * looked.pool * looked.steps if looked else 0
 
 
 def alone(explorations: Sequence[Exploration], prompts: int) -> int:

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from flowgrpo.samplers.predictions import prediction
+
 
 def shifted(steps: int, shift: float) -> Tensor:
     """The grid shift(linspace(1, 0, steps+1)), float64, with shift(t) = s*t / (1 + (s-1)*t).
@@ -39,6 +41,8 @@ def stock(scheduler: object, steps: int, mu: float | None = None, sigmas: Sequen
     grid = getattr(fresh, "sigmas", None)
     if grid is None:
         raise ValueError(f"{name} has no sigmas: a grid needs a flow-matching scheduler")
+    if fresh.config.get("invert_sigmas"):
+        grid = 1 - grid
     if len(grid) != steps + 1 or grid[0] > 1 or grid[-1] != 0 or not (grid.diff() < 0).all():
         raise ValueError(
             f"{name} sets {len(grid)} sigmas from {grid[0]:.4g} to {grid[-1]:.4g} for {steps} steps, "
@@ -50,26 +54,44 @@ def stock(scheduler: object, steps: int, mu: float | None = None, sigmas: Sequen
 def alpha_bars(scheduler: object, steps: int) -> tuple[Tensor, Tensor]:
     """The grid of a variance-preserving process: (alpha-bars [steps+1] rising, float32, timesteps [steps], int64).
 
-    The timesteps are those that a DDIMScheduler of the scheduler's configuration sets (spacing, steps_offset), the
-    alpha-bars the scheduler's own at these, and at the end 1 or, without set_alpha_to_one, that of timestep 0. A step
-    goes to the next timestep; DDIMScheduler itself steps by 1000 // steps, which is another one for some spacings.
-    ValueError where there are no such timesteps, where the first alpha-bar is 0, and for a scheduler that clips.
+    The timesteps are those that a DDIMScheduler of the scheduler's configuration sets (spacing, steps_offset), or of a
+    distilled model (LCM, TCD) its own; the alpha-bars the scheduler's own at these, and at the end 1 or, without
+    set_alpha_to_one, that of timestep 0 (but 1 of a consistency model, whose last step gives the data). A step goes to
+    the next timestep; DDIMScheduler itself steps by 1000 // steps, which is another one for some spacings. A first
+    alpha-bar of 0 (zero terminal SNR) becomes 2^-24, as it does in the stock EulerDiscreteScheduler. ValueError where
+    there are no such timesteps, where an alpha-bar is 0 but the network predicts noise, which then says nothing of the
+    data, and for a scheduler that clips.
     """
-    from diffusers import DDIMScheduler
-
     name, table = type(scheduler).__name__, scheduler.alphas_cumprod.detach().cpu().float()
     for key in ("clip_sample", "thresholding"):
         if scheduler.config.get(key):
             raise ValueError(f"{name} has {key}, which makes a step no Gaussian of the model's output: set it to false")
     if not 1 <= steps <= len(table):
         raise ValueError(f"{name} has {len(table)} timesteps, expected 1 to as many steps, got {steps}")
-    ddim = DDIMScheduler.from_config(scheduler.config)
-    ddim.set_timesteps(steps)
-    if ddim.timesteps[0] >= len(table) or table[ddim.timesteps[0]] <= 0:
-        raise ValueError(f"{name} starts {steps} steps at timestep {ddim.timesteps[0]}, expected one with an alpha-bar "
+    timesteps = _timesteps(scheduler, steps)
+    first, blind = timesteps[0], scheduler.config.get("prediction_type") == "epsilon"
+    if first >= len(table) or (blind and table[first] <= 0):
+        raise ValueError(f"{name} starts {steps} steps at timestep {first}, expected one with an alpha-bar "
                          "above 0: take fewer steps or, with rescale_betas_zero_snr, timestep_spacing leading")
-    last = table.new_ones(1) if ddim.config.set_alpha_to_one else table[:1]
-    return torch.cat([table[ddim.timesteps], last]), ddim.timesteps
+    clean = scheduler.config.get("set_alpha_to_one", True) or prediction(scheduler) == "consistency"
+    last = table.new_ones(1) if clean else table[:1]
+    return torch.cat([table[timesteps].clamp(min=2.0**-24), last]), timesteps
+
+
+def _timesteps(scheduler: object, steps: int) -> Tensor:
+    from diffusers import DDIMScheduler
+
+    config = scheduler.config
+    if distilled := config.get("original_inference_steps"):
+        if steps > distilled:
+            raise ValueError(f"{type(scheduler).__name__} has {distilled} original_inference_steps, expected 1 to as "
+                             f"many steps, got {steps}")
+        fresh = type(scheduler).from_config(config)
+    else:
+        spacing = {key: config[key] for key in ("timestep_spacing", "steps_offset") if key in config}
+        fresh = DDIMScheduler(num_train_timesteps=config.num_train_timesteps, **spacing)
+    fresh.set_timesteps(steps)
+    return fresh.timesteps
 
 
 def compress_tail(grid: Tensor, after: int, ratio: float, shift: float) -> Tensor:

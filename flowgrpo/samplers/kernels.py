@@ -119,10 +119,35 @@ class DDIM:
         return Gaussian(mean, ((1 - after) * fresh).sqrt())
 
 
+@dataclass(frozen=True)
+class VPCPS:
+    """CPS of variance-preserving models: std = sqrt(1-a') * sin(level * pi/2), 0 <= level <= 1; x0 keeps sqrt(a').
+
+    The grid and v are those of DDIM. At level 1 all noise is fresh, sqrt(a') x0 + sqrt(1-a') noise, whatever the noise
+    of the step before: the multistep sampling of consistency models (2303.01469, algorithm 1; LCM, 2310.04378,
+    algorithm 3), with x0 the consistency function's value.
+    """
+
+    level: float = 1.0
+
+    def __post_init__(self) -> None:
+        _require(self, "level", self.level, 1)
+
+    def __call__(self, x: Tensor, v: Tensor, grid: Tensor, i: int) -> Gaussian:
+        x, noise, alpha, after = _at(x, v, grid, i)
+        angle, deviation = self.level * math.pi / 2, (1 - after).sqrt()
+        mean = after.sqrt() * denoised(x, noise, alpha) + deviation * math.cos(angle) * noise
+        return Gaussian(mean, deviation * math.sin(angle))
+
+
 def scaled(kernel: object, factor: float) -> object:
     """The kernel with its noise, its one field (`level` or `eta`), times `factor`."""
     [noise] = fields(kernel)
-    return replace(kernel, **{noise.name: getattr(kernel, noise.name) * factor})
+    try:
+        return replace(kernel, **{noise.name: getattr(kernel, noise.name) * factor})
+    except ValueError as error:
+        raise ValueError(f"{error}: it is the kernel's times {factor:g}, the plan's factor on the noise of a step; "
+                         f"lower the plan's growth or the kernel's {noise.name}") from None
 
 
 def predict_x0(x: Tensor, v: Tensor, sigma: Tensor | float) -> Tensor:

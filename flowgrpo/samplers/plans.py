@@ -101,32 +101,34 @@ class Branches:
     """A tree: every step but the last draws noise, and at the steps `splits` each state has `branch` children
     (BranchGRPO, 2509.06040: 16 leaves of splits 0, 3, 6, 9 of 20 steps).
 
-    Depth pruning: `keep` of the depths (the stretches from one split to the next) are trained, all with None; the kept
-    ones slide by one after every `every` epochs and come round.
+    Depth pruning: `pruned` consecutive steps are sampled and not trained. They are the last ones at first, and move up
+    by one after every `every` epochs until they begin at the last split, where they stay (as in the released code).
     """
 
     splits: tuple[int, ...] = (0, 3, 6, 9)
     branch: int = 2
-    keep: int | None = None
+    pruned: int = 0
     every: int = 30
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "splits", tuple(self.splits))  # a recipe gives a list
         if list(self.splits) != sorted(set(self.splits)) or not self.splits or self.splits[0] < 0:
             raise ValueError(f"Branches: splits are {self.splits}, expected rising steps from 0 up")
-        if self.branch < 2 or self.every < 1 or not (self.keep is None or 1 <= self.keep <= len(self.splits)):
-            raise ValueError(f"Branches: branch is {self.branch}, every {self.every} and keep {self.keep}, expected 2 "
-                             f"or more, 1 or more, and 1 to {len(self.splits)}")
+        if self.branch < 2 or self.every < 1 or self.pruned < 0:
+            raise ValueError(f"Branches: branch is {self.branch}, every {self.every} and pruned {self.pruned}, "
+                             "expected 2 or more, 1 or more, and 0 or more")
 
     def __call__(self, steps: int, epoch: int, seed: int) -> Schedule:
         every = tuple(range(_trainable(steps)))
         if self.splits[-1] not in every:
             raise ValueError(f"Branches: a split at step {self.splits[-1]} of {steps} steps: the last is never split")
         children = tuple(self.branch if step in self.splits else 1 for step in every)
-        depths = len(self.splits)
-        kept = {(epoch // self.every + d) % depths for d in range(self.keep or depths)}
-        depth = {step: max(bisect_right(self.splits, step) - 1, 0) for step in every}
-        return Schedule(every, tuple(step for step in every if depth[step] in kept), children)
+        last = len(every) - self.pruned
+        if last < 1:
+            raise ValueError(f"Branches: pruned is {self.pruned}, expected at most {len(every) - 1} of {steps} steps: "
+                             "one has to be trained, and the last never is")
+        start = max(last - epoch // self.every, min(last, self.splits[-1]))
+        return Schedule(every, every[:start] + every[start + self.pruned:], children)
 
 
 @dataclass(frozen=True)

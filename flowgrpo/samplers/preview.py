@@ -16,17 +16,24 @@ from flowgrpo.samplers.rollout import Exploration, Seed
 from flowgrpo.samplers.scheduler import Task
 
 
+PRECISIONS = ("full", "int8", "fp8", "nvfp4")
+
+
 @dataclass(frozen=True)
 class Preview:
-    """How many initial noises are looked at before a rollout, and how briefly (Sol-RL, 2604.06916).
+    """How many initial noises are looked at before a rollout, how briefly and how roughly (Sol-RL, 2604.06916).
 
-    pool: noises per prompt; steps: of the deterministic grid that they are looked at on.
+    pool: noises per prompt; steps: of the deterministic grid that they are looked at on; precision: of the denoiser's
+    linear weights meanwhile, "full" or, by torchao, "int8", "fp8" or "nvfp4" (policies/quantised.py).
     """
 
     pool: int = 48
     steps: int = 4
+    precision: str = "full"
 
     def __post_init__(self) -> None:
+        if self.precision not in PRECISIONS:
+            raise ValueError(f"Preview: precision is {self.precision!r}, expected one of {', '.join(PRECISIONS)}")
         if self.pool < 2 or self.steps < 1:
             raise ValueError(f"Preview: pool is {self.pool} and steps {self.steps}, expected 2 or more and 1 or more")
 

@@ -14,14 +14,14 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from diffusers.utils.torch_utils import randn_tensor
 
 from flowgrpo import gaussian
 from flowgrpo.errors import UserError
 from flowgrpo.samplers import grids
 from flowgrpo.samplers.kernels import scaled
 from flowgrpo.samplers.plans import Schedule
-from flowgrpo.samplers.scheduler import Record, Task, process
+from flowgrpo.samplers.predictions import process
+from flowgrpo.samplers.scheduler import Noise, Record, Task
 from flowgrpo.types import Gaussian, Scored, Transitions
 
 Seed = Callable[[int, int], int]
@@ -86,6 +86,10 @@ class Exploration:
         """The kernel's transition, with the schedule's factor on the noise of that step."""
         noise = dict(zip(self.schedule.stochastic, self.schedule.noise)).get(i, 1.0)
         return (self.kernel if noise == 1 else scaled(self.kernel, noise))(x, v, grid, i)
+
+    def slope(self, step: int) -> torch.Tensor:
+        """The derivative of the transition's mean by the model's output, in which it is affine: [1]."""
+        return self.transition(self.grid.new_zeros(1, 1), self.grid.new_ones(1, 1), self.grid, step).mean[0]
 
     def task(self, start: int, stop: int, noise=None) -> Task:
         return Task(self.grid, range(start, stop), self.transition, self.solver, frozenset(self.schedule.stochastic),
@@ -166,6 +170,7 @@ class _Grower:
         self.micro_batch, self.seed, self.offset = micro_batch, seed, number * exploration.group
         self.of_leaf: dict[tuple[int, int], torch.Generator] = {}
         self.found: dict[int, Transitions] = {}
+        self.put: tuple[torch.Tensor, torch.Tensor] | None = None  # the state that was put away last
 
     def grow(self, groups: range, prompts: torch.Tensor, trunks: dict[int, _Nodes]) -> Part:
         exploration = self.exploration
@@ -213,7 +218,7 @@ class _Grower:
         states, records = [], []
         for rows in torch.arange(len(nodes.prompts)).split(self.micro_batch):
             own = nodes.generators[rows[0]:rows[-1] + 1]
-            task = exploration.task(start, stop, lambda x, own=own: _noise(x, own))
+            task = exploration.task(start, stop, Noise(own))
             x, x0 = (None if value is None else value[rows.to(value.device)] for value in (nodes.x, nodes.x0))
             state, record = self.policy.run(task, self.conditioning.rows(nodes.prompts[rows]), x, own, x0)
             states.append(state)
@@ -229,9 +234,9 @@ class _Grower:
         drawn, records = [], []
         for rows in torch.arange(len(nodes.prompts)).split(self.micro_batch):
             x = nodes.x[rows.to(nodes.x.device)]
-            with torch.no_grad():
+            with self.policy.sampling():
                 v = self.policy.replay(self.conditioning.rows(nodes.prompts[rows]), x, grid, step,
-                                       self.exploration.timesteps)
+                                       self.exploration.timesteps).detach()
             transition = self.exploration.transition(x, v, grid, step)
             of = torch.arange(len(rows), device=x.device).repeat_interleave(children)
             transition = Gaussian(transition.mean[of], transition.std)
@@ -239,7 +244,7 @@ class _Grower:
             generators = [self._generator(int(nodes.prompts[row]), (row * children + child) * width % group)
                           for row in rows.tolist() for child in range(children)]
             # Rounded first: the density is that of the state which the network will see.
-            x_next = gaussian.sample(transition, _noise(x[of], generators)).to(x.dtype)
+            x_next = gaussian.sample(transition, Noise(generators)(x[of])).to(x.dtype)
             record = Record(x0=self.exploration.task(step, step + 1).predict_x0(x, v, step)[of])
             record.add(step, x, x_next, transition)
             records.append(record)
@@ -254,11 +259,19 @@ class _Grower:
         logp = torch.cat([record.logp[step] for record in records])[:, None]
         means, std = None, None
         if self.exploration.keep_means:
-            means = torch.cat([record.transition[step].mean for record in records])[:, None]
+            means = torch.cat([record.transition[step].mean for record in records])[:, None].to(self.policy.states)
             std = records[0].transition[step].std.reshape(1)
-        self.found[step] = Transitions(step, _cat([record.x[step] for record in records]), prompts, parent,
-                                       _cat([record.x_next[step] for record in records]),
+        x, x_next = (self._put(_cat([side[step] for side in sides]))
+                     for sides in ([record.x for record in records], [record.x_next for record in records]))
+        self.found[step] = Transitions(step, x, prompts, parent, x_next,
                                        Scored(logp, torch.ones_like(logp, dtype=torch.bool), means, std))
+
+    def _put(self, state: torch.Tensor) -> torch.Tensor:
+        """The state where recorded ones wait; the last one again is not copied again, as x_next of one step is x of the
+        next."""
+        if self.put is None or self.put[0] is not state:
+            self.put = state, state.to(self.policy.states)
+        return self.put[1]
 
 
 def replay(policy, conditioning, part: Part, micro_batch: int) -> Iterator[tuple[int, slice, Scored]]:
@@ -271,29 +284,35 @@ def replay(policy, conditioning, part: Part, micro_batch: int) -> Iterator[tuple
     for k, taken in enumerate(part.transitions):
         for states in torch.arange(len(taken.x)).split(micro_batch):
             low, high = torch.searchsorted(taken.parent, torch.stack([states[0], states[-1] + 1])).tolist()
-            at = states.to(taken.x.device)
-            x, of = taken.x[at], (taken.parent[low:high] - states[0]).to(taken.x.device)
+            device = policy.device
+            x = taken.x[states[0]:states[-1] + 1].to(device)
+            of = (taken.parent[low:high] - states[0]).to(device)
             v = policy.replay(conditioning.rows(taken.prompts[states]), x, exploration.grid, taken.step,
                               exploration.timesteps)
             transition = exploration.transition(x, v, exploration.grid, taken.step)
             transition = Gaussian(transition.mean[of], transition.std)
-            yield k, slice(low, high), score(transition, taken.x_next[low:high], exploration.keep_means)
+            slope = exploration.slope(taken.step) if exploration.keep_means else None
+            x_next = taken.x_next[low:high].to(device)
+            yield k, slice(low, high), score(transition, x_next, exploration.keep_means, slope)
 
 
-def rescored(policy, conditioning, part: Part, micro_batch: int) -> Part:
-    """The part with its old scores computed by the replay, in the replay's own grad mode."""
+def rescored(part: Part, replayed: Iterator[tuple[int, slice, Scored]]) -> Part:
+    """The part with its old scores as its replay computes them, in the replay's own grad mode; they wait where the old
+    ones did."""
     found: list[list[Scored]] = [[] for _ in part.transitions]
-    for k, _, new in replay(policy, conditioning, part, micro_batch):
+    for k, _, new in replayed:
         # Detached one by one: no two graphs are held at once.
-        found[k].append(Scored(new.logp.detach(), new.mask, None if new.mean is None else new.mean.detach(), new.std))
+        old = part.transitions[k].old
+        mean = None if new.mean is None else new.mean.detach().to(old.mean.device)
+        found[k].append(Scored(new.logp.detach(), new.mask, mean, new.std))
     transitions = tuple(replace(taken, old=_joined(scores)) for taken, scores in zip(part.transitions, found))
     return replace(part, transitions=transitions)
 
 
-def score(transition: Gaussian, x_next: torch.Tensor, keep_means: bool) -> Scored:
+def score(transition: Gaussian, x_next: torch.Tensor, keep_means: bool, slope: torch.Tensor | None = None) -> Scored:
     """The density of the next states [b,*D] under the transition: Scored [b,1]."""
     logp = gaussian.log_prob(transition, x_next)[:, None]
-    kept = (transition.mean[:, None], transition.std.reshape(1)) if keep_means else (None, None)
+    kept = (transition.mean[:, None], transition.std.reshape(1), slope) if keep_means else (None, None)
     return Scored(logp, torch.ones_like(logp, dtype=torch.bool), *kept)
 
 
@@ -308,10 +327,6 @@ def _cat(values: list[torch.Tensor | None]) -> torch.Tensor | None:
     return values[0] if len(values) == 1 or values[0] is None else torch.cat(values)
 
 
-def _noise(x: torch.Tensor, generators: list[torch.Generator]) -> torch.Tensor:
-    return randn_tensor(x.shape, generator=generators, device=x.device, dtype=torch.float32)
-
-
 def seeder(run_seed: int, epoch: int) -> Seed:
     """seed(prompt, sample) from (run seed, epoch, prompt, sample), whatever the process or the micro-batch; sample may
     be negative: -1 is the first noise that a prompt's samples share."""
@@ -319,7 +334,17 @@ def seeder(run_seed: int, epoch: int) -> Seed:
         (run_seed, epoch, prompt, sample + 1 if sample >= -1 else 2**32 + sample)).generate_state(1, np.uint64)[0] >> 1)
 
 
-def make_grid(kind: str, steps: int, shift: float, scheduler) -> tuple[torch.Tensor, torch.Tensor | None]:
+def make_grid(kind: str, steps: int, shift: float, scheduler, strength: float = 1.0):
+    """The grid [T+1] and its timesteps [T], of T = int(steps * strength): a pipeline that starts from a picture or a
+    video leaves out the first steps. UserError where none is left."""
+    whole, timesteps = _whole_grid(kind, steps, shift, scheduler)
+    skipped = steps - min(int(steps * strength), steps)
+    if skipped == steps:
+        raise UserError(f"a strength of {strength} leaves none of {steps} steps: take more steps or a larger strength")
+    return whole[skipped:], None if timesteps is None else timesteps[skipped:]
+
+
+def _whole_grid(kind: str, steps: int, shift: float, scheduler) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The grid [steps+1] and its timesteps. Of a flow: sigmas, `shifted` or the pipeline's `stock` ones, and None. Of a
     variance-preserving process, whatever the kind: alpha-bars of the scheduler's own spacing and timesteps [steps].
     UserError where the scheduler has none."""

@@ -7,38 +7,53 @@ asks for. So any pipeline is driven through its own `__call__`, and no denoising
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from diffusers.utils.torch_utils import randn_tensor
 
 from flowgrpo import gaussian
-from flowgrpo.errors import UserError
 from flowgrpo.samplers.kernels import DDIM, denoised, predict_x0
+from flowgrpo.samplers.predictions import as_noise, process
 from flowgrpo.samplers.solvers import Euler
-from flowgrpo.types import wide
 
 
-def prediction(scheduler: Any) -> str:
-    """What the denoiser predicts, by its scheduler: velocity for flows, else epsilon, v_prediction or sample."""
-    config = scheduler.config
-    flow = "FlowMatch" in type(scheduler).__name__ or config.get("use_flow_sigmas") \
-        or config.get("prediction_type") == "flow_prediction"
-    return "velocity" if flow else config.get("prediction_type", "unknown")
+@dataclass(frozen=True)
+class Quirk:
+    """How a scheduler class departs from the usual `step(output, timestep, state)`.
+
+    state: the place of the state among the arguments behind the output; idle: how many steps a task without any takes
+    nevertheless, which leave the state as it is.
+    """
+
+    state: int = 1
+    idle: int = 0
 
 
-def process(scheduler: Any) -> str:
-    """The process of a pipeline's scheduler: "flow", or "vp" where it is variance-preserving and the network predicts
-    noise or v. UserError for any other."""
-    predicted = prediction(scheduler)
-    if predicted == "velocity":
-        return "flow"
-    if predicted in ("epsilon", "v_prediction") and hasattr(scheduler, "alphas_cumprod"):
-        return "vp"
-    raise UserError(f"{type(scheduler).__name__} (prediction {predicted!r}) cannot be driven: expected a scheduler of "
-                    "flow matching, or one with alphas_cumprod and prediction_type epsilon or v_prediction")
+QUIRKS = {
+    # Its pipeline ends with what the last step predicted as data, which is unbound without a step.
+    "LCMScheduler": Quirk(idle=1),
+    # step(output, earlier prediction, timestep, timestep before, state)
+    "CogVideoXDPMScheduler": Quirk(state=3),
+}
+
+
+@dataclass(frozen=True)
+class Noise:
+    """Standard normal noise in fp32, each row from its own generator."""
+
+    generators: list[torch.Generator]
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        drawn = randn_tensor(x.shape, generator=self.generators, device=torch.device("cpu"), dtype=torch.float32)
+        # From pinned memory the copy is queued, and the host does not wait for the steps before.
+        return drawn.pin_memory().to(x.device, non_blocking=True) if x.device.type == "cuda" else drawn.to(x.device)
+
+    def row(self, i: int) -> Noise:
+        return Noise(self.generators[i:i + 1])
 
 
 @dataclass(frozen=True)
@@ -49,7 +64,7 @@ class Task:
     after them; the deterministic ones before are Euler's (there, MixGRPO found, noise amplifies a solver's error).
     noise: a function of the state that returns its standard normal noise; needed where a step is stochastic.
     timesteps: int64 [T], of a variance-preserving process alone, whose grid are alpha-bars, whose model output is the
-    noise, and whose deterministic steps are DDIM's.
+    noise (see predictions.as_noise), and whose deterministic steps are DDIM's.
     """
 
     grid: torch.Tensor
@@ -61,6 +76,10 @@ class Task:
     noise: Callable[[torch.Tensor], torch.Tensor] | None = None
     replay: bool = False
     timesteps: torch.Tensor | None = None
+
+    def row(self, i: int) -> Task:
+        """The task of the i-th row alone."""
+        return self if self.noise is None else replace(self, noise=self.noise.row(i))
 
     def advanced(self, x: torch.Tensor, v: torch.Tensor, i: int, previous: torch.Tensor | None) -> torch.Tensor:
         """The state [B,*D] after the deterministic step i; previous: what the step before predicted as data."""
@@ -81,7 +100,8 @@ class Record:
 
     x, x_next: the states [B,*D] around a recorded step, in the pipeline's dtype; x_next of one step and x of the next
     are the same tensor. transition: the Gaussian it was drawn from; logp: [B]. output: the model output [B,*D] of a
-    replay, with its graph. x0: the last step's prediction of the data, the memory of a multistep solver.
+    replay, with its graph. x0: the last step's prediction of the data, the memory of a multistep solver; first: the
+    state that the scheduler saw first; last: the last state.
     """
 
     x: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -90,63 +110,166 @@ class Record:
     logp: dict[int, torch.Tensor] = field(default_factory=dict)
     output: torch.Tensor | None = None
     x0: torch.Tensor | None = None
+    first: torch.Tensor | None = None
+    last: torch.Tensor | None = None
+
+    @staticmethod
+    def beside(records: Sequence[Record]) -> Record:
+        """One record of several states that a pipeline denoises side by side, each flat and one behind the other."""
+        if len(records) == 1:
+            return records[0]
+
+        def flat(values: list[torch.Tensor | None]) -> torch.Tensor | None:
+            return None if values[0] is None else torch.cat([value.flatten(1) for value in values], 1)
+
+        found = Record(**{name: flat([getattr(each, name) for each in records])
+                          for name in ("output", "x0", "first", "last")})
+        for step, one in records[0].transition.items():
+            mean = flat([each.transition[step].mean for each in records])
+            found.add(step, flat([each.x[step] for each in records]), flat([each.x_next[step] for each in records]),
+                      gaussian.Gaussian(mean, one.std))
+        return found
+
+    @staticmethod
+    def joined(records: Sequence[Record]) -> Record:
+        """One record of all rows."""
+        first = records[0]
+        found = {name: _cat([getattr(each, name) for each in records]) for name in ("output", "x0", "first", "last")}
+        for name in ("x", "x_next", "logp"):
+            found[name] = {step: torch.cat([getattr(each, name)[step] for each in records]) for step in first.x}
+        transition = {step: gaussian.Gaussian(torch.cat([each.transition[step].mean for each in records]), one.std)
+                      for step, one in first.transition.items()}
+        return Record(**found, transition=transition)
 
     def add(self, step: int, x: torch.Tensor, x_next: torch.Tensor, transition: gaussian.Gaussian) -> None:
         self.x[step], self.x_next[step], self.transition[step] = x, x_next, transition
         self.logp[step] = gaussian.log_prob(transition, x_next)
 
 
+def _cat(values: list[torch.Tensor | None]) -> torch.Tensor | None:
+    return None if values[0] is None else torch.cat(values)
+
+
 class PolicyScheduler:
     """Mixed into the class of the pipeline's own scheduler; make one with `PolicyScheduler.over(pipe.scheduler)`."""
 
     order = 1
+    quirk = Quirk()
+    halved = False  # the pipeline leaves out the first half of the timesteps that it is told (see policies/pipeline.py)
     init_noise_sigma = 1.0  # the state is that of the process, whatever scaling the stock class works in
 
     @staticmethod
     def over(stock: Any) -> Any:
         """A policy scheduler with the class and the configuration of `stock` (some pipelines test the class)."""
-        cls = type(f"Policy{type(stock).__name__}", (PolicyScheduler, type(stock)), {"process": process(stock)})
+        name = type(stock).__name__
+        own = {"process": process(stock), "quirk": QUIRKS.get(name, Quirk()),
+               "inverted": bool(stock.config.get("invert_sigmas"))}
+        cls = type(f"Policy{name}", (PolicyScheduler, type(stock)), own)
         return cls.from_config(stock.config)
 
-    def follow(self, task: Task, x0: torch.Tensor | None = None) -> Record:
-        """Set the next call's task; the record returned here fills while the pipeline runs."""
+    def follow(self, task: Task, x0: torch.Tensor | None = None, state: torch.Tensor | None = None) -> Record:
+        """Set the next call's task; the record returned here fills while the pipeline runs.
+
+        state: [B,*D], put in place of the pipeline's own by an idle step before the first (see policies/loading.py).
+        """
+        self.idle = 1 if state is not None else 0 if task.steps else self.quirk.idle
+        self.state, self.companions, self.leader = state, [], None
         assert not task.steps or (self.process == "vp") == (task.timesteps is not None), self.process
         self.task, self.record = task, Record(x0=x0)
         return self.record
 
+    def __deepcopy__(self, memo: dict) -> PolicyScheduler:
+        """A companion, for a second state that the pipeline denoises beside the first (LTX-2's sound)."""
+        twin = type(self).from_config(self.config)
+        twin.quirk, twin.halved = self.quirk, self.halved
+        twin.follow(self.task, self.record.x0, self.state)
+        twin.leader = self
+        self.companions.append(twin)
+        return twin
+
+    def taken(self) -> Record:
+        """The record of the call; with companions, of all states in one [B,N]."""
+        return Record.beside([self.record, *(each.record for each in self.companions)])
+
+    def _own(self, value: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor | None:
+        """This scheduler's part of `value`, which holds the states of all companions, in the shape of x."""
+        if value is None or value.shape == x.shape:
+            return value
+        before = 0
+        if self.leader is not None:
+            ahead = self.leader.companions[:self.leader.companions.index(self)]
+            before = sum(each.record.first[0].numel() for each in (self.leader, *ahead))
+        return value[:, before:before + x[0].numel()].view_as(x)
+
     def set_timesteps(self, num_inference_steps=None, device=None, timesteps=None, sigmas=None, mu=None, **_):
         """Announce the task's steps, whatever the pipeline asks for."""
-        task = self.task
-        self._pending = iter(task.steps)
-        self.num_inference_steps = len(task.steps)
-        self.sigmas = task.grid.to(device, torch.float32)
-        every = self.sigmas * self.config.num_train_timesteps if task.timesteps is None else task.timesteps.to(device)
-        self.timesteps = every[task.steps.start:task.steps.stop]
+        task, first = self.task, self.task.steps.start
+        self._pending = [None] * self.idle + list(task.steps)
+        self.num_inference_steps = len(self._pending)
+        grid = 1 - task.grid if self.inverted else task.grid
+        grid = grid.to(device, torch.float32)
+        every = grid * self.config.num_train_timesteps
+        if self.process == "vp":  # a task without steps comes without timesteps
+            every = torch.zeros(1, dtype=torch.int64) if task.timesteps is None else task.timesteps
+        every = every.to(device)
+        # A pipeline that reads sigmas counts its own steps. An idle step stands at the place of the first.
+        self.sigmas = torch.cat([grid[first:first + 1]] * self.idle + [grid[first:task.steps.stop + 1]])
+        self.timesteps = torch.cat([every[first:first + 1]] * self.idle + [every[first:task.steps.stop]])
+        if self.halved:
+            self.timesteps = torch.cat([self.timesteps, self.timesteps])
+
+    @property
+    def idling(self) -> bool:
+        """Whether the step that comes next is an idle one."""
+        return bool(self._pending) and self._pending[0] is None
 
     def scale_model_input(self, sample, *_, **__):
         return sample
 
-    def step(self, model_output, timestep, sample, *_, return_dict=True, **__):
-        """Advance `sample` [B,*D] by one step of the task. The next state keeps its dtype, as the network sees it."""
-        i, task = next(self._pending), self.task
-        output = self._output(model_output, sample, i)
-        if task.replay:
-            self.record.output, x_next = output, sample
-        elif i in task.stochastic:
-            x_next = self._draw(sample, output, i)
-        else:
-            x_next = task.advanced(sample, output, i, self.record.x0).to(sample.dtype)
-        if not task.replay:
-            self.record.x0 = task.predict_x0(sample, output, i)
-        return SimpleNamespace(prev_sample=x_next) if return_dict else (x_next,)
+    def add_noise(self, original_samples, noise, timesteps):
+        """The state [B,*D] at `timesteps` (one, or one per row) with the data `original_samples`."""
+        at = torch.as_tensor(timesteps, device=noise.device).reshape(-1, *[1] * (noise.ndim - 1))
+        if self.process == "vp":
+            alpha = self.alphas_cumprod.to(noise)[at.long()]
+            return alpha.sqrt() * original_samples + (1 - alpha).sqrt() * noise
+        sigma = (at / self.config.num_train_timesteps).to(noise.dtype)
+        sigma = 1 - sigma if self.inverted else sigma
+        return (1 - sigma) * original_samples + sigma * noise
 
-    def _output(self, v, x, i):
-        """What kernels read: the velocity, or the noise, sqrt(a) v + sqrt(1-a) x for a v-prediction (2202.00512)."""
-        if prediction(self) != "v_prediction":
-            return v
-        x, v = wide(x, v)
-        alpha = self.task.grid[i].to(x.dtype)
-        return alpha.sqrt() * v + (1 - alpha).sqrt() * x
+    def scale_noise(self, sample, timestep=None, noise=None):
+        return self.add_noise(sample, noise, timestep)
+
+    def step(self, model_output, *args, sample=None, per_token_timesteps=None, return_dict=True, **__):
+        """Advance the state [B,*D] by one step of the task. The next state keeps its dtype, as the network sees it."""
+        x = args[self.quirk.state] if sample is None else sample
+        i = self._pending.pop(0)
+        if not self.task.replay:
+            model_output = model_output.detach()  # a compiled policy samples in grad mode
+        if self.record.first is None:
+            self.record.first = x
+        if self.inverted or per_token_timesteps is not None:
+            model_output = -model_output  # these velocities point to the data
+        if i is None:
+            x_next = x if self.state is None else self._own(self.state, x).to(x)
+        else:
+            x_next = self._advanced(model_output, x, i)
+        self.record.last = x_next
+        # Schedulers give the predicted data as well, and some pipelines end with it (LCM; PixArt, of one step).
+        return SimpleNamespace(prev_sample=x_next, pred_original_sample=x_next) if return_dict else (x_next, x_next)
+
+    def _advanced(self, output, x, i):
+        task = self.task
+        if self.process == "vp":
+            output = as_noise(self, output, x, task.grid[i], task.timesteps[i])
+        if task.replay:
+            self.record.output = output
+            return x
+        if i in task.stochastic:
+            x_next = self._draw(x, output, i)
+        else:
+            x_next = task.advanced(x, output, i, self._own(self.record.x0, x)).to(x.dtype)
+        self.record.x0 = task.predict_x0(x, output, i)
+        return x_next
 
     def _draw(self, x, v, i):
         transition = self.task.kernel(x, v, self.task.grid, i)

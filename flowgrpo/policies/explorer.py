@@ -1,0 +1,128 @@
+"""How an epoch's groups are sampled from a pipeline, and how what was drawn is scored again.
+
+All that the training loop does with grids, noise and pictures is here; the loop itself knows of none of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from flowgrpo.config import Config
+from flowgrpo.data import Prompt
+from flowgrpo.geometry import Geometry
+from flowgrpo.log import Clock
+from flowgrpo.methods import Method
+from flowgrpo.policies.conditioning import Conditioning, Encoder
+from flowgrpo.policies.pipeline import PipelinePolicy
+from flowgrpo.policies.quantised import quantised, require_torchao
+from flowgrpo.processes import Processes
+from flowgrpo.samplers import cost
+from flowgrpo.samplers.preview import chosen, contrasting, previews, require_choice
+from flowgrpo.samplers.rollout import Exploration, Part, Seed, explore, make_grid, replay, seeder
+from flowgrpo.types import Scored
+
+# The total reward [P,N] of pictures [P*N,...], N for each prompt in turn.
+Judge = Callable[[torch.Tensor, int], torch.Tensor]
+
+
+class Explorer:
+    """A pipeline under a method: its grid, its initial noises, its rollouts and their replays.
+
+    rollout_evaluations: rows that went through a denoiser to sample, on all processes; saved_evaluations: how many more
+    they would have been if no two pictures shared anything.
+    """
+
+    def __init__(self, config: Config, policy: PipelinePolicy, method: Method, geometry: Geometry, processes: Processes,
+                 clock: Clock):
+        self.config, self.policy, self.method, self.geometry = config, policy, method, geometry
+        self.processes, self.clock = processes, clock
+        self.encode = Encoder(policy, Path(config.cache) if config.cache else None)
+        self.grid, self.timesteps = self.make_grid(config.train.steps)
+        self.rollout_evaluations = self.saved_evaluations = 0
+        if method.preview:
+            require_choice(self.explorations(0), method.preview.pool)
+            require_torchao(method.preview.precision)
+
+    def make_grid(self, steps: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        train = self.config.train
+        return make_grid(train.grid, steps, train.shift, self.policy.stock, self.policy.strength)
+
+    def conditioning(self, batch: list[Prompt]) -> Conditioning:
+        """What the pipeline reads of these prompts, encoded once."""
+        negatives = [self.config.negative_prompt if p.negative is None else p.negative for p in batch]
+        with self.clock("encode"):
+            return self.encode([p.text for p in batch], negatives, [p.image for p in batch])
+
+    def explorations(self, epoch: int) -> list[Exploration]:
+        """An epoch's grid, window, kernel and solver."""
+        train = self.config.train
+        return self.method.explorations(self.grid, train.group, train.shift, epoch, self.config.seed, self.timesteps)
+
+    def seeds(self, epoch: int) -> Seed:
+        """An epoch's seeds: of the first of one's own prompts, by its place among those of all processes."""
+        seed, first = seeder(self.config.seed, epoch), self.processes.rank * self.geometry.prompts
+        return lambda prompt, sample: seed(first + prompt, sample)
+
+    def sample(self, conditioning: Conditioning, epoch: int, judge: Judge) -> Iterator[tuple[Part, list[torch.Tensor]]]:
+        """Sample a group per prompt: the parts as they are finished, each with its pictures [b,...] on the CPU, once
+        per granularity. judge: the total reward, by which a method with previews chooses its initial noises."""
+        seed, explorations = self.seeds(epoch), self.explorations(epoch)
+        if self.method.preview:
+            seed = self.preview(conditioning, seed, judge)
+        before = self.policy.evaluations
+        parts = explore(self.policy, conditioning, explorations, self.geometry.micro_batch, seed)
+        while True:
+            with self.clock("rollout"):
+                part = next(parts, None)
+            if part is None:
+                break
+            with self.clock("decode"):
+                pictures = [self.decode(final, conditioning.rows(part.prompts)) for final in part.finals]
+            yield part, pictures
+        self._count(self.policy.evaluations - before, explorations)
+
+    def preview(self, conditioning: Conditioning, seed: Seed, judge: Judge) -> Seed:
+        """The seeds of the noises whose cheap previews score best and worst."""
+        asked, before = self.method.preview, self.policy.evaluations
+        with self.clock("preview"):
+            grid, rows = self.make_grid(asked.steps), torch.arange(len(conditioning.prompts))
+            with quantised(self.policy, asked.precision):
+                finals = previews(self.policy, conditioning, *grid, asked.pool, self.geometry.micro_batch, seed)
+            self.rollout_evaluations += (self.policy.evaluations - before) * self.processes.count
+            pictures = self.decode(finals, conditioning.rows(rows.repeat_interleave(asked.pool)))
+        with self.clock("reward"):
+            return chosen(seed, contrasting(judge(pictures, asked.pool), self.config.train.group))
+
+    def decode(self, finals: torch.Tensor, conditioning: Conditioning) -> torch.Tensor:
+        """Pictures on the CPU, decoded in micro-batches."""
+        rows = torch.arange(len(finals)).split(self.geometry.micro_batch)
+        return torch.cat([self.policy.decode(finals[at], conditioning.rows(at)).cpu() for at in rows])
+
+    def _count(self, spent: int, explorations: list[Exploration]) -> None:
+        """Every process spends the same."""
+        spent *= self.processes.count
+        self.rollout_evaluations += spent
+        alone, shared = (count(explorations, self.geometry.prompts) for count in (cost.alone, cost.rollout))
+        self.saved_evaluations += round(spent * alone / shared) - spent
+
+    def replay(self, part: Part, conditioning: Conditioning) -> Iterator[tuple[int, torch.Tensor, Scored]]:
+        """What the present weights make of a part's transitions: (place in `part.transitions`, rows of it, scores)."""
+        return replay(self.policy, conditioning, part, self.geometry.micro_batch)
+
+    def step_weights(self, parts: list[Part], epoch: int) -> dict[int, float]:
+        """The method's weight of every step of the grid that the epoch trains, however the parts are dealt out."""
+        own = {step for part in parts for step in part.exploration.schedule.trained}
+        trained = self.processes.total([step in own for step in range(len(self.grid) - 1)])
+        steps = [step for step, count in enumerate(trained) if count]
+        if not steps:
+            return {}
+        of = {step: exploration for exploration in self.explorations(epoch) for step in exploration.schedule.trained}
+
+        def transition(x: Any, v: Any, grid: Any, i: int) -> Any:  # with the plan's factor on the noise of that step
+            return of[i].transition(x, v, grid, i)
+
+        return dict(zip(steps, self.method.step_weight(transition, self.grid, steps).tolist()))

@@ -1,0 +1,121 @@
+"""Frozen parts in less memory: a quantised denoiser, text encoders that wait elsewhere, pictures decoded in parts.
+
+The section `memory` of a recipe asks for them. The denoiser is quantised while it is read, so that it never stands in
+memory as a whole; a LoRA on it is in fp32 and its file the same as ever.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from flowgrpo import references
+from flowgrpo.config import Config
+from flowgrpo.errors import UserError
+
+PACKAGES = {"int8": "torchao", "nf4": "bitsandbytes"}
+
+
+def require(config: Config, method: Any, device: str | torch.device, loaded: bool = False) -> None:
+    """UserError for options of the sections `memory`, `adapter` and `train` that do not go together, that the device
+    lacks, or whose package is absent. loaded: the pipeline is not read by us."""
+    weights, adapter = config.memory.weights, config.adapter
+    if weights != "full":
+        _require_quantisable(config, method, torch.device(device), loaded)
+    if not adapter.rank and (adapter.dora or adapter.rslora):
+        raise UserError("adapter.rank is 0, which trains all weights without a LoRA: take adapter.dora and "
+                        "adapter.rslora away, or set a rank")
+    if adapter.dora and isinstance(method.reference, references.Soup):
+        raise UserError("a Soup averages products of LoRAs, which with adapter.dora have lengths besides: use the "
+                        "reference EMA or Old, or adapter.dora: false")
+    if config.train.optimizer == "adamw8bit":
+        _require_package("train.optimizer is 'adamw8bit'", "bitsandbytes")
+
+
+def _require_quantisable(config: Config, method: Any, device: torch.device, loaded: bool) -> None:
+    told = f"memory.weights is {config.memory.weights!r}"
+    _require_package(told, PACKAGES[config.memory.weights])
+    if loaded:
+        raise UserError(f"{told}, but the pipeline is loaded already: quantise it when you load it, with 'full' here")
+    if not config.adapter.rank:
+        raise UserError(f"{told}, but adapter.rank is 0: quantised weights cannot be trained, only a LoRA on them")
+    if config.adapter.dora:
+        raise UserError(f"{told}, but adapter.dora reads the lengths of whole weights: set one of them back")
+    if method.preview and method.preview.precision != "full":
+        raise UserError(f"{told}, and parts.preview.precision {method.preview.precision!r}: weights are quantised once")
+    if config.memory.weights == "nf4" and device.type == "cpu":
+        raise UserError(f"{told}, which diffusers loads onto a GPU alone: use int8 here")
+
+
+def _require_package(told: str, package: str) -> None:
+    if importlib.util.find_spec(package) is None:
+        raise UserError(f"{told}, which needs {package}: pip install 'flowgrpo[{package}]'")
+
+
+def quantisation(names: Iterable[str], weights: str, dtype: torch.dtype) -> Any:
+    """What tells diffusers to quantise the components `names` while it reads them; None for full weights.
+
+    int8: a scale per row of a weight, by torchao. nf4: 4 bits of a normal distribution's quantiles with a scale per 64
+    values (QLoRA, 2305.14314), by bitsandbytes, computed with in `dtype`.
+    """
+    if weights == "full":
+        return None
+    from diffusers import BitsAndBytesConfig, PipelineQuantizationConfig, TorchAoConfig
+
+    if weights == "int8":
+        from torchao.quantization import Int8WeightOnlyConfig
+
+        # The settings of torch's compiler belong to the whole process.
+        form = TorchAoConfig(Int8WeightOnlyConfig(set_inductor_config=False))
+    else:
+        form = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype)
+    return PipelineQuantizationConfig(quant_mapping=dict.fromkeys(names, form))
+
+
+class Encoders:
+    """The text encoders of a pipeline, which wait on the device `away` unless a prompt is encoded; with None they stay.
+
+    They come when a prompt is encoded and leave when something else is done, so that a row of prompts moves them once.
+    """
+
+    def __init__(self, pipe: Any, device: torch.device, away: str | None):
+        self.device, self.away, self.here = device, away, away is None
+        named = {name: part for name, part in pipe.components.items() if isinstance(part, torch.nn.Module)}
+        self.modules = [part for name, part in named.items() if name.startswith("text_encoder")]
+        if away is None:
+            pipe.to(device)
+        for part in named.values():
+            if away is not None and part not in self.modules:
+                part.to(device)
+
+    def come(self) -> None:
+        if not self.here:
+            self._move(self.device, True)
+
+    def leave(self) -> None:
+        if self.here and self.away is not None:
+            self._move(self.away, False)
+
+    def _move(self, device: torch.device | str, here: bool) -> None:
+        for module in self.modules:
+            module.to(device)
+        self.here = here
+
+
+def decode_in_parts(pipe: Any, how: str) -> None:
+    """Have the pipeline decode picture by picture ("sliced"), or also tile by tile ("tiled"). UserError where its
+    autoencoder cannot."""
+    if how == "whole":
+        return
+    vaes = [part for name, part in pipe.components.items() if isinstance(part, torch.nn.Module)
+            and ("vae" in name or name == "vqgan")]
+    for option in ["slicing"] + ["tiling"] * (how == "tiled"):
+        able = [vae for vae in vaes if hasattr(vae, f"enable_{option}")]
+        if not able:
+            raise UserError(f"memory.vae is {how!r}, but the autoencoder of {type(pipe).__name__} has no {option}: use "
+                            f"{'whole' if option == 'slicing' else 'sliced'}")
+        for vae in able:
+            getattr(vae, f"enable_{option}")()

@@ -1,0 +1,86 @@
+"""Files of a LoRA: what stock diffusers loads, or where it has no loader for a denoiser, peft's own format."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from flowgrpo.errors import UserError
+
+LORA_FILE = "pytorch_lora_weights.safetensors"
+PIPELINE, EXPERT, PEFT = "load_lora_weights", "load_lora_weights(load_into_transformer_2=True)", \
+    "peft.inject_adapter_in_model"
+
+
+def loader(pipe, name: str) -> str:
+    """What loads a LoRA of the denoiser `name` of a stock pipeline: PIPELINE, EXPERT (Wan 2.2) or PEFT."""
+    writes = inspect.signature(getattr(pipe, "save_lora_weights", lambda: None)).parameters
+    if not hasattr(getattr(pipe, name), "load_lora_adapter"):
+        return PEFT
+    if f"{name}_lora_layers" in writes and f"{name}_lora_adapter_metadata" in writes:
+        return PIPELINE
+    second = name == "transformer_2" and name in getattr(pipe, "_lora_loadable_modules", ())
+    return EXPERT if second and "transformer_lora_layers" in writes else PEFT
+
+
+def add_adapter(module: torch.nn.Module, config, name: str) -> None:
+    """Add an adapter to a denoiser, whether or not its class knows of adapters."""
+    from peft import inject_adapter_in_model
+
+    if hasattr(module, "add_adapter"):
+        module.add_adapter(config, name)
+    else:
+        inject_adapter_in_model(config, module, name)
+
+
+def load_lora(pipe, denoisers: dict[str, torch.nn.Module], folder: Path, adapter: str = "default") -> list[str]:
+    """Load the LoRA that `Weights.save` wrote into a stock pipeline. Returns what loaded it; nothing where none is."""
+    used = []
+    if (folder / LORA_FILE).is_file():
+        pipe.load_lora_weights(folder, weight_name=LORA_FILE, adapter_name=adapter)
+        used.append(PIPELINE)
+    for name, module in denoisers.items():
+        if (folder / name / LORA_FILE).is_file():
+            pipe.load_lora_weights(folder / name, weight_name=LORA_FILE, adapter_name=adapter,
+                                   load_into_transformer_2=True)
+            used.append(EXPERT)
+        elif (folder / name / "adapter_config.json").is_file():
+            _load_peft(module, folder / name, adapter)
+            used.append(PEFT)
+    return used
+
+
+def save_stock(pipe, folder: Path, modules: dict[str, str]) -> None:
+    """As `load_lora_weights` reads it; modules: the denoiser's name by the one under which it is written."""
+    from peft.utils import get_peft_model_state_dict
+
+    arguments: dict[str, Any] = {}
+    for written, name in modules.items():
+        module = getattr(pipe, name)
+        arguments[f"{written}_lora_layers"] = get_peft_model_state_dict(module)
+        arguments[f"{written}_lora_adapter_metadata"] = module.peft_config["default"].to_dict()
+    type(pipe).save_lora_weights(folder, **arguments)
+
+
+def save_peft(module: torch.nn.Module, folder: Path) -> None:
+    """As `inject_adapter_in_model` and `set_peft_model_state_dict` read it."""
+    from peft.utils import get_peft_model_state_dict
+
+    folder.mkdir(parents=True, exist_ok=True)
+    module.peft_config["default"].save_pretrained(folder)
+    save_file({key: value.contiguous() for key, value in get_peft_model_state_dict(module).items()},
+              folder / "adapter_model.safetensors")
+
+
+def _load_peft(module: torch.nn.Module, folder: Path, adapter: str) -> None:
+    from peft import LoraConfig, inject_adapter_in_model
+    from peft.utils import set_peft_model_state_dict
+
+    inject_adapter_in_model(LoraConfig.from_pretrained(folder), module, adapter)
+    found = set_peft_model_state_dict(module, load_file(folder / "adapter_model.safetensors"), adapter)
+    if found.unexpected_keys:
+        raise UserError(f"{folder} was trained on another model: it has {found.unexpected_keys[0]}")

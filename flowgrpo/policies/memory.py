@@ -1,0 +1,120 @@
+"""What a run holds in memory, per phase: weights, what is trained, recorded states, and measured activations."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable
+
+import torch
+
+from flowgrpo import methods
+from flowgrpo.config import Config
+from flowgrpo.geometry import geometry
+from flowgrpo.policies.conditioning import Conditioning
+from flowgrpo.samplers.rollout import Exploration, make_grid
+from flowgrpo.samplers.scheduler import Task
+
+KEPT = 4  # bytes of a number in fp32: what is trained, its gradient, AdamW's two moments
+
+
+def memory(policy, config: Config, conditioning: Conditioning) -> dict[str, dict[str, int]]:
+    """Bytes on the device, by phase and part, for one process of the run `config` with the policy's pipeline.
+
+    conditioning: of one prompt. The pipeline stays on the device as a whole, so its weights are in every phase, but for
+    text encoders that wait elsewhere while nothing is encoded; recorded states that wait there are in none.
+    Activations are those that one row's forward keeps for the backward, without and with guidance as the policy has it,
+    times the micro-batch; the temporary memory of kernels is not counted. Phases: encode, rollout, update.
+    """
+    trained = sum(p.numel() for p in policy.weights.parameters()) * KEPT
+    held = _weights(policy) | {"trained": trained}
+    state, activations = _one_row(policy, conditioning)
+    states = {"recorded states": state * _recorded(policy, config) if policy.states == policy.device else 0}
+    rows = geometry(config.train).micro_batch
+    moments = {"adamw": 2 * trained, "adamw8bit": trained // 2}[config.train.optimizer]
+    update = {"gradients and optimiser": trained + moments, "activations": activations * rows}
+    later = held | ({} if policy.encoders.away is None else {"text encoders": 0})
+    return {"encode": held, "rollout": later | states, "update": later | states | update}
+
+
+def total(phase: dict[str, int]) -> float:
+    """GiB of a phase."""
+    return round(sum(phase.values()) / 2**30, 3)
+
+
+def _weights(policy) -> dict[str, int]:
+    """Bytes of the frozen weights: text encoders, denoisers, VAE, and the rest."""
+    own = {id(parameter) for parameter in policy.weights.parameters()}
+    found = {"text encoders": 0, "denoisers": 0, "vae": 0, "other": 0}
+    for name, module in policy.pipe.components.items():
+        if isinstance(module, torch.nn.Module):
+            kind = "denoisers" if name in policy.denoisers else "vae" if "vae" in name or name == "vqgan" else \
+                "text encoders" if name.startswith("text_encoder") else "other"
+            found[kind] += _bytes(each for each in [*module.parameters(), *module.buffers()] if id(each) not in own)
+    return found
+
+
+def _bytes(tensors: Iterable[torch.Tensor]) -> int:
+    return sum(part.numel() * part.element_size() for tensor in tensors for part in _stored(tensor))
+
+
+def _stored(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """What a tensor consists of: a quantised one of its integers and their scales."""
+    if hasattr(tensor, "__tensor_flatten__"):
+        return [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+    scales = getattr(getattr(tensor, "quant_state", None), "absmax", None)
+    return [tensor] if scales is None else [tensor, scales]
+
+
+def few_steps(policy, steps: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """A grid of that many steps with its timesteps, of a pipeline whose strength leaves out the first ones too."""
+    whole = next(n for n in itertools.count(steps) if int(n * policy.strength) == steps)
+    return make_grid("shifted", whole, 3.0, policy.stock, policy.strength)
+
+
+def _one_row(policy, conditioning: Conditioning) -> tuple[int, int]:
+    """(bytes of one state, bytes that a replay of one row keeps for its backward)."""
+    grid, timesteps = few_steps(policy, 2)
+    x, _ = policy.run(Task(grid, range(1), timesteps=timesteps), conditioning, None, policy.generators([0]))
+    modules = [part for part in policy.pipe.components.values() if isinstance(part, torch.nn.Module)]
+    return _bytes([x]), kept(modules, lambda: policy.replay(conditioning, x, grid, 1, timesteps))
+
+
+def kept(modules: Iterable[torch.nn.Module], forward: Callable[[], torch.Tensor]) -> int:
+    """Bytes that `forward` keeps for its backward, the modules' weights apart."""
+    weights = {each.untyped_storage().data_ptr() for module in modules for p in module.parameters()
+               for each in _stored(p)}
+    sizes: dict[int, int] = {}
+    alive: list[torch.Tensor] = []  # a storage that is freed would hand its address on
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        for storage in (each.untyped_storage() for each in _stored(tensor)):
+            if storage.data_ptr() not in weights:
+                sizes[storage.data_ptr()] = storage.nbytes()
+                alive.append(tensor)
+        return tensor
+
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        forward()
+    return sum(sizes.values())
+
+
+def _recorded(policy, config: Config) -> int:
+    """How many states the rollout of an epoch keeps: around every trained step, with its mean where the loss reads it,
+    and at the end."""
+    train = config.train
+    method = methods.resolve(config, policy.process)
+    grid, timesteps = make_grid(train.grid, train.steps, train.shift, policy.stock, policy.strength)
+    explorations = method.explorations(grid, train.group, train.shift, 0, config.seed, timesteps)
+    return train.prompts * sum(_per_group(each) for each in explorations)
+
+
+def _per_group(exploration: Exploration) -> int:
+    """States of one prompt: x_next of one step is x of the next."""
+    nodes, count, before = exploration.roots, 0, None
+    for step in range(exploration.steps):
+        children = exploration.splits.get(step, 1)
+        if step in exploration.schedule.trained:
+            count += nodes * (step - 1 != before) + nodes * children * (1 + exploration.keep_means)
+            before = step
+        nodes *= children
+    return count + len(exploration.strides) * exploration.group * (before != exploration.steps - 1)

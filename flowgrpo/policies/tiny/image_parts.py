@@ -1,0 +1,120 @@
+"""What the flow-matching image pipelines are made of beside parts.py: their transformers, autoencoders, schedulers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flowgrpo.policies.tiny.parts import autoencoder, chat_tokenizer, language_model, lively
+
+
+def picture(size: int = 16):
+    """A colourful PIL picture."""
+    import numpy as np
+    from PIL import Image
+
+    return Image.fromarray(np.random.default_rng(3).integers(0, 256, (size, size, 3), dtype=np.uint8))
+
+
+def t5(tokens, width: int = 16):
+    from transformers import T5Config, T5EncoderModel
+
+    return T5EncoderModel(T5Config(vocab_size=len(tokens), d_model=width, d_kv=8, d_ff=16, num_layers=1, num_heads=2,
+                                   dropout_rate=0.0))
+
+
+def flux_transformer(**options: Any):
+    from diffusers import FluxTransformer2DModel
+
+    return FluxTransformer2DModel(**dict(
+        patch_size=1, in_channels=16, num_layers=1, num_single_layers=1, attention_head_dim=16, num_attention_heads=1,
+        joint_attention_dim=16, pooled_projection_dim=16, guidance_embeds=True, axes_dims_rope=(4, 6, 6)) | options)
+
+
+def flux2_transformer(guidance_embeds: bool):
+    from diffusers import Flux2Transformer2DModel
+
+    return Flux2Transformer2DModel(
+        in_channels=16, num_layers=1, num_single_layers=1, attention_head_dim=16, num_attention_heads=2,
+        joint_attention_dim=16, timestep_guidance_channels=16, axes_dims_rope=(4, 4, 4, 4),
+        guidance_embeds=guidance_embeds)
+
+
+def flux2_vae():
+    from diffusers import AutoencoderKLFlux2
+
+    return AutoencoderKLFlux2(
+        down_block_types=("DownEncoderBlock2D",) * 2, up_block_types=("UpDecoderBlock2D",) * 2,
+        block_out_channels=(4, 4), layers_per_block=1, latent_channels=4, norm_num_groups=1, sample_size=16)
+
+
+def qwen_transformer():
+    from diffusers import QwenImageTransformer2DModel
+
+    return QwenImageTransformer2DModel(
+        in_channels=16, out_channels=4, num_layers=1, attention_head_dim=16, num_attention_heads=2,
+        joint_attention_dim=16, axes_dims_rope=(4, 6, 6))
+
+
+def qwen_vae():
+    from diffusers import AutoencoderKLQwenImage
+
+    return AutoencoderKLQwenImage(base_dim=4, z_dim=4, dim_mult=[1, 1], num_res_blocks=1, temperal_downsample=[False],
+                                  latents_mean=[0.0] * 4, latents_std=[1.0] * 4)
+
+
+def patch_vae():
+    from diffusers import AutoencoderKLWan
+
+    return AutoencoderKLWan(base_dim=4, z_dim=4, dim_mult=[1, 1, 1], num_res_blocks=1, in_channels=768,
+                            temperal_downsample=[False, False], out_channels=768, patch_size=16,
+                            latents_mean=[0.0] * 4, latents_std=[1.0] * 4)
+
+
+VISION_TOKENS = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
+
+
+def qwen_vl(tokens):
+    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+
+    image, video, start, end = (tokens.convert_tokens_to_ids(token) for token in VISION_TOKENS)
+    text = {"vocab_size": len(tokens), "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2,
+            "num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 1024,
+            "bos_token_id": tokens.bos_token_id, "eos_token_id": tokens.eos_token_id,
+            "rope_parameters": {"mrope_section": [1, 1, 2], "rope_type": "default", "rope_theta": 1e4}}
+    vision = {"depth": 2, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 16,
+              "fullatt_block_indexes": [1]}
+    return Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(
+        text_config=text, vision_config=vision, image_token_id=image, video_token_id=video,
+        vision_start_token_id=start, vision_end_token_id=end))
+
+
+def qwen_processor(tokens):
+    from transformers import Qwen2VLImageProcessor, Qwen2VLProcessor, Qwen2VLVideoProcessor
+
+    small = {"min_pixels": 28 * 28, "max_pixels": 56 * 56}
+    return Qwen2VLProcessor(Qwen2VLImageProcessor(**small), tokens, Qwen2VLVideoProcessor(**small))
+
+
+def with_language_model(kind, denoiser, model=None, **options: Any):
+    """A pipeline whose prompts a language model encodes."""
+    tokens = chat_tokenizer()
+    parts = {"transformer": lively(denoiser), "scheduler": dynamic_scheduler(), "tokenizer": tokens,
+             "text_encoder": language_model(tokens, kind=model), "vae": options.pop("vae", None) or autoencoder()}
+    return silent(kind(**parts | options))
+
+
+def shifted_scheduler():
+    from diffusers import FlowMatchEulerDiscreteScheduler
+
+    return FlowMatchEulerDiscreteScheduler(shift=3.0)
+
+
+def dynamic_scheduler():
+    from diffusers import FlowMatchEulerDiscreteScheduler
+
+    return FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True)
+
+
+def silent(pipe):
+    pipe.set_progress_bar_config(disable=True)
+    return pipe

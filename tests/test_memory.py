@@ -1,0 +1,57 @@
+"""The memory that `check` foretells, against sizes worked by hand."""
+
+from __future__ import annotations
+
+import pytest
+import tiny
+import torch
+
+from flowgrpo.policies import memory
+from flowgrpo.samplers.grids import shifted
+from flowgrpo.samplers.kernels import FlowSDE
+from flowgrpo.samplers.plans import Schedule
+from flowgrpo.samplers.rollout import Exploration
+from flowgrpo.samplers.solvers import Euler
+
+
+def test_parts_of_a_run_by_hand():
+    policy = tiny.policy()
+    phases = memory.memory(policy, tiny.config(), policy.encode(["red"]))
+    parts = phases["update"]
+    lora = sum(parameter.numel() for parameter in policy.weights.parameters())
+    whole = sum(p.numel() for p in policy.pipe.transformer.parameters())
+    assert parts["trained"] == 4 * lora and parts["gradients and optimiser"] == 12 * lora
+    buffers = sum(b.numel() * b.element_size() for b in policy.pipe.transformer.buffers())
+    assert parts["denoisers"] == 4 * (whole - lora) + buffers
+    encoders = [policy.pipe.text_encoder, policy.pipe.text_encoder_2]
+    assert parts["text encoders"] == sum(each.numel() * each.element_size() for encoder in encoders
+                                         for each in [*encoder.parameters(), *encoder.buffers()])
+    assert parts["recorded states"] % (4 * 4 * 8 * 8) == 0  # a state is 4 x 8 x 8 numbers in fp32
+    assert set(phases["encode"]) < set(phases["rollout"]) < set(parts)
+    assert memory.total({"a": 2**30, "b": 2**29}) == 1.5
+
+
+@pytest.mark.parametrize("roots, trained, keep_means, expected", [
+    (1, (1, 2), False, 1 + 4 + 4 + 4),  # x of the split, its four draws, theirs, the ends
+    (4, (1, 2), False, 4 + 4 + 4 + 4),
+    (4, (1, 2), True, 4 + 2 * 4 + 2 * 4 + 4),  # a mean for every draw
+    (4, (0, 2), False, 4 + 4 + 4 + 4 + 4),  # steps that do not follow on each other share no state
+    (4, (2, 3), False, 4 + 4 + 4),  # the last draw is the end
+])
+def test_states_of_a_group_by_hand(roots, trained, keep_means, expected):
+    schedule = Schedule(trained if roots == 4 else (1, 2), trained)
+    exploration = Exploration(shifted(4, 3.0), schedule, FlowSDE(), Euler(), 4, roots, keep_means=keep_means)
+    assert memory._per_group(exploration) == expected
+
+
+def test_activations_are_those_that_the_backward_reads():
+    layer = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.GELU(), torch.nn.Linear(16, 8))
+    x = torch.ones(3, 8, requires_grad=True)
+    # Inputs of both layers and of the activation: 3 x (8 + 16 + 16) numbers; weights do not count.
+    assert memory.kept([layer], lambda: layer(x)) == 4 * 3 * (8 + 16 + 16)
+
+
+def test_guidance_doubles_the_activations():
+    plain, guided = (memory.memory(policy, tiny.config(), policy.encode(["red"]))["update"]["activations"]
+                     for policy in (tiny.policy(guidance=guidance) for guidance in (1.0, 3.0)))
+    assert 1.9 < guided / plain < 2.1
