@@ -48,9 +48,16 @@ def load(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """An optimiser's state as flat tensors `0.exp_avg`, `0.step`, ..."""
+    """An optimiser's state as flat tensors `0.exp_avg`, `0.step`, ...; a whole number is one of int64."""
     return {f"{index}.{key}": torch.as_tensor(value) for index, values in optimizer.state_dict()["state"].items()
-            for key, value in values.items()}
+            for key, value in _flat(values).items()}
+
+
+def _flat(values: dict[str, Any]) -> dict[str, Any]:
+    """The values without the level that bitsandbytes has between. Its tables are shared by all, which no file can."""
+    nested = [inner for value in values.values() if isinstance(value, dict) for inner in value.items()]
+    return {key: value for key, value in values.items() if not isinstance(value, dict)} | \
+        {key: value.clone() for key, value in nested}
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, tensors: dict[str, torch.Tensor]) -> None:
@@ -58,5 +65,5 @@ def load_optimizer(optimizer: torch.optim.Optimizer, tensors: dict[str, torch.Te
     state: dict[int, dict[str, torch.Tensor]] = {}
     for name, tensor in tensors.items():
         index, key = name.split(".", 1)
-        state.setdefault(int(index), {})[key] = tensor
+        state.setdefault(int(index), {})[key] = int(tensor) if tensor.dtype == torch.int64 else tensor
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})

@@ -43,6 +43,11 @@ def test_as_many_updates_as_parts():
     ({"updates": 2, "micro_batch": 24}, 4, "2 groups of 12 in micro-batches of 24 make 1 parts: use at most 1 updates, "
                                            "or a micro_batch of 12"),
     ({"updates": 97, "micro_batch": 1}, 1, "make 8 parts: use at most 8 updates"),
+    ({"prompts": 12, "updates": 2, "micro_batch": 48}, 2, "micro-batches of 48 take 4 groups of 12 together, which do "
+                                                          "not part the 6 prompts of each of 2 processes evenly: use a "
+                                                          "micro_batch of 36"),
+    ({"prompts": 28, "updates": 4, "micro_batch": 60}, 2, "make 3 parts: use at most 3 updates, or a micro_batch of "
+                                                          "24"),
 ])
 def test_what_cannot_work_is_told_with_what_does(options, processes, told):
     with pytest.raises(UserError) as caught:
@@ -50,9 +55,13 @@ def test_what_cannot_work_is_told_with_what_does(options, processes, told):
     assert str(caught.value).endswith(told) and "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("updates", range(2, 9))
-def test_the_micro_batch_that_is_proposed_works(updates):
+def test_where_nothing_is_dealt_out_processes_may_part_the_prompts_differently():
+    assert geometry(train(prompts=12, micro_batch=48), 2).parts == 2  # 4 and 2 groups; of one process 4, 4 and 4
+
+
+@pytest.mark.parametrize("updates, processes", [*((n, 1) for n in range(2, 9)), (2, 2), (3, 2), (4, 2), (2, 4)])
+def test_the_micro_batch_that_is_proposed_works(updates, processes):
     with pytest.raises(UserError) as caught:
-        geometry(train(updates=updates, micro_batch=96))
+        geometry(train(updates=updates, micro_batch=96), processes)
     proposed = int(str(caught.value).rpartition(" ")[2])
-    assert geometry(train(updates=updates, micro_batch=proposed)).parts >= updates
+    assert geometry(train(updates=updates, micro_batch=proposed), processes).parts >= updates

@@ -1,0 +1,72 @@
+"""The state of a run: what a checkpoint holds, and how a run goes on from one."""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from flowgrpo import checkpoint
+from flowgrpo.errors import UserError
+
+if TYPE_CHECKING:
+    from flowgrpo.train import Trainer
+
+COUNTERS = ("epoch", "update", "skipped", "seconds", "reward_wait_seconds", "reward_failures")
+SAMPLING = ("rollout_evaluations", "saved_evaluations")
+
+
+def counters(trainer: Trainer) -> dict[str, Any]:
+    """Where a run stands, apart from its weights: the same on all processes."""
+    [evaluations] = trainer.processes.total([trainer.policy.evaluations])
+    return {key: getattr(trainer, key) for key in COUNTERS} | {
+        key: getattr(trainer.explorer, key) for key in SAMPLING} | {
+        "evaluations": evaluations, "first_log_ratio": trainer.first_ratio.found,
+        "rescore": trainer.first_ratio.rescore, "memory": copy.deepcopy(trainer.memory)}
+
+
+def save(trainer: Trainer, folder: Path) -> None:
+    """Write a checkpoint of everything, as of the end of the last whole epoch; the first process writes it."""
+    if trainer.processes.first:
+        tensors = {f"weights/{k}": v for k, v in trainer.policy.weights.named.items()}
+        tensors |= {f"ema/{k}": v for k, v in (trainer.ema or {}).items()}
+        tensors |= {f"best/{k}": v for k, v in trainer.best.weights.items()}
+        tensors |= {f"reference{i}/{k}": v for i, each in enumerate(trainer.anchor.held) for k, v in each.items()}
+        tensors |= {f"optimizer/{k}": v for k, v in checkpoint.optimizer_tensors(trainer.optimizer).items()}
+        told = trainer.marked | {"best": trainer.best.state()}
+        checkpoint.save(folder / "checkpoints", trainer.epoch, tensors, told, trainer.config.train.keep)
+    trainer.processes.wait()  # a process that left would have the others ended, in the midst of writing
+
+
+def restore(trainer: Trainer, folder: Path) -> None:
+    """Take a checkpoint's state. UserError where it is of other weights."""
+    tensors, state = checkpoint.load(folder)
+    taken: dict[str, dict[str, torch.Tensor]] = defaultdict(dict)
+    for name, tensor in tensors.items():
+        room, key = name.split("/", 1)
+        taken[room][key] = tensor
+    weights, anchor = trainer.policy.weights, trainer.anchor
+    shapes = {key: parameter.shape for key, parameter in weights.named.items()}
+    if shapes != {key: tensor.shape for key, tensor in taken["weights"].items()}:
+        raise UserError(f"--resume: {folder} holds other weights than are trained now: keep model and adapter as "
+                        "in the run's config.yaml, or give the run another name")
+    weights.load(taken["weights"])
+    checkpoint.load_optimizer(trainer.optimizer, taken["optimizer"])
+    if trainer.ema is not None:
+        trainer.ema = taken["ema"] or weights.snapshot()
+    trainer.best.restore(state.get("best", {}), taken["best"])
+    kept = [taken[f"reference{i}"] for i in range(sum(room.startswith("reference") for room in taken))]
+    if anchor.held:  # the reference is one that keeps snapshots
+        anchor.held = kept or anchor.next([], state["epoch"])
+    for key in COUNTERS:
+        setattr(trainer, key, state[key])
+    for key in SAMPLING:
+        setattr(trainer.explorer, key, state[key])
+    trainer.policy.evaluations = state["evaluations"] if trainer.processes.first else 0
+    trainer.first_ratio.found, trainer.first_ratio.rescore = state["first_log_ratio"], state["rescore"]
+    trainer.memory.clear()
+    trainer.memory |= copy.deepcopy(state["memory"])
+    trainer.marked = state
