@@ -97,6 +97,7 @@ class ValueTracker:
     policies of two visits, which is not measured here; `keep` is one number within that range. It is meant for groups
     of one: with several samples per prompt, keep acts once per visit.
 
+    Prompts are drawn by `prompt_weights`, once an epoch has told of any: most often those at a rate of 1/2.
     memory["ValueTracker"] holds [evidence, successes] before and after the last epoch that saw a prompt: as in
     `advantages.running`, every call of an epoch starts from the epochs before, and the first one's rewards count.
     """
@@ -127,7 +128,8 @@ class ValueTracker:
         return whitened(total - baselines, ~total.isnan()).clamp(-self.clamp, self.clamp)
 
     def prompt_weights(self, memory: dict[str, Any], prompts: Sequence[str]) -> Tensor:
-        """How often to draw each prompt, in proportion to sqrt(v (1 - v)) + floor: float64 [len(prompts)]."""
+        """How often to draw each prompt, in proportion to sqrt(v (1 - v)) + floor: float64 [len(prompts)]. One that was
+        never seen has the rate `prior`."""
         tracked = memory.get("ValueTracker", {})
         rates = [self._rate(tracked[prompt]["after"]) if prompt in tracked else self.prior for prompt in prompts]
         v = torch.tensor(rates, dtype=torch.float64)

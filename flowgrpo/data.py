@@ -13,7 +13,7 @@ import csv
 import io
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,8 @@ from flowgrpo.errors import UserError
 
 KEYS = ("prompt", "negative_prompt", "metadata", "image", "weight")
 STARTER = Path(__file__).parent / "starter"
+PACKAGED = {"starter": "", "starter_video": "video_"}  # what the names of their files begin with
+LEAST = 1e-9  # of the largest number, what stands for 0 among those of how often prompts are wanted
 SPLIT_SEED = 0  # the run's seed does not choose the held-out prompts: runs that differ in it are measured on the same
 
 
@@ -169,15 +171,22 @@ def _share(texts: list[str], share: float, seed: int) -> set[str]:
     return {texts[i] for i in np.random.default_rng(seed).permutation(len(texts))[:count]}
 
 
-def draw(prompts: list[Prompt], count: int, epoch: int, seed: int) -> list[Prompt]:
-    """The prompts of one epoch: a pure function of its arguments, so that a resumed run needs no state.
+def draw(prompts: list[Prompt], count: int, epoch: int, seed: int,
+         wanted: Sequence[float] | None = None) -> list[Prompt]:
+    """The prompts of one epoch: a pure function of its arguments, so that a resumed run needs no state, and every
+    process draws the same.
 
     No prompt comes twice in an epoch unless `count` exceeds their number n; then each comes count // n times, and only
     the rest is drawn. Where all weights are equal, epochs walk through the data: every n draws in a row, counted from
     the start, are one permutation. Otherwise an epoch is drawn with probabilities in proportion to the weights.
+
+    wanted: how often the method wants each prompt drawn, numbers from 0 up by which the prompts' own weights are
+    multiplied. While all are equal they change nothing; a prompt of 0 comes when the others do not suffice.
     """
     whole, rest = divmod(count, len(prompts))
     weights = np.array([prompt.weight for prompt in prompts])
+    if wanted is not None and min(wanted) < max(wanted):
+        weights = weights * np.maximum(wanted, LEAST * max(wanted))
     if (weights == weights[0]).all():
         chosen = _walk(len(prompts), rest, epoch, seed)
     else:
@@ -207,9 +216,10 @@ def _walk(n: int, count: int, epoch: int, seed: int) -> np.ndarray:
 def resolve(config: Config) -> tuple[list[Prompt], list[Prompt]]:
     """The (training, held-out) prompts of a configuration.
 
-    `prompts: starter` means the files that come with the package: their own held-out file takes the place of a share.
+    `prompts: starter` and `starter_video` mean the files that come with the package: their own held-out file takes the
+    place of a share.
     """
-    if config.prompts != "starter":
+    if config.prompts not in PACKAGED:
         return split(load_prompts(config.prompts), config.held_out, SPLIT_SEED)
-    held_out = config.held_out if isinstance(config.held_out, str) else str(STARTER / "held_out.jsonl")
-    return split(load_prompts(STARTER / "train.jsonl"), held_out, SPLIT_SEED)
+    train, own = (STARTER / f"{PACKAGED[config.prompts]}{side}.jsonl" for side in ("train", "held_out"))
+    return split(load_prompts(train), config.held_out if isinstance(config.held_out, str) else str(own), SPLIT_SEED)

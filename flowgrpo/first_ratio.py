@@ -2,37 +2,42 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
 
 from flowgrpo.errors import UserError
 from flowgrpo.objectives import Clip
-from flowgrpo.samplers.rollout import Part, replay, rescored
+from flowgrpo.samplers.rollout import Part, rescored
 
 LIMIT = 1e-6  # in fp32; elsewhere a tenth of the clip range
+UNCLIPPED = 1e-4  # the range that stands for that of a surrogate without a clip, whose gradient no ratio enters
 
 
 class FirstRatio:
-    """Keeps what was `found`, the largest first |log ratio|, and whether old scores are computed again (`rescore`)."""
+    """Keeps what was `found`, the largest first |log ratio|, and whether old scores are computed again (`rescore`).
 
-    def __init__(self, policy, clip: Clip, micro_batch: int):
-        self.policy, self.micro_batch = policy, micro_batch
-        self.exact = policy.dtype == torch.float32
-        self.limit = LIMIT if self.exact else 0.1 * min(clip.low, clip.high)
+    Both are of all processes, which decide alike. explorer: what replays a part; exact: whether it computes in fp32.
+    """
+
+    def __init__(self, explorer, clip: Clip, exact: bool):
+        self.explorer, self.processes, self.exact = explorer, explorer.processes, exact
+        narrow = min(clip.low, clip.high)
+        self.limit = LIMIT if self.exact else 0.1 * (narrow if narrow < math.inf else UNCLIPPED)
         self.found: float | None = None
         self.rescore = False
 
     def __call__(self, parts: list[Part], conditioning, say: Callable[[str], None]) -> list[Part]:
         """The parts, with old scores that the replay agrees with; looks at the first batch of a run, then trusts.
 
-        In fp32 the run stops above 1e-6. Otherwise, above a tenth of the clip range, the old log-probabilities are
-        computed again as the replay computes them, now and in every later epoch, and the run stops only if the two
-        still differ.
+        In fp32 the run stops above 1e-6. Otherwise, above a tenth of the clip range (of 1e-4, where nothing is
+        clipped), the old log-probabilities are computed again as the replay computes them, now and in every later
+        epoch, and the run stops only if the two still differ.
         """
         if self.rescore:
             return self._again(parts, conditioning)
-        if self.found is not None or not parts:
+        if self.found is not None or not self.processes.any(bool(parts)):
             return parts
         self.found = left = self._largest(parts, conditioning)
         if left > self.limit and not self.exact:
@@ -46,10 +51,12 @@ class FirstRatio:
         return parts
 
     def _again(self, parts, conditioning) -> list[Part]:
-        return [rescored(self.policy, conditioning, part, self.micro_batch) for part in parts]
+        with self.processes.together():
+            return [rescored(part, self.explorer.replay(part, conditioning)) for part in parts]
 
     def _largest(self, parts, conditioning) -> float:
         """The largest |log ratio| of all transitions; NaN where one is."""
-        found = [(new.logp - part.transitions[k].old.logp[rows]).detach().abs().max() for part in parts
-                 for k, rows, new in replay(self.policy, conditioning, part, self.micro_batch)]
-        return torch.stack(found).max().item()
+        with self.processes.together():
+            found = [(new.logp - part.transitions[k].old.logp[rows]).detach().abs().max() for part in parts
+                     for k, rows, new in self.explorer.replay(part, conditioning)]
+        return self.processes.gather(torch.stack(found).cpu() if found else torch.empty(0)).max().item()

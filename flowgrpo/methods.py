@@ -14,13 +14,17 @@ from typing import Any
 
 import torch
 
-from flowgrpo import advantages, baselines, objectives, selection, shaping
+from flowgrpo import advantages, baselines, layer_tuning, objectives, references, schedules, selection, shaping
 from flowgrpo.config import Config, nearest
 from flowgrpo.errors import UserError
 from flowgrpo.gaussian import log_prob
 from flowgrpo.samplers import kernels, plans, preview, solvers
 from flowgrpo.samplers.grids import compress_tail, shifted
 from flowgrpo.samplers.rollout import Exploration
+
+
+# Of a flow and of a variance-preserving process.
+_FORMS = {kernels.FlowDDIM: kernels.DDIM, kernels.CPS: kernels.VPCPS}
 
 
 @dataclass(frozen=True)
@@ -31,7 +35,8 @@ class Method:
     deterministic steps; tail: the share of steps kept after the last stochastic one (1 keeps the grid);
     roots: initial noises per prompt, from which its samples grow (1: all share it, None: each has its own);
     strides: granularities of the grid behind the last split; preview: how initial noises are chosen;
-    shaping: what becomes of the rewards before they are compared.
+    shaping: what becomes of the rewards before they are compared; kl: the regulariser, and reference: whose policy it
+    holds to; tuning: a supervised term towards the best sample.
     """
 
     kernel: Any = kernels.FlowSDE(0.7)
@@ -48,6 +53,8 @@ class Method:
     surrogate: Any = objectives.Clip(1e-4, 1e-4)
     step_weight: Any = objectives.Uniform()
     kl: Any = objectives.GaussianKL(0.0)
+    reference: Any = references.Base()
+    tuning: Any = layer_tuning.LayerTuning()
 
     def __post_init__(self) -> None:
         if not 0 < self.tail <= 1:
@@ -55,12 +62,11 @@ class Method:
 
     def on(self, process: str) -> Method:
         """The method as a process samples it, a "flow" or a variance-preserving one ("vp"): FlowDDIM and DDIM are one
-        formula in two coordinates, and Euler stands for the deterministic step of either. UserError for what is of
-        flows alone."""
-        same = isinstance(self.kernel, (kernels.FlowDDIM, kernels.DDIM))
+        formula in two coordinates, so are CPS and VPCPS, and Euler stands for the deterministic step of either.
+        UserError for what is of flows alone."""
         if process == "flow":
-            return replace(self, kernel=kernels.FlowDDIM(self.kernel.eta)) if same else self
-        takes = {"kernel": (same, "{type: FlowDDIM, eta: 1.0}"),
+            return self._with_form({there: here for here, there in _FORMS.items()})
+        takes = {"kernel": (type(self.kernel) in (*_FORMS, *_FORMS.values()), "{type: FlowDDIM, eta: 1.0}"),
                  "solver": (isinstance(self.solver, solvers.Euler), "{type: Euler}"),
                  "tail": (self.tail == 1, "1.0"), "strides": (max(self.strides) == 1, "[1]"),
                  # 1 / (grid[i] - grid[i+1]) is negative on alpha-bars
@@ -71,7 +77,11 @@ class Method:
             cure = ", ".join(f"{name}: {cure}" for name, cure in cures.items())
             raise UserError(f"this model is variance-preserving (it predicts noise or v), but {got} is for flow "
                             f"matching alone: set parts: {{{cure}}}")
-        return replace(self, kernel=kernels.DDIM(self.kernel.eta))
+        return self._with_form(_FORMS)
+
+    def _with_form(self, forms: dict[type, type]) -> Method:
+        form = forms.get(type(self.kernel))
+        return replace(self, kernel=form(*dataclasses.astuple(self.kernel))) if form else self
 
     def explorations(self, grid: torch.Tensor, group: int, shift: float, epoch: int, seed: int,
                      timesteps: torch.Tensor | None = None) -> list[Exploration]:
@@ -92,8 +102,9 @@ class Method:
     @property
     def reads_means(self) -> bool:
         """True where the loss needs the transitions' means, not their log-probabilities alone."""
-        gaussian = isinstance(self.kl, objectives.GaussianKL) and self.kl.weight > 0
-        return gaussian or isinstance(self.log_ratio, objectives.Guard)
+        of_means = isinstance(self.kl, (objectives.GaussianKL, objectives.OutputError))
+        return (of_means and objectives.regularises(self.kl) or isinstance(self.log_ratio, objectives.Guard)
+                or self.tuning.weight > 0)
 
 
 def flow_grpo(method: Method = Method()) -> Method:
@@ -184,16 +195,21 @@ def branch_grpo(method: Method = Method()) -> Method:
 
 
 def tree_rpo(method: Method = Method()) -> Method:
-    """Dynamic-TreeRPO: a binary tree inside of MixGRPO's window, with noise that grows with the depth (2509.23352)."""
+    """Dynamic-TreeRPO: a binary tree inside of MixGRPO's window, with noise that grows with the depth (2509.23352).
+
+    With LayerTuning: clip bounds that adapt to the advantage, and a supervised term towards the best path. All of it is
+    a reconstruction, and the numbers are ours.
+    """
     return replace(method, kernel=kernels.FlowSDE(0.7), plan=plans.TreeWindow(plans.Sliding(size=4), growth=0.5),
                    roots=None, advantage=advantages.Advantage(scale="group", order="advantages"),
-                   kl=objectives.GaussianKL(0.0))
+                   surrogate=layer_tuning.AdaptiveClip(1e-4, 2e-4, 1.0), kl=objectives.GaussianKL(0.0),
+                   tuning=layer_tuning.LayerTuning(0.01))
 
 
 def pref_grpo(method: Method = Method()) -> Method:
     """Pref-GRPO: a sample's reward is its win rate against the other samples of its group (2508.20751).
 
-    Here every reward is a pairwise judge of its own: the larger score wins.
+    A pairwise judge says who wins (`flowgrpo.judge`), or the larger score of a reward that scores pictures one by one.
     """
     return replace(method, kernel=kernels.FlowSDE(0.7), plan=plans.RandomSubset(0.6), roots=1,
                    shaping=shaping.WinRate(), advantage=advantages.Advantage(scale="group", order="advantages"),
@@ -237,10 +253,12 @@ def preset(*names: str) -> Method:
     return method
 
 
-_MODULES = (kernels, plans, solvers, selection, objectives, advantages, baselines, shaping, preview)
+_MODULES = (kernels, plans, solvers, selection, objectives, layer_tuning, schedules, references, advantages, baselines,
+            shaping, preview)
 _TYPES = {cls.__name__: cls for module in _MODULES for cls in vars(module).values()
           if dataclasses.is_dataclass(cls) and cls.__module__ == module.__name__ and cls is not plans.Schedule}
-_KIND = {cls: (advantages if module is baselines else module).__name__ for module in _MODULES
+_HOMES = {baselines: advantages, layer_tuning: objectives}  # of parts that take each other's place
+_KIND = {cls: _HOMES.get(module, module).__name__ for module in _MODULES
          for cls in vars(module).values() if cls in _TYPES.values() and cls.__module__ == module.__name__}
 
 
@@ -297,6 +315,9 @@ def resolve(config: Config, process: str = "flow") -> Method:
     try:
         if isinstance(method.surrogate, objectives.DynamicClip):
             raise ValueError("the surrogate DynamicClip reads probabilities of tokens, not densities: use Clip")
+        if not isinstance(method.reference, references.Base) and not objectives.regularises(method.kl):
+            raise ValueError(f"the reference {type(method.reference).__name__} is read by a KL alone, whose weight is "
+                             "0: set parts.kl.weight")
         method.selection(torch.zeros(1, train.group))
         for exploration in method.explorations(grid, train.group, train.shift, 0, config.seed):
             for step in exploration.schedule.trained:

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from flowgrpo.gaussian import kl
-from flowgrpo.types import Gaussian, Scored
+from flowgrpo.schedules import Constant
+from flowgrpo.types import Context, Gaussian, Scored
 
 
 @dataclass(frozen=True)
@@ -156,8 +158,9 @@ class InverseDelta:
 
 @dataclass(frozen=True)
 class NoiseLevel:
-    """Weight std_i / mean(std), [K], std_i the kernel's deviation of step i: mean 1 over the trained steps
-    (TempFlow-GRPO, 2508.04324, whose released constants 1/mean(std) are 2.25 for SD3.5 and 1.73 for FLUX)."""
+    """Weight std_i / mean(std), [K], std_i the deviation of step i, with a schedule's factor on its noise: mean 1 over
+    the trained steps (TempFlow-GRPO, 2508.04324, whose released constants 1/mean(std) are 2.25 for SD3.5 and 1.73 for
+    FLUX)."""
 
     def __call__(self, kernel: Callable, grid: Tensor, steps: Sequence[int]) -> Tensor:
         x = grid.new_zeros(1, 1)
@@ -165,24 +168,45 @@ class NoiseLevel:
         return std / std.mean()
 
 
+# Regularisers are called as kl(new, reference) -> loss [B, N]. Their schedule says what becomes of the weight from
+# epoch to epoch: `in_epoch`. Where the weight is 0 the reference is not read, and may be None.
+
+
 @dataclass(frozen=True)
 class GaussianKL:
-    """weight * KL to the reference policy per decision, [B, N]; its gradient reaches the new mean.
+    """weight * KL to the reference policy per decision, [B, N]; its gradient reaches the new mean (Flow-GRPO,
+    2505.05470, and DPOK, 2305.16381: the sum over steps of KL(new || reference) on the policy's own samples).
 
-    The KL is `gaussian.kl`, with the deviation of the whole step. Weight 0 reads neither means nor the reference.
+    The KL is `gaussian.kl`, with the deviation of the whole step.
     """
 
     weight: float = 0.0
+    schedule: Any = Constant()
 
     def __post_init__(self) -> None:
-        if not self.weight >= 0:
-            raise ValueError(f"GaussianKL: weight is {self.weight}, expected 0 or more")
+        _require_weight(self)
 
     def __call__(self, new: Scored, reference: Scored | None) -> Tensor:
-        if self.weight == 0:
-            return torch.zeros_like(new.logp)
-        assert reference is not None, "a KL of positive weight needs the reference's score"
-        return self.weight * _divergence(new, reference)
+        return _weighted(self, new, reference, _divergence)
+
+
+@dataclass(frozen=True)
+class OutputError:
+    """weight * mean squared difference of the model's outputs, [B, N]: every step counts the same, whatever its noise
+    (DPOK's released code, 2305.16381, which calls it KL: of predicted noises, guidance applied, with weights 0.01 and
+    0.1 where advantages count 10 and 1000 times).
+
+    A transition's mean is affine in the output, so that it is the difference of means over their `slope`, squared.
+    """
+
+    weight: float = 0.0
+    schedule: Any = Constant()
+
+    def __post_init__(self) -> None:
+        _require_weight(self)
+
+    def __call__(self, new: Scored, reference: Scored | None) -> Tensor:
+        return _weighted(self, new, reference, _output_error)
 
 
 def k1(new: Tensor, reference: Tensor) -> Tensor:
@@ -201,7 +225,7 @@ def k2(new: Tensor, reference: Tensor) -> Tensor:
 
 
 def k3(new: Tensor, reference: Tensor) -> Tensor:
-    """q/p - 1 - log(q/p): its mean is KL(p || q) and it is never negative (GRPO's term, 2402.03300, equation 4).
+    """q/p - 1 - log(q/p): its mean is KL(p || q) and it is never negative (the term of GRPO, 2402.03300, equation 4).
 
     Its gradient, (1 - q/p) grad log p, has the mean grad KL(q || p) on samples of p.
     """
@@ -214,47 +238,35 @@ ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3}
 
 @dataclass(frozen=True)
 class SampledKL:
-    """weight * an estimate of the KL to the reference policy from the samples' log-probabilities alone, [B, N].
+    """weight * an estimate of the KL to the reference policy from the samples' log-probabilities alone, [B, N]
+    (`k1`, `k2` or `k3`).
 
     For tokens, and where no means are kept. A transition's log-probability is a mean over the latent's values: there k1
-    estimates the KL per value, while k2 and k3 see the differences of whole pictures shrunk by that mean. Weight 0 does
-    not read the reference.
+    estimates the KL per value, while k2 and k3 see the differences of whole pictures shrunk by that mean.
     """
 
     weight: float = 0.0
     estimator: str = "k3"
+    schedule: Any = Constant()
 
     def __post_init__(self) -> None:
-        if not self.weight >= 0:
-            raise ValueError(f"SampledKL: weight is {self.weight}, expected 0 or more")
+        _require_weight(self)
         if self.estimator not in ESTIMATORS:
             raise ValueError(f"SampledKL: estimator is {self.estimator!r}, expected one of {', '.join(ESTIMATORS)}")
 
     def __call__(self, new: Scored, reference: Scored | None) -> Tensor:
-        if self.weight == 0:
-            return torch.zeros_like(new.logp)
-        assert reference is not None, "a KL of positive weight needs the reference's score"
-        return self.weight * ESTIMATORS[self.estimator](new.logp, reference.logp)
+        estimate = ESTIMATORS[self.estimator]
+        return _weighted(self, new, reference, lambda new, reference: estimate(new.logp, reference.logp))
 
 
-def constant(weight: float, epoch: int, epochs: int) -> float:
-    """The KL's weight in an epoch, counted from 0: always the same."""
-    return weight
+def regularises(kl: Any) -> bool:
+    """Whether a KL has a weight above 0 in any epoch, so that a reference is read."""
+    return not kl.schedule.silent(kl.weight)
 
 
-def linear(weight: float, last: float, epoch: int, epochs: int) -> float:
-    """The KL's weight in an epoch, counted from 0: from `weight` in the first to `last` in the last of `epochs`."""
-    return weight + (last - weight) * epoch / max(epochs - 1, 1)
-
-
-def adaptive(weight: float, kl: float, target: float, factor: float = 2.0) -> float:
-    """The KL's next weight, after an epoch that measured `kl`: times `factor` above 1.5 target, over it below
-    target / 1.5 (PPO, 1707.06347, section 4)."""
-    if not target > 0 or not factor > 1:
-        raise ValueError(f"adaptive KL: target is {target} and factor {factor}, expected above 0 and above 1")
-    if kl > 1.5 * target:
-        return weight * factor
-    return weight / factor if kl < target / 1.5 else weight
+def in_epoch(kl: Any, context: Context) -> Any:
+    """The KL at the weight that its schedule gives it in the context's epoch."""
+    return replace(kl, weight=kl.schedule(kl.weight, context), schedule=Constant())
 
 
 def mean_over_decisions(loss: Tensor, mask: Tensor, count: int) -> Tensor:
@@ -283,6 +295,26 @@ def _ppo(excess: Tensor, advantage: Tensor, lowest: float | Tensor, highest: flo
 def _cut(excess: Tensor, advantage: Tensor, lowest: float | Tensor, highest: float | Tensor) -> Tensor:
     """Where `_ppo` has no gradient for a non-zero advantage, bool [B, N]."""
     return ((advantage > 0) & (excess > highest)) | ((advantage < 0) & (excess < lowest))
+
+
+def _require_weight(kl: Any) -> None:
+    if not kl.weight >= 0:
+        raise ValueError(f"{type(kl).__name__}: weight is {kl.weight}, expected 0 or more")
+    kl.schedule.silent(kl.weight)  # refuses a weight that it could not change
+
+
+def _weighted(kl: Any, new: Scored, reference: Scored | None, distance: Callable[[Scored, Scored], Tensor]) -> Tensor:
+    if kl.weight == 0:
+        return torch.zeros_like(new.logp)
+    assert reference is not None, "a KL of positive weight needs the reference's score"
+    return kl.weight * distance(new, reference)
+
+
+def _output_error(new: Scored, other: Scored) -> Tensor:
+    """The mean squared difference of the outputs that two policies' means come from: [B, N]."""
+    assert new.slope is not None, "this part of the method needs recorded slopes"
+    apart = (new.mean - other.mean).square().flatten(2).mean(dim=2)
+    return apart / new.slope.to(apart).square()
 
 
 def _divergence(new: Scored, other: Scored) -> Tensor:

@@ -2,11 +2,16 @@
 
 scores are what ranks the samples of a group, the total reward or the combined advantage, without NaN. Advantages are
 always computed on the full group first; a selection only leaves rows out of the loss.
+
+In a tree a selection ranks the leaves, and an edge is trained where a leaf below it is kept. One that prunes inner
+edges too has a method `nodes(scores) -> keep` for the nodes of a depth, [P, N] to bool [P, N]. What is not kept is
+neither replayed nor counted.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -103,6 +108,49 @@ class Extremes:
 
 
 @dataclass(frozen=True)
+class WidthPruning:
+    """Of the edges of a depth of a tree keep a share (BranchGRPO, 2509.06040, one half).
+
+    of: "siblings", the best of the `branch` edges that leave one state; "depth", the best and the worst of all, as many
+    of each. depths: "last", only the edges behind the last split are pruned, and all others trained, as in the released
+    code; "all", every depth is pruned for itself. At least one of the siblings, or the two extremes, are kept; ties go
+    by position.
+    """
+
+    of: str = "siblings"
+    share: float = 0.5
+    depths: str = "last"
+    branch: int = 2
+
+    def __post_init__(self) -> None:
+        for name, known in (("of", ("siblings", "depth")), ("depths", ("last", "all"))):
+            if getattr(self, name) not in known:
+                raise ValueError(f"WidthPruning: {name} is {getattr(self, name)!r}, expected {' or '.join(known)}")
+        if not 0 < self.share <= 1 or self.branch < 2:
+            raise ValueError(f"WidthPruning: share is {self.share} and branch {self.branch}, expected above 0 and at "
+                             "most 1, and 2 or more")
+
+    def __call__(self, scores: Tensor, context: Context | None = None) -> Tensor:
+        _require_ranked(scores)
+        if self.of == "siblings" and scores.shape[1] % self.branch:
+            raise ValueError(f"WidthPruning: branch is {self.branch}, expected a divisor of the {scores.shape[1]} "
+                             "samples of a group")
+        return self._pruned(scores)
+
+    def nodes(self, scores: Tensor) -> Tensor:
+        """Which inner nodes of one depth are kept: scores [P, N] to bool [P, N]."""
+        alone = self.of == "siblings" and scores.shape[1] % self.branch  # before the first split nothing has siblings
+        return torch.ones_like(scores, dtype=torch.bool) if self.depths == "last" or alone else self._pruned(scores)
+
+    def _pruned(self, scores: Tensor) -> Tensor:
+        if self.of == "depth":
+            return BestWorst(2 * max(1, int(scores.shape[1] * self.share / 2)))(scores)
+        siblings = scores.unflatten(1, (-1, self.branch))
+        best = siblings.argsort(dim=2, descending=True, stable=True)[..., :max(1, int(self.branch * self.share))]
+        return _at(siblings, best).flatten(1)
+
+
+@dataclass(frozen=True)
 class Beyond:
     """Keep the samples whose score is at least as far from 0 as the given quantile of the whole batch: 0 keeps all, 0.5
     the half with the larger |advantage|, ties included."""
@@ -125,6 +173,14 @@ class DropZeroVariance:
 
     def __call__(self, scores: Tensor, context: Context | None = None) -> Tensor:
         return (~zero_variance(scores))[:, None].expand(scores.shape)
+
+
+def of_nodes(part: Any, leaves: Tensor, scores: Tensor) -> Tensor:
+    """Which inner nodes of one depth a selection trains: by their scores [P, N], if it has a say on them, or else those
+    with a kept leaf below, leaves bool [P, G]: bool [P, N]."""
+    if hasattr(part, "nodes"):
+        return part.nodes(scores)
+    return leaves.unflatten(1, (scores.shape[1], -1)).any(dim=2)
 
 
 def widest(scores: Tensor, n: int) -> Tensor:

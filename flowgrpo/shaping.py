@@ -39,7 +39,10 @@ class Unlikely:
 
 @dataclass(frozen=True)
 class WinRate:
-    """Every reward becomes its win rate within the group, at the given margin: `lifted` (Pref-GRPO, 2508.20751)."""
+    """Every reward becomes its win rate within the group, at the given margin: `lifted` (Pref-GRPO, 2508.20751).
+
+    Rewards that are win rates already, those of a pairwise judge, stay as they are: the context names them.
+    """
 
     margin: float = 0.0
 
@@ -48,7 +51,10 @@ class WinRate:
             raise ValueError(f"WinRate: margin is {self.margin}, expected 0 or more")
 
     def __call__(self, rewards: Tensor, context: Context | None = None) -> Tensor:
-        return lifted(rewards, self.margin)
+        done = torch.zeros(rewards.shape[2], dtype=torch.bool, device=rewards.device)
+        if context is not None and context.win_rates:
+            done = torch.as_tensor(context.win_rates, device=rewards.device)
+        return torch.where(done, *wide(rewards, lifted(rewards, self.margin)))
 
 
 @dataclass(frozen=True)

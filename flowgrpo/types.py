@@ -52,13 +52,15 @@ class Scored:
     """A policy's score of recorded decisions.
 
     logp: [B, N]; mask: bool [B, N], true where the decision counts; only where a method reads them, mean [B, N, *D]
-    of each transition and std, [N] or [B, N], the deviation of the whole step.
+    of each transition, std, [N] or [B, N], the deviation of the whole step, and, of a replay, slope [N], the
+    derivative of the mean by the model's output.
     """
 
     logp: Tensor
     mask: Tensor
     mean: Tensor | None = None
     std: Tensor | None = None
+    slope: Tensor | None = None
 
     def __post_init__(self) -> None:
         assert self.logp.ndim == 2 and self.logp.shape == self.mask.shape, (self.logp.shape, self.mask.shape)
@@ -67,7 +69,26 @@ class Scored:
     def rows(self, at: Tensor) -> Scored:
         """The rows `at` (indices or a mask) of all that is scored."""
         std = self.std if self.std is None or self.std.ndim < 2 else self.std[at]
-        return Scored(self.logp[at], self.mask[at], None if self.mean is None else self.mean[at], std)
+        return Scored(self.logp[at], self.mask[at], None if self.mean is None else self.mean[at], std, self.slope)
+
+    def to(self, device: torch.device) -> Scored:
+        """The score with its large parts on the device; std and slope, a number or a few, stay where they are."""
+        return Scored(self.logp.to(device), self.mask.to(device), None if self.mean is None else self.mean.to(device),
+                      self.std, self.slope)
+
+
+@dataclass(frozen=True, eq=False)
+class Goal:
+    """Where transitions are pulled to: mean [m, 1, *D], and how strongly, weight [m, 1]."""
+
+    mean: Tensor
+    weight: Tensor
+
+    def rows(self, at: Tensor | slice) -> Goal:
+        return Goal(self.mean[at], self.weight[at])
+
+    def to(self, device: torch.device) -> Goal:
+        return Goal(self.mean.to(device), self.weight.to(device))
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,7 +97,7 @@ class Transitions:
 
     step: the grid index; x: [n, *D], the states before it as the network saw them; prompts: int64 [n], the prompt of
     each; parent: int64 [m], ascending, the state that each transition left; x_next: [m, *D]; old: [m, 1], their score
-    under the policy that drew them.
+    under the policy that drew them; goal: of a method that pulls to one.
     """
 
     step: int
@@ -85,6 +106,7 @@ class Transitions:
     parent: Tensor
     x_next: Tensor
     old: Scored
+    goal: Goal | None = None
 
     def __post_init__(self) -> None:
         assert len(self.x) == len(self.prompts) and len(self.x_next) == len(self.parent) == len(self.old.logp)
@@ -97,7 +119,8 @@ class Transitions:
             return None
         left, parent = self.parent[keep].unique_consecutive(return_inverse=True)
         at, of = keep.to(self.x_next.device), left.to(self.x.device)
-        return Transitions(self.step, self.x[of], self.prompts[left], parent, self.x_next[at], self.old.rows(at))
+        goal = self.goal and self.goal.rows(at)
+        return Transitions(self.step, self.x[of], self.prompts[left], parent, self.x_next[at], self.old.rows(at), goal)
 
 
 @dataclass(eq=False)
@@ -106,7 +129,8 @@ class Context:
 
     prompts: the text of each group, P of them; logp: [P, G], a sample's old log-probability, the mean over its trained
     decisions, None where a method has none; epoch, counted from 0, and epochs, those of the run; memory: what parts
-    remember from epoch to epoch, JSON-able and kept in the checkpoint; each uses one key of its own.
+    remember from epoch to epoch, JSON-able and kept in the checkpoint; each uses one key of its own; win_rates: which
+    of the R rewards are win rates within their group already, those of a judge (empty: none).
     """
 
     prompts: Sequence[str] = ()
@@ -114,3 +138,4 @@ class Context:
     epoch: int = 0
     epochs: int = 1
     memory: dict[str, Any] = field(default_factory=dict)
+    win_rates: Sequence[bool] = ()

@@ -36,7 +36,7 @@ def epoch(trainer: Trainer) -> None:
     shape, config = trainer.geometry, trainer.config
     batch = data.draw(trainer.prompts, shape.prompts, trainer.epoch, config.seed)
     conditioning = trainer.policy.encode([p.text for p in batch], [trainer.negative(p) for p in batch])
-    parts = list(explore(trainer.policy, conditioning, trainer.explore_how(), shape.micro_batch,
+    parts = list(explore(trainer.policy, conditioning, trainer.explorer.explorations(trainer.epoch), shape.micro_batch,
                          seeder(config.seed, trainer.epoch)))
     ups_and_downs = 1 - 2.0 * (torch.arange(shape.rows) % 2).view(-1, shape.group, 1)
     ups_and_downs = ups_and_downs.expand(-1, -1, len(config.rewards))

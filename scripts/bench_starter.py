@@ -50,6 +50,7 @@ def epoch_cost(config: Config, epoch: int) -> int:
     explorations = method.explorations(shifted(train.steps, train.shift), train.group, train.shift, epoch, config.seed)
     passes = train.inner_epochs * (2 if method.kl.weight else 1) + (epoch == 0)
     spent = cost.rollout(explorations, train.prompts) + cost.update(explorations, train.prompts, passes)
+    spent += cost.preview(method.preview, train.prompts)
     return (2 if train.guidance > 1 else 1) * spent
 
 

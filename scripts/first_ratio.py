@@ -30,8 +30,8 @@ def largest(trainer: Trainer, epochs: list[int]) -> float:
     batch = trainer.prompts[:: max(1, len(trainer.prompts) // shape.prompts)][:shape.prompts]
     conditioning = trainer.policy.encode([prompt.text for prompt in batch])
     for trainer.epoch in epochs:
-        parts = list(explore(trainer.policy, conditioning, trainer.explore_how(), shape.micro_batch,
-                             seeder(trainer.config.seed, trainer.epoch)))
+        explorations, seed = trainer.explorer.explorations(trainer.epoch), seeder(trainer.config.seed, trainer.epoch)
+        parts = list(explore(trainer.policy, conditioning, explorations, shape.micro_batch, seed))
         trainer.first_ratio.found = None
         trainer.first_ratio(parts, conditioning, print)
         found.append(trainer.first_ratio.found)

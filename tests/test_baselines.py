@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 
 import pytest
+import tiny
 import torch
 from tables import close, draw, f64
 from torch.distributions import Beta
@@ -220,3 +222,37 @@ def test_mistakes_are_named(call):
 def test_a_part_that_reads_more_than_rewards_needs_a_context(part):
     with pytest.raises(AssertionError):
         part(f64([[[1], [0]]]), [1.0])
+
+
+def test_a_run_draws_prompts_by_what_the_tracker_remembers():
+    trainer = tiny.trainer(parts={"advantage": {"type": "ValueTracker", "floor": 0.01}}, train__prompts=1)
+    drawn = []
+
+    def sampled(batch):
+        drawn.extend(prompt.text for prompt in batch)
+        raise InterruptedError
+
+    trainer.sample = sampled
+
+    def epochs(count: int) -> list[str]:
+        drawn.clear()
+        for trainer.epoch in range(count):
+            with pytest.raises(InterruptedError):
+                trainer.run_epoch()
+        return list(drawn)
+
+    assert sorted(epochs(6)) == sorted(tiny.PROMPTS)  # nothing is known: a walk through all
+    rates = dict(zip(tiny.PROMPTS, (0.5, 0.5, 0.0, 1.0, 0.2, 0.8)))
+    trainer.memory["ValueTracker"] = {name: {"epoch": 0, "after": [10, 10 * rate]} for name, rate in rates.items()}
+    found = Counter(epochs(3000))
+    weights = [math.sqrt(rate * (1 - rate)) + 0.01 for rate in rates.values()]
+    for name, weight in zip(tiny.PROMPTS, weights):
+        share = weight / sum(weights)
+        assert abs(found[name] - 3000 * share) < 5 * math.sqrt(3000 * share * (1 - share))
+
+
+def test_a_run_with_a_tracker_learns_and_remembers():
+    trainer = tiny.trainer(parts={"advantage": {"type": "ValueTracker"}})
+    for trainer.epoch in range(2):
+        assert math.isfinite(trainer.run_epoch()["loss"])
+    assert 2 <= len(trainer.memory["ValueTracker"]) <= 4

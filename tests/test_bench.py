@@ -81,3 +81,15 @@ def test_the_evaluations_to_an_accuracy_by_hand():
     assert bench_methods.reaching(RUNS).splitlines()[2:] == [
         "| flow_grpo | 100 | 1.00 |", "| quick | 30 | 0.30 |", "| slow | not reached | |"]
     assert bench_methods.losers(RUNS) == ["slow"]
+
+
+def test_previews_are_foretold_and_count(tmp_path):
+    settings = config(tmp_path, "mix_grpo+sol_rl", 2, preview={"pool": 5, "steps": 2})
+    settings = settings.model_copy(update={"train": settings.train.model_copy(update={"group": 4, "epochs": 2})})
+    # 2 prompts of 4 rows, each a noise of its own: previews 2 * 5 * 2, rollout 10 * 8, replay of the window 4 * 8, and
+    # in the first epoch once more.
+    assert [bench_starter.epoch_cost(settings, epoch) for epoch in (0, 1)] == [20 + 80 + 2 * 32, 20 + 80 + 32]
+    summary = run(settings, pipe=tiny.sd3(), functions={"bright": bright}, prompts=[Prompt(text) for text in "abcde"])
+    assert summary["denoiser_evaluations"] == 2 * (20 + 80) + 3 * 32
+    assert summary["rollout_evaluations_per_picture"] == pytest.approx((20 + 80) / 8)
+    assert summary["rollout_evaluations_saved_by_sharing"] == 0

@@ -166,6 +166,27 @@ def test_weighted_epochs_repeat_no_prompt_unless_they_must():
         assert sorted(Counter(p.text for p in draw(prompts, 6, epoch, 0)).values()) == [1, 1, 2, 2]
 
 
+def test_equal_wishes_change_nothing():
+    for prompts in (named(*"abcdef"), [Prompt(text, weight=1 + i) for i, text in enumerate("abcdef")]):
+        for wanted in (None, [0.55] * 6, [0] * 6):
+            assert [draw(prompts, 4, e, 1, wanted) for e in range(9)] == [draw(prompts, 4, e, 1) for e in range(9)]
+
+
+def test_prompts_are_drawn_as_often_as_they_are_wanted_times_their_weight():
+    prompts = [Prompt("a", weight=1), Prompt("b", weight=2), Prompt("c", weight=4)]
+    counts = Counter(draw(prompts, 1, epoch, 0, [4, 1, 0.5])[0].text for epoch in range(8000))
+    for text, share in (("a", 4 / 8), ("b", 2 / 8), ("c", 2 / 8)):
+        assert abs(counts[text] - 8000 * share) < 5 * (8000 * share * (1 - share)) ** 0.5
+    assert draw(prompts, 2, 7, 3, [4, 1, 0.5]) == draw(prompts, 2, 7, 3, [4, 1, 0.5])
+
+
+def test_what_is_not_wanted_comes_last():
+    prompts = named(*"abcd")
+    for epoch in range(30):
+        drawn = [prompt.text for prompt in draw(prompts, 3, epoch, 0, [0, 1, 0, 1])]
+        assert {"b", "d"} < set(drawn) and len(set(drawn)) == 3
+
+
 # --- the starter's prompts -------------------------------------------------------------------------------------------
 
 def test_starter_prompts_are_what_the_script_builds():

@@ -11,6 +11,7 @@ import torch
 from flowgrpo import methods
 from flowgrpo.advantages import Advantage
 from flowgrpo.errors import UserError
+from flowgrpo.layer_tuning import AdaptiveClip, LayerTuning
 from flowgrpo.log import Stats
 from flowgrpo.methods import PRESETS, Method, preset, resolve, with_parts
 from flowgrpo.objectives import Clip, Guard, InverseDelta, NoiseLevel, PlainRatio, Uniform
@@ -42,6 +43,7 @@ PUBLISHED = {
 }
 # What a preset has beside these.
 OTHER = {"tempflow_grpo": {"step_weight": NoiseLevel()}, "granular_grpo": {"strides": (1, 2, 3)},
+         "tree_rpo": {"surrogate": AdaptiveClip(1e-4, 2e-4, 1.0), "tuning": LayerTuning(0.01)},
          "pref_grpo": {"shaping": WinRate()}, "b2_diffurl": {"selection": Extremes(-0.5, 0.5, branch=4)}}
 OVERLAYS = {"grpo_guard", "sol_rl"}
 
@@ -52,9 +54,9 @@ def test_published_defaults(name):
     method = preset(name)
     assert (method.kernel, method.plan, method.solver, method.tail) == (kernel, plan, solver, tail)
     assert (method.roots == 1) is shared and method.advantage == Advantage(scale, order, clamp=5.0)
-    assert method.surrogate == Clip(clip, clip) and method.kl.weight == kl
+    assert method.kl.weight == kl
     usual = {"log_ratio": PlainRatio(), "step_weight": Uniform(), "selection": All(), "shaping": AsIs(),
-             "strides": (1,), "preview": None}
+             "strides": (1,), "preview": None, "surrogate": Clip(clip, clip), "tuning": LayerTuning()}
     assert {key: getattr(method, key) for key in usual} == usual | OTHER.get(name, {})
 
 
@@ -76,8 +78,9 @@ def test_presets_stack_from_left_to_right():
     assert preset("grpo_guard", "mix_grpo").log_ratio == Guard()
 
 
-def test_means_are_read_by_a_kl_and_by_guard_only():
+def test_means_are_read_by_a_kl_by_guard_and_by_layer_tuning_only():
     assert preset("flow_grpo").reads_means and preset("mix_grpo+grpo_guard").reads_means
+    assert preset("tree_rpo").reads_means and not with_parts(preset("tree_rpo"), {"tuning": {"weight": 0}}).reads_means
     assert not preset("mix_grpo").reads_means and not preset("dance_grpo").reads_means
 
 
@@ -160,7 +163,7 @@ def loss(name: str) -> float:
     tiny.stir(trainer.policy, 0.02)
     stats = Stats()
     for part in parts:
-        trainer.backward(part, conditioning, trainer.step_weights(parts), decisions(parts), stats)
+        trainer.backward(part, conditioning, tiny.step_weights(trainer, parts), decisions(parts), stats)
     trainer.step_optimizer(stats)
     return stats.summary()["loss"]
 

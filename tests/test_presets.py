@@ -9,8 +9,8 @@ import pytest
 import tiny
 import torch
 
-from flowgrpo import checkpoint
-from flowgrpo.advantages import group_relative
+from flowgrpo import checkpoint, state
+from flowgrpo.advantages import below, group_relative
 from flowgrpo.errors import UserError
 from flowgrpo.methods import preset
 from flowgrpo.samplers.grids import shifted
@@ -18,6 +18,7 @@ from flowgrpo.samplers.kernels import FlowSDE
 from flowgrpo.samplers.plans import Branches, EachStep, GrowingTail, Sliding, TreeWindow
 from flowgrpo.samplers.preview import Preview, contrasting
 from flowgrpo.samplers.rollout import seeder
+from flowgrpo.train import decisions
 
 # What a preset needs beside the six steps and four samples of tests/tiny.py: room for its splits.
 SIZES = {"branch_grpo": dict(train__steps=12, train__group=16, train__micro_batch=32),
@@ -75,10 +76,10 @@ def test_ddpo_compares_with_the_epochs_before_even_after_a_checkpoint(tmp_path):
     grouped = [torch.tensor(values)[..., None] for values in (first, second)]
     credited(trainer, parts, conditioning, grouped[0])
     trainer.epoch = 1
-    trainer.marked = trainer.counters()
-    trainer.save(tmp_path)
+    trainer.marked = state.counters(trainer)
+    state.save(trainer, tmp_path)
     again = made("ddpo", parts__advantage__least=8)
-    again.restore(checkpoint.latest(tmp_path / "checkpoints"))
+    state.restore(again, checkpoint.latest(tmp_path / "checkpoints"))
     assert again.epoch == 1 and again.memory == trainer.memory
     # The eight rewards 1 to 8 have mean 4.5 and variance 5.25; 0, 0, 2, 2 and four ones have mean 1 and variance 1/2.
     expected = torch.tensor([[(r - 4.5) / 5.25**0.5 for r in second[0]], [0, 0, 0, 0]])
@@ -105,8 +106,8 @@ def test_tempflow_branches_of_a_step_share_its_state_on_one_deterministic_trunk(
     for part, later in zip(parts, parts[1:]):
         step, x = part.transitions[0].step, part.transitions[0].x
         with torch.no_grad():
-            v = trainer.policy.replay(conditioning, x, trainer.grid, step)
-        ode = x - (trainer.grid[step] - trainer.grid[step + 1]).float() * v
+            v = trainer.policy.replay(conditioning, x, trainer.explorer.grid, step)
+        ode = x - (trainer.explorer.grid[step] - trainer.explorer.grid[step + 1]).float() * v
         torch.testing.assert_close(ode, later.transitions[0].x, rtol=1e-5, atol=1e-5)
 
 
@@ -120,7 +121,7 @@ def test_tempflow_compares_the_branches_of_one_step_alone():
 
 def test_tempflow_weights_go_with_the_noise_and_have_mean_one():
     trainer = made("tempflow_grpo")
-    found = trainer.step_weights(sampled(trainer)[0])
+    found = tiny.step_weights(trainer, sampled(trainer)[0])
     sigma = shifted(6, 3.0).tolist()
     # At sigma 1 the released 1 - sigmas[1] stands for 1 - sigma.
     std = [0.7 * math.sqrt(s / (1 - (s if s < 1 else sigma[1])) * (s - after)) for s, after in zip(sigma, sigma[1:6])]
@@ -138,7 +139,7 @@ def test_granular_sums_the_advantages_of_three_granularities():
     assert all(len(part.finals) == 3 for part in parts) and grouped.shape == (3 * 2, 4, 3 * 2)
     for part, given in zip(parts, credited(trainer, parts, conditioning, grouped)):
         at = slice(part.groups.start, part.groups.stop)
-        pictures = [trainer.decode(final, conditioning.rows(part.prompts)) for final in part.finals]
+        pictures = [trainer.explorer.decode(final, conditioning.rows(part.prompts)) for final in part.finals]
         each = [score(picture, None).view(2, 4) for picture in pictures for score in (tiny.red, green)]
         torch.testing.assert_close(grouped[at], torch.stack(each, 2))
         assert (torch.stack(each[::2]).diff(dim=0).abs() > 1e-5).any()  # the granularities are not one picture
@@ -163,22 +164,58 @@ def test_branch_edges_have_the_advantage_of_the_mean_below_them_among_their_dept
         torch.testing.assert_close(advantage, depths[min(taken.step // 3, 3)].repeat(2))
 
 
-def test_branch_depth_pruning_trains_the_kept_depths_which_slide():
-    pruned = Branches(keep=1, every=30)
-    depths = [(0, 1, 2), (3, 4, 5), (6, 7, 8), (9, 10)]
-    assert [pruned(12, epoch, 0).trained for epoch in (0, 29, 30, 60, 90, 120)] == [
-        depths[d] for d in (0, 0, 1, 2, 3, 0)]
-    assert Branches(keep=2)(12, 90, 0).trained == depths[0] + depths[3]
-    assert Branches()(12, 0, 0).trained == sum(depths, ())
-    trainer = made("branch_grpo", parts__plan={"keep": 1, "every": 1})
-    for trainer.epoch in range(2):
+def test_branch_depth_pruning_leaves_out_steps_that_slide_to_the_last_split():
+    def left_out(plan: Branches, epoch: int) -> list[int]:
+        schedule = plan(12, epoch, 0)
+        assert schedule.stochastic == tuple(range(11))
+        return sorted(set(schedule.stochastic) - set(schedule.trained))
+
+    plan = Branches((0, 3, 6), pruned=2, every=30)
+    assert [left_out(plan, epoch) for epoch in (0, 29, 30, 60, 90, 120, 999)] == [
+        [9, 10], [9, 10], [8, 9], [7, 8], [6, 7], [6, 7], [6, 7]]
+    assert left_out(Branches(pruned=4), 500) == [7, 8, 9, 10] and left_out(Branches(), 0) == []
+    with pytest.raises(ValueError, match="^Branches: pruned is 11, expected at most 10 of 12 steps"):
+        Branches(pruned=11)(12, 0, 0)
+    trainer = made("branch_grpo", parts__plan={"splits": [0, 3, 5, 7], "pruned": 2, "every": 1})
+    for trainer.epoch, missing in enumerate(({9, 10}, {8, 9}, {7, 8}, {7, 8})):
         [part] = sampled(trainer)[0]
-        assert tuple(taken.step for taken in part.transitions) == depths[trainer.epoch]
-        assert part.exploration.splits == {0: 2, 3: 2, 6: 2, 9: 2} and len(part.prompts) == 32
+        assert {taken.step for taken in part.transitions} == set(range(11)) - missing
+        assert part.exploration.splits == {0: 2, 3: 2, 5: 2, 7: 2} and len(part.prompts) == 32
+
+
+LATE, EVEN = [0, 1, 2, 3, 12, 13, 14, 15], list(range(16))
+
+
+# Splits 0, 3, 6, 9 of 12 steps: 2, 4, 8 and 16 edges. The rewards rise from leaf to leaf, so that the better one of two
+# siblings is the second.
+@pytest.mark.parametrize("settings, kept, states", [
+    ({}, [[1, 3, 5, 7, 9, 11, 13, 15], range(8), range(4), range(2)], [1, 2, 2, 2, 4, 4, 4, 8, 8, 8, 8]),
+    ({"of": "depth"}, [LATE, range(8), range(4), range(2)], [1, 2, 2, 2, 4, 4, 4, 8, 8, 4, 8]),
+    ({"depths": "all"}, [EVEN[1::2], [1, 3, 5, 7], [1, 3], [1]], [1, 1, 1, 2, 2, 2, 4, 4, 4, 8, 8]),
+    ({"of": "depth", "depths": "all"}, [LATE, [0, 1, 6, 7], [0, 3], [0, 1]], [1, 2, 2, 2, 2, 2, 2, 4, 4, 4, 8]),
+])
+def test_branch_width_pruning_neither_replays_nor_counts_what_it_leaves_out(settings, kept, states):
+    trainer = made("branch_grpo", parts__selection={"type": "WidthPruning"} | settings)
+    parts, conditioning, _ = sampled(trainer)
+    [part] = credited(trainer, parts, conditioning, torch.arange(16.0).expand(2, 16)[..., None])
+    per_depth = [list(edges) for edges in kept][::-1]
+    for whole, taken, advantage in zip(parts[0].transitions, part.transitions, part.advantages):
+        edges = per_depth[min(taken.step // 3, 3)]
+        count = len(whole.parent) // 2
+        both = torch.tensor([group * count + edge for group in range(2) for edge in edges])
+        assert torch.equal(taken.x_next, whole.x_next[both])
+        values = below(torch.arange(16.0).expand(2, 16)[..., None], 16 // count)[..., 0]  # of all nodes, pruned or not
+        torch.testing.assert_close(advantage, group_relative(values)[:, edges].flatten())
+    assert decisions([part]) == 2 * sum(len(per_depth[min(step // 3, 3)]) for step in range(11))
+    before = trainer.policy.evaluations
+    with torch.no_grad():
+        assert all(torch.isfinite(new.logp).all() for _, _, new in trainer.explorer.replay(part, conditioning))
+    assert [len(taken.x) for taken in part.transitions] == [2 * n for n in states]
+    assert trainer.policy.evaluations - before == 2 * sum(states)
 
 
 @pytest.mark.parametrize("settings", [{"splits": ()}, {"splits": (3, 0)}, {"splits": (0, 0)}, {"branch": 1},
-                                      {"every": 0}, {"keep": 0}, {"keep": 5}])
+                                      {"every": 0}, {"pruned": -1}])
 def test_impossible_branches_are_refused(settings):
     with pytest.raises(ValueError, match="^Branches: "):
         Branches(**settings)
@@ -194,8 +231,30 @@ def test_tree_noise_grows_linearly_with_the_depth():
     assert [len(taken.parent) for taken in part.transitions] == [2 * 2, 2 * 4, 2 * 8, 2 * 16]
     x = torch.zeros(1, 1)
     for depth, taken in enumerate(part.transitions):
-        plain = FlowSDE(0.7)(x, x, trainer.grid, taken.step).std
+        plain = FlowSDE(0.7)(x, x, trainer.explorer.grid, taken.step).std
         torch.testing.assert_close(taken.old.std, (1 + 0.5 * depth / 4) * plain.reshape(1))
+
+
+def test_weights_by_noise_follow_the_noise_that_grows_in_a_tree():
+    weights = []
+    for growth in (0.0, 1.0):
+        trainer = made("tree_rpo", parts={"plan": {"growth": growth}, "step_weight": {"type": "NoiseLevel"}})
+        weights.append(tiny.step_weights(trainer, sampled(trainer)[0]))
+    std = [FlowSDE(0.7)(torch.zeros(1, 1), torch.zeros(1, 1), shifted(6, 3.0), step).std.item() for step in range(4)]
+    for found, factors in zip(weights, ((1, 1, 1, 1), (1, 1.25, 1.5, 1.75))):
+        grown = [s * factor for s, factor in zip(std, factors)]
+        assert found == pytest.approx({step: 4 * s / sum(grown) for step, s in enumerate(grown)}, rel=1e-5)
+
+
+@pytest.mark.parametrize("kernel, told", [
+    ({"type": "FlowDDIM", "eta": 0.9}, "FlowDDIM: eta is 1.0125, expected 0 to 1: it is the kernel's times 1.125, the "
+                                       "plan's factor on the noise of a step; lower the plan's growth or the kernel's"),
+    ({"type": "CPS", "level": 0.8}, "CPS: level is 1.1, expected 0 to 1: it is the kernel's times 1.375"),
+])
+def test_noise_that_grows_out_of_the_kernels_range_is_told_before_the_run(kernel, told):
+    with pytest.raises(UserError) as caught:
+        made("tree_rpo", parts__kernel=kernel)
+    assert told in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_a_tree_moves_with_its_window():
@@ -262,7 +321,7 @@ def previewed(trainer, conditioning, prompt: int, grid: torch.Tensor, pool: int)
     for step, delta in enumerate((grid[:-1] - grid[1:]).float()):
         with torch.no_grad():
             x = x - delta * trainer.policy.replay(rows, x, grid, step)
-    return tiny.red(trainer.decode(x, rows), None)
+    return tiny.red(trainer.explorer.decode(x, rows), None)
 
 
 def test_sol_rl_starts_from_the_very_noises_that_previewed_best_and_worst():
@@ -285,7 +344,7 @@ def test_sol_rl_scores_its_pictures_anew():
     parts, conditioning, grouped = sampled(trainer)
     assert [len(call) for call in calls] == [18, 4, 4]
     for part, scores, given in zip(parts, grouped, credited(trainer, parts, conditioning, grouped)):
-        pictures = trainer.decode(part.finals[0], conditioning.rows(part.prompts))
+        pictures = trainer.explorer.decode(part.finals[0], conditioning.rows(part.prompts))
         torch.testing.assert_close(scores[:, 0], -tiny.red(pictures, None))
         torch.testing.assert_close(given.advantages[0], group_relative(scores.T)[0])
 

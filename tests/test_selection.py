@@ -5,7 +5,7 @@ from itertools import combinations
 import pytest
 import torch
 
-from flowgrpo.selection import All, BestWorst, Beyond, DropZeroVariance, Extremes, MaxVariance
+from flowgrpo.selection import All, BestWorst, Beyond, DropZeroVariance, Extremes, MaxVariance, WidthPruning, of_nodes
 from flowgrpo.types import Context
 
 SCORES = torch.tensor([[3.0, 1.0, 4.0, 1.5, 9.0, 2.0], [0.0, 0.0, 0.0, 0.0, 0.0, 0.0]])
@@ -39,13 +39,14 @@ def test_best_worst_wants_enough_samples():
         BestWorst(8)(SCORES)
 
 
-@pytest.mark.parametrize("part", [BestWorst(2), MaxVariance(2), Extremes(), Beyond(0.5)])
+@pytest.mark.parametrize("part", [BestWorst(2), MaxVariance(2), Extremes(), Beyond(0.5), WidthPruning()])
 def test_scores_to_rank_by_have_no_nan(part):
     with pytest.raises(AssertionError):
         part(torch.tensor([[1.0, float("nan"), 2.0]]))
 
 
-@pytest.mark.parametrize("part", [All(), BestWorst(2), MaxVariance(2), Extremes(), Beyond(0.5), DropZeroVariance()])
+@pytest.mark.parametrize("part", [All(), BestWorst(2), MaxVariance(2), Extremes(), Beyond(0.5), DropZeroVariance(),
+                                  WidthPruning()])
 def test_every_part_takes_a_context(part):
     keep = part(SCORES, Context(epochs=3))
     assert keep.dtype == torch.bool and keep.shape == SCORES.shape and torch.equal(keep, part(SCORES))
@@ -110,6 +111,38 @@ def test_extremes_keep_one_sample_of_a_tie():
 def test_extremes_names_mistakes():
     for call in (lambda: Extremes(1, 0), lambda: Extremes(branch=0), lambda: Extremes(branch=4)(SCORES)):
         with pytest.raises(ValueError, match="Extremes: .* expected"):
+            call()
+
+
+# The width of a tree
+
+TREE = torch.tensor([[1.0, 2, 9, 3, 4, 4, 0, 7]])
+
+
+@pytest.mark.parametrize("part, kept", [
+    (WidthPruning(), [1, 2, 4, 7]),  # the better of each pair, a tie by position
+    (WidthPruning(branch=4), [2, 3, 4, 7]), (WidthPruning(branch=4, share=0.3), [2, 7]),
+    (WidthPruning(of="depth"), [0, 6, 2, 7]), (WidthPruning(of="depth", share=0.3), [6, 2]),
+    (WidthPruning(share=1), range(8)),
+])
+def test_width_pruning_by_hand(part, kept):
+    assert part(TREE)[0].nonzero().flatten().tolist() == sorted(kept)
+
+
+def test_inner_nodes_are_pruned_where_it_is_asked_for():
+    scores = torch.tensor([[1.0, 2, 4, 3]])
+    assert WidthPruning().nodes(scores).all() and WidthPruning(depths="all").nodes(torch.ones(1, 1)).all()
+    assert WidthPruning(depths="all").nodes(scores).tolist() == [[False, True, True, False]]
+    assert WidthPruning("depth", depths="all").nodes(scores).tolist() == [[True, False, True, False]]
+    leaves = torch.tensor([[True, False, False, False, True, True, False, True]])
+    assert of_nodes(BestWorst(2), leaves, scores).tolist() == [[True, False, True, True]]
+    assert of_nodes(WidthPruning(depths="all"), leaves, scores).tolist() == [[False, True, True, False]]
+
+
+def test_width_pruning_names_mistakes():
+    for call in (lambda: WidthPruning("leaves"), lambda: WidthPruning(depths="first"), lambda: WidthPruning(share=0),
+                 lambda: WidthPruning(branch=1), lambda: WidthPruning(branch=4)(SCORES)):
+        with pytest.raises(ValueError, match="WidthPruning: .* expected"):
             call()
 
 

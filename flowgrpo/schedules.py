@@ -1,0 +1,75 @@
+"""How the weight of a KL changes from epoch to epoch: `schedule(weight, context) -> weight`, of the recipe's weight.
+
+memory["kl"] of the context holds the weight of the epoch before and the KL that it measured, the mean over the
+decisions of its updates, None where it trained nothing. In the first epoch there is no such entry.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flowgrpo.types import Context
+
+
+@dataclass(frozen=True)
+class Constant:
+    """The recipe's weight in every epoch."""
+
+    def __call__(self, weight: float, context: Context) -> float:
+        return weight
+
+    def silent(self, weight: float) -> bool:
+        """Whether the weight is 0 in every epoch."""
+        return weight == 0
+
+
+@dataclass(frozen=True)
+class Linear:
+    """From the recipe's weight in the first epoch to `last` in the run's last one: the dynamic KL of GRPO-D, weak while
+    the policy explores and strong later (OThink-MR1, 2503.16081). A straight line between the two is our choice."""
+
+    last: float
+
+    def __post_init__(self) -> None:
+        if not self.last >= 0:
+            raise ValueError(f"Linear: last is {self.last}, expected 0 or more")
+
+    def __call__(self, weight: float, context: Context) -> float:
+        return weight + (self.last - weight) * context.epoch / max(context.epochs - 1, 1)
+
+    def silent(self, weight: float) -> bool:
+        return weight == self.last == 0
+
+
+@dataclass(frozen=True)
+class Adaptive:
+    """Times `factor` after an epoch that measured a KL above 1.5 target, over it after one below target / 1.5
+    (PPO, 1707.06347, section 4). The first epoch has the recipe's weight, which must be above 0.
+
+    A KL of exactly 0 is that of a policy which has not left its reference yet: it changes nothing. target is in the
+    unit of the KL, a mean over the latent's values.
+    """
+
+    target: float
+    factor: float = 2.0
+
+    def __post_init__(self) -> None:
+        if not self.target > 0 or not self.factor > 1:
+            raise ValueError(f"Adaptive: target is {self.target} and factor {self.factor}, expected above 0 and "
+                             "above 1")
+
+    def __call__(self, weight: float, context: Context) -> float:
+        before = context.memory.get("kl")
+        if before is None:
+            return weight
+        weight, measured = before["weight"], before["measured"]
+        if not measured:
+            return weight
+        if measured > 1.5 * self.target:
+            return weight * self.factor
+        return weight / self.factor if measured < self.target / 1.5 else weight
+
+    def silent(self, weight: float) -> bool:
+        if weight == 0:
+            raise ValueError("Adaptive: the KL's weight is 0, which no factor raises, expected above 0")
+        return False

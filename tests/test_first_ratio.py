@@ -1,0 +1,39 @@
+"""The limit of the first ratio: by precision and clip range, and where nothing is clipped."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import tiny
+import torch
+
+from flowgrpo.first_ratio import FirstRatio
+from flowgrpo.methods import preset, with_parts
+from flowgrpo.objectives import Clip
+from flowgrpo.processes import Processes
+
+
+@pytest.mark.parametrize("surrogate, limit", [
+    (Clip(1e-4, 1e-4), 1e-5), (Clip(0.2, 2e-6), 2e-7), (Clip(0.1, 0.3), 1e-2), (Clip(0.1, math.inf), 1e-2),
+    (with_parts(preset("ddpo"), {"surrogate": {"type": "Reinforce"}}).surrogate, 1e-5),
+])
+def test_limits_by_hand(surrogate, limit):
+    explorer = SimpleNamespace(processes=Processes())  # nothing is replayed here
+    assert FirstRatio(explorer, surrogate, exact=True).limit == 1e-6
+    assert FirstRatio(explorer, surrogate, exact=False).limit == pytest.approx(limit)
+
+
+def test_without_a_clip_old_scores_that_differ_are_computed_again_too():
+    policy = tiny.policy(tiny.sd3().to(torch.bfloat16), precision="bf16")
+    trainer = tiny.trainer(policy, precision="bf16", method="ddpo", parts__surrogate={"type": "Reinforce"})
+    parts, conditioning, grouped = trainer.sample(trainer.prompts[:2])
+    [first, *rest] = trainer.credit(parts, grouped, conditioning.prompts)
+    taken = first.transitions[0]
+    off = replace(taken, old=replace(taken.old, logp=taken.old.logp + 1e-4))
+    first = replace(first, transitions=(off, *first.transitions[1:]))
+    again = trainer.first_ratio([first, *rest], conditioning, print)
+    assert trainer.first_ratio.rescore and trainer.first_ratio.found == pytest.approx(1e-4, rel=0.1)
+    torch.testing.assert_close(again[0].transitions[0].old.logp, taken.old.logp, rtol=0, atol=1e-5)
