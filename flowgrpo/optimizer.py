@@ -1,0 +1,20 @@
+"""The optimiser of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from flowgrpo.config import Train
+
+
+def make_optimizer(train: Train, parameters: Sequence[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    """AdamW over the parameters: in one kernel on CUDA, or with its two moments in 8 bits (2110.02861, bitsandbytes),
+    in which tensors of fewer than 4,096 values keep them in 32."""
+    options = {"lr": train.lr, "betas": train.betas, "weight_decay": train.weight_decay}
+    if train.optimizer == "adamw8bit":
+        from bitsandbytes.optim import AdamW8bit
+
+        return AdamW8bit(parameters, **options)
+    return torch.optim.AdamW(parameters, fused=parameters[0].device.type == "cuda", **options)

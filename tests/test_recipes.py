@@ -1,0 +1,74 @@
+"""The recipes: each loads, fits the pipeline that it is for, and makes a batch that can be dealt out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from flowgrpo import methods
+from flowgrpo.config import load
+from flowgrpo.geometry import geometry
+from flowgrpo.policies import frozen, tiny
+from flowgrpo.policies.pipeline import PipelinePolicy
+from flowgrpo.samplers.predictions import process
+from flowgrpo.samplers.preview import require_choice
+from flowgrpo.samplers.rollout import make_grid
+
+FOLDER = Path(__file__).parents[1] / "configs"
+# The pipeline class of each recipe's model, and the process of its scheduler.
+PIPELINES = {
+    "sd15": ("StableDiffusionPipeline", "vp"),
+    "sdxl": ("StableDiffusionXLPipeline", "vp"),
+    "sd35_medium": ("StableDiffusion3Pipeline", "flow"),
+    "flux_dev": ("FluxPipeline", "flow"),
+    "flux_kontext": ("FluxKontextPipeline", "flow"),
+    "qwen_image": ("QwenImagePipeline", "flow"),
+    "z_image": ("ZImagePipeline", "flow"),
+    "sana": ("SanaPipeline", "flow"),
+    "wan21_1b": ("WanPipeline", "flow"),
+    "wan21_14b": ("WanPipeline", "flow"),
+    "wan22": ("WanPipeline (2.2)", "flow"),
+    "hunyuan_video": ("HunyuanVideoPipeline", "flow"),
+    "skyreels_i2v": ("HunyuanSkyreelsImageToVideoPipeline", "flow"),
+}
+STARTERS = {path.stem for path in FOLDER.glob("starter*.yaml")}
+
+
+def test_every_recipe_is_tried_here():
+    assert {path.stem for path in FOLDER.glob("*.yaml")} - STARTERS == set(PIPELINES)
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_a_recipe_fits_its_pipeline(name):
+    """Its method on the pipeline's own process and grid, the arguments of its call, its adapter on every denoiser."""
+    config, (cls, kind) = load(FOLDER / f"{name}.yaml"), PIPELINES[name]
+    pipe, call = tiny.make(cls)
+    assert process(pipe.scheduler) == kind
+    method = methods.resolve(config, kind)
+    frozen.require(config, methods.resolve(config), "cpu")
+    policy = PipelinePolicy(pipe, config.adapter, call=call | {k: v for k, v in config.call.items() if k not in call},
+                            memory=config.memory)
+    assert {key.split(".")[0] for key in policy.weights.named} == set(policy.denoisers)
+    train = config.train
+    grid, timesteps = make_grid(train.grid, train.steps, train.shift, pipe.scheduler, policy.strength)
+    explorations = method.explorations(grid, train.group, train.shift, 0, config.seed, timesteps)
+    assert explorations and all(each.schedule.trained for each in explorations)
+    if method.preview:
+        require_choice(explorations, method.preview.pool)
+
+
+@pytest.mark.parametrize("processes", [1, 8])
+@pytest.mark.parametrize("name", PIPELINES)
+def test_its_batch_can_be_dealt_out_to_one_process_and_to_eight(name, processes):
+    train = load(FOLDER / f"{name}.yaml").train
+    found = geometry(train, processes)
+    assert found.prompts * processes == train.prompts and found.updates == train.updates
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_it_says_whose_set_up_it_is_and_what_to_change(name):
+    text = (FOLDER / f"{name}.yaml").read_text(encoding="utf-8")
+    said = "".join(line for line in text.splitlines(True) if line.startswith("#"))
+    assert "24 GB" in said and "Several GPUs" in said
+    assert "published" in said or any(source in said for source in ("2305.", "2505.", "2507.", "2604.", "its code"))
