@@ -6,11 +6,15 @@ BIN := .venv/bin
 demo: .venv/installed
 	$(BIN)/python -m flowgrpo train configs/starter.yaml
 
-test: .venv/installed
-	$(BIN)/python -m pytest
+test: .venv/tested
+	$(BIN)/python -m pytest -n 2
 
 # Without --system-site-packages and without torchaudio, whose build may not fit torch's.
 .venv/installed: pyproject.toml
 	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --editable .
+	touch $@
+
+.venv/tested: .venv/installed
 	$(BIN)/python -m pip install --quiet --editable '.[test]'
 	touch $@

@@ -20,6 +20,7 @@ import torch
 from scipy import ndimage
 from scipy.optimize import linear_sum_assignment
 
+from flowgrpo.rewards.about import About
 from flowgrpo.starter.scenes import COLOURS, RELATIONS, SHAPES, SIZE, coverage, parse
 
 # Ramps: (worth 0 at, worth 1 from). Colours differ by their Euclidean distance in sRGB; two of the six by >= 0.52.
@@ -282,6 +283,9 @@ def scene(images, prompts: Sequence[str], metadata=None) -> list[float]:
     Arguments and errors are those of `scene_graded`.
     """
     return [float(grade == 1.0) for grade in scene_graded(images, prompts, metadata)]
+
+
+scene.about = scene_graded.about = About(modality="image", range=(0, 1), needs="", licence="Apache-2.0")
 
 
 def _grade(reading: Reading, slots: _Slots) -> float:

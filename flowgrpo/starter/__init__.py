@@ -1,10 +1,19 @@
-"""The starter: a small model that ships with the package, its scenes and its prompts.
+"""The starters: small models that ship with the package, one for pictures and one for clips, their worlds and prompts.
 
-Here are the few numbers of its card that callers need.
+Here are the few numbers of their cards that callers need, by the name that `model` takes.
 """
 
 from __future__ import annotations
 
+from pathlib import Path
+
 CALL = {"max_sequence_length": 1}  # it has no T5, and the pipeline pads that many zero tokens in its place
 EVAL_STEPS = 20
 EVAL_GUIDANCE = 2.0
+VIDEO_GUIDANCE = 4.0
+VIDEO_CALL = {"height": 64, "width": 64, "num_frames": 5, "max_sequence_length": 8}
+
+FOLDERS = {"starter": Path(__file__).parent / "model", "starter_video": Path(__file__).parent / "video"}
+CALLS = {"starter": CALL, "starter_video": VIDEO_CALL}
+EVAL = {"starter": {"num_inference_steps": EVAL_STEPS, "guidance_scale": EVAL_GUIDANCE},
+        "starter_video": {"num_inference_steps": EVAL_STEPS, "guidance_scale": VIDEO_GUIDANCE}}

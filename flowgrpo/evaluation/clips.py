@@ -1,0 +1,56 @@
+"""Clips on disk: as an animated WebP to look at, and as a tall picture to read back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from PIL import Image
+
+if TYPE_CHECKING:
+    import torch
+
+SECONDS = 1.2  # that a clip lasts when it is shown; longer where a frame would have less than SHORTEST
+SHORTEST, LONGEST = 40, 200  # milliseconds of a frame
+MOMENTS = 48  # frames of an animated page
+
+
+def as_image(picture: torch.Tensor) -> Image.Image:
+    """A picture [3, H, W] in [0, 1] for PIL, clamped."""
+    pixels = (picture.detach().float().cpu().clamp(0, 1) * 255).round().byte().permute(1, 2, 0)
+    return Image.fromarray(pixels.numpy())
+
+
+def animate(path: str | Path, frames: Sequence[Image.Image]) -> Path:
+    """Write pictures of one size as an animated WebP without loss, which repeats for ever."""
+    path, pace = Path(path), round(min(max(1000 * SECONDS / len(frames), SHORTEST), LONGEST))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    frames[0].save(path, format="WEBP", save_all=True, append_images=frames[1:], duration=pace, loop=0, lossless=True)
+    return path
+
+
+def save_clip(path: str | Path, clip: torch.Tensor) -> Path:
+    """Write a clip [F, 3, H, W] in [0, 1] as an animated WebP."""
+    return animate(path, [as_image(frame) for frame in clip])
+
+
+def moving(images: Sequence[torch.Tensor]) -> list[float]:
+    """The moments, in [0, 1], at which a page of pictures and clips is drawn; empty where there is no clip."""
+    count = min(max((len(image) for image in images if image.ndim == 4), default=0), MOMENTS)
+    return [i / max(count - 1, 1) for i in range(count)]
+
+
+def still(image: torch.Tensor, moment: float) -> torch.Tensor:
+    """What a picture or a clip shows at a moment in [0, 1]: [3, H, W]."""
+    return image if image.ndim == 3 else image[round(moment * (len(image) - 1))]
+
+
+def tall(image: torch.Tensor) -> torch.Tensor:
+    """A picture as it is, a clip's frames [F, 3, H, W] below each other: [3, F * H, W]."""
+    return image if image.ndim == 3 else image.transpose(0, 1).flatten(1, 2)
+
+
+def untall(image: torch.Tensor, frames: int | None) -> torch.Tensor:
+    """The picture (frames: None) or clip of which `tall` made `image`."""
+    return image if frames is None else image.unflatten(1, (frames, -1)).transpose(0, 1)

@@ -1,0 +1,82 @@
+"""What a reward says of itself, for the table of `flowgrpo rewards` and for the check before a run."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Any
+
+from flowgrpo.errors import UserError
+
+MODALITIES = ("image", "video", "text")
+
+
+@dataclass(frozen=True)
+class About:
+    """A reward's facts, given as its attribute `about`; None where they are not known.
+
+    modality: "image", "video" or "text", several joined by a slash; range: the lowest and the highest score, None for
+    no bound; needs: extras of flowgrpo or packages to install, separated by commas, "" for none; licence: of the code
+    and of the weights that the reward loads. ValueError for an unknown modality.
+    """
+
+    modality: str | None = None
+    range: tuple[float | None, float | None] | None = None
+    needs: str | None = None
+    licence: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.modality is not None and not set(self.modality.split("/")) <= set(MODALITIES):
+            raise ValueError(f"modality is {self.modality!r}, expected {', '.join(MODALITIES)}, or several joined by a "
+                             "slash")
+
+    @property
+    def installed(self) -> bool | None:
+        """Whether everything that the reward needs is installed; nothing is imported to find out."""
+        if self.needs is None:
+            return None
+        wanted = [name.strip() for name in self.needs.split(",") if name.strip()]
+        return all(_present(package) for name in wanted for package in _packages(name))
+
+
+def about(reward: Any) -> About:
+    """What a reward says of itself: all unknown for a plain function that says nothing."""
+    told = getattr(reward, "about", None)
+    return told if isinstance(told, About) else About()
+
+
+def require_modality(rewards: dict[str, Any], modality: str) -> None:
+    """UserError for the first reward that is known to judge something else than `modality`."""
+    for name, reward in rewards.items():
+        known = about(reward).modality
+        if known is not None and modality not in known.split("/"):
+            raise UserError(f"reward {name!r} judges {known}, but what is generated here is {modality}: choose a "
+                            f"reward for {modality} (`flowgrpo rewards` lists them)")
+
+
+def modality_of(outputs: Any) -> str:
+    """What a batch of outputs is: pictures [B,3,H,W], videos [B,F,3,H,W], or texts."""
+    return {4: "image", 5: "video"}.get(getattr(outputs, "ndim", None), "text")
+
+
+def _packages(name: str) -> Sequence[str]:
+    """The packages of an extra of flowgrpo; of any other name, itself."""
+    from packaging.requirements import Requirement
+
+    try:
+        every = [Requirement(line) for line in metadata.requires("flowgrpo") or ()]
+    except metadata.PackageNotFoundError:  # run from its source, without having been installed
+        every = []
+    of_extra = [need for need in every if need.marker and need.marker.evaluate({"extra": name})
+                and not need.marker.evaluate({"extra": ""})]
+    return [need.name for need in of_extra] or [name]
+
+
+def _present(package: str) -> bool:
+    try:
+        metadata.version(package)
+        return True
+    except metadata.PackageNotFoundError:
+        return importlib.util.find_spec(package.replace("-", "_")) is not None

@@ -1,0 +1,243 @@
+"""Rewards made of rewards. The first half is pure: scores [B, R], NaN where a reward does not apply, to values [B].
+
+    reward:
+      gated: {args: {rewards: [safety, {use: ocr, args: {score: partial}}], thresholds: [0.5]}}
+
+Each part is a name, a rule as under `eval.rewards`, or a function. A weighted sum, a threshold, a rank and a route need
+none of this: they are in a recipe's rules.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from pydantic import ValidationError
+from torch import Tensor
+
+from flowgrpo.errors import UserError
+from flowgrpo.reward_rule import WatchRule
+from flowgrpo.rewards.about import MODALITIES, About, about
+
+# --- pure ------------------------------------------------------------------------------------------------------------
+
+
+def tiered(scores: Tensor, thresholds: Sequence[float], weights: Sequence[float] | None = None) -> Tensor:
+    """The weighted sum of the tiers that count, the lowest first: one that misses its threshold still counts itself,
+    but zeroes all above it (hierarchical gates, ChipSeek-R1). [B, R], R - 1 thresholds, R weights (1 each) -> [B].
+
+    A tier that does not apply (NaN) holds nothing up and counts for nothing; NaN where none applies.
+    """
+    below = scores[:, :-1]
+    passed = below.isnan() | (below >= scores.new_tensor(thresholds))
+    reached = torch.cat([torch.ones_like(scores[:, :1], dtype=torch.bool), passed.cumprod(1).bool()], 1)
+    weighted = scores * scores.new_tensor([1.0] * scores.shape[1] if weights is None else weights)
+    return _where_any(scores, (weighted * reached).nansum(1))
+
+
+def gated(scores: Tensor, thresholds: Sequence[float]) -> Tensor:
+    """The last column where every column before it reaches its threshold, else 0. [B, R], R - 1 thresholds -> [B].
+
+    A gate that does not apply is open; NaN where the last column does not apply.
+    """
+    gates = scores[:, :-1]
+    opened = (gates.isnan() | (gates >= gates.new_tensor(thresholds))).all(1)
+    return scores[:, -1] * opened
+
+
+def ternary(score: Tensor, right: float, wrong: float) -> Tensor:
+    """1 from `right` on, -1 up to `wrong`, and 0 between and where there is no answer (NaN): abstaining costs less than
+    being wrong (TruthRL). [B] -> [B]."""
+    return (score >= right).to(score) - (score <= wrong).to(score)
+
+
+def checklist(scores: Tensor, thresholds: Sequence[float]) -> Tensor:
+    """The share of the items that apply which reach their threshold (ACE-RL); NaN where none applies. [B, R] -> [B]."""
+    met = (scores >= scores.new_tensor(thresholds)).sum(1)
+    return _where_any(scores, met / (~scores.isnan()).sum(1).clamp(min=1).to(scores))
+
+
+def harmonic(image: Tensor, text: Tensor, share: float) -> Tensor:
+    """RPO's reward of subject-driven generation: 1 / (share / image + (1 - share) / text), the weighted
+    harmonic mean of the similarities to the subject's picture and to the prompt; 0 where one is not above 0. [B], [B]
+    -> [B]."""
+    positive = (image > 0) & (text > 0)
+    one = torch.ones_like(image)
+    mean = 1 / (share / image.where(positive, one) + (1 - share) / text.where(positive, one))
+    return (mean * positive).masked_fill(image.isnan() | text.isnan(), torch.nan)
+
+
+def corrected(score: Tensor, false_positive: float, false_negative: float) -> Tensor:
+    """A verdict r in {0, 1} of a verifier that errs at known rates: (r - fp) / (1 - fp - fn), whose mean over its
+    errors is the true verdict (backward correction, "RL with Verifiable
+    yet Noisy Rewards under Imperfect Verifiers"). [B] -> [B]."""
+    return (score - false_positive) / (1 - false_positive - false_negative)
+
+
+def _where_any(scores: Tensor, values: Tensor) -> Tensor:
+    return values.masked_fill(scores.isnan().all(1), torch.nan)
+
+
+# --- for a recipe ----------------------------------------------------------------------------------------------------
+
+LIKE_ITS_PARTS = About(modality="image/video/text", range=(None, None), needs="", licence="the rewards'")
+
+
+@dataclass(frozen=True, eq=False)
+class Combined:
+    """Some rewards, scored together; a subclass says what becomes of their columns.
+
+    UserError as of a recipe's rules, and for a reward that compares the samples of a group.
+    """
+
+    rewards: Sequence[Any]
+    made: dict[str, Any] = field(init=False, repr=False, compare=False)
+    about = LIKE_ITS_PARTS
+
+    def __post_init__(self) -> None:
+        from flowgrpo.rewards.compose import compose
+        from flowgrpo.rewards.pairwise import sees_groups
+
+        self._require(isinstance(self.rewards, (list, tuple)) and self.rewards, "rewards", "a list of rewards")
+        given = {self._label(i): part for i, part in enumerate(self.rewards) if callable(part)}
+        made = compose({self._label(i): self._rule(i) for i in range(len(self.rewards))}, None, given)
+        grouped = [part for part, reward in zip(self.rewards, made.values()) if sees_groups(reward)]
+        self._require(not grouped, "rewards", "rewards that score one sample at a time, not whole groups")
+        judged = [(about(reward).modality or LIKE_ITS_PARTS.modality).split("/") for reward in made.values()]
+        common = [modality for modality in MODALITIES if all(modality in each for each in judged)]
+        self._require(common, "rewards", "rewards that judge the same: pictures, videos or texts")
+        object.__setattr__(self, "about", replace(self.about, modality="/".join(common)))
+        object.__setattr__(self, "made", made)
+
+    def __call__(self, outputs: Any, prompts: Sequence[str], metadata: Sequence[dict]) -> list[float | None]:
+        from flowgrpo.rewards.score import score
+
+        values = self.combined(score(self.made, outputs, prompts, metadata).double())
+        return [None if math.isnan(value) else value for value in values.tolist()]
+
+    def combined(self, scores: Tensor) -> Tensor:
+        """The scores [B, R] of the parts, NaN where one does not apply, to values [B]."""
+        raise NotImplementedError
+
+    def _label(self, place: int) -> str:
+        return f"{type(self).__name__.lower()}[{place}]"
+
+    def _rule(self, place: int) -> WatchRule:
+        part = self.rewards[place]
+        if callable(part):
+            return WatchRule()
+        try:
+            return WatchRule.model_validate(part if isinstance(part, dict) else {"use": part})
+        except ValidationError as error:
+            first = error.errors()[0]
+            raise UserError(f"{self._label(place)}: {'.'.join(map(str, first['loc']))}: got {first['input']!r}, "
+                            f"{first['msg'].lower()}") from None
+
+    def _require(self, holds: Any, name: str, expected: str) -> None:
+        if not holds:
+            raise UserError(f"reward {type(self).__name__.lower()!r}: {name} is {getattr(self, name)!r}, expected "
+                            f"{expected}")
+
+
+@dataclass(frozen=True, eq=False)
+class Tiered(Combined):
+    """The weighted sum of tiers, lowest first; one that misses its threshold zeroes those above it."""
+
+    thresholds: Sequence[float] = ()
+    weights: Sequence[float] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._require(len(self.thresholds) == len(self.rewards) - 1, "thresholds",
+                      f"{len(self.rewards) - 1}, one per reward but the last")
+        self._require(self.weights is None or len(self.weights) == len(self.rewards), "weights",
+                      f"{len(self.rewards)}, one per reward")
+
+    def combined(self, scores: Tensor) -> Tensor:
+        return tiered(scores, self.thresholds, self.weights)
+
+
+@dataclass(frozen=True, eq=False)
+class Gated(Combined):
+    """The last of some rewards where all before it reach their thresholds, else 0."""
+
+    thresholds: Sequence[float] = ()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._require(len(self.thresholds) == len(self.rewards) - 1, "thresholds",
+                      f"{len(self.rewards) - 1}, one per reward but the last")
+
+    def combined(self, scores: Tensor) -> Tensor:
+        return gated(scores, self.thresholds)
+
+
+@dataclass(frozen=True, eq=False)
+class Ternary(Combined):
+    """1 where a reward reaches `right`, -1 where it is at most `wrong`, 0 between and where it has no answer."""
+
+    right: float = 1.0
+    wrong: float = 0.0
+    about = replace(LIKE_ITS_PARTS, range=(-1, 1))
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._require(len(self.rewards) == 1, "rewards", "one reward")
+        self._require(self.wrong < self.right, "wrong", f"less than right, which is {self.right!r}")
+
+    def combined(self, scores: Tensor) -> Tensor:
+        return ternary(scores[:, 0], self.right, self.wrong)
+
+
+@dataclass(frozen=True, eq=False)
+class Checklist(Combined):
+    """The share of some rewards, among those that apply, which reach their thresholds (1 for each by default)."""
+
+    thresholds: Sequence[float] | None = None
+    about = replace(LIKE_ITS_PARTS, range=(0, 1))
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._require(self.thresholds is None or len(self.thresholds) == len(self.rewards), "thresholds",
+                      f"{len(self.rewards)}, one per reward")
+
+    def combined(self, scores: Tensor) -> Tensor:
+        return checklist(scores, [1.0] * scores.shape[1] if self.thresholds is None else self.thresholds)
+
+
+@dataclass(frozen=True, eq=False)
+class Harmonic(Combined):
+    """The weighted harmonic mean of two similarities, to a subject's picture and to the prompt, in this order (RPO);
+    `share` is the first one's."""
+
+    share: float = 0.5
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._require(len(self.rewards) == 2, "rewards", "two rewards")
+        self._require(0 <= self.share <= 1, "share", "a number from 0 to 1")
+
+    def combined(self, scores: Tensor) -> Tensor:
+        return harmonic(*scores.unbind(1), self.share)
+
+
+@dataclass(frozen=True, eq=False)
+class Corrected(Combined):
+    """The verdict, 0 or 1, of a verifier whose rates of error are known, corrected so that it is right in the mean."""
+
+    false_positive: float = 0.0
+    false_negative: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._require(len(self.rewards) == 1, "rewards", "one reward")
+        for name in ("false_positive", "false_negative"):
+            self._require(0 <= getattr(self, name) < 1, name, "a rate from 0 to below 1")
+        self._require(self.false_positive + self.false_negative < 1, "false_positive",
+                      f"less than 1 - false_negative, {1 - self.false_negative:g}: such a verdict says nothing")
+
+    def combined(self, scores: Tensor) -> Tensor:
+        return corrected(scores[:, 0], self.false_positive, self.false_negative)

@@ -1,0 +1,97 @@
+"""Rewards as a recipe composes them: each with its rule, made once before a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from flowgrpo.errors import UserError
+from flowgrpo.reward_rule import RewardRule, WatchRule
+from flowgrpo.rewards import transforms
+from flowgrpo.rewards.cache import Scores
+from flowgrpo.rewards.find import find
+from flowgrpo.rewards.pairwise import sees_groups
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Composed:
+    """A reward with its rule, as `score` calls it; `kept` are the scores that it gave before, where they are kept."""
+
+    function: Callable[..., Any]
+    rule: WatchRule = WatchRule()
+    kept: Scores | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        """What the reward says of itself: `about`, `group`, `pairwise`."""
+        if name in ("about", "group", "pairwise"):
+            return getattr(self.function, name)
+        raise AttributeError(name)
+
+
+def compose(rules: dict[str, WatchRule], cache: str | None = None,
+            given: dict[str, Any] | None = None) -> dict[str, Composed]:
+    """Find and make the rewards of a recipe.
+
+    rules: by label, which is the reward's name where the rule does not `use` another; cache: the folder of what is
+    kept; given: functions by label, which take the place of what the rules name. UserError as of `find`, and for scores
+    to be kept without a folder.
+    """
+    return {label: _composed(label, rule, cache, (given or {}).get(label)) for label, rule in rules.items()}
+
+
+def _composed(label: str, rule: WatchRule, cache: str | None, given: Any) -> Composed:
+    name = rule.use or label
+    if given is not None and rule.args:
+        raise UserError(f"reward {label!r} takes no args: it is given as an object")
+    function = find(name, rule.args) if given is None else given
+    if not rule.cache:
+        return Composed(function, rule)
+    if sees_groups(function):
+        raise UserError(f"reward {label!r} compares the samples of a group, and its scores hold for that group alone: "
+                        "set cache: false")
+    if cache is None:
+        raise UserError(f"reward {label!r} keeps its scores (cache: true), but no folder is named: set the key cache "
+                        "at the top of the recipe, such as cache: .cache")
+    return Composed(function, rule, Scores(cache, name, function, rule.args))
+
+
+def require_routes(rewards: dict[str, Composed], metadata: Iterable[dict[str, Any]]) -> None:
+    """UserError for a reward whose `when` fits none of the prompts, given by their metadata: a slip of the pen."""
+    every = list(metadata)
+    for label, reward in rewards.items():
+        if reward.rule.when and not any(reward.rule.applies(entry) for entry in every):
+            keys = sorted({key for entry in every for key in entry})
+            raise UserError(f"reward {label!r} applies to no prompt: its `when` is {reward.rule.when}, and the "
+                            f"metadata of the {len(every)} prompts has {', '.join(keys) or 'no keys'}"
+                            f"{_values(reward.rule.when, every)}")
+
+
+def _values(when: dict[str, Any], every: Sequence[dict[str, Any]]) -> str:
+    """The values that the first known key of a `when` has among the prompts, some of them."""
+    key = next((key for key in when if any(key in entry for entry in every)), None)
+    if key is None:
+        return ""
+    return f" ({key}: {', '.join(sorted({repr(entry[key]) for entry in every if key in entry})[:10])})"
+
+
+def transformed(rewards: dict[str, Any], scores: Tensor) -> Tensor:
+    """Scores [P, G, n*R] of R rewards, each after the transforms of its rule; n granularities stand one after another.
+
+    UserError, with the reward's name, where a transform refuses a score.
+    """
+    rules = [reward.rule if isinstance(reward, Composed) else WatchRule() for reward in rewards.values()]
+    if not any(isinstance(rule, RewardRule) and rule.transform for rule in rules):
+        return scores
+    scores = scores.clone()
+    for column in range(scores.shape[-1]):
+        label, rule = list(rewards)[column % len(rules)], rules[column % len(rules)]
+        try:
+            for transform in getattr(rule, "transform", ()):
+                scores[..., column] = transforms.apply(transform, scores[..., column])
+        except ValueError as error:
+            raise UserError(f"reward {label!r}: {error}") from None
+    return scores

@@ -1,0 +1,59 @@
+"""A reward of pictures as a reward of clips: every frame is scored, and the mean or the worst counts.
+
+    reward:
+      frames: {args: {reward: sharpness, frames: min}}
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from flowgrpo.errors import UserError
+from flowgrpo.rewards.about import About, about
+
+LIFTS = ("mean", "min")
+
+
+@dataclass(frozen=True, eq=False)
+class Frames:
+    """The mean or the least score of a clip's frames by a reward of pictures; None where it has none for any frame.
+
+    reward: a name, or a function; args: those that a named one is made with; every: of how many frames one is scored,
+    from the first on. UserError as of `rewards.find`, and where the reward does not judge pictures one by one.
+    """
+
+    reward: Any
+    frames: str = "mean"
+    args: dict[str, Any] = field(default_factory=dict)
+    every: int = 1
+    about = About(modality="video", range=(None, None), needs="", licence="the reward's")
+
+    def __post_init__(self) -> None:
+        from flowgrpo.rewards.find import find
+        from flowgrpo.rewards.pairwise import sees_groups
+
+        if self.frames not in LIFTS or self.every < 1:
+            raise UserError(f"reward 'frames': frames is {self.frames!r} and every {self.every}, expected "
+                            f"{' or '.join(LIFTS)} and 1 or more")
+        function = find(self.reward, self.args) if isinstance(self.reward, str) else self.reward
+        modality = about(function).modality
+        if sees_groups(function) or modality is not None and "image" not in modality.split("/"):
+            raise UserError(f"reward 'frames': {self.reward!r} is no reward of single pictures: choose one that is")
+        object.__setattr__(self, "reward", function)
+
+    def __call__(self, videos: Any, prompts: Sequence[str], metadata: Sequence[dict]) -> list[float | None]:
+        from flowgrpo.rewards.score import score
+
+        videos = videos[:, ::self.every]
+        count = videos.shape[1]
+        prompts, metadata = ([each for each in row for _ in range(count)] for row in (prompts, metadata))
+        found = score({"of frames": self.reward}, videos.flatten(0, 1), prompts, metadata).reshape(-1, count)
+        return [self._lifted([value for value in clip if not math.isnan(value)]) for clip in found.tolist()]
+
+    def _lifted(self, values: list[float]) -> float | None:
+        if not values:
+            return None
+        return min(values) if self.frames == "min" else sum(values) / len(values)

@@ -1,0 +1,293 @@
+"""What a judge's answer says: a score, a verdict on two, which criteria are met, or a level; None where it says none.
+
+All of it is pure. An answer is a stranger's text: reasoning before it (`<think>`), fences, markup and prose around it
+are passed over, and a number outside its range, a refusal or two contradicting answers are no answer.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from flowgrpo.errors import UserError
+
+LONGEST = 10_000  # characters of an answer that are read, from its end
+LEVELS = {"excellent": 5.0, "good": 4.0, "fair": 3.0, "poor": 2.0, "bad": 1.0}
+Range = tuple[float, float]
+
+_NUMBER = r"(?<!\d)(-?\d{1,9}(?:\.\d{1,9})?)(?!\d)(?![.,]\d)(?!\s{0,3}(?:to|-|–)\s{0,3}\d)"
+_OF = rf"{_NUMBER}(?:\s*(?:/|out\s+of)\s*(\d+(?:\.\d+)?))?"
+_LABEL = r"\b(?:score|rating|mark|grade)\b(?:\s*\([^)]{0,40}\))?\s*(?::|=|is\b|of\b|[-–]\s)?\s*"
+_LAST_LABEL = re.compile(rf"\b(?:final|overall|total)\s+{_LABEL}{_OF}", re.I)
+_LABELLED = re.compile(_LABEL + _OF, re.I)
+_FRACTION = re.compile(rf"{_NUMBER}\s*(?:/|out\s+of)\s*(\d+(?:\.\d+)?)", re.I)
+_ALONE = re.compile(rf"{_OF}\s*[.!]?", re.I)
+_REFUSAL = re.compile(
+    r"\W*(?:(?:(?:i'm|i am)\s+(?:very\s+|really\s+)?)?sorry\b|i apologi[sz]e|as an ai\b|(?:i (?:can't|cannot|can not|"
+    r"won't|will not)|(?:i'm|i am) (?:unable|not able) to)\s+(?:help|assist|rate|score|judge|evaluate|assess|comply|"
+    r"provide|answer|view|see (?:the|this|an?|any) (?:image|picture|video)))", re.I)
+_FORMS = ("expected `score in [0, 10]`, `json KEY`, `json KEY in [0, 10]`, or a regular expression with one group "
+          "around the number")
+
+
+def parser(parse: str, scale: Sequence[float] | None = None) -> Callable[[str], float | None]:
+    """Text -> score, as `parse` says: "score in [lo, hi]", "json KEY", "json KEY in [lo, hi]", or a regular expression
+    whose group is the number, where its last match counts. scale: the lowest and highest mark, which become 0 and 1;
+    others are no answer. UserError for what is none of these."""
+    low_high = None if scale is None else _range(scale, "scale")
+    read, own = _reader(parse)
+
+    def parsed(text: str) -> float | None:
+        value = None if refused(text) else read(text, own or low_high)
+        if value is None or not math.isfinite(value) or not _within(value, own) or not _within(value, low_high):
+            return None
+        return value if low_high is None else (value - low_high[0]) / (low_high[1] - low_high[0])
+
+    return parsed
+
+
+def thought_out(text: str) -> str:
+    """An answer without the reasoning before it; nothing where that never came to an end."""
+    text = text[-LONGEST:].rpartition("</think>")[2]
+    return "" if "<think>" in text else text.strip()
+
+
+def conclusion(text: str) -> str:
+    """What an answer comes to: without reasoning, inside its last <answer> where there is one, without markup."""
+    text = thought_out(text).replace("\u2019", "'")
+    inner = re.findall(r"<answer>(.*?)</answer>", text, re.S | re.I)
+    return re.sub(r"`|\*\*|__|(?<!\w)[*_](?=\w)|(?<=\w)[*_](?!\w)", "", inner[-1] if inner else text).strip()
+
+
+def refused(text: str) -> bool:
+    """Whether an answer begins as one that declines to judge."""
+    return _REFUSAL.match(conclusion(text)) is not None
+
+
+# --- one output ------------------------------------------------------------------------------------------------------
+
+def _reader(parse: str) -> tuple[Callable[[str, Range | None], float | None], Range | None]:
+    """How a score is read, and the range that `parse` states."""
+    form = re.fullmatch(r"(score|json\s+\S+)(?:\s+in\s*(\[.*\]))?", parse.strip())
+    if form and (form[2] or form[1] != "score"):
+        own = _range(_list(form[2]), parse) if form[2] else None
+        key = form[1].partition("json")[2].strip()
+        return lambda text, known: (_keyed(conclusion(text), (key,), known) if key else
+                                    _scored(conclusion(text), known)), own
+    last = _last(parse, _FORMS)
+    return lambda text, known: _number(last(text), known), None
+
+
+def _last(parse: str, forms: str) -> Callable[[str], str | None]:
+    """Text -> what the one group of a regular expression holds in its last match; None where it has none."""
+    try:
+        pattern = re.compile(parse, re.S)
+    except re.error as error:
+        raise UserError(f"a judge's parse is {parse!r}, which is no regular expression ({error}): {forms}") from None
+    if pattern.groups != 1:
+        raise UserError(f"a judge's parse is {parse!r}, which has {pattern.groups} groups: {forms}")
+    return lambda text: next(reversed(pattern.findall(thought_out(text))), None)
+
+
+def _list(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return None
+
+
+def _range(values: Any, told: str) -> Range:
+    pair = isinstance(values, (list, tuple)) and len(values) == 2
+    if not pair or not all(type(value) in (int, float) for value in values) or not values[0] < values[1]:
+        raise UserError(f"a judge's range is {values!r} (in {told!r}), expected [lowest, highest], such as [0, 10]")
+    return float(values[0]), float(values[1])
+
+
+def _within(value: float, known: Range | None) -> bool:
+    return known is None or known[0] <= value <= known[1]
+
+
+def _scored(text: str, known: Range | None) -> float | None:
+    """A score in prose: under a key, after a label ("Final Score: 8"), as a fraction, or alone on an outer line."""
+    if (value := _keyed(text, ("final_score", "overall_score", "score", "rating", "mark"), known)) is not None:
+        return value
+    for pattern in (_LAST_LABEL, _LABELLED, _FRACTION):
+        if found := pattern.findall(text):
+            return _of(*found[-1], known)
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    for line in (*lines[-1:], *lines[:1]):
+        if found := _ALONE.fullmatch(line):
+            return _of(found[1], found[2], known)
+    return None
+
+
+def _of(number: str, whole: str | None, known: Range | None) -> float | None:
+    """A mark out of so many: None where that is not the highest mark."""
+    return None if whole and known and float(whole) != known[1] else float(number)
+
+
+def _keyed(text: str, keys: Sequence[str], known: Range | None) -> float | None:
+    """The number under the first of some keys, in the last JSON object that has it."""
+    every = list(objects(text))
+    for key in keys:
+        found = [each[key] for each in every if key in each]
+        if found:
+            return _number(found[-1], known)
+    return None
+
+
+def _number(value: Any, known: Range | None) -> float | None:
+    """A JSON value or a text as a number: 8, "8", "8/10", true, "yes"."""
+    if isinstance(value, str):
+        found = _ALONE.fullmatch(value.strip())
+        return _of(found[1], found[2], known) if found else {True: 1.0, False: 0.0}.get(_yes(value))
+    return float(value) if isinstance(value, (bool, int)) and abs(value) < 2**53 or isinstance(value, float) else None
+
+
+def objects(text: str) -> Iterator[dict[str, Any]]:
+    """The JSON objects in a text, with those inside them, in their order, whatever stands around them."""
+    decoder, at = json.JSONDecoder(), text.find("{")
+    while at >= 0:
+        try:
+            found, end = decoder.raw_decode(text, at)
+            yield from _inner(found)
+        except (ValueError, RecursionError):
+            end = at + 1
+        at = text.find("{", end)
+
+
+def _inner(value: Any) -> Iterator[dict[str, Any]]:
+    if isinstance(value, dict):
+        yield value
+        for each in value.values():
+            yield from _inner(each)
+
+
+# --- two outputs -----------------------------------------------------------------------------------------------------
+
+_NOUN = r"(?:image|picture|video|clip|output|answer|response|option|candidate|text)"
+_ONE = (rf"(?:{_NOUN}\s*\#?\s*(?P<{{0}}>1|2|one|two|(?-i:[AB]))\b"
+        rf"|(?:the\s+)?(?P<{{1}}>first|second)\b(?:\s+(?:{_NOUN}|one))?)")
+_TIE = r"(?:tie\b|tied\b|draw\b|equal(?:ly)?\b|both\b|neither\b|same\b)"
+_SAID = re.compile(
+    _ONE.format("a", "b") + r"\s+(?:is|wins|looks)\b\s*(?:(?:clearly|slightly|much|overall|significantly|marginally|"
+    r"far|the|definitely)\s+)*(?P<how>better|superior|best|preferred|preferable|winner|worse|inferior)?"
+    r"|(?:winner|better(?:\s+\w+)?|preferred(?:\s+\w+)?|verdict|answer|choice|preference)\s*(?:is|:|=)\s*[\[\"'(]*(?:"
+    + _ONE.format("c", "d") + r"|(?P<e>1|2|(?-i:[AB]))\b|(?P<tie1>" + _TIE + r"))"
+    r"|(?P<tie2>both\s+(?:\w+\s+)?(?:are|look)\s+(?:equal|equally|similar|the\s+same)|equally\s+(?:good|bad)|"
+    r"\ba\s+(?:tie|draw)\b)", re.I)
+_SIDE = re.compile(r"[\[\"'(\s]*(?:" + _ONE.format("a", "b") + r"|(?P<c>1|2|(?-i:[AB]))\b|(?P<tie>" + _TIE
+                   + r")[^.]{0,40})[\]\"')\s.]*", re.I)
+_FIRST = {"1": 1.0, "one": 1.0, "a": 1.0, "first": 1.0, "2": 0.0, "two": 0.0, "b": 0.0, "second": 0.0}
+_KEYS = ("better", "winner", "preferred", "verdict", "choice", "answer")
+
+
+def verdict(text: str) -> float | None:
+    """1 where an answer says that the first of two is better, 0 the second, 0.5 a tie; what it says last counts."""
+    if refused(text):
+        return None
+    text = conclusion(text)
+    found = [each[key] for each in objects(text) for key in _KEYS if key in each]
+    if found:
+        return _side(str(found[-1]))
+    if (alone := _side(text)) is not None:
+        return alone
+    said = [value for value in map(_meant, _SAID.finditer(text)) if value is not None]
+    return said[-1] if said else None
+
+
+def compared(parse: str) -> Callable[[str], float | None]:
+    """Text -> 1, 0, 0.5 or None: "verdict", or a regular expression whose group names one of the two (1, 2, A, B,
+    first, second), or a tie. UserError for neither."""
+    if parse == "verdict":
+        return verdict
+    last = _last(parse, "expected `verdict`, or a regular expression with one group around 1, 2, A, B or tie")
+    return lambda text: None if refused(text) else _side(last(text) or "")
+
+
+def _side(text: str) -> float | None:
+    """What a text means that names one of the two, or a tie, and nothing else."""
+    found = _SIDE.fullmatch(text)
+    if found is None:
+        return None
+    return 0.5 if found["tie"] else _FIRST[(found["a"] or found["b"] or found["c"]).lower()]
+
+
+def _meant(found: re.Match[str]) -> float | None:
+    if found["tie1"] or found["tie2"]:
+        return 0.5
+    subject, named = found["a"] or found["b"], found["c"] or found["d"] or found["e"]
+    if named:
+        return _FIRST[named.lower()]
+    wins = re.search(r"\bwins\b", found[0], re.I)
+    if not (found["how"] or wins):
+        return None
+    first = _FIRST[subject.lower()]
+    return 1 - first if (found["how"] or "").lower() in ("worse", "inferior") else first
+
+
+# --- criteria --------------------------------------------------------------------------------------------------------
+
+_ITEM = re.compile(r"^[\s\-*>#\"]*(?:criterion\s*)?(\d+)[\s\".:)\-–=]+(?!\d)(\w+(?: met)?)\b", re.I | re.M)
+_WORDS = {**dict.fromkeys(("yes", "true", "1", "met", "fulfilled", "satisfied", "pass", "passed"), True),
+          **dict.fromkeys(("no", "false", "0", "not met", "unmet", "fail", "failed"), False)}
+
+
+def _yes(value: Any) -> bool | None:
+    return _WORDS.get(" ".join(str(value).lower().strip(" .\"'").split()))
+
+
+def answers(text: str, count: int) -> list[bool | None]:
+    """Whether each of `count` numbered criteria is met: from JSON, {"1": "yes", ...}, or lines ("2. no"); None where
+    that is not said, or said both ways."""
+    told: list[set[bool | None]] = [set() for _ in range(count)]
+    text = "" if refused(text) else conclusion(text)
+    keyed = [each for each in objects(text) if any(re.search(r"\d", key) for key in each)]
+    pairs = keyed[-1].items() if keyed else _ITEM.findall(text)
+    for key, value in pairs:
+        number = re.search(r"(\d{1,6})\W*$", str(key))
+        if number and 1 <= int(number[1]) <= count:
+            told[int(number[1]) - 1].add(_yes(value))
+    return [each.pop() if len(each) == 1 else None for each in told]
+
+
+def share(met: Sequence[bool | None], weights: Sequence[float]) -> float | None:
+    """The weight of the criteria that are met among that of those with an answer; None where none has one."""
+    known = [(value, weight) for value, weight in zip(met, weights) if value is not None]
+    return sum(weight for value, weight in known if value) / sum(weight for _, weight in known) if known else None
+
+
+# --- levels ----------------------------------------------------------------------------------------------------------
+
+def level(text: str) -> float | None:
+    """The value of the one level that an answer names: excellent 5, good 4, fair 3, poor 2, bad 1."""
+    words = set(re.findall(rf"(?<!not )\b({'|'.join(LEVELS)})\b", "" if refused(text) else conclusion(text).lower()))
+    return LEVELS[words.pop()] if len(words) == 1 else None
+
+
+def expected_level(tokens: Sequence[tuple[str, Mapping[str, float]]]) -> float | None:
+    """The mean of the levels under their probabilities, closed over the five (DeQA-Score, 2501.11561; Q-Align,
+    2312.17090), where the answer names the first one; None where it names none.
+
+    tokens: those of an answer, each with its likeliest alternatives and their log-probabilities; a level that is not
+    among them counts as improbable. A token may be a level's beginning of two letters or more.
+    """
+    for token, alternatives in tokens:
+        if _begins(token) is None:
+            continue
+        mass = {value: 0.0 for value in LEVELS.values()}
+        for other, logarithm in alternatives.items():
+            if (value := _begins(other)) is not None:
+                mass[value] += math.exp(min(logarithm, 0.0))
+        total = sum(mass.values())
+        return sum(value * weight for value, weight in mass.items()) / total if total > 0 else None
+    return None
+
+
+def _begins(token: str) -> float | None:
+    """The level that a token is, or begins."""
+    word = token.strip(" \u0120\u2581").lower()
+    return next((value for name, value in LEVELS.items() if len(word) >= 2 and name.startswith(word)), None)

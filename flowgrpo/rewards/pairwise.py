@@ -1,0 +1,202 @@
+"""Pairwise judges: which of two outputs is the better one, as win rates within a group (Pref-GRPO, 2508.20751).
+
+A judge is a function or object called as `judge(first, second, prompts, metadata) -> B values` (`metadata` may be left
+out of its signature): 1 where the first is better, 0 where the second is, 0.5 at a tie or anything between, None where
+it has no answer. `@flowgrpo.judge("name")`, or an attribute `pairwise` that is True or a `Pairing`, makes it one. As a
+reward it gives every sample the share of its comparisons that it won.
+
+Win rates are of whole groups. Any reward with an attribute `group = True` sees these: it is called as
+`reward(outputs, prompts, metadata, group)` with the outputs of whole groups, `group` of them after each other.
+"""
+
+from __future__ import annotations
+
+import inspect
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from flowgrpo.errors import UserError
+from flowgrpo.rewards.failures import Failed
+
+AT_ONCE = 64  # pairs in one call of a judge, so that pictures are not copied group by group
+
+
+@dataclass(frozen=True)
+class Pairing:
+    """Which samples of a group are compared.
+
+    both_orders: every pair is judged twice, each of the two once first, and the mean counts: a judge that prefers a
+    position does not matter, and twice as many calls. comparisons: pairs per group; None, or as many as there are or
+    more: all G (G-1) / 2; fewer are drawn so that every sample is compared equally often. seed: of that draw.
+    """
+
+    both_orders: bool = False
+    comparisons: int | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.comparisons is not None and self.comparisons < 1:
+            raise ValueError(f"comparisons is {self.comparisons}, expected 1 or more, or None for all pairs")
+
+    def pairs(self, group: int, prompt: str = "") -> list[tuple[int, int]]:
+        """(first, second) of every comparison in a group, the same for the same prompt: a regular tournament.
+
+        The samples are shuffled into a ring and each meets its nearest neighbours, as first of the two on one side and
+        as second on the other, so that a preference for a position harms none more than another. Only where the number
+        of opponents is odd is one of them, across the ring, met in one position alone. ValueError for `comparisons`
+        that are not regular.
+        """
+        degree = 2 * self._count(group) // group
+        ring = random.Random(f"{self.seed}/{prompt}").sample(range(group), group)
+        pairs = [(ring[i], ring[(i + away) % group]) for away in range(1, degree // 2 + 1) for i in range(group)]
+        return pairs + [(ring[i], ring[i + group // 2]) for i in range(group // 2 if degree % 2 else 0)]
+
+    def _count(self, group: int) -> int:
+        every, unit = group * (group - 1) // 2, group if group % 2 else group // 2
+        count = every if self.comparisons is None else min(self.comparisons, every)
+        if rest := count % unit:
+            nearest = [n for n in (count - rest, count - rest + unit) if n]
+            raise ValueError(f"comparisons is {count}, but every sample of a group of {group} is compared equally "
+                             f"often: expected {' or '.join(map(str, nearest))}")
+        return count
+
+
+def judge(name: str, both_orders: bool = False, comparisons: int | None = None, seed: int = 0) -> Callable[[Any], Any]:
+    """Register a function, an object or a class as the pairwise judge `name`, a reward; settings as of `Pairing`."""
+    from flowgrpo.rewards import reward
+
+    register, pairing = reward(name), Pairing(both_orders, comparisons, seed)
+
+    def mark(thing: Any) -> Any:
+        thing.pairwise = pairing
+        return register(thing)
+
+    return mark
+
+
+def pairing(reward: Any) -> Pairing | None:
+    """How a judge compares; None for any other reward."""
+    marked = getattr(reward, "pairwise", None)
+    return Pairing() if marked is True else marked or None
+
+
+def sees_groups(reward: Any) -> bool:
+    return pairing(reward) is not None or bool(getattr(reward, "group", False))
+
+
+def whole(name: str, function: Callable[..., Any], group: int) -> Callable[..., Any]:
+    """The reward as (outputs, prompts, metadata) -> B values: itself, or with the size of the groups that it sees.
+    UserError for one that sees groups where there are none."""
+    if not sees_groups(function):
+        return function
+    if group < 2:
+        raise UserError(f"reward {name!r} compares the samples of a group, but here every picture is scored alone: "
+                        "choose a reward that scores one picture at a time")
+    how = pairing(function)
+    grouped = function if how is None else WinRates(name, function, how)
+    return lambda outputs, prompts, metadata: grouped(outputs, prompts, metadata, group)
+
+
+def require(rewards: dict[str, Any], *groups: int) -> None:
+    """UserError where a judge's comparisons do not fit groups of one of these sizes."""
+    for name, function in rewards.items():
+        for group in groups:
+            if how := pairing(function):
+                _fitting(name, how, group)
+
+
+def measured(trained: dict[str, Any], further: dict[str, Any]) -> dict[str, Any]:
+    """What is measured on held-out prompts, where every picture is scored alone: the further rewards, and those trained
+    on that see no groups (win rates of a model against itself would be 1/2 in the mean, before and after).
+
+    UserError for a further reward that sees groups, or where nothing is left to measure.
+    """
+    alone = {name: function for name, function in trained.items() if not sees_groups(function)}
+    wrong = [name for name, function in further.items() if sees_groups(function)]
+    if wrong or not (alone or further):
+        name = next(iter(wrong or trained))
+        raise UserError(f"reward {name!r} compares the samples of a group, and a held-out evaluation has no groups: "
+                        "expected a reward in eval.rewards that scores one picture at a time")
+    return alone | further
+
+
+@dataclass(frozen=True)
+class WinRates:
+    """A judge as a reward of whole groups: the share of its comparisons that each sample won, None for a sample that
+    was never compared. Over all pairs of a group the rates sum to G/2."""
+
+    name: str
+    judge: Callable[..., Any]
+    pairing: Pairing = Pairing()
+    group = True
+
+    def __call__(self, outputs: Any, prompts: Sequence[str], metadata: Sequence[dict],
+                 group: int) -> list[float | None]:
+        import torch
+
+        from flowgrpo.shaping import win_rates
+
+        assert len(prompts) % group == 0, (len(prompts), group)
+        groups = range(0, len(prompts), group)
+        wins = torch.stack([self._wins(outputs, prompts, metadata, at, group) for at in groups])
+        return [None if rate != rate else rate for rate in win_rates(wins).flatten().tolist()]
+
+    def _wins(self, outputs: Any, prompts: Sequence[str], metadata: Sequence[dict], at: int, group: int):
+        """Who beat whom among the samples `at` to `at + group`: [G, G], NaN where they were not compared."""
+        import torch
+
+        pairs = _fitting(self.name, self.pairing, group, prompts[at])
+        orders = [pairs, [(second, first) for first, second in pairs]][:1 + self.pairing.both_orders]
+        each = torch.full((len(orders), group, group), torch.nan, dtype=torch.float64)
+        for place, order in enumerate(orders):
+            for start in range(0, len(order), AT_ONCE):
+                some = order[start:start + AT_ONCE]
+                answers = self._ask(outputs, prompts[at], metadata[at], [[at + i for i in side] for side in zip(*some)])
+                for (first, second), answer in zip(some, answers):
+                    each[place, first, second], each[place, second, first] = answer, 1 - answer
+        return each.nanmean(0)
+
+    def _ask(self, outputs: Any, prompt: str, metadata: dict, sides: list[list[int]]) -> list[float]:
+        """The judge's answers on the rows sides[0] against sides[1], NaN where it has none."""
+        count = len(sides[0])
+        pictures = [outputs[rows] if hasattr(outputs, "shape") else [outputs[row] for row in rows] for rows in sides]
+        arguments = (*pictures, [prompt] * count, [metadata] * count)
+        return _answers(self.name, self.judge(*arguments[:_arity(self.name, self.judge)]), count, prompt)
+
+
+def _fitting(name: str, how: Pairing, group: int, prompt: str = "") -> list[tuple[int, int]]:
+    try:
+        return how.pairs(group, prompt)
+    except ValueError as error:
+        raise UserError(f"judge {name!r}: {error}") from None
+
+
+def _arity(name: str, judge: Callable[..., Any]) -> int:
+    """4 where the judge takes (first, second, prompts, metadata), 3 where it takes (first, second, prompts)."""
+    for count in (4, 3):
+        try:
+            inspect.signature(judge).bind(*range(count))
+            return count
+        except TypeError:
+            continue
+    raise UserError(f"judge {name!r} takes {inspect.signature(judge)}: expected (first, second, prompts, metadata) or "
+                    "(first, second, prompts)")
+
+
+def _answers(name: str, values: Any, count: int, prompt: str) -> list[float]:
+    """`count` numbers from 0 to 1, NaN for None; Failed where the judge returned anything else."""
+    values = values.tolist() if hasattr(values, "tolist") else values
+    if not isinstance(values, (list, tuple)) or len(values) != count:
+        got = f"{len(values)} values" if isinstance(values, (list, tuple)) else repr(values)[:60]
+        raise Failed(f"judge {name!r} returned {got}, expected {count}, one per pair (prompt: {prompt!r})")
+    try:
+        answers = [float("nan") if value is None else float(value) for value in values]
+        wrong = [value for value, answer in zip(values, answers) if value is not None and not 0 <= answer <= 1]
+    except (TypeError, ValueError):
+        wrong = [next(value for value in values if not isinstance(value, (int, float, type(None))))]
+    if wrong:
+        raise Failed(f"judge {name!r} returned {repr(wrong[0])[:60]}, expected 1 (the first is better), 0 (the second "
+                     f"is), 0.5 (a tie), a number between, or None (no answer) (prompt: {prompt!r})")
+    return answers

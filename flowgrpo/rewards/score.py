@@ -1,0 +1,151 @@
+"""Calling rewards, and checking what they return: every reward one column of numbers, NaN where it has none."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from flowgrpo.errors import UserError
+from flowgrpo.rewards.about import modality_of, require_modality
+from flowgrpo.rewards.compose import Composed
+from flowgrpo.rewards.failures import Failed, Tally, guarded, settled, within
+from flowgrpo.rewards.pairwise import sees_groups, whole
+
+if TYPE_CHECKING:
+    import torch
+
+
+def score(
+    rewards: dict[str, Any], outputs: Any, prompts: Sequence[str], metadata: Sequence[dict[str, Any]],
+    group: int = 1, tally: Tally | None = None,
+) -> torch.Tensor:
+    """Score a batch of B outputs with each of R rewards -> [B, R] float32.
+
+    NaN where a reward answered None, where its rule does not apply to the prompt, and where it failed and its rule says
+    to skip; `tally` counts these failures. Transforms are not applied here.
+
+    rewards: functions, or `Composed` with their rules. outputs: what the rewards take, pictures [B, 3, H, W] in [0, 1],
+    videos [B, F, 3, H, W], or a list of texts. group: the B outputs are whole groups of so many, one after the other,
+    which the rewards that compare them see (pairwise.py); 1: every output is scored alone.
+
+    A reward may return a list, a tensor or an array of B numbers. UserError, with its name and a prompt, where it
+    raises, takes longer than it may, returns another shape or number of values, something that is no number, NaN or an
+    infinity; and where it judges another modality.
+    """
+    import torch
+
+    assert len(outputs) == len(prompts) == len(metadata), (len(outputs), len(prompts), len(metadata))
+    require_modality(rewards, modality_of(outputs))
+    batch, tally = Batch(outputs, list(prompts), list(metadata)), Tally() if tally is None else tally
+    columns = [_column(name, reward if isinstance(reward, Composed) else Composed(reward), batch, group, tally)
+               for name, reward in rewards.items()]
+    return torch.tensor(columns, dtype=torch.float32).reshape(len(columns), len(prompts)).T.contiguous()
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """B samples: outputs, a tensor or a list; prompts and their metadata, a list each."""
+
+    outputs: Any
+    prompts: list[str]
+    metadata: list[dict[str, Any]]
+
+    def rows(self, rows: Sequence[int]) -> Batch:
+        """Some of the samples."""
+        if list(rows) == list(range(len(self.prompts))):
+            return self
+        outputs = self.outputs[list(rows)] if hasattr(self.outputs, "shape") else [self.outputs[i] for i in rows]
+        return Batch(outputs, [self.prompts[i] for i in rows], [self.metadata[i] for i in rows])
+
+
+def _column(name: str, reward: Composed, batch: Batch, group: int, tally: Tally) -> list[float]:
+    """B scores of one reward, asked for the samples that its rule applies to and that are not known yet."""
+    rows = [i for i, entry in enumerate(batch.metadata) if reward.rule.applies(entry)]
+    keys = {i: reward.kept.key(batch.outputs[i], batch.prompts[i], batch.metadata[i])
+            for i in (rows if reward.kept else ())}
+    known = reward.kept.read(list(keys.values())) if keys else {}
+    values = {i: known[key] for i, key in keys.items() if key in known}
+    missing, failed = [i for i in rows if i not in values], set()
+
+    def skipped(those: Sequence[int], error: Failed) -> None:
+        failed.update(those)
+        tally.add(name, len(those), error)
+
+    if missing:
+        function = whole(name, reward.function, group)
+        found = settled(lambda those: _ask(name, function, batch.rows(those), reward.rule.timeout), missing,
+                        reward.rule.on_error, skipped, group if sees_groups(reward.function) else 1)
+        values |= zip(missing, found)
+        if silent := getattr(reward.function, "take_unanswered", lambda: None)():  # a judge's, which are no score
+            tally.add(name, *silent)
+    if keys:
+        reward.kept.write({keys[i]: values[i] for i in missing if i not in failed})
+    return [values.get(i, math.nan) for i in range(len(batch.prompts))]
+
+
+def _ask(name: str, function: Callable[..., Any], batch: Batch, timeout: float | None) -> list[float]:
+    """One call of a reward -> a number per sample, NaN for None; Failed where it has no such answer in time."""
+    import torch
+
+    on = f"on {len(batch.prompts)} samples (first prompt of the batch: {batch.prompts[0]!r})"
+    arguments = (batch.outputs, list(batch.prompts), list(batch.metadata))[:_arity(name, function)]
+
+    def call() -> Any:
+        with torch.no_grad():  # here, because it holds for the thread that says it
+            return guarded(f"reward {name!r} raised {on}", function, *arguments, error_type=Failed)
+
+    return _numbers(name, within(timeout, f"reward {name!r} hangs {on}", call), batch.prompts)
+
+
+def _arity(name: str, function: Callable[..., Any]) -> int:
+    """3 where the reward takes (images, prompts, metadata), 2 where it takes (images, prompts)."""
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # compiled functions may have none
+        return 3
+    for count in (3, 2):
+        try:
+            signature.bind(*range(count))
+            return count
+        except TypeError:
+            continue
+    raise UserError(f"reward {name!r} takes {signature}: expected (images, prompts, metadata) or (images, prompts)")
+
+
+def _numbers(name: str, values: Any, prompts: Sequence[str]) -> list[float]:
+    """B floats, NaN for None; Failed where `values` is anything else."""
+    count = len(prompts)
+    expected = f"expected {count} numbers, one per sample (first prompt: {prompts[0]!r})"
+    shape = getattr(values, "shape", None)
+    if shape is not None and len(shape) != 1:
+        raise Failed(f"reward {name!r} returned the shape {list(shape)}: {expected}")
+    if values is None or isinstance(values, (str, bytes, dict)) or not hasattr(values, "__len__"):
+        raise Failed(f"reward {name!r} returned {_short(values)}: {expected}")
+    if len(values) != count:
+        raise Failed(f"reward {name!r} returned {len(values)} values: {expected}")
+    values = values.tolist() if hasattr(values, "tolist") else values
+    return [_number(name, value, prompt) for value, prompt in zip(values, prompts)]
+
+
+def _number(name: str, value: Any, prompt: str) -> float:
+    if value is None:
+        return math.nan
+    if getattr(value, "shape", ()) != ():
+        raise Failed(f"reward {name!r} returned the shape {list(value.shape)} for one sample, expected a number "
+                     f"(prompt: {prompt!r})")
+    try:
+        number = math.nan if isinstance(value, (str, bytes)) else float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not abs(number) <= 3.4e38:  # beyond it, float32 has only infinity
+        raise Failed(f"reward {name!r} returned {_short(value)}, expected a finite number, or None where it does "
+                     f"not apply (prompt: {prompt!r})")
+    return number
+
+
+def _short(value: Any) -> str:
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,0 +1,164 @@
+"""A reward behind HTTP: POST /NAME scores a batch, GET /info says what is served, GET /health that it is there.
+
+What goes over the wire is in wire.py, the client in client.py. This module is imported only to serve: it needs the
+extra `server`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import ipaddress
+import logging
+import math
+import socket
+from collections.abc import Callable
+from typing import Any
+from urllib.parse import quote
+
+import uvicorn
+from fastapi import FastAPI, Request
+from fastapi.concurrency import run_in_threadpool
+from fastapi.responses import JSONResponse
+from starlette.requests import ClientDisconnect
+
+from flowgrpo.errors import UserError
+from flowgrpo.rewards import wire
+from flowgrpo.rewards.about import about
+from flowgrpo.rewards.failures import Failed
+from flowgrpo.rewards.pairwise import sees_groups
+from flowgrpo.rewards.score import score
+
+WAITING = 32  # requests that are read or wait; the next is told to come back
+DRAINED = 4  # times the limit of a request is read, and thrown away, so that its sender hears the refusal
+GONE = "the client has gone"  # told to nobody
+GRACE = 5  # seconds that a batch has to finish when the server is stopped
+log = logging.getLogger("uvicorn.error")
+
+
+class Refused(Exception):
+    """A request that is answered with a status and one line."""
+
+    def __init__(self, status: int, line: str) -> None:
+        super().__init__(wire.one_line(line))
+        self.status = status
+
+
+def serve(name: str, reward: Callable[..., Any], host: str, port: int, limits: wire.Limits, token: str | None,
+          say: Callable[[str], None] = print) -> None:
+    """Serve a reward until the process is stopped; `say` is told where it listens. port 0: any free one.
+
+    UserError where it cannot listen there.
+    """
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listening = socket.create_server(address[:2], family=family)
+    except (OSError, OverflowError) as error:
+        raise UserError(f"cannot listen on {host} port {port} ({error}): choose another --host or --port") from None
+    place = f"[{host}]" if ":" in host else host
+    say(f"reward {served(name)!r} at http://{place}:{listening.getsockname()[1]}/{quote(served(name), safe='')}, "
+        f"{_openness(address[0], token)}")
+    config = uvicorn.Config(application(name, reward, limits, token), log_level="warning", access_log=False,
+                            server_header=False, timeout_graceful_shutdown=GRACE)
+    uvicorn.Server(config).run(sockets=[listening])
+
+
+def served(name: str) -> str:
+    """The name in the URL: the reward's; of one in a file, that of its function or class."""
+    return name.rpartition(":")[2] if ".py:" in name else name
+
+
+def _openness(address: str, token: str | None) -> str:
+    if token is not None:
+        return "asks for its token"
+    if ipaddress.ip_address(address.partition("%")[0]).is_loopback:
+        return "open to everybody on this machine (no token)"
+    return "open to everybody who reaches this machine (no token: set --token-file)"
+
+
+def application(name: str, reward: Callable[..., Any], limits: wire.Limits, token: str | None) -> FastAPI:
+    """The server as an ASGI application. One batch is scored at a time; what waits is not unpacked yet."""
+    app = FastAPI(openapi_url=None)
+    info = wire.Info(served(name), about(reward), sees_groups(reward), limits)
+    turn, waiting = asyncio.Lock(), asyncio.Semaphore(WAITING)
+
+    @app.exception_handler(Refused)
+    async def refuse(request: Request, error: Refused) -> JSONResponse:
+        return JSONResponse({"error": str(error)}, error.status)
+
+    @app.get("/health")
+    async def health() -> dict[str, str]:
+        return {"status": "ok"}
+
+    @app.get("/info")
+    async def tell(request: Request) -> JSONResponse:
+        _authorise(request, token)
+        return JSONResponse(info.told())
+
+    @app.post("/{asked:path}")
+    async def answer(asked: str, request: Request) -> JSONResponse:
+        _authorise(request, token)
+        _require_sound(request, asked, info.name, limits)
+        if waiting.locked():
+            raise Refused(503, f"{WAITING} requests are waiting already: come back later")
+        async with waiting:
+            body = await _body(request, limits.size)
+            async with turn:
+                if await request.is_disconnected():  # nobody waits for the answer any more
+                    raise Refused(499, GONE)
+                return JSONResponse(await run_in_threadpool(_scored, info.name, reward, body, limits))
+
+    return app
+
+
+def _authorise(request: Request, token: str | None) -> None:
+    given = request.headers.get("authorization", "")
+    if token is not None and not hmac.compare_digest(given.encode(), f"Bearer {token}".encode()):
+        raise Refused(401, "expected `Authorization: Bearer TOKEN` with the server's token")
+
+
+def _require_sound(request: Request, asked: str, name: str, limits: wire.Limits) -> None:
+    """What can be refused before anything is read. The type keeps a web page from sending requests unasked: a browser
+    asks the server before it sends JSON to another site."""
+    if asked != name:
+        raise Refused(404, f"this server has the reward {name!r} alone")
+    if request.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
+        raise Refused(415, "expected the content type application/json")
+
+
+async def _body(request: Request, limit: int) -> bytes:
+    """The body of a request; of one that is too large, nothing is kept."""
+    body, size = bytearray(), 0
+    try:
+        async for some in request.stream():
+            size += len(some)
+            if size > DRAINED * limit:
+                break
+            if size <= limit:
+                body += some
+    except ClientDisconnect:
+        raise Refused(499, GONE) from None
+    if size > limit:
+        raise Refused(413, f"a request of more than {limit / 2**20:g} MiB: send less at once, or start the server with "
+                           "a larger --max-mb")
+    return bytes(body)
+
+
+def _scored(name: str, reward: Callable[..., Any], body: bytes, limits: wire.Limits) -> dict[str, Any]:
+    """The answer to a request. Refused: 400 what is no request, or is a person's mistake; 413 what is too large; 422
+    where the reward fails on these samples; 500 where we do."""
+    try:
+        batch = wire.unpacked(body, limits)
+        found = score({name: reward}, batch.outputs, batch.prompts, batch.metadata, batch.group)[:, 0].tolist()
+        return {"format": wire.FORMAT, "scores": [None if math.isnan(value) else value for value in found]}
+    except wire.TooLarge as error:
+        refused = Refused(413, str(error))
+    except Failed as error:
+        refused = Refused(422, str(error))
+    except ValueError as error:
+        refused = Refused(400, str(error))
+    except Exception as error:
+        log.exception("internal error")
+        refused = Refused(500, f"internal error ({type(error).__name__})")
+    log.warning("%s", refused)
+    raise refused

@@ -1,0 +1,152 @@
+"""What the rewards that hold a vision model share: pictures as the model takes them, its device and its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import interpolate, pad
+
+from flowgrpo.errors import UserError
+
+MEAN = (0.48145466, 0.4578275, 0.40821073)  # of CLIP's training pictures, which BLIP's models took over
+DEVIATION = (0.26862954, 0.26130258, 0.27577711)
+HIDDEN = (1024, 128, 64, 16)  # widths of the perceptron that the aesthetic predictor and ImageReward have in common
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """Pictures [B, 3, H, W] in [0, 1] to [B, 3, size, size], scaled and normalised on the device where they are.
+
+    fit: which side becomes `size`: the "shortest", and the middle is cut out; the "longest", and the rest is black, the
+    picture in the middle; or both ("squash"). Sides and cut are torchvision's; where transformers cuts an odd number of
+    pixels, it is off by one.
+    """
+
+    size: int = 224
+    fit: str = "shortest"
+    mean: Sequence[float] = MEAN
+    deviation: Sequence[float] = DEVIATION
+
+    def __call__(self, pictures: Tensor) -> Tensor:
+        pictures = resized(pictures, self.sides(*pictures.shape[-2:]))
+        pictures = _middle(pictures, self.size) / 255
+        mean, deviation = (torch.tensor(values, device=pictures.device)[:, None, None]
+                           for values in (self.mean, self.deviation))
+        return (pictures - mean) / deviation
+
+    def sides(self, height: int, width: int) -> tuple[int, int]:
+        """Height and width of a picture before it is cut or padded to a square."""
+        if self.fit == "squash":
+            return self.size, self.size
+        if self.fit == "longest":
+            scale = self.size / max(height, width)
+            return round(height * scale), round(width * scale)
+        short = min(height, width)
+        return int(self.size * height / short), int(self.size * width / short)
+
+
+def resized(pictures: Tensor, sides: tuple[int, int]) -> Tensor:
+    """Pictures [B, 3, H, W] in [0, 1] -> whole numbers 0 to 255, float32 [B, 3, *sides], as PIL's bicubic resizing of
+    8-bit pictures has them: the width first, rounded, and then the height."""
+    levels = (pictures.float() * 255).round().clamp(0, 255)
+    for size in ((levels.shape[-2], sides[1]), sides):
+        if tuple(levels.shape[-2:]) != size:
+            scaled = interpolate(levels, size, mode="bicubic", antialias=True)
+            levels = (scaled + 0.5).floor().clamp(0, 255)  # a half goes up, as in PIL
+    return levels
+
+
+def _middle(pictures: Tensor, size: int) -> Tensor:
+    """The middle of pictures, size by size; black where a picture is smaller."""
+    height, width = pictures.shape[-2:]
+    lack_h, lack_w = max(size - height, 0), max(size - width, 0)
+    pictures = pad(pictures, (lack_w // 2, lack_w - lack_w // 2, lack_h // 2, lack_h - lack_h // 2))
+    top, left = (round((side - size) / 2) for side in pictures.shape[-2:])
+    return pictures[..., top:top + size, left:left + size]
+
+
+@torch.no_grad()
+def batched(scores: Callable[[Tensor, list[str]], Tensor], images: Tensor, prompts: Sequence[str], size: int) -> Tensor:
+    """What `scores` gives to B pictures and their prompts, so many at a time -> [B] float32 on the CPU."""
+    return torch.cat([scores(images[at:at + size], list(prompts[at:at + size])).float().cpu()
+                      for at in range(0, len(prompts), size)])
+
+
+def precision(reward: str, name: str) -> torch.dtype:
+    """The dtype of that name. UserError for another than float32, bfloat16 and float16."""
+    if name not in ("float32", "bfloat16", "float16"):
+        raise UserError(f"reward {reward!r}: dtype is {name!r}, expected float32, bfloat16 or float16")
+    return getattr(torch, name)
+
+
+def placed(device: str | None) -> str:
+    """The device of that name; None for a GPU where there is one."""
+    return device or ("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@contextmanager
+def loading(what: str, fix: str) -> Iterator[None]:
+    """Load weights: whatever goes wrong becomes a UserError of what cannot be loaded, why, and what to do."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:  # a hub, a file and a library fail in many ways
+        raise UserError(f"{what} cannot be loaded ({' '.join(str(error).split())[:160]}): {fix}") from None
+
+
+def pretrained(reward: str, kind: Any, name: str, revision: str | None, option: str, **more: Any) -> Any:
+    """A model or tokenizer of transformers from a folder or the hub, without running code from there.
+
+    option: the argument of the reward that names it, for the UserError where it cannot be had.
+    """
+    with loading(f"reward {reward!r}: {name}", f"fetch it and give its folder as args: {{{option}: FOLDER}}"):
+        return kind.from_pretrained(name, revision=revision, trust_remote_code=False, **more)
+
+
+def tensors(reward: str, where: str, revision: str | None, option: str) -> dict[str, Tensor]:
+    """The tensors of a checkpoint: a file, or `owner/name/file` on the hub. Nothing else is unpickled.
+
+    option: the argument of the reward that names it, for the UserError where it cannot be had.
+    """
+    with loading(f"reward {reward!r}: {where}", f"fetch it and give its path as args: {{{option}: FILE}}"):
+        path = Path(where) if Path(where).is_file() else _from_hub(where, revision)
+        if path.suffix == ".safetensors":
+            from safetensors.torch import load_file
+
+            return load_file(path)
+        found = torch.load(path, map_location="cpu", weights_only=True)
+        return found.get("state_dict", found)
+
+
+def _from_hub(where: str, revision: str | None) -> Path:
+    if where.count("/") < 2 or where.startswith(("/", ".", "~")):
+        raise FileNotFoundError("no such file")
+    from huggingface_hub import hf_hub_download
+
+    owner, name, file = where.split("/", 2)
+    return Path(hf_hub_download(f"{owner}/{name}", file, revision=revision))
+
+
+def fill(reward: str, network: torch.nn.Module, state: dict[str, Tensor], where: str) -> None:
+    """Load every tensor of a network. UserError for a checkpoint that is another network's."""
+    with loading(f"reward {reward!r}: {where}", "give the checkpoint that was made for this reward"):
+        network.load_state_dict(state)
+
+
+def perceptron(width: int) -> torch.nn.Sequential:
+    """The head of the aesthetic predictor and of ImageReward: linear layers one after the other, without activations.
+
+    Their trainings had dropout at 1, 3 and 5; the numbers of the layers are those of their checkpoints.
+    """
+    from torch.nn import Identity, Linear
+
+    widths = (width, *HIDDEN, 1)
+    layers = [Linear(*pair) for pair in zip(widths, widths[1:])]
+    return torch.nn.Sequential(layers[0], Identity(), layers[1], Identity(), layers[2], Identity(), *layers[3:])

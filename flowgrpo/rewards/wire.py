@@ -1,0 +1,302 @@
+"""What a reward's client and its server say to each other: JSON, with PNG or safetensors inside; never pickle.
+
+    request   {"format": 1, "group": G, "samples": [{"prompt": "...", "metadata": {}, "png": "..."}, ...]}
+    answer    {"format": 1, "scores": [0.5, null]}    a number per sample, null where the reward does not apply
+    refusal   {"error": "one line"}, with another status than 200
+
+A sample holds one of: `png`, base64 of an 8-bit RGB picture, or a list of them, the frames of a video; `safetensors`,
+base64 of a file with one tensor of floats, "output", [3, H, W] or [F, 3, H, W] in [0, 1]; `text`. What arrives is a
+stranger's: what reads it raises ValueError, in one line, for what is not of this form, and `TooLarge`, before it is
+unpacked, for what is beyond the limits.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from flowgrpo.errors import UserError
+from flowgrpo.rewards.about import About
+from flowgrpo.rewards.failures import Failed
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+FORMAT = 1
+
+
+class TooLarge(ValueError):
+    """More than a server takes at once."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a server takes in one request: bytes, samples, pixels of one picture or frame, and pixels of all together,
+    which take 12 bytes each once they are floats."""
+
+    size: int = 64 * 2**20
+    samples: int = 64
+    pixels: int = 2**22
+    all_pixels: int = 2**26
+
+
+@dataclass(frozen=True)
+class Info:
+    """What a server says of its reward; group: whether it sees whole groups."""
+
+    name: str
+    about: About
+    group: bool
+    limits: Limits
+
+    def told(self) -> dict[str, Any]:
+        """As JSON."""
+        return {"format": FORMAT, **asdict(self)}
+
+    @classmethod
+    def read(cls, body: bytes) -> Info:
+        """What `told` told. ValueError for anything else."""
+        told = _object(body)
+        try:
+            limits, about = Limits(**told["limits"]), dict(told["about"])
+            about = About(**about | {"range": about["range"] and tuple(about["range"])})
+            if not all(type(limit) is int and limit > 0 for limit in vars(limits).values()):
+                raise ValueError(f"its limits are {told['limits']}")
+            return cls(str(told["name"]), about, told["group"] is True, limits)
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise ValueError(f"it does not say what it serves ({one_line(error)})") from None
+
+
+# --- the client's side -----------------------------------------------------------------------------------------------
+
+def packed(output: Any, prompt: str, metadata: dict[str, Any], exact: bool = False) -> bytes:
+    """One sample of a request: a picture [3, H, W] or a video [F, 3, H, W] in [0, 1], rounded to 8 bits unless `exact`;
+    or a text. UserError for metadata that are not JSON, Failed for a picture that holds NaN or an infinity."""
+    if not isinstance(output, str) and not output.isfinite().all():
+        raise Failed(f"a picture holds NaN or an infinity (prompt: {prompt!r})")
+    try:
+        return json.dumps({"prompt": prompt, "metadata": metadata, **_content(output, exact)}, allow_nan=False).encode()
+    except (TypeError, ValueError) as error:
+        raise UserError(f"metadata that go to a reward server have to be JSON ({one_line(error)}; prompt: {prompt!r})"
+                        ) from None
+
+
+def request(samples: Sequence[bytes], group: int = 1) -> bytes:
+    """The body of a request."""
+    return b'{"format": %d, "group": %d, "samples": [%s]}' % (FORMAT, group, b", ".join(samples))
+
+
+def parted(sizes: Sequence[int], pixels: int, limits: Limits, unit: int = 1, ways: int = 1) -> list[range]:
+    """The rows of samples with these sizes in bytes as consecutive requests that keep the limits, whole units (groups)
+    in each, and at least `ways` of them where there are as many units. pixels: of each sample. TooLarge where a single
+    unit is beyond the limits."""
+    most = min(limits.samples, limits.all_pixels // max(pixels, 1))
+    share = min(most, unit * math.ceil(len(sizes) / unit / ways))
+    parts: list[range] = []
+    for start in range(0, len(sizes), unit):
+        alone = range(start, start + unit)
+        joined = range(parts[-1].start, alone.stop) if parts else alone
+        if parts and len(joined) <= share and _size(sizes, joined) <= limits.size:
+            parts[-1] = joined
+        elif unit <= most and _size(sizes, alone) <= limits.size:
+            parts.append(alone)
+        else:
+            raise TooLarge(f"{unit} {'sample' if unit == 1 else 'samples'} of {_size(sizes, alone) / 2**20:.1f} MiB "
+                           f"and {unit * pixels} pixels have to be sent at once, and the server takes {limits.samples} "
+                           f"samples, {limits.size / 2**20:.1f} MiB and {limits.all_pixels} pixels")
+    return parts
+
+
+def _size(sizes: Sequence[int], part: range) -> int:
+    """The bytes of a request, or a few more."""
+    return 64 + sum(sizes[row] + 2 for row in part)
+
+
+def scores(body: bytes, count: int) -> list[float | None]:
+    """`count` scores of an answer. ValueError for another number of them, and for one that is no finite number."""
+    found = _object(body).get("scores")
+    if not isinstance(found, list) or len(found) != count:
+        got = f"{len(found)} scores" if isinstance(found, list) else "no list of scores"
+        raise ValueError(f"it sent {got}, expected {count}")
+    for score in found:
+        if score is not None and not (type(score) in (int, float) and abs(score) <= 3.4e38):
+            raise ValueError(f"it sent the score {one_line(repr(score))}, expected a finite number or null")
+    return found
+
+
+def refusal(body: bytes) -> str | None:
+    """The line of a refusal; None where the body is none."""
+    try:
+        told = json.loads(body)
+    except (ValueError, RecursionError):
+        return None
+    return one_line(told["error"]) if isinstance(told, dict) and isinstance(told.get("error"), str) else None
+
+
+def _content(output: Any, exact: bool) -> dict[str, Any]:
+    if isinstance(output, str):
+        return {"text": output}
+    if exact:
+        from safetensors.torch import save
+
+        return {"safetensors": _base64(save({"output": output.detach().cpu().contiguous()}))}
+    from flowgrpo.rewards.pixels import eight_bit
+
+    rounded = eight_bit(output)
+    return {"png": _png(rounded) if rounded.ndim == 3 else [_png(frame) for frame in rounded]}
+
+
+def _png(picture: Any) -> str:
+    """Bytes [H, W, 3] as base64 of a PNG."""
+    from PIL import Image
+
+    file = io.BytesIO()
+    Image.fromarray(picture).save(file, "PNG", compress_level=1)
+    return _base64(file.getvalue())
+
+
+def _base64(content: bytes) -> str:
+    return base64.b64encode(content).decode()
+
+
+# --- the server's side -----------------------------------------------------------------------------------------------
+
+@dataclass(frozen=True)
+class Request:
+    """B samples: pictures [B, 3, H, W], videos [B, F, 3, H, W] or a list of texts; whole groups of `group`."""
+
+    outputs: Tensor | list[str]
+    prompts: list[str]
+    metadata: list[dict[str, Any]]
+    group: int
+
+
+def unpacked(body: bytes, limits: Limits) -> Request:
+    """What a request holds. ValueError, and TooLarge beyond the limits."""
+    told = _object(body)
+    samples, group = told.get("samples"), told.get("group", 1)
+    if not isinstance(samples, list) or not samples or not all(isinstance(sample, dict) for sample in samples):
+        raise ValueError("expected `samples`, a list of objects")
+    if len(samples) > limits.samples:
+        raise TooLarge(f"{len(samples)} samples, expected {limits.samples} at most")
+    if type(group) is not int or group < 1 or len(samples) % group:
+        raise ValueError(f"group is {one_line(repr(group))}, expected a divisor of the {len(samples)} samples")
+    prompts, metadata = [sample.get("prompt") for sample in samples], [sample.get("metadata") for sample in samples]
+    if not all(isinstance(prompt, str) for prompt in prompts) or not all(isinstance(each, dict) for each in metadata):
+        raise ValueError("expected a text under `prompt` and an object under `metadata` in every sample")
+    return Request(_outputs(samples, limits), prompts, metadata, group)
+
+
+class _Budget:
+    """The pixels that a request may still unpack."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits, self.left = limits, limits.all_pixels
+
+    def spend(self, frames: int, height: int, width: int) -> None:
+        if height * width > self.limits.pixels:
+            raise TooLarge(f"a picture of {width} x {height}, expected {self.limits.pixels} pixels at most")
+        self.left -= frames * height * width
+        if self.left < 0:
+            raise TooLarge(f"more than {self.limits.all_pixels} pixels in one request")
+
+
+def _outputs(samples: list[dict[str, Any]], limits: Limits) -> Tensor | list[str]:
+    budget, readers = _Budget(limits), {"text": _text, "png": _pictures, "safetensors": _tensor}
+    kinds = {kind for sample in samples for kind in readers if kind in sample}
+    if len(kinds) != 1 or not all(kinds <= sample.keys() for sample in samples):
+        raise ValueError("expected one of `png`, `safetensors` and `text`, the same in every sample")
+    [kind] = kinds
+    found = [readers[kind](sample[kind], budget) for sample in samples]
+    if kind == "text":
+        return found
+    import torch
+
+    if len({output.shape for output in found}) > 1:
+        raise ValueError("expected pictures or videos of one size")
+    outputs = torch.stack(found)
+    return outputs.float() / 255 if kind == "png" else outputs.float()
+
+
+def _text(content: Any, _: _Budget) -> str:
+    if not isinstance(content, str):
+        raise ValueError("expected a text under `text`")
+    return content
+
+
+def _pictures(content: Any, budget: _Budget) -> Tensor:
+    """A picture, bytes [3, H, W], or the frames of a video [F, 3, H, W]."""
+    import torch
+
+    if not isinstance(content, list):
+        return _picture(content, budget)
+    frames = [_picture(frame, budget) for frame in content]
+    if len({frame.shape for frame in frames}) != 1:
+        raise ValueError("expected the frames of a video to be of one size, and at least one")
+    return torch.stack(frames)
+
+
+def _picture(content: Any, budget: _Budget) -> Tensor:
+    import numpy as np
+    import torch
+    from PIL import Image
+
+    file = io.BytesIO(_bytes(content))
+    try:
+        picture = Image.open(file, formats=["PNG"])  # reads its head alone
+        mode, (width, height) = picture.mode, picture.size
+    except Image.DecompressionBombError as error:
+        raise TooLarge(one_line(error)) from None
+    except Exception as error:  # a broken file raises what it will
+        raise ValueError(f"not a PNG ({one_line(error)})") from None
+    budget.spend(1, height, width)
+    if mode != "RGB":
+        raise ValueError(f"a PNG of the mode {mode}, expected RGB")
+    try:
+        return torch.from_numpy(np.array(picture)).movedim(-1, 0)
+    except Exception as error:
+        raise ValueError(f"not a whole PNG ({one_line(error)})") from None
+
+
+def _tensor(content: Any, budget: _Budget) -> Tensor:
+    from safetensors import SafetensorError
+    from safetensors.torch import load
+
+    try:
+        [(name, output)] = load(_bytes(content)).items()
+    except (SafetensorError, ValueError, KeyError) as error:
+        raise ValueError(f"not a safetensors file with one tensor ({one_line(error)})") from None
+    if name != "output" or output.ndim not in (3, 4) or output.shape[-3] != 3 or not output.is_floating_point():
+        raise ValueError(f"the tensor {name!r} is {output.dtype} {list(output.shape)}, expected floats 'output' "
+                         "[3, H, W] or [F, 3, H, W]")
+    budget.spend(output[..., 0, 0, 0].numel(), *output.shape[-2:])
+    return output
+
+
+def _bytes(content: Any) -> bytes:
+    if not isinstance(content, str):
+        raise ValueError("expected base64")
+    return base64.b64decode(content, validate=True)
+
+
+def _object(body: bytes) -> dict[str, Any]:
+    """A JSON object of our format."""
+    try:
+        told = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"not JSON ({one_line(error)})") from None
+    if not isinstance(told, dict) or told.get("format") != FORMAT:
+        got = one_line(repr(told.get("format"))) if isinstance(told, dict) else "no object"
+        raise ValueError(f"format: got {got}, expected {FORMAT}; both sides have to be of versions that agree")
+    return told
+
+
+def one_line(text: Any) -> str:
+    """One printable line of a stranger's text."""
+    line = " ".join("".join(c if c.isprintable() else " " for c in str(text)[:2000]).split())
+    return line if len(line) <= 400 else line[:397] + "..."
