@@ -104,7 +104,7 @@ class Method:
         """True where the loss needs the transitions' means, not their log-probabilities alone."""
         of_means = isinstance(self.kl, (objectives.GaussianKL, objectives.OutputError))
         return (of_means and objectives.regularises(self.kl) or isinstance(self.log_ratio, objectives.Guard)
-                or self.tuning.weight > 0)
+                or isinstance(self.surrogate, objectives.DivergenceMask) or self.tuning.weight > 0)
 
 
 def flow_grpo(method: Method = Method()) -> Method:
@@ -156,6 +156,11 @@ def grpo_guard(method: Method = Method()) -> Method:
     """GRPO-Guard over any host: regulated log-ratio, its own clip range, weights 1/delta-t (2510.22319)."""
     return replace(method, log_ratio=objectives.Guard(), surrogate=objectives.Clip(2e-6, 2e-6),
                    step_weight=objectives.InverseDelta())
+
+
+def flow_dppo(method: Method = Method()) -> Method:
+    """Flow-DPPO over any host: no clip of the ratio, but no step further away from a policy that is far (2606.11025)."""
+    return replace(method, surrogate=objectives.DivergenceMask(1e-5))
 
 
 def ddpo(method: Method = Method()) -> Method:
@@ -239,8 +244,8 @@ def sol_rl(method: Method = Method()) -> Method:
 
 PRESETS: dict[str, Callable[..., Method]] = {
     preset.__name__: preset for preset in (
-        flow_grpo, flow_grpo_fast, dance_grpo, ddpo, mix_grpo, mix_grpo_flash, grpo_guard, tempflow_grpo, granular_grpo,
-        branch_grpo, tree_rpo, pref_grpo, b2_diffurl, sol_rl)}
+        flow_grpo, flow_grpo_fast, dance_grpo, ddpo, mix_grpo, mix_grpo_flash, grpo_guard, flow_dppo, tempflow_grpo,
+        granular_grpo, branch_grpo, tree_rpo, pref_grpo, b2_diffurl, sol_rl)}
 
 
 def preset(*names: str) -> Method:

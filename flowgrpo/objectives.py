@@ -40,9 +40,9 @@ class Guard:
         return _std(new) * (new.logp - old.logp + _divergence(new, old))
 
 
-# Surrogates are called as surrogate(log_ratio, advantage, old) -> loss [B, N], of the log-ratio and the old
-# log-probability [B, N] and an advantage [B, N] or [B, 1]; clipped(...), of the same, is true where they cut the
-# gradient. low and high are the ratio's range; only DynamicClip reads old.
+# Surrogates are called as surrogate(log_ratio, advantage, old) -> loss [B, N], of the log-ratio [B, N], an advantage
+# [B, N] or [B, 1] and what `beside` gives them of the old policy [B, N]; clipped(...), of the same, is true where they
+# cut the gradient. low and high are the ratio's range; only DynamicClip and DivergenceMask read old.
 
 
 @dataclass(frozen=True)
@@ -119,6 +119,37 @@ class DynamicClip:
         lowest = ((1 - 4 * self.low / q).clamp(min=0).sqrt() - 1) / 2
         highest = ((1 + 4 * self.high / q).sqrt() - 1) / 2
         return lowest, highest.clamp(max=self.cap - 1)
+
+
+@dataclass(frozen=True)
+class DivergenceMask:
+    """-A r, without a gradient where the policy is far from the old one and the update leads further away (Flow-DPPO,
+    2606.11025): where the divergence mean((mean_new - mean_old)^2) / (2 std^2) is at least `bound`, and A > 0 with
+    r > 1, or A < 0 with r < 1. It is a `Clip` whose range is open, or closed, by the divergence."""
+
+    bound: float = 1e-5
+    low = high = math.inf  # no range of the ratio
+
+    def __post_init__(self) -> None:
+        if not self.bound > 0:
+            raise ValueError(f"DivergenceMask: bound is {self.bound}, expected above 0")
+
+    def __call__(self, log_ratio: Tensor, advantage: Tensor, old: Tensor | None = None) -> Tensor:
+        return _ppo(log_ratio.expm1(), advantage, *self._range(old))
+
+    def clipped(self, log_ratio: Tensor, advantage: Tensor, old: Tensor | None = None) -> Tensor:
+        return _cut(log_ratio.expm1(), advantage, *self._range(old))
+
+    def _range(self, divergence: Tensor | None) -> tuple[Tensor, Tensor]:
+        assert divergence is not None, "DivergenceMask needs the divergence of every decision"
+        width = torch.where(divergence >= self.bound, 0.0, math.inf)
+        return -width, width
+
+
+def beside(surrogate: Any, new: Scored, old: Scored) -> Tensor:
+    """What a surrogate reads beside ratio and advantage, [B, N]: the divergence from the old policy, of a
+    DivergenceMask, otherwise the old log-probability."""
+    return _divergence(new, old).detach() if isinstance(surrogate, DivergenceMask) else old.logp
 
 
 @dataclass(frozen=True)

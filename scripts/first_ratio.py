@@ -20,7 +20,8 @@ from flowgrpo.methods import PRESETS
 from flowgrpo.samplers.rollout import explore, seeder
 from flowgrpo.train import Trainer
 
-METHODS = [{"grpo_guard": "mix_grpo+grpo_guard", "sol_rl": "flow_grpo+sol_rl"}.get(name, name) for name in PRESETS]
+OVER = {"grpo_guard": "mix_grpo+grpo_guard", "flow_dppo": "flow_grpo+flow_dppo", "sol_rl": "flow_grpo+sol_rl"}
+METHODS = [OVER.get(name, name) for name in PRESETS]
 PRECISIONS = ("fp32", "bf16")
 
 

@@ -45,7 +45,7 @@ PUBLISHED = {
 OTHER = {"tempflow_grpo": {"step_weight": NoiseLevel()}, "granular_grpo": {"strides": (1, 2, 3)},
          "tree_rpo": {"surrogate": AdaptiveClip(1e-4, 2e-4, 1.0), "tuning": LayerTuning(0.01)},
          "pref_grpo": {"shaping": WinRate()}, "b2_diffurl": {"selection": Extremes(-0.5, 0.5, branch=4)}}
-OVERLAYS = {"grpo_guard", "sol_rl"}
+OVERLAYS = {"grpo_guard", "flow_dppo", "sol_rl"}
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -170,7 +170,7 @@ def loss(name: str) -> float:
 
 @pytest.fixture(scope="module")
 def losses():
-    names = (*PUBLISHED, "mix_grpo+sol_rl", *(f"{name}+grpo_guard" for name in PUBLISHED))
+    names = (*PUBLISHED, "mix_grpo+sol_rl", "flow_grpo+flow_dppo", *(f"{name}+grpo_guard" for name in PUBLISHED))
     return {name: loss(name) for name in names}
 
 
@@ -179,6 +179,7 @@ def losses():
     ("mix_grpo_flash", "mix_grpo"), ("ddpo", "flow_grpo"), ("tempflow_grpo", "flow_grpo"),
     ("granular_grpo", "mix_grpo"),
     ("pref_grpo", "flow_grpo"), ("tree_rpo", "branch_grpo"), ("b2_diffurl", "ddpo"), ("mix_grpo+sol_rl", "mix_grpo"),
+    ("flow_grpo+flow_dppo", "flow_grpo"),
     *((f"{name}+grpo_guard", name) for name in PUBLISHED),
 ])
 def test_every_presets_loss_differs_from_its_parents(losses, child, parent):

@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from flowgrpo.objectives import Clip, DualClip, DynamicClip, Reinforce
+from flowgrpo.objectives import Clip, DivergenceMask, DualClip, DynamicClip, Reinforce, beside
+from flowgrpo.types import Scored
 
 F64 = torch.float64
 
@@ -156,3 +157,21 @@ def test_mistakes_are_named(call):
     with pytest.raises(ValueError, match="expected") as error:
         call()
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("advantage, ratio, divergence, gradient, cut", [
+    (2.0, 1.5, 0.9e-5, -3.0, False), (2.0, 1.5, 1.1e-5, 0.0, True), (2.0, 0.5, 1.1e-5, -1.0, False),
+    (-2.0, 0.5, 0.9e-5, 1.0, False), (-2.0, 0.5, 1.1e-5, 0.0, True), (-2.0, 1.5, 1.0, 3.0, False),
+    (0.0, 2.0, 1.0, 0.0, False),
+])
+def test_the_divergence_mask_by_hand(advantage, ratio, divergence, gradient, cut):
+    # Far away only steps back have a gradient, which is -A r by log r.
+    found = tried(DivergenceMask(1e-5), advantage, ratio, math.exp(divergence))
+    assert found[1:] == (pytest.approx(gradient), cut)
+
+
+def test_the_mask_reads_the_divergence_and_the_others_the_old_log_probability():
+    mean, mask = f64([[[1.0, 2.0]]]), torch.ones(1, 1, dtype=torch.bool)
+    new, old = (Scored(f64([[-1.0]]), mask, each, f64([0.5])) for each in (mean + f64([0.1, 0.3]), mean))
+    assert beside(DivergenceMask(), new, old).item() == pytest.approx((0.01 + 0.09) / 2 / (2 * 0.25))
+    assert beside(Clip(), new, old) is old.logp
