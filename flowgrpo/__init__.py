@@ -16,12 +16,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from flowgrpo.errors import UserError
     from flowgrpo.rewards import reward
+    from flowgrpo.rewards.pairwise import judge
     from flowgrpo.run import align
 
 __version__ = "0.1.0"
-__all__ = ["UserError", "__version__", "align", "reward"]
+__all__ = ["UserError", "__version__", "align", "judge", "reward"]
 
-_HOMES = {"align": "flowgrpo.run", "reward": "flowgrpo.rewards", "UserError": "flowgrpo.errors"}
+_HOMES = {"align": "flowgrpo.run", "judge": "flowgrpo.rewards.pairwise",
+          "reward": "flowgrpo.rewards", "UserError": "flowgrpo.errors"}
 
 
 def __getattr__(name: str) -> Any:

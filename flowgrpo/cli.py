@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ import typer
 from flowgrpo import __version__
 from flowgrpo.errors import UserError
 
+ColumnKind = Literal["checkpoints", "runs", "seeds", "guidance", "steps"]
 ExportForm = Literal["kohya", "merged", "card"]
 UsageError = typer.BadParameter.__base__  # of every mistake that Typer itself finds; not exported by it
 
@@ -41,6 +43,8 @@ def train(
         metavar="RECIPE|--KEY=VALUE", show_default=False,
         help="A YAML recipe (without one: the defaults), and any key of the configuration, such as --train.lr=1e-4 "
              "or --eval.every=20.")] = None,
+    select_best: Annotated[str | None, typer.Option(metavar="REWARD", help="Keep the weights that are best by this "
+                                                    "held-out reward: eval.best.")] = None,
     method: Annotated[str | None, typer.Option(help="Presets joined by +, such as mix_grpo+grpo_guard.")] = None,
     reward: Annotated[str | None, typer.Option(help="A reward's name, or path/to/file.py:function.")] = None,
     prompts: Annotated[str | None, typer.Option(help="A .txt, .jsonl or .csv file.")] = None,
@@ -53,7 +57,8 @@ def train(
     from flowgrpo import config
 
     recipe, options = _parse(arguments or [])
-    named = dict(method=method, reward=reward, prompts=prompts, model=model, output=output, seed=seed)
+    named = dict(method=method, reward=reward, prompts=prompts, model=model, output=output, seed=seed,
+                 **{"eval.best": select_best})
     settings = config.load(recipe, options | {key: value for key, value in named.items() if value is not None})
     _check_inputs(settings)
     from flowgrpo.run import run
@@ -93,8 +98,8 @@ def _check_inputs(settings: Any) -> None:
     from flowgrpo import data, rewards
 
     data.resolve(settings)
-    for name in [*settings.rewards, *settings.eval.rewards]:
-        rewards.locate(name)
+    for label, rule in (settings.trained | settings.watched).items():
+        rewards.locate(rule.use or label)
 
 
 @app.command()
@@ -123,14 +128,57 @@ def grid(
     prompts: Annotated[Path | None, typer.Option(help="A prompt file; without: the run's held-out prompts.")] = None,
     count: Annotated[int, typer.Option(min=1, help="Number of prompts.")] = 12,
     seed: Annotated[int, typer.Option(min=0)] = 0,
+    columns: Annotated[ColumnKind | None, typer.Option(help="What differs from column to column; without: base and "
+                                                            "tuned.")] = None,
+    values: Annotated[str, typer.Option(metavar="A,B", help="Of the columns: epochs, folders of runs, numbers.")] = "",
     output: Annotated[Path | None, typer.Option(help="The PNG file; without: grid.png in the run's folder.")] = None,
 ) -> None:
-    """Draw before and after: the base and a run's LoRA on the same prompts and seeds."""
+    """Draw before and after: the base and a run's LoRA on the same prompts and seeds. Or, with --columns, a page of
+    several columns as PNG and HTML."""
     if not run.is_dir():
         raise UserError(f"no run at {run}: expected the folder that `flowgrpo train` wrote")
-    from flowgrpo.evaluation import compare
+    if output is not None and output.suffix.lower() == ".html":
+        raise UserError(f"--output {output}: expected the name of the PNG; the HTML page of --columns lies beside it")
+    if columns is None:
+        if values:
+            raise UserError("--values: expected --columns too, which says what they are of")
+        from flowgrpo.evaluation import compare
 
-    typer.echo(compare.grid(run, prompts, count, seed, output or run / "grid.png"))
+        typer.echo(compare.grid(run, prompts, count, seed, output or run / "grid.png"))
+        return
+    from flowgrpo.evaluation import columns as pages
+
+    given = [value.strip() for value in values.split(",") if value.strip()]
+    for path in pages.columns(run, columns, given, prompts, count, seed, output or run / f"grid-{columns}.png"):
+        typer.echo(path)
+
+
+@app.command("eval")
+def evaluate(
+    source: Annotated[str, typer.Argument(metavar="MODEL_OR_RUN", help="A model as for sample, or a finished run.")],
+    suite: Annotated[str, typer.Option(metavar="NAME|PATH", help="starter, starter_video, geneval_coco, a published "
+                                       "suite's file or folder, or a hub dataset's id.")],
+    output: Annotated[Path, typer.Option(help="The folder of pictures, scores and tables; the same again goes on.")],
+    rewards: Annotated[str, typer.Option(metavar="A,B", help="Rewards; without: those of the run.")] = "",
+    lora: Annotated[Path | None, typer.Option(help="A finished run, a folder with a LoRA, or its file.")] = None,
+    base: Annotated[bool, typer.Option("--base", help="Draw the base too, and compare.")] = False,
+    samples: Annotated[int, typer.Option(min=1, help="Pictures per prompt.")] = 1,
+    steps: Annotated[int | None, typer.Option(min=1, help="Denoising steps; without: the run's or pipeline's.")] = None,
+    guidance: Annotated[float | None, typer.Option(min=0, help="Guidance scale; likewise.")] = None,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+    features: Annotated[str, typer.Option(help="What diversity is the distance of: pixels, or path/to/file.py:function."
+                                          )] = "pixels",
+) -> None:
+    """Score a model on a suite of prompts, by several rewards, and against its base."""
+    from flowgrpo.evaluation import evaluate as evaluation
+    from flowgrpo.evaluation import findings
+
+    names = [name.strip() for name in rewards.split(",") if name.strip()]
+    results = evaluation.evaluate(source, suite, names, output, lora=lora, base=base, samples=samples, steps=steps,
+                                  guidance=guidance, seed=seed, features=features)
+    if results:  # of several processes the first has them
+        findings.show(results)
+        typer.echo(f"{output / 'table.md'}, {output / 'results.json'}, {output / 'grid.png'}")
 
 
 @app.command()
@@ -156,14 +204,39 @@ def export(
 
 
 @app.command()
+def report(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run, finished or not.")],
+    live: Annotated[bool, typer.Option("--live", help="Serve it to browsers of this machine; it follows the run.")]
+    = False,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="With --live; 0: a free one.")] = 8899,
+) -> None:
+    """Write report.html: a run's curves, pictures through training, best and worst samples, in one file."""
+    if not run.is_dir():
+        raise UserError(f"no run at {run}: expected the folder that `flowgrpo train` wrote")
+    if live:
+        from flowgrpo.evaluation.live import server
+
+        with server(run, port) as serving:
+            typer.echo(f"http://{serving.server_name}:{serving.server_port} (Ctrl-C ends it)")
+            serving.serve_forever()
+    else:
+        from flowgrpo.evaluation.report import write
+
+        typer.echo(write(run))
+
+
+@app.command()
 def check(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="starter, a local directory, or a hub id.")],
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="starter, a local directory, a hub id, or the name of a "
+                                                               "pipeline class, for a tiny random instance.")],
+    recipe: Annotated[str | None, typer.Option(help="A YAML recipe, for its adapter, precision and memory.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Tell whether a pipeline can be trained, and why not; exit code 2 where it cannot."""
+    """Tell whether a pipeline can be trained, what it needs, and why not; exit code 2 where it cannot."""
+    from flowgrpo import config
     from flowgrpo.policies.check import report
 
-    told = report(model)
+    told = report(model, config.load(recipe) if recipe else None)
     if as_json:
         typer.echo(json.dumps(told, indent=2, default=str))
     else:
@@ -177,6 +250,8 @@ def check(
 def _plain(value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {inner}" for key, inner in value.items())
     if isinstance(value, (list, tuple)):
         return ", ".join(map(str, value)) or "none"
     return "-" if value is None else str(value)
@@ -187,23 +262,87 @@ def methods() -> None:
     """List the presets that --method takes."""
     from flowgrpo.methods import PRESETS
 
-    _table([(name, *_summary(preset)) for name, preset in PRESETS.items()])
+    _table(["name", "what it does", "source"], [[name, *_summary(preset)] for name, preset in PRESETS.items()])
     typer.echo("Formula, recipe and differences of each: docs/methods/NAME.md; papers and parts: docs/methods/index.md")
 
 
 @app.command()
-def rewards() -> None:
-    """List the rewards that --reward takes by name."""
-    from flowgrpo import rewards as known
+def rewards(as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with what each does.")] = False) -> None:
+    """List the rewards that --reward takes by name: what they judge, their range, needs and licence."""
+    from flowgrpo.rewards import table
 
-    _table([(name, _first_line(known, name), known.source(name)) for name in known.names()])
+    found = table.listed()
+    if as_json:
+        typer.echo(json.dumps(found, indent=2))
+        return
+    _table(["name", "modality", "range", "needs", "licence", "installed"], [table.cells(reward) for reward in found])
+    for reward in found:
+        if reward["broken"]:
+            typer.echo(reward["broken"])
+    typer.echo('Needs are installed as "flowgrpo[NAME]" or by their own name; ? is what a reward does not say.')
 
 
-def _first_line(known: Any, name: str) -> str:
-    try:
-        return _summary(known.locate(name))[0]
-    except UserError as error:  # a package's broken reward must not hide the others
-        return str(error)
+@app.command()
+def score(
+    reward: Annotated[str, typer.Argument(metavar="REWARD", help="A reward's name, or path/to/file.py:function.")],
+    images: Annotated[list[Path], typer.Argument(metavar="IMAGES...", help="Pictures; or folders of frames, or .txt "
+                                                                           "files, for a reward that judges these.")],
+    prompt: Annotated[str | None, typer.Option(help="The prompt of all of them.")] = None,
+    prompts: Annotated[Path | None, typer.Option(help="A prompt file: a prompt for each, in order.")] = None,
+    args: Annotated[str, typer.Option(metavar="YAML", help="Arguments of a reward that is a class.")] = "{}",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Score files with a reward."""
+    from flowgrpo import data
+    from flowgrpo.rewards import table
+
+    if prompt is not None and prompts is not None:
+        raise UserError("got --prompt and --prompts, expected one of them")
+    given = data.load_prompts(prompts) if prompts else [data.Prompt(prompt or "")] * len(images)
+    if len(given) != len(images):
+        raise UserError(f"--prompts {prompts} has {len(given)} prompts for {len(images)} files, expected one for each")
+    scores = table.score_files(reward, _made_with(reward, args), images, given)
+    known = [None if value != value else value for value in scores]
+    if as_json:
+        rows = [{"file": str(file), "prompt": each.text, "score": value}
+                for file, each, value in zip(images, given, known)]
+        typer.echo(json.dumps({"reward": reward, "scores": rows}, indent=2))
+    else:
+        _table(["file", "prompt", reward], [[str(file), each.text, "-" if value is None else f"{value:.4f}"]
+                                            for file, each, value in zip(images, given, known)])
+
+
+@app.command()
+def serve_reward(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="A reward's name, or path/to/file.py:function.")],
+    host: Annotated[str, typer.Option(help="Where to listen; 0.0.0.0 is every network of this machine.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free one.")] = 8765,
+    token_file: Annotated[Path | None, typer.Option(
+        help="A file with the token that clients have to send; without: the environment's FLOWGRPO_REWARD_TOKEN, if "
+             "set.")] = None,
+    max_mb: Annotated[float, typer.Option(min=0.001, help="MiB of one request.")] = 64,
+    max_batch: Annotated[int, typer.Option(min=1, help="Samples of one request.")] = 64,
+    args: Annotated[str, typer.Option(metavar="YAML", help="Arguments of a reward that is a class.")] = "{}",
+) -> None:
+    """Serve a reward to other processes or machines: its name in their recipes is the URL that this prints."""
+    from flowgrpo.rewards import find
+    from flowgrpo.rewards.client import token
+    from flowgrpo.rewards.needs import needed
+    from flowgrpo.rewards.wire import Limits
+
+    for module in ("uvicorn", "fastapi"):
+        needed(module, "server", "serve-reward")
+    from flowgrpo.rewards.server import serve
+
+    secret, reward = token(token_file), find(name, _made_with(name, args))
+    serve(name, reward, host, port, Limits(int(max_mb * 2**20), max_batch), secret, typer.echo)
+
+
+def _made_with(reward: str, args: str) -> dict[str, Any]:
+    """The arguments of a reward, from YAML."""
+    from flowgrpo import config
+
+    return config.validate({"reward": {reward: {"args": config.parse_value("args", args)}}}).trained[reward].args
 
 
 def _summary(thing: Any) -> tuple[str, str]:
@@ -213,20 +352,21 @@ def _summary(thing: Any) -> tuple[str, str]:
     return (found[1], found[2]) if found else (line, "")
 
 
-def _table(rows: list[tuple[str, str, str]]) -> None:
+def _table(heads: list[str], rows: list[list[str]]) -> None:
     from rich import box
     from rich.console import Console
     from rich.table import Table
 
-    table = Table("name", "what it does", "source", box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(*heads, box=box.SIMPLE_HEAD, pad_edge=False)
     table.columns[0].no_wrap, table.columns[2].max_width = True, 20
     for row in rows:
         table.add_row(*row)
-    Console().print(table, markup=False)
+    Console(width=None if sys.stdout.isatty() else 200).print(table, markup=False)  # a pipe has no edge
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line -> exit code: 0, 2 after a person's mistake, 130 after an interruption."""
+    os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")  # its import tells of optional packages it half supports
     try:
         return app(arguments, prog_name="flowgrpo", standalone_mode=False) or 0
     except (KeyboardInterrupt, typer.Abort):

@@ -13,11 +13,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 from pydantic.fields import FieldInfo
 
 from flowgrpo.errors import UserError
-from flowgrpo.starter import CALL
+from flowgrpo.reward_rule import Retry, RewardRule, WatchRule, Weighted
+from flowgrpo.section import Section
+from flowgrpo.starter import CALLS
 
 
 class _Loader(yaml.SafeLoader):
@@ -33,10 +35,6 @@ for _yaml in (_Loader, _Dumper):
                                 list("-+.0123456789"))
 
 
-class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=False, allow_inf_nan=False)
-
-
 class Picture(Section):
     """What the pipeline is asked for; None leaves the pipeline's own default."""
 
@@ -50,7 +48,10 @@ class Adapter(Section):
     """What is trained: a LoRA (rank >= 1) on the denoiser, or with `rank: 0` all of the denoiser's weights."""
 
     rank: int = Field(32, ge=0, description="rank of the LoRA; 0 trains all weights")
-    alpha: float | None = Field(None, gt=0, description="LoRA alpha; None means 2 * rank")
+    alpha: float | None = Field(None, gt=0, description="LoRA alpha; None means a scale of 2: 2 * rank, of an rsLoRA "
+                                                      "2 * sqrt(rank)")
+    dora: bool = Field(False, description="a length of its own for every row of a weight (DoRA, 2402.09353)")
+    rslora: bool = Field(False, description="the scale alpha / sqrt(rank) (rsLoRA, 2312.03732)")
     targets: list[str] = Field(["to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj",
                                 "to_add_out"], description="names of the modules that get an adapter")
 
@@ -76,9 +77,31 @@ class Train(Section):
     betas: tuple[float, float] = Field((0.9, 0.999), description="of AdamW")
     clip_grad: float = Field(1.0, gt=0, description="largest norm of the gradient")
     checkpointing: bool = Field(False, description="gradient checkpointing in the denoiser")
+    optimizer: Literal["adamw", "adamw8bit"] = Field("adamw", description="`adamw8bit`: its moments in 8 bits, by "
+                                                                         "bitsandbytes")
+    compile: bool = Field(False, description="torch.compile for the denoiser's blocks")
     ema: float = Field(0.0, ge=0, lt=1, description="decay of the moving average of the weights; 0 keeps none")
     save_every: int = Field(50, ge=1, description="epochs between checkpoints; the last epoch is always saved")
     keep: int = Field(2, ge=1, description="checkpoints kept")
+
+
+class Memory(Section):
+    """What is held where, and how precisely: docs/performance.md says what each costs."""
+
+    weights: Literal["full", "int8", "nf4"] = Field("full", description="of the denoiser below a LoRA: in "
+                                                    "`precision`, or by torchao (`int8`) or bitsandbytes (`nf4`)")
+    encoders: Literal["keep", "cpu"] = Field("keep", description="where text encoders wait while nothing is encoded")
+    vae: Literal["whole", "sliced", "tiled"] = Field("whole", description="a batch decoded at once, picture by "
+                                                     "picture, or tile by tile too")
+    states: Literal["device", "cpu"] = Field("device", description="where a rollout's recorded states wait for their "
+                                             "replay")
+
+
+class EarlyStop(Section):
+    """When training ends before its last epoch."""
+
+    reward: str = Field(min_length=1, description="one that is measured on held-out prompts")
+    patience: int = Field(ge=1, description="evaluations in a row without a better mean")
 
 
 class Eval(Section):
@@ -90,23 +113,30 @@ class Eval(Section):
     prompts: int = Field(64, ge=1, description="held-out prompts, evenly spread over the file")
     samples: int = Field(1, ge=1, description="pictures per held-out prompt")
     weights: Literal["current", "ema"] = Field("current", description="which weights are evaluated and saved")
+    best: str | None = Field(None, min_length=1, description="the measured reward by which the best of the weights "
+                                                             "that `every` measures are kept for the end; None: the "
+                                                             "last")
+    stop: EarlyStop | None = Field(None, description="{reward: NAME, patience: N}: end after N evaluations in a row "
+                                                     "without a better mean of it")
     grid: int = Field(12, ge=1, description="prompts in the before/after picture")
-    rewards: list[str] = Field([], description="further rewards that are measured and never trained on")
+    rewards: list[str] | dict[str, WatchRule] = Field([], description="further rewards that are measured and never "
+                                                                      "trained on: names, or names with rules")
 
 
 class Config(Section):
     """Everything a run needs; see the sections for their fields."""
 
     name: str = Field("run", min_length=1, description="the run's folder below `output`")
-    model: str = Field("starter", description="`starter`, a local directory, or a hub id")
+    model: str = Field("starter", description="`starter`, `starter_video`, a local directory, or a hub id")
     method: str = Field("mix_grpo", description="presets joined by +, applied from left to right")
     parts: dict[str, Any] = Field({}, description="fields of the method's parts, such as {plan: {size: 2}}")
-    reward: str | dict[str, float] = Field("scene_graded", min_length=1,
-                                           description="a reward, or rewards with their weights")
-    prompts: str = Field("starter", description="`starter`, or a .txt, .jsonl or .csv file")
+    reward: str | dict[str, Weighted] = Field("scene_graded", min_length=1,
+                                              description="a reward, or rewards with their weights or rules")
+    prompts: str = Field("starter", description="`starter`, `starter_video`, or a .txt, .jsonl or .csv file")
     held_out: float | str = Field(0.1, description="share of the prompts that is never trained on, or a file of them")
     negative_prompt: str = Field("", description="of prompts that bring none of their own")
-    cache: str | None = Field(None, description="folder for encoded prompts, shared by runs; None: memory only")
+    cache: str | None = Field(None, description="folder for encoded prompts and kept scores, shared by runs; None: "
+                                                "memory only")
     output: str = Field("runs", description="the folder of all runs")
     seed: int = Field(0, ge=0, lt=2**32, description="of noise, order of prompts, adapter's first weights")
     device: Literal["auto", "cuda", "mps", "cpu"] = Field("auto", description="`auto`: the first that is there")
@@ -115,20 +145,33 @@ class Config(Section):
     trust_remote_code: bool = Field(False, description="run code that comes with a model from a hub")
     picture: Picture = Picture()
     adapter: Adapter = Adapter()
+    memory: Memory = Memory()
     train: Train = Train()
     eval: Eval = Eval()
 
     @property
     def rewards(self) -> dict[str, float]:
         """Reward names with their weights."""
-        return {self.reward: 1.0} if isinstance(self.reward, str) else self.reward
+        return {name: rule.weight for name, rule in self.trained.items()}
+
+    @property
+    def trained(self) -> dict[str, RewardRule]:
+        """The rules of the rewards that are trained on, by name."""
+        given = {self.reward: 1.0} if isinstance(self.reward, str) else self.reward
+        return {name: rule if isinstance(rule, RewardRule) else RewardRule(weight=rule) for name, rule in given.items()}
+
+    @property
+    def watched(self) -> dict[str, WatchRule]:
+        """The rules of the rewards that are measured besides; one that is trained on and merely named keeps its own."""
+        given = self.eval.rewards
+        return given if isinstance(given, dict) else {name: WatchRule() for name in given if name not in self.trained}
 
     @property
     def call(self) -> dict[str, Any]:
         """What every call of the pipeline gets beside prompts and latents: `picture`, over the starter's own."""
         picture = self.picture
         sizes = {"height": picture.height, "width": picture.width, "num_frames": picture.frames}
-        own = CALL if self.model == "starter" else {}
+        own = CALLS.get(self.model, {})
         return own | {key: size for key, size in sizes.items() if size is not None} | picture.call
 
     @property
@@ -149,8 +192,8 @@ def load(recipe: str | Path | None, overrides: dict[str, Any] | None = None) -> 
     if recipe:
         raw.setdefault("name", Path(recipe).stem)
         validate(raw, where=str(recipe))
-    for path, value in (overrides or {}).items():
-        _assign(raw, path, _value(path, value) if isinstance(value, str) else value)
+    for path, given in (overrides or {}).items():
+        _assign(raw, path, parse_value(path, given) if isinstance(given, str) else given)
     return validate(raw)
 
 
@@ -194,7 +237,7 @@ def owner(path: str) -> str | None:
     return next((key for key in keys() if path == key or path.startswith(key + ".")), None)
 
 
-def _value(path: str, text: str) -> Any:
+def parse_value(path: str, text: str) -> Any:
     """An override's value in YAML's notation; where the key holds text, the text as it stands."""
     if path in fields() and fields()[path].annotation is str:
         return text
@@ -225,18 +268,32 @@ def _explain(errors: list[dict[str, Any]]) -> str:
     if "." in first and errors[0]["loc"] == (first,) and first in keys():
         section, _, name = first.rpartition(".")
         return f"unknown key {first!r}: in a file, write {name!r} below {section!r}"
-    if errors[0]["type"] == "extra_forbidden":
-        return f"unknown key {first!r}{nearest_key(first, keys() if '.' in first else [*keys(), *sections()])}"
-    key = owner(first) or first
-    # A union reports every type it tried, with the type's name in the path; the one that went deepest was meant.
+    errors = [error | {"loc": tuple(part for part in error["loc"] if not _UNION_TAG.match(str(part)))}
+              for error in errors]
+    key = owner(_dotted(errors[0]["loc"])) or first
+    # A union reports every type it tried; the one that went deepest was meant.
     tried = [error for error in errors if f"{_dotted(error['loc'])}.".startswith(f"{key}.")]
     tried = [error for error in tried if len(error["loc"]) == max(len(other["loc"]) for other in tried)]
-    inside = [str(part) for part in tried[0]["loc"][key.count(".") + 1:] if part not in _UNION_TAGS]
+    unknown = next((error["loc"] for error in tried if error["type"] == "extra_forbidden"), None)
+    if unknown:
+        return f"unknown key {_dotted(unknown)!r}{_nearest_of(unknown)}"
     expected = " or ".join(dict.fromkeys(_expected(error["msg"]) for error in tried))
-    return f"{'.'.join([key, *inside])}: got {tried[0]['input']!r}, expected {expected}"
+    return f"{_dotted(tried[0]['loc'])}: got {tried[0]['input']!r}, expected {expected}"
 
 
-_UNION_TAGS = ("str", "float", "dict[str,float]")
+_UNION_TAG = re.compile(r"(str|float)$|<|(dict|list)\[")  # the names that pydantic gives to the branches of a union
+_RULES = {"reward": RewardRule, "eval.rewards": WatchRule, "eval.stop": EarlyStop}
+
+
+def _nearest_of(unknown: tuple[str | int, ...]) -> str:
+    """`nearest` for an unknown key by its place, which may be within a reward's rule."""
+    path = _dotted(unknown)
+    rule = _RULES.get(owner(path) or "")
+    if rule is None:
+        return nearest_key(path, keys() if "." in path else [*keys(), *sections()])
+    within = next(part for part in reversed(unknown[:-1]) if isinstance(part, str))  # a transform has its place between
+    choices = {"on_error": [*Retry.model_fields], "transform": ["clip", "threshold"]}.get(within, [*rule.model_fields])
+    return nearest(str(unknown[-1]), choices)
 
 
 def _dotted(location: tuple[str | int, ...]) -> str:
@@ -255,6 +312,7 @@ _PHRASES = (
     (r"^Input should be (?=greater|less)", "a number "),
     (r"^(Input|Keys) should be |, unable to .*|, got a number .*", ""),
     (r"^\w+ should have (.*?)( after validation.*)?$", r"\1"),
+    (r"^Value error, ", ""),
     (r"^Field required$", "one more value"),
 )
 

@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from flowgrpo import checkpoint, data, methods, rewards
+from flowgrpo import best, checkpoint, data, methods, rewards, state
 from flowgrpo.config import Config, validate
 from flowgrpo.errors import UserError
-from flowgrpo.evaluation import held_out
+from flowgrpo.evaluation import album, held_out
 from flowgrpo.geometry import geometry
+from flowgrpo.policies import frozen
 from flowgrpo.policies.pipeline import PipelinePolicy, load_pipeline
+from flowgrpo.processes import require_replicated
+from flowgrpo.rewards import pairwise
 from flowgrpo.train import Trainer
+
+# How long a process waits for the others, whose rewards may be slower than its own; the launcher sees those that die.
+PATIENCE = timedelta(hours=2)
 
 
 def pick_device(name: str) -> str:
@@ -32,42 +40,53 @@ def run(config: Config, resume: bool = False, *, pipe=None, functions: dict[str,
         prompts: list[data.Prompt] | None = None) -> dict[str, Any]:
     """Align a model as `config` says; returns the summary that is also written to `summary.json`.
 
+    Under `accelerate launch` or `torchrun` every process calls it, and the first one writes and prints.
     pipe, functions (by name), prompts: objects that take the place of what the configuration names.
     """
     from accelerate.utils import set_seed
 
     # Whatever a person can get wrong is looked at before anything is loaded or written.
     device = pick_device(config.device)
-    methods.resolve(config)
-    geometry(config.train)
-    given = functions or {}
-    train_rewards = {name: given.get(name) or rewards.find(name) for name in config.rewards}
-    measured = train_rewards | {name: given.get(name) or rewards.find(name) for name in config.eval.rewards}
+    method = methods.resolve(config)
+    accelerator = make_accelerator(config, device)  # first: it chooses the GPU that rewards will find
+    if accelerator.num_processes > 1:
+        device = accelerator.device
+    geometry(config.train, accelerator.num_processes)
+    frozen.require(config, method, device, loaded=pipe is not None)
+    train_rewards = rewards.compose(config.trained, config.cache, functions)
+    pairwise.require(train_rewards, config.train.group, *([method.preview.pool] if method.preview else []))
+    further = rewards.compose(config.watched, config.cache, functions)
+    measured = pairwise.measured(train_rewards, further)
     split = data.resolve(config) if prompts is None else data.split(prompts, config.held_out, data.SPLIT_SEED)
+    for routed, side in zip((train_rewards, further), split):
+        rewards.require_routes(routed, [prompt.metadata for prompt in side])
     folder = config.folder
     last = checkpoint.latest(folder / "checkpoints") if resume else None
     if resume and last is None:
         raise UserError(f"--resume: no checkpoint in {folder / 'checkpoints'}: expected one that an earlier run left")
     if config.eval.weights == "ema" and not config.train.ema:
         raise UserError("eval.weights is 'ema', but train.ema is 0: set train.ema to a decay such as 0.9")
+    best.require(config.eval, measured)
 
-    accelerator = make_accelerator(config, device)
     set_seed(config.seed)
-    pipe = pipe or load_pipeline(config.model, config.precision, config.trust_remote_code)
+    pipe = pipe or load_pipeline(config.model, config.precision, config.trust_remote_code, config.memory.weights)
     policy = PipelinePolicy(pipe, config.adapter, device=device, precision=config.precision,
                             guidance=config.train.guidance, call=config.call,
-                            checkpointing=config.train.checkpointing)
+                            checkpointing=config.train.checkpointing, memory=config.memory,
+                            compiled=config.train.compile)
+    moves = any("frame" in name or "video" in name for name in policy.accepts)
+    rewards.require_modality(train_rewards | measured, "video" if moves else "image")
     trainer = Trainer(config, accelerator, policy, train_rewards, split)
     if last:
-        trainer.restore(last)
-    else:
-        shutil.rmtree(folder / "checkpoints", ignore_errors=True)  # of an earlier run: they would be taken for ours
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.yaml").write_text(config.yaml(), encoding="utf-8")
-    keep_lines(folder / "metrics.jsonl", trainer.epoch)
+        state.restore(trainer, last)
+    if trainer.processes.first:
+        prepare(config, trainer.epoch, resumed=last is not None)
+        album.begin(folder, trainer.epoch, str(device), trainer.processes.count)
     start_tracker(accelerator, config)
     try:
         before = held_out.before(trainer, measured, folder, reuse=last is not None)
+        if trainer.processes.first:
+            album.stage(folder, "before", 0, before)
         trainer.train(folder, measured)
         return held_out.finish(trainer, measured, folder, before)
     finally:
@@ -75,15 +94,23 @@ def run(config: Config, resume: bool = False, *, pipe=None, functions: dict[str,
 
 
 def make_accelerator(config: Config, device: str):
-    """Device, precision and trackers are accelerate's. UserError under a launch of several processes."""
-    from accelerate import Accelerator
+    """Launch, device and trackers are accelerate's. UserError where it was told to shard the model."""
+    from accelerate import Accelerator, InitProcessGroupKwargs
 
-    accelerator = Accelerator(cpu=device == "cpu", log_with=None if config.tracker == "none" else config.tracker,
-                              project_dir=str(config.folder))
-    if accelerator.num_processes > 1:
-        raise UserError(f"launched with {accelerator.num_processes} processes, but a run is one process so far: start "
-                        "it with `flowgrpo train`, or with --num_processes 1")
-    return accelerator
+    require_replicated(os.environ)
+    patience = InitProcessGroupKwargs(timeout=PATIENCE)
+    return Accelerator(cpu=device == "cpu", log_with=None if config.tracker == "none" else config.tracker,
+                       project_dir=str(config.folder), kwargs_handlers=[patience])
+
+
+def prepare(config: Config, epoch: int, resumed: bool) -> None:
+    """The run's folder, without what an earlier run, or this one after that epoch, has left in it."""
+    folder = config.folder
+    if not resumed:
+        shutil.rmtree(folder / "checkpoints", ignore_errors=True)  # they would be taken for ours
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.yaml").write_text(config.yaml(), encoding="utf-8")
+    keep_lines(folder / "metrics.jsonl", epoch)
 
 
 def start_tracker(accelerator, config: Config) -> None:
@@ -105,8 +132,8 @@ def align(model, rewards="scene_graded", prompts="starter", method: str = "mix_g
     """Align `model` to `rewards` on `prompts`: what the command line does, from Python.
 
     model: `starter`, a directory, a hub id, or a loaded diffusers pipeline. rewards: a name, a function
-    `reward(images, prompts, metadata) -> floats`, or a dictionary of these to weights (functions under their own
-    names). prompts: a file, or a list of strings. options: configuration keys, sections as dictionaries, such as
+    `reward(images, prompts, metadata) -> floats`, or a dictionary of these to weights or rules (functions under their
+    own names). prompts: a file, or a list of strings. options: configuration keys, sections as dictionaries, such as
     `train={"epochs": 50}`. Returns the run's summary, the content of `summary.json`.
     """
     weighted = rewards if isinstance(rewards, dict) else {rewards: 1.0}

@@ -5,10 +5,8 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import time
-from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,24 +14,27 @@ from typing import Any
 
 import torch
 
-from flowgrpo import checkpoint, data, methods, rewards
-from flowgrpo.advantages import below
+from flowgrpo import data, methods, rewards, state
+from flowgrpo.advantages import zero_variance
+from flowgrpo.anchor import Anchor
+from flowgrpo.best import Best
 from flowgrpo.config import Config
+from flowgrpo.credit import credit
 from flowgrpo.errors import UserError
-from flowgrpo.evaluation import held_out
+from flowgrpo.evaluation import held_out, report
+from flowgrpo.evaluation.album import Extremes
 from flowgrpo.first_ratio import FirstRatio
 from flowgrpo.geometry import geometry
 from flowgrpo.log import Clock, Log, Stats
-from flowgrpo.objectives import mean_over_decisions
-from flowgrpo.policies.conditioning import Encoder
+from flowgrpo.objectives import beside, mean_over_decisions
+from flowgrpo.optimizer import make_optimizer
+from flowgrpo.policies.explorer import Explorer
 from flowgrpo.policies.pipeline import PipelinePolicy
-from flowgrpo.samplers import cost
-from flowgrpo.samplers.preview import chosen, contrasting, previews, require_choice
-from flowgrpo.samplers.rollout import Exploration, Part, Seed, explore, make_grid, replay, seeder
+from flowgrpo.processes import Processes
+from flowgrpo.rewards.pairwise import pairing
+from flowgrpo.samplers.rollout import Part
 from flowgrpo.signals import Stop, Stopped
 from flowgrpo.types import Context
-
-COUNTERS = ("epoch", "update", "skipped", "seconds", "rollout_evaluations", "saved_evaluations")
 
 
 class Trainer:
@@ -42,179 +43,149 @@ class Trainer:
     def __init__(self, config: Config, accelerator, policy: PipelinePolicy, train_rewards: dict[str, Any],
                  prompts: tuple[list[data.Prompt], list[data.Prompt]]):
         self.config, self.accelerator, self.policy, self.rewards = config, accelerator, policy, train_rewards
-        self.method = methods.resolve(config, policy.process)
-        self.geometry = geometry(config.train)
-        self.encode = Encoder(policy, Path(config.cache) if config.cache else None)
-        self.grid, self.timesteps = make_grid(config.train.grid, config.train.steps, config.train.shift, policy.stock)
         self.prompts, self.held_out = prompts
-        self.optimizer = torch.optim.AdamW(policy.weights.parameters(), lr=config.train.lr, betas=config.train.betas,
-                                           weight_decay=config.train.weight_decay)
-        self.ema = policy.weights.snapshot() if config.train.ema else None
-        self.epoch = self.update = self.skipped = 0
-        self.seconds, self.rollout_evaluations, self.saved_evaluations = 0.0, 0, 0
-        self.first_ratio = FirstRatio(policy, self.method.surrogate, self.geometry.micro_batch)
-        self.memory: dict[str, Any] = {}  # what parts of the method remember between epochs
+        self.method = methods.resolve(config, policy.process)
+        self.processes = Processes(accelerator)
+        self.geometry = geometry(config.train, self.processes.count)
         self.clock, self.stop, self.say = Clock(), Stop(), print
-        if self.method.preview:
-            require_choice(self.explore_how(), self.method.preview.pool)
-        self.marked = self.counters()
+        self.explorer = Explorer(config, policy, self.method, self.geometry, self.processes, self.clock)
+        self.processes.agree(policy.weights.parameters())
+        self.optimizer = make_optimizer(config.train, policy.weights.parameters())
+        self.ema = policy.weights.snapshot() if config.train.ema else None
+        self.best = Best(config.eval)
+        self.memory: dict[str, Any] = {}  # what parts of the method remember between epochs
+        self.anchor = Anchor(self.method, policy, self.memory, keep=config.train.inner_epochs > 1)
+        self.first_ratio = FirstRatio(self.explorer, self.method.surrogate, policy.dtype == torch.float32)
+        self.epoch = self.update = self.skipped = 0
+        self.seconds = self.reward_wait_seconds = 0.0
+        self.reward_failures, self.tally, self.extremes = {}, rewards.Tally(), Extremes(list(train_rewards))
+        self.marked = state.counters(self)
 
     # --- one epoch, read from top to bottom --------------------------------------------------------------------------
 
     def run_epoch(self) -> dict[str, Any]:
-        """Prompts to gradient, once. Returns the epoch's metrics."""
-        batch = data.draw(self.prompts, self.geometry.prompts, self.epoch, self.config.seed)
-        parts, conditioning, grouped = self.sample(batch)
-        credited = self.credit(parts, grouped, conditioning.prompts)
+        """Prompts to gradient, once. Returns the epoch's metrics.
+
+        Every process samples its share of the epoch's prompts; what is compared is compared over all of them.
+        """
+        batch = data.draw(self.prompts, self.config.train.prompts, self.epoch, self.config.seed, self.prompt_weights())
+        with self.processes.together():
+            parts, conditioning, scores = self.sample(self.processes.own(batch))
+        grouped = self.processes.gather(scores)
+        credited = self.credit(parts, grouped, [prompt.text for prompt in batch])
         return self.reward_metrics(grouped) | self.learn(credited, conditioning)
 
+    def prompt_weights(self) -> list[float] | None:
+        """How often the method wants each prompt drawn, by what it remembers of them; None where it does not say."""
+        wanted = getattr(self.method.advantage, "prompt_weights", None)
+        return wanted and wanted(self.memory, [prompt.text for prompt in self.prompts]).tolist()
+
     def sample(self, batch: list[data.Prompt]) -> tuple[list[Part], Any, torch.Tensor]:
-        """Sample and score this epoch's groups: (the parts, the prompts' conditioning, scores [groups,G,R])."""
-        explorations, seed = self.explore_how(), seeder(self.config.seed, self.epoch)
-        with self.clock("encode"):
-            conditioning = self.encode([p.text for p in batch], [self.negative(p) for p in batch])
-        if self.method.preview:
-            seed = self.preview(batch, conditioning, seed)
-        evaluations = self.policy.evaluations
-        parts, scores = self.rollout(batch, conditioning, explorations, seed)
-        self.count_evaluations(self.policy.evaluations - evaluations, explorations)
-        return parts, conditioning, scores.unflatten(0, (-1, self.geometry.group))
+        """Sample and score groups of these prompts; a thread scores one part while the next one is sampled.
 
-    def preview(self, batch, conditioning, seed: Seed) -> Seed:
-        """The seeds of the noises whose cheap previews score best and worst."""
-        train, pool = self.config.train, self.method.preview.pool
-        with self.clock("preview"):
-            grid = make_grid(train.grid, self.method.preview.steps, train.shift, self.policy.stock)
-            rows = torch.arange(len(batch)).repeat_interleave(pool)
-            finals = previews(self.policy, conditioning, *grid, pool, self.geometry.micro_batch, seed)
-            scores = self.score(batch, rows, self.decode(finals, conditioning.rows(rows)))
-            total = (scores * torch.tensor(list(self.config.rewards.values()))).nansum(1)
-            return chosen(seed, contrasting(total.view(-1, pool), train.group))
-
-    def explore_how(self) -> list[Exploration]:
-        """This epoch's grid, window, kernel and solver."""
-        train = self.config.train
-        return self.method.explorations(self.grid, train.group, train.shift, self.epoch, self.config.seed,
-                                        self.timesteps)
-
-    def count_evaluations(self, spent: int, explorations: list[Exploration]) -> None:
-        """What the rollout cost, and what it would have cost if no two pictures shared anything."""
-        self.rollout_evaluations += spent
-        alone, shared = (count(explorations, self.geometry.prompts) for count in (cost.alone, cost.rollout))
-        self.saved_evaluations += round(spent * alone / shared) - spent
-
-    def negative(self, prompt: data.Prompt) -> str:
-        return self.config.negative_prompt if prompt.negative is None else prompt.negative
-
-    def rollout(self, batch, conditioning, explorations, seed: Seed) -> tuple[list[Part], torch.Tensor]:
-        """Sample, decode and score; a thread scores one part while the next one samples.
-
-        Returns (the parts, scores [B,R]); a picture that is finished in several granularities has R scores in each.
+        Returns (the parts, the prompts' conditioning, scores [groups,G,R]); what is finished in several granularities
+        has R scores in each.
         """
-        parts, scores = [], []
+        conditioning, parts, scores = self.explorer.conditioning(batch), [], []
+        self.extremes = Extremes(list(self.rewards))
         with ThreadPoolExecutor(1) as pool:
-            samples = explore(self.policy, conditioning, explorations, self.geometry.micro_batch, seed)
-            while True:
-                with self.clock("rollout"):
-                    part = next(samples, None)
-                if part is None:
-                    break
+            for part, outputs in self.explorer.sample(conditioning, self.epoch, lambda *made: self.total(batch, *made)):
                 self.stop.check()
-                for final in part.finals:
-                    with self.clock("decode"):
-                        pictures = self.decode(final, conditioning.rows(part.prompts))
-                    scores.append(pool.submit(self.score, batch, part.prompts, pictures))
                 parts.append(part)
+                scores += [pool.submit(self.judge, batch, part.prompts, each) for each in outputs]
             with self.clock("reward"):
                 found, strides = [score.result() for score in scores], len(self.method.strides)
-                columns = [torch.cat(found[stride::strides]) for stride in range(strides)]
-                return parts, torch.cat(columns, 1)
+        columns = [torch.cat(found[stride::strides]) for stride in range(strides)]
+        return parts, conditioning, torch.cat(columns, 1).unflatten(0, (-1, self.geometry.group))
 
-    def score(self, batch, rows: torch.Tensor, pictures: torch.Tensor) -> torch.Tensor:
-        """The rewards [b,R] of pictures of the prompts `rows` [b]."""
-        return rewards.score(self.rewards, pictures, [batch[p].text for p in rows], [batch[p].metadata for p in rows])
+    def judge(self, batch: list[data.Prompt], rows: torch.Tensor, outputs: Any) -> torch.Tensor:
+        """`score` of samples that are trained on; the best and the worst of them are kept to be shown."""
+        scores = self.score(batch, rows, outputs, self.geometry.group)
+        totals = self.weighted(scores.unflatten(0, (-1, self.geometry.group))).flatten()
+        self.extremes.add([batch[p].text for p in rows], outputs, scores, totals)
+        return scores
 
-    def decode(self, finals: torch.Tensor, conditioning) -> torch.Tensor:
-        """Pictures on the CPU, decoded in micro-batches."""
-        rows = torch.arange(len(finals)).split(self.geometry.micro_batch)
-        return torch.cat([self.policy.decode(finals[at], conditioning.rows(at)).cpu() for at in rows])
+    def score(self, batch: list[data.Prompt], rows: torch.Tensor, outputs: Any, group: int) -> torch.Tensor:
+        """The rewards [b,R] of outputs of the prompts `rows` [b], which are whole groups of the given size."""
+        of = [batch[p] for p in rows]
+        return rewards.score(self.rewards, outputs, [p.text for p in of], [p.metadata for p in of], group,
+                             self.tally)
+
+    def total(self, batch: list[data.Prompt], outputs: Any, group: int) -> torch.Tensor:
+        """The weighted sum of rewards [P,group] of outputs [P*group,...]."""
+        rows = torch.arange(len(batch)).repeat_interleave(group)
+        return self.weighted(self.score(batch, rows, outputs, group).unflatten(0, (-1, group)))
+
+    def weighted(self, scores: torch.Tensor) -> torch.Tensor:
+        """The weighted sums [P,G] of scores [P,G,R], after the rewards' transforms."""
+        shaped = rewards.transformed(self.rewards, scores)
+        return (shaped * torch.tensor(list(self.config.rewards.values()))).nansum(2)
 
     def credit(self, parts: list[Part], grouped: torch.Tensor, texts: list[str]) -> Iterator[Part | None]:
-        """Give every transition its advantage, that of the mean reward of the pictures below it among its equals in
-        the group, and leave out what the method does not train: None for a part of which nothing is left.
-
-        grouped: [groups,G,R]; texts: the prompts.
-        """
-        method, context = self.method, self.context(parts, texts)
-        weights = list(self.config.rewards.values()) * len(method.strides)
-        shaped = method.shaping(grouped, context)
-        of_width = {1: method.advantage(shaped, weights, context)}
-        keep = method.selection(of_width[1], context)
-        for part in parts:
-            at, advantages, kept = slice(part.groups.start, part.groups.stop), [], []
-            for taken in part.transitions:
-                width = len(part.prompts) // len(taken.parent)
-                if width not in of_width:
-                    # Nodes above the leaves are compared without leaving a trace in what is remembered of the leaves.
-                    of_width[width] = method.advantage(below(shaped, width), weights, copy.deepcopy(context))
-                advantages.append(of_width[width][at].flatten())
-                kept.append(keep[at].reshape(-1, width).any(1))
-            yield part.credited(advantages, kept)
+        """`credit.credit` of this method: one's own parts with advantages, from the scores [groups,G,R] and the prompts
+        of all processes."""
+        weights = list(self.config.rewards.values()) * len(self.method.strides)
+        return credit(self.method, parts, rewards.transformed(self.rewards, grouped), weights,
+                      self.context(parts, texts), self.processes.own)
 
     def context(self, parts: list[Part], texts: list[str]) -> Context:
-        """What a method may read beside rewards."""
-        group = self.geometry.group
-        return Context([texts[p] for part in parts for p in part.prompts[::group]],
-                       torch.cat([part.log_probs() for part in parts]).view(-1, group), self.epoch,
-                       self.config.train.epochs, self.memory)
+        """What a method may read beside rewards, of all processes: all deal with their prompts in the same order."""
+        group, share = self.geometry.group, len(texts) // self.processes.count
+        places = [int(p) for part in parts for p in part.prompts[::group]]
+        logp = self.processes.gather(torch.cat([part.log_probs() for part in parts]).view(-1, group))
+        return Context([texts[first + p] for first in range(0, len(texts), share) for p in places], logp, self.epoch,
+                       self.config.train.epochs, self.memory,
+                       [pairing(function) is not None for function in self.rewards.values()] * len(self.method.strides))
 
     def learn(self, parts: Iterable[Part | None], conditioning) -> dict[str, Any]:
-        """Replay the recorded steps and follow the method's loss: `updates` optimiser steps per inner epoch."""
+        """Replay what was recorded and follow the method's loss: `updates` optimiser steps per inner epoch.
+
+        Every process adds the gradient of its own parts; one that has none in a step still takes part in it.
+        """
         stats = Stats()
         parts = self.first_ratio([part for part in parts if part is not None], conditioning, self.say)
-        weights = self.step_weights(parts)
+        weights = self.explorer.step_weights(parts, self.epoch)
+        self.anchor.begin(self.epoch, self.config.train.epochs)
         for inner in range(self.config.train.inner_epochs):
-            for share in chunks(parts, self.geometry.updates):
+            for share, count in self.shares(parts):
                 with self.clock("update"):
                     self.optimizer.zero_grad()
-                    count = decisions(share)
-                    for part in share:
-                        self.backward(part, conditioning, weights, count, stats)
+                    with self.processes.together():
+                        for part in share:
+                            self.backward(part, conditioning, weights, count, stats)
+                    self.processes.add_gradients(self.policy.weights.parameters())
                     self.step_optimizer(stats)
-        return stats.summary() | {"skipped_updates": self.skipped}
+        metrics = stats.summary(self.processes)
+        return metrics | {"skipped_updates": self.skipped} | self.anchor.end(self.epoch, metrics.get("kl"))
 
-    def step_weights(self, parts: list[Part]) -> dict[int, float]:
-        """The method's weight of every step of the grid that the epoch trains, however the parts are dealt out."""
-        steps = sorted({step for part in parts for step in part.exploration.schedule.trained})
-        if not steps:
-            return {}
-        return dict(zip(steps, self.method.step_weight(self.method.kernel, self.grid, steps).tolist()))
+    def shares(self, parts: list[Part]) -> list[tuple[list[Part], int]]:
+        """What each optimiser step trains: one's own parts and the decisions of all processes.
+
+        A part belongs to a step by its place among the parts of all processes, so that their number changes no step.
+        """
+        counts = self.processes.gather(torch.tensor([len(parts)])).tolist()
+        shares = chunks(parts, self.geometry.updates, sum(counts[:self.processes.rank]), sum(counts))
+        return list(zip(shares, self.processes.total([decisions(share) for share in shares])))
 
     def backward(self, part: Part, conditioning, weights: dict[int, float], count: int, stats: Stats) -> None:
         """Add one part's gradient, a batch of one recorded step at a time.
 
-        count: the decisions of the whole optimiser step, by which every loss is divided.
+        weights: of the steps; count: the decisions of the whole optimiser step, by which every loss is divided.
         """
-        method, reference = self.method, self.reference_scores(part, conditioning)
-        for batch, (k, rows, new) in enumerate(self.replay(part, conditioning)):
-            taken, advantage = part.transitions[k], part.advantages[k][rows, None].to(self.policy.device)
-            old = taken.old.rows(rows)
-            log_ratio = method.log_ratio(new, old)
-            loss = method.surrogate(log_ratio, advantage, old.logp) * weights[taken.step]
-            if reference:
-                loss = loss + method.kl(new, reference[batch])
+        method, kl, device = self.method, self.anchor.kl, self.policy.device
+        reference = self.anchor.scores(part, lambda part: self.explorer.replay(part, conditioning))
+        for batch, (k, rows, new) in enumerate(self.explorer.replay(part, conditioning)):
+            taken, advantage = part.transitions[k], part.advantages[k][rows, None].to(device)
+            old = taken.old.rows(rows).to(device)
+            log_ratio, read = method.log_ratio(new, old), beside(method.surrogate, new, old)
+            loss = method.surrogate(log_ratio, advantage, read) * weights[taken.step]
+            penalty = kl(new, reference[batch].to(device)) if reference else None
+            loss = loss if penalty is None else loss + penalty
+            if taken.goal is not None:
+                loss = loss + method.tuning(new, taken.goal.rows(rows).to(device))
             mean_over_decisions(loss, new.mask, count).backward()
-            stats.add(taken.step, log_ratio, method.surrogate.clipped(log_ratio, advantage, old.logp), loss)
-
-    def reference_scores(self, part, conditioning) -> list:
-        """The base model's score of the part's transitions, where the method's KL asks for it."""
-        if not self.method.kl.weight:
-            return []
-        with self.policy.reference():
-            return [score for _, _, score in self.replay(part, conditioning)]
-
-    def replay(self, part: Part, conditioning):
-        return replay(self.policy, conditioning, part, self.geometry.micro_batch)
+            stats.add(taken.step, log_ratio, method.surrogate.clipped(log_ratio, advantage, read), loss,
+                      None if penalty is None else penalty / kl.weight)
 
     def step_optimizer(self, stats: Stats) -> None:
         """Clip and step; a gradient that is not finite is skipped and counted."""
@@ -244,15 +215,29 @@ class Trainer:
     # --- around the epochs -------------------------------------------------------------------------------------------
 
     def reward_metrics(self, grouped: torch.Tensor) -> dict[str, float]:
-        """Mean and deviation per reward, and the share of groups whose pictures all score the same; of scores
-        [groups,G,R] in several granularities those of the first, the whole grid."""
-        metrics = {}
-        for name, scores in zip(self.config.rewards, grouped.unbind(-1)):
+        """Per reward, before its transforms, its mean and deviation and on how many samples it failed; after them, of
+        the groups that it applies to, the share whose pictures all score the same. Of scores [groups,G,R] in several
+        granularities those of the first, the whole grid, are told."""
+        metrics, failed = {}, self.take_failures()
+        shaped = rewards.transformed(self.rewards, grouped)
+        for name, scores, compared in zip(self.config.rewards, grouped.unbind(-1), shaped.unbind(-1)):
             present = scores[~scores.isnan()]
             spread = present.std().item() if len(present) > 1 else 0.0
+            groups = compared[~compared.isnan().all(1)]
             metrics |= {f"reward/{name}/mean": present.mean().item(), f"reward/{name}/std": spread,
-                        f"reward/{name}/zero_variance_groups": (scores.std(1) == 0).float().mean().item()}
+                        f"reward/{name}/failed": failed[name],
+                        f"reward/{name}/zero_variance_groups": zero_variance(groups).float().mean().item()}
+        self.reward_wait_seconds += self.clock.seconds["reward"]
         return metrics
+
+    def take_failures(self) -> dict[str, int]:
+        """On how many samples each reward failed in this epoch, on all processes; they are said and added up."""
+        tally, self.tally, names = self.tally, rewards.Tally(), list(self.config.rewards)
+        failed = dict(zip(names, self.processes.total([tally.failed[name] for name in names])))
+        self.reward_failures = {name: self.reward_failures.get(name, 0) + count for name, count in failed.items()}
+        for name, said in tally.said.items():
+            self.say(f"left out: {failed[name]} samples that a reward failed on; the last: {said}")
+        return failed
 
     def train(self, folder: Path, measured: dict[str, Any]) -> None:
         """Run the remaining epochs; save on the way, at the end, and when asked to stop."""
@@ -262,20 +247,23 @@ class Trainer:
         start, before = time.perf_counter(), self.seconds
         try:
             with self.stop:
-                while self.epoch < train.epochs:
+                while self.epoch < train.epochs and not self.best.stopped:
                     metrics = self.run_epoch() | self.clock.take()
                     self.seconds = before + time.perf_counter() - start
-                    metrics |= {"evaluations": self.policy.evaluations, "seconds": round(self.seconds, 2)}
                     self.epoch += 1
-                    self.marked = self.counters()
+                    self.marked = state.counters(self)
+                    metrics |= {"evaluations": self.marked["evaluations"], "seconds": round(self.seconds, 2)}
                     try:
                         if self.config.eval.every and self.epoch % self.config.eval.every == 0:
                             metrics |= held_out.sample_pictures(self, measured, folder)
+                            self.best.see(metrics, self.epoch, self.evaluated_weights)
                     finally:
                         log.epoch(self.epoch, metrics, shown(metrics, self.config))
-                    self.stop.check()
-                    if self.epoch % train.save_every == 0 or self.epoch == train.epochs:
-                        self.save(folder)
+                    report.during(self, folder)
+                    with self.processes.together():
+                        self.stop.check()
+                    if self.epoch % train.save_every == 0 or self.epoch == train.epochs or self.best.stopped:
+                        state.save(self, folder)
         except torch.OutOfMemoryError as error:
             self.save_whole(folder)
             raise UserError(f"out of memory ({str(error).splitlines()[0]}): lower train.micro_batch (now "
@@ -287,44 +275,10 @@ class Trainer:
         finally:
             log.close()
 
-    def counters(self) -> dict[str, Any]:
-        """Where the run stands, apart from its weights."""
-        return {key: getattr(self, key) for key in COUNTERS} | {
-            "evaluations": self.policy.evaluations, "first_log_ratio": self.first_ratio.found,
-            "rescore": self.first_ratio.rescore, "memory": copy.deepcopy(self.memory)}
-
     def save_whole(self, folder: Path) -> None:
         """Save an interrupted run, unless the broken epoch has already changed the weights: it will be run again."""
         if self.update == self.marked["update"]:
-            self.save(folder)
-
-    def save(self, folder: Path) -> None:
-        """A checkpoint of everything, as of the end of the last whole epoch."""
-        tensors = {f"weights/{k}": v for k, v in self.policy.weights.named.items()}
-        tensors |= {f"ema/{k}": v for k, v in (self.ema or {}).items()}
-        tensors |= {f"optimizer/{k}": v for k, v in checkpoint.optimizer_tensors(self.optimizer).items()}
-        checkpoint.save(folder / "checkpoints", self.epoch, tensors, self.marked, self.config.train.keep)
-
-    def restore(self, folder: Path) -> None:
-        tensors, state = checkpoint.load(folder)
-        taken: dict[str, dict[str, torch.Tensor]] = defaultdict(dict)
-        for name, tensor in tensors.items():
-            room, key = name.split("/", 1)
-            taken[room][key] = tensor
-        shapes = {key: parameter.shape for key, parameter in self.policy.weights.named.items()}
-        if shapes != {key: tensor.shape for key, tensor in taken["weights"].items()}:
-            raise UserError(f"--resume: {folder} holds other weights than are trained now: keep model and adapter as "
-                            "in the run's config.yaml, or give the run another name")
-        self.policy.weights.load(taken["weights"])
-        checkpoint.load_optimizer(self.optimizer, taken["optimizer"])
-        if self.ema is not None:
-            self.ema = taken["ema"] or self.policy.weights.snapshot()
-        for key in COUNTERS:
-            setattr(self, key, state[key])
-        self.policy.evaluations = state["evaluations"]
-        self.first_ratio.found, self.first_ratio.rescore = state["first_log_ratio"], state["rescore"]
-        self.memory = copy.deepcopy(state["memory"])
-        self.marked = state
+            state.save(self, folder)
 
 
 def decisions(parts: list[Part]) -> int:
@@ -332,9 +286,13 @@ def decisions(parts: list[Part]) -> int:
     return sum(taken.old.logp.numel() for part in parts for taken in part.transitions)
 
 
-def chunks(parts: list[Part], count: int) -> list[list[Part]]:
-    """`parts` dealt out to at most `count` optimiser steps, as evenly as they go."""
-    return [share for i in range(count) if (share := parts[i::count])]
+def chunks(parts: list[Part], count: int, first: int = 0, total: int | None = None) -> list[list[Part]]:
+    """`parts` dealt out to at most `count` optimiser steps, as evenly as they go.
+
+    Of `total` parts these are those from place `first` on: the part at place i goes to step i % count.
+    """
+    steps = min(count, len(parts) if total is None else total)
+    return [parts[(step - first) % count::count] for step in range(steps)]
 
 
 def rate(update: int, total: int, train) -> float:

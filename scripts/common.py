@@ -17,11 +17,12 @@ def make_trainer(config: Config) -> Trainer:
     """The trainer of a configuration, as a run has it before its first epoch; nothing is written."""
     device = pick_device(config.device)
     accelerator = make_accelerator(config, device)
-    policy = PipelinePolicy(load_pipeline(config.model, config.precision), config.adapter, device=device,
-                            precision=config.precision, guidance=config.train.guidance, call=config.call,
-                            checkpointing=config.train.checkpointing)
-    return Trainer(config, accelerator, policy, {name: rewards.find(name) for name in config.rewards},
-                   data.resolve(config))
+    pipe = load_pipeline(config.model, config.precision, weights=config.memory.weights)
+    policy = PipelinePolicy(pipe, config.adapter, device=device, precision=config.precision,
+                            guidance=config.train.guidance, call=config.call,
+                            checkpointing=config.train.checkpointing, memory=config.memory,
+                            compiled=config.train.compile)
+    return Trainer(config, accelerator, policy, rewards.compose(config.trained, config.cache), data.resolve(config))
 
 
 def options(given: list[str]) -> dict[str, str]:

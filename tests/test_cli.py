@@ -21,7 +21,7 @@ def told(capsys, *arguments: object) -> str:
 
 @pytest.mark.parametrize("arguments", [
     ["--help"], ["--version"], ["train", "--help"], ["sample", "--help"], ["grid", "--help"], ["check", "--help"],
-    ["methods", "--help"], ["rewards", "--help"],
+    ["methods", "--help"], ["eval", "--help"], ["rewards", "--help"], ["score", "--help"],
 ])
 def test_help_answers_without_torch(arguments):
     code = f"import sys, flowgrpo.cli as c; r = c.main({arguments!r}); sys.exit(r or ('torch' in sys.modules) * 7)"
@@ -141,4 +141,4 @@ def test_methods_are_listed_with_their_pages(capsys):
 def test_rewards_are_listed(capsys):
     assert main(["rewards"]) == 0
     out = capsys.readouterr().out
-    assert "scene_graded" in out and "built in" in out
+    assert "scene_graded" in out and "licence" in out

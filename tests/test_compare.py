@@ -112,7 +112,7 @@ def test_all_weights_are_loaded_too(tmp_path, model):
     ("other", 4, None, {"num_inference_steps": 4}),
 ])
 def test_defaults(model, steps, guidance, expected):
-    assert compare._asked(model, None, steps, guidance) == expected
+    assert compare.call_arguments(model, None, steps, guidance) == expected
 
 
 @pytest.mark.parametrize("raw, expected", [

@@ -67,7 +67,7 @@ def test_the_first_ratio_is_one_for_every_preset(name):
     policy = PipelinePolicy(load_pipeline("starter"), Adapter(rank=4), call=config.call)
     trainer = Trainer(config, make_accelerator(config, "cpu"), policy, {}, ([], []))
     conditioning = policy.encode(PROMPTS)
-    parts = list(explore(policy, conditioning, trainer.explore_how(), 16, seeder(0, 0)))
+    parts = list(explore(policy, conditioning, trainer.explorer.explorations(trainer.epoch), 16, seeder(0, 0)))
     trainer.first_ratio(parts, conditioning, print)
     assert trainer.first_ratio.found <= 1e-6
 

@@ -52,7 +52,7 @@ def gradient(trainer, parts, conditioning, count=None) -> torch.Tensor:
     """The gradient of these parts' loss, one flat tensor."""
     trainer.optimizer.zero_grad()
     for part in parts:
-        trainer.backward(part, conditioning, trainer.step_weights(parts), count or decisions(parts), Stats())
+        trainer.backward(part, conditioning, tiny.step_weights(trainer, parts), count or decisions(parts), Stats())
     return torch.cat([p.grad.flatten() for p in trainer.policy.weights.parameters() if p.grad is not None])
 
 
@@ -231,7 +231,7 @@ def test_the_kl_pulls_back_to_the_base():
 
     def output():
         with torch.no_grad():
-            return trainer.policy.replay(conditioning, torch.ones(2, *tiny.LATENTS), trainer.grid, 1)
+            return trainer.policy.replay(conditioning, torch.ones(2, *tiny.LATENTS), trainer.explorer.grid, 1)
 
     def distance():
         with trainer.policy.reference():
@@ -285,7 +285,7 @@ def test_the_transitions_that_are_kept_are_the_ones_that_were_chosen():
 def test_a_transition_has_the_advantage_of_the_mean_of_the_pictures_below_it():
     trainer = tiny.trainer(train__group=4)
     schedule = Schedule((0, 1, 2), (0, 1, 2), children=(2, 1, 2))
-    trainer.method = replace(trainer.method, plan=lambda *_: schedule)
+    trainer.method = trainer.explorer.method = replace(trainer.method, plan=lambda *_: schedule)
     parts, conditioning, _ = trainer.sample(trainer.prompts[:2])
     grouped = torch.tensor([[1.0, 3, 5, 9], [0, 0, 0, 4]])[..., None]
     credited = trainer.credit(parts, grouped, conditioning.prompts)
@@ -412,7 +412,8 @@ def out_of_memory(pipe, call: int):
 
 
 def test_out_of_memory_says_what_to_lower_and_saves_whole_epochs(tmp_path):
-    calls = 3 + (4 * 2 + 2 * 2 + 2 * 2)  # 2 held-out prompts in 1 batch of 3 steps; an epoch in 2 micro-batches
+    # The trial of `latents`; 2 held-out prompts in 1 batch of 3 steps; an epoch in 2 micro-batches.
+    calls = 2 + 3 + (4 * 2 + 2 * 2 + 2 * 2)
     settings = tiny.config(tmp_path, train__steps=4, parts__plan__size=2, train__epochs=5)
     with pytest.raises(UserError, match="out of memory .tried to allocate 2.00 GiB.: lower train.micro_batch .now 4."):
         align(settings, pipe=out_of_memory(tiny.sd3(), calls + 4 * 2 + 1))
@@ -421,7 +422,7 @@ def test_out_of_memory_says_what_to_lower_and_saves_whole_epochs(tmp_path):
 
 def test_an_epoch_that_breaks_after_an_update_is_not_saved_as_a_whole_one(tmp_path):
     settings = tiny.config(tmp_path, train__steps=4, parts__plan__size=2, train__epochs=5, train__updates=2)
-    calls = 3 + (4 * 2 + 2 * 2 + 2)  # the second half of the first epoch's updates
+    calls = 2 + 3 + (4 * 2 + 2 * 2 + 2)  # after the trial of `latents`: the second half of the first epoch's updates
     with pytest.raises(UserError, match="out of memory"):
         align(settings, pipe=out_of_memory(tiny.sd3(), calls + 1))
     assert not (settings.folder / "checkpoints").exists()

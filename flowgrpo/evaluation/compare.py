@@ -13,55 +13,61 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from PIL import Image
 from tqdm import tqdm
 
 from flowgrpo import data, rewards
 from flowgrpo.config import Config, load
 from flowgrpo.data import Prompt
 from flowgrpo.errors import UserError
+from flowgrpo.evaluation.clips import save_clip
 from flowgrpo.evaluation.held_out import Measured, draw_pairs, spread
-from flowgrpo.policies.adapters import LORA_FILE
-from flowgrpo.policies.pipeline import DENOISERS, load_pipeline
+from flowgrpo.policies.lora import LORA_FILE, load_lora
+from flowgrpo.policies.pipeline import denoisers, load_pipeline
+from flowgrpo.rewards import pairwise
 from flowgrpo.samplers.rollout import seeder
-from flowgrpo.starter import CALL, EVAL_GUIDANCE, EVAL_STEPS
+from flowgrpo.starter import CALLS, EVAL
 
 
 def sample(model: str, lora: str | Path | None, prompts: list[str], count: int, seed: int, steps: int | None,
            guidance: float | None, output: str | Path) -> list[Path]:
-    """Draw `count` pictures per prompt and write them to the folder `output`; returns their paths, in order.
+    """Draw `count` pictures per prompt and write them to the folder `output`, clips as animated WebP; returns their
+    paths, in order.
 
     lora: a finished run (its `picture` settings are kept), a folder with a LoRA, or its file; None draws with the base.
-    steps and guidance: None takes the pipeline's own defaults, for the starter those of its card. A picture depends on
+    steps and guidance: None takes the pipeline's own defaults, for a starter those of its card. A picture depends on
     the seed, the number of its prompt and its number among the prompt's, and on nothing else. UserError for a model or
     weights that do not load.
     """
     from torchvision.utils import save_image
 
-    pipe = _pipeline(model, "bf16")
+    pipe = make_pipeline(model, "bf16")
     if lora is not None:
         load_tuned(pipe, Path(lora))
-    asked = _asked(model, None if lora is None else Path(lora), steps, guidance)
+    asked = call_arguments(model, None if lora is None else Path(lora), steps, guidance)
     pictures = _draw(pipe, [Prompt(text) for text in prompts], count, seed, asked)
-    paths, folder = _names(prompts, count), Path(output)
+    clips, folder = pictures[0].ndim == 4, Path(output)
+    paths = [folder / name for name in _names(prompts, count, "webp" if clips else "png")]
     folder.mkdir(parents=True, exist_ok=True)
     for path, picture in zip(paths, pictures):
-        save_image(picture, folder / path)
-    return [folder / path for path in paths]
+        (save_clip(path, picture) if clips else save_image(picture, path))
+    return paths
 
 
 def grid(run: str | Path, prompts: str | Path | None, count: int, seed: int, output: str | Path) -> Path:
     """Draw base and tuned pictures of `count` prompts side by side, with the run's rewards below; returns `output`.
+    Clips are drawn as their frames, and animated in a WebP beside it.
 
     run: a folder that `flowgrpo train` wrote; prompts: a prompt file, or None for the run's held-out prompts, of which
     `count` are taken evenly. Steps and guidance are the run's `eval` ones. UserError for a folder that is not a run, or
     that has no weights yet.
     """
     run = Path(run)
-    config = _config(run)
+    config = run_config(run)
     chosen = spread(data.load_prompts(prompts) if prompts else data.resolve(config)[1], count)
-    functions = {name: rewards.find(name) for name in [*config.rewards, *config.eval.rewards]}
-    pipe = _pipeline(config.model, config.precision, config.trust_remote_code)
-    asked = _asked(config.model, run, config.eval.steps, config.eval.guidance)
+    functions = pairwise.measured(*(rewards.compose(rules, config.cache) for rules in (config.trained, config.watched)))
+    pipe = make_pipeline(config.model, config.precision, config.trust_remote_code)
+    asked = call_arguments(config.model, run, config.eval.steps, config.eval.guidance)
     found = []
     for tune in (lambda: None, lambda: load_tuned(pipe, run)):
         tune()
@@ -74,9 +80,14 @@ def grid(run: str | Path, prompts: str | Path | None, count: int, seed: int, out
 
 def load_tuned(pipe: Any, path: Path) -> None:
     """Load a run's result, or any LoRA, into a stock pipeline. UserError where there is none, or none that fits."""
-    trained = [name for name in DENOISERS if path.is_dir() and (path / name / "config.json").is_file()]
-    if (path / LORA_FILE).is_file() or path.is_file():
-        _load_lora(pipe, path if path.is_file() else path / LORA_FILE)
+    modules = denoisers(pipe)
+    trained = [name for name in modules if path.is_dir() and (path / name / "config.json").is_file()]
+    if path.is_file():
+        _load_lora(pipe, path)
+    elif (path / LORA_FILE).is_file() or any((path / name / "adapter_config.json").is_file() for name in modules):
+        with _told(f"{path} does not load into {type(pipe).__name__}"):
+            load_lora(pipe, modules, path)
+        _check_lora(pipe, path / LORA_FILE)
     elif trained:
         for name in trained:
             module = getattr(pipe, name)
@@ -92,7 +103,12 @@ def load_tuned(pipe: Any, path: Path) -> None:
 def _load_lora(pipe: Any, file: Path) -> None:
     with _told(f"{file} does not load into {type(pipe).__name__}"):
         pipe.load_lora_weights(str(file.parent), weight_name=file.name)
-    if not pipe.get_active_adapters():  # diffusers passes over keys that it does not know
+    _check_lora(pipe, file)
+
+
+def _check_lora(pipe: Any, file: Path) -> None:
+    # diffusers passes over keys that it does not know
+    if not any(getattr(module, "peft_config", None) for module in denoisers(pipe).values()):
         raise UserError(f"{file} holds no LoRA layer for {type(pipe).__name__}: was it trained on another model?")
 
 
@@ -111,46 +127,58 @@ def _told(what: str) -> Iterator[None]:
         logging.set_verbosity(level)
 
 
-def _config(run: Path) -> Config:
+def run_config(run: Path) -> Config:
+    """The configuration of a run's folder. UserError where it is none."""
     if not (run / "config.yaml").is_file():
         raise UserError(f"{run} is not a run: it has no config.yaml; expected a folder that `flowgrpo train` wrote")
     return load(run / "config.yaml")
 
 
-def _pipeline(model: str, precision: str, trust_remote_code: bool = False) -> Any:
-    """The pipeline on the GPU in `precision`, or on the CPU in fp32."""
+def make_pipeline(model: str, precision: str, trust_remote_code: bool = False,
+                  device: torch.device | None = None) -> Any:
+    """The pipeline on a GPU (without `device` the first) in `precision`, or on the CPU in fp32."""
     if not torch.cuda.is_available():
         return load_pipeline(model, "fp32", trust_remote_code)
-    return load_pipeline(model, precision, trust_remote_code).to("cuda")
+    return load_pipeline(model, precision, trust_remote_code).to(device or "cuda")
 
 
-def _asked(model: str, lora: Path | None, steps: int | None, guidance: float | None) -> dict[str, Any]:
+def call_arguments(model: str, lora: Path | None, steps: int | None, guidance: float | None) -> dict[str, Any]:
     """The arguments of the pipeline's calls beside prompt and seed; what is absent is left to the pipeline."""
     given = {"num_inference_steps": steps, "guidance_scale": guidance}
-    asked = {"num_inference_steps": EVAL_STEPS, "guidance_scale": EVAL_GUIDANCE, **CALL} if model == "starter" else {}
+    asked = EVAL.get(model, {}) | CALLS.get(model, {})
     asked |= {key: value for key, value in given.items() if value is not None}
-    return asked | (_config(lora).call if lora is not None and (lora / "config.yaml").is_file() else {})
+    return asked | (run_config(lora).call if lora is not None and (lora / "config.yaml").is_file() else {})
+
+
+def _draw(pipe: Any, prompts: list[Prompt], count: int, seed: int, asked: dict[str, Any],
+          negative: str = "") -> list[torch.Tensor]:
+    """Pictures [3, H, W] or clips [F, 3, H, W] in [0, 1], `count` per prompt, one call of the pipeline each."""
+    seed_of, rows = seeder(seed, 0), [(i, k) for i in range(len(prompts)) for k in range(count)]
+    return [draw_one(pipe, prompts[i], seed_of(i, k), asked, negative)
+            for i, k in tqdm(rows, desc="drawing", unit="picture", leave=False)]
 
 
 @torch.no_grad()
-def _draw(pipe: Any, prompts: list[Prompt], count: int, seed: int, asked: dict[str, Any],
-          negative: str = "") -> list[torch.Tensor]:
-    """Pictures [3, H, W] in [0, 1], `count` per prompt, one call of the pipeline each."""
-    accepted, seed_of, pictures = inspect.signature(pipe.__call__).parameters, seeder(seed, 0), []
-    rows = [(i, k) for i in range(len(prompts)) for k in range(count)]
-    for i, k in tqdm(rows, desc="drawing", unit="picture", leave=False):
-        unwanted = negative if prompts[i].negative is None else prompts[i].negative
-        arguments = asked | {"prompt": prompts[i].text, "negative_prompt": unwanted,
-                             "generator": torch.Generator().manual_seed(seed_of(i, k)), "output_type": "pt"}
-        made = pipe(**{key: value for key, value in arguments.items() if key in accepted}, return_dict=False)[0]
-        if made.ndim != 4:
-            raise UserError(f"{type(pipe).__name__} gives {list(made.shape)}: only pictures [1, 3, H, W] can be drawn")
-        pictures.append(made[0].float().cpu())
-    return pictures
+def draw_one(pipe: Any, prompt: Prompt, seed: int, asked: dict[str, Any], negative: str = "") -> torch.Tensor:
+    """A picture [3, H, W] or clip [F, 3, H, W] in [0, 1], by one call of the pipeline with noise of that seed.
+
+    asked: further arguments of the call, as of `call_arguments`; negative: for a prompt without one of its own.
+    UserError for a pipeline that makes something else.
+    """
+    accepted = inspect.signature(pipe.__call__).parameters
+    arguments = asked | {"prompt": prompt.text, "generator": torch.Generator().manual_seed(seed), "output_type": "pt",
+                         "negative_prompt": negative if prompt.negative is None else prompt.negative}
+    if prompt.image:
+        arguments["image"] = Image.open(prompt.image).convert("RGB")
+    made = pipe(**{key: value for key, value in arguments.items() if key in accepted}, return_dict=False)[0]
+    if made.ndim not in (4, 5):
+        raise UserError(f"{type(pipe).__name__} gives {list(made.shape)}: only pictures [1, 3, H, W] and clips "
+                        "[1, F, 3, H, W] can be drawn")
+    return made[0].float().cpu()
 
 
-def _names(prompts: list[str], count: int) -> list[str]:
+def _names(prompts: list[str], count: int, ending: str = "png") -> list[str]:
     """File names that sort as the pictures do: number of the prompt, its words, number of the picture."""
     digits = max(3, len(str(len(prompts) - 1)), len(str(count - 1)))
     words = [re.sub(r"\W+", "-", text.lower()).strip("-")[:40] for text in prompts]
-    return [f"{i:0{digits}}-{word}-{k:0{digits}}.png" for i, word in enumerate(words) for k in range(count)]
+    return [f"{i:0{digits}}-{word}-{k:0{digits}}.{ending}" for i, word in enumerate(words) for k in range(count)]

@@ -1,7 +1,8 @@
 """Pages of pictures: before and after side by side with their scores, or a plain contact sheet.
 
 A page is made of cards, one per prompt: the pictures in a row, under each its scores, under all the prompt. Small
-pictures are enlarged by whole factors, large ones shrunk, so that a page of a dozen prompts fits a screen.
+pictures are enlarged by whole factors, large ones shrunk, so that a page of a dozen prompts fits a screen. Of a clip
+the page shows frames side by side, and beside it lies the same page animated.
 """
 
 from __future__ import annotations
@@ -9,17 +10,21 @@ from __future__ import annotations
 import bisect
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from PIL import Image, ImageDraw, ImageFont
 
+from flowgrpo.evaluation.clips import animate, as_image, moving, still
+
 if TYPE_CHECKING:
     import torch
 
 SMALLEST, LARGEST = 160, 256  # pixels of a picture's longer side on the page
+FRAME_SMALLEST, FRAME_LARGEST, FRAMES, BETWEEN_FRAMES = 80, 160, 5, 2  # of a clip's frames beside each other
 MARGIN, BETWEEN_CARDS, BETWEEN_PICTURES = 28, 36, 14
+BESIDE, REPEATED = 2, 6  # a page of more columns is a table, one card wide, with their names above every so many cards
 ASPECT = 1.5  # width over height that a page comes as near to as whole cards allow
 PAPER, INK, FAINT, FRAME = "#ffffff", "#1f2328", "#6b7280", "#d5d8dd"
 ROSE, FELL = "#15803d", "#c0262d"
@@ -28,7 +33,7 @@ HEADING, CAPTION, SCORE = (ImageFont.load_default(size) for size in (17, 14, 13)
 
 @dataclass(frozen=True)
 class Row:
-    """One prompt: its pictures ([3, H, W] in [0, 1]), one per column, and the scores of each."""
+    """One prompt: its pictures ([3, H, W] in [0, 1]) or clips ([F, 3, H, W]), one per column, and scores of each."""
 
     caption: str
     images: Sequence[torch.Tensor]
@@ -36,39 +41,58 @@ class Row:
 
 
 def draw_grid(path: str | Path, columns: Sequence[str], rows: Sequence[Row]) -> Path:
-    """Write a PNG with a card per row, several cards beside each other, and the columns' names above the pictures.
+    """Write a PNG with a card per row, several cards beside each other, and the columns' names above the pictures;
+    where there are clips, also an animated WebP of the same name.
 
     A score is green where it is above that of the row's first picture, red where it is below; NaN reads n/a.
     """
     assert rows and all(len(row.images) == len(row.scores) == len(columns) for row in rows)
-    pictures = [[_picture(image) for image in row.images] for row in rows]
-    cell = tuple(max(picture.size[axis] for line in pictures for picture in line) for axis in (0, 1))
-    cell = max(cell[0], SMALLEST), cell[1]
-    cards = [_card(row, line, cell) for row, line in zip(rows, pictures)]
-    page = _page(cards, columns if any(columns) else (), cell)
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    page.save(path, format="PNG")
+    _drawn(columns, rows).save(path, format="PNG")
+    if moments := moving([image for row in rows for image in row.images]):
+        stills = ([replace(row, images=[still(image, at) for image in row.images]) for row in rows] for at in moments)
+        animate(path.with_suffix(".webp"), [_drawn(columns, at) for at in stills])
     return path
 
 
+def _drawn(columns: Sequence[str], rows: Sequence[Row]) -> Image.Image:
+    pictures = [[_picture(image) if image.ndim == 3 else _strip(image) for image in row.images] for row in rows]
+    cell = tuple(max(picture.size[axis] for line in pictures for picture in line) for axis in (0, 1))
+    cell = max(cell[0], SMALLEST), cell[1]
+    cards = [_card(row, line, cell) for row, line in zip(rows, pictures)]
+    return _page(cards, columns if any(columns) else (), cell)
+
+
 def contact(path: str | Path, images: Sequence[torch.Tensor], captions: Sequence[str]) -> Path:
-    """Write a PNG of pictures ([3, H, W] in [0, 1]) with a caption under each."""
+    """Write a PNG of pictures ([3, H, W] in [0, 1]) or clips ([F, 3, H, W]) with a caption under each."""
     assert len(images) == len(captions)
     return draw_grid(path, [""], [Row(caption, [image], [{}]) for image, caption in zip(images, captions)])
 
 
-def _picture(image: torch.Tensor) -> Image.Image:
-    """A tensor as a picture whose longer side is at least SMALLEST and at most LARGEST pixels."""
-    pixels = (image.detach().float().cpu().clamp(0, 1) * 255).round().byte().permute(1, 2, 0).numpy()
-    picture, side = Image.fromarray(pixels), max(pixels.shape[:2])
-    if side < SMALLEST:
-        factor = math.ceil(SMALLEST / side)
+def _picture(image: torch.Tensor, smallest: int = SMALLEST, largest: int = LARGEST) -> Image.Image:
+    """A tensor as a picture whose longer side is at least `smallest` and at most `largest` pixels."""
+    picture = as_image(image)
+    side = max(picture.size)
+    if side < smallest:
+        factor = math.ceil(smallest / side)
         return picture.resize((picture.width * factor, picture.height * factor), Image.Resampling.NEAREST)
-    if side > LARGEST:
-        size = (max(1, round(length * LARGEST / side)) for length in picture.size)
+    if side > largest:
+        size = (max(1, round(length * largest / side)) for length in picture.size)
         return picture.resize(tuple(size), Image.Resampling.LANCZOS)
     return picture
+
+
+def _strip(clip: torch.Tensor) -> Image.Image:
+    """At most FRAMES frames of a clip beside each other, the first, the last and evenly between."""
+    count = min(FRAMES, len(clip))
+    frames = [_picture(clip[round(i * (len(clip) - 1) / max(count - 1, 1))], FRAME_SMALLEST, FRAME_LARGEST)
+              for i in range(count)]
+    width, height = frames[0].size
+    strip = Image.new("RGB", (count * (width + BETWEEN_FRAMES) - BETWEEN_FRAMES, height), FRAME)
+    for i, frame in enumerate(frames):
+        strip.paste(frame, (i * (width + BETWEEN_FRAMES), 0))
+    return strip
 
 
 def _card(row: Row, pictures: Sequence[Image.Image], cell: tuple[int, int]) -> Image.Image:
@@ -111,15 +135,21 @@ def _number(value: float) -> str:
 
 
 def _page(cards: Sequence[Image.Image], columns: Sequence[str], cell: tuple[int, int]) -> Image.Image:
-    across = min(range(1, len(cards) + 1), key=lambda n: _misfit(cards, n))
+    table = len(columns) > BESIDE
+    across = 1 if table else min(range(1, len(cards) + 1), key=lambda n: _misfit(cards, n))
     lines = [cards[start:start + across] for start in range(0, len(cards), across)]
-    top = MARGIN + (_height(HEADING) + 6 if columns else 0)
+    headed = range(0, len(lines), REPEATED if table else len(lines)) if columns else range(0)
+    head = _height(HEADING) + 6
     width = 2 * MARGIN + across * (cards[0].width + BETWEEN_CARDS) - BETWEEN_CARDS
-    height = top + sum(max(card.height for card in line) + BETWEEN_CARDS for line in lines) - BETWEEN_CARDS + MARGIN
-    page = Image.new("RGB", (width, height), PAPER)
-    for place in range(across):
-        _headings(ImageDraw.Draw(page), MARGIN + place * (cards[0].width + BETWEEN_CARDS), columns, cell[0])
-    for line in lines:
+    height = sum(max(card.height for card in line) + BETWEEN_CARDS for line in lines) - BETWEEN_CARDS
+    page = Image.new("RGB", (width, 2 * MARGIN + len(headed) * head + height), PAPER)
+    top = MARGIN
+    for number, line in enumerate(lines):
+        if number in headed:
+            for place in range(across):
+                left = MARGIN + place * (cards[0].width + BETWEEN_CARDS)
+                _headings(ImageDraw.Draw(page), (left, top), columns, cell[0])
+            top += head
         for place, card in enumerate(line):
             page.paste(card, (MARGIN + place * (card.width + BETWEEN_CARDS), top))
         top += max(card.height for card in line) + BETWEEN_CARDS
@@ -134,10 +164,10 @@ def _misfit(cards: Sequence[Image.Image], across: int) -> float:
     return abs(math.log(across * (cards[0].width + BETWEEN_CARDS) / height / ASPECT)) + empty
 
 
-def _headings(pen: ImageDraw.ImageDraw, left: int, columns: Sequence[str], width: int) -> None:
+def _headings(pen: ImageDraw.ImageDraw, at: tuple[int, int], columns: Sequence[str], width: int) -> None:
     for column, name in enumerate(columns):
-        middle = left + column * (width + BETWEEN_PICTURES) + width // 2
-        pen.text((middle, MARGIN), _shorten(name, HEADING, width), INK, HEADING, anchor="ma")
+        middle = at[0] + column * (width + BETWEEN_PICTURES) + width // 2
+        pen.text((middle, at[1]), _shorten(name, HEADING, width), INK, HEADING, anchor="ma")
 
 
 def _height(font: ImageFont.FreeTypeFont) -> int:

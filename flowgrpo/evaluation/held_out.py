@@ -10,7 +10,7 @@ import json
 import math
 import shutil
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,12 @@ from PIL import Image
 from tqdm import tqdm
 
 from flowgrpo import data, rewards
+from flowgrpo.evaluation import album, report
+from flowgrpo.evaluation.clips import tall, untall
 from flowgrpo.evaluation.grid import Row, draw_grid
 from flowgrpo.log import finite
+from flowgrpo.processes import Processes
+from flowgrpo.reward_rule import WatchRule
 from flowgrpo.samplers.rollout import seeder
 
 EVAL_SEED = 20_000  # evaluation noise does not depend on the run's seed, so that runs are compared on the same pictures
@@ -28,11 +32,13 @@ EVAL_SEED = 20_000  # evaluation noise does not depend on the run's seed, so tha
 
 @dataclass(frozen=True)
 class Measured:
-    """Held-out scores: prompts [N], scores by reward name [N], pictures [n,3,H,W] of some, evenly over them."""
+    """Held-out scores: prompts [N], scores by reward name [N], pictures [n,3,H,W] or clips [n,F,3,H,W] of some,
+    evenly over them; failed: on how many of the N each reward failed, where its rule says to skip these."""
 
     prompts: list[data.Prompt]
     scores: dict[str, list[float]]
     pictures: torch.Tensor
+    failed: dict[str, int] = field(default_factory=dict)
 
     def mean(self) -> dict[str, float]:
         return {name: _mean(values) for name, values in self.scores.items()}
@@ -64,68 +70,91 @@ def evenly(total: int, count: int) -> list[int]:
 
 
 def measure(policy, prompts: list[data.Prompt], functions: dict[str, Any], *, steps: int, guidance: float, samples: int,
-            micro_batch: int, negative: str = "", keep: int = 0, title: str = "evaluating", encode=None) -> Measured:
+            micro_batch: int, negative: str = "", keep: int = 0, title: str = "evaluating", encode=None,
+            processes: Processes = Processes()) -> Measured:
     """Generate `samples` pictures per prompt with the pipeline's own scheduler and score them.
 
     keep: of how many prompts, evenly over them, the first picture is kept; encode: what encodes prompts, in
-    place of `policy.encode`.
+    place of `policy.encode`; processes: those that share the work, and all get what was found.
     """
     encode = encode or policy.encode
-    pictures, scores, seed, kept = [], [], seeder(EVAL_SEED, 0), set(evenly(len(prompts), keep))
+    seed, kept = seeder(EVAL_SEED, 0), set(evenly(len(prompts), keep))
     rows = [(i, k) for i in range(len(prompts)) for k in range(samples)]
-    with tqdm(total=len(rows), desc=title, unit="picture", leave=False, disable=None) as bar:
-        for start in range(0, len(rows), micro_batch):
-            batch = rows[start:start + micro_batch]
+    own, scores, pictures, tally = processes.own(rows), [torch.empty(0, len(functions))], [], rewards.Tally()
+    hidden = None if processes.first else True
+    with processes.together(), tqdm(total=len(own), desc=title, unit="picture", leave=False, disable=hidden) as bar:
+        for start in range(0, len(own), micro_batch):
+            batch = own[start:start + micro_batch]
             of = [prompts[i] for i, _ in batch]
-            conditioning = encode([p.text for p in of], [negative if p.negative is None else p.negative for p in of])
+            conditioning = encode([p.text for p in of], [negative if p.negative is None else p.negative for p in of],
+                                  [p.image for p in of])
             generators = policy.generators(seed(i, k) for i, k in batch)
             made = policy.generate(conditioning, generators, steps, guidance).float()
-            scores.append(rewards.score(functions, made.cpu(), [p.text for p in of], [p.metadata for p in of]))
+            scores.append(rewards.score(functions, made.cpu(), [p.text for p in of], [p.metadata for p in of],
+                                        tally=tally))
             pictures += [picture.cpu() for (i, k), picture in zip(batch, made) if k == 0 and i in kept]
             bar.update(len(batch))
-    columns = torch.cat(scores).T.tolist()
+    columns = processes.gather(torch.cat(scores)).T.tolist()
     return Measured([prompts[i] for i, _ in rows], dict(zip(functions, columns)),
-                    torch.stack(pictures) if pictures else torch.empty(0))
+                    processes.gather(torch.stack(pictures) if pictures else torch.empty(0)),
+                    dict(zip(functions, processes.total([tally.failed[name] for name in functions]))))
 
 
 def _measure(trainer, functions, title: str) -> Measured:
     settings, config = trainer.config.eval, trainer.config
     return measure(trainer.policy, spread(trainer.held_out, settings.prompts), functions, steps=settings.steps,
                    guidance=settings.guidance, samples=settings.samples, micro_batch=config.train.micro_batch,
-                   negative=config.negative_prompt, keep=settings.grid, title=title, encode=trainer.encode)
+                   negative=config.negative_prompt, keep=settings.grid, title=title, encode=trainer.explorer.encode,
+                   processes=trainer.processes)
 
 
 def before(trainer, functions: dict[str, Any], folder: Path, reuse: bool) -> Measured:
     """The base's scores, measured once per run: a resumed run reads them back, if it measures in the same way."""
     from torchvision.transforms.functional import to_tensor
-    from torchvision.utils import save_image
 
     path, evaluations = folder / "before.json", trainer.policy.evaluations
-    settings = trainer.config.eval.model_dump(mode="json") | {"rewards": list(functions)}
+    settings = trainer.config.eval.model_dump(mode="json") | {"rewards": rules(functions)}
     known = json.loads(path.read_text()) if reuse and path.exists() else {}
     if known.get("settings") != settings:
         with trainer.policy.reference():
             found = _measure(trainer, functions, "held-out prompts, before")
-        shutil.rmtree(folder / "before", ignore_errors=True)
-        (folder / "before").mkdir()
-        for i, picture in enumerate(found.pictures):
-            save_image(picture, folder / "before" / f"{i:03d}.png")
-        path.write_text(json.dumps({"settings": settings, "scores": found.scores}))
         trainer.policy.evaluations = evaluations
+        if trainer.processes.first:
+            write_before(folder, found, settings)
         return found
     prompts = spread(trainer.held_out, trainer.config.eval.prompts)
-    kept = [to_tensor(Image.open(file).convert("RGB")) for file in sorted((folder / "before").glob("*.png"))]
+    kept = [untall(to_tensor(Image.open(file).convert("RGB")), known.get("frames"))
+            for file in sorted((folder / "before").glob("*.png"))]
     return Measured([p for p in prompts for _ in range(trainer.config.eval.samples)],
-                    known["scores"], torch.stack(kept) if kept else torch.empty(0))
+                    known["scores"], torch.stack(kept) if kept else torch.empty(0), known["failed"])
+
+
+def rules(functions: dict[str, Any]) -> dict[str, Any]:
+    """What is said of each reward that its scores depend on; what is done to them in training is none of it."""
+    said = {name: getattr(reward, "rule", WatchRule()).model_dump(mode="json") for name, reward in functions.items()}
+    return {name: {key: rule[key] for key in ("use", "args", "when")} for name, rule in said.items()}
+
+
+def write_before(folder: Path, found: Measured, settings: dict[str, Any]) -> None:
+    """The base's pictures, its scores, and how they were measured."""
+    from torchvision.utils import save_image
+
+    shutil.rmtree(folder / "before", ignore_errors=True)
+    (folder / "before").mkdir()
+    frames = found.pictures.shape[1] if found.pictures.ndim == 5 else None
+    for i, picture in enumerate(found.pictures):
+        save_image(tall(picture), folder / "before" / f"{i:03d}.png")
+    told = {"settings": settings, "scores": found.scores, "failed": found.failed, "frames": frames}
+    (folder / "before.json").write_text(json.dumps(told))
 
 
 def finish(trainer, functions: dict[str, Any], folder: Path, base: Measured) -> dict[str, Any]:
     """Save the result, measure it, draw before beside after, and write `summary.json`."""
-    config, policy, evaluations = trainer.config, trainer.policy, trainer.policy.evaluations
-    with policy.weights.swapped(trainer.evaluated_weights()):
-        said = policy.weights.save(folder)
+    config, policy, first = trainer.config, trainer.policy, trainer.processes.first
+    [evaluations] = trainer.processes.total([policy.evaluations])
+    with policy.weights.swapped(trainer.best.weights or trainer.evaluated_weights()):
+        said = policy.weights.save(folder) if first else ""
         after = _measure(trainer, functions, "held-out prompts, after")
-    draw_pairs(folder / "before_after.png", base, after)
     pictures = trainer.epoch * config.train.prompts * config.train.group
     summary = {
         "name": config.name, "model": config.model, "method": config.method, "seed": config.seed,
@@ -134,13 +163,20 @@ def finish(trainer, functions: dict[str, Any], folder: Path, base: Measured) -> 
         "before": base.mean(), "after": after.mean(),
         "tasks": {name: {"before": base.by_task(name), "after": after.by_task(name)} for name in functions},
         "seconds": round(trainer.seconds, 1), "epochs": trainer.epoch, "updates": trainer.update,
-        "denoiser_evaluations": evaluations, "sampled_pictures": pictures,
-        "rollout_evaluations_per_picture": round(trainer.rollout_evaluations / max(pictures, 1), 3),
-        "rollout_evaluations_saved_by_sharing": trainer.saved_evaluations,
+        "kept": trainer.best.told(), "denoiser_evaluations": evaluations, "sampled_pictures": pictures,
+        "rollout_evaluations_per_picture": round(trainer.explorer.rollout_evaluations / max(pictures, 1), 3),
+        "rollout_evaluations_saved_by_sharing": trainer.explorer.saved_evaluations,
         "max_first_log_ratio": trainer.first_ratio.found, "skipped_updates": trainer.skipped,
+        "reward_wait_seconds": round(trainer.reward_wait_seconds, 1),
+        "reward_failures": {"trained": trainer.reward_failures, "before": base.failed, "after": after.failed},
         "rewards": {"trained": config.rewards, "measured": list(functions)}}
-    (folder / "summary.json").write_text(json.dumps(finite(summary), indent=2) + "\n")
-    print_report(summary, said, folder)
+    if first:
+        draw_pairs(folder / "before_after.png", base, after)
+        (folder / "summary.json").write_text(json.dumps(finite(summary), indent=2) + "\n")
+        album.stage(folder, "after", trainer.epoch, after)
+        album.last(folder, trainer)
+        report.write(folder)
+        print_report(summary, said, folder)
     return summary
 
 
@@ -164,9 +200,11 @@ def sample_pictures(trainer, functions: dict[str, Any], folder: Path) -> dict[st
     with trainer.policy.weights.swapped(trainer.evaluated_weights()):
         found = _measure(trainer, functions, f"held-out prompts, epoch {trainer.epoch}")
     trainer.policy.evaluations = evaluations
-    (folder / "samples").mkdir(exist_ok=True)
-    rows = [Row(text, [picture], [scores]) for text, picture, scores in cards(found)]
-    draw_grid(folder / "samples" / f"epoch-{trainer.epoch:05d}.png", [f"epoch {trainer.epoch}"], rows)
+    if trainer.processes.first:
+        (folder / "samples").mkdir(exist_ok=True)
+        rows = [Row(text, [picture], [scores]) for text, picture, scores in cards(found)]
+        draw_grid(folder / "samples" / f"epoch-{trainer.epoch:05d}.png", [f"epoch {trainer.epoch}"], rows)
+        album.stage(folder, f"epoch-{trainer.epoch:05d}", trainer.epoch, found)
     return {f"held_out/{name}": value for name, value in found.mean().items()}
 
 
@@ -192,5 +230,7 @@ def print_report(summary: dict[str, Any], said: str, folder: Path) -> None:
                   f"({summary['rollout_evaluations_per_picture']:.2f} per sampled picture in the rollout; shared "
                   f"prefixes saved {summary['rollout_evaluations_saved_by_sharing']:,}), "
                   f"largest first |log ratio| {first}", highlight=False)
+    if summary["kept"]:
+        console.print(summary["kept"], highlight=False)
     console.print(said, highlight=False)
-    console.print(f"before and after: {folder / 'before_after.png'}", highlight=False)
+    console.print(f"before and after: {folder / 'before_after.png'}; report: {folder / report.FILE}", highlight=False)

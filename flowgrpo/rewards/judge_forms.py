@@ -12,7 +12,7 @@ from typing import Any
 from flowgrpo.rewards.about import About
 from flowgrpo.rewards.judge import LICENCE, Asking, Judge, JudgePairs, filled
 from flowgrpo.rewards.judge_client import Answer
-from flowgrpo.rewards.judge_parse import expected_level, level
+from flowgrpo.rewards.judge_parse import expected_level, level, refused
 
 _CAPTIONED = ("{shown} was made from the text caption below. Judge the alignment with the caption (are its objects, "
               "their attributes and relations there?) and the quality (clarity, detail, colour, appeal).")
@@ -64,7 +64,7 @@ class DeQA(Asking):
         return self._pointwise(images, prompts, self._level)
 
     def _level(self, answer: Answer) -> float | None:
-        expected = expected_level(answer.tokens)
+        expected = None if refused(answer.text) else expected_level(answer.tokens)
         return level(answer.text) if expected is None else expected
 
 

@@ -1,0 +1,162 @@
+"""Pages of a run with columns of one kind: its checkpoints, other runs, seeds, guidance scales or numbers of steps.
+
+A kind is a function from a run and the values that a person gave to columns; what a column can change are its fields.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from flowgrpo import checkpoint, data, rewards
+from flowgrpo.config import Config
+from flowgrpo.errors import UserError
+from flowgrpo.evaluation import compare
+from flowgrpo.evaluation.grid import Row, draw_grid
+from flowgrpo.evaluation.held_out import spread
+from flowgrpo.evaluation.page import write_page
+from flowgrpo.policies.pipeline import denoisers
+from flowgrpo.rewards import pairwise
+from flowgrpo.samplers.rollout import seeder
+
+SEEDS = ("0", "1", "2", "3")
+
+
+@dataclass(frozen=True)
+class Column:
+    """What is drawn in a column: with which weights (a run's folder, one of its checkpoints, None for the base), from
+    which seed, and by a call of the pipeline with which arguments."""
+
+    name: str
+    weights: Path | None
+    seed: int
+    asked: dict[str, Any]
+
+
+def columns(run: str | Path, kind: str, values: Sequence[str], prompts: str | Path | None, count: int, seed: int,
+            output: str | Path) -> list[Path]:
+    """Draw `count` prompts in columns of that kind, with the run's rewards below each picture, as a PNG (with clips a
+    WebP too) and a self-contained HTML file beside it; returns both.
+
+    run: a folder that `flowgrpo train` wrote; values: a column each, without any those of the kind; prompts: a prompt
+    file, or None for the run's held-out prompts, taken evenly; output: the PNG. UserError for a folder that is no run,
+    and for values that are not of the kind.
+    """
+    run, output = Path(run), Path(output)
+    config = compare.run_config(run)
+    asked = compare.call_arguments(config.model, run, config.eval.steps, config.eval.guidance)
+    chosen = KINDS[kind](Column("tuned", run, seed, asked), list(values))
+    shown = spread(data.load_prompts(prompts) if prompts else data.resolve(config)[1], count)
+    functions = pairwise.measured(*(rewards.compose(rules, config.cache) for rules in (config.trained, config.watched)))
+    drawn = _drawn(config, run, chosen, shown)
+    scores = [rewards.score(functions, torch.stack(pictures), [p.text for p in shown], [p.metadata for p in shown])
+              for pictures in drawn]
+    rows = [Row(prompt.text, [pictures[i] for pictures in drawn],
+                [dict(zip(functions, values[i].tolist())) for values in scores]) for i, prompt in enumerate(shown)]
+    names = [column.name for column in chosen]
+    return [draw_grid(output, names, rows), write_page(output.with_suffix(".html"), f"{config.name}: {kind}", names,
+                                                       rows)]
+
+
+# --- the kinds -------------------------------------------------------------------------------------------------------
+
+def _checkpoints(tuned: Column, values: list[str]) -> list[Column]:
+    """Epochs, 0 for the base; without values the base and every checkpoint that the run keeps."""
+    folders = {int(folder.name.removeprefix("epoch-")): folder
+               for folder in sorted((tuned.weights / "checkpoints").glob("epoch-*"))}
+    epochs = [_number("checkpoints", value, int) for value in values] or [0, *folders]
+    missing = [epoch for epoch in epochs if epoch and epoch not in folders]
+    if missing or not folders:
+        told = f"of epoch {missing[0]}" if missing else "at all"
+        raise UserError(f"--columns checkpoints: {tuned.weights} has none {told}; there are: "
+                        f"{', '.join(map(str, folders)) or 'none'} (train.keep says how many are kept)")
+    return [replace(tuned, name=f"epoch {epoch}" if epoch else "base", weights=folders.get(epoch)) for epoch in epochs]
+
+
+def _runs(tuned: Column, values: list[str]) -> list[Column]:
+    """The base, the run, and further runs of the same model, by their folders; all are called as the run is."""
+    if not values:
+        raise UserError("--columns runs: expected --values with the folders of further runs")
+    model, found = compare.run_config(tuned.weights).model, [replace(tuned, name="base", weights=None)]
+    for folder in [tuned.weights, *map(Path, values)]:
+        config = compare.run_config(folder)
+        if config.model != model:
+            raise UserError(f"--columns runs: {folder} tuned {config.model!r}, but {tuned.weights} tuned {model!r}: "
+                            "expected runs of one model")
+        found.append(replace(tuned, name=config.name, weights=folder))
+    return found
+
+
+def _seeds(tuned: Column, values: list[str]) -> list[Column]:
+    numbers = [_number("seeds", value, int) for value in values or SEEDS]
+    return [replace(tuned, name=f"seed {number}", seed=number) for number in numbers]
+
+
+def _guidance(tuned: Column, values: list[str]) -> list[Column]:
+    return _called(tuned, "guidance", "guidance_scale", values, float)
+
+
+def _steps(tuned: Column, values: list[str]) -> list[Column]:
+    return _called(tuned, "steps", "num_inference_steps", values, int, least=1)
+
+
+# What is drawn with a blend of tuned and base (the weight of reward guidance) is a further kind: a field of `Column`
+# that `_drawn` reads, and its function here.
+KINDS: dict[str, Callable[[Column, list[str]], list[Column]]] = {
+    "checkpoints": _checkpoints, "runs": _runs, "seeds": _seeds, "guidance": _guidance, "steps": _steps}
+
+
+def _called(tuned: Column, kind: str, argument: str, values: list[str], number: type, least: float = 0) -> list[Column]:
+    if not values:
+        raise UserError(f"--columns {kind}: expected --values with a number for each column, such as --values 1,2,4")
+    numbers = [_number(kind, value, number, least) for value in values]
+    return [replace(tuned, name=f"{kind} {each:g}", asked=tuned.asked | {argument: each}) for each in numbers]
+
+
+def _number(kind: str, value: str, number: type, least: float = 0) -> Any:
+    try:
+        found = number(value)
+    except ValueError:
+        found = None
+    if found is None or not least <= found < float("inf"):
+        raise UserError(f"--columns {kind}: got {value!r} in --values, expected {'whole ' * (number is int)}numbers "
+                        f"from {least} up, parted by commas")
+    return found
+
+
+# --- drawing ---------------------------------------------------------------------------------------------------------
+
+def _drawn(config: Config, run: Path, chosen: Sequence[Column], prompts: Sequence[data.Prompt]) -> list[list[Any]]:
+    """The pictures of each column; the pipeline is read again only where weights were loaded that do not leave it."""
+    found, pipe, loaded = [], None, None
+    for column in chosen:
+        if pipe is None or loaded not in (None, column.weights):
+            precision = config.precision if config.adapter.rank else "fp32"
+            pipe, loaded = compare.make_pipeline(config.model, precision, config.trust_remote_code), None
+        if column.weights != loaded:
+            _load(pipe, config, run, column.weights)
+            loaded = column.weights
+        seed_of = seeder(column.seed, 0)
+        found.append([compare.draw_one(pipe, prompt, seed_of(i, 0), column.asked, config.negative_prompt)
+                      for i, prompt in enumerate(prompts)])
+    return found
+
+
+def _load(pipe: Any, config: Config, run: Path, weights: Path) -> None:
+    """A run's result, or a checkpoint's weights (or moving average, where that is what the run evaluates)."""
+    if weights.parent != run / "checkpoints":
+        compare.load_tuned(pipe, weights)
+        return
+    from flowgrpo.policies.adapters import Weights
+
+    room = "ema/" if config.eval.weights == "ema" else "weights/"
+    tensors, _ = checkpoint.load(weights)
+    held = {key.removeprefix(room): tensor for key, tensor in tensors.items() if key.startswith(room)}
+    live = Weights(pipe, denoisers(pipe), config.adapter)
+    if live.named.keys() != held.keys():
+        raise UserError(f"{weights} holds other weights than {config.model!r} with the run's adapter has")
+    live.load(held)

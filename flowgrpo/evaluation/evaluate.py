@@ -1,0 +1,234 @@
+"""A model on a suite of prompts: drawn by the stock pipeline, scored by several rewards, base and tuned on one seed.
+
+Everything is saved as it is made (ledger.py), so that a killed evaluation goes on, and rewards can be added later
+without drawing again. Under `accelerate launch` or `torchrun` every process takes an equal share of what is left to do.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from flowgrpo import rewards
+from flowgrpo.config import Config
+from flowgrpo.errors import UserError
+from flowgrpo.evaluation import compare, findings, held_out
+from flowgrpo.evaluation.grid import Row, draw_grid
+from flowgrpo.evaluation.ledger import Ledger, Place
+from flowgrpo.evaluation.suites import Suite, load_suite
+from flowgrpo.processes import Processes
+from flowgrpo.reward_rule import WatchRule
+from flowgrpo.rewards import guards, pairwise
+from flowgrpo.samplers.rollout import seeder
+
+BASE, TUNED = "base", "tuned"
+AT_ONCE = 8  # pictures that are scored in one call
+SHOWN = 12  # prompts of the page of pictures
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is drawn: a model's pictures, those of weights tuned from it, or both; config: of the run that tuned them;
+    asked: the arguments of the pipeline's calls."""
+
+    model: str
+    tuned: Path | None
+    arms: tuple[str, ...]
+    config: Config | None
+    asked: dict[str, Any]
+    samples: int
+    seed: int
+
+    @property
+    def negative(self) -> str:
+        return self.config.negative_prompt if self.config else ""
+
+    def told(self) -> dict[str, Any]:
+        """What the pictures depend on, beside the prompts."""
+        return {"model": self.model, "tuned": str(self.tuned) if self.tuned else None, "weights": _digest(self.tuned),
+                "samples": self.samples, "seed": self.seed, "call": self.asked, "negative_prompt": self.negative}
+
+
+def evaluate(source: str, suite: str, names: Sequence[str], output: str | Path, *, lora: str | Path | None = None,
+             base: bool = False, samples: int = 1, steps: int | None = None, guidance: float | None = None,
+             seed: int = 0, features: str | Callable = "pixels") -> dict[str, Any]:
+    """Draw a suite, score it, and write pictures, `results.json`, `table.md` and `grid.png` to the folder `output`;
+    returns the results.
+
+    source: a model, or a run (then its model with its result, and its `eval` steps and guidance); suite: as of
+    `load_suite`; names: rewards, of which a run's own keep their rules; without any those of the run. lora: weights to
+    load into a model; base: draw the model without them too, from the same seeds, and compare. samples: pictures per
+    prompt; features: what the distance of a prompt's pictures is taken of, as of `rewards.guards.Diversity`.
+    A picture depends on the seed, the number of its prompt and its number among the prompt's, and on nothing else.
+    UserError for what cannot be loaded, and for a folder that holds another evaluation.
+    """
+    plan = make_plan(source, lora, base, samples, steps, guidance, seed)
+    chosen, functions = load_suite(suite), _functions(plan.config, names)
+    rewards.require_routes(functions, [prompt.metadata for prompt in chosen.prompts])
+    processes = _processes()
+    ledger = Ledger(Path(output), processes.rank)
+    settings = plan.told() | {"suite": _hash([str(case) for case in chosen.cases]),
+                              "rewards": held_out.rules(functions)}
+    ledger.check(settings)
+    known = ledger.read()
+    processes.wait()  # what is left to do is the same for all: nobody writes before all have read
+    if processes.first:
+        ledger.settle(settings)
+    failed = _make(plan, chosen, functions, ledger, known, processes)
+    if not processes.first:
+        return {}
+    return _finish(plan, chosen, list(functions), ledger, failed, guards.extractor(features))
+
+
+def make_plan(source: str, lora: str | Path | None, base: bool, samples: int, steps: int | None,
+              guidance: float | None, seed: int) -> Plan:
+    """Tell runs from models. UserError for a run with another LoRA, and for a base with nothing to compare it to."""
+    run = Path(source)
+    if (run / "config.yaml").is_file():
+        if lora is not None:
+            raise UserError(f"{source} is a run, whose result is evaluated: leave out --lora, or give its model")
+        lora = run
+    tuned = None if lora is None else Path(lora)
+    if tuned is None and base:
+        raise UserError("--base compares with a result: give a run, or a model and --lora")
+    config = compare.run_config(tuned) if tuned is not None and (tuned / "config.yaml").is_file() else None
+    if config is not None:
+        steps, guidance = steps or config.eval.steps, config.eval.guidance if guidance is None else guidance
+    model = config.model if config is not None and tuned == run else source
+    wanted = {BASE: base or tuned is None, TUNED: tuned is not None}
+    return Plan(model, tuned, tuple(arm for arm in wanted if wanted[arm]), config,
+                compare.call_arguments(model, tuned, steps, guidance), samples, seed)
+
+
+def _functions(config: Config | None, names: Sequence[str]) -> dict[str, Any]:
+    rules: dict[str, WatchRule] = config.trained | config.watched if config else {}
+    names = list(names) or list(rules)
+    if not names:
+        raise UserError("--rewards: expected the names of rewards, such as --rewards scene (`flowgrpo rewards` lists "
+                        "them)")
+    return pairwise.measured({}, rewards.compose({name: rules.get(name, WatchRule()) for name in names},
+                                                 config.cache if config else None))
+
+
+def _processes() -> Processes:
+    """Those that the launcher started, this one alone without a launcher."""
+    from accelerate import PartialState
+
+    from flowgrpo.run import PATIENCE
+
+    return Processes(PartialState(cpu=not torch.cuda.is_available(), timeout=PATIENCE))
+
+
+# --- drawing and scoring ---------------------------------------------------------------------------------------------
+
+def _make(plan: Plan, suite: Suite, functions: dict[str, Any], ledger: Ledger, known: dict[Place, dict[str, float]],
+          processes: Processes) -> dict[str, int]:
+    """Draw and score what is not there yet. Returns on how many pictures each reward failed, of all processes."""
+    painter, tally = Painter(plan, processes.device), rewards.Tally()
+    for arm in plan.arms:
+        places = [Place(arm, i, k) for i in range(len(suite.cases)) for k in range(plan.samples)]
+        own = processes.own([place for place in places if not functions.keys() <= known.get(place, {}).keys()])
+        with processes.together(), tqdm(total=len(own), desc=f"{suite.name}, {arm}", unit="picture", leave=False,
+                                        disable=None if processes.first else True) as bar:
+            for start in range(0, len(own), AT_ONCE):
+                some = own[start:start + AT_ONCE]
+                for place in some:
+                    if not ledger.picture(place).is_file():
+                        ledger.save(place, painter.draw(arm, suite.cases[place.prompt].prompt, place))
+                _score(some, suite, functions, ledger, known, tally)
+                bar.update(len(some))
+    return dict(zip(functions, processes.total([tally.failed[name] for name in functions])))
+
+
+def _score(places: Sequence[Place], suite: Suite, functions: dict[str, Any], ledger: Ledger,
+           known: dict[Place, dict[str, float]], tally: rewards.Tally) -> None:
+    """Score pictures by the rewards that one of them lacks, and write that down."""
+    missing = {name: reward for name, reward in functions.items()
+               if any(name not in known.get(place, {}) for place in places)}
+    pictures = torch.stack([ledger.load(place) for place in places])
+    prompts = [suite.cases[place.prompt].prompt for place in places]
+    found = rewards.score(missing, pictures, [p.text for p in prompts], [p.metadata for p in prompts], tally=tally)
+    for place, values in zip(places, found.tolist()):
+        ledger.write(place, dict(zip(missing, values)))
+
+
+class Painter:
+    """Draws with a pipeline, which is loaded when it is first needed; the base before the tuned, never after."""
+
+    def __init__(self, plan: Plan, device: torch.device):
+        self.plan, self.device, self.pipe, self.arm = plan, device, None, BASE
+        self.seed_of = seeder(plan.seed, 0)
+
+    def draw(self, arm: str, prompt: Any, place: Place) -> torch.Tensor:
+        """A picture [3, H, W] or clip [F, 3, H, W] in [0, 1]."""
+        if self.pipe is None:
+            config = self.plan.config
+            self.pipe = compare.make_pipeline(self.plan.model, config.precision if config else "bf16",
+                                              config.trust_remote_code if config else False, self.device)
+        if arm != self.arm:
+            assert arm == TUNED, "what was loaded into the pipeline does not leave it"
+            compare.load_tuned(self.pipe, self.plan.tuned)
+            self.arm = arm
+        return compare.draw_one(self.pipe, prompt, self.seed_of(place.prompt, place.sample), self.plan.asked,
+                                self.plan.negative)
+
+
+# --- what was found --------------------------------------------------------------------------------------------------
+
+def _finish(plan: Plan, suite: Suite, names: list[str], ledger: Ledger, failed: dict[str, int],
+            features: Callable) -> dict[str, Any]:
+    known, shape = ledger.read(), (len(suite.cases), plan.samples)
+    scores = {arm: {name: np.array([[known[Place(arm, i, k)][name] for k in range(shape[1])] for i in range(shape[0])])
+                    for name in names} for arm in plan.arms}
+    spread = {arm: _diversity(arm, shape, ledger, features) for arm in plan.arms} if plan.samples > 1 else {}
+    trained = list(plan.config.trained) if plan.config else None
+    found = findings.summarise(suite, scores, spread, trained)
+    results = {"suite": {"name": suite.name, "format": suite.form, "prompts": shape[0]}, **plan.told(),
+               "failed": failed, **found}
+    text = json.dumps(findings.plain(results), indent=2)
+    (ledger.folder / "results.json").write_text(text + "\n")
+    (ledger.folder / "table.md").write_text(findings.markdown(results))
+    _page(plan, suite, scores, ledger)
+    return results
+
+
+def _diversity(arm: str, shape: tuple[int, int], ledger: Ledger, features: Callable) -> np.ndarray:
+    """The mean distance between the pictures of each prompt, [N, 1]; of clips that of their middle frames."""
+    found = []
+    for i in range(shape[0]):
+        pictures = torch.stack([ledger.load(Place(arm, i, k)) for k in range(shape[1])])
+        pictures = pictures if pictures.ndim == 4 else pictures[:, pictures.shape[1] // 2]
+        found.append(guards.distances(torch.as_tensor(features(pictures))[None]).mean().item())
+    return np.array(found)[:, None]
+
+
+def _page(plan: Plan, suite: Suite, scores: dict[str, dict[str, np.ndarray]], ledger: Ledger) -> None:
+    """A page of some prompts, evenly over the suite, with the first picture of each arm."""
+    rows = [Row(suite.cases[i].prompt.text, [ledger.load(Place(arm, i, 0)) for arm in plan.arms],
+                [{name: float(values[i, 0]) for name, values in scores[arm].items()} for arm in plan.arms])
+            for i in held_out.evenly(len(suite.cases), SHOWN)]
+    draw_grid(ledger.folder / "grid.png", plan.arms, rows)
+
+
+def _digest(path: Path | None) -> str | None:
+    """What tells weights apart: of all safetensors files at that place."""
+    if path is None:
+        return None
+    files = [path] if path.is_file() else sorted(file for file in path.rglob("*.safetensors")
+                                                 if "checkpoints" not in file.relative_to(path).parts)
+    return _hash([file.read_bytes() for file in files])
+
+
+def _hash(parts: Sequence[str | bytes]) -> str:
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(part.encode() if isinstance(part, str) else part)
+    return digest.hexdigest()[:16]

@@ -1,0 +1,138 @@
+"""The findings of an evaluation: per reward and category, base against tuned, and as tables."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from flowgrpo.evaluation.statistics import CONFIDENCE, drift, interval, wins
+from flowgrpo.evaluation.suites import Suite
+
+ALL = "all prompts"
+Scores = dict[str, dict[str, np.ndarray]]  # arm, reward: [N, S], NaN where it does not apply
+
+
+def summarise(suite: Suite, scores: Scores, spread: dict[str, np.ndarray], trained: Sequence[str] | None) -> dict:
+    """Means with intervals per arm, reward and category, `all prompts` among them; with both arms the change, tuned
+    minus base on the same prompt and seed, and the win rate; diversity; drift in words.
+
+    spread: the distance between the pictures of each prompt [N, 1] by arm, or nothing. `category_means` is the mean
+    over the categories, which some suites (GenEval) give as their score.
+    """
+    places = {ALL: list(range(len(suite.cases)))} | suite.categories
+
+    def split(values: np.ndarray, share: bool = True) -> dict[str, Any]:
+        return {name: interval(values[rows], share).told() for name, rows in places.items()}
+
+    arms = {arm: {name: split(values) for name, values in found.items()} for arm, found in scores.items()}
+    told: dict[str, Any] = {"confidence": CONFIDENCE, "arms": arms, "category_means": {
+        arm: {name: _over_categories(each) for name, each in found.items()} for arm, found in arms.items()},
+        "diversity": {arm: interval(values, share=False).told() for arm, values in spread.items()}}
+    if len(scores) < 2:
+        return told | {"compared": {}, "drift": []}
+    base, tuned = scores.values()
+    told["compared"] = {name: {"change": split(tuned[name] - base[name], share=False),
+                               "win_rate": split(wins(base[name], tuned[name]))} for name in base}
+    changes = {name: interval(tuned[name] - base[name], share=False) for name in base}
+    closer = interval(spread["tuned"] - spread["base"], share=False) if spread else None
+    if closer is not None:
+        told["diversity"]["change"] = closer.told()
+    return told | {"drift": drift(changes, trained, closer)}
+
+
+def _over_categories(each: dict[str, dict[str, Any]]) -> float:
+    means = [entry["mean"] for name, entry in each.items() if name != ALL and not math.isnan(entry["mean"])]
+    return sum(means) / len(means) if means else math.nan
+
+
+def plain(value: Any) -> Any:
+    """The value with null for what JSON has no number for."""
+    if isinstance(value, dict):
+        return {key: plain(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def table(results: dict[str, Any], reward: str) -> tuple[list[str], list[list[str]]]:
+    """The headings and lines of one reward's table: a line per category, the last of all prompts."""
+    arms, compared = results["arms"], results["compared"].get(reward)
+    first = next(iter(arms.values()))[reward]
+    lines = []
+    for name in [*(name for name in first if name != ALL), ALL]:
+        columns = [arms[arm][reward][name] for arm in arms]
+        cells = [_cell(column) for column in columns]
+        if compared:
+            cells += [_cell(compared["change"][name], "+.3f"), _cell(compared["win_rate"][name])]
+        lines.append([name, str(columns[0]["prompts"]), *cells])
+    return ["category", "prompts", *arms, *(["change", "win rate"] if compared else [])], lines
+
+
+def _cell(entry: dict[str, Any], how: str = ".3f") -> str:
+    if math.isnan(entry["mean"]):
+        return "-"
+    bounds = "" if math.isnan(entry["low"]) else f" [{entry['low']:{how}}, {entry['high']:{how}}]"
+    return f"{entry['mean']:{how}}{bounds}"
+
+
+def methods(results: dict[str, Any], reward: str) -> str:
+    """How the intervals of a reward's table were made."""
+    used = {entry["method"] for arm in results["arms"].values() for entry in arm[reward].values()}
+    if reward in results["compared"]:
+        used |= {entry["method"] for kind in results["compared"][reward].values() for entry in kind.values()}
+    return f"95 % intervals: {', '.join(sorted(used))}"
+
+
+def notes(results: dict[str, Any]) -> list[str]:
+    """What is said below the tables, a sentence each."""
+    said = []
+    for name in next(iter(results["arms"].values())):
+        means = {arm: each[name] for arm, each in results["category_means"].items() if not math.isnan(each[name])}
+        if means:
+            told = ", ".join(f"{arm} {mean:.3f}" for arm, mean in means.items())
+            said.append(f"{name}, mean over the categories: {told}")
+    said += [f"{name} failed on {count} pictures, which are left out" for name, count in results["failed"].items()
+             if count]
+    if results["diversity"]:
+        cells = ", ".join(f"{name} {_cell(entry, '+.3f' if name == 'change' else '.3f')}"
+                          for name, entry in results["diversity"].items())
+        said.append(f"distance between the pictures of a prompt: {cells}")
+    return [*said, *results["drift"]]
+
+
+def title(results: dict[str, Any], reward: str) -> str:
+    suite = results["suite"]
+    return f"{reward} on {suite['name']} ({suite['prompts']} prompts, {results['samples']} per prompt)"
+
+
+def markdown(results: dict[str, Any]) -> str:
+    """`table.md`: a table per reward, and what is said below them."""
+    parts = []
+    for reward in next(iter(results["arms"].values())):
+        heads, lines = table(results, reward)
+        rule = ["---", *["---:"] * (len(heads) - 1)]
+        rows = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in [heads, rule, *lines]]
+        parts.append("\n".join([f"## {title(results, reward)}", "", *rows, "", methods(results, reward)]))
+    said = "\n".join(f"- {line}" for line in notes(results))
+    return "\n\n".join([*parts, *([said] if said else [])]) + "\n"
+
+
+def show(results: dict[str, Any]) -> None:
+    """Print the tables."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    for reward in next(iter(results["arms"].values())):
+        heads, lines = table(results, reward)
+        drawn = Table(title=title(results, reward), caption=methods(results, reward))
+        for head in heads:
+            drawn.add_column(head, justify="left" if head == "category" else "right")
+        for line in lines:
+            drawn.add_row(*line, style="bold" if line[0] == ALL else "")
+        console.print(drawn, markup=False)
+    for line in notes(results):
+        console.print(line, highlight=False, markup=False)

@@ -1,0 +1,115 @@
+"""What an evaluation has done so far, on disk: a PNG per picture and a line of scores, written as they are made.
+
+A killed evaluation goes on from there, with any number of processes: each writes a file of lines of its own, and all
+read every file. Pictures are scored as they are read back, so that it makes no difference when that happens.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from PIL import Image, PngImagePlugin
+
+from flowgrpo.errors import UserError
+from flowgrpo.evaluation.clips import as_image, save_clip, tall, untall
+
+SETTINGS = "settings.json"
+
+
+class Place(NamedTuple):
+    """Which picture: "base" or "tuned", the number of its prompt, its number among the prompt's."""
+
+    arm: str
+    prompt: int
+    sample: int
+
+
+class Ledger:
+    """The folder of an evaluation, as one process writes it."""
+
+    def __init__(self, folder: Path, rank: int = 0):
+        self.folder, self.own = folder, folder / f"scores-{rank}.jsonl"
+
+    def check(self, settings: dict[str, Any]) -> None:
+        """UserError where the folder holds an evaluation of other settings; rewards may be added to it."""
+        path = self.folder / SETTINGS
+        if not path.is_file():
+            return
+        known = json.loads(path.read_text())
+        for key, value in settings.items():
+            was = known.get(key)
+            if key == "rewards":  # others may be added
+                was = was | {name: rule for name, rule in value.items() if name not in was}
+                value = was | value
+            if was != value:
+                raise UserError(f"{self.folder} holds an evaluation with another {key} ({was}, now {value}): give "
+                                "another --output, or remove that folder")
+
+    def settle(self, settings: dict[str, Any]) -> None:
+        """Write the settings, with the rewards of earlier calls."""
+        path = self.folder / SETTINGS
+        self.folder.mkdir(parents=True, exist_ok=True)
+        known = json.loads(path.read_text())["rewards"] if path.is_file() else {}
+        _replace(path, json.dumps(settings | {"rewards": known | settings["rewards"]}, indent=2) + "\n")
+
+    def read(self) -> dict[Place, dict[str, float]]:
+        """The scores of all processes, of this call and those before; NaN where a reward does not apply."""
+        found: dict[Place, dict[str, float]] = {}
+        for file in sorted(self.folder.glob("scores-*.jsonl")):
+            for line in file.read_text().split("\n"):
+                for entry in _whole(line):
+                    scores = {name: math.nan if value is None else value for name, value in entry["scores"].items()}
+                    found.setdefault(Place(*entry["place"]), {}).update(scores)
+        return found
+
+    def write(self, place: Place, scores: dict[str, float]) -> None:
+        """Add a line; a line that a kill cut off before it is closed first."""
+        known = {name: None if math.isnan(value) else value for name, value in scores.items()}
+        line = json.dumps({"place": place, "scores": known}) + "\n"
+        with self.own.open("ab+") as file:
+            end = file.seek(0, os.SEEK_END)
+            file.seek(max(end - 1, 0))
+            cut = file.read(1) not in (b"", b"\n")
+            file.write(b"\n" * cut + line.encode())
+
+    def picture(self, place: Place) -> Path:
+        return self.folder / "pictures" / place.arm / f"{place.prompt:05d}-{place.sample:02d}.png"
+
+    def save(self, place: Place, picture: torch.Tensor) -> None:
+        """Write a picture [3, H, W], or a clip [F, 3, H, W] as one tall picture with an animated one beside it."""
+        path, facts = self.picture(place), PngImagePlugin.PngInfo()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if picture.ndim == 4:
+            facts.add_text("frames", str(len(picture)))
+            save_clip(path.with_suffix(".webp"), picture)
+        part = path.with_suffix(".part")
+        as_image(tall(picture)).save(part, format="PNG", pnginfo=facts)
+        part.replace(path)
+
+    def load(self, place: Place) -> torch.Tensor:
+        """A picture [3, H, W] or clip [F, 3, H, W] in [0, 1]."""
+        from torchvision.transforms.functional import to_tensor
+
+        with Image.open(self.picture(place)) as file:
+            frames = file.info.get("frames")
+            return untall(to_tensor(file.convert("RGB")), None if frames is None else int(frames))
+
+
+def _whole(line: str) -> Iterator[dict[str, Any]]:
+    """The line's entry; nothing of a line that a kill cut off."""
+    try:
+        yield json.loads(line)
+    except json.JSONDecodeError:
+        return
+
+
+def _replace(path: Path, text: str) -> None:
+    part = path.with_suffix(".part")
+    part.write_text(text)
+    part.replace(path)

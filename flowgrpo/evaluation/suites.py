@@ -1,0 +1,241 @@
+"""Suites of prompts with categories: published ones in their own formats, and those that ship.
+
+A suite is a file, a folder of files, a hub dataset's id, or the name of one that ships. Its format is told by its
+content: the keys of its records, or for plain lines of text the words in it, and where these tell nothing, its name.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flowgrpo import data
+from flowgrpo.data import Prompt
+from flowgrpo.errors import UserError
+
+SHIPPED = {"starter": data.STARTER / "held_out.jsonl", "starter_video": data.STARTER / "video_held_out.jsonl",
+           "geneval_coco": Path(__file__).parent / "suites" / "geneval_coco.jsonl"}
+PUBLISHED = {"geneval": "evaluation_metadata.jsonl", "drawbench": "its .csv, or a .txt of its prompts",
+             "partiprompts": "PartiPrompts.tsv", "t2i_compbench": "the folder of its *_val.txt files",
+             "unigenbench": "test_prompts_en.csv", "dpg": "its folder of .txt files, or dpg_bench.csv",
+             "ocr": "Flow-GRPO's dataset/ocr/test.txt"}
+ENDINGS = (".jsonl", ".csv", ".tsv", ".txt")
+COMPBENCH = re.compile(r"(?:^|_)(3d_spatial|non_spatial|spatial|color|shape|texture|complex|numeracy)(_train|_val)?$")
+QUOTED = re.compile(r'"[^"]+"')
+UNIGEN_TEXT, UNIGEN_FACTS = ("prompt_en", "prompt_zh", "prompt"), ("sub_dims_en", "sub_dims_zh", "sub_dims")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A prompt and the categories that it counts in: one, several, or none."""
+
+    prompt: Prompt
+    categories: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Suite:
+    """name: of the file or folder; form: the format that its content was taken for; cases: in the file's order."""
+
+    name: str
+    form: str
+    cases: tuple[Case, ...]
+
+    @property
+    def prompts(self) -> list[Prompt]:
+        return [case.prompt for case in self.cases]
+
+    @property
+    def categories(self) -> dict[str, list[int]]:
+        """The numbers of the prompts of each category, categories in the order of their first prompt."""
+        found: dict[str, list[int]] = {}
+        for number, case in enumerate(self.cases):
+            for category in case.categories:
+                found.setdefault(category, []).append(number)
+        return found
+
+
+def load_suite(name: str) -> Suite:
+    """The suite of that name, path or hub dataset id. UserError where there is none, or none that can be read."""
+    path = SHIPPED.get(name) or Path(name)
+    if not path.exists():
+        if name.lower() in PUBLISHED:
+            raise UserError(f"the suite {name!r} does not come with flowgrpo: give the path of "
+                            f"{PUBLISHED[name.lower()]}, or a hub dataset's id")
+        if not re.fullmatch(r"[\w.-]+/[\w.-]+", name) or path.suffix in ENDINGS:
+            raise UserError(f"no suite {name!r}: expected {', '.join(SHIPPED)}, a file ({', '.join(ENDINGS)}), a "
+                            f"folder of such files, or a hub dataset's id")
+        path = _download(name)
+    form, cases = _folder(path) if path.is_dir() else _file(path)
+    if not cases:
+        raise UserError(f"suite {path}: it holds no prompt")
+    return Suite(name if name in SHIPPED else Path(name).stem, form, tuple(cases))
+
+
+def _download(name: str) -> Path:
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, repo_type="dataset", allow_patterns=[f"*{end}" for end in ENDINGS]))
+    except Exception as error:
+        raise UserError(f"no suite {name!r}: it is no path, and as a hub dataset it does not load "
+                        f"({' '.join(str(error).split())[:200]})") from None
+
+
+Found = tuple[str, list[Case]]  # the format and the cases
+
+
+def _folder(path: Path) -> Found:
+    """All files of a folder; of files that are named *_train and *_val the latter, of one-line texts a prompt each."""
+    files = sorted(file for file in path.rglob("*") if file.suffix in ENDINGS)
+    if any(file.stem.endswith("_val") for file in files):
+        files = [file for file in files if file.stem.endswith("_val")]
+    if not files:
+        raise UserError(f"suite {path}: the folder holds no file that ends in {', '.join(ENDINGS)}")
+    texts = [_lines(_text(file)) if file.suffix == ".txt" else [] for file in files]
+    if len(files) > 1 and all(len(lines) == 1 for lines in texts):
+        return _dpg([{"id": file.stem, "prompt": lines[0]} for file, lines in zip(files, texts)])
+    read = [_file(file) for file in files]
+    forms = list(dict.fromkeys(form for form, _ in read))
+    if len(forms) > 1:
+        raise UserError(f"suite {path}: its files are of several formats ({', '.join(forms)}): give one of them")
+    return forms[0], [case for _, cases in read for case in cases]
+
+
+def _file(path: Path) -> Found:
+    if path.suffix not in ENDINGS:
+        raise UserError(f"suite {path}: expected a file that ends in {', '.join(ENDINGS)}")
+    if path.suffix == ".txt":
+        return _plain(path.stem, _lines(_text(path)))
+    records = _records(path)
+    if not records:
+        return "empty", []
+    keys = set(records[0])
+    for holds, read in FORMATS:
+        if holds(keys):
+            try:
+                return read(records)
+            except (KeyError, TypeError, AttributeError, ValueError) as error:
+                raise UserError(f"suite {path}: a record is not like the first one, which has {sorted(keys)} "
+                                f"({type(error).__name__}: {error})") from None
+    return "flowgrpo", [Case(prompt, _own_category(prompt)) for prompt in data.load_prompts(path)]
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UserError(f"suite {path}: not UTF-8 text ({error.reason} at byte {error.start})") from None
+
+
+def _lines(text: str) -> list[str]:
+    return [line.strip() for line in text.split("\n") if line.strip()]
+
+
+def _records(path: Path) -> list[dict[str, Any]]:
+    text = _text(path)
+    if path.suffix == ".jsonl":
+        return [_object(path, number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
+    # PartiPrompts has lone quotes in its prompts, and no field of it is quoted
+    how = {"delimiter": "\t", "quoting": csv.QUOTE_NONE} if path.suffix == ".tsv" else {}
+    return list(csv.DictReader(io.StringIO(text, newline=""), **how))
+
+
+def _object(path: Path, number: int, line: str) -> dict[str, Any]:
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise UserError(f"suite {path}, line {number}: not valid JSON: {error.msg} (column {error.colno})") from None
+    if not isinstance(record, dict):
+        raise UserError(f"suite {path}, line {number}: expected an object, got {line.strip()[:60]}")
+    return record
+
+
+# --- a reader per format ---------------------------------------------------------------------------------------------
+
+def _geneval(records: list[dict[str, Any]]) -> Found:
+    """{"tag": "counting", "include": [{"class": "clock", "count": 2}], "prompt": ...}: the category is the tag."""
+    return "geneval", [Case(Prompt(record["prompt"], metadata=_without(record, "prompt")), (record["tag"],))
+                       for record in records]
+
+
+def _parti(records: list[dict[str, Any]]) -> Found:
+    """Columns Prompt, Category, Challenge, Note: the category is the Category, the challenge is kept."""
+    return "partiprompts", [Case(Prompt(record["Prompt"].strip(), metadata={"challenge": record["Challenge"]}),
+                                 (record["Category"],)) for record in records]
+
+
+def _drawbench(records: list[dict[str, Any]]) -> Found:
+    """Columns Prompts, Category."""
+    return "drawbench", [Case(Prompt(record["Prompts"].strip()), (record["Category"],)) for record in records]
+
+
+def _unigen(records: list[dict[str, Any]]) -> Found:
+    """Columns prompt_en and sub_dims_en, JSON with `Testpoints` such as "Attribute - Color": a prompt counts in the
+    dimension, the word before the dash, of each of its test points. The rest is kept as metadata."""
+    text, facts = (next(key for key in keys if key in records[0]) for keys in (UNIGEN_TEXT, UNIGEN_FACTS))
+    cases = []
+    for record in records:
+        told = json.loads(record[facts])
+        points = tuple(dict.fromkeys(point.split(" - ")[0] for point in told["Testpoints"]))
+        cases.append(Case(Prompt(record[text].strip(), metadata=told), points))
+    return "unigenbench", cases
+
+
+def _dpg(records: list[dict[str, Any]]) -> Found:
+    """{"id": "partiprompts13", "prompt": ...}, or one-line files of that name: the category is the source that the id
+    names, `dpg` where it is a number."""
+    return "dpg", [Case(Prompt(record["prompt"].strip(), metadata={"id": str(record["id"])}), (_source(record["id"]),))
+                   for record in records]
+
+
+def _dpg_questions(records: list[dict[str, Any]]) -> Found:
+    """Columns item_id, text, question_natural_language, ..., a line per question: a prompt with its `questions`."""
+    cases: dict[str, Case] = {}
+    for record in records:
+        name = record["item_id"]
+        if name not in cases:
+            cases[name] = Case(Prompt(record["text"].strip(), metadata={"id": name, "questions": []}), (_source(name),))
+        cases[name].prompt.metadata["questions"].append(record["question_natural_language"])
+    return "dpg", list(cases.values())
+
+
+def _plain(stem: str, lines: Sequence[str]) -> Found:
+    """A prompt per line: T2I-CompBench's, whose file names are its categories; OCR, where nearly all lines hold a text
+    in double quotes; otherwise prompts without categories, such as DrawBench's."""
+    if named := COMPBENCH.search(stem):
+        return "t2i_compbench", [Case(Prompt(line), (named[1],)) for line in lines]
+    quoted = [QUOTED.search(line) for line in lines]
+    if lines and sum(map(bool, quoted)) >= 0.9 * len(lines):
+        return "ocr", [Case(Prompt(line, metadata={"text": found[0].strip('"')} if found else {}))
+                       for line, found in zip(lines, quoted)]
+    return "prompts", [Case(Prompt(line)) for line in lines]
+
+
+FORMATS: tuple[tuple[Callable[[set[str]], bool], Callable[[list[dict[str, Any]]], Found]], ...] = (
+    (lambda keys: {"prompt", "tag", "include"} <= keys, _geneval),
+    (lambda keys: {"Prompt", "Category", "Challenge"} <= keys, _parti),
+    (lambda keys: {"Prompts", "Category"} <= keys, _drawbench),
+    (lambda keys: bool(keys & set(UNIGEN_TEXT) and keys & set(UNIGEN_FACTS)), _unigen),
+    (lambda keys: {"item_id", "text", "question_natural_language"} <= keys, _dpg_questions),
+    (lambda keys: {"id", "prompt"} == keys, _dpg),
+)
+
+
+def _without(record: dict[str, Any], key: str) -> dict[str, Any]:
+    return {name: value for name, value in record.items() if name != key}
+
+
+def _source(name: Any) -> str:
+    return re.match(r"[A-Za-z]*", str(name))[0] or "dpg"
+
+
+def _own_category(prompt: Prompt) -> tuple[str, ...]:
+    known = [prompt.metadata[key] for key in ("category", "task", "tag") if key in prompt.metadata]
+    return (str(known[0]),) if known else ()

@@ -1,0 +1,165 @@
+"""The report in a headless Chromium: run by hand, `pytest tests/extra/test_report_browser.py`.
+
+Needs the package playwright, and a Chromium: the machine's own, or that of `playwright install chromium`.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from playwright.sync_api import expect, sync_playwright
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from test_report import EVIL, Measured, make_run, measured  # noqa: E402
+
+from flowgrpo.evaluation import album, report  # noqa: E402
+from flowgrpo.evaluation.live import server  # noqa: E402
+
+PHONE, DESK = {"width": 360, "height": 740}, {"width": 1280, "height": 900}
+GREYS = (0.1, 0.4, 0.7, 1.0)
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with sync_playwright() as playwright:
+        found = shutil.which("chromium") or shutil.which("google-chrome")
+        with playwright.chromium.launch(executable_path=found, args=["--no-sandbox"]) as browser:
+            yield browser
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run of 60 epochs with a grey of its own at every stage."""
+    run = make_run(tmp_path_factory.mktemp("runs") / "run", epochs=60, every=30)
+    for (name, epoch), grey in zip((("before", 0), ("epoch-00030", 30), ("epoch-00060", 60), ("after", 60)), GREYS):
+        found = measured(grey, grey / 2)
+        album.stage(run, name, epoch, Measured(found.prompts, found.scores, torch.full((2, 3, 8, 8), grey)))
+    cards = report.read_stages(run)[0]["cards"]
+    album.write(run / "report" / "last.json", {
+        "epoch": 60, "best": cards, "worst": cards, "first_ratio": {"found": 0.0, "limit": 1e-6, "rescored": False}})
+    report.write(run)
+    return run
+
+
+@pytest.fixture
+def page(browser, run):
+    with opened(browser, (run / "report.html").as_uri(), DESK) as page:
+        yield page
+
+
+class opened:
+    """A page whose console has to stay silent, and which asks nobody but its own server."""
+
+    def __init__(self, browser, address: str, size: dict, **options):
+        self.context, self.address = browser.new_context(viewport=size, **options), address
+        self.said: list[str] = []
+
+    def __enter__(self):
+        page = self.context.new_page()
+        page.on("console", lambda message: self.said.append(message.text))
+        page.on("pageerror", lambda error: self.said.append(str(error)))
+        page.on("dialog", lambda dialog: (self.said.append("a dialog"), dialog.dismiss()))
+        page.on("request", lambda request: request.url.startswith((self.address, "data:"))
+                or self.said.append(f"asks {request.url}"))
+        page.goto(self.address)
+        return page
+
+    def __exit__(self, kind, *_):
+        self.context.close()
+        assert kind or self.said == []
+
+
+def sources(page, holder: str = "#stages") -> list[str]:
+    return page.locator(f"{holder} img").evaluate_all("images => images.map(image => image.src)")
+
+
+def grey(page) -> float:
+    """What the first picture shows, as the browser decodes it."""
+    return page.evaluate("""async () => {
+        const image = document.querySelector("#stages img"), canvas = document.createElement("canvas");
+        await image.decode();
+        canvas.width = canvas.height = 1;
+        const pen = canvas.getContext("2d");
+        pen.drawImage(image, 0, 0, 1, 1);
+        return pen.getImageData(0, 0, 1, 1).data[0] / 255;
+    }""")
+
+
+def overflow(page) -> int:
+    return page.evaluate("document.documentElement.scrollWidth - innerWidth")
+
+
+def test_the_slider_moves_the_pictures_by_keyboard(page):
+    slider = page.locator("#stage")
+    slider.focus()
+    assert slider.get_attribute("aria-valuetext") == "after training" and grey(page) == pytest.approx(1.0, abs=0.01)
+    for key, label, value in (("ArrowLeft", "epoch 60", 0.7), ("Home", "before training", 0.1),
+                              ("ArrowRight", "epoch 30", 0.4), ("End", "after training", 1.0)):
+        slider.press(key)
+        assert page.locator("#stage-name").inner_text() == slider.get_attribute("aria-valuetext") == label
+        assert grey(page) == pytest.approx(value, abs=0.01)
+
+
+def test_the_toggle_shows_the_base(page):
+    page.locator("#base").focus()
+    for label, pressed, value in (("before training", "true", 0.1), ("after training", "false", 1.0)):
+        page.keyboard.press("Enter")
+        assert page.locator("#base").get_attribute("aria-pressed") == pressed
+        assert page.locator("#stage-name").inner_text() == label and grey(page) == pytest.approx(value, abs=0.01)
+
+
+def test_foreign_text_is_shown_as_it_is(page):
+    caption = page.locator("#stages figcaption").first
+    assert caption.evaluate("element => element.firstChild.data") == EVIL
+    assert page.locator("h1").inner_text() == "<b>mine</b>" and page.title() == "<b>mine</b> - flowgrpo report"
+    assert len(sources(page, "#best")) == len(sources(page, "#worst")) == 2
+
+
+def test_a_chart_tells_its_values(page):
+    chart = page.locator("figure.chart", has_text="Gradient norm")
+    value, at = chart.locator("b"), chart.locator(".at")
+    svg = chart.locator("svg")
+    assert at.inner_text() == "epoch 60"
+    svg.focus()
+    svg.press("Home")
+    assert at.inner_text() == "epoch 1" and value.inner_text() == "1.767"  # 0.1 + 5 / 3
+    svg.press("ArrowRight")
+    assert svg.get_attribute("aria-valuetext") == "epoch 2: grad_norm 1.867"
+    box = svg.bounding_box()
+    page.mouse.move(box["x"] + 52 + (box["width"] - 62) / 2 + 1, box["y"] + 60)
+    assert at.inner_text() in ("epoch 30", "epoch 31")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("size", [PHONE, DESK], ids=["phone", "desk"])
+def test_it_fits_the_screen(browser, run, size, scheme):
+    with opened(browser, (run / "report.html").as_uri(), size, color_scheme=scheme) as page:
+        assert overflow(page) <= 0
+        page.locator("details").evaluate_all("all => all.forEach(each => { each.open = true; })")
+        assert overflow(page) <= 0
+        assert page.locator("figure.chart svg path").count() > 10
+        dark = page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(20, 23, 27)"
+        assert dark == (scheme == "dark")
+
+
+def test_live_it_follows_without_losing_its_place(browser, tmp_path):
+    run = make_run(tmp_path / "run", finished=False)
+    with server(run, 0) as serving:
+        thread = threading.Thread(target=serving.serve_forever)
+        thread.start()
+        try:
+            with opened(browser, f"http://127.0.0.1:{serving.server_port}/", DESK) as page:
+                page.locator("#stage").press("Home")
+                album.stage(run, "after", 4, measured(1.0, 1.0))
+                expect(page.locator("#stage")).to_have_attribute("max", "3", timeout=30_000)
+                assert page.locator("#stage-name").inner_text() == "before training"
+                page.locator("#stage").press("End")
+                assert page.locator("#stage-name").inner_text() == "after training"
+        finally:
+            serving.shutdown()
+            thread.join()
