@@ -159,7 +159,7 @@ def grpo_guard(method: Method = Method()) -> Method:
 
 
 def flow_dppo(method: Method = Method()) -> Method:
-    """Flow-DPPO over any host: no clip of the ratio, but no step further away from a policy that is far (2606.11025)."""
+    """Flow-DPPO over any host: no clip, but no step further away from a policy that is far (2606.11025)."""
     return replace(method, surrogate=objectives.DivergenceMask(1e-5))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -125,7 +126,7 @@ def show(results: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else 200)  # a pipe has no edge
     for reward in next(iter(results["arms"].values())):
         heads, lines = table(results, reward)
         drawn = Table(title=title(results, reward), caption=methods(results, reward))
