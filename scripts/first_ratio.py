@@ -11,6 +11,7 @@ finds more than that computes the old log-probabilities again as the replay does
 from __future__ import annotations
 
 import argparse
+import math
 
 import torch
 from common import RECIPE, make_trainer, options
@@ -55,7 +56,9 @@ def main() -> None:
             trainer = make_trainer(load(RECIPE, overrides | options(args.option)))
             cells.append(f"{largest(trainer, args.epochs):.1e}")
         clip = trainer.method.surrogate
-        print(f"| {method} | " + " | ".join(cells) + f" | {min(clip.low, clip.high) / 10:.0e} |", flush=True)
+        narrow = min(clip.low, clip.high)
+        limit = f"{narrow / 10:.0e}" if narrow < math.inf else "no clip"
+        print(f"| {method} | " + " | ".join(cells) + f" | {limit} |", flush=True)
 
 
 if __name__ == "__main__":
