@@ -63,6 +63,8 @@ class Train(Section):
     prompts: int = Field(8, ge=1, description="prompts per epoch, over all processes")
     group: int = Field(12, ge=2, description="samples per prompt")
     micro_batch: int = Field(8, ge=1, description="rows that go through the denoiser at once")
+    pack: bool = Field(False, description="several steps in one batch of a replay, where that saves calls of the "
+                                          "denoiser; see docs/performance.md")
     updates: int = Field(1, ge=1, description="optimiser steps per pass over an epoch's samples")
     inner_epochs: int = Field(1, ge=1, description="passes over an epoch's samples")
     steps: int = Field(10, ge=2, description="denoising steps of a rollout")

@@ -35,7 +35,8 @@ def test_a_pipeline_that_can_be_trained(model):
         "model": model, "drivable": True, "reason": None, "pipeline": "StableDiffusion3Pipeline",
         "scheduler": "FlowMatchEulerDiscreteScheduler", "prediction": "velocity", "denoisers": ["transformer"],
         "parameters": sum(p.numel() for p in denoiser.parameters()), "lora_parameters": (8 + 7) * 2 * 4 * 16,
-        "lora_targets": Adapter().targets, "guidance": "one batch of twice the rows", "latent_shape": [4, 8, 8],
+        "lora_targets": Adapter().targets, "guidance": "one batch of twice the rows",
+        "timesteps_per_call": "one per row", "latent_shape": [4, 8, 8],
         "picture_shape": [3, 16, 16], "replay_error": 0.0, "first_log_ratio": 0.0, "evaluations_per_picture": 10.0,
         "evaluations_per_picture_shared": 6.79}  # 10 - 3.5 * 11/12
     assert told["lora_grad"] > 0

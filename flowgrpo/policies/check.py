@@ -45,7 +45,7 @@ def report(model: Any, config: Config | None = None) -> dict[str, Any]:
     Keys, as far as the check came: model, drivable; where it is not, reason (one line); pipeline,
     scheduler, prediction, denoisers, parameters, lora_parameters, lora_targets; lora_loader (what loads a LoRA of each
     denoiser into the stock pipeline); conditioning (arguments that differ from prompt to prompt), prompts_per_call,
-    guidance, picture_shape, latent_shape;
+    guidance, timesteps_per_call (at the recipe's guidance; whether `train.pack` goes), picture_shape, latent_shape;
     replay_error (largest difference of a transition's mean between rollout and replay), first_log_ratio (largest
     |log ratio| of the replay, which has to be 0), lora_grad (norm of the adapter's gradient),
     gradient_error (in fp32: how far a step along the gradient is from what it foretells, relative);
@@ -84,6 +84,9 @@ def _drive(model: Any, recipe: Config | None, found: dict[str, Any]) -> None:
     found["conditioning"] = [name for name in ("prompt", "negative_prompt", *PICTURES) if name in policy.accepts]
     found["prompts_per_call"] = "one" if policy.apart else "any number"
     found["guidance"] = _guidance(policy, conditioning)
+    policy.guidance, trained = config.train.guidance, policy.guidance
+    found["timesteps_per_call"] = "one per row" if policy.vector(conditioning) else "one"
+    policy.guidance = trained
     _replayed(policy, conditioning, found)
     if policy.dtype == torch.float32:
         _differentiated(policy, conditioning, found)

@@ -13,6 +13,7 @@ import torch
 
 from flowgrpo.config import Config
 from flowgrpo.data import Prompt
+from flowgrpo.errors import UserError
 from flowgrpo.geometry import Geometry
 from flowgrpo.log import Clock
 from flowgrpo.methods import Method
@@ -55,7 +56,11 @@ class Explorer:
         """What the pipeline reads of these prompts, encoded once."""
         negatives = [self.config.negative_prompt if p.negative is None else p.negative for p in batch]
         with self.clock("encode"):
-            return self.encode([p.text for p in batch], negatives, [p.image for p in batch])
+            found = self.encode([p.text for p in batch], negatives, [p.image for p in batch])
+            if self.config.train.pack and not self.policy.vector(found):
+                raise UserError(f"train.pack is true, but {type(self.policy.pipe).__name__} takes one timestep per "
+                                f"call at guidance {self.policy.guidance:g}: set it to false")
+        return found
 
     def explorations(self, epoch: int) -> list[Exploration]:
         """An epoch's grid, window, kernel and solver."""
@@ -111,7 +116,7 @@ class Explorer:
 
     def replay(self, part: Part, conditioning: Conditioning) -> Iterator[tuple[int, torch.Tensor, Scored]]:
         """What the present weights make of a part's transitions: (place in `part.transitions`, rows of it, scores)."""
-        return replay(self.policy, conditioning, part, self.geometry.micro_batch)
+        return replay(self.policy, conditioning, part, self.geometry.micro_batch, self.config.train.pack)
 
     def step_weights(self, parts: list[Part], epoch: int) -> dict[int, float]:
         """The method's weight of every step of the grid that the epoch trains, however the parts are dealt out."""

@@ -26,6 +26,7 @@ from flowgrpo.policies.frozen import Encoders, decode_in_parts, quantisation
 from flowgrpo.policies.loading import Idle
 from flowgrpo.policies.memo import Memo
 from flowgrpo.policies.pictures import PICTURES, stay_apart
+from flowgrpo.policies.vector import copies
 from flowgrpo.samplers.scheduler import PolicyScheduler, Record, Task
 from flowgrpo.starter import FOLDERS
 
@@ -152,6 +153,7 @@ class PipelinePolicy:
         self.apart: bool | None = None  # whether the pipeline takes one prompt per call; known after the first `encode`
         self._shared: tuple[tuple[bool, ...], ...] = ()
         self._bare = False
+        self._copies: dict[float, int] = {}  # by guidance, how the pipeline takes a vector of timesteps; see `vector`
 
     def _check_call(self) -> None:
         if unknown := sorted(set(self.call | self.given) - set(self.accepts)):
@@ -280,11 +282,35 @@ class PipelinePolicy:
         with self.sampling():
             return self._drive(conditioning, task, self.guidance, latents=latents, generator=generators, x0=x0)
 
-    def replay(self, conditioning: Conditioning, x: torch.Tensor, grid: torch.Tensor, step: int,
+    def vector(self, conditioning: Conditioning) -> bool:
+        """Whether one call replays rows of different steps, at the present guidance: found out by trial, once."""
+        if self.guidance not in self._copies:
+            before, twice = self.evaluations, conditioning.rows(torch.tensor([0, 0]))
+            task = Task(torch.tensor([0.9, 0.5]), range(1), replay=True,
+                        timesteps=torch.tensor([900, 500]) if self.process == "vp" else None)
+
+            def driven(task: Task, **options) -> Record:
+                return self._drive(twice, task, self.guidance, **options)[1]
+
+            with self.sampling():
+                state = driven(task, latents=None, generator=self.generators([0, 1])).first
+                self._copies[self.guidance] = 0 if self.apart else copies(
+                    lambda task: driven(task, latents=state).output, self.process, self.dtype == torch.float32)
+            self.evaluations = before
+        return self._copies[self.guidance] > 0
+
+    def replay(self, conditioning: Conditioning, x: torch.Tensor, grid: torch.Tensor, step: int | torch.Tensor,
                timesteps: torch.Tensor | None = None) -> torch.Tensor:
         """The model output [B,*D] at one step, through the pipeline's own call, with gradients where enabled: a
-        velocity, or of a variance-preserving process, which needs its timesteps [T], the noise."""
-        task = Task(grid, range(step, step + 1), replay=True, timesteps=timesteps)
+        velocity, or of a variance-preserving process, which needs its timesteps [T], the noise.
+
+        step: or one per row, int64 [B], where the pipeline takes a `vector`."""
+        task = Task(grid, range(1), replay=True, timesteps=timesteps)
+        if torch.is_tensor(step):
+            assert self.vector(conditioning), "this pipeline takes one timestep per call"
+            task = task.at_rows(step, self._copies[self.guidance])
+        else:
+            task = task.at_step(step)
         return self._drive(conditioning, task, self.guidance, latents=x)[1].output
 
     @torch.no_grad()

@@ -8,6 +8,7 @@ denoiser together, in micro-batches, and a replay evaluates a state once, howeve
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -274,26 +275,61 @@ class _Grower:
         return self.put[1]
 
 
-def replay(policy, conditioning, part: Part, micro_batch: int) -> Iterator[tuple[int, slice, Scored]]:
+def replay(policy, conditioning, part: Part, micro_batch: int, pack: bool = False
+           ) -> Iterator[tuple[int, slice, Scored]]:
     """Score a part's recorded transitions under the policy's present weights, one batch of one step at a time.
 
     Yields (k, rows, new): new is Scored [b,1] of the transitions `rows` of the k-th recorded step, with gradients where
     they are enabled. A state is evaluated once for all transitions that left it.
+
+    pack: states of several steps go through the denoiser together where that saves calls; the policy has to take a
+    vector of timesteps. The gradient of such a batch reaches the weights once, when its last scores have been consumed:
+    call `backward` on what was yielded before asking for more, and ask to the end.
     """
-    exploration = part.exploration
-    for k, taken in enumerate(part.transitions):
-        for states in torch.arange(len(taken.x)).split(micro_batch):
-            low, high = torch.searchsorted(taken.parent, torch.stack([states[0], states[-1] + 1])).tolist()
-            device = policy.device
-            x = taken.x[states[0]:states[-1] + 1].to(device)
-            of = (taken.parent[low:high] - states[0]).to(device)
-            v = policy.replay(conditioning.rows(taken.prompts[states]), x, exploration.grid, taken.step,
-                              exploration.timesteps)
-            transition = exploration.transition(x, v, exploration.grid, taken.step)
-            transition = Gaussian(transition.mean[of], transition.std)
-            slope = exploration.slope(taken.step) if exploration.keep_means else None
-            x_next = taken.x_next[low:high].to(device)
-            yield k, slice(low, high), score(transition, x_next, exploration.keep_means, slope)
+    for batch in _batches([len(taken.x) for taken in part.transitions], micro_batch, pack):
+        x, v = _evaluated(policy, conditioning, part, batch)
+        # Scores of several steps share one graph of the denoiser, which can be gone through once: their gradients are
+        # gathered where its output is.
+        gathered = v.detach().requires_grad_() if len(batch) > 1 and v.requires_grad else v
+        sizes = [len(states) for _, states in batch]
+        for (k, states), *own in zip(batch, x.split(sizes), gathered.split(sizes), strict=True):
+            yield k, *_scored(part, part.transitions[k], states, *own)
+        if gathered is not v and gathered.grad is not None:
+            v.backward(gathered.grad)
+
+
+def _batches(sizes: list[int], micro_batch: int, pack: bool) -> list[list[tuple[int, range]]]:
+    """What the denoiser evaluates together: (recorded step, its states) of one step, or of several where that saves
+    calls. sizes: the states of every recorded step."""
+    if not pack or sum(-(-size // micro_batch) for size in sizes) == -(-sum(sizes) // micro_batch):
+        return [[(k, range(size)[at:at + micro_batch])] for k, size in enumerate(sizes)
+                for at in range(0, size, micro_batch)]
+    every = [(k, state) for k, size in enumerate(sizes) for state in range(size)]
+    batches = [every[at:at + micro_batch] for at in range(0, len(every), micro_batch)]
+    steps = [[list(of) for _, of in itertools.groupby(batch, key=lambda each: each[0])] for batch in batches]
+    return [[(of[0][0], range(of[0][1], of[-1][1] + 1)) for of in batch] for batch in steps]
+
+
+def _evaluated(policy, conditioning, part: Part, batch: list[tuple[int, range]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """The states [b,*D] of a batch and the model's output [b,*D]."""
+    exploration, taken = part.exploration, [(part.transitions[k], states) for k, states in batch]
+    x = _cat([each.x[states.start:states.stop] for each, states in taken]).to(policy.device)
+    prompts = torch.cat([each.prompts[states.start:states.stop] for each, states in taken])
+    step = taken[0][0].step if len(taken) == 1 else torch.tensor([each.step for each, states in taken for _ in states])
+    return x, policy.replay(conditioning.rows(prompts), x, exploration.grid, step, exploration.timesteps)
+
+
+def _scored(part: Part, taken: Transitions, states: range, x: torch.Tensor, v: torch.Tensor) -> tuple[slice, Scored]:
+    """The transitions of one step that left its `states`, which are x [b,*D], and their score under the model output v
+    [b,*D]."""
+    exploration, device = part.exploration, x.device
+    low, high = torch.searchsorted(taken.parent, torch.tensor([states.start, states.stop])).tolist()
+    of = (taken.parent[low:high] - states.start).to(device)
+    transition = exploration.transition(x, v, exploration.grid, taken.step)
+    transition = Gaussian(transition.mean[of], transition.std)
+    slope = exploration.slope(taken.step) if exploration.keep_means else None
+    x_next = taken.x_next[low:high].to(device)
+    return slice(low, high), score(transition, x_next, exploration.keep_means, slope)
 
 
 def rescored(part: Part, replayed: Iterator[tuple[int, slice, Scored]]) -> Part:

@@ -65,6 +65,8 @@ class Task:
     noise: a function of the state that returns its standard normal noise; needed where a step is stochastic.
     timesteps: int64 [T], of a variance-preserving process alone, whose grid are alpha-bars, whose model output is the
     noise (see predictions.as_noise), and whose deterministic steps are DDIM's.
+    rows: int64 [B], of a replay alone, the step of every row where they differ; copies: how often the denoiser's batch
+    repeats the rows (see policies/vector.py).
     """
 
     grid: torch.Tensor
@@ -76,6 +78,20 @@ class Task:
     noise: Callable[[torch.Tensor], torch.Tensor] | None = None
     replay: bool = False
     timesteps: torch.Tensor | None = None
+    rows: torch.Tensor | None = None
+    copies: int = 1
+
+    def at_step(self, step: int) -> Task:
+        return replace(self, steps=range(step, step + 1))
+
+    def at_rows(self, rows: torch.Tensor, copies: int) -> Task:
+        """The replay of one step per row."""
+        assert self.replay
+        return replace(self.at_step(int(rows[0])), rows=rows, copies=copies)
+
+    def of_state(self, values: torch.Tensor, x: torch.Tensor, i: int) -> torch.Tensor:
+        """The value of step i among the grid's or the timesteps' `values`, or of each row's own, beside x."""
+        return values[i] if self.rows is None else values[self.rows].to(x.device).view(-1, *[1] * (x.ndim - 1))
 
     def row(self, i: int) -> Task:
         """The task of the i-th row alone."""
@@ -215,6 +231,9 @@ class PolicyScheduler:
         # A pipeline that reads sigmas counts its own steps. An idle step stands at the place of the first.
         self.sigmas = torch.cat([grid[first:first + 1]] * self.idle + [grid[first:task.steps.stop + 1]])
         self.timesteps = torch.cat([every[first:first + 1]] * self.idle + [every[first:task.steps.stop]])
+        if task.rows is not None:
+            vector = every[task.rows.to(every.device)].repeat(task.copies)
+            self.timesteps = vector.expand(len(self._pending), -1)
         if self.halved:
             self.timesteps = torch.cat([self.timesteps, self.timesteps])
 
@@ -260,7 +279,7 @@ class PolicyScheduler:
     def _advanced(self, output, x, i):
         task = self.task
         if self.process == "vp":
-            output = as_noise(self, output, x, task.grid[i], task.timesteps[i])
+            output = as_noise(self, output, x, *(task.of_state(each, x, i) for each in (task.grid, task.timesteps)))
         if task.replay:
             self.record.output = output
             return x

@@ -1,0 +1,43 @@
+"""Does a pipeline's call take rows of different steps? Its timestep is then a vector with an entry per row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from flowgrpo.samplers.scheduler import Task
+
+COPIES = (1, 2)  # of the rows in one batch of the denoiser; 2 where guidance doubles it
+EXACT, HALF = 1e-5, 0.03  # largest error, as a share of the largest output: in fp32, in half precision
+SHARE = 0.1  # largest error, as a share of what the wrong step would change
+# What a pipeline raises that reads its timestep as one number, or chooses an expert by it.
+REFUSALS = (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+
+
+def copies(output: Callable[[Task], torch.Tensor], process: str, exact: bool) -> int:
+    """How often the vector of a call's timesteps has to repeat its rows; 0 where the pipeline takes no vector.
+
+    output(task): what two rows give in a replay, [2,*D]. Row 0 at one step and row 1 at another, in one call, have to
+    give what calls of a single step give: to float noise, and far closer than the wrong step would.
+    """
+    grid, times = torch.tensor([0.9, 0.1, 0.0]), torch.tensor([900, 100])
+    whole = Task(grid, range(1), replay=True, timesteps=times if process == "vp" else None)
+    early, late = output(whole), output(whole.at_step(1))
+    wanted, wrong = torch.stack([early[0], late[1]]), torch.stack([late[0], early[1]])
+    for count in COPIES:
+        try:
+            found = output(whole.at_rows(torch.tensor([0, 1]), count))
+        except torch.OutOfMemoryError:
+            raise
+        except REFUSALS:
+            continue
+        if found.shape == wanted.shape and _agree(found, wanted, wrong, EXACT if exact else HALF):
+            return count
+    return 0
+
+
+def _agree(found: torch.Tensor, wanted: torch.Tensor, wrong: torch.Tensor, tolerance: float) -> bool:
+    found, wanted, wrong = (value.detach().double().flatten(1) for value in (found, wanted, wrong))
+    error, effect = ((value - wanted).abs().amax(1) for value in (found, wrong))
+    return bool(((error <= tolerance * wanted.abs().max()) & (error <= SHARE * effect)).all())
