@@ -97,6 +97,7 @@ class Memory(Section):
                                                      "picture, or tile by tile too")
     states: Literal["device", "cpu"] = Field("device", description="where a rollout's recorded states wait for their "
                                              "replay")
+    shard: bool = Field(False, description="the denoiser's frozen weights shared out over the processes, by FSDP2")
 
 
 class EarlyStop(Section):

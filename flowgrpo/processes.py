@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, distributed
 
 from flowgrpo.errors import UserError
+from flowgrpo.policies.sharded import DONE, Turns
 from flowgrpo.signals import Stopped
 
 DIMENSIONS = 8  # at most, of what is gathered
@@ -31,6 +32,7 @@ class Processes:
         if accelerator is not None:
             self.rank, self.count = accelerator.process_index, accelerator.num_processes
             self.device = accelerator.device
+        self.turns: Turns | None = None  # of a policy whose weights are shared out
 
     @property
     def first(self) -> bool:
@@ -41,6 +43,10 @@ class Processes:
         """This process's share of what all of them have, a list or a tensor's rows: `gather` puts shares together."""
         low, high = (len(whole) * rank // self.count for rank in (self.rank, self.rank + 1))
         return whole[low:high]
+
+    def most(self, whole: Sequence[Any]) -> int:
+        """The size of the largest share."""
+        return -(-len(whole) // self.count)
 
     def gather(self, values: Tensor) -> Tensor:
         """The rows [n,...] of all processes, in the order of their ranks; each has its own n, which may be 0."""
@@ -83,15 +89,27 @@ class Processes:
     def together(self) -> Iterator[None]:
         """Around work in which no process waits for another: where one fails or is asked to stop, all leave here.
 
-        The one that failed raises what it met, the others Stopped, when their own work is done.
+        The one that failed raises what it met, the others Stopped, when their own work is done; with weights that are
+        shared out, before their next call of the denoiser.
         """
         try:
             yield
         except (Exception, Stopped):
-            self.any(True)
+            self.any(True) if self.turns is None else self.turns.leave()
             raise
-        if self.any(False):
+        if self.turns is not None:
+            self._end_together(self.turns)
+        elif self.any(False):
             raise Stopped("another process failed or was asked to stop")
+
+    @staticmethod
+    def _end_together(turns: Turns) -> None:
+        """Go with the others until all are done."""
+        try:
+            turns.take(DONE)
+        except (Exception, Stopped):
+            turns.leave()
+            raise
 
     def add_gradients(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         """Sum the gradients of all processes, in one flat tensor.
@@ -116,9 +134,10 @@ class Processes:
 
 
 def require_replicated(environment: dict[str, str]) -> None:
-    """UserError where accelerate was asked to shard the model: every process holds all of it."""
+    """UserError where accelerate was asked to shard the model, which a run does itself (`memory.shard`)."""
     asked = [kind for kind in ("FSDP", "DEEPSPEED", "MEGATRON_LM")
              if environment.get(f"ACCELERATE_USE_{kind}", "false").lower() == "true"]
     if asked:
-        raise UserError(f"launched with {asked[0]}, but a run is not sharded: every process holds the whole model; use "
-                        "accelerate launch --multi_gpu, or configs/accelerate/one_machine.yaml")
+        raise UserError(f"launched with {asked[0]}, but accelerate only launches a run: use accelerate launch "
+                        "--multi_gpu, or configs/accelerate/one_machine.yaml, and to share weights out memory.shard: "
+                        "true")

@@ -16,7 +16,7 @@ from flowgrpo.config import Config, validate
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation import album, held_out
 from flowgrpo.geometry import geometry
-from flowgrpo.policies import frozen
+from flowgrpo.policies import frozen, sharded
 from flowgrpo.policies.pipeline import PipelinePolicy, load_pipeline
 from flowgrpo.processes import require_replicated
 from flowgrpo.rewards import pairwise
@@ -53,6 +53,7 @@ def run(config: Config, resume: bool = False, *, pipe=None, functions: dict[str,
         device = accelerator.device
     geometry(config.train, accelerator.num_processes)
     frozen.require(config, method, device, loaded=pipe is not None)
+    sharded.require(config, method)
     train_rewards = rewards.compose(config.trained, config.cache, functions)
     pairwise.require(train_rewards, config.train.group, *([method.preview.pool] if method.preview else []))
     further = rewards.compose(config.watched, config.cache, functions)

@@ -46,6 +46,7 @@ class Trainer:
         self.prompts, self.held_out = prompts
         self.method = methods.resolve(config, policy.process)
         self.processes = Processes(accelerator)
+        self.processes.turns = policy.turns
         self.geometry = geometry(config.train, self.processes.count)
         self.clock, self.stop, self.say = Clock(), Stop(), print
         self.explorer = Explorer(config, policy, self.method, self.geometry, self.processes, self.clock)
@@ -183,7 +184,7 @@ class Trainer:
             loss = loss if penalty is None else loss + penalty
             if taken.goal is not None:
                 loss = loss + method.tuning(new, taken.goal.rows(rows).to(device))
-            mean_over_decisions(loss, new.mask, count).backward()
+            self.policy.backward(mean_over_decisions(loss, new.mask, count))
             stats.add(taken.step, log_ratio, method.surrogate.clipped(log_ratio, advantage, read), loss,
                       None if penalty is None else penalty / kl.weight)
 

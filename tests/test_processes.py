@@ -19,11 +19,14 @@ import tiny
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from flowgrpo import data, state
+from flowgrpo import data, methods, state
 from flowgrpo.cli import main
+from flowgrpo.config import load
 from flowgrpo.errors import UserError
+from flowgrpo.policies import sharded
 from flowgrpo.policies.adapters import LORA_FILE
 from flowgrpo.processes import Processes, require_replicated
 from flowgrpo.signals import Stopped
@@ -39,6 +42,9 @@ CASES = {
     "mix_grpo+sol_rl": dict(method="mix_grpo+sol_rl", parts__preview={"pool": 6, "steps": 2}),
     "lopsided": dict(method="flow_grpo", parts__selection={"type": "DropZeroVariance"}, train__updates=2),
 }
+# With weights that are shared out, whoever has less to replay goes with the other.
+CASES |= {f"sharded {case}": CASES[case] | {"memory__shard": True} for case in ("mix_grpo", "flow_grpo", "lopsided")}
+CASES["sharded mix_grpo"] |= {"train__checkpointing": True}
 EPOCHS = 2
 REWARD = '''
 import os
@@ -75,13 +81,20 @@ def green(images, prompts):
 
 def trained(case: str):
     """A trainer after some epochs, and their metrics."""
-    rewards = {"red": half_flat()} if case == "lopsided" else {"red": tiny.red, "green": green}
+    lopsided = case.endswith("lopsided")
+    rewards = {"red": half_flat()} if lopsided else {"red": tiny.red, "green": green}
     trainer = tiny.trainer(rewards=rewards, reward={name: 1.0 for name in rewards}, **SMALL | CASES[case])
     metrics = []
-    for trainer.epoch in range(1 if case == "lopsided" else EPOCHS):
+    for trainer.epoch in range(1 if lopsided else EPOCHS):
         metrics.append(trainer.run_epoch())
     counters = {key: value for key, value in state.counters(trainer).items() if "seconds" not in key}
     return trainer, {"metrics": metrics, "counters": counters}
+
+
+def held(policy) -> int:
+    """How many numbers of the denoiser's weights lie on this process."""
+    return sum(getattr(parameter, "_local_tensor", parameter).numel()
+               for parameter in policy.denoisers["transformer"].parameters())
 
 
 def arguments(folder: Path, output: str) -> list[str]:
@@ -129,6 +142,11 @@ def one_of_two(folder: Path) -> None:
     for case in CASES:
         trainer, found[case] = trained(case)
         save_file(trainer.policy.weights.snapshot(), own / f"{case}.safetensors")
+        if case.startswith("sharded") and processes.first:
+            trainer.policy.weights.save(folder / case)
+        found[case]["held"] = held(trainer.policy)
+        if case == "sharded lopsided":
+            found["after saving"] = trainer.run_epoch()
     join_anew(os.environ["SECOND_PORT"])
     found["stopped"] = main(arguments(folder, "two"))
     if processes.first:
@@ -214,9 +232,32 @@ def test_two_processes_train_as_one(case, folder, found):
     for key, value in weights.items():
         assert torch.equal(both[0][key], both[1][key]), key
         torch.testing.assert_close(both[0][key], value, rtol=0, atol=1e-6)
-    assert found[0][case] == found[1][case]
+    told = [{key: each[case][key] for key in alone} for each in found]
+    assert told[0] == told[1]
     expected = numbers(json.loads(json.dumps(alone)))
-    assert numbers(found[0][case]) == pytest.approx(expected, rel=1e-4, abs=1e-5)
+    assert numbers(told[0]) == pytest.approx(expected, rel=1e-4, abs=1e-5)
+
+
+def test_two_processes_hold_half_of_what_is_shared_out_and_save_the_same_file(folder, found, tmp_path):
+    trainer, _ = trained("sharded mix_grpo")
+    lora = sum(parameter.numel() for parameter in trainer.policy.weights.parameters())
+    frozen = held(trainer.policy) - lora
+    shares = [each["sharded mix_grpo"]["held"] - lora for each in found]
+    assert sum(shares) == frozen and max(shares) < 0.55 * frozen
+    assert found[0]["mix_grpo"]["held"] == frozen + lora
+    assert found[0]["after saving"] == found[1]["after saving"]  # what the first did alone has not parted them
+    trainer.policy.weights.save(tmp_path)
+    files = (tmp_path / LORA_FILE, folder / "sharded mix_grpo" / LORA_FILE)
+    with safe_open(files[0], "pt") as alone, safe_open(files[1], "pt") as two:
+        assert told(alone) == told(two) and alone.keys() == two.keys()
+        for key in alone.keys():
+            torch.testing.assert_close(two.get_tensor(key), alone.get_tensor(key), rtol=0, atol=1e-6)
+
+
+def told(file) -> dict:
+    """A LoRA file's metadata; its targets are a set."""
+    [written] = [json.loads(value) for key, value in file.metadata().items() if key != "format"]
+    return {key: sorted(value) if isinstance(value, list) else value for key, value in written.items()}
 
 
 def numbers(record, path: str = "") -> dict[str, float]:
@@ -298,8 +339,18 @@ def test_a_part_goes_to_the_step_of_its_place_among_all():
 @pytest.mark.parametrize("kind", ["FSDP", "DEEPSPEED"])
 def test_sharding_is_refused_in_one_line(kind):
     require_replicated({f"ACCELERATE_USE_{kind}": "false"})
-    with pytest.raises(UserError, match=f"launched with {kind}, but a run is not sharded: .* use accelerate launch"):
+    with pytest.raises(UserError, match=f"launched with {kind}, but accelerate only launches .* memory.shard"):
         require_replicated({f"ACCELERATE_USE_{kind}": "true"})
+
+
+@pytest.mark.parametrize("options", [
+    {"adapter.rank": 0}, {"memory.weights": "int8"}, {"adapter.dora": True}, {"train.compile": True}, {"cache": "kept"}])
+def test_what_does_not_go_with_sharing_out_is_refused_in_one_line(options):
+    chosen = load(None, {"memory.shard": True} | options)
+    with pytest.raises(UserError, match=f"memory.shard is true, which does not go with {[*options][0]}"):
+        sharded.require(chosen, methods.resolve(chosen))
+    free = load(None, options)
+    sharded.require(free, methods.resolve(free))
 
 
 if __name__ == "__main__":

@@ -70,7 +70,7 @@ def trainer(policy: PipelinePolicy | None = None, rewards=None, **options: Any) 
     settings = config(**options)
     torch.manual_seed(settings.seed)
     policy = policy or PipelinePolicy(sd3(), settings.adapter, precision=settings.precision,
-                                      guidance=settings.train.guidance, call=CALL)
+                                      guidance=settings.train.guidance, call=CALL, memory=settings.memory)
     return Trainer(settings, Accelerator(cpu=True), policy, rewards or {"red": red},
                    ([Prompt(text) for text in PROMPTS], []))
 

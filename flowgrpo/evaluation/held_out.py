@@ -83,13 +83,16 @@ def measure(policy, prompts: list[data.Prompt], functions: dict[str, Any], *, st
     own, scores, pictures, tally = processes.own(rows), [torch.empty(0, len(functions))], [], rewards.Tally()
     hidden = None if processes.first else True
     with processes.together(), tqdm(total=len(own), desc=title, unit="picture", leave=False, disable=hidden) as bar:
-        for start in range(0, len(own), micro_batch):
-            batch = own[start:start + micro_batch]
+        for start in range(0, len(own) if processes.turns is None else processes.most(rows), micro_batch):
+            own_batch = own[start:start + micro_batch]
+            batch = own_batch or rows[:1]  # weights that are shared out are collected by all, or by none
             of = [prompts[i] for i, _ in batch]
             conditioning = encode([p.text for p in of], [negative if p.negative is None else p.negative for p in of],
                                   [p.image for p in of])
             generators = policy.generators(seed(i, k) for i, k in batch)
             made = policy.generate(conditioning, generators, steps, guidance).float()
+            if not own_batch:
+                continue
             scores.append(rewards.score(functions, made.cpu(), [p.text for p in of], [p.metadata for p in of],
                                         tally=tally))
             pictures += [picture.cpu() for (i, k), picture in zip(batch, made) if k == 0 and i in kept]

@@ -81,14 +81,17 @@ class Encoders:
     They come when a prompt is encoded and leave when something else is done, so that a row of prompts moves them once.
     """
 
-    def __init__(self, pipe: Any, device: torch.device, away: str | None):
+    def __init__(self, pipe: Any, device: torch.device, away: str | None, later: Iterable[str] = ()):
+        """later: the components that come to the device in another way."""
         self.device, self.away, self.here = device, away, away is None
-        named = {name: part for name, part in pipe.components.items() if isinstance(part, torch.nn.Module)}
+        later = set(later)
+        named = {name: part for name, part in pipe.components.items() if isinstance(part, torch.nn.Module)
+                 and name not in later}
         self.modules = [part for name, part in named.items() if name.startswith("text_encoder")]
-        if away is None:
-            pipe.to(device)
-        for part in named.values():
-            if away is not None and part not in self.modules:
+        if away is None and not later:
+            pipe.to(device)  # which knows what of quantised parts may be moved
+        for part in named.values() if away is not None or later else ():
+            if away is None or part not in self.modules:
                 part.to(device)
 
     def come(self) -> None:

@@ -18,6 +18,7 @@ import torch
 from flowgrpo.config import Memory, nearest
 from flowgrpo.errors import UserError
 from flowgrpo.log import quiet
+from flowgrpo.policies import sharded
 from flowgrpo.policies.adapters import Weights
 from flowgrpo.policies.attention import plain_on_cpu
 from flowgrpo.policies.compiled import compile_blocks
@@ -133,7 +134,10 @@ class PipelinePolicy:
         strength = self.accepts.get("strength")
         self.strength = self.call.get("strength", strength.default) if strength else 1.0  # share of the steps to do
         self.evaluations = 0  # rows that went through a denoiser
-        self.encoders = Encoders(pipe, self.device, None if memory.encoders == "keep" else "cpu")
+        shared_out = sharded.asked(memory.shard)
+        # What is shared out comes to the device block by block, and never as a whole.
+        self.encoders = Encoders(pipe, self.device, None if memory.encoders == "keep" else "cpu",
+                                 later=denoisers(pipe) if shared_out else ())
         decode_in_parts(pipe, memory.vae)
         self.denoisers = denoisers(pipe)
         frozen = {name: part for name, part in pipe.components.items() if isinstance(part, torch.nn.Module)}
@@ -142,6 +146,10 @@ class PipelinePolicy:
         for name, module in self.denoisers.items():
             self._prepare(name, module)
         self.weights = Weights(pipe, self.denoisers, adapter)
+        for module in self.denoisers.values() if shared_out else ():
+            sharded.shard(module, self.device, self.weights.parameters())
+        self.turns = sharded.Turns(self.device, self._accompany) if shared_out else None
+        self._row: tuple[Conditioning, torch.Tensor, Task] | None = None  # one that was sampled last, and how
         for module in self.denoisers.values() if compiled else ():
             compile_blocks(module)
         self._memo = Memo({name: module for name, module in frozen.items() if name not in self.denoisers})
@@ -204,6 +212,9 @@ class PipelinePolicy:
             conditioning = self.encoded(asked)
         except (TypeError, ValueError) as error:
             raise UserError(f"{type(self.pipe).__name__} refuses its arguments: {error}") from error
+        if self.turns and self.apart:
+            raise UserError(f"memory.shard is true, but {type(self.pipe).__name__} takes one prompt per call, so that "
+                            "processes would not call it alike: use memory.shard: false")
         if self.loads is None:
             self._try_latents(conditioning)
         return conditioning
@@ -279,8 +290,12 @@ class PipelinePolicy:
 
         Returns (the last state [B,*D], the record of the task).
         """
+        self._announce(sharded.RUN, len(task.steps))
         with self.sampling():
-            return self._drive(conditioning, task, self.guidance, latents=latents, generator=generators, x0=x0)
+            last, record = self._drive(conditioning, task, self.guidance, latents=latents, generator=generators, x0=x0)
+        if self.turns:
+            self._row = conditioning.rows(torch.tensor([0])), last[:1].detach(), task
+        return last, record
 
     def vector(self, conditioning: Conditioning) -> bool:
         """Whether one call replays rows of different steps, at the present guidance: found out by trial, once."""
@@ -305,6 +320,11 @@ class PipelinePolicy:
         velocity, or of a variance-preserving process, which needs its timesteps [T], the noise.
 
         step: or one per row, int64 [B], where the pipeline takes a `vector`."""
+        self._announce(sharded.TRAIN if torch.is_grad_enabled() else sharded.LOOK, step)
+        return self._replay(conditioning, x, grid, step, timesteps)
+
+    def _replay(self, conditioning: Conditioning, x: torch.Tensor, grid: torch.Tensor, step: int | torch.Tensor,
+                timesteps: torch.Tensor | None) -> torch.Tensor:
         task = Task(grid, range(1), replay=True, timesteps=timesteps)
         if torch.is_tensor(step):
             assert self.vector(conditioning), "this pipeline takes one timestep per call"
@@ -312,6 +332,23 @@ class PipelinePolicy:
         else:
             task = task.at_step(step)
         return self._drive(conditioning, task, self.guidance, latents=x)[1].output
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Add the gradient of a loss of the last replay."""
+        self._announce(sharded.BACKWARD)
+        loss.backward()
+
+    def _announce(self, kind: int, step: int = 0) -> None:
+        if self.turns:
+            self.turns.take(kind, step)
+
+    def _accompany(self, kind: int, step: int) -> torch.Tensor:
+        """A replay of one row at a step that other processes replay: it counts nowhere."""
+        (conditioning, x, task), before = self._row, self.evaluations
+        with torch.set_grad_enabled(kind == sharded.TRAIN):
+            output = self._replay(conditioning, x, task.grid, step, task.timesteps)
+        self.evaluations = before
+        return output
 
     @torch.no_grad()
     def decode(self, latents: torch.Tensor, conditioning: Conditioning) -> torch.Tensor:
@@ -322,6 +359,7 @@ class PipelinePolicy:
     @torch.no_grad()
     def generate(self, conditioning: Conditioning, generators, steps: int, guidance: float, output_type="pt"):
         """Pictures as a user of the stock pipeline gets them: its own scheduler, steps and guidance."""
+        self._announce(sharded.RUN, steps)
         return self._drive(conditioning, None, guidance, generator=generators, num_inference_steps=steps,
                            output_type=output_type)[0]
 
