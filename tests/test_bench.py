@@ -15,6 +15,7 @@ from flowgrpo.run import run
 sys.path.append(str(Path(__file__).parent.parent / "scripts"))
 
 import bench_methods  # noqa: E402
+import bench_overhead  # noqa: E402
 import bench_starter  # noqa: E402
 
 
@@ -93,3 +94,15 @@ def test_previews_are_foretold_and_count(tmp_path):
     assert summary["denoiser_evaluations"] == 2 * (20 + 80) + 3 * 32
     assert summary["rollout_evaluations_per_picture"] == pytest.approx((20 + 80) / 8)
     assert summary["rollout_evaluations_saved_by_sharing"] == 0
+
+
+def test_an_epochs_calls_of_the_denoiser_are_recorded_and_run_again():
+    trainer = tiny.trainer(parts__plan__size=2, train__micro_batch=8)
+    bench_overhead.epoch(trainer)  # looks at the first ratio
+    before = trainer.policy.evaluations
+    calls = bench_overhead.recorded(trainer)
+    # 6 steps and the replay of a window of 2, in one batch each.
+    assert [backward for *_, backward in calls] == [False] * 6 + [True] * 2
+    spent = trainer.policy.evaluations - before
+    bench_overhead.bare(trainer, calls)
+    assert trainer.policy.evaluations - before == 2 * spent
