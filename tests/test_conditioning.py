@@ -1,8 +1,10 @@
+from concurrent.futures import ThreadPoolExecutor
+
 import torch
 from diffusers import StableDiffusion3Pipeline
 
 from flowgrpo.config import Adapter
-from flowgrpo.policies.conditioning import Encoder, fingerprint, join
+from flowgrpo.policies.conditioning import Conditioning, Encoder, _write, fingerprint, join
 from flowgrpo.policies.pipeline import PipelinePolicy
 from tests.tiny import CALL, sd3
 
@@ -76,3 +78,11 @@ def test_join_keeps_order_and_strings():
     live = policy()
     joined = join([live.encode(["x"], ["n"]), live.encode(["y", "z"], ["", "m"])])
     assert joined.prompts == ["x", "y", "z"] and joined.negatives == ["n", "", "m"]
+
+
+def test_runs_that_share_a_folder_may_write_the_same_prompt_at_once(tmp_path):
+    calls = ((torch.ones(1, 64, 1024),),)
+    kept, path = Conditioning(["a dog"], [""], calls, per_prompt=((True,),)), tmp_path / "a.safetensors"
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda _: _write(path, kept), range(200)))  # raises what a writer raised
+    assert [each.name for each in tmp_path.iterdir()] == ["a.safetensors"]

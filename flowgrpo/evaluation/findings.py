@@ -105,6 +105,7 @@ def notes(results: dict[str, Any]) -> list[str]:
 
 
 def title(results: dict[str, Any], reward: str) -> str:
+    """The heading of a reward's table: on which suite, on how much."""
     suite = results["suite"]
     return f"{reward} on {suite['name']} ({suite['prompts']} prompts, {results['samples']} per prompt)"
 

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import torch
 from safetensors import safe_open
@@ -133,7 +134,7 @@ def _write(path: Path, conditioning: Conditioning) -> None:
     if any(value is not None and not torch.is_tensor(value) for value in values.values()):
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".tmp")
+    temporary = path.with_name(f"{path.name}.{uuid4().hex}.tmp")  # another process may write the same prompt
     tensors = {key: value.cpu().contiguous() for key, value in values.items() if value is not None}
     save_file(tensors, temporary, {"form": json.dumps([conditioning.per_prompt, lists, conditioning.apart,
                                                        conditioning.bare])})
