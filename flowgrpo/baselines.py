@@ -37,6 +37,23 @@ class VirtualBest:
 
 
 @dataclass(frozen=True)
+class First:
+    """The weighted sum less that of the group's first sample: of a greedy one, ReMax's baseline (2310.10505).
+
+    Where the first has no reward, or a sample has none, its advantage is 0.
+    """
+
+    clamp: float = math.inf
+
+    def __post_init__(self) -> None:
+        require_clamp(self.clamp)
+
+    def __call__(self, rewards: Tensor, weights: Tensor | Sequence[float], context: Context | None = None) -> Tensor:
+        total = weighted_sum(rewards, weights)
+        return (total - total[:, :1]).nan_to_num(0).clamp(-self.clamp, self.clamp)
+
+
+@dataclass(frozen=True)
 class RiskAverse:
     """The mixed value-at-risk weights of RiskPO (2510.00911) as an advantage, for every group by itself.
 

@@ -44,6 +44,19 @@ class Picture(Section):
     call: dict[str, Any] = Field({}, description="further arguments of the pipeline's call: {max_sequence_length: 77}")
 
 
+class Text(Section):
+    """What a language model is asked for."""
+
+    max_tokens: int = Field(256, ge=1, description="of a completion, at most")
+    system: str | None = Field(None, description="the system message; None: none")
+    template: bool | None = Field(None, description="prompts in the tokenizer's chat template; None: where it has one")
+    truncated: Literal["keep", "mask"] = Field("keep", description="completions that reach max_tokens without an end: "
+                                               "trained like others, or not at all")
+    shared_prefix: bool = Field(True, description="a prompt is read once for all samples of its group, where the model "
+                                                  "allows it")
+    eval_temperature: float = Field(0.0, ge=0, description="of the evaluation; 0 takes the likeliest token")
+
+
 class Adapter(Section):
     """What is trained: a LoRA (rank >= 1) on the denoiser, or with `rank: 0` all of the denoiser's weights."""
 
@@ -53,7 +66,8 @@ class Adapter(Section):
     dora: bool = Field(False, description="a length of its own for every row of a weight (DoRA, 2402.09353)")
     rslora: bool = Field(False, description="the scale alpha / sqrt(rank) (rsLoRA, 2312.03732)")
     targets: list[str] = Field(["to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj",
-                                "to_add_out"], description="names of the modules that get an adapter")
+                                "to_add_out"], description="names of the modules that get an adapter; these are a "
+                                "denoiser's, in whose place a language model's stand")
 
 
 class Train(Section):
@@ -130,12 +144,14 @@ class Config(Section):
     """Everything a run needs; see the sections for their fields."""
 
     name: str = Field("run", min_length=1, description="the run's folder below `output`")
-    model: str = Field("starter", description="`starter`, `starter_video`, a local directory, or a hub id")
+    model: str = Field("starter", description="`starter`, `starter_video`, `starter_text`, a local directory, or a hub "
+                                           "id")
     method: str = Field("mix_grpo", description="presets joined by +, applied from left to right")
     parts: dict[str, Any] = Field({}, description="fields of the method's parts, such as {plan: {size: 2}}")
     reward: str | dict[str, Weighted] = Field("scene_graded", min_length=1,
                                               description="a reward, or rewards with their weights or rules")
-    prompts: str = Field("starter", description="`starter`, `starter_video`, or a .txt, .jsonl or .csv file")
+    prompts: str = Field("starter", description="`starter`, `starter_video`, `starter_text`, or a .txt, .jsonl or .csv "
+                                              "file")
     held_out: float | str = Field(0.1, description="share of the prompts that is never trained on, or a file of them")
     negative_prompt: str = Field("", description="of prompts that bring none of their own")
     cache: str | None = Field(None, description="folder for encoded prompts and kept scores, shared by runs; None: "
@@ -147,6 +163,7 @@ class Config(Section):
     tracker: Literal["tensorboard", "wandb", "none"] = Field("tensorboard", description="beside `metrics.jsonl`")
     trust_remote_code: bool = Field(False, description="run code that comes with a model from a hub")
     picture: Picture = Picture()
+    text: Text = Text()
     adapter: Adapter = Adapter()
     memory: Memory = Memory()
     train: Train = Train()

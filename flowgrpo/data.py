@@ -25,7 +25,8 @@ from flowgrpo.errors import UserError
 
 KEYS = ("prompt", "negative_prompt", "metadata", "image", "weight")
 STARTER = Path(__file__).parent / "starter"
-PACKAGED = {"starter": "", "starter_video": "video_"}  # what the names of their files begin with
+# What the names of their files begin with.
+PACKAGED = {"starter": "", "starter_video": "video_", "starter_text": "text_"}
 LEAST = 1e-9  # of the largest number, what stands for 0 among those of how often prompts are wanted
 SPLIT_SEED = 0  # the run's seed does not choose the held-out prompts: runs that differ in it are measured on the same
 
@@ -216,8 +217,8 @@ def _walk(n: int, count: int, epoch: int, seed: int) -> np.ndarray:
 def resolve(config: Config) -> tuple[list[Prompt], list[Prompt]]:
     """The (training, held-out) prompts of a configuration.
 
-    `prompts: starter` and `starter_video` mean the files that come with the package: their own held-out file takes the
-    place of a share.
+    `prompts: starter`, `starter_video` and `starter_text` mean the files that come with the package: their own held-out
+    file takes the place of a share.
     """
     if config.prompts not in PACKAGED:
         return split(load_prompts(config.prompts), config.held_out, SPLIT_SEED)

@@ -89,7 +89,8 @@ def merged(run: Path, output: Path) -> Path:
     The LoRA is added to the weights in fp32 and rounded once. UserError where the model or the weights do not load.
     """
     from flowgrpo.evaluation.compare import load_tuned
-    from flowgrpo.policies.pipeline import DTYPES, load_pipeline
+    from flowgrpo.policies.dtypes import DTYPES
+    from flowgrpo.policies.pipeline import load_pipeline
 
     config, _ = finished(run)
     pipe = load_pipeline(config.model, "fp32", config.trust_remote_code)

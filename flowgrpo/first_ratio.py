@@ -11,27 +11,27 @@ from flowgrpo.errors import UserError
 from flowgrpo.objectives import Clip
 from flowgrpo.samplers.rollout import Part, rescored
 
-LIMIT = 1e-6  # in fp32; elsewhere a tenth of the clip range
 UNCLIPPED = 1e-4  # the range that stands for that of a surrogate without a clip, whose gradient no ratio enters
 
 
 class FirstRatio:
     """Keeps what was `found`, the largest first |log ratio|, and whether old scores are computed again (`rescore`).
 
-    Both are of all processes, which decide alike. explorer: what replays a part; exact: whether it computes in fp32.
+    Both are of all processes, which decide alike. explorer: what replays a part; exact: by how much replay and rollout
+    may differ where it computes in fp32, None where it does not, and a tenth of the clip range is the limit.
     """
 
-    def __init__(self, explorer, clip: Clip, exact: bool):
+    def __init__(self, explorer, clip: Clip, exact: float | None):
         self.explorer, self.processes, self.exact = explorer, explorer.processes, exact
         narrow = min(clip.low, clip.high)
-        self.limit = LIMIT if self.exact else 0.1 * (narrow if narrow < math.inf else UNCLIPPED)
+        self.limit = self.exact or 0.1 * (narrow if narrow < math.inf else UNCLIPPED)
         self.found: float | None = None
         self.rescore = False
 
     def __call__(self, parts: list[Part], conditioning, say: Callable[[str], None]) -> list[Part]:
         """The parts, with old scores that the replay agrees with; looks at the first batch of a run, then trusts.
 
-        In fp32 the run stops above 1e-6. Otherwise, above a tenth of the clip range (of 1e-4, where nothing is
+        In fp32 the run stops above `exact`. Otherwise, above a tenth of the clip range (of 1e-4, where nothing is
         clipped), the old log-probabilities are computed again as the replay computes them, now and in every later
         epoch, and the run stops only if the two still differ.
         """

@@ -20,17 +20,20 @@ from flowgrpo.processes import Processes
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Inside, no library warns and diffusers logs nothing: for calls whose warnings are known not to apply."""
-    from diffusers.utils import logging
+    """Inside, no library warns or logs: for calls whose warnings are known not to apply."""
+    from diffusers.utils import logging as of_diffusers
+    from transformers.utils import logging as of_transformers
 
-    level = logging.get_verbosity()
-    logging.set_verbosity(logging.CRITICAL)
+    levels = [(each, each.get_verbosity()) for each in (of_diffusers, of_transformers)]
+    for each, _ in levels:
+        each.set_verbosity(each.CRITICAL)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        logging.set_verbosity(level)
+        for each, level in levels:
+            each.set_verbosity(level)
 
 
 def finite(value: Any) -> Any:
@@ -92,11 +95,11 @@ class Stats:
         self.norms: list[torch.Tensor] = []
         self.decisions: list[torch.Tensor] = []  # [n,5]: step, log-ratio, whether the clip cut it, loss, KL
 
-    def add(self, step: int, log_ratio, clipped, loss, kl=None) -> None:
-        """kl: [B,N], the KL to the reference, None where it was not measured."""
+    def add(self, step: int, mask, log_ratio, clipped, loss, kl=None) -> None:
+        """All [B,N]; mask: the decisions that count; kl: to the reference, None where it was not measured."""
         each = (torch.full_like(log_ratio, step), log_ratio, clipped, loss,
                 torch.full_like(log_ratio, torch.nan) if kl is None else kl)
-        self.decisions.append(torch.stack([value.detach().float().flatten() for value in each], 1))
+        self.decisions.append(torch.stack([value.detach().float()[mask] for value in each], 1))
 
     def summary(self, processes: Processes = Processes()) -> dict[str, Any]:
         """Means over the decisions of all processes, which have the same norms."""

@@ -14,11 +14,12 @@ from typing import Any
 
 import torch
 
-from flowgrpo import advantages, baselines, layer_tuning, objectives, references, schedules, selection, shaping
+from flowgrpo import (
+    advantages, baselines, layer_tuning, objectives, reductions, references, schedules, selection, shaping)
 from flowgrpo.config import Config, nearest
 from flowgrpo.errors import UserError
 from flowgrpo.gaussian import log_prob
-from flowgrpo.samplers import kernels, plans, preview, solvers
+from flowgrpo.samplers import kernels, plans, preview, solvers, tokens
 from flowgrpo.samplers.grids import compress_tail, shifted
 from flowgrpo.samplers.rollout import Exploration
 
@@ -36,7 +37,10 @@ class Method:
     roots: initial noises per prompt, from which its samples grow (1: all share it, None: each has its own);
     strides: granularities of the grid behind the last split; preview: how initial noises are chosen;
     shaping: what becomes of the rewards before they are compared; kl: the regulariser, and reference: whose policy it
-    holds to; tuning: a supervised term towards the best sample.
+    holds to; reduction: what the loss is a mean over; tuning: a supervised term towards the best sample.
+
+    Of a language model the kernel is a `tokens.Decoding`, and plan, solver, tail, roots, strides and preview, which are
+    about steps of denoising, are not read.
     """
 
     kernel: Any = kernels.FlowSDE(0.7)
@@ -52,6 +56,7 @@ class Method:
     log_ratio: Any = objectives.PlainRatio()
     surrogate: Any = objectives.Clip(1e-4, 1e-4)
     step_weight: Any = objectives.Uniform()
+    reduction: Any = reductions.PerDecision()
     kl: Any = objectives.GaussianKL(0.0)
     reference: Any = references.Base()
     tuning: Any = layer_tuning.LayerTuning()
@@ -61,9 +66,15 @@ class Method:
             raise ValueError(f"tail is {self.tail}, expected above 0 and at most 1")
 
     def on(self, process: str) -> Method:
-        """The method as a process samples it, a "flow" or a variance-preserving one ("vp"): FlowDDIM and DDIM are one
-        formula in two coordinates, so are CPS and VPCPS, and Euler stands for the deterministic step of either.
-        UserError for what is of flows alone."""
+        """The method as a process samples it: a "flow", a variance-preserving one ("vp"), or "tokens". FlowDDIM and
+        DDIM are one formula in two coordinates, so are CPS and VPCPS, and Euler stands for the deterministic step of
+        either. UserError for what is of another process alone."""
+        if for_tokens(self) != (process == "tokens"):
+            of = ("language models", "denoisers")[process == "tokens"]
+            raise UserError(f"the method is one of {of} (its kernel is {type(self.kernel).__name__}) and the model is "
+                            f"not; there are: {', '.join(suited(process))}")
+        if process == "tokens":
+            return self
         if process == "flow":
             return self._with_form({there: here for here, there in _FORMS.items()})
         takes = {"kernel": (type(self.kernel) in (*_FORMS, *_FORMS.values()), "{type: FlowDDIM, eta: 1.0}"),
@@ -242,10 +253,74 @@ def sol_rl(method: Method = Method()) -> Method:
     return replace(method, preview=preview.Preview(pool=48, steps=4), roots=None)
 
 
+def grpo(method: Method = Method()) -> Method:
+    """GRPO: every token clipped for itself, the mean of completions' means, k3 KL to the base (2402.03300)."""
+    return replace(method, kernel=tokens.Decoding(), roots=None, shaping=shaping.AsIs(),
+                   advantage=advantages.Advantage(scale="group", order="rewards", clamp=math.inf),
+                   selection=selection.All(), log_ratio=objectives.PlainRatio(), surrogate=objectives.Clip(0.2, 0.2),
+                   reduction=reductions.PerRow(), kl=objectives.SampledKL(0.04, "k3"))
+
+
+def dr_grpo(method: Method = Method()) -> Method:
+    """Dr. GRPO: no division by deviation or length, which favour easy prompts and long failures (2503.20783)."""
+    return replace(grpo(method), advantage=advantages.Advantage(scale="none", order="rewards", clamp=math.inf),
+                   reduction=reductions.RowSums(budgeted=True), kl=objectives.SampledKL(0.0))
+
+
+def dapo(method: Method = Method()) -> Method:
+    """DAPO: a higher upper clip, the mean over tokens, groups that agree left out, overlong tails punished
+    (2503.14476)."""
+    return replace(grpo(method), shaping=shaping.Overlong(0.2), selection=selection.DropZeroVariance(),
+                   surrogate=objectives.Clip(0.2, 0.28), reduction=reductions.PerDecision(),
+                   kl=objectives.SampledKL(0.0))
+
+
+def gspo(method: Method = Method()) -> Method:
+    """GSPO: one ratio for a whole completion, its likelihood ratio per token (2507.18071)."""
+    return replace(grpo(method), log_ratio=objectives.SequenceRatio(), surrogate=objectives.Clip(3e-4, 4e-4),
+                   kl=objectives.SampledKL(0.0))
+
+
+def cispo(method: Method = Method()) -> Method:
+    """CISPO: bounded importance weights in place of a clip, so that every token keeps its gradient (2506.13585)."""
+    return replace(grpo(method), surrogate=objectives.Truncated(1.0, 4.0), reduction=reductions.PerDecision(),
+                   kl=objectives.SampledKL(0.0))
+
+
+def rloo(method: Method = Method()) -> Method:
+    """RLOO: REINFORCE on whole completions, each compared with the mean of the others (2402.14740)."""
+    return replace(grpo(method), surrogate=objectives.Reinforce(), reduction=reductions.RowSums(),
+                   advantage=advantages.Advantage(scale="leave_one_out", order="rewards", clamp=math.inf),
+                   kl=objectives.SampledKL(0.0))
+
+
+def reinforce_pp(method: Method = Method()) -> Method:
+    """REINFORCE++ with a baseline: rewards less their group's mean, normalised over the batch; k2 KL (2501.03262)."""
+    return replace(grpo(method), advantage=advantages.Advantage(scale="none", order="gdpo", clamp=math.inf),
+                   reduction=reductions.PerDecision(), kl=objectives.SampledKL(1e-3, "k2"))
+
+
+def remax(method: Method = Method()) -> Method:
+    """ReMax: REINFORCE on whole completions, each compared with the prompt's greedy one (2310.10505)."""
+    return replace(rloo(method), kernel=tokens.Decoding(greedy=1), advantage=baselines.First(),
+                   selection=selection.ButFirst())
+
+
 PRESETS: dict[str, Callable[..., Method]] = {
     preset.__name__: preset for preset in (
         flow_grpo, flow_grpo_fast, dance_grpo, ddpo, mix_grpo, mix_grpo_flash, grpo_guard, flow_dppo, tempflow_grpo,
-        granular_grpo, branch_grpo, tree_rpo, pref_grpo, b2_diffurl, sol_rl)}
+        granular_grpo, branch_grpo, tree_rpo, pref_grpo, b2_diffurl, sol_rl,
+        grpo, dr_grpo, dapo, gspo, cispo, rloo, reinforce_pp, remax)}
+
+
+def for_tokens(method: Method) -> bool:
+    """Whether a method samples a language model."""
+    return isinstance(method.kernel, tokens.Decoding)
+
+
+def suited(process: str) -> list[str]:
+    """The presets for a process, "tokens" or another."""
+    return [name for name, make in PRESETS.items() if for_tokens(make()) == (process == "tokens")]
 
 
 def preset(*names: str) -> Method:
@@ -258,11 +333,11 @@ def preset(*names: str) -> Method:
     return method
 
 
-_MODULES = (kernels, plans, solvers, selection, objectives, layer_tuning, schedules, references, advantages, baselines,
-            shaping, preview)
+_MODULES = (kernels, tokens, plans, solvers, selection, objectives, reductions, layer_tuning, schedules, references,
+            advantages, baselines, shaping, preview)
 _TYPES = {cls.__name__: cls for module in _MODULES for cls in vars(module).values()
           if dataclasses.is_dataclass(cls) and cls.__module__ == module.__name__ and cls is not plans.Schedule}
-_HOMES = {baselines: advantages, layer_tuning: objectives}  # of parts that take each other's place
+_HOMES = {baselines: advantages, layer_tuning: objectives, tokens: kernels}  # of parts that take each other's place
 _KIND = {cls: _HOMES.get(module, module).__name__ for module in _MODULES
          for cls in vars(module).values() if cls in _TYPES.values() and cls.__module__ == module.__name__}
 
@@ -314,6 +389,8 @@ def _build(make: Callable[..., Any], values: dict[str, Any], path: str) -> Any:
 def resolve(config: Config, process: str = "flow") -> Method:
     """The method a configuration asks for, its parts tried on the configuration's number of steps and samples."""
     method, train = with_parts(preset(config.method), config.parts).on(process), config.train
+    if process == "tokens":
+        return _on_tokens(method, config)
     grid, x = shifted(train.steps, train.shift), torch.zeros(1, 1)
     if process == "vp":
         grid = torch.linspace(0.01, 0.99, train.steps + 1)  # alpha-bars, as good as any for a trial
@@ -330,4 +407,18 @@ def resolve(config: Config, process: str = "flow") -> Method:
     except (TypeError, ValueError) as error:
         raise UserError(f"method {config.method} with train.steps {train.steps}, train.group {train.group} and "
                         f"parts {config.parts}: {error}") from None
+    return method
+
+
+def _on_tokens(method: Method, config: Config) -> Method:
+    """The method, its parts tried on the configuration's number of samples."""
+    try:
+        if method.reads_means or method.tuning.weight:
+            raise ValueError("a part reads means of transitions, which tokens have none of: use SampledKL and Clip")
+        if method.kernel.greedy >= config.train.group:
+            raise ValueError(f"{method.kernel.greedy} greedy samples leave none of the group to train")
+        method.selection(torch.zeros(1, config.train.group))
+    except ValueError as error:
+        raise UserError(f"method {config.method} with train.group {config.train.group} and parts {config.parts}: "
+                        f"{error}") from None
     return method

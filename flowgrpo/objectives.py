@@ -1,7 +1,7 @@
-"""The parts of a policy-gradient loss: log-ratios, surrogate, step weights, regulariser, reduction.
+"""The parts of a policy-gradient loss: log-ratios, surrogate, step weights, regulariser.
 
-All are pure and per decision, [B, N] for B rows of N decisions; masks and the division come last, in
-`mean_over_decisions`. Ratios and clip ranges are in the unit of `gaussian.log_prob`, a mean over the latent's values.
+All are pure and per decision, [B, N] for B rows of N decisions; masks and the division come last, in `reductions`.
+Ratios and clip ranges are in the unit of `gaussian.log_prob`, a mean over the latent's values.
 """
 
 from __future__ import annotations
@@ -38,6 +38,19 @@ class Guard:
 
     def __call__(self, new: Scored, old: Scored) -> Tensor:
         return _std(new) * (new.logp - old.logp + _divergence(new, old))
+
+
+@dataclass(frozen=True)
+class SequenceRatio:
+    """GSPO's log-ratio (2507.18071, equation 7): for every decision the mean log-ratio of its row's, [B, N].
+
+    A completion's tokens then have one ratio, the likelihood ratio of the whole to the power of 1 / length, and are
+    clipped together.
+    """
+
+    def __call__(self, new: Scored, old: Scored) -> Tensor:
+        mean = ((new.logp - old.logp) * new.mask).sum(1, keepdim=True) / new.mask.sum(1, keepdim=True).clamp(min=1)
+        return mean.expand_as(new.logp)
 
 
 # Surrogates are called as surrogate(log_ratio, advantage, old) -> loss [B, N], of the log-ratio [B, N], an advantage
@@ -165,6 +178,29 @@ class Reinforce:
 
     def clipped(self, log_ratio: Tensor, advantage: Tensor, old: Tensor | None = None) -> Tensor:
         return torch.zeros_like(log_ratio, dtype=torch.bool)
+
+
+@dataclass(frozen=True)
+class Truncated:
+    """-A clip(r, 1-low, 1+high) log p, the clipped ratio r a constant: an importance weight with bounds, and a gradient
+    for every decision, also where PPO's clip leaves none (CISPO, 2506.13585, equations 4 and 5, which bounds above
+    alone: low is 1)."""
+
+    low: float = 1.0
+    high: float = 4.0
+
+    def __post_init__(self) -> None:
+        _require_range("Truncated", self.low, self.high)
+
+    def __call__(self, log_ratio: Tensor, advantage: Tensor, old: Tensor | None = None) -> Tensor:
+        assert advantage.ndim == 2 and old is not None, advantage.shape
+        weight = 1 + log_ratio.detach().expm1().clamp(-self.low, self.high)
+        return -weight * advantage * (old + log_ratio)
+
+    def clipped(self, log_ratio: Tensor, advantage: Tensor, old: Tensor | None = None) -> Tensor:
+        """Where the weight is bounded, which cuts no gradient, bool [B, N]."""
+        excess = log_ratio.expm1()
+        return (excess > self.high) | (excess < -self.low)
 
 
 @dataclass(frozen=True)
@@ -298,15 +334,6 @@ def regularises(kl: Any) -> bool:
 def in_epoch(kl: Any, context: Context) -> Any:
     """The KL at the weight that its schedule gives it in the context's epoch."""
     return replace(kl, weight=kl.schedule(kl.weight, context), schedule=Constant())
-
-
-def mean_over_decisions(loss: Tensor, mask: Tensor, count: int) -> Tensor:
-    """sum(loss * mask) / count, a scalar, of loss and mask [B, N].
-
-    count is the number of trained decisions of the whole optimiser step, over all processes and micro-batches: the
-    pieces then add up to one mean, and masks, windows and processes never change the gradient's scale.
-    """
-    return (loss * mask).sum() / count
 
 
 def _require_range(part: str, low: float, high: float) -> None:

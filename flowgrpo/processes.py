@@ -62,6 +62,16 @@ class Processes:
         distributed.all_gather(found, padded)
         return torch.cat([each[:n] for each, n in zip(found, shapes[:, 0].tolist())]).to(values.device)
 
+    def gather_samples(self, samples: list[Any]) -> Tensor | list[str]:
+        """The samples of all processes, in the order of their ranks: pictures or clips of one shape as one tensor, an
+        empty one without any, and texts as a list."""
+        if self.count > 1:
+            found: list[Any] = [None] * self.count
+            distributed.all_gather_object(found, [each.cpu() if torch.is_tensor(each) else each for each in samples])
+            samples = [each for own in found for each in own]
+        return samples if samples and isinstance(samples[0], str) else \
+            torch.stack(samples) if samples else torch.empty(0)
+
     def _shapes(self, values: Tensor) -> Tensor:
         """The shapes of everyone's values, filled up with zeros: int64 [processes,DIMENSIONS]."""
         own = torch.tensor([*values.shape] + [0] * (DIMENSIONS - values.ndim), device=self.device)

@@ -16,8 +16,7 @@ from flowgrpo.config import Config, validate
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation import album, held_out
 from flowgrpo.geometry import geometry
-from flowgrpo.policies import frozen, sharded
-from flowgrpo.policies.pipeline import PipelinePolicy, load_pipeline
+from flowgrpo.policies import build, frozen, sharded
 from flowgrpo.processes import require_replicated
 from flowgrpo.rewards import pairwise
 from flowgrpo.train import Trainer
@@ -41,13 +40,15 @@ def run(config: Config, resume: bool = False, *, pipe=None, functions: dict[str,
     """Align a model as `config` says; returns the summary that is also written to `summary.json`.
 
     Under `accelerate launch` or `torchrun` every process calls it, and the first one writes and prints.
-    pipe, functions (by name), prompts: objects that take the place of what the configuration names.
+    pipe (of a language model the tuple of model and tokenizer), functions (by name), prompts: objects that take the
+    place of what the configuration names.
     """
     from accelerate.utils import set_seed
 
     # Whatever a person can get wrong is looked at before anything is loaded or written.
     device = pick_device(config.device)
-    method = methods.resolve(config)
+    process = "tokens" if isinstance(pipe, tuple) else "flow" if pipe else build.process(build.kind(config))
+    method = methods.resolve(config, process)
     accelerator = make_accelerator(config, device)  # first: it chooses the GPU that rewards will find
     if accelerator.num_processes > 1:
         device = accelerator.device
@@ -70,13 +71,8 @@ def run(config: Config, resume: bool = False, *, pipe=None, functions: dict[str,
     best.require(config.eval, measured)
 
     set_seed(config.seed)
-    pipe = pipe or load_pipeline(config.model, config.precision, config.trust_remote_code, config.memory.weights)
-    policy = PipelinePolicy(pipe, config.adapter, device=device, precision=config.precision,
-                            guidance=config.train.guidance, call=config.call,
-                            checkpointing=config.train.checkpointing, memory=config.memory,
-                            compiled=config.train.compile)
-    moves = any("frame" in name or "video" in name for name in policy.accepts)
-    rewards.require_modality(train_rewards | measured, "video" if moves else "image")
+    policy = build.make_policy(config, device, pipe)
+    rewards.require_modality(train_rewards | measured, policy.modality)
     trainer = Trainer(config, accelerator, policy, train_rewards, split)
     if last:
         state.restore(trainer, last)
@@ -132,7 +128,8 @@ def keep_lines(path: Path, epoch: int) -> None:
 def align(model, rewards="scene_graded", prompts="starter", method: str = "mix_grpo", **options: Any) -> dict[str, Any]:
     """Align `model` to `rewards` on `prompts`: what the command line does, from Python.
 
-    model: `starter`, a directory, a hub id, or a loaded diffusers pipeline. rewards: a name, a function
+    model: `starter`, a directory, a hub id, a loaded diffusers pipeline, or a loaded language model with its tokenizer,
+    as a tuple. rewards: a name, a function
     `reward(images, prompts, metadata) -> floats`, or a dictionary of these to weights or rules (functions under their
     own names). prompts: a file, or a list of strings. options: configuration keys, sections as dictionaries, such as
     `train={"epochs": 50}`. Returns the run's summary, the content of `summary.json`.
@@ -144,8 +141,9 @@ def align(model, rewards="scene_graded", prompts="starter", method: str = "mix_g
     functions = {name: key for name, key in zip(names, weighted) if callable(key)}
     loaded = not isinstance(model, (str, Path))
     listed = not isinstance(prompts, (str, Path))
+    called = type(model[0] if isinstance(model, tuple) else model).__name__
     config = validate({"method": method, "reward": dict(zip(names, weighted.values())),
-                       "model": type(model).__name__ if loaded else str(model),
+                       "model": called if loaded else str(model),
                        "prompts": "a list" if listed else str(prompts), **options})
     return run(config, pipe=model if loaded else None, functions=functions,
                prompts=[data.Prompt(text) for text in prompts] if listed else None)

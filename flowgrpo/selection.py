@@ -168,6 +168,15 @@ class Beyond:
 
 
 @dataclass(frozen=True)
+class ButFirst:
+    """Keep all but the first sample of each group, which the others are compared with (`baselines.First`)."""
+
+    def __call__(self, scores: Tensor, context: Context | None = None) -> Tensor:
+        _require_at_most("ButFirst", "the least group", 2, scores)
+        return torch.arange(scores.shape[1], device=scores.device).expand(scores.shape) > 0
+
+
+@dataclass(frozen=True)
 class DropZeroVariance:
     """Keep whole groups, those whose samples differ; the others have advantage 0 and cost forwards (Flow-GRPO)."""
 

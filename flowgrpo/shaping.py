@@ -69,6 +69,25 @@ class Binary:
         return (rewards >= self.threshold).to(rewards).masked_fill(rewards.isnan(), torch.nan)
 
 
+@dataclass(frozen=True)
+class Overlong:
+    """Rewards less DAPO's soft overlong punishment (2503.14476, equation 13): 0 up to the last `share` of the tokens
+    that a completion may have, from there growing linearly to 1 at the last one."""
+
+    share: float = 0.2
+
+    def __post_init__(self) -> None:
+        if not 0 < self.share <= 1:
+            raise ValueError(f"Overlong: share is {self.share}, expected above 0 to 1")
+
+    def __call__(self, rewards: Tensor, context: Context | None = None) -> Tensor:
+        assert context is not None and context.lengths is not None, "Overlong needs a context with lengths"
+        (rewards,) = wide(rewards)
+        free = (1 - self.share) * context.longest
+        punished = ((context.lengths.to(rewards) - free) / (context.longest - free)).clamp(min=0)
+        return rewards - punished[..., None]
+
+
 def unlikely(rewards: Tensor, logp: Tensor, beta: float) -> Tensor:
     """Rewards [P, G, R] times 1 - beta (G - rank) / G, rank 0 the sample of the highest logp [P, G] of its group.
 

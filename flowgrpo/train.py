@@ -26,11 +26,11 @@ from flowgrpo.evaluation.album import Extremes
 from flowgrpo.first_ratio import FirstRatio
 from flowgrpo.geometry import geometry
 from flowgrpo.log import Clock, Log, Stats
-from flowgrpo.objectives import beside, mean_over_decisions
+from flowgrpo.objectives import beside
 from flowgrpo.optimizer import make_optimizer
-from flowgrpo.policies.explorer import Explorer
-from flowgrpo.policies.pipeline import PipelinePolicy
+from flowgrpo.policies.build import make_explorer
 from flowgrpo.processes import Processes
+from flowgrpo.reductions import PerDecision, reduced
 from flowgrpo.rewards.pairwise import pairing
 from flowgrpo.samplers.rollout import Part
 from flowgrpo.signals import Stop, Stopped
@@ -40,7 +40,7 @@ from flowgrpo.types import Context
 class Trainer:
     """One run: the policy, its prompts, its rewards and its method, and the state that a checkpoint holds."""
 
-    def __init__(self, config: Config, accelerator, policy: PipelinePolicy, train_rewards: dict[str, Any],
+    def __init__(self, config: Config, accelerator, policy: Any, train_rewards: dict[str, Any],
                  prompts: tuple[list[data.Prompt], list[data.Prompt]]):
         self.config, self.accelerator, self.policy, self.rewards = config, accelerator, policy, train_rewards
         self.prompts, self.held_out = prompts
@@ -49,14 +49,14 @@ class Trainer:
         self.processes.turns = policy.turns
         self.geometry = geometry(config.train, self.processes.count)
         self.clock, self.stop, self.say = Clock(), Stop(), print
-        self.explorer = Explorer(config, policy, self.method, self.geometry, self.processes, self.clock)
+        self.explorer = make_explorer(config, policy, self.method, self.geometry, self.processes, self.clock)
         self.processes.agree(policy.weights.parameters())
         self.optimizer = make_optimizer(config.train, policy.weights.parameters())
         self.ema = policy.weights.snapshot() if config.train.ema else None
         self.best = Best(config.eval)
         self.memory: dict[str, Any] = {}  # what parts of the method remember between epochs
         self.anchor = Anchor(self.method, policy, self.memory, keep=config.train.inner_epochs > 1)
-        self.first_ratio = FirstRatio(self.explorer, self.method.surrogate, policy.dtype == torch.float32)
+        self.first_ratio = FirstRatio(self.explorer, self.method.surrogate, policy.exact)
         self.epoch = self.update = self.skipped = 0
         self.seconds = self.reward_wait_seconds = 0.0
         self.reward_failures, self.tally, self.extremes = {}, rewards.Tally(), Extremes(list(train_rewards))
@@ -133,9 +133,11 @@ class Trainer:
         """What a method may read beside rewards, of all processes: all deal with their prompts in the same order."""
         group, share = self.geometry.group, len(texts) // self.processes.count
         places = [int(p) for part in parts for p in part.prompts[::group]]
-        logp = self.processes.gather(torch.cat([part.log_probs() for part in parts]).view(-1, group))
-        return Context([texts[first + p] for first in range(0, len(texts), share) for p in places], logp, self.epoch,
-                       self.config.train.epochs, self.memory,
+        logp, lengths = (self.processes.gather(torch.cat([each(part) for part in parts]).view(-1, group))
+                         for each in (Part.log_probs, Part.lengths))
+        longest = sum(taken.old.logp.shape[1] for taken in parts[0].transitions)
+        return Context([texts[first + p] for first in range(0, len(texts), share) for p in places], logp, lengths,
+                       longest, self.epoch, self.config.train.epochs, self.memory,
                        [pairing(function) is not None for function in self.rewards.values()] * len(self.method.strides))
 
     def learn(self, parts: Iterable[Part | None], conditioning) -> dict[str, Any]:
@@ -166,7 +168,7 @@ class Trainer:
         """
         counts = self.processes.gather(torch.tensor([len(parts)])).tolist()
         shares = chunks(parts, self.geometry.updates, sum(counts[:self.processes.rank]), sum(counts))
-        return list(zip(shares, self.processes.total([decisions(share) for share in shares])))
+        return list(zip(shares, self.processes.total([decisions(share, self.method.reduction) for share in shares])))
 
     def backward(self, part: Part, conditioning, weights: dict[int, float], count: int, stats: Stats) -> None:
         """Add one part's gradient, a batch of one recorded step at a time.
@@ -184,8 +186,8 @@ class Trainer:
             loss = loss if penalty is None else loss + penalty
             if taken.goal is not None:
                 loss = loss + method.tuning(new, taken.goal.rows(rows).to(device))
-            self.policy.backward(mean_over_decisions(loss, new.mask, count))
-            stats.add(taken.step, log_ratio, method.surrogate.clipped(log_ratio, advantage, read), loss,
+            self.policy.backward(reduced(loss, method.reduction(new.mask), count))
+            stats.add(taken.step, new.mask, log_ratio, method.surrogate.clipped(log_ratio, advantage, read), loss,
                       None if penalty is None else penalty / kl.weight)
 
     def step_optimizer(self, stats: Stats) -> None:
@@ -282,9 +284,9 @@ class Trainer:
             state.save(self, folder)
 
 
-def decisions(parts: list[Part]) -> int:
-    """The trained decisions of one optimiser step: what its loss is divided by."""
-    return sum(taken.old.logp.numel() for part in parts for taken in part.transitions)
+def decisions(parts: list[Part], reduction: Any = PerDecision()) -> int:
+    """What the loss of one optimiser step is divided by: its trained decisions, or its rows."""
+    return sum(reduction.count(taken.old.mask) for part in parts for taken in part.transitions)
 
 
 def chunks(parts: list[Part], count: int, first: int = 0, total: int | None = None) -> list[list[Part]]:

@@ -1,7 +1,7 @@
 """The records that flow between sampling, scoring and training.
 
-Shapes: P prompts, G samples per prompt, B = P*G rows ordered prompt-major, S token positions, N decisions per
-row (1 for a transition, S-1 for tokens), *D the shape of one latent.
+Shapes: P prompts, G samples per prompt, B = P*G rows ordered prompt-major, L tokens of a completion, N decisions per
+row (1 for a transition, L for tokens), *D the shape of one latent.
 """
 
 from __future__ import annotations
@@ -34,17 +34,6 @@ class Gaussian:
 
     mean: Tensor
     std: Tensor
-
-
-@dataclass(frozen=True, eq=False)
-class Tokens:
-    """Sampled token sequences. ids: int64 [B, S]; mask: bool [B, S-1], true where ids[:, 1:] was a decision."""
-
-    ids: Tensor
-    mask: Tensor
-
-    def __post_init__(self) -> None:
-        assert self.mask.shape == (self.ids.shape[0], self.ids.shape[1] - 1), (self.ids.shape, self.mask.shape)
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,18 +112,51 @@ class Transitions:
         return Transitions(self.step, self.x[of], self.prompts[left], parent, self.x_next[at], self.old.rows(at), goal)
 
 
+@dataclass(frozen=True, eq=False)
+class Completions:
+    """Sampled completions, m of them: what `Transitions` are to pictures, with all decisions of a row at once.
+
+    ids: int64 [m, L], L the most tokens that a completion may have; prompts: int64 [m], the prompt of each; old: Scored
+    [m, L], its mask true where a token was drawn that counts, the end included, and its logp 0 where it is not.
+    """
+
+    ids: Tensor
+    prompts: Tensor
+    old: Scored
+    step = 0  # all tokens are one step
+    goal = None
+
+    def __post_init__(self) -> None:
+        assert self.ids.shape == self.old.logp.shape and len(self.ids) == len(self.prompts), self.ids.shape
+
+    @property
+    def parent(self) -> Tensor:
+        """The state that each one left: its own."""
+        return torch.arange(len(self.ids))
+
+    def kept(self, keep: Tensor) -> Completions | None:
+        """The completions where `keep` (bool [m]) is true and a token counts; None if there are none."""
+        keep = keep.cpu() & self.old.mask.any(1).cpu()
+        if not keep.any():
+            return None
+        return self if keep.all() else Completions(self.ids[keep], self.prompts[keep], self.old.rows(keep))
+
+
 @dataclass(eq=False)
 class Context:
     """What the parts of a method may read beside rewards.
 
     prompts: the text of each group, P of them; logp: [P, G], a sample's old log-probability, the mean over its trained
-    decisions, None where a method has none; epoch, counted from 0, and epochs, those of the run; memory: what parts
-    remember from epoch to epoch, JSON-able and kept in the checkpoint; each uses one key of its own; win_rates: which
-    of the R rewards are win rates within their group already, those of a judge (empty: none).
+    decisions, None where a method has none; lengths: int64 [P, G], how many trained decisions a sample has, of a text
+    its tokens, and longest, how many it could have; epoch, counted from 0, and epochs, those of the run; memory: what
+    parts remember from epoch to epoch, JSON-able and kept in the checkpoint; each uses one key of its own; win_rates:
+    which of the R rewards are win rates within their group already, those of a judge (empty: none).
     """
 
     prompts: Sequence[str] = ()
     logp: Tensor | None = None
+    lengths: Tensor | None = None
+    longest: int = 1
     epoch: int = 0
     epochs: int = 1
     memory: dict[str, Any] = field(default_factory=dict)

@@ -142,7 +142,8 @@ METHODS_TAIL = """## How to add a method
 10. Run `python scripts/build_docs.py`, and add its line to the table in `README.md`.
 """
 
-PLACES = {"kernel": "the Gaussian transition of a step that draws noise",
+PLACES = {"kernel": "the Gaussian transition of a step that draws noise; of a language model, what tokens are drawn "
+                    "from",
           "plan": "which steps draw noise, split and are trained",
           "solver": "the steps that draw no noise",
           "shaping": "what rewards become before they are compared",
@@ -151,6 +152,7 @@ PLACES = {"kernel": "the Gaussian transition of a step that draws noise",
           "log_ratio": "how far the policy has moved on a decision",
           "surrogate": "the loss of a decision",
           "step_weight": "how much a step of the grid counts",
+          "reduction": "what the loss is a mean over",
           "kl": "the regulariser, a distance to the reference",
           "kl.schedule": "what becomes of the regulariser's weight from epoch to epoch",
           "reference": "the policy that the regulariser holds to",
@@ -227,6 +229,8 @@ def place(part: type) -> str:
         return "preview"
     defaults = {field.name: type(field.default) for field in dataclasses.fields(methods.Method)}
     defaults["kl.schedule"] = type(methods.Method().kl.schedule)
+    if part.__module__ == methods.tokens.__name__:
+        return "kernel"
     taken = {name: arguments(default) for name, default in defaults.items() if dataclasses.is_dataclass(default)}
     [key] = [name for name, those in taken.items() if those == arguments(part)]
     return key

@@ -18,32 +18,19 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from flowgrpo.starter.arithmetic import CHARACTERS, Problem, chosen, problems
+from flowgrpo.starter.arithmetic import Problem, build_tokenizer, chosen, problems
 
 LENGTH = 12  # start, 6 characters of a problem, 4 of its answer, end
 CARELESS = 0.8
 PROMPTS = {"train": (False, 2000), "held_out": (True, 400)}
 
 
-def build_tokenizer():
-    """One token per character."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    tokens = {token: i for i, token in enumerate(["<pad>", "<s>", "</s>", *CHARACTERS])}
-    tokenizer = Tokenizer(models.WordLevel(tokens, unk_token="<pad>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>",
-                                   padding_side="left", model_max_length=64)
-
-
 def build_model(tokenizer):
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     return Qwen3ForCausalLM(Qwen3Config(
-        vocab_size=len(tokenizer), hidden_size=160, intermediate_size=480, num_hidden_layers=5, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=40, max_position_embeddings=64, tie_word_embeddings=True,
+        vocab_size=len(tokenizer), hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=32, max_position_embeddings=64, tie_word_embeddings=True,
         pad_token_id=tokenizer.pad_token_id, bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id))
 
 
@@ -118,8 +105,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--resume", action="store_true")
-    parser.add_argument("--steps", type=int, default=4000, help="with right answers")
-    parser.add_argument("--careless-steps", type=int, default=800, help="with the careless pupil's")
+    parser.add_argument("--steps", type=int, default=3000, help="with right answers")
+    parser.add_argument("--careless-steps", type=int, default=600, help="with the careless pupil's")
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--bf16", action=argparse.BooleanOptionalAction, default=False)

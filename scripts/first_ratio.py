@@ -17,12 +17,12 @@ import torch
 from common import RECIPE, make_trainer, options
 
 from flowgrpo.config import load
-from flowgrpo.methods import PRESETS
+from flowgrpo.methods import suited
 from flowgrpo.samplers.rollout import explore, seeder
 from flowgrpo.train import Trainer
 
 OVER = {"grpo_guard": "mix_grpo+grpo_guard", "flow_dppo": "flow_grpo+flow_dppo", "sol_rl": "flow_grpo+sol_rl"}
-METHODS = [OVER.get(name, name) for name in PRESETS]
+METHODS = [OVER.get(name, name) for name in suited("flow")]
 PRECISIONS = ("fp32", "bf16")
 
 

@@ -46,8 +46,10 @@ def test_the_recipe_of_a_page_works(name, tmp_path):
     [block] = re.findall(r"```yaml\n(.*?)```", PRESETS[name], re.S)
     (tmp_path / "recipe.yaml").write_text(block)
     recipe = load(tmp_path / "recipe.yaml")
-    assert name in recipe.method.split("+") and {"steps", "group"} <= recipe.train.model_fields_set and recipe.parts
-    methods.resolve(recipe)
+    of_text = name in methods.suited("tokens")
+    assert name in recipe.method.split("+") and recipe.parts
+    assert ({"group"} if of_text else {"steps", "group"}) <= recipe.train.model_fields_set
+    methods.resolve(recipe, "tokens" if of_text else "flow")
 
 
 def snippets() -> list[tuple[str, str]]:

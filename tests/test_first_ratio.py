@@ -22,8 +22,8 @@ from flowgrpo.processes import Processes
 ])
 def test_limits_by_hand(surrogate, limit):
     explorer = SimpleNamespace(processes=Processes())  # nothing is replayed here
-    assert FirstRatio(explorer, surrogate, exact=True).limit == 1e-6
-    assert FirstRatio(explorer, surrogate, exact=False).limit == pytest.approx(limit)
+    assert FirstRatio(explorer, surrogate, exact=1e-6).limit == 1e-6
+    assert FirstRatio(explorer, surrogate, exact=None).limit == pytest.approx(limit)
 
 
 def test_without_a_clip_old_scores_that_differ_are_computed_again_too():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -10,16 +11,20 @@ import torch
 
 from flowgrpo import methods
 from flowgrpo.advantages import Advantage
+from flowgrpo.baselines import First
 from flowgrpo.errors import UserError
 from flowgrpo.layer_tuning import AdaptiveClip, LayerTuning
 from flowgrpo.log import Stats
-from flowgrpo.methods import PRESETS, Method, preset, resolve, with_parts
-from flowgrpo.objectives import Clip, Guard, InverseDelta, NoiseLevel, PlainRatio, Uniform
+from flowgrpo.methods import Method, preset, resolve, suited, with_parts
+from flowgrpo.objectives import (
+    Clip, Guard, InverseDelta, NoiseLevel, PlainRatio, Reinforce, SampledKL, SequenceRatio, Truncated, Uniform)
+from flowgrpo.reductions import PerDecision, PerRow, RowSums
 from flowgrpo.samplers.kernels import CPS, DanceSDE, FlowDDIM, FlowSDE
 from flowgrpo.samplers.plans import AllSteps, Branches, EachStep, GrowingTail, RandomSubset, Single, Sliding, TreeWindow
 from flowgrpo.samplers.solvers import DPMSolver2M, Euler
-from flowgrpo.selection import All, BestWorst, Extremes
-from flowgrpo.shaping import AsIs, WinRate
+from flowgrpo.samplers.tokens import Decoding
+from flowgrpo.selection import All, BestWorst, ButFirst, DropZeroVariance, Extremes
+from flowgrpo.shaping import AsIs, Overlong, WinRate
 from flowgrpo.train import decisions
 
 # kernel, plan, solver, tail, shared noise, advantage's scale and order, clip range, KL
@@ -46,6 +51,29 @@ OTHER = {"tempflow_grpo": {"step_weight": NoiseLevel()}, "granular_grpo": {"stri
          "tree_rpo": {"surrogate": AdaptiveClip(1e-4, 2e-4, 1.0), "tuning": LayerTuning(0.01)},
          "pref_grpo": {"shaping": WinRate()}, "b2_diffurl": {"selection": Extremes(-0.5, 0.5, branch=4)}}
 OVERLAYS = {"grpo_guard", "flow_dppo", "sol_rl"}
+# Of language models: ratio, surrogate, reduction, advantage's scale and order, KL.
+OF_TOKENS = {
+    "grpo": (PlainRatio(), Clip(0.2, 0.2), PerRow(), "group", "rewards", SampledKL(0.04, "k3")),
+    "dr_grpo": (PlainRatio(), Clip(0.2, 0.2), RowSums(budgeted=True), "none", "rewards", SampledKL()),
+    "dapo": (PlainRatio(), Clip(0.2, 0.28), PerDecision(), "group", "rewards", SampledKL()),
+    "gspo": (SequenceRatio(), Clip(3e-4, 4e-4), PerRow(), "group", "rewards", SampledKL()),
+    "cispo": (PlainRatio(), Truncated(1.0, 4.0), PerDecision(), "group", "rewards", SampledKL()),
+    "rloo": (PlainRatio(), Reinforce(), RowSums(), "leave_one_out", "rewards", SampledKL()),
+    "reinforce_pp": (PlainRatio(), Clip(0.2, 0.2), PerDecision(), "none", "gdpo", SampledKL(1e-3, "k2")),
+    "remax": (PlainRatio(), Reinforce(), RowSums(), None, None, SampledKL()),
+}
+OTHER_OF_TOKENS = {"dapo": {"shaping": Overlong(0.2), "selection": DropZeroVariance()},
+                   "remax": {"kernel": Decoding(greedy=1), "advantage": First(), "selection": ButFirst()}}
+
+
+@pytest.mark.parametrize("name", OF_TOKENS)
+def test_published_defaults_of_language_models(name):
+    ratio, surrogate, reduction, scale, order, kl = OF_TOKENS[name]
+    expected = {"log_ratio": ratio, "surrogate": surrogate, "reduction": reduction, "kl": kl, "kernel": Decoding(),
+                "shaping": AsIs(), "selection": All(), "step_weight": Uniform(), "tuning": LayerTuning(),
+                "advantage": Advantage(scale, order, clamp=math.inf) if scale else None}
+    expected |= OTHER_OF_TOKENS.get(name, {})
+    assert {key: getattr(preset(name), key) for key in expected} == expected
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -61,7 +89,8 @@ def test_published_defaults(name):
 
 
 def test_every_preset_has_its_defaults_published_here():
-    assert set(PRESETS) == {*PUBLISHED, *OVERLAYS}
+    assert set(suited("flow")) == {*PUBLISHED, *OVERLAYS}
+    assert set(suited("tokens")) == set(OF_TOKENS)
 
 
 def test_guard_changes_the_objective_of_any_host_and_nothing_else():

@@ -15,7 +15,6 @@ from flowgrpo.objectives import (
     NoiseLevel,
     PlainRatio,
     Uniform,
-    mean_over_decisions,
 )
 from flowgrpo.samplers.grids import shifted, stock
 from flowgrpo.samplers.kernels import CPS, DanceSDE, FlowDDIM, FlowSDE
@@ -207,12 +206,3 @@ def test_no_kl_needs_no_reference():
     assert torch.equal(GaussianKL()(new, None), torch.zeros(2, 3))
     with pytest.raises(ValueError, match="GaussianKL: weight is -1"):
         GaussianKL(-1)
-
-
-def test_pieces_of_a_batch_add_up_to_its_mean():
-    loss, mask = draw(6, 4), draw(6, 4, seed=1) > 0
-    count = int(mask.sum())
-    whole = mean_over_decisions(loss, mask, count)
-    assert whole.item() == pytest.approx(loss[mask].mean().item(), abs=1e-12)
-    pieces = sum(mean_over_decisions(loss[rows], mask[rows], count) for rows in (slice(0, 1), slice(1, 6)))
-    assert pieces.item() == pytest.approx(whole.item(), abs=1e-12)

@@ -12,7 +12,7 @@ from safetensors import safe_open
 
 from flowgrpo.config import Adapter
 from flowgrpo.errors import UserError
-from flowgrpo.methods import PRESETS
+from flowgrpo.methods import suited
 from flowgrpo.policies.adapters import LORA_FILE
 from flowgrpo.policies.pipeline import Conditioning, PipelinePolicy
 from flowgrpo.samplers.grids import shifted
@@ -22,7 +22,7 @@ from flowgrpo.samplers.rollout import Exploration, explore, replay, seeder
 from flowgrpo.samplers.scheduler import Task
 from flowgrpo.samplers.solvers import Euler
 
-METHODS = [*PRESETS, "mix_grpo+grpo_guard"]
+METHODS = [*suited("flow"), "mix_grpo+grpo_guard"]
 ROWS = torch.tensor([0, 0, 1, 1])
 
 ROOM = {"train__steps": 11, "train__group": 16}  # that trees need for their splits

@@ -10,7 +10,7 @@ import torch
 from diffusers import StableDiffusion3Pipeline
 
 from flowgrpo.config import Adapter, validate
-from flowgrpo.methods import PRESETS
+from flowgrpo.methods import suited
 from flowgrpo.policies.adapters import LORA_FILE
 from flowgrpo.policies.pipeline import STARTER, PipelinePolicy, load_pipeline
 from flowgrpo.rewards.scene import scene, scene_graded
@@ -59,7 +59,7 @@ def test_it_draws_what_single_prompts_ask_half_of_the_time():
     assert np.mean(scene_graded(made, prompts)) >= 0.6
 
 
-@pytest.mark.parametrize("name", [*PRESETS, "mix_grpo+grpo_guard"])
+@pytest.mark.parametrize("name", [*suited("flow"), "mix_grpo+grpo_guard"])
 def test_the_first_ratio_is_one_for_every_preset(name):
     settings = {"method": name, "tracker": "none", "device": "cpu",
                 "train": {"prompts": 2, "group": 16, "micro_batch": 16, "steps": 11}}

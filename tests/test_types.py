@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flowgrpo.types import Scored, Tokens, Transitions, wide
+from flowgrpo.types import Completions, Scored, Transitions, wide
 
 
 def scored(decisions: int, **kept: torch.Tensor) -> Scored:
@@ -65,7 +65,8 @@ def test_rows_of_a_score_take_everything_along():
 
 def test_records_refuse_shapes_that_do_not_belong_together():
     with pytest.raises(AssertionError):
-        Tokens(torch.zeros(2, 4, dtype=torch.int64), torch.ones(2, 4, dtype=torch.bool))
+        Completions(torch.zeros(2, 4, dtype=torch.int64), torch.zeros(2, dtype=torch.int64),
+                    Scored(torch.zeros(2, 3), torch.ones(2, 3, dtype=torch.bool)))
     with pytest.raises(AssertionError):
         Scored(torch.zeros(2, 3), torch.ones(2, 1, dtype=torch.bool))
     with pytest.raises(AssertionError):

@@ -35,9 +35,9 @@ def save_clip(path: str | Path, clip: torch.Tensor) -> Path:
     return animate(path, [as_image(frame) for frame in clip])
 
 
-def moving(images: Sequence[torch.Tensor]) -> list[float]:
-    """The moments, in [0, 1], at which a page of pictures and clips is drawn; empty where there is no clip."""
-    count = min(max((len(image) for image in images if image.ndim == 4), default=0), MOMENTS)
+def moving(images: Sequence[torch.Tensor | str]) -> list[float]:
+    """The moments, in [0, 1], at which a page of pictures, clips and texts is drawn; empty where there is no clip."""
+    count = min(max((len(image) for image in images if getattr(image, "ndim", 0) == 4), default=0), MOMENTS)
     return [i / max(count - 1, 1) for i in range(count)]
 
 

@@ -23,20 +23,22 @@ if TYPE_CHECKING:
 
 SMALLEST, LARGEST = 160, 256  # pixels of a picture's longer side on the page
 FRAME_SMALLEST, FRAME_LARGEST, FRAMES, BETWEEN_FRAMES = 80, 160, 5, 2  # of a clip's frames beside each other
+LINES = 14  # of a text
 MARGIN, BETWEEN_CARDS, BETWEEN_PICTURES = 28, 36, 14
 BESIDE, REPEATED = 2, 6  # a page of more columns is a table, one card wide, with their names above every so many cards
 ASPECT = 1.5  # width over height that a page comes as near to as whole cards allow
-PAPER, INK, FAINT, FRAME = "#ffffff", "#1f2328", "#6b7280", "#d5d8dd"
+PAPER, INK, FAINT, FRAME, WRITTEN = "#ffffff", "#1f2328", "#6b7280", "#d5d8dd", "#f4f5f7"
 ROSE, FELL = "#15803d", "#c0262d"
 HEADING, CAPTION, SCORE = (ImageFont.load_default(size) for size in (17, 14, 13))
 
 
 @dataclass(frozen=True)
 class Row:
-    """One prompt: its pictures ([3, H, W] in [0, 1]) or clips ([F, 3, H, W]), one per column, and scores of each."""
+    """One prompt: its pictures ([3, H, W] in [0, 1]), clips ([F, 3, H, W]) or texts, one per column, and scores of
+    each."""
 
     caption: str
-    images: Sequence[torch.Tensor]
+    images: Sequence[torch.Tensor | str]
     scores: Sequence[dict[str, float]]
 
 
@@ -57,7 +59,7 @@ def draw_grid(path: str | Path, columns: Sequence[str], rows: Sequence[Row]) -> 
 
 
 def _drawn(columns: Sequence[str], rows: Sequence[Row]) -> Image.Image:
-    pictures = [[_picture(image) if image.ndim == 3 else _strip(image) for image in row.images] for row in rows]
+    pictures = [[_tile(image) for image in row.images] for row in rows]
     cell = tuple(max(picture.size[axis] for line in pictures for picture in line) for axis in (0, 1))
     cell = max(cell[0], SMALLEST), cell[1]
     cards = [_card(row, line, cell) for row, line in zip(rows, pictures)]
@@ -68,6 +70,21 @@ def contact(path: str | Path, images: Sequence[torch.Tensor], captions: Sequence
     """Write a PNG of pictures ([3, H, W] in [0, 1]) or clips ([F, 3, H, W]) with a caption under each."""
     assert len(images) == len(captions)
     return draw_grid(path, [""], [Row(caption, [image], [{}]) for image, caption in zip(images, captions)])
+
+
+def _tile(image: torch.Tensor | str) -> Image.Image:
+    if isinstance(image, str):
+        return _written(image)
+    return _picture(image) if image.ndim == 3 else _strip(image)
+
+
+def _written(text: str) -> Image.Image:
+    """A text as a picture, its first LINES lines."""
+    lines = [line for each in text.splitlines() or [""] for line in _wrap(each, CAPTION, LARGEST - 16, LINES)][:LINES]
+    page = Image.new("RGB", (LARGEST, 16 + len(lines) * _height(CAPTION)), WRITTEN)
+    for number, line in enumerate(lines):
+        ImageDraw.Draw(page).text((8, 8 + number * _height(CAPTION)), line, INK, CAPTION)
+    return page
 
 
 def _picture(image: torch.Tensor, smallest: int = SMALLEST, largest: int = LARGEST) -> Image.Image:

@@ -32,12 +32,12 @@ EVAL_SEED = 20_000  # evaluation noise does not depend on the run's seed, so tha
 
 @dataclass(frozen=True)
 class Measured:
-    """Held-out scores: prompts [N], scores by reward name [N], pictures [n,3,H,W] or clips [n,F,3,H,W] of some,
+    """Held-out scores: prompts [N], scores by reward name [N], pictures [n,3,H,W], clips [n,F,3,H,W] or texts of some,
     evenly over them; failed: on how many of the N each reward failed, where its rule says to skip these."""
 
     prompts: list[data.Prompt]
     scores: dict[str, list[float]]
-    pictures: torch.Tensor
+    pictures: torch.Tensor | list[str]
     failed: dict[str, int] = field(default_factory=dict)
 
     def mean(self) -> dict[str, float]:
@@ -72,7 +72,7 @@ def evenly(total: int, count: int) -> list[int]:
 def measure(policy, prompts: list[data.Prompt], functions: dict[str, Any], *, steps: int, guidance: float, samples: int,
             micro_batch: int, negative: str = "", keep: int = 0, title: str = "evaluating", encode=None,
             processes: Processes = Processes()) -> Measured:
-    """Generate `samples` pictures per prompt with the pipeline's own scheduler and score them.
+    """Generate `samples` pictures per prompt with the pipeline's own scheduler, or texts, and score them.
 
     keep: of how many prompts, evenly over them, the first picture is kept; encode: what encodes prompts, in
     place of `policy.encode`; processes: those that share the work, and all get what was found.
@@ -90,16 +90,16 @@ def measure(policy, prompts: list[data.Prompt], functions: dict[str, Any], *, st
             conditioning = encode([p.text for p in of], [negative if p.negative is None else p.negative for p in of],
                                   [p.image for p in of])
             generators = policy.generators(seed(i, k) for i, k in batch)
-            made = policy.generate(conditioning, generators, steps, guidance).float()
+            made = policy.generate(conditioning, generators, steps, guidance)
             if not own_batch:
                 continue
-            scores.append(rewards.score(functions, made.cpu(), [p.text for p in of], [p.metadata for p in of],
+            scores.append(rewards.score(functions, made, [p.text for p in of], [p.metadata for p in of],
                                         tally=tally))
-            pictures += [picture.cpu() for (i, k), picture in zip(batch, made) if k == 0 and i in kept]
+            pictures += [picture for (i, k), picture in zip(batch, made) if k == 0 and i in kept]
             bar.update(len(batch))
     columns = processes.gather(torch.cat(scores)).T.tolist()
     return Measured([prompts[i] for i, _ in rows], dict(zip(functions, columns)),
-                    processes.gather(torch.stack(pictures) if pictures else torch.empty(0)),
+                    processes.gather_samples(pictures),
                     dict(zip(functions, processes.total([tally.failed[name] for name in functions]))))
 
 
@@ -128,8 +128,8 @@ def before(trainer, functions: dict[str, Any], folder: Path, reuse: bool) -> Mea
     prompts = spread(trainer.held_out, trainer.config.eval.prompts)
     kept = [untall(to_tensor(Image.open(file).convert("RGB")), known.get("frames"))
             for file in sorted((folder / "before").glob("*.png"))]
-    return Measured([p for p in prompts for _ in range(trainer.config.eval.samples)],
-                    known["scores"], torch.stack(kept) if kept else torch.empty(0), known["failed"])
+    return Measured([p for p in prompts for _ in range(trainer.config.eval.samples)], known["scores"],
+                    known["texts"] or (torch.stack(kept) if kept else torch.empty(0)), known["failed"])
 
 
 def rules(functions: dict[str, Any]) -> dict[str, Any]:
@@ -139,15 +139,17 @@ def rules(functions: dict[str, Any]) -> dict[str, Any]:
 
 
 def write_before(folder: Path, found: Measured, settings: dict[str, Any]) -> None:
-    """The base's pictures, its scores, and how they were measured."""
+    """The base's samples, its scores, and how they were measured."""
     from torchvision.utils import save_image
 
-    shutil.rmtree(folder / "before", ignore_errors=True)
-    (folder / "before").mkdir()
-    frames = found.pictures.shape[1] if found.pictures.ndim == 5 else None
-    for i, picture in enumerate(found.pictures):
-        save_image(tall(picture), folder / "before" / f"{i:03d}.png")
-    told = {"settings": settings, "scores": found.scores, "failed": found.failed, "frames": frames}
+    texts, frames = found.pictures if isinstance(found.pictures, list) else None, None
+    if texts is None:
+        shutil.rmtree(folder / "before", ignore_errors=True)
+        (folder / "before").mkdir()
+        frames = found.pictures.shape[1] if found.pictures.ndim == 5 else None
+        for i, picture in enumerate(found.pictures):
+            save_image(tall(picture), folder / "before" / f"{i:03d}.png")
+    told = {"settings": settings, "scores": found.scores, "failed": found.failed, "frames": frames, "texts": texts}
     (folder / "before.json").write_text(json.dumps(told))
 
 
@@ -162,11 +164,12 @@ def finish(trainer, functions: dict[str, Any], folder: Path, base: Measured) -> 
     summary = {
         "name": config.name, "model": config.model, "method": config.method, "seed": config.seed,
         "evaluation": {"prompts": len(base.prompts), "samples": config.eval.samples, "steps": config.eval.steps,
-                       "guidance": config.eval.guidance, "seed": EVAL_SEED},
+                       "guidance": config.eval.guidance, "seed": EVAL_SEED, "of": described(policy, config)},
         "before": base.mean(), "after": after.mean(),
         "tasks": {name: {"before": base.by_task(name), "after": after.by_task(name)} for name in functions},
         "seconds": round(trainer.seconds, 1), "epochs": trainer.epoch, "updates": trainer.update,
-        "kept": trainer.best.told(), "denoiser_evaluations": evaluations, "sampled_pictures": pictures,
+        "kept": trainer.best.told(), "denoiser_evaluations": evaluations, "unit": policy.unit,
+        "sampled_pictures": pictures,
         "rollout_evaluations_per_picture": round(trainer.explorer.rollout_evaluations / max(pictures, 1), 3),
         "rollout_evaluations_saved_by_sharing": trainer.explorer.saved_evaluations,
         "max_first_log_ratio": trainer.first_ratio.found, "skipped_updates": trainer.skipped,
@@ -181,6 +184,14 @@ def finish(trainer, functions: dict[str, Any], folder: Path, base: Measured) -> 
         report.write(folder)
         print_report(summary, said, folder)
     return summary
+
+
+def described(policy, config) -> str:
+    """What is evaluated, and how it is sampled, in words."""
+    if policy.modality == "text":
+        warm = config.text.eval_temperature
+        return f"texts (temperature {warm:g})" if warm else "texts (greedy)"
+    return f"pictures ({config.eval.steps} steps, guidance {config.eval.guidance:g})"
 
 
 def draw_pairs(path: Path, base: Measured, after: Measured) -> None:
@@ -218,8 +229,7 @@ def print_report(summary: dict[str, Any], said: str, folder: Path) -> None:
 
     console = Console()
     for name in summary["before"]:
-        table = Table(title=f"{name} on {summary['evaluation']['prompts']} held-out pictures "
-                            f"({summary['evaluation']['steps']} steps, guidance {summary['evaluation']['guidance']:g})")
+        table = Table(title=f"{name} on {summary['evaluation']['prompts']} held-out {summary['evaluation']['of']}")
         for heading in ("task", "before", "after", "change"):
             table.add_column(heading, justify="left" if heading == "task" else "right")
         tasks = summary["tasks"][name]
@@ -229,8 +239,8 @@ def print_report(summary: dict[str, Any], said: str, folder: Path) -> None:
                           task == lines[-1][0], style="bold" if task == "all" else "")
         console.print(table)
     first = "-" if summary["max_first_log_ratio"] is None else f"{summary['max_first_log_ratio']:.1e}"
-    console.print(f"{summary['seconds']:.0f} s, {summary['denoiser_evaluations']:,} denoiser evaluations "
-                  f"({summary['rollout_evaluations_per_picture']:.2f} per sampled picture in the rollout; shared "
+    console.print(f"{summary['seconds']:.0f} s, {summary['denoiser_evaluations']:,} {summary['unit']} "
+                  f"({summary['rollout_evaluations_per_picture']:.2f} per sample in the rollout; shared "
                   f"prefixes saved {summary['rollout_evaluations_saved_by_sharing']:,}), "
                   f"largest first |log ratio| {first}", highlight=False)
     if summary["kept"]:

@@ -23,6 +23,7 @@ from flowgrpo.policies.adapters import Weights
 from flowgrpo.policies.attention import plain_on_cpu
 from flowgrpo.policies.compiled import compile_blocks
 from flowgrpo.policies.conditioning import Conditioning
+from flowgrpo.policies.dtypes import DTYPES
 from flowgrpo.policies.frozen import Encoders, decode_in_parts, quantisation
 from flowgrpo.policies.loading import Idle
 from flowgrpo.policies.memo import Memo
@@ -31,7 +32,6 @@ from flowgrpo.policies.vector import copies
 from flowgrpo.samplers.scheduler import PolicyScheduler, Record, Task
 from flowgrpo.starter import FOLDERS
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 STARTER = FOLDERS["starter"]
 TIMES = {"timestep", "timesteps", "t", "timestep_ratio"}
 
@@ -123,10 +123,13 @@ class PipelinePolicy:
         self.call = {key: value for key, value in (call or {}).items() if key not in PICTURES}
         self.given = {key: value for key, value in (call or {}).items() if key in PICTURES}
         self.device, self.precision, self.dtype = torch.device(device), precision, DTYPES[precision]
+        self.exact = 1e-6 if self.dtype == torch.float32 else None  # how closely a replay repeats the rollout
         self.checkpointing, self.compiled = checkpointing, compiled
         self.states = self.device if memory.states == "device" else torch.device("cpu")
         self._call = inspect.unwrap(type(pipe).__call__)
         self.accepts = inspect.signature(self._call).parameters
+        moves = any("frame" in name or "video" in name for name in self.accepts)
+        self.modality, self.unit = "video" if moves else "image", "denoiser evaluations"
         self._check_call()
         self.stock = pipe.scheduler
         self.scheduler = PolicyScheduler.over(pipe.scheduler)
@@ -358,10 +361,10 @@ class PipelinePolicy:
 
     @torch.no_grad()
     def generate(self, conditioning: Conditioning, generators, steps: int, guidance: float, output_type="pt"):
-        """Pictures as a user of the stock pipeline gets them: its own scheduler, steps and guidance."""
+        """Pictures on the CPU as a user of the stock pipeline gets them: its own scheduler, steps and guidance."""
         self._announce(sharded.RUN, steps)
         return self._drive(conditioning, None, guidance, generator=generators, num_inference_steps=steps,
-                           output_type=output_type)[0]
+                           output_type=output_type)[0].float().cpu()
 
     def _drive(self, conditioning: Conditioning, task: Task | None, guidance: float, **options):
         """Call the pipeline, once, or for each row where it takes one alone: (what it returns, the task's record)."""

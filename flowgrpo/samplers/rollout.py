@@ -23,7 +23,7 @@ from flowgrpo.samplers.kernels import scaled
 from flowgrpo.samplers.plans import Schedule
 from flowgrpo.samplers.predictions import process
 from flowgrpo.samplers.scheduler import Noise, Record, Task
-from flowgrpo.types import Gaussian, Scored, Transitions
+from flowgrpo.types import Completions, Gaussian, Scored, Transitions
 
 Seed = Callable[[int, int], int]
 
@@ -107,21 +107,30 @@ class Part:
     """Whole groups of a rollout, sampled together: N of the epoch's groups, b = N*G leaves.
 
     groups: their places among the epoch's groups; prompts: int64 [b], the prompt of each leaf; transitions: of the
-    trained steps, in grid order; finals: [b,*D] per granularity; advantages: [m] per trained step, once they are known.
+    trained steps, in grid order (of texts their Completions alone); finals: [b,*D] per granularity; advantages: [m] per
+    trained step, once they are known.
     """
 
     groups: range
     prompts: torch.Tensor
-    exploration: Exploration
-    transitions: tuple[Transitions, ...]
+    exploration: Exploration | None
+    transitions: tuple[Transitions | Completions, ...]
     finals: tuple[torch.Tensor, ...]
     advantages: tuple[torch.Tensor, ...] = ()
 
     def log_probs(self) -> torch.Tensor:
         """Each leaf's log-probability under the policy that drew it, the mean over its recorded steps: [b]."""
-        each = [taken.old.logp[:, 0].repeat_interleave(len(self.prompts) // len(taken.parent))
+        return torch.stack(self._per_leaf(lambda old: (old.logp * old.mask).sum(1) / old.mask.sum(1).clamp(min=1))
+                           ).mean(0).cpu()
+
+    def lengths(self) -> torch.Tensor:
+        """How many recorded decisions each leaf has: int64 [b]."""
+        return torch.stack(self._per_leaf(lambda old: old.mask.sum(1))).sum(0).cpu()
+
+    def _per_leaf(self, value: Callable[[Scored], torch.Tensor]) -> list[torch.Tensor]:
+        """A value [m] of each step's transitions, as their leaves have it: [b] each."""
+        return [value(taken.old).repeat_interleave(len(self.prompts) // len(taken.parent))
                 for taken in self.transitions]
-        return torch.stack(each).mean(0).cpu()
 
     def credited(self, advantages: Sequence[torch.Tensor], keep: Sequence[torch.Tensor]) -> Part | None:
         """The part with an advantage [m] per transition, and of its transitions those where `keep` (bool [m]) is true,

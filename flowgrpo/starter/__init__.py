@@ -1,4 +1,4 @@
-"""The starters: small models that ship with the package, one for pictures and one for clips, their worlds and prompts.
+"""The starters: small models that ship with the package, for pictures, clips and texts, their worlds and prompts.
 
 Here are the few numbers of their cards that callers need, by the name that `model` takes.
 """
@@ -13,7 +13,8 @@ EVAL_GUIDANCE = 2.0
 VIDEO_GUIDANCE = 4.0
 VIDEO_CALL = {"height": 64, "width": 64, "num_frames": 5, "max_sequence_length": 8}
 
-FOLDERS = {"starter": Path(__file__).parent / "model", "starter_video": Path(__file__).parent / "video"}
+FOLDERS = {"starter": Path(__file__).parent / "model", "starter_video": Path(__file__).parent / "video",
+           "starter_text": Path(__file__).parent / "text"}
 CALLS = {"starter": CALL, "starter_video": VIDEO_CALL}
 EVAL = {"starter": {"num_inference_steps": EVAL_STEPS, "guidance_scale": EVAL_GUIDANCE},
         "starter_video": {"num_inference_steps": EVAL_STEPS, "guidance_scale": VIDEO_GUIDANCE}}

@@ -72,3 +72,18 @@ def problems(held_out: bool) -> list[Problem]:
 def chosen(held_out: bool, count: int, seed: int) -> list[Problem]:
     """`count` problems of one side, drawn without replacement, in order."""
     return sorted(random.Random(seed).sample(problems(held_out), count))
+
+
+def build_tokenizer():
+    """One token per character; a problem follows the start token."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    tokens = {token: i for i, token in enumerate(["<pad>", "<s>", "</s>", *CHARACTERS])}
+    tokenizer = Tokenizer(models.WordLevel(tokens, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    found = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>",
+                                    padding_side="left", model_max_length=64)
+    found.chat_template = "{{ bos_token }}{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    return found

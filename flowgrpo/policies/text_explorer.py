@@ -1,0 +1,72 @@
+"""How an epoch samples and replays a language model: what `explorer.Explorer` is to a pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+
+from flowgrpo.config import Config
+from flowgrpo.data import Prompt
+from flowgrpo.geometry import Geometry
+from flowgrpo.log import Clock
+from flowgrpo.methods import Method
+from flowgrpo.policies.causal_lm import Asked, CausalLM, Sampled
+from flowgrpo.processes import Processes
+from flowgrpo.samplers.rollout import Part, prompts_per_part, seeder
+from flowgrpo.types import Completions, Scored
+
+
+class TextExplorer:
+    """A language model under a method: its prompts' tokens, its completions and their replays.
+
+    rollout_evaluations: tokens that went through the model to sample, padding included, on all processes.
+    """
+
+    def __init__(self, config: Config, policy: CausalLM, method: Method, geometry: Geometry, processes: Processes,
+                 clock: Clock):
+        self.config, self.policy, self.method, self.geometry = config, policy, method, geometry
+        self.processes, self.clock = processes, clock
+        self.encode = policy.encode
+        self.rollout_evaluations = self.saved_evaluations = 0
+
+    def conditioning(self, batch: list[Prompt]) -> Asked:
+        """The tokens of these prompts."""
+        with self.clock("encode"):
+            return self.encode([p.text for p in batch], images=[p.image for p in batch])
+
+    def sample(self, asked: Asked, epoch: int, judge: Callable) -> Iterator[tuple[Part, list[list[str]]]]:
+        """Sample a group per prompt: the parts as they are finished, each with its texts."""
+        before, group = self.policy.evaluations, self.geometry.group
+        seed, first = seeder(self.config.seed, epoch), self.processes.rank * self.geometry.prompts
+        together = prompts_per_part(group, self.geometry.micro_batch)
+        for own in torch.arange(len(asked.prompts)).split(together):
+            prompts, samples = own.repeat_interleave(group), torch.arange(group).repeat(len(own))
+            generators = self.policy.generators(seed(first + int(p), int(k)) for p, k in zip(prompts, samples))
+            with self.clock("rollout"):
+                made = [self.policy.sample(asked.rows(prompts[at]), self.method.kernel, [generators[i] for i in at],
+                                           samples[at] < self.method.kernel.greedy)
+                        for at in torch.arange(len(prompts)).split(self.geometry.micro_batch)]
+            yield self.part(range(int(own[0]), int(own[-1]) + 1), prompts, made), [[t for m in made for t in m.texts]]
+        self.rollout_evaluations += (self.policy.evaluations - before) * self.processes.count
+
+    def part(self, groups: range, prompts: torch.Tensor, made: list[Sampled]) -> Part:
+        """Whole groups of completions; those cut off without an end are not trained where `text.truncated` says so."""
+        ids, logp, mask, cut = (torch.cat([getattr(each, name) for each in made]) for name in
+                                ("ids", "logp", "mask", "cut"))
+        if self.config.text.truncated == "mask":
+            mask = mask & ~cut[:, None]
+        old = Scored(logp.masked_fill(~mask, 0.0), mask)
+        return Part(groups, prompts, None, (Completions(ids, prompts, old),), ())
+
+    def replay(self, part: Part, asked: Asked) -> Iterator[tuple[int, slice, Scored]]:
+        """What the present weights make of a part's completions: (0, rows of it, their score), in micro-batches."""
+        [taken] = part.transitions
+        for start in range(0, len(taken.ids), self.geometry.micro_batch):
+            rows = slice(start, start + self.geometry.micro_batch)
+            yield 0, rows, self.policy.log_probs(asked, taken.prompts[rows], taken.ids[rows], taken.old.mask[rows],
+                                                 self.method.kernel)
+
+    def step_weights(self, parts: list[Part], epoch: int) -> dict[int, float]:
+        """Tokens are one step."""
+        return {0: 1.0}

@@ -1,0 +1,126 @@
+"""Tokens as decisions: how they are drawn from a model's logits, and how likely a policy finds those that were drawn.
+
+What `kernels` are to a denoiser, `Decoding` is to a language model: the distribution of one step. Densities are those
+of the distribution that was sampled, after temperature and cuts, in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from flowgrpo.types import wide
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """softmax(logits / temperature), cut to its likeliest tokens, one cut after the other in this order.
+
+    top_k: so many (0: all); top_p: the fewest that together have this probability (1: all; 1904.09751); min_p: those
+    that have at least this share of the likeliest one's probability (0: all; 2407.01082). greedy: how many of a group's
+    first samples take the likeliest token at every step (ReMax's baseline, 2310.10505).
+
+    Under new weights other tokens are cut. One that was drawn is never cut when it is scored, so that its probability
+    is never 0; what is kept besides is what the new weights keep.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    greedy: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.temperature > 0:
+            raise ValueError(f"Decoding: temperature is {self.temperature}, expected above 0 (greedy samples have "
+                             "`greedy`)")
+        if not 0 < self.top_p <= 1 or not 0 <= self.min_p <= 1:
+            raise ValueError(f"Decoding: top_p is {self.top_p} and min_p {self.min_p}, expected above 0 to 1 and 0 to "
+                             "1")
+        if self.top_k < 0 or self.greedy < 0:
+            raise ValueError(f"Decoding: top_k is {self.top_k} and greedy {self.greedy}, expected 0 or more")
+
+    def __call__(self, logits: Tensor, taken: Tensor | None = None) -> Tensor:
+        """Log-probabilities [n,V], float32 or wider, of logits [n,V]; -inf where cut. taken: int64 [n], never cut."""
+        (logits,) = wide(logits)
+        logits = logits / self.temperature
+        cut = self._cut(logits.detach())
+        if cut is None:
+            return logits.log_softmax(-1)
+        if taken is not None:
+            cut = cut.scatter(1, taken[:, None], False)
+        return logits.masked_fill(cut, -torch.inf).log_softmax(-1)
+
+    def _cut(self, logits: Tensor) -> Tensor | None:
+        """Where tokens are left out, bool [n,V]; None where nothing is."""
+        left = logits
+        if 0 < self.top_k < logits.shape[1]:
+            left = left.masked_fill(left < left.topk(self.top_k)[0][:, -1:], -torch.inf)
+        if self.top_p < 1:
+            ordered, place = left.sort(descending=True)
+            before = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1)
+            left = left.masked_fill((before >= self.top_p).scatter(1, place, before >= self.top_p), -torch.inf)
+        if self.min_p > 0:
+            probabilities = left.softmax(-1)
+            left = left.masked_fill(probabilities < self.min_p * probabilities.amax(-1, keepdim=True), -torch.inf)
+        return None if left is logits else left == -torch.inf
+
+
+def drawn(log_probs: Tensor, uniform: Tensor) -> Tensor:
+    """The tokens [n] at which the distribution function of log_probs [n,V] passes uniform [n], numbers in [0, 1).
+
+    One number decides a token, so that a row's draws do not depend on the rows beside it, on V or on the device.
+    """
+    mass = log_probs.double().exp().cumsum(-1)
+    return torch.searchsorted(mass, (uniform.double() * mass[:, -1])[:, None], right=True)[:, 0]
+
+
+class Draw:
+    """A logits processor by which `generate(do_sample=False)` draws: it leaves the drawn token alone.
+
+    uniforms: [B,L] numbers in [0, 1), one per row and step; greedy: bool [B], rows that take the likeliest token.
+    log_probs() are those of the drawn tokens, [B, the steps so far].
+    """
+
+    def __init__(self, decoding: Decoding, uniforms: Tensor, greedy: Tensor):
+        self.decoding, self.uniforms, self.greedy, self.found = decoding, uniforms, greedy, []
+
+    def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
+        log_probs, step = self.decoding(scores), len(self.found)
+        taken = torch.where(self.greedy, scores.argmax(-1), drawn(log_probs, self.uniforms[:, step]))[:, None]
+        self.found.append(log_probs.gather(1, taken))
+        return torch.full_like(scores, -torch.inf).scatter(1, taken, 0.0)
+
+    def log_probs(self) -> Tensor:
+        return torch.cat(self.found, 1)
+
+
+def uniforms(generators: Sequence[torch.Generator], count: int) -> Tensor:
+    """[B,count] numbers in [0, 1), each row from its own generator."""
+    return torch.stack([torch.rand(count, generator=generator) for generator in generators])
+
+
+def decided(ids: Tensor, ends: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Which of the tokens [B,L] were drawn, all up to the first of `ends` and it (bool [B,L]), and which rows have
+    none of these (bool [B]): they were cut off."""
+    end = torch.isin(ids, torch.tensor(list(ends), device=ids.device))
+    return end.long().cumsum(1) - end.long() == 0, ~end.any(1)
+
+
+def score(hidden: Tensor, head: Callable[[Tensor], Tensor], ids: Tensor, decoding: Decoding, chunk: int = 1024
+          ) -> Tensor:
+    """log p of the tokens ids [n] under states hidden [n,H], float32 [n], `chunk` tokens at a time.
+
+    head: states to logits. Logits of a chunk are computed again in the backward pass: no [n,V] is ever held.
+    """
+    def part(hidden: Tensor, ids: Tensor) -> Tensor:
+        return decoding(head(hidden), ids).gather(1, ids[:, None])[:, 0]
+
+    pieces = zip(hidden.split(chunk), ids.split(chunk))
+    if not torch.is_grad_enabled() or len(ids) <= chunk:
+        return torch.cat([part(*piece) for piece in pieces])
+    return torch.cat([checkpoint(part, *piece, use_reentrant=False) for piece in pieces])

@@ -1,0 +1,187 @@
+"""Language models through the same loop: presets, their losses, micro-batches, a resumed run, and one's mistakes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import tiny
+import tiny_text
+import torch
+
+from flowgrpo import methods
+from flowgrpo.errors import UserError
+from flowgrpo.log import Stats
+from flowgrpo.run import run
+from flowgrpo.samplers.tokens import Decoding
+from flowgrpo.train import decisions
+
+PRESETS = methods.suited("tokens")
+
+
+def credited(trainer):
+    """The parts of an epoch with their advantages, and the prompts' tokens."""
+    batch = trainer.prompts[:2]
+    parts, asked, scores = trainer.sample(batch)
+    return [part for part in trainer.credit(parts, scores, [p.text for p in batch]) if part is not None], asked
+
+
+def gradient(trainer, parts, asked) -> torch.Tensor:
+    trainer.optimizer.zero_grad()
+    trainer.anchor.begin(0, 1)
+    count = decisions(parts, trainer.method.reduction)
+    for part in parts:
+        trainer.backward(part, asked, {0: 1.0}, count, Stats())
+    return torch.cat([parameter.grad.flatten() for parameter in trainer.policy.weights.parameters()])
+
+
+def many(completions, prompts):
+    """Of several values, so that groups differ."""
+    return [len(text) + text.count("7") / 2 for text in completions]
+
+
+def test_there_are_presets_for_texts_and_they_are_not_for_pictures():
+    assert PRESETS == ["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_pp", "remax"]
+    with pytest.raises(UserError, match="the method is one of denoisers .*grpo, dr_grpo"):
+        methods.resolve(tiny_text.config(method="mix_grpo"), "tokens")
+    with pytest.raises(UserError, match="the method is one of language models .*mix_grpo"):
+        methods.resolve(tiny.config(method="gspo"), "flow")
+
+
+@pytest.mark.parametrize("method", PRESETS)
+def test_two_epochs_of_every_preset(method):
+    trainer = tiny_text.trainer(rewards={"short": many}, method=method)
+    frozen = {key: value.clone() for key, value in trainer.policy.model.state_dict().items() if "lora" not in key}
+    before = trainer.policy.weights.snapshot()
+    for trainer.epoch in range(2):
+        metrics = trainer.run_epoch()
+        assert all(value == value for value in metrics.values()) and metrics["grad_norm"] > 0
+    assert trainer.first_ratio.found <= 1e-5
+    assert all(torch.equal(trainer.policy.model.state_dict()[key], value) for key, value in frozen.items())
+    assert any(not torch.equal(value, before[key]) for key, value in trainer.policy.weights.snapshot().items())
+
+
+def test_every_presets_gradient_differs_from_its_parents():
+    parents = {"dr_grpo": "grpo", "dapo": "grpo", "gspo": "grpo", "cispo": "dapo", "rloo": "dr_grpo",
+               "reinforce_pp": "grpo", "remax": "rloo"}
+    found = {}
+    for method in PRESETS:
+        trainer = tiny_text.trainer(tiny_text.policy(), {"short": many}, method=method)
+        parts, asked = credited(trainer)
+        tiny_text.stir(trainer.policy, 0.05)  # away from ratios of 1, where some agree
+        found[method] = gradient(trainer, parts, asked)
+    for method, parent in parents.items():
+        assert (found[method] - found[parent]).norm() > 1e-3 * found[parent].norm(), method
+
+
+@pytest.mark.parametrize("method", PRESETS)
+def test_micro_batches_change_no_gradient(method):
+    found = []
+    for size in (1, 3, 8):
+        trainer = tiny_text.trainer(tiny_text.policy(), {"short": many}, method=method, train__micro_batch=size)
+        parts, asked = credited(trainer)
+        tiny_text.stir(trainer.policy, 0.05)
+        found.append(gradient(trainer, parts, asked))
+    assert found[0].norm() > 0
+    for other in found[1:]:
+        assert (other - found[0]).norm() <= 1e-4 * found[0].norm()
+
+
+def test_grpos_loss_is_the_papers():
+    """2402.03300, equations 3 and 4, from log-probabilities alone."""
+    trainer = tiny_text.trainer(tiny_text.policy(), {"short": many}, train__micro_batch=8)
+    batch = trainer.prompts[:2]
+    parts, asked, scores = trainer.sample(batch)
+    tiny_text.stir(trainer.policy, 0.05)
+    [part] = trainer.credit(parts, scores, [p.text for p in batch])
+    [taken], stats = part.transitions, Stats()
+    trainer.anchor.begin(0, 1)
+    total = []
+    trainer.policy.backward = lambda loss: total.append(loss.detach())
+    trainer.backward(part, asked, {0: 1.0}, decisions([part], trainer.method.reduction), stats)
+
+    [(_, _, new)] = trainer.explorer.replay(part, asked)
+    with trainer.policy.reference():
+        [(_, _, base)] = trainer.explorer.replay(part, asked)
+    new, base, old, mask = new.logp.detach().double(), base.logp.double(), taken.old.logp.double(), taken.old.mask
+    rewards = scores[:, :, 0].double()
+    advantage = ((rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-8)).flatten()[:, None]
+    ratio = (new - old).exp()
+    objective = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage) - 0.04 * (
+        (base - new).exp() - 1 - (base - new))
+    expected = -((objective * mask).sum(1) / mask.sum(1)).mean()
+    assert sum(total).item() == pytest.approx(expected.item(), rel=1e-5)
+    assert advantage.abs().max() > 0.5 and ratio[mask].max() > 1.01
+
+
+def test_the_greedy_sample_of_remax_is_the_baseline():
+    trainer = tiny_text.trainer(tiny_text.policy(), {"short": many}, method="remax")
+    asked = trainer.explorer.conditioning(trainer.prompts[:2])
+    greedy = trainer.policy.generate(asked, trainer.policy.generators([9, 9]))
+    texts = [text for _, [own] in trainer.explorer.sample(asked, 0, None) for text in own]
+    assert texts[::4] == greedy and len(set(texts)) > 2
+    parts, _ = credited(trainer)
+    assert sum(len(part.transitions[0].ids) for part in parts) == 2 * 3
+
+
+def test_completions_without_an_end_are_left_out_where_that_is_asked_for():
+    def trained(truncated):
+        trainer = tiny_text.trainer(tiny_text.policy(truncated=truncated), text__truncated=truncated)
+        asked = trainer.explorer.conditioning(trainer.prompts)
+        masks = [part.transitions[0].old.mask for part, _ in trainer.explorer.sample(asked, 0, None)]
+        ends = [part.transitions[0].ids == 2 for part, _ in trainer.explorer.sample(asked, 0, None)]
+        return torch.cat(masks), torch.cat(ends).any(1)
+
+    (kept, ended), (masked, _) = trained("keep"), trained("mask")
+    assert kept.any(1).all() and 0 < ended.sum() < len(ended)
+    assert torch.equal(masked.any(1), ended) and torch.equal(masked[ended], kept[ended])
+
+
+def test_a_sampling_temperature_is_that_of_the_densities():
+    trainer = tiny_text.trainer(tiny_text.policy(), {"short": many}, parts={"kernel": {"temperature": 0.6}})
+    assert trainer.method.kernel == Decoding(0.6)
+    trainer.run_epoch()
+    assert trainer.first_ratio.found <= 1e-5
+
+
+@pytest.mark.parametrize("option, told", [
+    ({"parts": {"kl": {"type": "GaussianKL", "weight": 0.1}}}, "use SampledKL"),
+    ({"method": "remax", "parts": {"kernel": {"greedy": 4}}}, "4 greedy samples leave none"),
+    ({"parts": {"kernel": {"temperature": 0}}}, "temperature is 0"),
+])
+def test_what_does_not_go_with_tokens_is_told_in_a_line(option, told):
+    with pytest.raises(UserError, match=told):
+        methods.resolve(tiny_text.config(**option), "tokens")
+
+
+def arguments(folder, **options):
+    settings = tiny_text.config(folder, **options)
+    return settings, dict(pipe=tiny_text.model(), functions={"short": tiny_text.short},
+                          prompts=[tiny_text.Prompt(text) for text in tiny_text.PROMPTS])
+
+
+def test_a_run_leaves_its_adapter_its_numbers_and_its_pictures(tmp_path):
+    settings, given = arguments(tmp_path, eval__every=1)
+    summary = run(settings, **given)
+    told = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert told["unit"] == "tokens" and told["evaluation"]["of"] == "texts (greedy)"
+    assert summary["max_first_log_ratio"] <= 1e-5
+    for name in ("adapter_model.safetensors", "adapter_config.json", "before_after.png", "report.html", "before.json",
+                 "samples/epoch-00001.png", "report/after.json"):
+        assert (tmp_path / "run" / name).is_file(), name
+    assert "text" in json.loads((tmp_path / "run" / "report" / "after.json").read_text())["cards"][0]
+
+
+def test_a_resumed_run_goes_on_bit_for_bit(tmp_path):
+    whole, given = arguments(tmp_path / "whole", train__epochs=3, train__ema=0.5)
+    run(whole, **given)
+    part, given = arguments(tmp_path / "parts", train__epochs=3, train__ema=0.5, train__save_every=2, train__keep=3)
+    run(part, **given)
+    for name in ("after.json", "last.json"):
+        (part.folder / "report" / name).unlink()
+    shutil.rmtree(part.folder / "checkpoints" / "epoch-00003")
+    _, given = arguments(tmp_path / "parts")
+    run(part, resume=True, **given)
+    one, two = (folder / "adapter_model.safetensors" for folder in (whole.folder, part.folder))
+    assert one.read_bytes() == two.read_bytes()
