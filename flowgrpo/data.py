@@ -3,7 +3,9 @@
 A prompt file is one of
 - `.txt`: one prompt per line; blank lines are passed over;
 - `.jsonl`: one object per line with `prompt` and, where wanted, `negative_prompt`, `metadata` (an object that the
-  rewards receive), `image` (a path, relative to the prompt file) and `weight` (a positive number);
+  rewards receive; those for text look for `answer` there), `image` (a path, relative to the prompt file) and `weight`
+  (a positive number). Lines of GSM8K, with `question` and `answer` alone, are read as they are: the question is the
+  prompt, and what stands after #### in the answer, without thousands separators, is metadata.answer;
 - `.csv`: the same names as columns; `metadata` cells hold JSON, empty cells count as absent.
 """
 
@@ -24,6 +26,7 @@ from flowgrpo.config import Config, nearest
 from flowgrpo.errors import UserError
 
 KEYS = ("prompt", "negative_prompt", "metadata", "image", "weight")
+GSM8K = {"question", "answer"}
 STARTER = Path(__file__).parent / "starter"
 # What the names of their files begin with.
 PACKAGED = {"starter": "", "starter_video": "video_", "starter_text": "text_"}
@@ -72,7 +75,19 @@ def _read_txt(text: str, path: Path) -> Records:
 def _read_jsonl(text: str, path: Path) -> Records:
     for line, record in enumerate(text.split("\n"), 1):
         if record.strip():
-            yield line, _json(record, path, line)
+            found = _json(record, path, line)
+            yield line, _gsm8k(found, path, line) if isinstance(found, dict) and found.keys() == GSM8K else found
+
+
+def _gsm8k(record: dict[str, Any], path: Path, line: int) -> dict[str, Any]:
+    """A line of GSM8K (2110.14168) as one of ours."""
+    _, mark, answer = str(record["answer"]).rpartition("####")
+    answer = answer.strip().replace(",", "")
+    if not mark or not answer:
+        raise _wrong(path, line, f"expected a solution that ends with '#### number' under 'answer', got "
+                                 f"{str(record['answer'])[-60:]!r}: put other answers into `metadata`, and the "
+                                 "question under 'prompt'")
+    return {"prompt": record["question"], "metadata": {"answer": answer}}
 
 
 def _read_csv(text: str, path: Path) -> Records:

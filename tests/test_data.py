@@ -52,7 +52,21 @@ def test_jsonl_and_csv_hold_the_same(tmp_path):
     assert load_prompts(write(tmp_path, "p.csv", table)) == expected
 
 
+def test_gsm8k_is_read_as_it_is(tmp_path):
+    lines = [{"question": "Ann has 3 pens and buys 1200 more. How many?",
+              "answer": "3+1200=<<3+1200=1203>>\n#### 1,203"},
+             {"question": "He owes $2.50 twice.", "answer": "It is #### or so\n#### -5"}]
+    file = write(tmp_path, "gsm8k.jsonl", "\n".join(map(json.dumps, lines)))
+    assert load_prompts(file) == [Prompt(lines[0]["question"], metadata={"answer": "1203"}),
+                                  Prompt("He owes $2.50 twice.", metadata={"answer": "-5"})]
+
+
 @pytest.mark.parametrize("name, text, told", [
+    ("p.jsonl", '{"question": "a", "answer": "it is 5"}', "line 1: expected a solution that ends with '#### number' "
+                                                          "under 'answer', got 'it is 5'"),
+    ("p.jsonl", '{"question": "a", "answer": "#### "}', "expected a solution that ends with '#### number'"),
+    ("p.jsonl", '{"question": 3, "answer": "#### 4"}', "line 1: expected a text under 'prompt', got 3"),
+    ("p.jsonl", '{"question": "a"}', "line 1: unknown key 'question'"),
     ("p.txt", "\n \n", "the file holds no prompt"),
     ("p.csv", "", "the file holds no prompt"),
     ("p.csv", "prompt\n", "the file holds no prompt"),
