@@ -306,6 +306,14 @@ def test_texts_are_scored():
         assert Remote(url, **QUICK)(["a", "", "ccc"], PROMPTS[:3], [{}] * 3) == [1, 0, 3]
 
 
+def test_a_reward_for_texts_gets_their_metadata():
+    facts = [{"answer": "Gr\u00f6\u00dfe"}, {}, {"answer": "x"}]
+    with serving(rewards.find("exact_match")) as url:
+        remote = Remote(url, **QUICK)
+        found = rewards.score({"r": remote}, ["gr\u00f6\u00dfe\u2028", "b", ""], PROMPTS[:3], facts)
+    assert remote.about.modality == "text" and found[:, 0].nan_to_num(9).tolist() == [1, 9, 0]
+
+
 def test_exact_floats_are_not_rounded():
     with serving(lambda images, prompts: images[:, 0, 0, 0]) as url:
         fine = torch.full((1, 3, 4, 4), 0.1234567)

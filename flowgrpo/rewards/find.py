@@ -62,6 +62,20 @@ BUILT_IN = {
     "base_similarity": "flowgrpo.rewards.guards:BaseSimilarity",
     "grid_artefacts": "flowgrpo.rewards.guards:GridArtefacts",
     "over_saturation": "flowgrpo.rewards.guards:OverSaturation",
+    "exact_match": "flowgrpo.rewards.text_exact:ExactMatch",
+    "numeric_match": "flowgrpo.rewards.text_numeric:NumericMatch",
+    "math_answer": "flowgrpo.rewards.text_math:MathAnswer",
+    "format_tags": "flowgrpo.rewards.text_format:FormatTags",
+    "text_length": "flowgrpo.rewards.text_length:Length",
+    "overlong": "flowgrpo.rewards.text_length:Overlong",
+    "repetition": "flowgrpo.rewards.text_repetition:Repetition",
+    "distinct": "flowgrpo.rewards.text_repetition:Distinct",
+    "json_schema": "flowgrpo.rewards.text_json:JsonSchema",
+    "code_run": "flowgrpo.rewards.text_code:CodeRun",
+    "rubric": "flowgrpo.rewards.text_rubric:Rubric",
+    "text_judge": "flowgrpo.rewards.text_judge:TextJudge",
+    "text_judge_rubric": "flowgrpo.rewards.text_judge:TextJudgeRubric",
+    "reward_model": "flowgrpo.rewards.text_reward_model:RewardModel",
 }
 _registered: dict[str, Any] = {}
 
