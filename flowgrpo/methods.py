@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from flowgrpo import (
-    advantages, baselines, layer_tuning, objectives, reductions, references, schedules, selection, shaping)
+    advantages, baselines, influence, layer_tuning, objectives, reductions, references, schedules, selection, shaping)
 from flowgrpo.config import Config, nearest
 from flowgrpo.errors import UserError
 from flowgrpo.gaussian import log_prob
@@ -334,10 +334,11 @@ def preset(*names: str) -> Method:
 
 
 _MODULES = (kernels, tokens, plans, solvers, selection, objectives, reductions, layer_tuning, schedules, references,
-            advantages, baselines, shaping, preview)
+            advantages, baselines, influence, shaping, preview)
 _TYPES = {cls.__name__: cls for module in _MODULES for cls in vars(module).values()
           if dataclasses.is_dataclass(cls) and cls.__module__ == module.__name__ and cls is not plans.Schedule}
-_HOMES = {baselines: advantages, layer_tuning: objectives, tokens: kernels}  # of parts that take each other's place
+# Of parts that take each other's place.
+_HOMES = {baselines: advantages, influence: advantages, layer_tuning: objectives, tokens: kernels}
 _KIND = {cls: _HOMES.get(module, module).__name__ for module in _MODULES
          for cls in vars(module).values() if cls in _TYPES.values() and cls.__module__ == module.__name__}
 
