@@ -112,14 +112,32 @@ def sample(
     steps: Annotated[int | None, typer.Option(min=1, help="Denoising steps; without: the pipeline's own.")] = None,
     guidance: Annotated[float | None, typer.Option(min=0, help="Guidance scale; without: the pipeline's own.")] = None,
     output: Annotated[Path, typer.Option(help="The folder for the PNG files.")] = Path("samples"),
+    temperature: Annotated[float | None, typer.Option(min=0, help="Of a language model; 0 takes the likeliest token. "
+                                                      "Without: 0 for one text, 1 for several.")] = None,
 ) -> None:
-    """Draw pictures with a model, with or without a LoRA."""
+    """Draw pictures with a model, or write texts, with or without a LoRA."""
     if not all(text.strip() for text in prompt):
         raise UserError("--prompt: expected a text, got an empty one")
+    if _writes(model, lora):
+        from flowgrpo.evaluation import texts
+
+        for text in texts.sample(model, Path(lora) if lora else None, prompt, count, seed, temperature):
+            typer.echo(text)
+        return
     from flowgrpo.evaluation import compare
 
     for path in compare.sample(model, lora, prompt, count, seed, steps, guidance, output):
         typer.echo(path)
+
+
+def _writes(model: str, run: str | Path | None = None) -> bool:
+    """Whether a model is a language model, by its files or by the run that trained it."""
+    from flowgrpo.config import Config, load
+    from flowgrpo.policies import build
+
+    recipe = Path(run) / "config.yaml" if run else None
+    config = load(recipe) if recipe and recipe.is_file() else Config(model=model)
+    return build.kind(config) == build.CAUSAL_LM
 
 
 @app.command()
@@ -142,10 +160,13 @@ def grid(
     if columns is None:
         if values:
             raise UserError("--values: expected --columns too, which says what they are of")
-        from flowgrpo.evaluation import compare
+        from flowgrpo.evaluation import compare, texts
 
-        typer.echo(compare.grid(run, prompts, count, seed, output or run / "grid.png"))
+        of = texts if _writes("", run) else compare
+        typer.echo(of.grid(run, prompts, count, seed, output or run / "grid.png"))
         return
+    if _writes("", run):
+        raise UserError(f"--columns {columns}: pages of several columns are of pictures; leave it out for a text run")
     from flowgrpo.evaluation import columns as pages
 
     given = [value.strip() for value in values.split(",") if value.strip()]

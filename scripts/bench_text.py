@@ -1,6 +1,6 @@
 """flowgrpo beside TRL's GRPOTrainer on the text starter: the same numbers, and seconds per optimiser step.
 
-    pip install trl datasets            # for this script alone
+    pip install trl                     # for this script alone
     python scripts/bench_text.py
 
 Both train all weights of the same model on the same prompts, with the same group, batch and learning rate. For each
@@ -13,8 +13,10 @@ told. Writes the table of docs/performance.md to the terminal.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import tempfile
 import time
+import warnings
 from statistics import median
 from typing import Any
 
@@ -94,7 +96,8 @@ def theirs(args, method: str, steps: int, moved: bool) -> tuple[Compared, list[f
         trainer = Compared(model, exact_for_trl, args=settings, train_dataset=Dataset.from_list(rows),
                            processing_class=tokenizer, callbacks=[seconds])
         trainer.moved = moved
-        trainer.train()
+        with contextlib.redirect_stdout(None):  # it prints its metrics
+            trainer.train()
     return trainer, seconds.each
 
 
@@ -146,6 +149,7 @@ def seconds(args) -> tuple[float, float]:
 
 
 def main() -> None:
+    warnings.simplefilter("ignore", FutureWarning)  # of TRL's use of transformers
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--group", type=int, default=16)
@@ -153,7 +157,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=15, help="timed optimiser steps per turn")
     parser.add_argument("--turns", type=int, default=3)
     args = parser.parse_args()
-    print("| loss | largest difference of log-probabilities | TRL's loss | ours | difference |\n|---|---:|---:|---:|---:|")
+    print("| loss | largest difference of log-probabilities | TRL's loss | ours | difference |")
+    print("|---|---:|---:|---:|---:|")
     for method in LOSSES:
         apart, their, own = differences(args, method)
         print(f"| {method} | {apart:.1e} | {their:.7f} | {own:.7f} | {abs(their - own):.1e} |", flush=True)

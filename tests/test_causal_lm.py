@@ -217,3 +217,36 @@ def test_the_adapter_loads_in_stock_peft_and_changes_the_output_identically(tmp_
     torch.testing.assert_close(stock, ours, rtol=0, atol=1e-6)
     assert (tiny.model()[0].eval()(input_ids=ids).logits - ours).abs().max() > 0.01
     torch.testing.assert_close(replayed(own, asked, found).logp, found.logp, rtol=0, atol=1e-5)  # none is left behind
+
+
+# --- the command line ------------------------------------------------------------------------------------------------
+
+
+def test_texts_from_a_finished_run_on_the_command_line(tmp_path, capsys):
+    from flowgrpo.cli import main
+    from flowgrpo.policies.causal_lm import load_causal_lm
+    from flowgrpo.run import run
+
+    model, tokenizer = tiny.model()
+    model.save_pretrained(tmp_path / "lm")
+    tokenizer.save_pretrained(tmp_path / "lm")
+    (tmp_path / "prompts.txt").write_text("\n".join(tiny.PROMPTS))
+    (tmp_path / "short.py").write_text("def short(texts, prompts):\n    return [-len(text) for text in texts]\n")
+    settings = tiny.config(tmp_path, model=str(tmp_path / "lm"), prompts=str(tmp_path / "prompts.txt"),
+                           reward=f"{tmp_path / 'short.py'}:short", train__lr=0.05, train__epochs=12,
+                           parts={"kl": {"weight": 0.0}})
+    run(settings)
+    own = CausalLM(*load_causal_lm(str(tmp_path / "lm")), None, tiny.Text(max_tokens=6))
+    capsys.readouterr()
+    base = own.generate(own.encode(["1+2=", "7+8="]), own.generators([0, 0]))
+    asked = ["sample", str(tmp_path / "lm"), "--prompt", "1+2=", "--prompt", "7+8="]
+    assert main(asked) == 0
+    said = capsys.readouterr().out.splitlines()  # up to 256 tokens, of which these are the first
+    assert len(said) == 2 and all(text.startswith(start) for text, start in zip(said, base))
+    assert main([*asked, "--lora", str(settings.folder)]) == 0
+    tuned = capsys.readouterr().out.splitlines()
+    assert all(len(text) < 3 for text in tuned) and all(len(text) > 3 for text in base)
+    assert main(["grid", str(settings.folder), "--count", "2"]) == 0
+    assert (settings.folder / "grid.png").is_file()
+    assert main(["sample", str(tmp_path / "lm"), "--prompt", "1+2=", "--lora", str(tmp_path)]) == 2
+    assert "adapter_config.json is missing" in capsys.readouterr().err

@@ -56,13 +56,14 @@ class Sampled:
 class CausalLM:
     """A transformers causal language model with trainable weights: `encode`, `sample`, `log_probs`, `generate`.
 
-    model and tokenizer: loaded; precision: of the frozen weights and of the arithmetic; log-probabilities are float32.
+    model and tokenizer: loaded; adapter: what is trained, None where nothing is; precision: of the frozen weights and
+    of the arithmetic; log-probabilities are float32.
     exact: by how much a replay may differ from the rollout in fp32, where `generate` adds numbers up in another order.
     """
 
     process, modality, unit, turns = "tokens", "text", "tokens", None
 
-    def __init__(self, model, tokenizer, adapter: Adapter, text: Text, *, device="cpu", precision="fp32",
+    def __init__(self, model, tokenizer, adapter: Adapter | None, text: Text, *, device="cpu", precision="fp32",
                  checkpointing=False):
         self.model, self.tokenizer, self.text = model, tokenizer, text
         self.device, self.dtype = torch.device(device), DTYPES[precision]
@@ -74,9 +75,9 @@ class CausalLM:
                             f"{self.dtype}: load it with that dtype, or set precision")
         _plain_generation(model, self.ends, self.padding)
         model.to(self.device).eval().requires_grad_(False)
-        if adapter.targets == Adapter().targets:
+        if adapter and adapter.targets == Adapter().targets:
             adapter = adapter.model_copy(update={"targets": TARGETS})
-        self.weights = TextWeights(model, {"model": model}, adapter)
+        self.weights = TextWeights(model, {"model": model}, adapter) if adapter else None
         if checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         self.checkpointing = checkpointing

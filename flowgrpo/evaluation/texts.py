@@ -1,0 +1,71 @@
+"""Texts from saved weights: those that a language model writes, and base beside tuned on the same prompts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from flowgrpo import data, rewards
+from flowgrpo.config import Config, Text
+from flowgrpo.errors import UserError
+from flowgrpo.evaluation.compare import run_config
+from flowgrpo.evaluation.held_out import Measured, draw_pairs, measure, spread
+from flowgrpo.log import quiet
+from flowgrpo.policies.causal_lm import CausalLM, load_causal_lm
+from flowgrpo.rewards import pairwise
+from flowgrpo.samplers.rollout import seeder
+
+ADAPTER = "adapter_config.json"
+
+
+def sample(model: str, lora: Path | None, prompts: list[str], count: int, seed: int, temperature: float | None = None
+           ) -> list[str]:
+    """`count` completions per prompt, in order; greedy ones where one is asked for and no temperature.
+
+    lora: a finished run, whose `text` settings are kept, or a folder with an adapter of peft's.
+    UserError for a model or weights that do not load.
+    """
+    settings = run_config(lora).text if lora and (lora / "config.yaml").is_file() else Text()
+    warm = (1.0 if count > 1 else 0.0) if temperature is None else temperature
+    policy = load(model, lora, settings.model_copy(update={"eval_temperature": warm}))
+    of, numbers = seeder(seed, 0), [(i, k) for i in range(len(prompts)) for k in range(count)]
+    asked = policy.encode([prompts[i] for i, _ in numbers])
+    return policy.generate(asked, policy.generators(of(i, k) for i, k in numbers))
+
+
+def grid(run: Path, prompts: Path | None, count: int, seed: int, output: Path) -> Path:
+    """Write base and tuned completions of `count` prompts side by side, with the run's rewards; returns `output`.
+
+    prompts: a prompt file, or None for the run's held-out prompts. UserError for a folder without finished weights.
+    """
+    config = run_config(run)
+    chosen = spread(data.load_prompts(prompts) if prompts else data.resolve(config)[1], count)
+    functions = pairwise.measured(*(rewards.compose(rules, config.cache) for rules in (config.trained, config.watched)))
+    draw_pairs(output, *(_measured(config, lora, chosen, functions) for lora in (None, run)))
+    return output
+
+
+def _measured(config: Config, lora: Path | None, prompts: list[data.Prompt], functions: dict[str, Any]) -> Measured:
+    policy = load(config.model, lora, config.text, config.precision, config.trust_remote_code)
+    return measure(policy, prompts, functions, steps=0, guidance=0.0, samples=1, micro_batch=config.train.micro_batch,
+                   keep=len(prompts), title="base" if lora is None else "tuned")
+
+
+def load(model: str, lora: Path | None, text: Text, precision: str = "fp32", trust_remote_code: bool = False
+         ) -> CausalLM:
+    """The policy to write with, nothing of it trained. UserError where something does not load."""
+    if lora is not None and (lora / "model" / "config.json").is_file():  # a run without a LoRA
+        return CausalLM(*load_causal_lm(str(lora / "model"), precision), None, text, precision=precision)
+    loaded, tokenizer = load_causal_lm(model, precision, trust_remote_code)
+    if lora is not None:
+        if not (lora / ADAPTER).is_file():
+            hint = "the run has not finished: --resume it" if (lora / "config.yaml").is_file() else \
+                "expected a finished run, or a folder with an adapter"
+            raise UserError(f"no weights at {lora} ({ADAPTER} is missing): {hint}")
+        try:
+            with quiet():
+                loaded.load_adapter(str(lora))
+        except Exception as error:  # whatever stands in a stranger's files
+            raise UserError(f"{lora} does not load into {type(loaded).__name__}: "
+                            f"{' '.join(str(error).split())[:200]}") from None
+    return CausalLM(loaded, tokenizer, None, text, precision=precision)
