@@ -14,8 +14,10 @@ import typer
 from flowgrpo import __version__
 from flowgrpo.errors import UserError
 
-ColumnKind = Literal["checkpoints", "runs", "seeds", "guidance", "steps"]
+ColumnKind = Literal["checkpoints", "runs", "seeds", "guidance", "steps", "rlg"]
 ExportForm = Literal["kohya", "merged", "card"]
+RLG = "Draw with base + W * (tuned - base): 0 the base, 1 the tuned model, above 1 beyond it (RLG). Other weights " \
+      "run the denoiser twice as often."
 UsageError = typer.BadParameter.__base__  # of every mistake that Typer itself finds; not exported by it
 
 app = typer.Typer(name="flowgrpo", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
@@ -111,14 +113,20 @@ def sample(
     seed: Annotated[int, typer.Option(min=0)] = 0,
     steps: Annotated[int | None, typer.Option(min=1, help="Denoising steps; without: the pipeline's own.")] = None,
     guidance: Annotated[float | None, typer.Option(min=0, help="Guidance scale; without: the pipeline's own.")] = None,
+    rlg: Annotated[str | None, typer.Option(metavar="W", help=RLG)] = None,
     output: Annotated[Path, typer.Option(help="The folder for the PNG files.")] = Path("samples"),
     temperature: Annotated[float | None, typer.Option(min=0, help="Of a language model; 0 takes the likeliest token. "
                                                       "Without: 0 for one text, 1 for several.")] = None,
 ) -> None:
     """Draw pictures with a model, or write texts, with or without a LoRA."""
+    weight = _weight(rlg)
+    if weight is not None and lora is None:
+        raise UserError("--rlg: expected --lora too, whose change of the model it weights")
     if not all(text.strip() for text in prompt):
         raise UserError("--prompt: expected a text, got an empty one")
     if _writes(model, lora):
+        if weight is not None:
+            raise UserError("--rlg: weights the velocities of a denoiser; leave it out for a language model")
         from flowgrpo.evaluation import texts
 
         for text in texts.sample(model, Path(lora) if lora else None, prompt, count, seed, temperature):
@@ -126,7 +134,7 @@ def sample(
         return
     from flowgrpo.evaluation import compare
 
-    for path in compare.sample(model, lora, prompt, count, seed, steps, guidance, output):
+    for path in compare.sample(model, lora, prompt, count, seed, steps, guidance, output, weight):
         typer.echo(path)
 
 
@@ -149,6 +157,7 @@ def grid(
     columns: Annotated[ColumnKind | None, typer.Option(help="What differs from column to column; without: base and "
                                                             "tuned.")] = None,
     values: Annotated[str, typer.Option(metavar="A,B", help="Of the columns: epochs, folders of runs, numbers.")] = "",
+    rlg: Annotated[str | None, typer.Option(metavar="W", help=RLG)] = None,
     output: Annotated[Path | None, typer.Option(help="The PNG file; without: grid.png in the run's folder.")] = None,
 ) -> None:
     """Draw before and after: the base and a run's LoRA on the same prompts and seeds. Or, with --columns, a page of
@@ -157,14 +166,21 @@ def grid(
         raise UserError(f"no run at {run}: expected the folder that `flowgrpo train` wrote")
     if output is not None and output.suffix.lower() == ".html":
         raise UserError(f"--output {output}: expected the name of the PNG; the HTML page of --columns lies beside it")
+    weight = _weight(rlg)
     if columns is None:
         if values:
             raise UserError("--values: expected --columns too, which says what they are of")
         from flowgrpo.evaluation import compare, texts
 
-        of = texts if _writes("", run) else compare
-        typer.echo(of.grid(run, prompts, count, seed, output or run / "grid.png"))
+        if not _writes("", run):
+            typer.echo(compare.grid(run, prompts, count, seed, output or run / "grid.png", weight))
+            return
+        if weight is not None:
+            raise UserError("--rlg: weights the velocities of a denoiser; leave it out for a text run")
+        typer.echo(texts.grid(run, prompts, count, seed, output or run / "grid.png"))
         return
+    if weight is not None:
+        raise UserError("--rlg: goes without --columns; for a column of each weight, --columns rlg --values 0,1,2")
     if _writes("", run):
         raise UserError(f"--columns {columns}: pages of several columns are of pictures; leave it out for a text run")
     from flowgrpo.evaluation import columns as pages
@@ -189,17 +205,40 @@ def evaluate(
     seed: Annotated[int, typer.Option(min=0)] = 0,
     features: Annotated[str, typer.Option(help="What diversity is the distance of: pixels, or path/to/file.py:function."
                                           )] = "pixels",
+    rlg: Annotated[str | None, typer.Option(metavar="W|W,W", help=f"{RLG} Several: each is told and rlg.png shows "
+                                            "the rewards over them.")] = None,
 ) -> None:
     """Score a model on a suite of prompts, by several rewards, and against its base."""
+    weights = _weights(rlg)
     from flowgrpo.evaluation import evaluate as evaluation
     from flowgrpo.evaluation import findings
 
     names = [name.strip() for name in rewards.split(",") if name.strip()]
     results = evaluation.evaluate(source, suite, names, output, lora=lora, base=base, samples=samples, steps=steps,
-                                  guidance=guidance, seed=seed, features=features)
+                                  guidance=guidance, seed=seed, features=features, rlg=weights)
     if results:  # of several processes the first has them
         findings.show(results)
-        typer.echo(f"{output / 'table.md'}, {output / 'results.json'}, {output / 'grid.png'}")
+        written = ["table.md", "results.json", "grid.png", *(["rlg.png"] if len(weights) > 1 else [])]
+        typer.echo(", ".join(str(output / name) for name in written))
+
+
+def _weight(text: str | None) -> float | None:
+    """The one weight of --rlg."""
+    found = _weights(text)
+    if len(found) > 1:
+        raise UserError(f"--rlg: got {text!r}, expected one number from 0 up")
+    return found[0] if found else None
+
+
+def _weights(text: str | None) -> list[float]:
+    """The weights of --rlg; UserError for what is no finite number from 0 up."""
+    try:
+        found = [] if text is None else [float(value) for value in text.split(",")]
+    except ValueError:
+        found = [-1.0]
+    if not all(0 <= weight < float("inf") for weight in found):
+        raise UserError(f"--rlg: got {text!r}, expected numbers from 0 up")
+    return found
 
 
 @app.command()

@@ -126,6 +126,9 @@ part of one.
 log-density, as in every released trainer, and the joint log-ratio is as many times larger as there are values. The
 released CPS drops 1/(2 s^2) from it, ours is the true density: a released clip range e on it corresponds to e/(2 s^2)
 here.
+
+**At inference** a tuned model and its base draw together with `--rlg W`: [`rlg`](rlg.md) (2508.21016), which is no
+preset.
 """
 
 METHODS_TAIL = """## How to add a method

@@ -150,6 +150,7 @@ def test_a_page_is_the_same_every_time_and_has_scores(runs, tmp_path):
     ("guidance", ["inf"], "got 'inf'"),
     ("steps", ["0"], "got '0' in --values, expected whole numbers from 1 up"),
     ("seeds", ["1.5"], "got '1.5' in --values, expected whole numbers"),
+    ("rlg", ["-1"], "got '-1' in --values, expected numbers from 0 up"),
 ])
 def test_values_that_are_not_of_the_kind_are_told(runs, tmp_path, kind, values, told):
     with pytest.raises(UserError, match=told) as error:

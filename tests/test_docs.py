@@ -18,7 +18,8 @@ sys.path.append(str(ROOT / "scripts"))
 import build_docs  # noqa: E402
 
 PAGES = {file.stem: file.read_text(encoding="utf-8") for file in sorted((ROOT / "docs" / "methods").glob("*.md"))}
-PRESETS = {name: text for name, text in PAGES.items() if name != "index"}
+INFERENCE = {"rlg"}  # no presets: nothing is trained
+PRESETS = {name: text for name, text in PAGES.items() if name not in INFERENCE | {"index"}}
 
 
 @pytest.mark.parametrize("target", build_docs.PAGES, ids=lambda path: path.name)
@@ -36,9 +37,11 @@ def test_every_part_has_its_place_in_the_index():
 
 def test_every_preset_has_a_short_page_and_its_line_in_the_readme():
     assert PRESETS.keys() == methods.PRESETS.keys()
-    assert all(text.startswith(f"# {name}\n") and len(text.splitlines()) <= 30 for name, text in PRESETS.items())
+    pages = {name: text for name, text in PAGES.items() if name != "index"}
+    assert all(text.startswith(f"# {name}\n") and len(text.splitlines()) <= 30 for name, text in pages.items())
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert [name for name in methods.PRESETS if f"| [`{name}`](docs/methods/{name}.md) |" not in readme] == []
+    assert [name for name in INFERENCE if f"[`{name}`](docs/methods/{name}.md)" not in readme] == []
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -65,10 +68,10 @@ def test_the_parts_that_are_shown_can_be_set(name, snippet):
     assert methods.with_parts(method, yaml.safe_load(snippet)["parts"]) != method
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", [*PRESETS, *INFERENCE])
 def test_tests_that_a_page_names_exist(name):
-    named = re.findall(r"`tests/(test_\w+\.py)::(\w+)`", PRESETS[name])
-    assert named and PRESETS[name].count("::") == len(named)
+    named = re.findall(r"`tests/(test_\w+\.py)::(\w+)`", PAGES[name])
+    assert named and PAGES[name].count("::") == len(named)
     for file, test in named:
         assert f"def {test}(" in (ROOT / "tests" / file).read_text(encoding="utf-8"), f"{file} has no {test}"
 

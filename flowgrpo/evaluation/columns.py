@@ -1,10 +1,12 @@
-"""Pages of a run with columns of one kind: its checkpoints, other runs, seeds, guidance scales or numbers of steps.
+"""Pages of a run with columns of one kind: its checkpoints, other runs, seeds, guidance scales, numbers of steps, or
+weights of RLG.
 
 A kind is a function from a run and the values that a person gave to columns; what a column can change are its fields.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,17 +26,19 @@ from flowgrpo.rewards import pairwise
 from flowgrpo.samplers.rollout import seeder
 
 SEEDS = ("0", "1", "2", "3")
+RLG = ("0", "0.5", "1", "1.5", "2")
 
 
 @dataclass(frozen=True)
 class Column:
     """What is drawn in a column: with which weights (a run's folder, one of its checkpoints, None for the base), from
-    which seed, and by a call of the pipeline with which arguments."""
+    which seed, and by a call of the pipeline with which arguments; rlg: with base + rlg * (tuned - base)."""
 
     name: str
     weights: Path | None
     seed: int
     asked: dict[str, Any]
+    rlg: float | None = None
 
 
 def columns(run: str | Path, kind: str, values: Sequence[str], prompts: str | Path | None, count: int, seed: int,
@@ -104,10 +108,13 @@ def _steps(tuned: Column, values: list[str]) -> list[Column]:
     return _called(tuned, "steps", "num_inference_steps", values, int, least=1)
 
 
-# What is drawn with a blend of tuned and base (the weight of reward guidance) is a further kind: a field of `Column`
-# that `_drawn` reads, and its function here.
+def _rlg(tuned: Column, values: list[str]) -> list[Column]:
+    numbers = [_number("rlg", value, float) for value in values or RLG]
+    return [replace(tuned, name=f"rlg {number:g}", rlg=number) for number in numbers]
+
+
 KINDS: dict[str, Callable[[Column, list[str]], list[Column]]] = {
-    "checkpoints": _checkpoints, "runs": _runs, "seeds": _seeds, "guidance": _guidance, "steps": _steps}
+    "checkpoints": _checkpoints, "runs": _runs, "seeds": _seeds, "guidance": _guidance, "steps": _steps, "rlg": _rlg}
 
 
 def _called(tuned: Column, kind: str, argument: str, values: list[str], number: type, least: float = 0) -> list[Column]:
@@ -132,17 +139,21 @@ def _number(kind: str, value: str, number: type, least: float = 0) -> Any:
 
 def _drawn(config: Config, run: Path, chosen: Sequence[Column], prompts: Sequence[data.Prompt]) -> list[list[Any]]:
     """The pictures of each column; the pipeline is read again only where weights were loaded that do not leave it."""
-    found, pipe, loaded = [], None, None
+    found, pipe, loaded, branches = [], None, None, None
     for column in chosen:
         if pipe is None or loaded not in (None, column.weights):
             precision = config.precision if config.adapter.rank else "fp32"
             pipe, loaded = compare.make_pipeline(config.model, precision, config.trust_remote_code), None
         if column.weights != loaded:
-            _load(pipe, config, run, column.weights)
+            if column.rlg is None:
+                _load(pipe, config, run, column.weights)
+            else:
+                branches = compare.load_branches(pipe, column.weights)
             loaded = column.weights
         seed_of = seeder(column.seed, 0)
-        found.append([compare.draw_one(pipe, prompt, seed_of(i, 0), column.asked, config.negative_prompt)
-                      for i, prompt in enumerate(prompts)])
+        with contextlib.nullcontext() if column.rlg is None else branches.at(column.rlg):
+            found.append([compare.draw_one(pipe, prompt, seed_of(i, 0), column.asked, config.negative_prompt)
+                          for i, prompt in enumerate(prompts)])
     return found
 
 

@@ -22,6 +22,7 @@ from flowgrpo.data import Prompt
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation.clips import save_clip
 from flowgrpo.evaluation.held_out import Measured, draw_pairs, spread
+from flowgrpo.policies.blend import Branches
 from flowgrpo.policies.lora import LORA_FILE, load_lora
 from flowgrpo.policies.pipeline import denoisers, load_pipeline
 from flowgrpo.rewards import pairwise
@@ -30,22 +31,21 @@ from flowgrpo.starter import CALLS, EVAL
 
 
 def sample(model: str, lora: str | Path | None, prompts: list[str], count: int, seed: int, steps: int | None,
-           guidance: float | None, output: str | Path) -> list[Path]:
+           guidance: float | None, output: str | Path, rlg: float | None = None) -> list[Path]:
     """Draw `count` pictures per prompt and write them to the folder `output`, clips as animated WebP; returns their
     paths, in order.
 
     lora: a finished run (its `picture` settings are kept), a folder with a LoRA, or its file; None draws with the base.
-    steps and guidance: None takes the pipeline's own defaults, for a starter those of its card. A picture depends on
-    the seed, the number of its prompt and its number among the prompt's, and on nothing else. UserError for a model or
-    weights that do not load.
+    steps and guidance: None takes the pipeline's own defaults, for a starter those of its card. rlg: draw with
+    base + rlg * (tuned - base), see policies/blend.py. A picture depends on the seed, the number of its prompt and its
+    number among the prompt's, and on nothing else. UserError for a model or weights that do not load.
     """
     from torchvision.utils import save_image
 
     pipe = make_pipeline(model, "bf16")
-    if lora is not None:
-        load_tuned(pipe, Path(lora))
     asked = call_arguments(model, None if lora is None else Path(lora), steps, guidance)
-    pictures = _draw(pipe, [Prompt(text) for text in prompts], count, seed, asked)
+    with contextlib.nullcontext() if lora is None else tuned(pipe, Path(lora), rlg):
+        pictures = _draw(pipe, [Prompt(text) for text in prompts], count, seed, asked)
     clips, folder = pictures[0].ndim == 4, Path(output)
     paths = [folder / name for name in _names(prompts, count, "webp" if clips else "png")]
     folder.mkdir(parents=True, exist_ok=True)
@@ -54,13 +54,14 @@ def sample(model: str, lora: str | Path | None, prompts: list[str], count: int, 
     return paths
 
 
-def grid(run: str | Path, prompts: str | Path | None, count: int, seed: int, output: str | Path) -> Path:
+def grid(run: str | Path, prompts: str | Path | None, count: int, seed: int, output: str | Path,
+         rlg: float | None = None) -> Path:
     """Draw base and tuned pictures of `count` prompts side by side, with the run's rewards below; returns `output`.
     Clips are drawn as their frames, and animated in a WebP beside it.
 
     run: a folder that `flowgrpo train` wrote; prompts: a prompt file, or None for the run's held-out prompts, of which
-    `count` are taken evenly. Steps and guidance are the run's `eval` ones. UserError for a folder that is not a run, or
-    that has no weights yet.
+    `count` are taken evenly. Steps and guidance are the run's `eval` ones. rlg: draw the tuned pictures with
+    base + rlg * (tuned - base). UserError for a folder that is not a run, or that has no weights yet.
     """
     run = Path(run)
     config = run_config(run)
@@ -69,13 +70,29 @@ def grid(run: str | Path, prompts: str | Path | None, count: int, seed: int, out
     pipe = make_pipeline(config.model, config.precision, config.trust_remote_code)
     asked = call_arguments(config.model, run, config.eval.steps, config.eval.guidance)
     found = []
-    for tune in (lambda: None, lambda: load_tuned(pipe, run)):
-        tune()
-        pictures = torch.stack(_draw(pipe, chosen, 1, seed, asked, config.negative_prompt))
+    for state in (contextlib.nullcontext, lambda: tuned(pipe, run, rlg)):
+        with state():
+            pictures = torch.stack(_draw(pipe, chosen, 1, seed, asked, config.negative_prompt))
         scores = rewards.score(functions, pictures, [p.text for p in chosen], [p.metadata for p in chosen])
         found.append(Measured(chosen, dict(zip(functions, scores.T.tolist())), pictures))
-    draw_pairs(Path(output), *found)
+    draw_pairs(Path(output), *found, ("before", "after" if rlg is None else f"rlg {rlg:g}"))
     return Path(output)
+
+
+def tuned(pipe: Any, path: Path, rlg: float | None) -> contextlib.AbstractContextManager[None]:
+    """Load weights; inside of what is returned the pipeline is tuned, or with a number `rlg` base + rlg * (tuned -
+    base)."""
+    if rlg is not None:
+        return load_branches(pipe, path).at(rlg)
+    load_tuned(pipe, path)
+    return contextlib.nullcontext()
+
+
+def load_branches(pipe: Any, path: Path) -> Branches:
+    """`load_tuned`, with the base kept beside it."""
+    first = denoisers(pipe)
+    load_tuned(pipe, path)
+    return Branches(pipe, first)
 
 
 def load_tuned(pipe: Any, path: Path) -> None:

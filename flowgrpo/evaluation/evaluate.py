@@ -6,6 +6,7 @@ without drawing again. Under `accelerate launch` or `torchrun` every process tak
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 from collections.abc import Callable, Sequence
@@ -20,7 +21,7 @@ from tqdm import tqdm
 from flowgrpo import rewards
 from flowgrpo.config import Config
 from flowgrpo.errors import UserError
-from flowgrpo.evaluation import compare, findings, held_out
+from flowgrpo.evaluation import compare, findings, held_out, sweep
 from flowgrpo.evaluation.grid import Row, draw_grid
 from flowgrpo.evaluation.ledger import Ledger, Place
 from flowgrpo.evaluation.suites import Suite, load_suite
@@ -37,11 +38,16 @@ SHOWN = 12  # prompts of the page of pictures
 @dataclass(frozen=True)
 class Plan:
     """What is drawn: a model's pictures, those of weights tuned from it, or both; config: of the run that tuned them;
-    asked: the arguments of the pipeline's calls."""
+    asked: the arguments of the pipeline's calls.
+
+    arms: by name the weight with which the tuned model counts, 0 for the base, 1, or one of RLG; rlg: whether such
+    weights were asked for: None, one, or "sweep" for several, to which others may be added.
+    """
 
     model: str
     tuned: Path | None
-    arms: tuple[str, ...]
+    arms: dict[str, float]
+    rlg: float | str | None
     config: Config | None
     asked: dict[str, Any]
     samples: int
@@ -54,23 +60,26 @@ class Plan:
     def told(self) -> dict[str, Any]:
         """What the pictures depend on, beside the prompts."""
         return {"model": self.model, "tuned": str(self.tuned) if self.tuned else None, "weights": _digest(self.tuned),
-                "samples": self.samples, "seed": self.seed, "call": self.asked, "negative_prompt": self.negative}
+                "samples": self.samples, "seed": self.seed, "call": self.asked, "negative_prompt": self.negative,
+                "rlg": self.rlg}
 
 
 def evaluate(source: str, suite: str, names: Sequence[str], output: str | Path, *, lora: str | Path | None = None,
              base: bool = False, samples: int = 1, steps: int | None = None, guidance: float | None = None,
-             seed: int = 0, features: str | Callable = "pixels") -> dict[str, Any]:
+             seed: int = 0, features: str | Callable = "pixels", rlg: Sequence[float] = ()) -> dict[str, Any]:
     """Draw a suite, score it, and write pictures, `results.json`, `table.md` and `grid.png` to the folder `output`;
     returns the results.
 
     source: a model, or a run (then its model with its result, and its `eval` steps and guidance); suite: as of
     `load_suite`; names: rewards, of which a run's own keep their rules; without any those of the run. lora: weights to
     load into a model; base: draw the model without them too, from the same seeds, and compare. samples: pictures per
-    prompt; features: what the distance of a prompt's pictures is taken of, as of `rewards.guards.Diversity`.
+    prompt; features: what the distance of a prompt's pictures is taken of, as of `rewards.guards.Diversity`. rlg: draw
+    the tuned pictures with base + rlg * (tuned - base); of several numbers each is drawn, and `rlg.png` shows the
+    rewards over them.
     A picture depends on the seed, the number of its prompt and its number among the prompt's, and on nothing else.
     UserError for what cannot be loaded, and for a folder that holds another evaluation.
     """
-    plan = make_plan(source, lora, base, samples, steps, guidance, seed)
+    plan = make_plan(source, lora, base, samples, steps, guidance, seed, rlg)
     chosen, functions = load_suite(suite), _functions(plan.config, names)
     rewards.require_routes(functions, [prompt.metadata for prompt in chosen.prompts])
     processes = _processes()
@@ -89,8 +98,9 @@ def evaluate(source: str, suite: str, names: Sequence[str], output: str | Path, 
 
 
 def make_plan(source: str, lora: str | Path | None, base: bool, samples: int, steps: int | None,
-              guidance: float | None, seed: int) -> Plan:
-    """Tell runs from models. UserError for a run with another LoRA, and for a base with nothing to compare it to."""
+              guidance: float | None, seed: int, rlg: Sequence[float] = ()) -> Plan:
+    """Tell runs from models. UserError for a run with another LoRA, for a base with nothing to compare it to, and for
+    weights of RLG without a tuned model or beside a base."""
     run = Path(source)
     if (run / "config.yaml").is_file():
         if lora is not None:
@@ -99,12 +109,20 @@ def make_plan(source: str, lora: str | Path | None, base: bool, samples: int, st
     tuned = None if lora is None else Path(lora)
     if tuned is None and base:
         raise UserError("--base compares with a result: give a run, or a model and --lora")
+    if tuned is None and rlg:
+        raise UserError("--rlg guides a result away from its base: give a run, or a model and --lora")
+    if base and len(rlg) > 1:
+        raise UserError("--base: several weights of --rlg are told side by side; leave it out, weight 0 is the base")
     config = compare.run_config(tuned) if tuned is not None and (tuned / "config.yaml").is_file() else None
     if config is not None:
         steps, guidance = steps or config.eval.steps, config.eval.guidance if guidance is None else guidance
     model = config.model if config is not None and tuned == run else source
-    wanted = {BASE: base or tuned is None, TUNED: tuned is not None}
-    return Plan(model, tuned, tuple(arm for arm in wanted if wanted[arm]), config,
+    arms = {BASE: 0.0} if base or tuned is None else {}
+    arms |= {f"rlg-{weight:g}": weight for weight in sorted(rlg)} if len(rlg) > 1 else \
+        {TUNED: rlg[0] if rlg else 1.0} if tuned is not None else {}
+    if len(arms) < len(rlg):
+        raise UserError(f"--rlg: got a weight twice in {', '.join(f'{weight:g}' for weight in rlg)}")
+    return Plan(model, tuned, arms, "sweep" if len(rlg) > 1 else next(iter(rlg), None), config,
                 compare.call_arguments(model, tuned, steps, guidance), samples, seed)
 
 
@@ -161,10 +179,11 @@ def _score(places: Sequence[Place], suite: Suite, functions: dict[str, Any], led
 
 
 class Painter:
-    """Draws with a pipeline, which is loaded when it is first needed; the base before the tuned, never after."""
+    """Draws with a pipeline, which is loaded when it is first needed; the base before the tuned, never after, unless
+    RLG is asked for, which keeps both."""
 
     def __init__(self, plan: Plan, device: torch.device):
-        self.plan, self.device, self.pipe, self.arm = plan, device, None, BASE
+        self.plan, self.device, self.pipe, self.tuned, self.branches = plan, device, None, False, None
         self.seed_of = seeder(plan.seed, 0)
 
     def draw(self, arm: str, prompt: Any, place: Place) -> torch.Tensor:
@@ -173,12 +192,20 @@ class Painter:
             config = self.plan.config
             self.pipe = compare.make_pipeline(self.plan.model, config.precision if config else "bf16",
                                               config.trust_remote_code if config else False, self.device)
-        if arm != self.arm:
-            assert arm == TUNED, "what was loaded into the pipeline does not leave it"
+        weight = self.plan.arms[arm]
+        if weight and not self.tuned:
+            self._tune()
+        assert weight or not self.tuned or self.branches, "what was loaded into the pipeline does not leave it"
+        with self.branches.at(weight) if self.branches else contextlib.nullcontext():
+            return compare.draw_one(self.pipe, prompt, self.seed_of(place.prompt, place.sample), self.plan.asked,
+                                    self.plan.negative)
+
+    def _tune(self) -> None:
+        self.tuned = True
+        if self.plan.rlg is None:
             compare.load_tuned(self.pipe, self.plan.tuned)
-            self.arm = arm
-        return compare.draw_one(self.pipe, prompt, self.seed_of(place.prompt, place.sample), self.plan.asked,
-                                self.plan.negative)
+        else:
+            self.branches = compare.load_branches(self.pipe, self.plan.tuned)
 
 
 # --- what was found --------------------------------------------------------------------------------------------------
@@ -197,6 +224,8 @@ def _finish(plan: Plan, suite: Suite, names: list[str], ledger: Ledger, failed: 
     (ledger.folder / "results.json").write_text(text + "\n")
     (ledger.folder / "table.md").write_text(findings.markdown(results))
     _page(plan, suite, scores, ledger)
+    if plan.rlg == "sweep":
+        sweep.plot(sweep.curves(plan.arms, results["arms"]), ledger.folder / "rlg.png")
     return results
 
 
@@ -215,7 +244,7 @@ def _page(plan: Plan, suite: Suite, scores: dict[str, dict[str, np.ndarray]], le
     rows = [Row(suite.cases[i].prompt.text, [ledger.load(Place(arm, i, 0)) for arm in plan.arms],
                 [{name: float(values[i, 0]) for name, values in scores[arm].items()} for arm in plan.arms])
             for i in held_out.evenly(len(suite.cases), SHOWN)]
-    draw_grid(ledger.folder / "grid.png", plan.arms, rows)
+    draw_grid(ledger.folder / "grid.png", list(plan.arms), rows)
 
 
 def _digest(path: Path | None) -> str | None:

@@ -32,7 +32,7 @@ def summarise(suite: Suite, scores: Scores, spread: dict[str, np.ndarray], train
     told: dict[str, Any] = {"confidence": CONFIDENCE, "arms": arms, "category_means": {
         arm: {name: _over_categories(each) for name, each in found.items()} for arm, found in arms.items()},
         "diversity": {arm: interval(values, share=False).told() for arm, values in spread.items()}}
-    if len(scores) < 2:
+    if scores.keys() != {"base", "tuned"}:
         return told | {"compared": {}, "drift": []}
     base, tuned = scores.values()
     told["compared"] = {name: {"change": split(tuned[name] - base[name], share=False),

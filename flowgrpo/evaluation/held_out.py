@@ -194,10 +194,10 @@ def described(policy, config) -> str:
     return f"pictures ({config.eval.steps} steps, guidance {config.eval.guidance:g})"
 
 
-def draw_pairs(path: Path, base: Measured, after: Measured) -> None:
+def draw_pairs(path: Path, base: Measured, after: Measured, names: tuple[str, str] = ("before", "after")) -> None:
     """The grid PNG: base and tuned pictures of the same prompts and seeds, with their scores."""
     rows = [Row(text, [old, new], [was, now]) for (text, old, was), (_, new, now) in zip(cards(base), cards(after))]
-    draw_grid(path, ["before", "after"], rows)
+    draw_grid(path, names, rows)
 
 
 def cards(found: Measured) -> list[tuple[str, torch.Tensor, dict[str, float]]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -21,6 +21,25 @@ from flowgrpo.policies.lora import (
     save_peft,
     save_stock,
 )
+
+
+def lora_layers(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    """The layers of a module that have an adapter, by key."""
+    from peft.tuners.lora import LoraLayer
+
+    return {key: layer for key, layer in module.named_modules() if isinstance(layer, LoraLayer)}
+
+
+@contextlib.contextmanager
+def switched_off(layers: Collection[torch.nn.Module]) -> Iterator[None]:
+    """Inside, the layers are without their adapters."""
+    for layer in layers:
+        layer.enable_adapters(False)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.enable_adapters(True)
 
 
 class Weights:
@@ -67,13 +86,8 @@ class Weights:
             with self.swapped(self._first):
                 yield
             return
-        for layer in self._layers().values():
-            layer.enable_adapters(False)
-        try:
+        with switched_off(self._layers().values()):
             yield
-        finally:
-            for layer in self._layers().values():
-                layer.enable_adapters(True)
 
     @contextlib.contextmanager
     def reference(self, held: Sequence[dict[str, torch.Tensor]] = ()) -> Iterator[None]:
@@ -145,10 +159,8 @@ class Weights:
 
     def _layers(self) -> dict[str, torch.nn.Module]:
         """The layers with an adapter, by denoiser and key."""
-        from peft.tuners.lora import LoraLayer
-
         return {f"{name}.{key}": layer for name, module in self.denoisers.items()
-                for key, layer in module.named_modules() if isinstance(layer, LoraLayer)}
+                for key, layer in lora_layers(module).items()}
 
     def _verify(self, folder: Path) -> None:
         """Load the files as a user would, beside the live adapter, and compare every weight and scale."""

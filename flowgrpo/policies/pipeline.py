@@ -21,6 +21,7 @@ from flowgrpo.log import quiet
 from flowgrpo.policies import sharded
 from flowgrpo.policies.adapters import Weights
 from flowgrpo.policies.attention import plain_on_cpu
+from flowgrpo.policies.blend import guided, inside
 from flowgrpo.policies.compiled import compile_blocks
 from flowgrpo.policies.conditioning import Conditioning
 from flowgrpo.policies.dtypes import DTYPES
@@ -459,6 +460,18 @@ class PipelinePolicy:
         it is the average of the snapshots `held` of its trainable weights."""
         with self.weights.reference(held), torch.no_grad():
             yield
+
+    @contextlib.contextmanager
+    def guided(self, weight: float) -> Iterator[None]:
+        """Inside, the denoisers answer base + weight * (tuned - base), without gradients: RLG, see policies/blend.py.
+
+        Without an adapter the base's weights are copied into place for every call, which is slow."""
+        bases = {module: inside(self.weights.base, module.forward) for module in self.denoisers.values()}
+        before = self.evaluations
+        with guided(bases, weight), torch.no_grad():
+            yield
+        if weight not in (0, 1):
+            self.evaluations += self.evaluations - before  # a call that is counted ran both
 
     @staticmethod
     def generators(seeds) -> list[torch.Generator]:
