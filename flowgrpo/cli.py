@@ -207,6 +207,8 @@ def evaluate(
                                           )] = "pixels",
     rlg: Annotated[str | None, typer.Option(metavar="W|W,W", help=f"{RLG} Several: each is told and rlg.png shows "
                                             "the rewards over them.")] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Pictures per call of the pipeline; several give the same pictures "
+                                       "to rounding, sooner.")] = 1,
 ) -> None:
     """Score a model on a suite of prompts, by several rewards, and against its base."""
     weights = _weights(rlg)
@@ -215,7 +217,7 @@ def evaluate(
 
     names = [name.strip() for name in rewards.split(",") if name.strip()]
     results = evaluation.evaluate(source, suite, names, output, lora=lora, base=base, samples=samples, steps=steps,
-                                  guidance=guidance, seed=seed, features=features, rlg=weights)
+                                  guidance=guidance, seed=seed, features=features, rlg=weights, batch=batch)
     if results:  # of several processes the first has them
         findings.show(results)
         written = ["table.md", "results.json", "grid.png", *(["rlg.png"] if len(weights) > 1 else [])]

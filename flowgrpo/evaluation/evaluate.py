@@ -20,11 +20,13 @@ from tqdm import tqdm
 
 from flowgrpo import rewards
 from flowgrpo.config import Config
+from flowgrpo.data import Prompt
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation import compare, findings, held_out, sweep
 from flowgrpo.evaluation.grid import Row, draw_grid
 from flowgrpo.evaluation.ledger import Ledger, Place
 from flowgrpo.evaluation.suites import Suite, load_suite
+from flowgrpo.evaluation.together import Together
 from flowgrpo.processes import Processes
 from flowgrpo.reward_rule import WatchRule
 from flowgrpo.rewards import guards, pairwise
@@ -66,7 +68,8 @@ class Plan:
 
 def evaluate(source: str, suite: str, names: Sequence[str], output: str | Path, *, lora: str | Path | None = None,
              base: bool = False, samples: int = 1, steps: int | None = None, guidance: float | None = None,
-             seed: int = 0, features: str | Callable = "pixels", rlg: Sequence[float] = ()) -> dict[str, Any]:
+             seed: int = 0, features: str | Callable = "pixels", rlg: Sequence[float] = (),
+             batch: int = 1) -> dict[str, Any]:
     """Draw a suite, score it, and write pictures, `results.json`, `table.md` and `grid.png` to the folder `output`;
     returns the results.
 
@@ -76,8 +79,9 @@ def evaluate(source: str, suite: str, names: Sequence[str], output: str | Path, 
     prompt; features: what the distance of a prompt's pictures is taken of, as of `rewards.guards.Diversity`. rlg: draw
     the tuned pictures with base + rlg * (tuned - base); of several numbers each is drawn, and `rlg.png` shows the
     rewards over them.
-    A picture depends on the seed, the number of its prompt and its number among the prompt's, and on nothing else.
-    UserError for what cannot be loaded, and for a folder that holds another evaluation.
+    A picture depends on the seed, the number of its prompt and its number among the prompt's, and on nothing else; with
+    a `batch` of several pictures per call of the pipeline, to rounding. UserError for what cannot be loaded, and for a
+    folder that holds another evaluation.
     """
     plan = make_plan(source, lora, base, samples, steps, guidance, seed, rlg)
     chosen, functions = load_suite(suite), _functions(plan.config, names)
@@ -91,7 +95,7 @@ def evaluate(source: str, suite: str, names: Sequence[str], output: str | Path, 
     processes.wait()  # what is left to do is the same for all: nobody writes before all have read
     if processes.first:
         ledger.settle(settings)
-    failed = _make(plan, chosen, functions, ledger, known, processes)
+    failed = _make(plan, chosen, functions, ledger, known, processes, batch)
     if not processes.first:
         return {}
     return _finish(plan, chosen, list(functions), ledger, failed, guards.extractor(features))
@@ -148,19 +152,22 @@ def _processes() -> Processes:
 # --- drawing and scoring ---------------------------------------------------------------------------------------------
 
 def _make(plan: Plan, suite: Suite, functions: dict[str, Any], ledger: Ledger, known: dict[Place, dict[str, float]],
-          processes: Processes) -> dict[str, int]:
+          processes: Processes, batch: int) -> dict[str, int]:
     """Draw and score what is not there yet. Returns on how many pictures each reward failed, of all processes."""
-    painter, tally = Painter(plan, processes.device), rewards.Tally()
+    painter, tally, at_once = Painter(plan, processes.device), rewards.Tally(), max(AT_ONCE, batch)
     for arm in plan.arms:
         places = [Place(arm, i, k) for i in range(len(suite.cases)) for k in range(plan.samples)]
         own = processes.own([place for place in places if not functions.keys() <= known.get(place, {}).keys()])
         with processes.together(), tqdm(total=len(own), desc=f"{suite.name}, {arm}", unit="picture", leave=False,
                                         disable=None if processes.first else True) as bar:
-            for start in range(0, len(own), AT_ONCE):
-                some = own[start:start + AT_ONCE]
-                for place in some:
-                    if not ledger.picture(place).is_file():
-                        ledger.save(place, painter.draw(arm, suite.cases[place.prompt].prompt, place))
+            for start in range(0, len(own), at_once):
+                some = own[start:start + at_once]
+                missing = [place for place in some if not ledger.picture(place).is_file()]
+                for first in range(0, len(missing), batch):
+                    places = missing[first:first + batch]
+                    drawn = painter.draw(arm, [suite.cases[place.prompt].prompt for place in places], places)
+                    for place, picture in zip(places, drawn):
+                        ledger.save(place, picture)
                 _score(some, suite, functions, ledger, known, tally)
                 bar.update(len(some))
     return dict(zip(functions, processes.total([tally.failed[name] for name in functions])))
@@ -184,10 +191,10 @@ class Painter:
 
     def __init__(self, plan: Plan, device: torch.device):
         self.plan, self.device, self.pipe, self.tuned, self.branches = plan, device, None, False, None
-        self.seed_of = seeder(plan.seed, 0)
+        self.seed_of, self.together = seeder(plan.seed, 0), Together()
 
-    def draw(self, arm: str, prompt: Any, place: Place) -> torch.Tensor:
-        """A picture [3, H, W] or clip [F, 3, H, W] in [0, 1]."""
+    def draw(self, arm: str, prompts: Sequence[Prompt], places: Sequence[Place]) -> list[torch.Tensor]:
+        """Pictures [3, H, W] or clips [F, 3, H, W] in [0, 1]."""
         if self.pipe is None:
             config = self.plan.config
             self.pipe = compare.make_pipeline(self.plan.model, config.precision if config else "bf16",
@@ -197,8 +204,8 @@ class Painter:
             self._tune()
         assert weight or not self.tuned or self.branches, "what was loaded into the pipeline does not leave it"
         with self.branches.at(weight) if self.branches else contextlib.nullcontext():
-            return compare.draw_one(self.pipe, prompt, self.seed_of(place.prompt, place.sample), self.plan.asked,
-                                    self.plan.negative)
+            return self.together.draw(self.pipe, prompts, [self.seed_of(each.prompt, each.sample) for each in places],
+                                      self.plan.asked, self.plan.negative)
 
     def _tune(self) -> None:
         self.tuned = True
