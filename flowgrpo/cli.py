@@ -375,6 +375,52 @@ def score(
 
 
 @app.command()
+def train_reward(
+    pairs: Annotated[Path, typer.Argument(metavar="PAIRS", help="A .jsonl file: in each line `prompt`, `chosen` and "
+                                          "`rejected` (pictures, relative to the file), and maybe `aspects`, an object "
+                                          "of names with chosen, rejected or tie.")],
+    output: Annotated[Path, typer.Option(help="The folder of the reward: --reward FOLDER, or FOLDER:ASPECT.")],
+    held_out: Annotated[str, typer.Option(metavar="SHARE|FILE", help="Pairs to measure with: a share of the prompts, "
+                                          "or another file of pairs.")] = "0.1",
+    text: Annotated[str, typer.Option(help="Whose text encoder the network begins with: starter (its little world's "
+                                           "words, 16 tokens), or a pipeline's folder or hub id.")] = "starter",
+    size: Annotated[int, typer.Option(min=16, help="Pixels per side that the network sees.")] = 128,
+    clip: Annotated[str | None, typer.Option(metavar="NAME", help="Another network: a head on this model of open_clip, "
+                                             "frozen; --text and --size are not used then.")] = None,
+    pretrained: Annotated[str | None, typer.Option(metavar="TAG|FILE", help="The weights of --clip.")] = None,
+    epochs: Annotated[int, typer.Option(min=1, help="At most.")] = 20,
+    patience: Annotated[int, typer.Option(min=1, help="Stop after so many epochs without a better accuracy on the "
+                                          "held-out pairs; the best epoch is kept.")] = 4,
+    batch: Annotated[int, typer.Option(min=1, help="Pairs per step.")] = 64,
+    lr: Annotated[float, typer.Option(min=0, help="Learning rate at its highest; it falls to 0.")] = 1e-3,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+    bf16: Annotated[bool, typer.Option("--bf16", help="Train in bfloat16; scores are float32 all the same.")] = False,
+    device: Annotated[str | None, typer.Option(help="Without: a GPU where there is one.")] = None,
+) -> None:
+    """Train a reward from pairs of pictures, one of them preferred (Bradley-Terry), with one or several aspects."""
+    from flowgrpo import preference_pairs
+
+    sides = preference_pairs.split(preference_pairs.load_pairs(pairs), _share_or_file(held_out))
+    preference_pairs.aspects(*sides)  # mistakes are told before torch is loaded
+    from flowgrpo import preference_training as training
+
+    found = training.train(*sides, output, training.Settings(
+        text=text, size=size, clip=clip, pretrained=pretrained, epochs=epochs, patience=patience, batch=batch, lr=lr,
+        seed=seed, bf16=bf16, device=device))
+    _table(["aspect", "accuracy", "95 %", "prompts"],
+           [[name, f"{each.mean:.3f}", f"{each.low:.3f} to {each.high:.3f}", str(each.prompts)]
+            for name, each in found.items()])
+    typer.echo(f"Of the held-out pairs, which chose the epoch too. Use it as --reward {output}")
+
+
+def _share_or_file(text: str) -> float | str:
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+@app.command()
 def serve_reward(
     name: Annotated[str, typer.Argument(metavar="NAME", help="A reward's name, or path/to/file.py:function.")],
     host: Annotated[str, typer.Option(help="Where to listen; 0.0.0.0 is every network of this machine.")] = "127.0.0.1",

@@ -7,6 +7,7 @@ does not apply to that sample. A name is one of
 - a name given by `@flowgrpo.reward("name")`,
 - a built-in reward,
 - `path/to/file.py:function`,
+- a folder that `flowgrpo train-reward` wrote, or `folder:aspect` (preference.py),
 - `http://host:port/NAME`, of a server (client.py, server.py),
 - an entry point in the group `flowgrpo.rewards`.
 

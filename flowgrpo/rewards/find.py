@@ -1,4 +1,4 @@
-"""Rewards by their name: registered, built in, in a file, or in a package that is installed."""
+"""Rewards by their name: registered, built in, in a file, a trained one's folder, or in a package that is installed."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from flowgrpo.rewards import client
 from flowgrpo.rewards.failures import guarded
 
 GROUP = "flowgrpo.rewards"
+TRAINED = "reward.json"  # what makes a folder a reward
 BUILT_IN = {
     "scene": "flowgrpo.rewards.scene:scene",
     "scene_graded": "flowgrpo.rewards.scene:scene_graded",
@@ -135,7 +136,7 @@ def locate(name: str) -> Any:
         return _from_file(name)
     if name in _entry_points():
         return guarded(f"reward {name!r} does not import", _entry_points()[name].load)
-    raise UserError(f"unknown reward {name!r}{nearest(name, names())} (or path/to/file.py:function)")
+    return _from_folder(name)
 
 
 def _is_made(found: Any) -> bool:
@@ -157,6 +158,18 @@ def _require_arguments(name: str, found: Any, arguments: dict[str, Any]) -> None
 
 def _entry_points() -> dict[str, EntryPoint]:
     return {point.name: point for point in entry_points(group=GROUP)}
+
+
+def _from_folder(name: str) -> Any:
+    """`folder` or `folder:aspect`, of what `flowgrpo train-reward` wrote."""
+    for folder, aspect in ((name, None), name.rpartition(":")[::2]):
+        if folder and (Path(folder) / TRAINED).is_file():
+            from flowgrpo.rewards import preference
+
+            return preference.named(Path(folder), aspect)
+    if Path(name).is_dir():
+        raise UserError(f"reward {name!r}: no {TRAINED} in it: expected one of `flowgrpo train-reward`")
+    raise UserError(f"unknown reward {name!r}{nearest(name, names())} (or path/to/file.py:function)")
 
 
 def _from_file(name: str) -> Any:
