@@ -1,4 +1,4 @@
-"""What a run's KL holds the policy to, and how strongly, from epoch to epoch."""
+"""What a run's KL holds the policy to, and how strongly, from epoch to epoch; some surrogates compare with it too."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class Anchor:
         self.known = {}
 
     def scores(self, part: Part, replay: Replay) -> list[Scored]:
-        """The reference's scores of a part's transitions, where this epoch's KL asks for them."""
-        if not self.kl.weight:
+        """The reference's scores of a part's transitions, where this epoch's KL or the surrogate asks for them."""
+        if not self.kl.weight and not self.method.compares_with_reference:
             return []
         if id(part) in self.known:
             return self.known[id(part)]
@@ -50,14 +50,15 @@ class Anchor:
         """After an epoch's last update: remember its mean KL, if it was `measured`, and set up the next reference.
         Returns the KL's metrics."""
         self.known = {}  # not to be held through the next rollout
+        if regularises(self.method.kl):
+            self.memory["kl"] = {"weight": self.kl.weight, "measured": measured}
+        self.held = self.next(self.held, epoch + 1)
         if not regularises(self.method.kl):
             return {}
-        self.memory["kl"] = {"weight": self.kl.weight, "measured": measured}
-        self.held = self.next(self.held, epoch + 1)
         return {"kl_weight": self.kl.weight}
 
     def next(self, held: list[Snapshot], epoch: int) -> list[Snapshot]:
-        """The snapshots that an epoch's KL holds to, from those held before and the weights it starts with."""
-        if not regularises(self.method.kl):
+        """The snapshots that make an epoch's reference, from those held before and the weights it starts with."""
+        if not regularises(self.method.kl) and not self.method.compares_with_reference:
             return []
         return self.method.reference(held, self.policy.weights.snapshot, epoch)

@@ -51,7 +51,7 @@ class FirstRatio:
         return parts
 
     def _again(self, parts, conditioning) -> list[Part]:
-        with self.processes.together():
+        with self.processes.together(), self.explorer.lagging.old():
             return [rescored(part, self.explorer.replay(part, conditioning)) for part in parts]
 
     def _largest(self, parts, conditioning) -> float:

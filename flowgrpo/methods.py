@@ -15,11 +15,23 @@ from typing import Any
 import torch
 
 from flowgrpo import (
-    advantages, baselines, influence, layer_tuning, objectives, reductions, references, schedules, selection, shaping)
+    advantages,
+    baselines,
+    forward_objectives,
+    influence,
+    lag,
+    layer_tuning,
+    objectives,
+    reductions,
+    references,
+    schedules,
+    selection,
+    shaping,
+)
 from flowgrpo.config import Config, nearest
 from flowgrpo.errors import UserError
 from flowgrpo.gaussian import log_prob
-from flowgrpo.samplers import kernels, plans, preview, solvers, tokens
+from flowgrpo.samplers import forward, kernels, plans, preview, solvers, tokens
 from flowgrpo.samplers.grids import compress_tail, shifted
 from flowgrpo.samplers.rollout import Exploration
 
@@ -37,10 +49,11 @@ class Method:
     roots: initial noises per prompt, from which its samples grow (1: all share it, None: each has its own);
     strides: granularities of the grid behind the last split; preview: how initial noises are chosen;
     shaping: what becomes of the rewards before they are compared; kl: the regulariser, and reference: whose policy it
-    holds to; reduction: what the loss is a mean over; tuning: a supervised term towards the best sample.
+    holds to; reduction: what the loss is a mean over; tuning: a supervised term towards the best sample; times: when
+    finals are noised and trained in place of recorded steps; lag: how slowly the old policy follows.
 
-    Of a language model the kernel is a `tokens.Decoding`, and plan, solver, tail, roots, strides and preview, which are
-    about steps of denoising, are not read.
+    Of a language model the kernel is a `tokens.Decoding`, and plan, solver, tail, roots, strides, preview and times,
+    which are about denoising, are not read.
     """
 
     kernel: Any = kernels.FlowSDE(0.7)
@@ -60,6 +73,8 @@ class Method:
     kl: Any = objectives.GaussianKL(0.0)
     reference: Any = references.Base()
     tuning: Any = layer_tuning.LayerTuning()
+    times: Any = forward.Recorded()
+    lag: Any = lag.Lag()
 
     def __post_init__(self) -> None:
         if not 0 < self.tail <= 1:
@@ -77,6 +92,9 @@ class Method:
             return self
         if process == "flow":
             return self._with_form({there: here for here, there in _FORMS.items()})
+        if not isinstance(self.times, forward.Recorded):
+            raise UserError(f"this model is variance-preserving (it predicts noise or v), but {self.times} noises the "
+                            "finals of flow matching alone: use a method that trains recorded steps, such as ddpo")
         takes = {"kernel": (type(self.kernel) in (*_FORMS, *_FORMS.values()), "{type: FlowDDIM, eta: 1.0}"),
                  "solver": (isinstance(self.solver, solvers.Euler), "{type: Euler}"),
                  "tail": (self.tail == 1, "1.0"), "strides": (max(self.strides) == 1, "[1]"),
@@ -103,19 +121,31 @@ class Method:
         planned = self.plan(len(grid) - 1, epoch, seed)
         found = []
         for schedule in (planned,) if isinstance(planned, plans.Schedule) else planned:
-            own = grid if self.tail == 1 else compress_tail(grid, schedule.stochastic[-1] + 1, self.tail, shift)
+            settled = max(schedule.stochastic, default=-1) + 1
+            own = grid if self.tail == 1 else compress_tail(grid, settled, self.tail, shift)
             # Where the schedule says how states split, what is missing to the group are initial noises of their own.
             roots = self.roots or max(1, group // math.prod(schedule.children))
             found.append(Exploration(own, schedule, self.kernel, self.solver, group, roots, self.strides,
                                      self.reads_means, timesteps))
         return found
 
+    def noised(self, grid: torch.Tensor, group: int, epoch: int, seed: int) -> Exploration | None:
+        """When an epoch noises its finals; None where it trains recorded steps. ValueError where no time is left."""
+        times = self.times(grid, epoch, seed)
+        return None if times is None else forward.exploration(times, group, self.solver, self.reads_means)
+
+    @property
+    def compares_with_reference(self) -> bool:
+        """True where the surrogate reads the reference's scores, whatever the KL."""
+        return getattr(self.surrogate, "of_reference", False)
+
     @property
     def reads_means(self) -> bool:
         """True where the loss needs the transitions' means, not their log-probabilities alone."""
         of_means = isinstance(self.kl, (objectives.GaussianKL, objectives.OutputError))
         return (of_means and objectives.regularises(self.kl) or isinstance(self.log_ratio, objectives.Guard)
-                or isinstance(self.surrogate, objectives.DivergenceMask) or self.tuning.weight > 0)
+                or isinstance(self.surrogate, objectives.DivergenceMask) or self.tuning.weight > 0
+                or getattr(self.surrogate, "of_means", False))
 
 
 def flow_grpo(method: Method = Method()) -> Method:
@@ -247,8 +277,7 @@ def b2_diffurl(method: Method = Method()) -> Method:
 def sol_rl(method: Method = Method()) -> Method:
     """Sol-RL over a host: a rollout from the noises whose cheap previews scored best and worst (2604.06916).
 
-    The host's samples each start from a noise of their own and do not branch. The paper trains with DiffusionNFT, this
-    with the host's clipped objective.
+    The host's samples each start from a noise of their own and do not branch. As published: sol_rl+diffusion_nft.
     """
     return replace(method, preview=preview.Preview(pool=48, steps=4), roots=None)
 
@@ -304,13 +333,62 @@ def remax(method: Method = Method()) -> Method:
     """ReMax: REINFORCE on whole completions, each compared with the prompt's greedy one (2310.10505)."""
     return replace(rloo(method), kernel=tokens.Decoding(greedy=1), advantage=baselines.First(),
                    selection=selection.ButFirst())
+def diffusion_nft(method: Method = Method()) -> Method:
+    """DiffusionNFT: good samples pull the velocity at their noised finals, bad ones push it away (2509.16117).
+
+    The old policy lags behind and draws the samples.
+    """
+    return _forward(method, forward.GridTimes(share=0.99), surrogate=forward_objectives.NegativeAware(),
+                    lag=lag.Lag(slope=0.001, most=0.5), kl=objectives.OutputError(1e-4))
+
+
+def awm(method: Method = Method()) -> Method:
+    """AWM: the matching error of noised finals as log-probability, weighted by the advantage (2509.25050).
+
+    The paper divides its advantages by 5: loss and KL weight are five times its own here.
+    """
+    return _forward(method, forward.GridTimes(every=2, start=1, share=0.9), surrogate=objectives.Clip(1.0, 1.0),
+                    log_ratio=forward_objectives.Matching(0.25), step_weight=objectives.Sigma(),
+                    kl=objectives.OutputError(0.005))
+
+
+def dgpo(method: Method = Method()) -> Method:
+    """DGPO: noised finals of a group preferred to each other as a whole, against the reference (2510.08425).
+
+    At high noise alone, with one noise per group and time.
+    """
+    return _forward(method, forward.GridTimes(every=2, share=0.7, shared=True),
+                    surrogate=forward_objectives.GroupPreference(),
+                    lag=lag.Lag(slope=0.001, most=0.3, draws=False), kl=objectives.OutputError(0.001))
+
+
+def crd(method: Method = Method()) -> Method:
+    """CRD: the implicit reward of noised finals, centred in the group, regressed on the reward (2603.14128).
+
+    The old policy lags behind and draws the samples.
+    """
+    return _forward(method, forward.GridTimes(share=0.99), surrogate=forward_objectives.CentredReward(),
+                    lag=lag.Lag(start=0.25, slope=0.005, most=0.999), kl=objectives.OutputError(0.05))
+
+
+def diffusion_dpo(method: Method = Method()) -> Method:
+    """Diffusion-DPO: online, the best of a group preferred to its worst, at noised finals (2311.12908)."""
+    return _forward(method, forward.Stratified(4), surrogate=forward_objectives.Preference(),
+                    selection=selection.BestWorst(2), kl=objectives.OutputError(0.0))
+
+
+def _forward(method: Method, times: Any, **parts: Any) -> Method:
+    """A method of noised finals: rollouts without noise, each from its own, and what `parts` say."""
+    usual = {"plan": plans.NoSteps(), "roots": None, "log_ratio": forward_objectives.Matching(), "lag": lag.Lag(),
+             "advantage": advantages.Advantage(scale="batch", order="rewards"), "step_weight": objectives.Uniform()}
+    return replace(method, times=times, **usual | parts)
 
 
 PRESETS: dict[str, Callable[..., Method]] = {
     preset.__name__: preset for preset in (
         flow_grpo, flow_grpo_fast, dance_grpo, ddpo, mix_grpo, mix_grpo_flash, grpo_guard, flow_dppo, tempflow_grpo,
-        granular_grpo, branch_grpo, tree_rpo, pref_grpo, b2_diffurl, sol_rl,
-        grpo, dr_grpo, dapo, gspo, cispo, rloo, reinforce_pp, remax)}
+        granular_grpo, branch_grpo, tree_rpo, pref_grpo, b2_diffurl, sol_rl, diffusion_nft, awm, dgpo, crd,
+        diffusion_dpo, grpo, dr_grpo, dapo, gspo, cispo, rloo, reinforce_pp, remax)}
 
 
 def for_tokens(method: Method) -> bool:
@@ -333,12 +411,13 @@ def preset(*names: str) -> Method:
     return method
 
 
-_MODULES = (kernels, tokens, plans, solvers, selection, objectives, reductions, layer_tuning, schedules, references,
-            advantages, baselines, influence, shaping, preview)
+_MODULES = (kernels, tokens, plans, solvers, selection, objectives, reductions, layer_tuning, forward_objectives,
+            schedules, references, advantages, baselines, influence, shaping, preview, forward, lag)
 _TYPES = {cls.__name__: cls for module in _MODULES for cls in vars(module).values()
           if dataclasses.is_dataclass(cls) and cls.__module__ == module.__name__ and cls is not plans.Schedule}
 # Of parts that take each other's place.
-_HOMES = {baselines: advantages, influence: advantages, layer_tuning: objectives, tokens: kernels}
+_HOMES = {baselines: advantages, influence: advantages, layer_tuning: objectives, forward_objectives: objectives,
+          tokens: kernels}
 _KIND = {cls: _HOMES.get(module, module).__name__ for module in _MODULES
          for cls in vars(module).values() if cls in _TYPES.values() and cls.__module__ == module.__name__}
 
@@ -398,7 +477,9 @@ def resolve(config: Config, process: str = "flow") -> Method:
     try:
         if isinstance(method.surrogate, objectives.DynamicClip):
             raise ValueError("the surrogate DynamicClip reads probabilities of tokens, not densities: use Clip")
-        if not isinstance(method.reference, references.Base) and not objectives.regularises(method.kl):
+        _require_decisions(method, method.noised(grid, train.group, 0, config.seed))
+        if not isinstance(method.reference, references.Base) and not objectives.regularises(method.kl) \
+                and not method.compares_with_reference:
             raise ValueError(f"the reference {type(method.reference).__name__} is read by a KL alone, whose weight is "
                              "0: set parts.kl.weight")
         method.selection(torch.zeros(1, train.group))
@@ -423,3 +504,15 @@ def _on_tokens(method: Method, config: Config) -> Method:
         raise UserError(f"method {config.method} with train.group {config.train.group} and parts {config.parts}: "
                         f"{error}") from None
     return method
+
+
+def _require_decisions(method: Method, noised: Exploration | None) -> None:
+    """ValueError where what is trained and what the loss reads do not go together."""
+    if noised is None and isinstance(method.plan, plans.NoSteps):
+        raise ValueError("the plan NoSteps records no step to be trained: set parts.times, or another plan")
+    if noised is None and isinstance(method.surrogate, forward_objectives.OfNoised):
+        raise ValueError(f"the surrogate {type(method.surrogate).__name__} reads noised finals, but times is Recorded: "
+                         "set parts.times, such as {type: GridTimes}")
+    if noised is not None and (method.strides != (1,) or method.tuning.weight):
+        raise ValueError(f"strides are {list(method.strides)} and tuning.weight {method.tuning.weight}, but noised "
+                         "finals have neither granularities nor a best path: expected [1] and 0")

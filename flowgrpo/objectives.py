@@ -224,6 +224,14 @@ class InverseDelta:
 
 
 @dataclass(frozen=True)
+class Sigma:
+    """Weight grid[i], the time t of step i, [K] (AWM, 2509.25050, its code)."""
+
+    def __call__(self, kernel: Callable, grid: Tensor, steps: Sequence[int]) -> Tensor:
+        return grid[list(steps)]
+
+
+@dataclass(frozen=True)
 class NoiseLevel:
     """Weight std_i / mean(std), [K], std_i the deviation of step i, with a schedule's factor on its noise: mean 1 over
     the trained steps (TempFlow-GRPO, 2508.04324, whose released constants 1/mean(std) are 2.25 for SD3.5 and 1.73 for

@@ -33,10 +33,11 @@ def save(trainer: Trainer, folder: Path) -> None:
     if trainer.processes.first:
         tensors = {f"weights/{k}": v for k, v in trainer.policy.weights.named.items()}
         tensors |= {f"ema/{k}": v for k, v in (trainer.ema or {}).items()}
+        tensors |= {f"old/{k}": v for k, v in (trainer.explorer.lagging.held or {}).items()}
         tensors |= {f"best/{k}": v for k, v in trainer.best.weights.items()}
         tensors |= {f"reference{i}/{k}": v for i, each in enumerate(trainer.anchor.held) for k, v in each.items()}
         tensors |= {f"optimizer/{k}": v for k, v in checkpoint.optimizer_tensors(trainer.optimizer).items()}
-        told = trainer.marked | {"best": trainer.best.state()}
+        told = trainer.marked | {"best": trainer.best.state(), "old_epoch": trainer.explorer.lagging.epoch}
         checkpoint.save(folder / "checkpoints", trainer.epoch, tensors, told, trainer.config.train.keep)
     trainer.processes.wait()  # a process that left would have the others ended, in the midst of writing
 
@@ -57,6 +58,7 @@ def restore(trainer: Trainer, folder: Path) -> None:
     checkpoint.load_optimizer(trainer.optimizer, taken["optimizer"])
     if trainer.ema is not None:
         trainer.ema = taken["ema"] or weights.snapshot()
+    trainer.explorer.lagging.restore(taken["old"], state.get("old_epoch", 0))
     trainer.best.restore(state.get("best", {}), taken["best"])
     kept = [taken[f"reference{i}"] for i in range(sum(room.startswith("reference") for room in taken))]
     if anchor.held:  # the reference is one that keeps snapshots

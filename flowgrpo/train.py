@@ -26,7 +26,6 @@ from flowgrpo.evaluation.album import Extremes
 from flowgrpo.first_ratio import FirstRatio
 from flowgrpo.geometry import geometry
 from flowgrpo.log import Clock, Log, Stats
-from flowgrpo.objectives import beside
 from flowgrpo.optimizer import make_optimizer
 from flowgrpo.policies.build import make_explorer
 from flowgrpo.processes import Processes
@@ -177,12 +176,13 @@ class Trainer:
         """
         method, kl, device = self.method, self.anchor.kl, self.policy.device
         reference = self.anchor.scores(part, lambda part: self.explorer.replay(part, conditioning))
+        beside = self.explorer.beside(part, conditioning, reference)
         for batch, (k, rows, new) in enumerate(self.explorer.replay(part, conditioning)):
             taken, advantage = part.transitions[k], part.advantages[k][rows, None].to(device)
             old = taken.old.rows(rows).to(device)
-            log_ratio, read = method.log_ratio(new, old), beside(method.surrogate, new, old)
+            log_ratio, read = method.log_ratio(new, old), beside(batch, k, rows, new, old)
             loss = method.surrogate(log_ratio, advantage, read) * weights[taken.step]
-            penalty = kl(new, reference[batch].to(device)) if reference else None
+            penalty = kl(new, reference[batch].to(device)) if kl.weight else None
             loss = loss if penalty is None else loss + penalty
             if taken.goal is not None:
                 loss = loss + method.tuning(new, taken.goal.rows(rows).to(device))

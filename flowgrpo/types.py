@@ -142,6 +142,38 @@ class Completions:
         return self if keep.all() else Completions(self.ids[keep], self.prompts[keep], self.old.rows(keep))
 
 
+@dataclass(frozen=True, eq=False)
+class Peers:
+    """All samples at one time of a forward process, for a loss that compares those of a group: gap [m], what it
+    compares, without a gradient; advantage [m]; group: int64 [m], equal where samples have the same prompt."""
+
+    gap: Tensor
+    advantage: Tensor
+    group: Tensor
+
+    def beside(self, rows: Tensor) -> Tensor:
+        """Who is in the group of the samples `rows` [b], themselves included: bool [b, m]."""
+        return self.group[rows][:, None] == self.group
+
+
+@dataclass(frozen=True, eq=False)
+class Noised:
+    """What the loss of a forward process reads of b noised samples at one time.
+
+    time: sigma; new, old, reference: Scored [b, 1], whose means, where the loss asks for them, are velocities; target:
+    [b, *D], the noise less the data; rows: int64 [b], where the samples are among their `peers`. reference and peers:
+    None where the loss does not ask for them.
+    """
+
+    time: float
+    new: Scored
+    old: Scored
+    target: Tensor
+    rows: Tensor
+    reference: Scored | None = None
+    peers: Peers | None = None
+
+
 @dataclass(eq=False)
 class Context:
     """What the parts of a method may read beside rewards.

@@ -48,8 +48,11 @@ def epoch_cost(config: Config, epoch: int) -> int:
     """Denoiser evaluations of one epoch without rescoring, on a pipeline that doubles its batch under guidance."""
     method, train = methods.resolve(config), config.train
     explorations = method.explorations(shifted(train.steps, train.shift), train.group, train.shift, epoch, config.seed)
-    passes = train.inner_epochs * (2 if method.kl.weight else 1) + (epoch == 0)
-    spent = cost.rollout(explorations, train.prompts) + cost.update(explorations, train.prompts, passes)
+    noised = method.noised(shifted(train.steps, train.shift), train.group, epoch, config.seed)
+    reads = 1 + (method.kl.weight > 0 or method.compares_with_reference)
+    passes = train.inner_epochs * reads + (epoch == 0) + (noised is not None)  # the old scores of noised finals
+    spent = cost.rollout(explorations, train.prompts)
+    spent += cost.update([noised] if noised else explorations, train.prompts, passes)
     spent += cost.preview(method.preview, train.prompts)
     return (2 if train.guidance > 1 else 1) * spent
 

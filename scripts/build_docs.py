@@ -160,7 +160,9 @@ PLACES = {"kernel": "the Gaussian transition of a step that draws noise; of a la
           "kl.schedule": "what becomes of the regulariser's weight from epoch to epoch",
           "reference": "the policy that the regulariser holds to",
           "tuning": "a supervised term towards the best sample",
-          "preview": "how initial noises are chosen"}
+          "preview": "how initial noises are chosen",
+          "times": "when finals are noised and trained in place of recorded steps",
+          "lag": "how slowly the old policy follows"}
 PAPER = re.compile(r"\b\d{4}\.\d{5}\b")
 
 

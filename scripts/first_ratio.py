@@ -1,4 +1,4 @@
-"""The largest |log ratio| before the first update, of every preset in fp32 and bf16, as a markdown table.
+"""The largest |log ratio| before the first update, in fp32 and bf16, of every preset that records steps, as a table.
 
     python scripts/first_ratio.py
 
@@ -17,12 +17,13 @@ import torch
 from common import RECIPE, make_trainer, options
 
 from flowgrpo.config import load
-from flowgrpo.methods import suited
+from flowgrpo.methods import preset, suited
+from flowgrpo.samplers.forward import Recorded
 from flowgrpo.samplers.rollout import explore, seeder
 from flowgrpo.train import Trainer
 
 OVER = {"grpo_guard": "mix_grpo+grpo_guard", "flow_dppo": "flow_grpo+flow_dppo", "sol_rl": "flow_grpo+sol_rl"}
-METHODS = [OVER.get(name, name) for name in suited("flow")]
+METHODS = [OVER.get(name, name) for name in suited("flow") if preset(name).times == Recorded()]
 PRECISIONS = ("fp32", "bf16")
 
 

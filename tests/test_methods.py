@@ -74,6 +74,7 @@ def test_published_defaults_of_language_models(name):
                 "advantage": Advantage(scale, order, clamp=math.inf) if scale else None}
     expected |= OTHER_OF_TOKENS.get(name, {})
     assert {key: getattr(preset(name), key) for key in expected} == expected
+NOISED = {"diffusion_nft", "awm", "dgpo", "crd", "diffusion_dpo"}  # of noised finals: tests/test_forward.py
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -89,7 +90,7 @@ def test_published_defaults(name):
 
 
 def test_every_preset_has_its_defaults_published_here():
-    assert set(suited("flow")) == {*PUBLISHED, *OVERLAYS}
+    assert set(suited("flow")) == {*PUBLISHED, *OVERLAYS, *NOISED}
     assert set(suited("tokens")) == set(OF_TOKENS)
 
 
@@ -199,7 +200,8 @@ def loss(name: str) -> float:
 
 @pytest.fixture(scope="module")
 def losses():
-    names = (*PUBLISHED, "mix_grpo+sol_rl", "flow_grpo+flow_dppo", *(f"{name}+grpo_guard" for name in PUBLISHED))
+    names = (*PUBLISHED, "mix_grpo+sol_rl", "flow_grpo+flow_dppo", *NOISED,
+             *(f"{name}+grpo_guard" for name in PUBLISHED))
     return {name: loss(name) for name in names}
 
 
@@ -209,6 +211,7 @@ def losses():
     ("granular_grpo", "mix_grpo"),
     ("pref_grpo", "flow_grpo"), ("tree_rpo", "branch_grpo"), ("b2_diffurl", "ddpo"), ("mix_grpo+sol_rl", "mix_grpo"),
     ("flow_grpo+flow_dppo", "flow_grpo"),
+    ("awm", "flow_grpo"), *((name, "awm") for name in sorted(NOISED - {"awm"})),
     *((f"{name}+grpo_guard", name) for name in PUBLISHED),
 ])
 def test_every_presets_loss_differs_from_its_parents(losses, child, parent):

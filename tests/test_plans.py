@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from flowgrpo.samplers.plans import ORDERS, AllSteps, RandomSubset, Schedule, Single, Sliding
+from flowgrpo.samplers.plans import ORDERS, AllSteps, NoSteps, RandomSubset, Schedule, Single, Sliding
 
 
 def firsts(plan: Sliding, steps: int, epochs: int) -> list[int]:
@@ -17,6 +17,10 @@ def firsts(plan: Sliding, steps: int, epochs: int) -> list[int]:
 def test_all_steps_leave_out_the_last():
     assert AllSteps()(5, epoch=3, seed=0) == Schedule((0, 1, 2, 3), (0, 1, 2, 3))
     assert AllSteps()(2, epoch=0, seed=0) == Schedule((0,), (0,))
+
+
+def test_no_steps():
+    assert NoSteps()(5, epoch=3, seed=0) == Schedule((), ())
 
 
 def test_single():
@@ -146,7 +150,7 @@ def test_impossible_fractions_are_refused(fraction):
 
 
 @pytest.mark.parametrize(
-    ("stochastic", "trained"), [((), ()), ((0, 1), ()), ((0,), (1,)), ((1, 0), (0,)), ((0, 0), (0,)), ((-1,), (-1,))]
+    ("stochastic", "trained"), [((0, 1), ()), ((), (0,)), ((0,), (1,)), ((1, 0), (0,)), ((0, 0), (0,)), ((-1,), (-1,))]
 )
 def test_a_schedule_checks_itself(stochastic, trained):
     with pytest.raises(ValueError, match="steps"):

@@ -41,9 +41,14 @@ CASES = {
     "tempflow_grpo": dict(method="tempflow_grpo"),  # several explorations of a prompt, weights of the epoch's steps
     "mix_grpo+sol_rl": dict(method="mix_grpo+sol_rl", parts__preview={"pool": 6, "steps": 2}),
     "lopsided": dict(method="flow_grpo", parts__selection={"type": "DropZeroVariance"}, train__updates=2),
+    # Finals noised at more times than the rollout has steps, whose groups are cut and so looked at before.
+    "noised": dict(method="diffusion_nft", train__updates=2),
+    "noised lopsided": dict(method="dgpo", parts__selection={"type": "DropZeroVariance"}, train__micro_batch=2,
+                            parts__times={"type": "Stratified", "count": 7, "shared": True}),
 }
 # With weights that are shared out, whoever has less to replay goes with the other.
-CASES |= {f"sharded {case}": CASES[case] | {"memory__shard": True} for case in ("mix_grpo", "flow_grpo", "lopsided")}
+CASES |= {f"sharded {case}": CASES[case] | {"memory__shard": True}
+          for case in ("mix_grpo", "flow_grpo", "lopsided", "noised lopsided")}
 CASES["sharded mix_grpo"] |= {"train__checkpointing": True}
 EPOCHS = 2
 REWARD = '''

@@ -11,17 +11,19 @@ from typing import Any
 
 import torch
 
+from flowgrpo.beside import Beside
 from flowgrpo.config import Config
 from flowgrpo.data import Prompt
 from flowgrpo.errors import UserError
 from flowgrpo.geometry import Geometry
+from flowgrpo.lag import Lagging
 from flowgrpo.log import Clock
 from flowgrpo.methods import Method
 from flowgrpo.policies.conditioning import Conditioning, Encoder
 from flowgrpo.policies.pipeline import PipelinePolicy
 from flowgrpo.policies.quantised import quantised, require_torchao
 from flowgrpo.processes import Processes
-from flowgrpo.samplers import cost
+from flowgrpo.samplers import cost, forward
 from flowgrpo.samplers.preview import chosen, contrasting, previews, require_choice
 from flowgrpo.samplers.rollout import Exploration, Part, Seed, explore, make_grid, replay, seeder
 from flowgrpo.types import Scored
@@ -44,6 +46,7 @@ class Explorer:
         self.encode = Encoder(policy, Path(config.cache) if config.cache else None)
         self.grid, self.timesteps = self.make_grid(config.train.steps)
         self.rollout_evaluations = self.saved_evaluations = 0
+        self.lagging = Lagging(method.lag, policy.weights)
         if method.preview:
             require_choice(self.explorations(0), method.preview.pool)
             require_torchao(method.preview.precision)
@@ -67,6 +70,10 @@ class Explorer:
         train = self.config.train
         return self.method.explorations(self.grid, train.group, train.shift, epoch, self.config.seed, self.timesteps)
 
+    def noised(self, epoch: int) -> Exploration | None:
+        """The times at which an epoch's finals are noised and trained; None where its recorded steps are."""
+        return self.method.noised(self.grid, self.config.train.group, epoch, self.config.seed)
+
     def seeds(self, epoch: int) -> Seed:
         """An epoch's seeds: of the first of one's own prompts, by its place among those of all processes."""
         seed, first = seeder(self.config.seed, epoch), self.processes.rank * self.geometry.prompts
@@ -76,19 +83,34 @@ class Explorer:
         """Sample a group per prompt: the parts as they are finished, each with its pictures [b,...] on the CPU, once
         per granularity. judge: the total reward, by which a method with previews chooses its initial noises."""
         seed, explorations = self.seeds(epoch), self.explorations(epoch)
+        self.lagging.begin(epoch)
         if self.method.preview:
-            seed = self.preview(conditioning, seed, judge)
+            with self.lagging.drawing():
+                seed = self.preview(conditioning, seed, judge)
         before = self.policy.evaluations
         parts = explore(self.policy, conditioning, explorations, self.geometry.micro_batch, seed)
         while True:
-            with self.clock("rollout"):
+            with self.clock("rollout"), self.lagging.drawing():
                 part = next(parts, None)
             if part is None:
                 break
+            sampled = self.policy.evaluations
+            part = self._trained(part, conditioning, epoch, seed)
+            before += self.policy.evaluations - sampled  # they are the update's
             with self.clock("decode"):
                 pictures = [self.decode(final, conditioning.rows(part.prompts)) for final in part.finals]
             yield part, pictures
         self._count(self.policy.evaluations - before, explorations)
+
+    def _trained(self, part: Part, conditioning: Conditioning, epoch: int, seed: Seed) -> Part:
+        """The part with what the method trains: its recorded steps, or its finals, noised and scored by the old
+        policy."""
+        times = self.noised(epoch)
+        if times is None:
+            return part
+        with self.clock("update"), self.lagging.old():
+            return forward.noised(self.policy, conditioning, part, times, self.geometry.micro_batch, seed,
+                                  self.method.times.shared, self.config.train.pack)
 
     def preview(self, conditioning: Conditioning, seed: Seed, judge: Judge) -> Seed:
         """The seeds of the noises whose cheap previews score best and worst."""
@@ -118,16 +140,26 @@ class Explorer:
         """What the present weights make of a part's transitions: (place in `part.transitions`, rows of it, scores)."""
         return replay(self.policy, conditioning, part, self.geometry.micro_batch, self.config.train.pack)
 
+    def beside(self, part: Part, conditioning: Conditioning, reference: list[Scored]) -> Beside:
+        """What the surrogate reads beside ratio and advantage, in every batch of the part's replay."""
+        most = max(len(taken.parent) for taken in part.transitions)
+        cut = most > self.geometry.micro_batch or self.config.train.pack
+        with self.policy.sampling():
+            return Beside(self.method.surrogate, part, reference, self.policy.device,
+                          (lambda: self.replay(part, conditioning)) if cut else None)
+
     def step_weights(self, parts: list[Part], epoch: int) -> dict[int, float]:
         """The method's weight of every step of the grid that the epoch trains, however the parts are dealt out."""
+        times = self.noised(epoch)
+        grid, explorations = (self.grid, self.explorations(epoch)) if times is None else (times.grid, [times])
         own = {step for part in parts for step in part.exploration.schedule.trained}
-        trained = self.processes.total([step in own for step in range(len(self.grid) - 1)])
+        trained = self.processes.total([step in own for step in range(len(grid) - 1)])
         steps = [step for step, count in enumerate(trained) if count]
         if not steps:
             return {}
-        of = {step: exploration for exploration in self.explorations(epoch) for step in exploration.schedule.trained}
+        of = {step: exploration for exploration in explorations for step in exploration.schedule.trained}
 
         def transition(x: Any, v: Any, grid: Any, i: int) -> Any:  # with the plan's factor on the noise of that step
             return of[i].transition(x, v, grid, i)
 
-        return dict(zip(steps, self.method.step_weight(transition, self.grid, steps).tolist()))
+        return dict(zip(steps, self.method.step_weight(transition, grid, steps).tolist()))

@@ -105,6 +105,9 @@ def _recorded(policy, config: Config) -> int:
     method = methods.resolve(config, policy.process)
     grid, timesteps = make_grid(train.grid, train.steps, train.shift, policy.stock, policy.strength)
     explorations = method.explorations(grid, train.group, train.shift, 0, config.seed, timesteps)
+    noised = method.noised(grid, train.group, 0, config.seed)
+    if noised is not None:  # its states, targets and old velocities, and the finals of the part that is sampled
+        return train.prompts * train.group * (len(noised.schedule.trained) * (2 + noised.keep_means) + 1)
     return train.prompts * sum(_per_group(each) for each in explorations)
 
 

@@ -324,6 +324,8 @@ class PipelinePolicy:
         velocity, or of a variance-preserving process, which needs its timesteps [T], the noise.
 
         step: or one per row, int64 [B], where the pipeline takes a `vector`."""
+        if self._row:  # who accompanies this step elsewhere does so on its grid
+            self._row = *self._row[:2], replace(self._row[2], grid=grid, timesteps=timesteps)
         self._announce(sharded.TRAIN if torch.is_grad_enabled() else sharded.LOOK, step)
         return self._replay(conditioning, x, grid, step, timesteps)
 

@@ -6,9 +6,11 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from flowgrpo.beside import Beside
 from flowgrpo.config import Config
 from flowgrpo.data import Prompt
 from flowgrpo.geometry import Geometry
+from flowgrpo.lag import Lagging
 from flowgrpo.log import Clock
 from flowgrpo.methods import Method
 from flowgrpo.policies.causal_lm import Asked, CausalLM, Sampled
@@ -29,6 +31,7 @@ class TextExplorer:
         self.processes, self.clock = processes, clock
         self.encode = policy.encode
         self.rollout_evaluations = self.saved_evaluations = 0
+        self.lagging = Lagging(method.lag, policy.weights)
 
     def conditioning(self, batch: list[Prompt]) -> Asked:
         """The tokens of these prompts."""
@@ -66,6 +69,10 @@ class TextExplorer:
             rows = slice(start, start + self.geometry.micro_batch)
             yield 0, rows, self.policy.log_probs(asked, taken.prompts[rows], taken.ids[rows], taken.old.mask[rows],
                                                  self.method.kernel)
+
+    def beside(self, part: Part, asked: Asked, reference: list[Scored]) -> Beside:
+        """What the surrogate reads beside ratio and advantage."""
+        return Beside(self.method.surrogate, part, reference, self.policy.device)
 
     def step_weights(self, parts: list[Part], epoch: int) -> dict[int, float]:
         """Tokens are one step."""

@@ -3,7 +3,7 @@
 A plan that explores a prompt in several ways in one epoch returns a tuple of schedules. A plan is a pure function of
 its arguments, so a resumed run needs no state. Steps are grid indices 0 to T-1 (T = `steps`). No plan draws noise on
 the last step, T-1: noise added there stays in the picture as grain, and its deviation can vanish. Settings that leave
-nothing to train raise ValueError.
+nothing to train raise ValueError; NoSteps is for methods that train something else.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ ORDERS = ("progressive", "random", "decay", "exp_decay", "frozen")
 
 @dataclass(frozen=True)
 class Schedule:
-    """The steps of one rollout that draw noise, and those of them that are trained; both sorted, neither empty.
+    """The steps of one rollout that draw noise, and those of them that are trained; both sorted. Where any draws noise,
+    one at least is trained.
 
     children: into how many every state splits at each stochastic step, 1 where it goes on alone; empty: the group parts
     at the first one. noise: factors on the kernel's noise, one per stochastic step; empty: 1.
@@ -38,7 +39,7 @@ class Schedule:
                                  "stochastic step")
         for name in ("stochastic", "trained"):
             steps = getattr(self, name)
-            if not steps or list(steps) != sorted(set(steps)) or steps[0] < 0:
+            if not steps and self.stochastic or list(steps) != sorted(set(steps)) or min(steps, default=0) < 0:
                 raise ValueError(f"{name} steps are {steps}, expected at least one, sorted, from 0 up")
         if extra := sorted(set(self.trained) - set(self.stochastic)):
             raise ValueError(f"steps {extra} are trained but draw no noise: add them to the stochastic steps")
@@ -68,6 +69,15 @@ class RandomSubset:
         every = range(_trainable(steps))
         count = max(1, int(len(every) * self.fraction))
         return Schedule(tuple(every), tuple(sorted(_draw(seed, epoch).sample(every, count))))
+
+
+@dataclass(frozen=True)
+class NoSteps:
+    """No step draws noise, and none is trained: rollouts by the solver alone, for methods that train on noised finals
+    (`times`)."""
+
+    def __call__(self, steps: int, epoch: int, seed: int) -> Schedule:
+        return Schedule((), ())
 
 
 @dataclass(frozen=True)

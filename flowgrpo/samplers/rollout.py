@@ -71,17 +71,17 @@ class Exploration:
         schedule = self.schedule
         if schedule.children:
             return {step: n for step, n in zip(schedule.stochastic, schedule.children) if n > 1}
-        return {schedule.stochastic[0]: self.group // self.roots} if self.roots < self.group else {}
+        return {step: self.group // self.roots for step in schedule.stochastic[:1] if self.roots < self.group}
 
     @property
     def trunk(self) -> int:
         """How many steps come before the first split and before all noise: the same for every schedule of a prompt."""
-        return min(next(iter(self.splits), 0), self.schedule.stochastic[0])
+        return min((next(iter(self.splits), 0), *self.schedule.stochastic[:1]))
 
     @property
     def settled(self) -> int:
         """The first step behind all noise, and so behind all splits: from here on the granularities differ."""
-        return self.schedule.stochastic[-1] + 1
+        return max(self.schedule.stochastic, default=-1) + 1
 
     def transition(self, x: torch.Tensor, v: torch.Tensor, grid: torch.Tensor, i: int) -> Gaussian:
         """The kernel's transition, with the schedule's factor on the noise of that step."""

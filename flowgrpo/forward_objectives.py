@@ -1,0 +1,195 @@
+"""Losses of forward-process methods: how well the model predicts the velocity of its own noised samples.
+
+e = mean((v - u)^2), the error at a sample's target u = noise - data, is -2 log N(u; v, 1) less a constant: a better fit
+is a likelier sample. All are per decision, [B, 1], as the surrogates of `objectives`, and are called alike; what they
+call old is a `Noised`. Samples of a group meet in `Peers`, without a gradient: a sample's own place in the group's loss
+has the whole gradient, so that a micro-batch may hold a part of the group.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import softplus
+
+from flowgrpo.objectives import _cut
+from flowgrpo.types import Noised, Scored
+
+LEAST = 1e-5  # of a self-normalised error's weight
+
+
+def error(scored: Scored) -> Tensor:
+    """mean((v - u)^2) of a score under N(v, 1): [B, 1]."""
+    return -2 * scored.logp - math.log(2 * math.pi)
+
+
+@dataclass(frozen=True)
+class Matching:
+    """The log-ratio f(e_old) - f(e_new) of noised samples, [B, 1], f(e) = ((e + 1e-10)^power - 1e-10^power) / power.
+
+    power 1 is the plain error; 0.25, with a step weight t, the "ghuber" of AWM (2509.25050, its code).
+    """
+
+    power: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.power <= 1:
+            raise ValueError(f"Matching: power is {self.power}, expected above 0 and at most 1")
+
+    def __call__(self, new: Scored, old: Scored) -> Tensor:
+        return self._of(error(old)) - self._of(error(new))
+
+    def _of(self, value: Tensor) -> Tensor:
+        return value if self.power == 1 else (value.clamp(min=0) + 1e-10).pow(self.power) / self.power
+
+
+class OfNoised:
+    """A surrogate of noised samples alone. of_means: it reads velocities; of_reference: the reference's score;
+    of_groups: the `gap` of the samples of a group, gap(noised) -> [b, 1]."""
+
+    low = high = math.inf  # no range of the ratio
+    of_means = of_reference = of_groups = False
+
+    def clipped(self, log_ratio: Tensor, advantage: Tensor, old: Noised | None = None) -> Tensor:
+        return torch.zeros_like(log_ratio, dtype=torch.bool)
+
+
+@dataclass(frozen=True)
+class NegativeAware(OfNoised):
+    """The loss of DiffusionNFT (2509.16117 and its code), most/beta * (r l(v+) + (1 - r) l(v-)): [B, 1].
+
+    r = A / (2 most) + 1/2 within 0 to 1; v+ = v_old + beta (v - v_old), v- = v_old - beta (v - v_old); l(v) is the mean
+    squared error of the data x_t - t v that a velocity predicts over its mean absolute error, which is detached and at
+    least 1e-5. Good samples pull v towards their target, bad ones push it away; without an advantage the gradient at
+    v = v_old is 0.
+    """
+
+    beta: float = 1.0
+    most: float = 5.0
+    of_means = True
+
+    def __post_init__(self) -> None:
+        _require_positive(self, beta=self.beta, most=self.most)
+
+    def __call__(self, log_ratio: Tensor, advantage: Tensor, old: Noised | None = None) -> Tensor:
+        target, before = old.target[:, None], old.old.mean
+        moved, good = self.beta * (old.new.mean - before), goodness(advantage, self.most)
+        towards, away = (_normalised(old.time * (v - target)) for v in (before + moved, before - moved))
+        return self.most / self.beta * (good * towards + (1 - good) * away)
+
+
+@dataclass(frozen=True)
+class CentredReward(OfNoised):
+    """The loss of CRD (2603.14128, as in Flow-Factory), most/beta * (beta (R - mean R) - (r - mean r))^2: [B, 1].
+
+    R = l(v_old) - l(v), the implicit reward, l(v) = e / w with w = mean|v - u|, detached and at least 1e-5; r = A /
+    (2 most) + 1/2 within 0 to 1; means over the group. Where residuals add up to 0, as they do, a mean without a
+    gradient changes no gradient.
+    """
+
+    beta: float = 1.0
+    most: float = 5.0
+    of_means = of_groups = True
+
+    def __post_init__(self) -> None:
+        _require_positive(self, beta=self.beta, most=self.most)
+
+    def gap(self, noised: Noised) -> Tensor:
+        now, before = (_normalised(each.mean - noised.target[:, None]) for each in (noised.new, noised.old))
+        return before - now
+
+    def __call__(self, log_ratio: Tensor, advantage: Tensor, old: Noised | None = None) -> Tensor:
+        group = old.peers.beside(old.rows)
+        reward = self.gap(old) - _mean(group, old.peers.gap)
+        wanted = goodness(advantage, self.most) - _mean(group, goodness(old.peers.advantage, self.most))
+        return self.most / self.beta * (self.beta * reward - wanted).square()
+
+
+@dataclass(frozen=True)
+class GroupPreference(OfNoised):
+    """The loss of DGPO (2510.08425 and its code), W A e: [B, 1], without a gradient where exp(e_old - e) has left
+    1 - low to 1 + high on the side that A pushes it to.
+
+    W = sigmoid(beta * mean over the group of A (e - e_reference)), one number per group and time, detached: near 0
+    where the good samples are already better matched than by the reference, and the bad ones worse.
+    """
+
+    beta: float = 100.0
+    low: float = 0.05
+    high: float = 0.05
+    of_reference = of_groups = True
+
+    def __post_init__(self) -> None:
+        _require_positive(self, beta=self.beta)
+        if not 0 <= self.low <= 1 or not self.high >= 0:
+            raise ValueError(f"GroupPreference: low is {self.low} and high {self.high}, expected 0 to 1 and 0 or more")
+
+    def gap(self, noised: Noised) -> Tensor:
+        return error(noised.new) - error(noised.reference)
+
+    def __call__(self, log_ratio: Tensor, advantage: Tensor, old: Noised | None = None) -> Tensor:
+        own = error(old.new)
+        own = torch.where(self.clipped(log_ratio, advantage), own.detach(), own)
+        return self.weight(old) * advantage * own
+
+    def weight(self, noised: Noised) -> Tensor:
+        """W of every sample's group: [b, 1]."""
+        peers = noised.peers
+        return torch.sigmoid(self.beta * _mean(peers.beside(noised.rows), peers.advantage * peers.gap))
+
+    def clipped(self, log_ratio: Tensor, advantage: Tensor, old: Noised | None = None) -> Tensor:
+        return _cut(log_ratio.detach().expm1(), advantage, -self.low, self.high)
+
+
+@dataclass(frozen=True)
+class Preference(OfNoised):
+    """The loss of Diffusion-DPO (2311.12908 and its code), -log sigmoid(-beta/2 (d_w - d_l)), of the pairs of a group:
+    [B, 1].
+
+    d = e - e_reference, w the sample of the larger advantage and l the other, at one time; beta counts for mean errors.
+    A pair of equal advantages has the value log 2 and no gradient. A sample's value is the mean over its pairs; the
+    mean over the samples is that over the pairs, and so is its gradient.
+    """
+
+    beta: float = 100.0
+    of_reference = of_groups = True
+
+    def __post_init__(self) -> None:
+        _require_positive(self, beta=self.beta)
+
+    def gap(self, noised: Noised) -> Tensor:
+        return error(noised.new) - error(noised.reference)
+
+    def __call__(self, log_ratio: Tensor, advantage: Tensor, old: Noised | None = None) -> Tensor:
+        peers = old.peers
+        others = peers.beside(old.rows) & (old.rows[:, None] != torch.arange(len(peers.gap), device=old.rows.device))
+        sign = (advantage - peers.advantage).sign()
+        each = softplus(sign * self.beta / 2 * (self.gap(old) - peers.gap))
+        value = (each * others).sum(1, keepdim=True) / others.sum(1, keepdim=True).clamp(min=1)
+        return 2 * value - value.detach()  # half of a pair's gradient is its partner's
+
+
+def goodness(advantage: Tensor, most: float) -> Tensor:
+    """The advantage as a share of good: 0 at -most, 1/2 at 0, 1 at most."""
+    return (advantage / (2 * most) + 0.5).clamp(0, 1)
+
+
+def _normalised(apart: Tensor) -> Tensor:
+    """The mean square over the mean absolute value, which is detached and at least LEAST, of values [B, 1, *D]:
+    [B, 1]."""
+    apart = apart.flatten(2)
+    return apart.square().mean(2) / apart.detach().abs().mean(2).clamp(min=LEAST)
+
+
+def _mean(group: Tensor, values: Tensor) -> Tensor:
+    """The mean of values [m] over each row's group, bool [b, m]: [b, 1]."""
+    return (group * values).sum(1, keepdim=True) / group.sum(1, keepdim=True)
+
+
+def _require_positive(part: OfNoised, **fields: float) -> None:
+    for name, value in fields.items():
+        if not value > 0:
+            raise ValueError(f"{type(part).__name__}: {name} is {value}, expected above 0")

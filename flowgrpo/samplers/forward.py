@@ -1,0 +1,135 @@
+"""Noised finals: the recorded decisions of forward-process methods (DiffusionNFT, AWM, DGPO, CRD, Diffusion-DPO).
+
+After a rollout by any solver the final state x0 of every leaf is noised at the epoch's times t, x_t = (1-t) x0 + t eps,
+and the model's velocity there is compared with its target eps - x0. Written as a transition, "from x_t to eps - x0"
+under N(v, 1), it is recorded, replayed and scored like any other.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flowgrpo.samplers.plans import Schedule
+from flowgrpo.samplers.rollout import Exploration, Part, Seed, replay, rescored
+from flowgrpo.samplers.scheduler import Noise
+from flowgrpo.types import Gaussian, Scored, Transitions, wide
+
+# Times are called as times(grid, epoch, seed) -> falling times [K] in the grid's dtype, the same on all processes;
+# `shared`: whether the samples of a group are noised with one noise.
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """No times: what is trained are the stochastic steps that the rollout recorded."""
+
+    shared = False
+
+    def __call__(self, grid: Tensor, epoch: int, seed: int) -> None:
+        return None
+
+
+@dataclass(frozen=True)
+class GridTimes:
+    """Sigmas of the rollout's own grid, where the sampler asks the model: one of every `every` steps, drawn anew each
+    epoch, of steps `start` to int(share * T) - 1 of T.
+
+    share: above 0 and at most 1, the noisy side of the grid; shared: one noise for the samples of a group (DGPO,
+    2510.08425).
+    """
+
+    every: int = 1
+    start: int = 0
+    share: float = 1.0
+    shared: bool = False
+
+    def __post_init__(self) -> None:
+        if self.every < 1 or self.start < 0 or not 0 < self.share <= 1:
+            raise ValueError(f"GridTimes: every is {self.every}, start {self.start} and share {self.share}, expected "
+                             "1 or more, 0 or more, and above 0 and at most 1")
+
+    def __call__(self, grid: Tensor, epoch: int, seed: int) -> Tensor:
+        stop, steps = int(self.share * (len(grid) - 1)), len(grid) - 1
+        if stop <= self.start:
+            raise ValueError(f"GridTimes: start {self.start} and share {self.share} leave none of {steps} steps: take "
+                             "an earlier start, a larger share or more steps")
+        draw = random.Random(f"times/{seed}/{epoch}")
+        return grid[[draw.choice(range(stop)[at:at + self.every]) for at in range(self.start, stop, self.every)]]
+
+
+@dataclass(frozen=True)
+class Stratified:
+    """`count` times between `low` and `high`, one drawn uniformly in each of as many equal slices, anew each epoch.
+
+    0 <= low < high <= 1; shared: one noise for the samples of a group.
+    """
+
+    count: int = 4
+    low: float = 0.0
+    high: float = 1.0
+    shared: bool = False
+
+    def __post_init__(self) -> None:
+        if self.count < 1 or not 0 <= self.low < self.high <= 1:
+            raise ValueError(f"Stratified: count is {self.count}, low {self.low} and high {self.high}, expected 1 or "
+                             "more, and 0 <= low < high <= 1")
+
+    def __call__(self, grid: Tensor, epoch: int, seed: int) -> Tensor:
+        draw = random.Random(f"times/{seed}/{epoch}")
+        places = [(k + draw.random()) / self.count for k in range(self.count)]
+        return self.high - (self.high - self.low) * torch.tensor(places, dtype=grid.dtype)
+
+
+def matching(x: Tensor, v: Tensor, grid: Tensor, i: int) -> Gaussian:
+    """The kernel of noised finals, N(v, 1): its log-density at a target u is -mean((v - u)^2) / 2 - log(2 pi) / 2."""
+    (v,) = wide(v)
+    return Gaussian(v, torch.ones((), dtype=v.dtype))
+
+
+def noised(policy, conditioning, part: Part, exploration: Exploration, micro_batch: int, seed: Seed, shared: bool,
+           pack: bool = False) -> Part:
+    """The part with the finals noised at the times of `exploration` (its grid without the last entry) in place of its
+    recorded steps, and with their old scores under the policy's present weights.
+
+    seed: of the leaves, as in the rollout; their noise is another draw. Each leaf has its own at every time, or with
+    `shared` that of its group.
+    """
+    (x0,), group = part.finals, exploration.group
+    leaves = [-1 if shared else row % group for row in range(len(x0))]
+    noise = Noise(policy.generators(_forked(seed(int(p), leaf)) for p, leaf in zip(part.prompts, leaves, strict=True)))
+    rows, means = torch.arange(len(x0)), exploration.keep_means
+    transitions = tuple(_noised(k, *states, part.prompts, rows, means) for k, states in enumerate(
+        _states(x0, noise(x0), t, policy.states) for t in exploration.grid[:-1].tolist()))
+    part = replace(part, exploration=exploration, transitions=transitions)
+    with policy.sampling():
+        return rescored(part, replay(policy, conditioning, part, micro_batch, pack))
+
+
+def _states(x0: Tensor, noise: Tensor, t: float, device: torch.device) -> tuple[Tensor, Tensor]:
+    """x_t and its target, [b,*D], rounded as the network sees them, where recorded states wait."""
+    clean = x0.float()
+    return tuple(state.to(x0.dtype).to(device) for state in ((1 - t) * clean + t * noise, noise - clean))
+
+
+def _noised(k: int, x: Tensor, target: Tensor, prompts: Tensor, rows: Tensor, means: bool) -> Transitions:
+    """The transitions of the k-th time, not yet scored."""
+    logp = torch.zeros(len(x), 1)
+    unscored = Scored(logp, torch.ones_like(logp, dtype=torch.bool), target[:, None] if means else None)
+    return Transitions(k, x, prompts, rows, target, unscored)
+
+
+def exploration(times: Tensor, group: int, solver: Callable, keep_means: bool) -> Exploration:
+    """Noised finals as an exploration: a grid of the times, at each of which every leaf has one transition."""
+    every = tuple(range(len(times)))
+    return Exploration(torch.cat([times, times.new_zeros(1)]), Schedule(every, every), matching, solver, group, group,
+                       keep_means=keep_means)
+
+
+def _forked(seed: int) -> int:
+    """Another seed that only this one leads to."""
+    return int(np.random.SeedSequence((seed, 1)).generate_state(1, np.uint64)[0] >> 1)
