@@ -114,7 +114,8 @@ class GroupPreference(OfNoised):
     1 - low to 1 + high on the side that A pushes it to.
 
     W = sigmoid(beta * mean over the group of A (e - e_reference)), one number per group and time, detached: near 0
-    where the good samples are already better matched than by the reference, and the bad ones worse.
+    where the good samples are already better matched than by the reference, and the bad ones worse. The clip reads the
+    log-ratio of Matching(1).
     """
 
     beta: float = 100.0

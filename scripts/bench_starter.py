@@ -49,7 +49,8 @@ def epoch_cost(config: Config, epoch: int) -> int:
     method, train = methods.resolve(config), config.train
     explorations = method.explorations(shifted(train.steps, train.shift), train.group, train.shift, epoch, config.seed)
     noised = method.noised(shifted(train.steps, train.shift), train.group, epoch, config.seed)
-    reads = 1 + (method.kl.weight > 0 or method.compares_with_reference)
+    cut = getattr(method.surrogate, "of_groups", False) and (train.group > train.micro_batch or train.pack)
+    reads = 1 + (method.kl.weight > 0 or method.compares_with_reference) + cut
     passes = train.inner_epochs * reads + (epoch == 0) + (noised is not None)  # the old scores of noised finals
     spent = cost.rollout(explorations, train.prompts)
     spent += cost.update([noised] if noised else explorations, train.prompts, passes)

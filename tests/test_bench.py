@@ -34,7 +34,7 @@ def bright(images, prompts):
 @pytest.mark.parametrize("method, guidance, parts", [
     ("flow_grpo", 1.0, {}), ("flow_grpo_fast", 1.0, {}), ("dance_grpo", 1.0, {}), ("mix_grpo", 3.0, {}),
     ("mix_grpo", 1.0, {"plan": {"every": 1}}), ("mix_grpo_flash", 1.0, {"plan": {"every": 1}}),
-    ("mix_grpo+grpo_guard", 1.0, {}),
+    ("mix_grpo+grpo_guard", 1.0, {}), ("diffusion_nft", 1.0, {}), ("awm", 3.0, {}), ("dgpo", 1.0, {}),
 ])
 def test_a_run_costs_what_was_foretold(tmp_path, method, guidance, parts, micro_batch):
     settings = config(tmp_path, method, micro_batch, guidance, **parts)

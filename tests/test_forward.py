@@ -18,6 +18,7 @@ from flowgrpo.forward_objectives import CentredReward, GroupPreference, Matching
 from flowgrpo.lag import Lag, Lagging
 from flowgrpo.methods import preset, resolve, with_parts
 from flowgrpo.objectives import Clip, OutputError, Sigma, Uniform
+from flowgrpo.policies import memory
 from flowgrpo.samplers.forward import GridTimes, Recorded, Stratified, matching
 from flowgrpo.samplers.grids import shifted
 from flowgrpo.samplers.plans import NoSteps
@@ -243,6 +244,13 @@ def test_any_rollout_will_do():
     parts = trainer.sample(trainer.prompts[:2])[0]
     assert not torch.allclose(torch.cat([part.finals[0] for part in parts]), plain, atol=1e-2)
     assert all(len(part.transitions) == 5 for part in parts) and math.isfinite(trainer.run_epoch()["loss"])
+
+
+def test_what_noised_finals_hold_is_foretold():
+    trainer, parts = noised_parts()
+    held = [tensor for part in parts for taken in part.transitions
+            for tensor in (taken.x, taken.x_next, taken.old.mean)] + [part.finals[0] for part in parts]
+    assert sum(len(tensor) for tensor in held) == memory._recorded(trainer.policy, trainer.config) == 8 * (5 * 3 + 1)
 
 
 # --- runs ------------------------------------------------------------------------------------------------------------
