@@ -22,7 +22,9 @@ from flowgrpo.rewards.about import MODALITIES, About, about, require_modality
 from flowgrpo.rewards.compose import Composed, compose, require_routes, transformed
 from flowgrpo.rewards.failures import Failed, Tally
 from flowgrpo.rewards.find import BUILT_IN, GROUP, find, locate, names, reward, source
+from flowgrpo.rewards.gradient import differentiable, require_gradient, value
 from flowgrpo.rewards.score import score
 
-__all__ = ["BUILT_IN", "GROUP", "MODALITIES", "About", "Composed", "Failed", "Tally", "about", "compose", "find",
-           "locate", "names", "require_modality", "require_routes", "reward", "score", "source", "transformed"]
+__all__ = ["BUILT_IN", "GROUP", "MODALITIES", "About", "Composed", "Failed", "Tally", "about", "compose",
+           "differentiable", "find", "locate", "names", "require_gradient", "require_modality", "require_routes",
+           "reward", "score", "source", "transformed", "value"]

@@ -23,6 +23,7 @@ TRAINED = "reward.json"  # what makes a folder a reward
 BUILT_IN = {
     "scene": "flowgrpo.rewards.scene:scene",
     "scene_graded": "flowgrpo.rewards.scene:scene_graded",
+    "scene_soft": "flowgrpo.rewards.scene_soft:scene_soft",
     "motion": "flowgrpo.rewards.motion:motion",
     "motion_graded": "flowgrpo.rewards.motion:motion_graded",
     "appearance": "flowgrpo.rewards.motion:appearance",

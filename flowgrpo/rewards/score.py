@@ -91,7 +91,7 @@ def _ask(name: str, function: Callable[..., Any], batch: Batch, timeout: float |
     import torch
 
     on = f"on {len(batch.prompts)} samples (first prompt of the batch: {batch.prompts[0]!r})"
-    arguments = (batch.outputs, list(batch.prompts), list(batch.metadata))[:_arity(name, function)]
+    arguments = (batch.outputs, list(batch.prompts), list(batch.metadata))[:arity(name, function)]
 
     def call() -> Any:
         with torch.no_grad():  # here, because it holds for the thread that says it
@@ -100,7 +100,7 @@ def _ask(name: str, function: Callable[..., Any], batch: Batch, timeout: float |
     return _numbers(name, within(timeout, f"reward {name!r} hangs {on}", call), batch.prompts)
 
 
-def _arity(name: str, function: Callable[..., Any]) -> int:
+def arity(name: str, function: Callable[..., Any]) -> int:
     """3 where the reward takes (images, prompts, metadata), 2 where it takes (images, prompts)."""
     try:
         signature = inspect.signature(function)

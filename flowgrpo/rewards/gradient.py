@@ -1,0 +1,67 @@
+"""Rewards whose gradient can be followed: they say so, `differentiable = True`, by an attribute of function or class.
+
+Such a reward takes pictures [B, 3, H, W] (videos [B, F, 3, H, W]) as floats in [0, 1] that may carry a graph, on any
+device, and returns a tensor [B] that carries it on. Anywhere else it is a reward like all others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from flowgrpo.errors import UserError
+from flowgrpo.rewards.compose import Composed
+from flowgrpo.rewards.score import arity
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def differentiable(reward: Any) -> Any:
+    """Mark a reward, a function or a class, as one whose gradient can be followed (a decorator)."""
+    reward.differentiable = True
+    return reward
+
+
+def require_gradient(rewards: dict[str, Any]) -> None:
+    """UserError for the first reward whose gradient cannot be followed, or whose rule changes its scores afterwards."""
+    for name, reward in rewards.items():
+        function, rule = (reward.function, reward.rule) if isinstance(reward, Composed) else (reward, None)
+        if not getattr(function, "differentiable", False):
+            raise UserError(f"reward {name!r} is not differentiable, and this method follows a reward's gradient: "
+                            "choose one that is, such as scene_soft, or a method that needs none, such as mix_grpo")
+        if getattr(rule, "transform", ()):
+            raise UserError(f"reward {name!r} has a transform, which a method that follows its gradient does not see: "
+                            "take the transform away")
+
+
+def value(rewards: dict[str, Any], weights: dict[str, float], pictures: Tensor, prompts: Sequence[str],
+          metadata: Sequence[dict[str, Any]]) -> Tensor:
+    """The weighted sum [B] of differentiable rewards of pictures [B, ...], in one graph with them.
+
+    A reward whose rule leaves a sample out adds nothing there. UserError for what is no tensor [B] of finite numbers
+    with a gradient.
+    """
+    total = pictures.new_zeros(len(pictures))
+    for name, reward in rewards.items():
+        function, rule = (reward.function, reward.rule) if isinstance(reward, Composed) else (reward, None)
+        rows = [i for i, entry in enumerate(metadata) if rule is None or rule.applies(entry)]
+        if rows:
+            own = pictures[rows], [prompts[i] for i in rows], [metadata[i] for i in rows]
+            found = _checked(name, function(*own[:arity(name, function)]), own[0])
+            total = total.index_add(0, pictures.new_tensor(rows).long(), weights[name] * found.to(total))
+    return total
+
+
+def _checked(name: str, found: Any, pictures: Tensor) -> Tensor:
+    import torch
+
+    expected = f"expected a tensor of {len(pictures)} finite numbers that carries the pictures' graph"
+    if not torch.is_tensor(found) or found.shape != pictures.shape[:1]:
+        got = f"the shape {list(found.shape)}" if torch.is_tensor(found) else f"a {type(found).__name__}"
+        raise UserError(f"reward {name!r} is differentiable and returned {got}: {expected}")
+    if pictures.requires_grad and not found.requires_grad:
+        raise UserError(f"reward {name!r} is differentiable and returned numbers without a gradient: {expected}")
+    if not found.isfinite().all():
+        raise UserError(f"reward {name!r} is differentiable and returned NaN or an infinity: {expected}")
+    return found
