@@ -31,7 +31,7 @@ from flowgrpo import (
 from flowgrpo.config import Config, nearest
 from flowgrpo.errors import UserError
 from flowgrpo.gaussian import log_prob
-from flowgrpo.samplers import forward, kernels, plans, preview, solvers, tokens
+from flowgrpo.samplers import backprop, forward, kernels, plans, preview, solvers, tokens
 from flowgrpo.samplers.grids import compress_tail, shifted
 from flowgrpo.samplers.rollout import Exploration
 
@@ -50,10 +50,11 @@ class Method:
     strides: granularities of the grid behind the last split; preview: how initial noises are chosen;
     shaping: what becomes of the rewards before they are compared; kl: the regulariser, and reference: whose policy it
     holds to; reduction: what the loss is a mean over; tuning: a supervised term towards the best sample; times: when
-    finals are noised and trained in place of recorded steps; lag: how slowly the old policy follows.
+    finals are noised and trained in place of recorded steps; lag: how slowly the old policy follows; backprop: how the
+    steps from the plan's one on become the data whose reward's gradient is followed (None: none is).
 
-    Of a language model the kernel is a `tokens.Decoding`, and plan, solver, tail, roots, strides, preview and times,
-    which are about denoising, are not read.
+    Of a language model the kernel is a `tokens.Decoding`, and what is about denoising (plan, solver, tail, roots,
+    strides, preview, times, backprop) is not read.
     """
 
     kernel: Any = kernels.FlowSDE(0.7)
@@ -75,6 +76,7 @@ class Method:
     tuning: Any = layer_tuning.LayerTuning()
     times: Any = forward.Recorded()
     lag: Any = lag.Lag()
+    backprop: Any = None
 
     def __post_init__(self) -> None:
         if not 0 < self.tail <= 1:
@@ -138,6 +140,11 @@ class Method:
     def compares_with_reference(self) -> bool:
         """True where the surrogate reads the reference's scores, whatever the KL."""
         return getattr(self.surrogate, "of_reference", False)
+
+    @property
+    def records_steps(self) -> bool:
+        """True where what is trained are steps that a rollout recorded, by their log-probability."""
+        return self.backprop is None and isinstance(self.times, forward.Recorded)
 
     @property
     def reads_means(self) -> bool:
@@ -333,6 +340,8 @@ def remax(method: Method = Method()) -> Method:
     """ReMax: REINFORCE on whole completions, each compared with the prompt's greedy one (2310.10505)."""
     return replace(rloo(method), kernel=tokens.Decoding(greedy=1), advantage=baselines.First(),
                    selection=selection.ButFirst())
+
+
 def diffusion_nft(method: Method = Method()) -> Method:
     """DiffusionNFT: good samples pull the velocity at their noised finals, bad ones push it away (2509.16117).
 
@@ -384,11 +393,44 @@ def _forward(method: Method, times: Any, **parts: Any) -> Method:
     return replace(method, times=times, **usual | parts)
 
 
+def refl(method: Method = Method()) -> Method:
+    """ReFL: the reward's gradient through one late step and its prediction of the data (2304.05977, algorithm 1).
+
+    The released code adds the pre-training loss, and weighs this one 1e-3; Adam does not see the weight.
+    """
+    return replace(_backprop(method, backprop.OneStep()), plan=plans.LateStep(0.75), surrogate=objectives.Ascent(2.0))
+
+
+def draft(method: Method = Method()) -> Method:
+    """DRaFT-K: the reward's gradient through the last K steps of a deterministic rollout (2309.17400).
+
+    K is the plan's count: 1 here, and as many as there are steps for DRaFT.
+    """
+    return replace(_backprop(method, backprop.Unroll()), plan=plans.LastSteps(1))
+
+
+def alignprop(method: Method = Method()) -> Method:
+    """AlignProp: the reward's gradient through a random number of last steps of ancestral sampling (2310.03739).
+
+    The denoiser is checkpointed, step by step.
+    """
+    return replace(_backprop(method, backprop.Unroll(checkpointing=True)), plan=plans.RandomLast(0.16, 0.1),
+                   kernel=kernels.FlowDDIM(1.0))
+
+
+def _backprop(method: Method, ending: Any) -> Method:
+    """A method that follows the reward's gradient, on a deterministic rollout; what compares samples is not read."""
+    return replace(method, backprop=ending, kernel=kernels.FlowDDIM(0.0), roots=None, strides=(1,), tail=1.0,
+                   advantage=advantages.Advantage(scale="group", order="rewards"), log_ratio=objectives.PlainRatio(),
+                   surrogate=objectives.Ascent(), step_weight=objectives.Uniform(), kl=objectives.GaussianKL(0.0),
+                   tuning=layer_tuning.LayerTuning())
+
+
 PRESETS: dict[str, Callable[..., Method]] = {
     preset.__name__: preset for preset in (
         flow_grpo, flow_grpo_fast, dance_grpo, ddpo, mix_grpo, mix_grpo_flash, grpo_guard, flow_dppo, tempflow_grpo,
         granular_grpo, branch_grpo, tree_rpo, pref_grpo, b2_diffurl, sol_rl, diffusion_nft, awm, dgpo, crd,
-        diffusion_dpo, grpo, dr_grpo, dapo, gspo, cispo, rloo, reinforce_pp, remax)}
+        diffusion_dpo, refl, draft, alignprop, grpo, dr_grpo, dapo, gspo, cispo, rloo, reinforce_pp, remax)}
 
 
 def for_tokens(method: Method) -> bool:
@@ -412,9 +454,10 @@ def preset(*names: str) -> Method:
 
 
 _MODULES = (kernels, tokens, plans, solvers, selection, objectives, reductions, layer_tuning, forward_objectives,
-            schedules, references, advantages, baselines, influence, shaping, preview, forward, lag)
+            schedules, references, advantages, baselines, influence, shaping, preview, forward, lag, backprop)
+_RECORDS = (plans.Schedule, backprop.Unfinished, backprop.Valued)  # what parts return
 _TYPES = {cls.__name__: cls for module in _MODULES for cls in vars(module).values()
-          if dataclasses.is_dataclass(cls) and cls.__module__ == module.__name__ and cls is not plans.Schedule}
+          if dataclasses.is_dataclass(cls) and cls.__module__ == module.__name__ and cls not in _RECORDS}
 # Of parts that take each other's place.
 _HOMES = {baselines: advantages, influence: advantages, layer_tuning: objectives, forward_objectives: objectives,
           tokens: kernels}
@@ -483,7 +526,14 @@ def resolve(config: Config, process: str = "flow") -> Method:
             raise ValueError(f"the reference {type(method.reference).__name__} is read by a KL alone, whose weight is "
                              "0: set parts.kl.weight")
         method.selection(torch.zeros(1, train.group))
-        for exploration in method.explorations(grid, train.group, train.shift, 0, config.seed):
+        if method.backprop:
+            backprop.require(method)
+        elif isinstance(method.surrogate, objectives.Ascent):
+            raise ValueError("the surrogate Ascent follows a reward's gradient: set parts.backprop: {type: Unroll}")
+        explorations = method.explorations(grid, train.group, train.shift, 0, config.seed)
+        if method.backprop:
+            backprop.require_one_step(explorations)
+        for exploration in () if method.backprop else explorations:
             for step in exploration.schedule.trained:
                 log_prob(exploration.transition(x, x, exploration.grid, step), x)
     except (TypeError, ValueError) as error:

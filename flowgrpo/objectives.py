@@ -204,6 +204,24 @@ class Truncated:
 
 
 @dataclass(frozen=True)
+class Ascent:
+    """-R, the reward itself in place of an advantage, or with a margin max(margin - R, 0), which leaves alone what is
+    good enough (ReFL, 2304.05977: a margin of 2). For methods with `backprop`, whose scores are rewards."""
+
+    margin: float | None = None
+    low = high = math.inf  # no range of the ratio
+
+    def __call__(self, log_ratio: Tensor, advantage: Tensor, old: Tensor | None = None) -> Tensor:
+        assert old is not None, "Ascent needs the old reward of every sample"
+        reward = old + log_ratio
+        return -reward if self.margin is None else (self.margin - reward).clamp(min=0)
+
+    def clipped(self, log_ratio: Tensor, advantage: Tensor, old: Tensor | None = None) -> Tensor:
+        assert old is not None, "Ascent needs the old reward of every sample"
+        return old + log_ratio >= (math.inf if self.margin is None else self.margin)
+
+
+@dataclass(frozen=True)
 class Uniform:
     """Weight 1 for every step: `weight(kernel, grid, steps) -> [K]`, for the K steps that an epoch trains."""
 

@@ -57,6 +57,8 @@ def run(config: Config, resume: bool = False, *, pipe=None, functions: dict[str,
     sharded.require(config, method)
     train_rewards = rewards.compose(config.trained, config.cache, functions)
     pairwise.require(train_rewards, config.train.group, *([method.preview.pool] if method.preview else []))
+    if method.backprop:
+        rewards.require_gradient(train_rewards)
     further = rewards.compose(config.watched, config.cache, functions)
     measured = pairwise.measured(train_rewards, further)
     split = data.resolve(config) if prompts is None else data.split(prompts, config.held_out, data.SPLIT_SEED)

@@ -89,7 +89,8 @@ class Trainer:
         conditioning, parts, scores = self.explorer.conditioning(batch), [], []
         self.extremes = Extremes(list(self.rewards))
         with ThreadPoolExecutor(1) as pool:
-            for part, outputs in self.explorer.sample(conditioning, self.epoch, lambda *made: self.total(batch, *made)):
+            for part, outputs in self.explorer.sample(conditioning, self.epoch, lambda *made: self.total(batch, *made),
+                                                      lambda *made: self.value(batch, *made)):
                 self.stop.check()
                 parts.append(part)
                 scores += [pool.submit(self.judge, batch, part.prompts, each) for each in outputs]
@@ -115,6 +116,12 @@ class Trainer:
         """The weighted sum of rewards [P,group] of outputs [P*group,...]."""
         rows = torch.arange(len(batch)).repeat_interleave(group)
         return self.weighted(self.score(batch, rows, outputs, group).unflatten(0, (-1, group)))
+
+    def value(self, batch: list[data.Prompt], rows: torch.Tensor, pictures: torch.Tensor) -> torch.Tensor:
+        """The weighted sum of rewards [b] of pictures of the prompts `rows` [b], with its gradient."""
+        of = [batch[p] for p in rows]
+        return rewards.value(self.rewards, self.config.rewards, pictures, [p.text for p in of],
+                             [p.metadata for p in of])
 
     def weighted(self, scores: torch.Tensor) -> torch.Tensor:
         """The weighted sums [P,G] of scores [P,G,R], after the rewards' transforms."""

@@ -162,7 +162,8 @@ PLACES = {"kernel": "the Gaussian transition of a step that draws noise; of a la
           "tuning": "a supervised term towards the best sample",
           "preview": "how initial noises are chosen",
           "times": "when finals are noised and trained in place of recorded steps",
-          "lag": "how slowly the old policy follows"}
+          "lag": "how slowly the old policy follows",
+          "backprop": "how the last steps become data whose reward's gradient is followed"}
 PAPER = re.compile(r"\b\d{4}\.\d{5}\b")
 
 
@@ -237,6 +238,7 @@ def place(part: type) -> str:
     if part.__module__ == methods.tokens.__name__:
         return "kernel"
     taken = {name: arguments(default) for name, default in defaults.items() if dataclasses.is_dataclass(default)}
+    taken["backprop"] = arguments(methods.backprop.Unroll)  # without a default
     [key] = [name for name, those in taken.items() if those == arguments(part)]
     return key
 

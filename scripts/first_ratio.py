@@ -18,12 +18,11 @@ from common import RECIPE, make_trainer, options
 
 from flowgrpo.config import load
 from flowgrpo.methods import preset, suited
-from flowgrpo.samplers.forward import Recorded
 from flowgrpo.samplers.rollout import explore, seeder
 from flowgrpo.train import Trainer
 
 OVER = {"grpo_guard": "mix_grpo+grpo_guard", "flow_dppo": "flow_grpo+flow_dppo", "sol_rl": "flow_grpo+sol_rl"}
-METHODS = [OVER.get(name, name) for name in suited("flow") if preset(name).times == Recorded()]
+METHODS = [OVER.get(name, name) for name in suited("flow") if preset(name).records_steps]
 PRECISIONS = ("fp32", "bf16")
 
 

@@ -75,6 +75,7 @@ def test_published_defaults_of_language_models(name):
     expected |= OTHER_OF_TOKENS.get(name, {})
     assert {key: getattr(preset(name), key) for key in expected} == expected
 NOISED = {"diffusion_nft", "awm", "dgpo", "crd", "diffusion_dpo"}  # of noised finals: tests/test_forward.py
+GRADIENT = {"refl", "draft", "alignprop"}  # of a reward: see tests/test_backprop.py
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -90,7 +91,7 @@ def test_published_defaults(name):
 
 
 def test_every_preset_has_its_defaults_published_here():
-    assert set(suited("flow")) == {*PUBLISHED, *OVERLAYS, *NOISED}
+    assert set(suited("flow")) == {*PUBLISHED, *OVERLAYS, *NOISED, *GRADIENT}
     assert set(suited("tokens")) == set(OF_TOKENS)
 
 

@@ -15,7 +15,6 @@ from flowgrpo.errors import UserError
 from flowgrpo.methods import preset, suited
 from flowgrpo.policies.adapters import LORA_FILE
 from flowgrpo.policies.pipeline import Conditioning, PipelinePolicy
-from flowgrpo.samplers.forward import Recorded
 from flowgrpo.samplers.grids import shifted
 from flowgrpo.samplers.kernels import FlowSDE
 from flowgrpo.samplers.plans import Schedule
@@ -23,8 +22,8 @@ from flowgrpo.samplers.rollout import Exploration, explore, replay, seeder
 from flowgrpo.samplers.scheduler import Task
 from flowgrpo.samplers.solvers import Euler
 
-# Those that record steps; noised finals are met in tests/test_forward.py.
-METHODS = [*(name for name in suited("flow") if preset(name).times == Recorded()), "mix_grpo+grpo_guard"]
+# The others are met in tests/test_forward.py and tests/test_backprop.py.
+METHODS = [*(name for name in suited("flow") if preset(name).records_steps), "mix_grpo+grpo_guard"]
 ROWS = torch.tensor([0, 0, 1, 1])
 
 ROOM = {"train__steps": 11, "train__group": 16}  # that trees need for their splits

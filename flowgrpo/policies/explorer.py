@@ -23,7 +23,7 @@ from flowgrpo.policies.conditioning import Conditioning, Encoder
 from flowgrpo.policies.pipeline import PipelinePolicy
 from flowgrpo.policies.quantised import quantised, require_torchao
 from flowgrpo.processes import Processes
-from flowgrpo.samplers import cost, forward
+from flowgrpo.samplers import backprop, cost, forward
 from flowgrpo.samplers.preview import chosen, contrasting, previews, require_choice
 from flowgrpo.samplers.rollout import Exploration, Part, Seed, explore, make_grid, replay, seeder
 from flowgrpo.types import Scored
@@ -79,16 +79,18 @@ class Explorer:
         seed, first = seeder(self.config.seed, epoch), self.processes.rank * self.geometry.prompts
         return lambda prompt, sample: seed(first + prompt, sample)
 
-    def sample(self, conditioning: Conditioning, epoch: int, judge: Judge) -> Iterator[tuple[Part, list[torch.Tensor]]]:
+    def sample(self, conditioning: Conditioning, epoch: int, judge: Judge, value: backprop.Value | None = None
+               ) -> Iterator[tuple[Part, list[torch.Tensor]]]:
         """Sample a group per prompt: the parts as they are finished, each with its pictures [b,...] on the CPU, once
-        per granularity. judge: the total reward, by which a method with previews chooses its initial noises."""
+        per granularity. judge: the total reward, by which a method with previews chooses its initial noises; value: the
+        one whose gradient a method with `backprop` follows."""
         seed, explorations = self.seeds(epoch), self.explorations(epoch)
         self.lagging.begin(epoch)
         if self.method.preview:
             with self.lagging.drawing():
                 seed = self.preview(conditioning, seed, judge)
         before = self.policy.evaluations
-        parts = explore(self.policy, conditioning, explorations, self.geometry.micro_batch, seed)
+        parts = self.grow(conditioning, explorations, seed)
         while True:
             with self.clock("rollout"), self.lagging.drawing():
                 part = next(parts, None)
@@ -99,8 +101,19 @@ class Explorer:
             before += self.policy.evaluations - sampled  # they are the update's
             with self.clock("decode"):
                 pictures = [self.decode(final, conditioning.rows(part.prompts)) for final in part.finals]
+            if self.method.backprop:
+                with self.clock("reward"):
+                    part = backprop.valued(part, pictures[0], value, self.policy.device, self.geometry.micro_batch)
             yield part, pictures
         self._count(self.policy.evaluations - before, explorations)
+
+    def grow(self, conditioning: Conditioning, explorations: list[Exploration], seed: Seed) -> Iterator[Part]:
+        """The parts of an epoch, sampled as the method samples."""
+        if self.method.backprop is None:
+            return explore(self.policy, conditioning, explorations, self.geometry.micro_batch, seed)
+        [exploration] = explorations
+        return backprop.explore(self.policy, conditioning, exploration, self.method.backprop,
+                                self.geometry.micro_batch, seed)
 
     def _trained(self, part: Part, conditioning: Conditioning, epoch: int, seed: Seed) -> Part:
         """The part with what the method trains: its recorded steps, or its finals, noised and scored by the old
@@ -138,6 +151,8 @@ class Explorer:
 
     def replay(self, part: Part, conditioning: Conditioning) -> Iterator[tuple[int, torch.Tensor, Scored]]:
         """What the present weights make of a part's transitions: (place in `part.transitions`, rows of it, scores)."""
+        if self.method.backprop:
+            return backprop.replay(self.policy, conditioning, part, self.method.backprop, self.geometry.micro_batch)
         return replay(self.policy, conditioning, part, self.geometry.micro_batch, self.config.train.pack)
 
     def beside(self, part: Part, conditioning: Conditioning, reference: list[Scored]) -> Beside:

@@ -29,6 +29,7 @@ from flowgrpo.policies.frozen import Encoders, decode_in_parts, quantisation
 from flowgrpo.policies.loading import Idle
 from flowgrpo.policies.memo import Memo
 from flowgrpo.policies.pictures import PICTURES, stay_apart
+from flowgrpo.policies.recompute import recomputed
 from flowgrpo.policies.vector import copies
 from flowgrpo.samplers.scheduler import PolicyScheduler, Record, Task
 from flowgrpo.starter import FOLDERS
@@ -143,6 +144,8 @@ class PipelinePolicy:
         self.encoders = Encoders(pipe, self.device, None if memory.encoders == "keep" else "cpu",
                                  later=denoisers(pipe) if shared_out else ())
         decode_in_parts(pipe, memory.vae)
+        if checkpointing and getattr(getattr(pipe, "vae", None), "_supports_gradient_checkpointing", False):
+            pipe.vae.enable_gradient_checkpointing()  # of pictures in a graph
         self.denoisers = denoisers(pipe)
         frozen = {name: part for name, part in pipe.components.items() if isinstance(part, torch.nn.Module)}
         for module in frozen.values():
@@ -356,9 +359,22 @@ class PipelinePolicy:
         self.evaluations = before
         return output
 
+    def unroll(self, task: Task, conditioning: Conditioning, latents: torch.Tensor, checkpointing: bool = False
+               ) -> torch.Tensor:
+        """The last state [B,*D] of a segment of the grid, as `run` gives it, in one graph of all its steps where
+        gradients are enabled. checkpointing: the backward computes every forward of a denoiser again."""
+        kept = recomputed(self.denoisers.values(), self._attention) if checkpointing else contextlib.nullcontext()
+        with kept:
+            return self._drive(conditioning, replace(task, unrolled=True), self.guidance, latents=latents)[0]
+
     @torch.no_grad()
     def decode(self, latents: torch.Tensor, conditioning: Conditioning) -> torch.Tensor:
-        """Pictures [B,3,H,W] (or frames [B,F,3,H,W]) in [0, 1]: the pipeline with no steps left to do."""
+        """`picture` without gradients."""
+        return self.picture(latents, conditioning)
+
+    def picture(self, latents: torch.Tensor, conditioning: Conditioning) -> torch.Tensor:
+        """Pictures [B,3,H,W] (or frames [B,F,3,H,W]) in [0, 1], not rounded, with gradients where enabled: the pipeline
+        with no steps left to do."""
         task = Task(torch.zeros(1), range(0))
         return self._drive(conditioning, task, self.guidance, latents=latents, output_type="pt")[0].float()
 

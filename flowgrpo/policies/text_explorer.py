@@ -38,8 +38,10 @@ class TextExplorer:
         with self.clock("encode"):
             return self.encode([p.text for p in batch], images=[p.image for p in batch])
 
-    def sample(self, asked: Asked, epoch: int, judge: Callable) -> Iterator[tuple[Part, list[list[str]]]]:
-        """Sample a group per prompt: the parts as they are finished, each with its texts."""
+    def sample(self, asked: Asked, epoch: int, judge: Callable, value: Callable | None = None
+               ) -> Iterator[tuple[Part, list[list[str]]]]:
+        """Sample a group per prompt: the parts as they are finished, each with its texts. judge and value, of methods
+        for pictures, are not asked."""
         before, group = self.policy.evaluations, self.geometry.group
         seed, first = seeder(self.config.seed, epoch), self.processes.rank * self.geometry.prompts
         together = prompts_per_part(group, self.geometry.micro_batch)

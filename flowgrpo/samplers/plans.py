@@ -167,6 +167,57 @@ class GrowingTail:
 
 
 @dataclass(frozen=True)
+class LastSteps:
+    """Every step draws the kernel's noise, and the last `count` are trained as one: for methods with `backprop`, whose
+    graph begins at the first of them (DRaFT-K, 2309.17400: K = 1), and which draw no noise at the last step."""
+
+    count: int = 1
+
+    def __post_init__(self) -> None:
+        if self.count < 1:
+            raise ValueError(f"LastSteps: count is {self.count}, expected 1 or more")
+
+    def __call__(self, steps: int, epoch: int, seed: int) -> Schedule:
+        if self.count > steps:
+            raise ValueError(f"LastSteps: count is {self.count}, expected at most the {steps} steps")
+        return Schedule(tuple(range(steps)), (steps - self.count,))
+
+
+@dataclass(frozen=True)
+class RandomLast:
+    """`LastSteps` whose count is drawn anew each epoch: from a normal distribution with these shares of the steps, and
+    between 1 and all of them (AlignProp, 2310.03739, released code: the graph begins at N(42, 5) of 50 steps)."""
+
+    mean: float = 0.16
+    deviation: float = 0.1
+
+    def __post_init__(self) -> None:
+        if not 0 < self.mean <= 1 or not 0 <= self.deviation <= 1:
+            raise ValueError(f"RandomLast: mean is {self.mean} and deviation {self.deviation}, expected above 0 and at "
+                             "most 1, and 0 to 1")
+
+    def __call__(self, steps: int, epoch: int, seed: int) -> Schedule:
+        drawn = _draw(seed, epoch).gauss(self.mean * steps, self.deviation * steps)
+        return LastSteps(min(max(round(drawn), 1), steps))(steps, epoch, seed)
+
+
+@dataclass(frozen=True)
+class LateStep:
+    """`LastSteps` that begin at a step drawn anew each epoch, evenly from the share `first` of the steps on (ReFL,
+    2304.05977: 30 to 39 of 40)."""
+
+    first: float = 0.75
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.first < 1:
+            raise ValueError(f"LateStep: first is {self.first}, expected 0 or more, and below 1")
+
+    def __call__(self, steps: int, epoch: int, seed: int) -> Schedule:
+        begin = _draw(seed, epoch).randint(int(self.first * steps), steps - 1)
+        return LastSteps(steps - begin)(steps, epoch, seed)
+
+
+@dataclass(frozen=True)
 class Sliding:
     """A window of `size` consecutive steps draws noise and is trained; the others are deterministic.
 

@@ -67,6 +67,7 @@ class Task:
     noise (see predictions.as_noise), and whose deterministic steps are DDIM's.
     rows: int64 [B], of a replay alone, the step of every row where they differ; copies: how often the denoiser's batch
     repeats the rows (see policies/vector.py).
+    unrolled: gradients go through all steps, from the last state back to the first.
     """
 
     grid: torch.Tensor
@@ -80,6 +81,7 @@ class Task:
     timesteps: torch.Tensor | None = None
     rows: torch.Tensor | None = None
     copies: int = 1
+    unrolled: bool = False
 
     def at_step(self, step: int) -> Task:
         return replace(self, steps=range(step, step + 1))
@@ -262,7 +264,7 @@ class PolicyScheduler:
         """Advance the state [B,*D] by one step of the task. The next state keeps its dtype, as the network sees it."""
         x = args[self.quirk.state] if sample is None else sample
         i = self._pending.pop(0)
-        if not self.task.replay:
+        if not (self.task.replay or self.task.unrolled):
             model_output = model_output.detach()  # a compiled policy samples in grad mode
         if self.record.first is None:
             self.record.first = x
