@@ -298,7 +298,7 @@ def grpo(method: Method = Method()) -> Method:
 
 
 def dr_grpo(method: Method = Method()) -> Method:
-    """Dr. GRPO: no division by deviation or length, which favour easy prompts and long failures (2503.20783)."""
+    """Dr.GRPO: no division by deviation or length, which favour easy prompts and long failures (2503.20783)."""
     return replace(grpo(method), advantage=advantages.Advantage(scale="none", order="rewards", clamp=math.inf),
                    reduction=reductions.RowSums(budgeted=True), kl=objectives.SampledKL(0.0))
 
