@@ -24,7 +24,12 @@ from flowgrpo.preference_training import train as train_reward
 from flowgrpo.rewards.clip_score import ClipScore
 from flowgrpo.rewards.preference import Aspect, Description, Preference, save
 from flowgrpo.rewards.preference_networks import ClipHead, with_text
-from flowgrpo.starter.scenes import PREFIXES, SHAPES
+from flowgrpo.rewards.scene import scene
+from flowgrpo.starter.scenes import PREFIXES, SHAPES, parse, reserved
+
+sys.path.append(str(Path(__file__).parent.parent / "scripts"))
+
+import train_starter_reward  # noqa: E402
 
 NAN = math.nan
 
@@ -326,6 +331,20 @@ def test_mistakes_in_options_and_pictures(folder, capsys):
     assert "1 of 3 prompts have more than the 16 tokens" in said
     assert f"{folder / 'b.png'} cannot be read" in said.splitlines()[-1]
     assert not (folder / "r").exists()
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_the_starter_s_pairs_are_labelled_by_the_scene_reward(tmp_path, held):
+    into = train_starter_reward.Pairs(tmp_path, "pairs")
+    train_starter_reward.rendered_pairs(into, 40, 0, held)
+    pairs = load_pairs(into.write())
+    prompts = [pair.prompt for pair in pairs]
+    chosen, rejected = (scene(torch.stack([to_tensor(Image.open(getattr(pair, side))) for pair in pairs]), prompts)
+                        for side in ("chosen", "rejected"))
+    assert [(1 + a - b) / 2 for a, b in zip(chosen, rejected)] == [pair.verdicts["overall"] for pair in pairs]
+    assert len(pairs) == 40 and 0 < sum(a == b for a, b in zip(chosen, rejected)) <= 6
+    begins = [max((prefix for prefix in PREFIXES if prompt.startswith(prefix)), key=len) for prompt in prompts]
+    assert {reserved(parse(prompt), prefix) for prompt, prefix in zip(prompts, begins)} == {held}
 
 
 def test_help_and_mistakes_come_before_torch(folder):
