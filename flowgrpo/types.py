@@ -112,6 +112,17 @@ class Transitions:
         return Transitions(self.step, self.x[of], self.prompts[left], parent, self.x_next[at], self.old.rows(at), goal)
 
 
+class Completion(str):
+    """A text that a language model wrote, and how many tokens it took, its end included."""
+
+    tokens: int
+
+    def __new__(cls, text: str, tokens: int) -> Completion:
+        self = super().__new__(cls, text)
+        self.tokens = tokens
+        return self
+
+
 @dataclass(frozen=True, eq=False)
 class Completions:
     """Sampled completions, m of them: what `Transitions` are to pictures, with all decisions of a row at once.

@@ -138,6 +138,20 @@ def test_completions_without_an_end_are_left_out_where_that_is_asked_for():
     assert torch.equal(masked.any(1), ended) and torch.equal(masked[ended], kept[ended])
 
 
+def test_rewards_are_told_how_many_tokens_a_completion_has():
+    told = []
+
+    def counted(texts, prompts, metadata):
+        told.extend(zip(texts, metadata))
+        return [entry["completion_tokens"] for entry in metadata]
+
+    trainer = tiny_text.trainer(rewards={"short": counted})
+    parts, _, scores = trainer.sample(trainer.prompts[:2])
+    lengths = torch.cat([part.lengths() for part in parts])
+    assert torch.equal(scores.flatten(), lengths.float()) and len(set(lengths.tolist())) > 1
+    assert all(entry["completion_tokens"] >= len(text) for text, entry in told)  # a token is a character, or special
+
+
 def test_a_sampling_temperature_is_that_of_the_densities():
     trainer = tiny_text.trainer(tiny_text.policy(), {"short": many}, parts={"kernel": {"temperature": 0.6}})
     assert trainer.method.kernel == Decoding(0.6)

@@ -23,7 +23,7 @@ from flowgrpo.policies.adapters import Weights
 from flowgrpo.policies.dtypes import DTYPES
 from flowgrpo.samplers.tokens import Decoding, Draw, decided, score, uniforms
 from flowgrpo.starter import FOLDERS
-from flowgrpo.types import Scored
+from flowgrpo.types import Completion, Scored
 
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 EXACT = 1e-4  # of |log ratio|: a model of 30 layers and 49,152 tokens showed 2e-5, one of 4 layers 5e-7
@@ -51,7 +51,7 @@ class Sampled:
     logp: Tensor
     mask: Tensor
     cut: Tensor
-    texts: list[str]
+    texts: list[Completion]
 
 
 class CausalLM:
@@ -128,12 +128,13 @@ class CausalLM:
             made = self.model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=most, do_sample=False,
                                        logits_processor=LogitsProcessorList([draw]))[:, ids.shape[1]:]
         mask, cut = decided(made, self.ends)
-        texts = self.tokenizer.batch_decode([row[at] for row, at in zip(made, mask)], skip_special_tokens=True)
+        texts = [Completion(text, int(at.sum())) for text, at in zip(self.tokenizer.batch_decode(
+            [row[at] for row, at in zip(made, mask)], skip_special_tokens=True), mask)]
         short = 0, most - made.shape[1]
         logp = draw.log_probs().masked_fill(~mask, 0.0)
         return Sampled(*(pad(each, short).cpu() for each in (made, logp, mask)), cut.cpu(), texts)
 
-    def generate(self, asked: Asked, generators: Sequence[torch.Generator], *_) -> list[str]:
+    def generate(self, asked: Asked, generators: Sequence[torch.Generator], *_) -> list[Completion]:
         """Completions as they are evaluated: at `text.eval_temperature`."""
         warm = self.text.eval_temperature
         greedy = torch.full((len(asked.ids),), not warm)

@@ -28,7 +28,8 @@ def score(
     to skip; `tally` counts these failures. Transforms are not applied here.
 
     rewards: functions, or `Composed` with their rules. outputs: what the rewards take, pictures [B, 3, H, W] in [0, 1],
-    videos [B, F, 3, H, W], or a list of texts. group: the B outputs are whole groups of so many, one after the other,
+    videos [B, F, 3, H, W], or a list of texts, whose number of tokens stands in their metadata as `completion_tokens`
+    where they are `Completion`. group: the B outputs are whole groups of so many, one after the other,
     which the rewards that compare them see (pairwise.py); 1: every output is scored alone.
 
     A reward may return a list, a tensor or an array of B numbers. UserError, with its name and a prompt, where it
@@ -37,8 +38,13 @@ def score(
     """
     import torch
 
+    from flowgrpo.types import Completion
+
     assert len(outputs) == len(prompts) == len(metadata), (len(outputs), len(prompts), len(metadata))
     require_modality(rewards, modality_of(outputs))
+    if isinstance(outputs, list):
+        metadata = [entry | {"completion_tokens": text.tokens} if isinstance(text, Completion) else entry
+                    for text, entry in zip(outputs, metadata)]
     batch, tally = Batch(outputs, list(prompts), list(metadata)), Tally() if tally is None else tally
     columns = [_column(name, reward if isinstance(reward, Composed) else Composed(reward), batch, group, tally)
                for name, reward in rewards.items()]
