@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from flowgrpo.methods import Method
+from flowgrpo.method import Method
 from flowgrpo.objectives import in_epoch, regularises
 from flowgrpo.samplers.rollout import Part
 from flowgrpo.types import Context, Scored

@@ -322,7 +322,7 @@ def _plain(value: Any) -> str:
 @app.command()
 def methods() -> None:
     """List the presets that --method takes."""
-    from flowgrpo.methods import PRESETS
+    from flowgrpo.presets import PRESETS
 
     _table(["name", "what it does", "source"], [[name, *_summary(preset)] for name, preset in PRESETS.items()])
     typer.echo("Formula, recipe and differences of each: docs/methods/NAME.md; papers and parts: docs/methods/index.md")

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flowgrpo.advantages import below
 from flowgrpo.layer_tuning import towards_best
-from flowgrpo.methods import Method
+from flowgrpo.method import Method
 from flowgrpo.samplers.rollout import Part
 from flowgrpo.selection import of_nodes
 from flowgrpo.types import Context

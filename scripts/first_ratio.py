@@ -17,7 +17,8 @@ import torch
 from common import RECIPE, make_trainer, options
 
 from flowgrpo.config import load
-from flowgrpo.methods import preset, suited
+from flowgrpo.methods import preset
+from flowgrpo.presets import suited
 from flowgrpo.samplers.rollout import explore, seeder
 from flowgrpo.train import Trainer
 

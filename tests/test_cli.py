@@ -135,7 +135,7 @@ def test_no_command_shows_the_help(capsys):
 
 
 def test_methods_are_listed_with_their_pages(capsys):
-    from flowgrpo.methods import PRESETS
+    from flowgrpo.presets import PRESETS
 
     assert main(["methods"]) == 0
     out = capsys.readouterr().out

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from flowgrpo.config import Adapter
-from flowgrpo.methods import Method
+from flowgrpo.method import Method
 from flowgrpo.policies import check, tiny
 from flowgrpo.policies.lora import load_lora
 from flowgrpo.policies.pictures import other

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from flowgrpo import methods
+from flowgrpo import methods, presets
 from flowgrpo.config import load
 
 ROOT = Path(__file__).parent.parent
@@ -49,7 +49,7 @@ def test_the_recipe_of_a_page_works(name, tmp_path):
     [block] = re.findall(r"```yaml\n(.*?)```", PRESETS[name], re.S)
     (tmp_path / "recipe.yaml").write_text(block)
     recipe = load(tmp_path / "recipe.yaml")
-    of_text = name in methods.suited("tokens")
+    of_text = name in presets.suited("tokens")
     assert name in recipe.method.split("+") and recipe.parts
     assert ({"group"} if of_text else {"steps", "group"}) <= recipe.train.model_fields_set
     methods.resolve(recipe, "tokens" if of_text else "flow")

@@ -9,13 +9,15 @@ import pytest
 import tiny
 import torch
 
-from flowgrpo import methods
+from flowgrpo import presets
 from flowgrpo.advantages import Advantage
 from flowgrpo.baselines import First
 from flowgrpo.errors import UserError
 from flowgrpo.layer_tuning import AdaptiveClip, LayerTuning
 from flowgrpo.log import Stats
-from flowgrpo.methods import Method, preset, resolve, suited, with_parts
+from flowgrpo.method import Method
+from flowgrpo.methods import preset, resolve, with_parts
+from flowgrpo.presets import suited
 from flowgrpo.objectives import (
     Clip, Guard, InverseDelta, NoiseLevel, PlainRatio, Reinforce, SampledKL, SequenceRatio, Truncated, Uniform)
 from flowgrpo.reductions import PerDecision, PerRow, RowSums
@@ -103,7 +105,7 @@ def test_guard_changes_the_objective_of_any_host_and_nothing_else():
 
 
 def test_presets_stack_from_left_to_right():
-    assert preset("mix_grpo+grpo_guard") == preset("mix_grpo", "grpo_guard") == methods.grpo_guard(methods.mix_grpo())
+    assert preset("mix_grpo+grpo_guard") == preset("mix_grpo", "grpo_guard") == presets.grpo_guard(presets.mix_grpo())
     assert preset(" mix_grpo + grpo_guard ") == preset("mix_grpo", "grpo_guard")
     assert preset() == Method()
     assert preset("grpo_guard", "mix_grpo").log_ratio == Guard()

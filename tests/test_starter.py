@@ -12,7 +12,8 @@ from diffusers import StableDiffusion3Pipeline
 
 from flowgrpo import data
 from flowgrpo.config import Adapter, validate
-from flowgrpo.methods import preset, suited
+from flowgrpo.methods import preset
+from flowgrpo.presets import suited
 from flowgrpo.policies.adapters import LORA_FILE
 from flowgrpo.policies.pipeline import STARTER, PipelinePolicy, load_pipeline
 from flowgrpo.rewards.scene import scene, scene_graded

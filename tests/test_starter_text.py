@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from flowgrpo import data
 from flowgrpo.config import Adapter, Text, load
-from flowgrpo.methods import suited
+from flowgrpo.presets import suited
 from flowgrpo.policies.causal_lm import CausalLM, load_causal_lm
 from flowgrpo.rewards.find import find
 from flowgrpo.run import run

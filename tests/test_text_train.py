@@ -10,14 +10,14 @@ import tiny
 import tiny_text
 import torch
 
-from flowgrpo import methods
+from flowgrpo import methods, presets
 from flowgrpo.errors import UserError
 from flowgrpo.log import Stats
 from flowgrpo.run import run
 from flowgrpo.samplers.tokens import Decoding
 from flowgrpo.train import decisions
 
-PRESETS = methods.suited("tokens")
+PRESETS = presets.suited("tokens")
 
 
 def credited(trainer):
@@ -43,9 +43,9 @@ def many(completions, prompts):
 
 def test_there_are_presets_for_texts_and_they_are_not_for_pictures():
     assert PRESETS == ["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_pp", "remax"]
-    with pytest.raises(UserError, match="the method is one of denoisers .*grpo, dr_grpo"):
+    with pytest.raises(UserError, match="the method is one of denoisers .*flowgrpo methods"):
         methods.resolve(tiny_text.config(method="mix_grpo"), "tokens")
-    with pytest.raises(UserError, match="the method is one of language models .*mix_grpo"):
+    with pytest.raises(UserError, match="the method is one of language models .*flowgrpo methods"):
         methods.resolve(tiny.config(method="gspo"), "flow")
 
 

@@ -21,7 +21,8 @@ from diffusers import (
 
 from flowgrpo import gaussian
 from flowgrpo.errors import UserError
-from flowgrpo.methods import Method, preset, resolve, with_parts
+from flowgrpo.method import Method
+from flowgrpo.methods import preset, resolve, with_parts
 from flowgrpo.objectives import InverseDelta
 from flowgrpo.policies import check
 from flowgrpo.policies.tiny.unets import lcm

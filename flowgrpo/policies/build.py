@@ -18,7 +18,7 @@ def kind(config: Config) -> str:
     what the method is for, so that nothing is asked of the hub. UserError for a folder that is neither."""
     folder = Path(FOLDERS.get(config.model, config.model))
     if not folder.is_dir():
-        return CAUSAL_LM if methods.for_tokens(methods.preset(config.method)) else PIPELINE
+        return CAUSAL_LM if methods.preset(config.method).for_tokens else PIPELINE
     if (folder / "model_index.json").is_file():
         return PIPELINE
     if (folder / "config.json").is_file():

@@ -13,7 +13,8 @@ import torch
 from flowgrpo import methods
 from flowgrpo.config import Config
 from flowgrpo.errors import UserError
-from flowgrpo.methods import Method, mix_grpo
+from flowgrpo.method import Method
+from flowgrpo.presets import mix_grpo
 from flowgrpo.policies import frozen, memory, tiny
 from flowgrpo.policies.conditioning import Conditioning
 from flowgrpo.policies.lora import loader

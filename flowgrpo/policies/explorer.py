@@ -18,7 +18,7 @@ from flowgrpo.errors import UserError
 from flowgrpo.geometry import Geometry
 from flowgrpo.lag import Lagging
 from flowgrpo.log import Clock
-from flowgrpo.methods import Method
+from flowgrpo.method import Method
 from flowgrpo.policies.conditioning import Conditioning, Encoder
 from flowgrpo.policies.pipeline import PipelinePolicy
 from flowgrpo.policies.quantised import quantised, require_torchao

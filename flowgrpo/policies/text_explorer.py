@@ -12,7 +12,7 @@ from flowgrpo.data import Prompt
 from flowgrpo.geometry import Geometry
 from flowgrpo.lag import Lagging
 from flowgrpo.log import Clock
-from flowgrpo.methods import Method
+from flowgrpo.method import Method
 from flowgrpo.policies.causal_lm import Asked, CausalLM, Sampled
 from flowgrpo.processes import Processes
 from flowgrpo.samplers.rollout import Part, prompts_per_part, seeder

@@ -1,0 +1,308 @@
+"""The named methods: functions from a Method to a Method, which hold what differs.
+
+A new one adds at most one part, one preset and one test.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from flowgrpo import (
+    advantages,
+    baselines,
+    forward_objectives,
+    lag,
+    layer_tuning,
+    objectives,
+    reductions,
+    selection,
+    shaping,
+)
+from flowgrpo.method import Method
+from flowgrpo.samplers import backprop, forward, kernels, plans, preview, solvers, tokens
+
+
+def flow_grpo(method: Method = Method()) -> Method:
+    """Flow-GRPO: every step stochastic and trained, KL to the base (2505.05470, sections 4.2 and 5).
+
+    The KL is the full Gaussian one (weight 0.004); the released code divides by 2 g^2 without the step's length and
+    uses a weight ten times larger.
+    """
+    return replace(method, kernel=kernels.FlowSDE(0.7), plan=plans.AllSteps(),
+                   advantage=advantages.Advantage(scale="batch", order="rewards"), kl=objectives.GaussianKL(0.004))
+
+
+def flow_grpo_fast(method: Method = Method()) -> Method:
+    """Flow-GRPO-Fast: a random window of two stochastic steps in the first half, no KL (released code).
+
+    The released recipe pairs a clip range of 1e-5 with a log-probability of the CPS kernel that lacks 1/(2 s^2). Ours
+    is the true density, whose log-ratio is 1/(2 s^2) times larger; with the Flow-SDE kernel the range stays at 1e-4.
+    """
+    return replace(method, kernel=kernels.FlowSDE(0.7), plan=plans.Sliding(size=2, order="random", stop=0.5),
+                   advantage=advantages.Advantage(scale="batch", order="rewards"), kl=objectives.GaussianKL(0.0))
+
+
+def dance_grpo(method: Method = Method()) -> Method:
+    """DanceGRPO: constant noise, shared initial noise, 60 % of the steps trained, an advantage per reward (2505.07818).
+
+    The released code draws the trained steps per sample; here they are drawn once per epoch, so that a step is one
+    batch.
+    """
+    return replace(method, kernel=kernels.DanceSDE(0.3), plan=plans.RandomSubset(0.6), roots=1,
+                   advantage=advantages.Advantage(scale="group", order="advantages"), kl=objectives.GaussianKL(0.0))
+
+
+def mix_grpo(method: Method = Method()) -> Method:
+    """MixGRPO: a sliding window of stochastic, trained steps; the others deterministic (2507.21802, section 3)."""
+    return replace(method, kernel=kernels.FlowSDE(0.7), plan=plans.Sliding(size=4, stride=1, every=25),
+                   roots=1, advantage=advantages.Advantage(scale="group", order="advantages"),
+                   kl=objectives.GaussianKL(0.0))
+
+
+def mix_grpo_flash(method: Method = Method()) -> Method:
+    """MixGRPO-Flash: MixGRPO with DPM-Solver++ 2M on a compressed tail of 40 % of the steps (2507.21802, section 3.3).
+
+    The tail always ends at sigma 0; with one step left the released code stopped above it.
+    """
+    return replace(mix_grpo(method), solver=solvers.DPMSolver2M(), tail=0.4)
+
+
+def grpo_guard(method: Method = Method()) -> Method:
+    """GRPO-Guard over any host: regulated log-ratio, its own clip range, weights 1/delta-t (2510.22319)."""
+    return replace(method, log_ratio=objectives.Guard(), surrogate=objectives.Clip(2e-6, 2e-6),
+                   step_weight=objectives.InverseDelta())
+
+
+def flow_dppo(method: Method = Method()) -> Method:
+    """Flow-DPPO over any host: no clip, but no step further away from a policy that is far (2606.11025)."""
+    return replace(method, surrogate=objectives.DivergenceMask(1e-5))
+
+
+def ddpo(method: Method = Method()) -> Method:
+    """DDPO: ancestral sampling, every step trained, rewards compared with the prompt's own history (2305.13301)."""
+    return replace(method, kernel=kernels.FlowDDIM(1.0), plan=plans.AllSteps(), roots=None,
+                   advantage=advantages.Advantage(scale="running", order="rewards"), kl=objectives.GaussianKL(0.0))
+
+
+def tempflow_grpo(method: Method = Method()) -> Method:
+    """TempFlow-GRPO: branches at every step of a deterministic trunk, weighted by the step's noise (2508.04324).
+
+    The branches of one step are compared with each other alone. KL with the deviation of the whole step, 0.004.
+    """
+    return replace(method, kernel=kernels.FlowSDE(0.7), plan=plans.EachStep(), roots=1,
+                   advantage=advantages.Advantage(scale="group", order="rewards"),
+                   step_weight=objectives.NoiseLevel(), kl=objectives.GaussianKL(0.004))
+
+
+def granular_grpo(method: Method = Method()) -> Method:
+    """Granular-GRPO (G2RPO): one stochastic step from a shared anchor, scored in three granularities (2510.01982).
+
+    Every branch is finished on the grid and on every second and third of its sigmas, and its advantages are summed; the
+    released code has the first two.
+    """
+    return replace(method, kernel=kernels.FlowSDE(0.7), plan=plans.EachStep(stop=0.5), roots=1, strides=(1, 2, 3),
+                   advantage=advantages.Advantage(scale="group", order="advantages"), kl=objectives.GaussianKL(0.0))
+
+
+def branch_grpo(method: Method = Method()) -> Method:
+    """BranchGRPO: a binary tree, whose edges are compared with those of their depth (2509.06040).
+
+    An edge is worth the mean of the pictures below it. The splits are at the paper's places of a grid of 20 steps.
+    """
+    return replace(method, kernel=kernels.DanceSDE(0.3), plan=plans.Branches(), roots=None,
+                   advantage=advantages.Advantage(scale="group", order="advantages"),
+                   surrogate=objectives.Clip(1e-3, 1e-3), kl=objectives.GaussianKL(0.0))
+
+
+def tree_rpo(method: Method = Method()) -> Method:
+    """Dynamic-TreeRPO: a binary tree inside of MixGRPO's window, with noise that grows with the depth (2509.23352).
+
+    With LayerTuning: clip bounds that adapt to the advantage, and a supervised term towards the best path. All of it is
+    a reconstruction, and the numbers are ours.
+    """
+    return replace(method, kernel=kernels.FlowSDE(0.7), plan=plans.TreeWindow(plans.Sliding(size=4), growth=0.5),
+                   roots=None, advantage=advantages.Advantage(scale="group", order="advantages"),
+                   surrogate=layer_tuning.AdaptiveClip(1e-4, 2e-4, 1.0), kl=objectives.GaussianKL(0.0),
+                   tuning=layer_tuning.LayerTuning(1e-4))
+
+
+def pref_grpo(method: Method = Method()) -> Method:
+    """Pref-GRPO: a sample's reward is its win rate against the other samples of its group (2508.20751).
+
+    A pairwise judge says who wins (`flowgrpo.judge`), or the larger score of a reward that scores pictures one by one.
+    """
+    return replace(method, kernel=kernels.FlowSDE(0.7), plan=plans.RandomSubset(0.6), roots=1,
+                   shaping=shaping.WinRate(), advantage=advantages.Advantage(scale="group", order="advantages"),
+                   kl=objectives.GaussianKL(0.0))
+
+
+def b2_diffurl(method: Method = Method()) -> Method:
+    """B2-DiffuRL: a trained interval that grows from the end, and of its branches the extremes (2503.11240).
+
+    Ancestral sampling, branches where the interval begins, and of every branch group its best and its worst where they
+    stand out from the prompt's history.
+    """
+    return replace(method, kernel=kernels.FlowDDIM(1.0), plan=plans.GrowingTail(branch=4), roots=None,
+                   advantage=advantages.Advantage(scale="running", order="rewards"),
+                   selection=selection.Extremes(-0.5, 0.5, branch=4), surrogate=objectives.Clip(0.1, 0.1),
+                   kl=objectives.GaussianKL(0.0))
+
+
+def sol_rl(method: Method = Method()) -> Method:
+    """Sol-RL over a host: a rollout from the noises whose cheap previews scored best and worst (2604.06916).
+
+    The host's samples each start from a noise of their own and do not branch. As published: sol_rl+diffusion_nft.
+    """
+    return replace(method, preview=preview.Preview(pool=48, steps=4), roots=None)
+
+
+def grpo(method: Method = Method()) -> Method:
+    """GRPO: every token clipped for itself, the mean of completions' means, k3 KL to the base (2402.03300)."""
+    return replace(method, kernel=tokens.Decoding(), roots=None, shaping=shaping.AsIs(),
+                   advantage=advantages.Advantage(scale="group", order="rewards", clamp=math.inf),
+                   selection=selection.All(), log_ratio=objectives.PlainRatio(), surrogate=objectives.Clip(0.2, 0.2),
+                   reduction=reductions.PerRow(), kl=objectives.SampledKL(0.04, "k3"))
+
+
+def dr_grpo(method: Method = Method()) -> Method:
+    """Dr.GRPO: no division by deviation or length, which favour easy prompts and long failures (2503.20783)."""
+    return replace(grpo(method), advantage=advantages.Advantage(scale="none", order="rewards", clamp=math.inf),
+                   reduction=reductions.RowSums(budgeted=True), kl=objectives.SampledKL(0.0))
+
+
+def dapo(method: Method = Method()) -> Method:
+    """DAPO: a higher upper clip, the mean over tokens, groups that agree left out, overlong tails punished
+    (2503.14476)."""
+    return replace(grpo(method), shaping=shaping.Overlong(0.2), selection=selection.DropZeroVariance(),
+                   surrogate=objectives.Clip(0.2, 0.28), reduction=reductions.PerDecision(),
+                   kl=objectives.SampledKL(0.0))
+
+
+def gspo(method: Method = Method()) -> Method:
+    """GSPO: one ratio for a whole completion, its likelihood ratio per token (2507.18071)."""
+    return replace(grpo(method), log_ratio=objectives.SequenceRatio(), surrogate=objectives.Clip(3e-4, 4e-4),
+                   kl=objectives.SampledKL(0.0))
+
+
+def cispo(method: Method = Method()) -> Method:
+    """CISPO: bounded importance weights in place of a clip, so that every token keeps its gradient (2506.13585)."""
+    return replace(grpo(method), surrogate=objectives.Truncated(1.0, 4.0), reduction=reductions.PerDecision(),
+                   kl=objectives.SampledKL(0.0))
+
+
+def rloo(method: Method = Method()) -> Method:
+    """RLOO: REINFORCE on whole completions, each compared with the mean of the others (2402.14740)."""
+    return replace(grpo(method), surrogate=objectives.Reinforce(), reduction=reductions.RowSums(),
+                   advantage=advantages.Advantage(scale="leave_one_out", order="rewards", clamp=math.inf),
+                   kl=objectives.SampledKL(0.0))
+
+
+def reinforce_pp(method: Method = Method()) -> Method:
+    """REINFORCE++ with a baseline: rewards less their group's mean, normalised over the batch; k2 KL (2501.03262)."""
+    return replace(grpo(method), advantage=advantages.Advantage(scale="none", order="gdpo", clamp=math.inf),
+                   reduction=reductions.PerDecision(), kl=objectives.SampledKL(1e-3, "k2"))
+
+
+def remax(method: Method = Method()) -> Method:
+    """ReMax: REINFORCE on whole completions, each compared with the prompt's greedy one (2310.10505)."""
+    return replace(rloo(method), kernel=tokens.Decoding(greedy=1), advantage=baselines.First(),
+                   selection=selection.ButFirst())
+
+
+def diffusion_nft(method: Method = Method()) -> Method:
+    """DiffusionNFT: good samples pull the velocity at their noised finals, bad ones push it away (2509.16117).
+
+    The old policy lags behind and draws the samples.
+    """
+    return _forward(method, forward.GridTimes(share=0.99), surrogate=forward_objectives.NegativeAware(),
+                    lag=lag.Lag(slope=0.001, most=0.5), kl=objectives.OutputError(1e-4))
+
+
+def awm(method: Method = Method()) -> Method:
+    """AWM: the matching error of noised finals as log-probability, weighted by the advantage (2509.25050).
+
+    The paper divides its advantages by 5: loss and KL weight are five times its own here.
+    """
+    return _forward(method, forward.GridTimes(every=2, start=1, share=0.9), surrogate=objectives.Clip(1.0, 1.0),
+                    log_ratio=forward_objectives.Matching(0.25), step_weight=objectives.Sigma(),
+                    kl=objectives.OutputError(0.005))
+
+
+def dgpo(method: Method = Method()) -> Method:
+    """DGPO: noised finals of a group preferred to each other as a whole, against the reference (2510.08425).
+
+    At high noise alone, with one noise per group and time.
+    """
+    return _forward(method, forward.GridTimes(every=2, share=0.7, shared=True),
+                    surrogate=forward_objectives.GroupPreference(),
+                    lag=lag.Lag(slope=0.001, most=0.3, draws=False), kl=objectives.OutputError(0.001))
+
+
+def crd(method: Method = Method()) -> Method:
+    """CRD: the implicit reward of noised finals, centred in the group, regressed on the reward (2603.14128).
+
+    The old policy lags behind and draws the samples.
+    """
+    return _forward(method, forward.GridTimes(share=0.99), surrogate=forward_objectives.CentredReward(),
+                    lag=lag.Lag(start=0.25, slope=0.005, most=0.999), kl=objectives.OutputError(0.05))
+
+
+def diffusion_dpo(method: Method = Method()) -> Method:
+    """Diffusion-DPO: online, the best of a group preferred to its worst, at noised finals (2311.12908)."""
+    return _forward(method, forward.Stratified(4), surrogate=forward_objectives.Preference(),
+                    selection=selection.BestWorst(2), kl=objectives.OutputError(0.0))
+
+
+def _forward(method: Method, times: Any, **parts: Any) -> Method:
+    """A method of noised finals: rollouts without noise, each from its own, and what `parts` say."""
+    usual = {"plan": plans.NoSteps(), "roots": None, "log_ratio": forward_objectives.Matching(), "lag": lag.Lag(),
+             "advantage": advantages.Advantage(scale="batch", order="rewards"), "step_weight": objectives.Uniform()}
+    return replace(method, times=times, **usual | parts)
+
+
+def refl(method: Method = Method()) -> Method:
+    """ReFL: the reward's gradient through one late step and its prediction of the data (2304.05977, algorithm 1).
+
+    The released code adds the pre-training loss, and weighs this one 1e-3; Adam does not see the weight.
+    """
+    return replace(_backprop(method, backprop.OneStep()), plan=plans.LateStep(0.75), surrogate=objectives.Ascent(2.0))
+
+
+def draft(method: Method = Method()) -> Method:
+    """DRaFT-K: the reward's gradient through the last K steps of a deterministic rollout (2309.17400).
+
+    K is the plan's count: 1 here, and as many as there are steps for DRaFT.
+    """
+    return replace(_backprop(method, backprop.Unroll()), plan=plans.LastSteps(1))
+
+
+def alignprop(method: Method = Method()) -> Method:
+    """AlignProp: the reward's gradient through a random number of last steps of ancestral sampling (2310.03739).
+
+    The denoiser is checkpointed, step by step.
+    """
+    return replace(_backprop(method, backprop.Unroll(checkpointing=True)), plan=plans.RandomLast(0.16, 0.1),
+                   kernel=kernels.FlowDDIM(1.0))
+
+
+def _backprop(method: Method, ending: Any) -> Method:
+    """A method that follows the reward's gradient, on a deterministic rollout; what compares samples is not read."""
+    return replace(method, backprop=ending, kernel=kernels.FlowDDIM(0.0), roots=None, strides=(1,), tail=1.0,
+                   advantage=advantages.Advantage(scale="group", order="rewards"), log_ratio=objectives.PlainRatio(),
+                   surrogate=objectives.Ascent(), step_weight=objectives.Uniform(), kl=objectives.GaussianKL(0.0),
+                   tuning=layer_tuning.LayerTuning())
+
+
+PRESETS: dict[str, Callable[..., Method]] = {
+    preset.__name__: preset for preset in (
+        flow_grpo, flow_grpo_fast, dance_grpo, ddpo, mix_grpo, mix_grpo_flash, grpo_guard, flow_dppo, tempflow_grpo,
+        granular_grpo, branch_grpo, tree_rpo, pref_grpo, b2_diffurl, sol_rl, diffusion_nft, awm, dgpo, crd,
+        diffusion_dpo, refl, draft, alignprop, grpo, dr_grpo, dapo, gspo, cispo, rloo, reinforce_pp, remax)}
+
+
+def suited(process: str) -> list[str]:
+    """The presets for a process, "tokens" or another."""
+    return [name for name, make in PRESETS.items() if make().for_tokens == (process == "tokens")]
