@@ -90,7 +90,7 @@ def merged(run: Path, output: Path) -> Path:
     """
     from flowgrpo.evaluation.compare import load_tuned
     from flowgrpo.policies.dtypes import DTYPES
-    from flowgrpo.policies.pipeline import load_pipeline
+    from flowgrpo.policies.load import load_pipeline
 
     config, _ = finished(run)
     pipe = load_pipeline(config.model, "fp32", config.trust_remote_code)

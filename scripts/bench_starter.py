@@ -33,7 +33,8 @@ from evaluate_starter import GUIDANCE, accuracy
 from flowgrpo import data, methods
 from flowgrpo.config import Adapter, Config, load
 from flowgrpo.evaluation import held_out
-from flowgrpo.policies.pipeline import PipelinePolicy, load_pipeline
+from flowgrpo.policies.load import load_pipeline
+from flowgrpo.policies.pipeline import PipelinePolicy
 from flowgrpo.run import pick_device
 from flowgrpo.samplers import cost
 from flowgrpo.samplers.grids import shifted

@@ -27,7 +27,8 @@ from flowgrpo import data, rewards
 from flowgrpo.config import Adapter
 from flowgrpo.evaluation import held_out
 from flowgrpo.policies.attention import plain_on_cpu
-from flowgrpo.policies.pipeline import PipelinePolicy, load_pipeline
+from flowgrpo.policies.load import load_pipeline
+from flowgrpo.policies.pipeline import PipelinePolicy
 from flowgrpo.starter import VIDEO_CALL, motion
 from flowgrpo.starter.scenes import COLOURS, SHAPES, SIZE
 

@@ -6,7 +6,8 @@ from pathlib import Path
 
 from flowgrpo import data, rewards
 from flowgrpo.config import Config
-from flowgrpo.policies.pipeline import PipelinePolicy, load_pipeline
+from flowgrpo.policies.load import load_pipeline
+from flowgrpo.policies.pipeline import PipelinePolicy
 from flowgrpo.run import make_accelerator, pick_device
 from flowgrpo.train import Trainer
 

@@ -21,7 +21,8 @@ from flowgrpo import data, rewards
 from flowgrpo.config import Adapter
 from flowgrpo.evaluation import held_out
 from flowgrpo.policies.dtypes import DTYPES
-from flowgrpo.policies.pipeline import PipelinePolicy, load_pipeline
+from flowgrpo.policies.load import load_pipeline
+from flowgrpo.policies.pipeline import PipelinePolicy
 from flowgrpo.starter import CALL, scenes
 
 GUIDANCE, STEPS = (1.0, 2.0, 3.0, 4.5), (8, 20)

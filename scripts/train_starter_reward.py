@@ -159,7 +159,7 @@ def _groups(*columns: list) -> Iterator[tuple[str, list, list]]:
 
 def build(folder: Path, args: argparse.Namespace) -> None:
     """All files of pairs: train, and one per kind to test with."""
-    from flowgrpo.policies.pipeline import load_pipeline
+    from flowgrpo.policies.load import load_pipeline
 
     pipe = load_pipeline("starter")
     pipe.set_progress_bar_config(disable=True)

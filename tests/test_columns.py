@@ -23,7 +23,7 @@ from flowgrpo.evaluation import columns, compare, grid
 from flowgrpo.evaluation.grid import Row, draw_grid
 from flowgrpo.evaluation.page import write_page
 from flowgrpo.policies.adapters import Weights
-from flowgrpo.policies.pipeline import denoisers, load_pipeline
+from flowgrpo.policies.load import denoisers, load_pipeline
 
 
 @pytest.fixture(scope="module")

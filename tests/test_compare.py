@@ -12,7 +12,8 @@ from flowgrpo.config import Adapter, validate
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation import compare, grid
 from flowgrpo.policies.adapters import LORA_FILE
-from flowgrpo.policies.pipeline import PipelinePolicy, load_pipeline
+from flowgrpo.policies.load import load_pipeline
+from flowgrpo.policies.pipeline import PipelinePolicy
 from flowgrpo.samplers.rollout import seeder
 
 BRIGHT = "def bright(images, prompts):\n    return images.flatten(1).mean(1).tolist()\n"

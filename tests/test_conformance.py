@@ -17,9 +17,10 @@ import torch
 from flowgrpo.config import Adapter
 from flowgrpo.method import Method
 from flowgrpo.policies import check, tiny
+from flowgrpo.policies.load import denoisers
 from flowgrpo.policies.lora import load_lora
 from flowgrpo.policies.pictures import other
-from flowgrpo.policies.pipeline import PipelinePolicy, denoisers
+from flowgrpo.policies.pipeline import PipelinePolicy
 from flowgrpo.samplers.kernels import FlowDDIM
 from flowgrpo.samplers.plans import Schedule
 from flowgrpo.samplers.rollout import Exploration, explore, make_grid, replay, seeder

@@ -13,7 +13,7 @@ from flowgrpo import export
 from flowgrpo.config import Adapter, validate
 from flowgrpo.errors import UserError
 from flowgrpo.policies.adapters import LORA_FILE
-from flowgrpo.policies.pipeline import load_pipeline
+from flowgrpo.policies.load import load_pipeline
 
 SUMMARY = {"before": {"bright": 0.25}, "after": {"bright": 0.5},
            "evaluation": {"prompts": 4, "steps": 2, "guidance": 1.0},

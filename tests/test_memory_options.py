@@ -21,8 +21,9 @@ from flowgrpo.policies import frozen, memory
 from flowgrpo.policies import tiny as pipelines
 from flowgrpo.policies.compiled import compile_blocks
 from flowgrpo.policies.conditioning import Encoder
+from flowgrpo.policies.load import load_pipeline
 from flowgrpo.policies.lora import LORA_FILE
-from flowgrpo.policies.pipeline import PipelinePolicy, load_pipeline
+from flowgrpo.policies.pipeline import PipelinePolicy
 from flowgrpo.run import run
 from flowgrpo.samplers.grids import shifted
 from flowgrpo.samplers.kernels import FlowSDE

@@ -5,12 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import tiny_text
+import torch
 
 from flowgrpo import methods
 from flowgrpo.config import load
 from flowgrpo.geometry import geometry
-from flowgrpo.policies import frozen, tiny
+from flowgrpo.policies import build, frozen, tiny
+from flowgrpo.policies.causal_lm import CausalLM
 from flowgrpo.policies.pipeline import PipelinePolicy
+from flowgrpo.rewards.find import locate
 from flowgrpo.samplers.predictions import process
 from flowgrpo.samplers.preview import require_choice
 from flowgrpo.samplers.rollout import make_grid
@@ -32,11 +36,24 @@ PIPELINES = {
     "hunyuan_video": ("HunyuanVideoPipeline", "flow"),
     "skyreels_i2v": ("HunyuanSkyreelsImageToVideoPipeline", "flow"),
 }
+LANGUAGE_MODELS = {"qwen3_0_6b"}
 STARTERS = {path.stem for path in FOLDER.glob("starter*.yaml")}
 
 
 def test_every_recipe_is_tried_here():
-    assert {path.stem for path in FOLDER.glob("*.yaml")} - STARTERS == set(PIPELINES)
+    assert {path.stem for path in FOLDER.glob("*.yaml")} - STARTERS == {*PIPELINES, *LANGUAGE_MODELS}
+
+
+@pytest.mark.parametrize("name", LANGUAGE_MODELS)
+def test_a_recipe_fits_its_language_model(name):
+    """Its method, its rewards and its adapter on every layer, of a tiny model of the same class."""
+    config = load(FOLDER / f"{name}.yaml")
+    assert build.kind(config) == build.CAUSAL_LM and methods.resolve(config, "tokens").for_tokens
+    assert all(locate(rule.use or label) for label, rule in config.trained.items())
+    model, tokenizer = tiny_text.model()
+    weights = CausalLM(model.to(torch.bfloat16), tokenizer, config.adapter, config.text, precision="bf16").weights
+    assert {key.split(".")[3] for key in weights.named} == {"0", "1"} and len(weights.named) == 2 * 7 * 2
+    geometry(config.train)
 
 
 @pytest.mark.parametrize("name", PIPELINES)

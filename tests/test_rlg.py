@@ -24,8 +24,8 @@ from flowgrpo.evaluation import compare, findings, sweep
 from flowgrpo.evaluation.evaluate import evaluate
 from flowgrpo.policies.adapters import lora_layers
 from flowgrpo.policies.blend import Branches, blended, guided
+from flowgrpo.policies.load import denoisers, load_pipeline
 from flowgrpo.policies.lora import LORA_FILE
-from flowgrpo.policies.pipeline import denoisers, load_pipeline
 from flowgrpo.samplers import grids
 from flowgrpo.samplers.scheduler import PolicyScheduler, Task
 

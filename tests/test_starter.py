@@ -13,9 +13,10 @@ from diffusers import StableDiffusion3Pipeline
 from flowgrpo import data
 from flowgrpo.config import Adapter, validate
 from flowgrpo.methods import preset
-from flowgrpo.presets import suited
 from flowgrpo.policies.adapters import LORA_FILE
-from flowgrpo.policies.pipeline import STARTER, PipelinePolicy, load_pipeline
+from flowgrpo.policies.load import load_pipeline
+from flowgrpo.policies.pipeline import STARTER, PipelinePolicy
+from flowgrpo.presets import suited
 from flowgrpo.rewards.scene import scene, scene_graded
 from flowgrpo.run import make_accelerator
 from flowgrpo.starter import CALL, EVAL_GUIDANCE, scenes

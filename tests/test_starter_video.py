@@ -14,8 +14,9 @@ from PIL import Image
 from flowgrpo import data, rewards
 from flowgrpo.config import Adapter, load, validate
 from flowgrpo.evaluation import compare, held_out
+from flowgrpo.policies.load import load_pipeline
 from flowgrpo.policies.lora import LORA_FILE
-from flowgrpo.policies.pipeline import PipelinePolicy, load_pipeline
+from flowgrpo.policies.pipeline import PipelinePolicy
 from flowgrpo.rewards.motion import appearance, motion
 from flowgrpo.run import make_accelerator
 from flowgrpo.samplers.rollout import explore, seeder

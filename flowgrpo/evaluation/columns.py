@@ -21,7 +21,7 @@ from flowgrpo.evaluation import compare
 from flowgrpo.evaluation.grid import Row, draw_grid
 from flowgrpo.evaluation.held_out import spread
 from flowgrpo.evaluation.page import write_page
-from flowgrpo.policies.pipeline import denoisers
+from flowgrpo.policies.load import denoisers
 from flowgrpo.rewards import pairwise
 from flowgrpo.samplers.rollout import seeder
 

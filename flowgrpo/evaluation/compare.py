@@ -23,8 +23,8 @@ from flowgrpo.errors import UserError
 from flowgrpo.evaluation.clips import save_clip
 from flowgrpo.evaluation.held_out import Measured, draw_pairs, spread
 from flowgrpo.policies.blend import Branches
+from flowgrpo.policies.load import denoisers, load_pipeline
 from flowgrpo.policies.lora import LORA_FILE, load_lora
-from flowgrpo.policies.pipeline import denoisers, load_pipeline
 from flowgrpo.rewards import pairwise
 from flowgrpo.samplers.rollout import seeder
 from flowgrpo.starter import CALLS, EVAL

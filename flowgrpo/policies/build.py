@@ -41,7 +41,8 @@ def make_policy(config: Config, device: Any, loaded: Any = None):
         model, tokenizer = loaded or load_causal_lm(config.model, config.precision, config.trust_remote_code)
         return CausalLM(model, tokenizer, config.adapter, config.text, device=device, precision=config.precision,
                         checkpointing=config.train.checkpointing)
-    from flowgrpo.policies.pipeline import PipelinePolicy, load_pipeline
+    from flowgrpo.policies.load import load_pipeline
+    from flowgrpo.policies.pipeline import PipelinePolicy
 
     pipe = loaded or load_pipeline(config.model, config.precision, config.trust_remote_code, config.memory.weights)
     return PipelinePolicy(pipe, config.adapter, device=device, precision=config.precision,

@@ -14,12 +14,13 @@ from flowgrpo import methods
 from flowgrpo.config import Config
 from flowgrpo.errors import UserError
 from flowgrpo.method import Method
-from flowgrpo.presets import mix_grpo
 from flowgrpo.policies import frozen, memory, tiny
 from flowgrpo.policies.conditioning import Conditioning
+from flowgrpo.policies.load import load_pipeline
 from flowgrpo.policies.lora import loader
 from flowgrpo.policies.pictures import PICTURES
-from flowgrpo.policies.pipeline import PipelinePolicy, load_pipeline
+from flowgrpo.policies.pipeline import PipelinePolicy
+from flowgrpo.presets import mix_grpo
 from flowgrpo.samplers import cost
 from flowgrpo.samplers.grids import shifted
 from flowgrpo.samplers.kernels import FlowDDIM

@@ -17,7 +17,6 @@ import torch
 
 from flowgrpo.config import Memory, nearest
 from flowgrpo.errors import UserError
-from flowgrpo.log import quiet
 from flowgrpo.policies import sharded
 from flowgrpo.policies.adapters import Weights
 from flowgrpo.policies.attention import plain_on_cpu
@@ -25,7 +24,8 @@ from flowgrpo.policies.blend import guided, inside
 from flowgrpo.policies.compiled import compile_blocks
 from flowgrpo.policies.conditioning import Conditioning
 from flowgrpo.policies.dtypes import DTYPES
-from flowgrpo.policies.frozen import Encoders, decode_in_parts, quantisation
+from flowgrpo.policies.frozen import Encoders, decode_in_parts
+from flowgrpo.policies.load import denoisers
 from flowgrpo.policies.loading import Idle
 from flowgrpo.policies.memo import Memo
 from flowgrpo.policies.pictures import PICTURES, stay_apart
@@ -35,24 +35,6 @@ from flowgrpo.samplers.scheduler import PolicyScheduler, Record, Task
 from flowgrpo.starter import FOLDERS
 
 STARTER = FOLDERS["starter"]
-TIMES = {"timestep", "timesteps", "t", "timestep_ratio"}
-
-
-def denoisers(pipe) -> dict[str, torch.nn.Module]:
-    """The modules that a pipeline's loop calls: those whose forward takes a time. A ControlNet only steers one."""
-    return {name: module for name, module in sorted(pipe.components.items())
-            if isinstance(module, torch.nn.Module) and "ControlNet" not in type(module).__name__
-            and TIMES & set(inspect.signature(module.forward).parameters)}
-
-
-def _named_denoisers(index: dict[str, Any]) -> list[str]:
-    """The denoisers of a pipeline that is not loaded yet, by its model_index.json."""
-    import diffusers
-
-    classes = {name: getattr(diffusers, value[1], None) for name, value in index.items()
-               if isinstance(value, list) and value[0] == "diffusers"}
-    return [name for name, cls in classes.items() if "ControlNet" not in cls.__name__
-            and TIMES & set(inspect.signature(getattr(cls, "forward", lambda: None)).parameters)]
 
 
 def _shared(one: Any, two: Any) -> bool:
@@ -79,34 +61,6 @@ def unlogged() -> Iterator[None]:
         yield
     finally:
         logging.set_verbosity(level)
-
-
-def load_pipeline(model: str, precision: str = "fp32", trust_remote_code: bool = False, weights: str = "full"):
-    """Load a diffusers pipeline: a starter's name, a directory or a hub id. UserError where it does not load.
-
-    weights: of its denoisers, "full", or quantised as `frozen.quantisation` says.
-    """
-    from diffusers import DiffusionPipeline
-    from diffusers.utils import logging as diffusers_logging
-    from transformers.utils import logging as transformers_logging
-
-    for library in (diffusers_logging, transformers_logging):
-        library.disable_progress_bar()
-    source = FOLDERS.get(model, model)
-    try:
-        # A component that the index names as absent has to be passed as None, unless its class calls it optional.
-        index = DiffusionPipeline.load_config(source)
-        absent = {name: None for name, value in index.items() if isinstance(value, list) and value[0] is None}
-        with quiet():  # of components in another class than the pipeline's usual one, such as a small autoencoder
-            lower = quantisation(_named_denoisers(index), weights, DTYPES[precision])
-            pipe = DiffusionPipeline.from_pretrained(source, dtype=DTYPES[precision], quantization_config=lower,
-                                                     trust_remote_code=trust_remote_code, **absent)
-    except Exception as error:  # whatever stands in a stranger's files
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise UserError(f"cannot load the model {model!r} ({first}): expected {' or '.join(FOLDERS)}, a directory "
-                        "with a model_index.json, or a hub id") from error
-    pipe.set_progress_bar_config(disable=True)
-    return pipe
 
 
 class PipelinePolicy:

@@ -20,6 +20,7 @@ from urllib.parse import unquote, urlsplit
 from flowgrpo.errors import UserError
 from flowgrpo.rewards import wire
 from flowgrpo.rewards.about import About
+from flowgrpo.rewards.exchange import exchange
 from flowgrpo.rewards.failures import LONGEST_WAIT, Failed, TimedOut
 from flowgrpo.rewards.needs import needed
 
@@ -116,7 +117,7 @@ class Remote:
 
     def _attempt(self, method: str, url: str, body: bytes | None, read: Callable[[bytes], T]) -> T:
         try:
-            status, answer = self._exchange(method, url, body)
+            status, _, answer = exchange(self._http, method, url, body, self.timeout, LONGEST_ANSWER, unpacked=False)
             if status == 200:
                 return read(answer)
         except self._httpx.ConnectTimeout:
@@ -128,18 +129,6 @@ class Remote:
         except ValueError as error:
             raise Unanswered(f"{url} gave no proper answer: {error}") from None
         raise self._refused(url, status, wire.refusal(answer))
-
-    def _exchange(self, method: str, url: str, body: bytes | None) -> tuple[int, bytes]:
-        """Status and body of one answer; ValueError for an answer without end."""
-        until, answer = time.monotonic() + self.timeout, bytearray()
-        with self._http.stream(method, url, content=body) as response:
-            for some in response.iter_raw():
-                answer += some
-                if len(answer) > LONGEST_ANSWER:
-                    raise ValueError(f"it sent more than {LONGEST_ANSWER} bytes")
-                if time.monotonic() > until:
-                    raise self._httpx.ReadTimeout("")
-        return response.status_code, bytes(answer)
 
     def _refused(self, url: str, status: int, line: str | None) -> Exception:
         """The error for a status: of the reward, of a person, or one that another attempt may not meet. A refusal that

@@ -16,6 +16,7 @@ from typing import Any
 
 from flowgrpo.errors import UserError
 from flowgrpo.rewards.client import CONNECT, LONGEST_ANSWER, Places, Unanswered, addresses, side_by_side
+from flowgrpo.rewards.exchange import exchange
 from flowgrpo.rewards.failures import LONGEST_WAIT, Failed, TimedOut
 from flowgrpo.rewards.needs import needed
 from flowgrpo.rewards.wire import one_line
@@ -121,7 +122,8 @@ class Endpoint:
 
     def _attempt(self, method: str, url: str, body: dict[str, Any] | None, read: Callable[[bytes], Any]) -> Any:
         try:
-            status, headers, told = self._exchange(method, url, None if body is None else json.dumps(body).encode())
+            sent = None if body is None else json.dumps(body).encode()
+            status, headers, told = exchange(self._http, method, url, sent, self.timeout, LONGEST_ANSWER, unpacked=True)
             if status == 200:
                 return read(told)
         except self._httpx.TimeoutException:
@@ -131,18 +133,6 @@ class Endpoint:
         except ValueError as error:
             raise Unanswered(f"{url} gave no proper answer: {one_line(error)}") from None
         return self._refused(url, status, headers.get("retry-after"), _error(told))
-
-    def _exchange(self, method: str, url: str, body: bytes | None) -> tuple[int, Any, bytes]:
-        """Status, headers and body of one answer; ValueError for an answer without end."""
-        until, told = time.monotonic() + self.timeout, bytearray()
-        with self._http.stream(method, url, content=body) as response:
-            for some in response.iter_bytes():
-                told += some
-                if len(told) > LONGEST_ANSWER:
-                    raise ValueError(f"it sent more than {LONGEST_ANSWER} bytes")
-                if time.monotonic() > until:
-                    raise self._httpx.ReadTimeout("")
-        return response.status_code, response.headers, bytes(told)
 
     def _refused(self, url: str, status: int, after: str | None, error: dict[str, Any]) -> Answer:
         """A refusal of the service; else the error for a status: of a person, of this request, or one that passes."""
