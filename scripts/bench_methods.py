@@ -79,8 +79,8 @@ Written by `python scripts/bench_methods.py{options}`; do not edit.
 Every preset on the starter with seeds {seeds}, from {budget:,} denoiser evaluations each (the epoch that reaches the
 budget is finished). Learning rate, adapter, steps and group are the demo's for all of them; the parts are each
 method's published ones, and no method was tuned. Accuracy is strict, on {prompts} held-out prompts, with the card's
-sampler. The runs are of one machine; their seconds compare methods and nothing else.
-
+sampler. The runs are of one machine, two at a time and beside other work: seconds are rough.
+{fewer}
 ![Held-out accuracy against evaluations and seconds](benchmark.png)
 
 {table}
@@ -91,12 +91,22 @@ What each needs for the accuracy at which `{parent}` ends, on straight lines bet
 """
 
 
+def fewer(results: list[dict[str, Any]], seeds: list[int]) -> str:
+    """Which methods have not been run with all seeds."""
+    made = {method: [found["seed"] for found in results if found["method"] == method]
+            for method in dict.fromkeys(found["method"] for found in results)}
+    short = {method: own for method, own in made.items() if len(own) < len(seeds)}
+    told = "".join(f"\n- `{method}`: {', '.join(map(str, sorted(own)))}" for method, own in short.items())
+    return f"\nWith fewer seeds:\n{told}\n" if told else ""
+
+
 def page(results: list[dict[str, Any]], before: dict[str, Any], args) -> str:
     told = losers(results)
     changed = "".join(f" --{name} {value}" for name, value in (("budget", args.budget), ("points", args.points)))
     return PAGE.format(options=changed, seeds=", ".join(map(str, args.seeds)), budget=args.budget, points=args.points,
                        prompts=before["asked"]["eval"]["prompts"], table=table(results, before), parent=PARENT,
                        reaching=reaching(results),
+                       fewer=fewer(results, args.seeds),
                        losers=f"Did not end higher than `{PARENT}` here: {', '.join(told)}." if told else
                        f"All ended higher than `{PARENT}` here.")
 

@@ -178,6 +178,8 @@ def run_all(args: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str, A
             epochs, foretold = epochs_for(load(RECIPE, settled | named), args.budget)
             length = {"train.epochs": str(epochs), "eval.every": str(-(-epochs // args.points))}
             config = load(RECIPE, settled | named | length)
+            if args.finished and not (config.folder / "summary.json").exists():
+                continue
             results.append(result(config, train(config, foretold), before))
             results.sort(key=lambda found: args.methods.index(found["method"]))
             write(args.output, args.budget, before, results)
@@ -191,6 +193,7 @@ def arguments(description: str, methods: tuple[str, ...]) -> argparse.ArgumentPa
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--points", type=int, default=3, help="measurements of the held-out accuracy per run")
     parser.add_argument("--output", type=Path, default=Path("runs/bench"))
+    parser.add_argument("--finished", action="store_true", help="tell of finished runs, and make none")
     parser.add_argument("--option", action="append", default=[], metavar="KEY=VALUE", help="override of the recipe")
     return parser
 
