@@ -145,7 +145,7 @@ def _writes(model: str, run: str | Path | None = None) -> bool:
 
     recipe = Path(run) / "config.yaml" if run else None
     config = load(recipe) if recipe and recipe.is_file() else Config(model=model)
-    return build.kind(config) == build.CAUSAL_LM
+    return build.kind(config) != build.PIPELINE
 
 
 @app.command()

@@ -40,8 +40,8 @@ def run(config: Config, resume: bool = False, *, pipe=None, functions: dict[str,
     """Align a model as `config` says; returns the summary that is also written to `summary.json`.
 
     Under `accelerate launch` or `torchrun` every process calls it, and the first one writes and prints.
-    pipe (of a language model the tuple of model and tokenizer), functions (by name), prompts: objects that take the
-    place of what the configuration names.
+    pipe (of a language model the tuple of model and tokenizer or processor), functions (by name), prompts: objects that
+    take the place of what the configuration names.
     """
     from accelerate.utils import set_seed
 
@@ -130,8 +130,8 @@ def keep_lines(path: Path, epoch: int) -> None:
 def align(model, rewards="scene_graded", prompts="starter", method: str = "mix_grpo", **options: Any) -> dict[str, Any]:
     """Align `model` to `rewards` on `prompts`: what the command line does, from Python.
 
-    model: `starter`, a directory, a hub id, a loaded diffusers pipeline, or a loaded language model with its tokenizer,
-    as a tuple. rewards: a name, a function
+    model: `starter`, a directory, a hub id, a loaded diffusers pipeline, or a loaded language model with its tokenizer
+    or processor, as a tuple. rewards: a name, a function
     `reward(images, prompts, metadata) -> floats`, or a dictionary of these to weights or rules (functions under their
     own names). prompts: a file, or a list of strings. options: configuration keys, sections as dictionaries, such as
     `train={"epochs": 50}`. Returns the run's summary, the content of `summary.json`.

@@ -11,7 +11,8 @@ from flowgrpo.errors import UserError
 from flowgrpo.evaluation.compare import run_config
 from flowgrpo.evaluation.held_out import Measured, draw_pairs, measure, spread
 from flowgrpo.log import quiet
-from flowgrpo.policies.causal_lm import CausalLM, load_causal_lm
+from flowgrpo.policies.build import language_policy, load_language_model
+from flowgrpo.policies.causal_lm import CausalLM
 from flowgrpo.rewards import pairwise
 from flowgrpo.samplers.rollout import seeder
 
@@ -55,8 +56,8 @@ def load(model: str, lora: Path | None, text: Text, precision: str = "fp32", tru
          ) -> CausalLM:
     """The policy to write with, nothing of it trained. UserError where something does not load."""
     if lora is not None and (lora / "model" / "config.json").is_file():  # a run without a LoRA
-        return CausalLM(*load_causal_lm(str(lora / "model"), precision), None, text, precision=precision)
-    loaded, tokenizer = load_causal_lm(model, precision, trust_remote_code)
+        return language_policy(*load_language_model(str(lora / "model"), precision), None, text, precision=precision)
+    loaded, reader = load_language_model(model, precision, trust_remote_code)
     if lora is not None:
         if not (lora / ADAPTER).is_file():
             hint = "the run has not finished: --resume it" if (lora / "config.yaml").is_file() else \
@@ -68,4 +69,4 @@ def load(model: str, lora: Path | None, text: Text, precision: str = "fp32", tru
         except Exception as error:  # whatever stands in a stranger's files
             raise UserError(f"{lora} does not load into {type(loaded).__name__}: "
                             f"{' '.join(str(error).split())[:200]}") from None
-    return CausalLM(loaded, tokenizer, None, text, precision=precision)
+    return language_policy(loaded, reader, None, text, precision=precision)

@@ -126,7 +126,8 @@ class CausalLM:
         ids, mask = self._left_padded(asked)
         with self._arithmetic():
             made = self.model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=most, do_sample=False,
-                                       logits_processor=LogitsProcessorList([draw]))[:, ids.shape[1]:]
+                                       logits_processor=LogitsProcessorList([draw]),
+                                       **self._beside(asked, ids.shape[1], before=True))[:, ids.shape[1]:]
         mask, cut = decided(made, self.ends)
         texts = [Completion(text, int(at.sum())) for text, at in zip(self.tokenizer.batch_decode(
             [row[at] for row, at in zip(made, mask)], skip_special_tokens=True), mask)]
@@ -146,6 +147,10 @@ class CausalLM:
         ids = torch.stack([pad(each, (longest - len(each), 0), value=self.padding) for each in asked.ids])
         mask = torch.stack([pad(torch.ones_like(each), (longest - len(each), 0)) for each in asked.ids])
         return ids.to(self.device), mask.to(self.device)
+
+    def _beside(self, asked: Asked, length: int, before: bool = False) -> dict[str, Tensor]:
+        """What the model reads beside tokens [B,length], padded before the prompts or behind them: of texts nothing."""
+        return {}
 
     # --- replay ------------------------------------------------------------------------------------------------------
 
@@ -168,7 +173,8 @@ class CausalLM:
     def _whole(self, asked: Asked, ids: Tensor) -> Tensor:
         """The states [B,L,H] before each token of the completions ids [B,L], every row read from its start."""
         inputs, places = self._joined(asked, ids)
-        states = self.model.base_model(input_ids=inputs, use_cache=False).last_hidden_state
+        states = self.model.base_model(input_ids=inputs, use_cache=False,
+                                       **self._beside(asked, inputs.shape[1])).last_hidden_state
         return states.gather(1, places[..., None].expand(-1, -1, states.shape[2]))
 
     def _joined(self, asked: Asked, ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -183,24 +189,30 @@ class CausalLM:
         """`_whole` for completions [B,L] of the prompts `of` [B], which are read once each: what a group shares is
         computed once, and its gradient is the sum of theirs (Prefix Grouper, 2506.05433)."""
         inputs, mask = self._left_padded(asked)
-        positions = (mask.cumsum(1) - 1).clamp(min=0)
+        positions, next_position = self._positions(asked, inputs, mask)
         body = self.model.base_model
-        read = body(input_ids=inputs, attention_mask=mask, position_ids=positions, use_cache=True)
+        read = body(input_ids=inputs, attention_mask=mask, position_ids=positions, use_cache=True,
+                    **self._beside(asked, inputs.shape[1], before=True))
         first = read.last_hidden_state[:, -1:][of]
         if ids.shape[1] == 1:
             return first
         cache = read.past_key_values
         cache.batch_select_indices(of)
         told = torch.cat([mask[of], torch.ones_like(ids[:, :-1])], 1)
-        behind = (positions[:, -1:] + 1)[of] + torch.arange(ids.shape[1] - 1, device=self.device)
+        behind = next_position[of] + torch.arange(ids.shape[1] - 1, device=self.device)
         states = body(input_ids=ids[:, :-1], attention_mask=told, position_ids=behind, past_key_values=cache,
                       use_cache=True).last_hidden_state
         return torch.cat([first, states], 1)
 
+    def _positions(self, asked: Asked, inputs: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        """The positions of the left-padded prompts' tokens [P,S], and of the first one behind each prompt [P,1]."""
+        positions = (mask.cumsum(1) - 1).clamp(min=0)
+        return positions, positions[:, -1:] + 1
+
     def _by_logits(self, asked: Asked, ids: Tensor, kept: Tensor, decoding: Decoding) -> Tensor:
         """log p [n] from the model's own logits, all of which are held: for models that do more than their head."""
         inputs, places = self._joined(asked, ids)
-        logits = self.model(input_ids=inputs, use_cache=False).logits
+        logits = self.model(input_ids=inputs, use_cache=False, **self._beside(asked, inputs.shape[1])).logits
         rows = torch.arange(len(ids), device=self.device)[:, None].expand_as(places)
         return score(logits[rows[kept], places[kept]], lambda logits: logits, ids[kept], decoding)
 
@@ -209,8 +221,9 @@ class CausalLM:
         """Whether the model's logits are what its head makes of its states: found out by trial, once."""
         if self._head_alone is None:
             before, ids = self.evaluations, asked.ids[0][None].to(self.device)
-            states = self.model.base_model(input_ids=ids, use_cache=False).last_hidden_state
-            logits = self.model(input_ids=ids, use_cache=False).logits
+            beside = self._beside(asked.rows(torch.tensor([0])), ids.shape[1])
+            states = self.model.base_model(input_ids=ids, use_cache=False, **beside).last_hidden_state
+            logits = self.model(input_ids=ids, use_cache=False, **beside).logits
             self._head_alone = torch.allclose(self.model.get_output_embeddings()(states), logits, CLOSE, CLOSE)
             self.evaluations = before
         return self._head_alone
@@ -220,11 +233,13 @@ class CausalLM:
         """Whether completions can be read behind a prompt's cache: found out by trial, once. Gradient checkpointing
         keeps no cache."""
         if self._shares is None:
-            self._shares = not self.checkpointing and self._try_prefixes(asked.rows(torch.tensor([0])))
+            self._shares = not self.checkpointing and self._try_prefixes(asked.rows(torch.tensor([0])),
+                                                                         asked.ids[0][:3])
         return self._shares
 
-    def _try_prefixes(self, asked: Asked) -> bool:
-        before, ids = self.evaluations, asked.ids[0][:3].repeat(2, 1).to(self.device)
+    def _try_prefixes(self, asked: Asked, text: Tensor) -> bool:
+        """With one prompt, and twice the tokens `text` behind it."""
+        before, ids = self.evaluations, text.repeat(2, 1).to(self.device)
         try:
             shared = self._behind_prefixes(asked, torch.tensor([0, 0], device=self.device), ids)
         except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):  # another kind of cache
@@ -284,18 +299,20 @@ class TextWeights(Weights):
         return f"saved {folder / 'adapter_model.safetensors'}; read back by load_adapter: same weights, same scale"
 
 
-def load_causal_lm(model: str, precision: str = "fp32", trust_remote_code: bool = False):
-    """Load (model, tokenizer): a starter's name, a directory or a hub id. UserError where it does not load."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+def load_causal_lm(model: str, precision: str = "fp32", trust_remote_code: bool = False,
+                   classes: Sequence[str] = ("AutoModelForCausalLM", "AutoTokenizer")):
+    """Load (model, tokenizer): a starter's name, a directory or a hub id. classes: of transformers, which load them.
+    UserError where it does not load."""
+    import transformers
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     source = FOLDERS.get(model, model)
     try:
         with quiet():
-            return (AutoModelForCausalLM.from_pretrained(source, dtype=DTYPES[precision],
-                                                         trust_remote_code=trust_remote_code),
-                    AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code))
+            body, reader = (getattr(transformers, name) for name in classes)
+            return (body.from_pretrained(source, dtype=DTYPES[precision], trust_remote_code=trust_remote_code),
+                    reader.from_pretrained(source, trust_remote_code=trust_remote_code))
     except Exception as error:  # whatever stands in a stranger's files
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UserError(f"cannot load the language model {model!r} ({first}): expected starter_text, a directory with "
