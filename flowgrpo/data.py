@@ -44,6 +44,11 @@ class Prompt:
     image: str | None = None
     weight: float = 1.0
 
+    @property
+    def key(self) -> str:
+        """By what prompts are told apart: the text, and the picture where there is one."""
+        return self.text if self.image is None else f"{self.text}\n{self.image}"
+
 
 def load_prompts(path: str | Path) -> list[Prompt]:
     """Read a .txt, .jsonl or .csv file; UserError names the file and the line of a mistake."""
@@ -159,19 +164,19 @@ def _wrong(path: Path, line: int, what: str) -> UserError:
 
 
 def split(prompts: list[Prompt], held_out: float | str, seed: int) -> tuple[list[Prompt], list[Prompt]]:
-    """Part prompts into (train, held out); no text is ever on both sides.
+    """Part prompts into (train, held out); no text is ever on both sides, or none with the same picture.
 
     A share holds out that part of the different texts (rounded, at least one), chosen by a permutation that depends on
-    the texts and the seed alone. A path is read as the held-out prompts, and their texts leave the training side.
-    UserError where a side is left empty.
+    the texts and the seed alone. A path is read as the held-out prompts, and their texts leave the training side. A
+    text with another picture is another text. UserError where a side is left empty.
     """
     if isinstance(held_out, str):
         held = load_prompts(held_out)
-        texts = {prompt.text for prompt in held}
+        keys = {prompt.key for prompt in held}
     else:
-        texts = _share(sorted({prompt.text for prompt in prompts}), held_out, seed)
-        held = [prompt for prompt in prompts if prompt.text in texts]
-    train = [prompt for prompt in prompts if prompt.text not in texts]
+        keys = _share(sorted({prompt.key for prompt in prompts}), held_out, seed)
+        held = [prompt for prompt in prompts if prompt.key in keys]
+    train = [prompt for prompt in prompts if prompt.key not in keys]
     if not train:
         raise UserError(f"held_out: {held_out!r} holds out every prompt and leaves none to train on")
     return train, held

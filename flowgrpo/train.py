@@ -72,13 +72,13 @@ class Trainer:
         with self.processes.together():
             parts, conditioning, scores = self.sample(self.processes.own(batch))
         grouped = self.processes.gather(scores)
-        credited = self.credit(parts, grouped, [prompt.text for prompt in batch])
+        credited = self.credit(parts, grouped, [prompt.key for prompt in batch])
         return self.reward_metrics(grouped) | self.learn(credited, conditioning)
 
     def prompt_weights(self) -> list[float] | None:
         """How often the method wants each prompt drawn, by what it remembers of them; None where it does not say."""
         wanted = getattr(self.method.advantage, "prompt_weights", None)
-        return wanted and wanted(self.memory, [prompt.text for prompt in self.prompts]).tolist()
+        return wanted and wanted(self.memory, [prompt.key for prompt in self.prompts]).tolist()
 
     def sample(self, batch: list[data.Prompt]) -> tuple[list[Part], Any, torch.Tensor]:
         """Sample and score groups of these prompts; a thread scores one part while the next one is sampled.

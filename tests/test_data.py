@@ -124,6 +124,18 @@ def test_a_file_of_held_out_prompts_leaves_training(tmp_path):
     assert [p.text for p in train] == ["a", "a", "d"] and [p.text for p in held] == ["b", "c"]
 
 
+def test_a_text_with_another_picture_is_another_prompt(tmp_path):
+    for name in "abcd":
+        write(tmp_path, f"{name}.png", b"")
+    lines = [json.dumps({"prompt": "what is it?", "image": f"{name}.png"}) for name in "abcd"]
+    train, held = split(load_prompts(write(tmp_path, "p.jsonl", "\n".join(lines))), 0.25, 0)
+    assert len(train) == 3 and len(held) == 1 and held[0].image not in {prompt.image for prompt in train}
+    file = write(tmp_path, "held.jsonl", "\n".join(lines[1:2]))
+    train, held = split(load_prompts(tmp_path / "p.jsonl"), str(file), 0)
+    assert [prompt.image for prompt in train] == [str(tmp_path / f"{name}.png") for name in "acd"]
+    assert Prompt("a").key == "a" and len({prompt.key for prompt in train + held}) == 4
+
+
 @pytest.mark.parametrize("texts, share, told", [
     (["a", "b"], 0.9, "holds out every prompt"),
     (["a", "a"], 0.5, "1 different prompts cannot be parted"),
