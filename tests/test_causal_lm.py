@@ -219,6 +219,17 @@ def test_the_adapter_loads_in_stock_peft_and_changes_the_output_identically(tmp_
     torch.testing.assert_close(replayed(own, asked, found).logp, found.logp, rtol=0, atol=1e-5)  # none is left behind
 
 
+def test_all_weights_are_saved_with_what_reads_prompts(tmp_path):
+    from flowgrpo.evaluation import texts
+
+    own = tiny.stir(CausalLM(*tiny.model(), tiny.Adapter(rank=0), tiny.Text(max_tokens=6)))
+    own.weights.save(tmp_path)
+    again = texts.load("of another name", tmp_path, own.text)
+    asked, found = sampled(own)
+    assert [ids.tolist() for ids in again.encode(ASKED).ids] == [ids.tolist() for ids in asked.ids]
+    torch.testing.assert_close(replayed(again, asked, found).logp, found.logp, rtol=0, atol=1e-5)
+
+
 # --- the command line ------------------------------------------------------------------------------------------------
 
 

@@ -217,6 +217,18 @@ def test_a_run_on_prompts_with_images_and_what_it_leaves(family, tmp_path, image
     assert (before - ours).abs().max() > 1e-3
 
 
+def test_all_weights_are_saved_with_what_reads_images(tmp_path, images):
+    from flowgrpo.evaluation import texts
+
+    own = tiny_text.stir(tiny.policy("qwen", rank=0))
+    own.weights.save(tmp_path)
+    with torch.no_grad():
+        asked, found = sampled(own, images)
+        again = texts.load("of another name", tmp_path, own.text)
+        torch.testing.assert_close(replayed(again, again.encode(PROMPTS, images=images), found).logp, found.logp,
+                                   rtol=0, atol=1e-5)
+
+
 def test_which_models_read_images_is_told_by_what_transformers_knows_of_them():
     def read(architecture, **more):
         return build.reads_images({"architectures": [architecture]} | more)

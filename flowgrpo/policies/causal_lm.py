@@ -78,7 +78,7 @@ class CausalLM:
         model.to(self.device).eval().requires_grad_(False)
         if adapter and adapter.targets == Adapter().targets:
             adapter = adapter.model_copy(update={"targets": TARGETS})
-        self.weights = TextWeights(model, {"model": model}, adapter) if adapter else None
+        self.weights = TextWeights(tokenizer, {"model": model}, adapter) if adapter else None
         if checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         self.checkpointing = checkpointing
@@ -274,7 +274,10 @@ class CausalLM:
 
 
 class TextWeights(Weights):
-    """The trainable weights of a language model: a LoRA, or all, in the files that transformers and peft read."""
+    """The trainable weights of a language model: a LoRA, or all, in the files that transformers and peft read.
+
+    pipe: its tokenizer or processor, which is saved beside all weights.
+    """
 
     def save(self, folder: Path) -> str:
         """Write `adapter_model.safetensors` and `adapter_config.json`, read them back and compare; of all weights a
@@ -282,6 +285,7 @@ class TextWeights(Weights):
         module = self.denoisers["model"]
         if not self.adapter.rank:
             module.save_pretrained(folder / "model")
+            self.pipe.save_pretrained(folder / "model")
             return f"saved all weights to {folder / 'model'}"
         with quiet():
             module.save_pretrained(folder)

@@ -63,6 +63,8 @@ class VisionLM(CausalLM):
             adapter = adapter.model_copy(update={"targets": _language_layers(model)})
         super().__init__(model, processor.tokenizer, adapter, text, **options)
         self.processor = processor
+        if self.weights:
+            self.weights.pipe = processor
         self.placeholders = sorted({found for name in PLACEHOLDERS
                                     if isinstance(found := getattr(model.config, name, None), int)})
         model.generation_config.suppress_tokens = self.placeholders or None
