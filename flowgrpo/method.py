@@ -24,6 +24,7 @@ from flowgrpo.samplers import forward, kernels, plans, preview, solvers, tokens
 from flowgrpo.samplers.grids import compress_tail
 from flowgrpo.samplers.rollout import Exploration
 
+OF_TEXT = ("tokens", "masks")  # the processes of language models: causal, masked
 # Of a flow and of a variance-preserving process.
 _FORMS = {kernels.FlowDDIM: kernels.DDIM, kernels.CPS: kernels.VPCPS}
 
@@ -41,8 +42,8 @@ class Method:
     finals are noised and trained in place of recorded steps; lag: how slowly the old policy follows; backprop: how the
     steps from the plan's one on become the data whose reward's gradient is followed (None: none is).
 
-    Of a language model the kernel is a `tokens.Decoding`, and what is about denoising (plan, solver, tail, roots,
-    strides, preview, times, backprop) is not read.
+    Of a language model the kernel is a `tokens.Decoding`, of a masked one an `Unmasking`, and what is about denoising
+    (plan, solver, tail, roots, strides, preview, times, backprop) is not read.
     """
 
     kernel: Any = kernels.FlowSDE(0.7)
@@ -70,15 +71,26 @@ class Method:
         if not 0 < self.tail <= 1:
             raise ValueError(f"tail is {self.tail}, expected above 0 and at most 1")
 
+    def fits(self, process: str) -> bool:
+        """Whether the kernel is one of a denoiser or a language model as the process is; what unmasks cannot draw one
+        token after the other."""
+        if not self.for_tokens or process not in OF_TEXT:
+            return not self.for_tokens and process not in OF_TEXT
+        return process == "masks" or not isinstance(self.kernel, tokens.Unmasking)
+
     def on(self, process: str) -> Method:
-        """The method as a process samples it: a "flow", a variance-preserving one ("vp"), or "tokens". FlowDDIM and
-        DDIM are one formula in two coordinates, so are CPS and VPCPS, and Euler stands for the deterministic step of
-        either. UserError for what is of another process alone."""
-        if self.for_tokens != (process == "tokens"):
-            of = ("language models", "denoisers")[process == "tokens"]
+        """The method as a process samples it: a "flow", a variance-preserving one ("vp"), "tokens" one after
+        the other, or "masks" that become tokens. FlowDDIM and DDIM are one formula in two coordinates, so are CPS and
+        VPCPS, and Euler stands for the deterministic step of either; Decoding unmasks as Unmasking does. UserError for
+        what is of another process alone."""
+        if not self.fits(process):
+            of = "denoisers" if not self.for_tokens else "masked language models" if process == "tokens" else \
+                "language models"
             raise UserError(f"the method is one of {of} (its kernel is {type(self.kernel).__name__}) and the model is "
-                            "not: `flowgrpo methods` lists both kinds")
-        if process == "tokens":
+                            "not: `flowgrpo methods` lists all kinds")
+        if process == "masks" and not isinstance(self.kernel, tokens.Unmasking):
+            return replace(self, kernel=tokens.Unmasking(*dataclasses.astuple(self.kernel)))
+        if process in OF_TEXT:
             return self
         if process == "flow":
             return self._with_form({there: here for here, there in _FORMS.items()})

@@ -30,7 +30,7 @@ from flowgrpo import (
 from flowgrpo.config import Config, nearest
 from flowgrpo.errors import UserError
 from flowgrpo.gaussian import log_prob
-from flowgrpo.method import Method
+from flowgrpo.method import OF_TEXT, Method
 from flowgrpo.presets import PRESETS
 from flowgrpo.samplers import backprop, forward, kernels, plans, preview, solvers, tokens
 from flowgrpo.samplers.grids import shifted
@@ -106,7 +106,7 @@ def _build(make: Callable[..., Any], values: dict[str, Any], path: str) -> Any:
 def resolve(config: Config, process: str = "flow") -> Method:
     """The method a configuration asks for, its parts tried on the configuration's number of steps and samples."""
     method, train = with_parts(preset(config.method), config.parts).on(process), config.train
-    if process == "tokens":
+    if process in OF_TEXT:
         return _on_tokens(method, config)
     grid, x = shifted(train.steps, train.shift), torch.zeros(1, 1)
     if process == "vp":

@@ -18,6 +18,7 @@ from flowgrpo import (
     layer_tuning,
     objectives,
     reductions,
+    references,
     selection,
     shaping,
 )
@@ -296,13 +297,20 @@ def _backprop(method: Method, ending: Any) -> Method:
                    tuning=layer_tuning.LayerTuning())
 
 
+def trace_rl(method: Method = Method()) -> Method:
+    """TraceRL: of a masked language model, every token's ratio in the state of its own decoding step (2509.06949)."""
+    return replace(grpo(method), kernel=tokens.Unmasking(), selection=selection.DropZeroVariance(),
+                   reduction=reductions.PerDecision(), kl=objectives.SampledKL(0.01, "k3"), reference=references.Old())
+
+
 PRESETS: dict[str, Callable[..., Method]] = {
     preset.__name__: preset for preset in (
         flow_grpo, flow_grpo_fast, dance_grpo, ddpo, mix_grpo, mix_grpo_flash, grpo_guard, flow_dppo, tempflow_grpo,
         granular_grpo, branch_grpo, tree_rpo, pref_grpo, b2_diffurl, sol_rl, diffusion_nft, awm, dgpo, crd,
-        diffusion_dpo, refl, draft, alignprop, grpo, dr_grpo, dapo, gspo, cispo, rloo, reinforce_pp, remax)}
+        diffusion_dpo, refl, draft, alignprop, grpo, dr_grpo, dapo, gspo, cispo, rloo, reinforce_pp, remax,
+        trace_rl)}
 
 
 def suited(process: str) -> list[str]:
-    """The presets for a process, "tokens" or another."""
-    return [name for name, make in PRESETS.items() if make().for_tokens == (process == "tokens")]
+    """The presets for a process, such as "tokens"."""
+    return [name for name, make in PRESETS.items() if make().fits(process)]

@@ -47,7 +47,7 @@ def run(config: Config, resume: bool = False, *, pipe=None, functions: dict[str,
 
     # Whatever a person can get wrong is looked at before anything is loaded or written.
     device = pick_device(config.device)
-    process = "tokens" if isinstance(pipe, tuple) else "flow" if pipe else build.process(build.kind(config))
+    process = build.process(build.kind(config, pipe))
     method = methods.resolve(config, process)
     accelerator = make_accelerator(config, device)  # first: it chooses the GPU that rewards will find
     if accelerator.num_processes > 1:

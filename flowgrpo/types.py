@@ -150,7 +150,21 @@ class Completions:
         keep = keep.cpu() & self.old.mask.any(1).cpu()
         if not keep.any():
             return None
-        return self if keep.all() else Completions(self.ids[keep], self.prompts[keep], self.old.rows(keep))
+        return self if keep.all() else self.rows(keep)
+
+    def rows(self, at: Tensor) -> Completions:
+        """The completions `at` (indices or a mask)."""
+        return Completions(self.ids[at], self.prompts[at], self.old.rows(at))
+
+
+@dataclass(frozen=True, eq=False)
+class Traces(Completions):
+    """Completions that were filled in step by step: steps int64 [m, L], at which each token was drawn, from 0."""
+
+    steps: Tensor
+
+    def rows(self, at: Tensor) -> Traces:
+        return Traces(self.ids[at], self.prompts[at], self.old.rows(at), self.steps[at])
 
 
 @dataclass(frozen=True, eq=False)

@@ -49,10 +49,10 @@ def test_the_recipe_of_a_page_works(name, tmp_path):
     [block] = re.findall(r"```yaml\n(.*?)```", PRESETS[name], re.S)
     (tmp_path / "recipe.yaml").write_text(block)
     recipe = load(tmp_path / "recipe.yaml")
-    of_text = name in presets.suited("tokens")
+    process = next(process for process in ("flow", "tokens", "masks") if name in presets.suited(process))
     assert name in recipe.method.split("+") and recipe.parts
-    assert ({"group"} if of_text else {"steps", "group"}) <= recipe.train.model_fields_set
-    methods.resolve(recipe, "tokens" if of_text else "flow")
+    assert ({"steps", "group"} if process == "flow" else {"group"}) <= recipe.train.model_fields_set
+    methods.resolve(recipe, process)
 
 
 def snippets() -> list[tuple[str, str]]:

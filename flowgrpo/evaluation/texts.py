@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from flowgrpo import data, rewards
-from flowgrpo.config import Config, Text
+from flowgrpo.config import Config
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation.compare import run_config
 from flowgrpo.evaluation.held_out import Measured, draw_pairs, measure, spread
 from flowgrpo.log import quiet
-from flowgrpo.policies.build import language_policy, load_language_model
+from flowgrpo.policies import build
 from flowgrpo.policies.causal_lm import CausalLM
 from flowgrpo.rewards import pairwise
 from flowgrpo.samplers.rollout import seeder
@@ -26,9 +26,10 @@ def sample(model: str, lora: Path | None, prompts: list[str], count: int, seed: 
     lora: a finished run, whose `text` settings are kept, or a folder with an adapter of peft's.
     UserError for a model or weights that do not load.
     """
-    settings = run_config(lora).text if lora and (lora / "config.yaml").is_file() else Text()
+    settings = run_config(lora) if lora and (lora / "config.yaml").is_file() else Config(method="grpo")
     warm = (1.0 if count > 1 else 0.0) if temperature is None else temperature
-    policy = load(model, lora, settings.model_copy(update={"eval_temperature": warm}))
+    policy = load(Config(model=model, method=settings.method, parts=settings.parts, train=settings.train,
+                         text=settings.text.model_copy(update={"eval_temperature": warm})), lora)
     of, numbers = seeder(seed, 0), [(i, k) for i in range(len(prompts)) for k in range(count)]
     asked = policy.encode([prompts[i] for i, _ in numbers])
     return policy.generate(asked, policy.generators(of(i, k) for i, k in numbers))
@@ -47,17 +48,16 @@ def grid(run: Path, prompts: Path | None, count: int, seed: int, output: Path) -
 
 
 def _measured(config: Config, lora: Path | None, prompts: list[data.Prompt], functions: dict[str, Any]) -> Measured:
-    policy = load(config.model, lora, config.text, config.precision, config.trust_remote_code)
+    policy = load(config, lora)
     return measure(policy, prompts, functions, steps=0, guidance=0.0, samples=1, micro_batch=config.train.micro_batch,
                    keep=len(prompts), title="base" if lora is None else "tuned")
 
 
-def load(model: str, lora: Path | None, text: Text, precision: str = "fp32", trust_remote_code: bool = False
-         ) -> CausalLM:
+def load(config: Config, lora: Path | None) -> CausalLM:
     """The policy to write with, nothing of it trained. UserError where something does not load."""
     if lora is not None and (lora / "model" / "config.json").is_file():  # a run without a LoRA
-        return language_policy(*load_language_model(str(lora / "model"), precision), None, text, precision=precision)
-    loaded, reader = load_language_model(model, precision, trust_remote_code)
+        config, lora = config.model_copy(update={"model": str(lora / "model")}), None
+    loaded, reader = build.load_language(config)
     if lora is not None:
         if not (lora / ADAPTER).is_file():
             hint = "the run has not finished: --resume it" if (lora / "config.yaml").is_file() else \
@@ -69,4 +69,4 @@ def load(model: str, lora: Path | None, text: Text, precision: str = "fp32", tru
         except Exception as error:  # whatever stands in a stranger's files
             raise UserError(f"{lora} does not load into {type(loaded).__name__}: "
                             f"{' '.join(str(error).split())[:200]}") from None
-    return language_policy(loaded, reader, None, text, precision=precision)
+    return build.language_policy(config, (loaded, reader), None)

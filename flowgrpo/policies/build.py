@@ -7,31 +7,37 @@ from pathlib import Path
 from typing import Any
 
 from flowgrpo import methods
-from flowgrpo.config import Config
+from flowgrpo.config import Adapter, Config
 from flowgrpo.errors import UserError
 from flowgrpo.starter import FOLDERS
 
-PIPELINE, CAUSAL_LM, VISION_LM = "pipeline", "causal_lm", "vision_lm"
+PIPELINE, CAUSAL_LM, VISION_LM, MASKED_LM = "pipeline", "causal_lm", "vision_lm", "masked_lm"
+DIFFUSION = ("llada", "dream")  # families of masked language models whose classes are not called ForMaskedLM
+_PROCESSES = {PIPELINE: "flow", CAUSAL_LM: "tokens", VISION_LM: "tokens", MASKED_LM: "masks"}
 
 
-def kind(config: Config) -> str:
-    """PIPELINE for a diffusers pipeline, CAUSAL_LM for a language model, VISION_LM for one that reads images too. A
-    folder's files say which; of a hub id it is what the method is for, so that nothing is asked of the hub, and loading
-    tells the language models apart. UserError for a folder that is neither."""
+def kind(config: Config, loaded: Any = None) -> str:
+    """PIPELINE for a diffusers pipeline, else which language model: CAUSAL_LM, VISION_LM for one that reads images, or
+    MASKED_LM. A folder's files say which, or what is loaded; of a hub id it is what the method is for, so that nothing
+    is asked of the hub. UserError for a folder that is neither."""
+    if loaded is not None:
+        return _of_language(loaded[0].config.to_dict() | {"architectures": [type(loaded[0]).__name__]}) \
+            if isinstance(loaded, tuple) else PIPELINE
     folder = Path(FOLDERS.get(config.model, config.model))
     if not folder.is_dir():
-        return CAUSAL_LM if methods.preset(config.method).for_tokens else PIPELINE
+        method = methods.with_parts(methods.preset(config.method), config.parts)
+        return (CAUSAL_LM if method.fits("tokens") else MASKED_LM) if method.for_tokens else PIPELINE
     if (folder / "model_index.json").is_file():
         return PIPELINE
     if (folder / "config.json").is_file():
-        return VISION_LM if reads_images(_described(folder)) else CAUSAL_LM
+        return _of_language(_described(folder))
     raise UserError(f"cannot load the model {config.model!r}: the folder has neither a model_index.json (a diffusers "
                     "pipeline) nor a config.json (a language model)")
 
 
 def process(kind: str) -> str:
     """How a method's parts are tried before the model is loaded."""
-    return "flow" if kind == PIPELINE else "tokens"
+    return _PROCESSES[kind]
 
 
 def _described(folder: Path) -> dict[str, Any]:
@@ -41,6 +47,15 @@ def _described(folder: Path) -> dict[str, Any]:
     except ValueError:
         return {}
     return found if isinstance(found, dict) else {}
+
+
+def _of_language(described: dict[str, Any]) -> str:
+    """Which language model a config.json is of, by the names of its classes and its family."""
+    if reads_images(described):
+        return VISION_LM
+    family, classes = str(described.get("model_type") or ""), described.get("architectures") or ()
+    masked = family.lower() in DIFFUSION or any(name.endswith("ForMaskedLM") for name in classes)
+    return MASKED_LM if masked else CAUSAL_LM
 
 
 def reads_images(described: dict[str, Any]) -> bool:
@@ -54,40 +69,11 @@ def reads_images(described: dict[str, Any]) -> bool:
     return described.get("model_type") in both and "vision_config" in described
 
 
-def load_language_model(model: str, precision: str = "fp32", trust_remote_code: bool = False):
-    """Load (model, tokenizer), or (model, processor) of one that reads images. UserError where it does not load."""
-    from transformers import PreTrainedConfig
-
-    from flowgrpo.policies.causal_lm import load_causal_lm
-
-    source = Path(FOLDERS.get(model, model))
-    try:
-        described = _described(source) if source.is_dir() else PreTrainedConfig.get_config_dict(model)[0]
-    except OSError:  # as loading will tell
-        described = {}
-    classes = [("AutoModelForImageTextToText", "AutoProcessor")] if reads_images(described) else []
-    return load_causal_lm(model, precision, trust_remote_code, *classes)
-
-
-def language_policy(model: Any, reader: Any, *rest: Any, **options: Any):
-    """The policy of a loaded language model; reader: its tokenizer, or its processor. The rest are the arguments of
-    `causal_lm.CausalLM`."""
-    if hasattr(reader, "image_processor"):
-        from flowgrpo.policies.vlm import VisionLM
-
-        return VisionLM(model, reader, *rest, **options)
-    from flowgrpo.policies.causal_lm import CausalLM
-
-    return CausalLM(model, reader, *rest, **options)
-
-
 def make_policy(config: Config, device: Any, loaded: Any = None):
     """The policy of a configuration, of a loaded pipeline or (model, tokenizer or processor) where one is given."""
-    if isinstance(loaded, tuple) or loaded is None and kind(config) != PIPELINE:
+    if kind(config, loaded) != PIPELINE:
         _require_plain(config)
-        model, reader = loaded or load_language_model(config.model, config.precision, config.trust_remote_code)
-        return language_policy(model, reader, config.adapter, config.text, device=device, precision=config.precision,
-                               checkpointing=config.train.checkpointing)
+        return language_policy(config, loaded or load_language(config), config.adapter, device)
     from flowgrpo.policies.load import load_pipeline
     from flowgrpo.policies.pipeline import PipelinePolicy
 
@@ -95,6 +81,48 @@ def make_policy(config: Config, device: Any, loaded: Any = None):
     return PipelinePolicy(pipe, config.adapter, device=device, precision=config.precision,
                           guidance=config.train.guidance, call=config.call, checkpointing=config.train.checkpointing,
                           memory=config.memory, compiled=config.train.compile)
+
+
+def load_language(config: Config) -> tuple:
+    """A language model with its tokenizer, or with its processor where it reads images. UserError where it does not
+    load."""
+    asked = config.model, config.precision, config.trust_remote_code
+    found = kind(config)
+    if found == MASKED_LM:
+        from flowgrpo.policies.masked_lm import load_masked_lm
+
+        return load_masked_lm(*asked)
+    from flowgrpo.policies.causal_lm import load_causal_lm
+
+    both = found == VISION_LM or not Path(FOLDERS.get(config.model, config.model)).is_dir() and _hub_reads_images(
+        config.model)
+    return load_causal_lm(*asked, *([("AutoModelForImageTextToText", "AutoProcessor")] if both else []))
+
+
+def _hub_reads_images(model: str) -> bool:
+    from transformers import PreTrainedConfig
+
+    try:
+        return reads_images(PreTrainedConfig.get_config_dict(model)[0])
+    except OSError:  # as loading will tell
+        return False
+
+
+def language_policy(config: Config, loaded: tuple, adapter: Adapter | None, device: Any = "cpu"):
+    """The policy of a loaded language model and its tokenizer or processor; adapter: what is trained of it, None for
+    nothing."""
+    settings = dict(device=device, precision=config.precision, checkpointing=config.train.checkpointing)
+    if kind(config, loaded) == MASKED_LM:
+        from flowgrpo.policies.masked_lm import MaskedLM
+
+        return MaskedLM(*loaded, adapter, config.text, methods.resolve(config, "masks").kernel, **settings)
+    if hasattr(loaded[1], "image_processor"):
+        from flowgrpo.policies.vlm import VisionLM
+
+        return VisionLM(*loaded, adapter, config.text, **settings)
+    from flowgrpo.policies.causal_lm import CausalLM
+
+    return CausalLM(*loaded, adapter, config.text, **settings)
 
 
 def _require_plain(config: Config) -> None:
@@ -108,6 +136,10 @@ def _require_plain(config: Config) -> None:
 
 def make_explorer(config: Config, policy: Any, *rest: Any):
     """What samples and replays the policy: the arguments are those of `explorer.Explorer`."""
+    if policy.process == "masks":
+        from flowgrpo.policies.masked_explorer import MaskedExplorer
+
+        return MaskedExplorer(config, policy, *rest)
     if policy.process == "tokens":
         from flowgrpo.policies.text_explorer import TextExplorer
 

@@ -325,7 +325,8 @@ def load_causal_lm(model: str, precision: str = "fp32", trust_remote_code: bool 
 
 def _special(model, tokenizer) -> tuple[list[int], int]:
     """The tokens that end a completion, and the one that pads. UserError where none ends one."""
-    ends = model.generation_config.eos_token_id if model.generation_config else None
+    own = getattr(model, "generation_config", None)  # a model without `generate` has none
+    ends = own.eos_token_id if own else None
     ends = tokenizer.eos_token_id if ends is None else ends
     if ends is None:
         raise UserError("neither the model nor its tokenizer says which token ends a completion: set the tokenizer's "
@@ -338,5 +339,7 @@ def _plain_generation(model, ends: list[int], padding: int) -> None:
     """Drop a model's own temperature, cuts and penalties, which a replay would not know of."""
     from transformers import GenerationConfig
 
+    if getattr(model, "generation_config", None) is None:
+        return
     model.generation_config = GenerationConfig(eos_token_id=ends, pad_token_id=padding,
                                                bos_token_id=model.generation_config.bos_token_id)

@@ -70,6 +70,52 @@ class Decoding:
         return None if left is logits else left == -torch.inf
 
 
+@dataclass(frozen=True)
+class Unmasking(Decoding):
+    """`Decoding` of a masked language model: an answer of masks, `per_step` of which become tokens at every step
+    (LLaDA, 2502.09992).
+
+    Which ones is decided first, and by what is there already alone: those of whose token the model is surest, the
+    largest probability at temperature 1, or by lot (`order`: confidence or random). Their tokens are then drawn, each
+    from its own distribution. So the probability of a trace is the product of its tokens' (TraceRL, 2509.06949), and of
+    an order by lot the same constant. block: so many places are filled before the next ones, from left to right (0: the
+    whole answer at once). shrink: so many neighbouring steps of a block are scored together, as if they were one.
+    """
+
+    per_step: int = 1
+    block: int = 0
+    order: str = "confidence"
+    shrink: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.per_step < 1 or self.shrink < 1 or self.block < 0:
+            raise ValueError(f"Unmasking: per_step is {self.per_step}, shrink {self.shrink} and block {self.block}, "
+                             "expected 1 or more, and 0 or more of the block")
+        if self.order not in ("confidence", "random"):
+            raise ValueError(f"Unmasking: order is {self.order!r}, expected confidence or random")
+
+    def schedule(self, length: int) -> list[tuple[int, int, int]]:
+        """(first, end, count) of every step of an answer: of the places first to end, `count` become tokens."""
+        size, found = self.block or length, []
+        for first in range(0, length, size):
+            end = min(first + size, length)
+            found += [(first, end, min(self.per_step, left)) for left in range(end - first, 0, -self.per_step)]
+        return found
+
+    def chosen(self, logits: Tensor, masked: Tensor, lots: Tensor, count: int) -> Tensor:
+        """The places [n,count] that become tokens, of logits [n,L,V] there, masked bool [n,L] and lots [n,L], numbers
+        that decide an order by lot. Of equal ones the first."""
+        rank = lots if self.order == "random" else torch.stack(
+            [row.amax(-1) - row.logsumexp(-1) for each in logits for row in wide(each)])  # row by row: V may be large
+        return rank.masked_fill(~masked, -torch.inf).argsort(dim=1, descending=True, stable=True)[:, :count]
+
+    def scorings(self, steps: Tensor, length: int) -> Tensor:
+        """In which evaluation of a replay the tokens of these steps are scored, int64, for answers of this length."""
+        in_block = -(-min(self.block or length, length) // self.per_step)
+        return steps // in_block * -(-in_block // self.shrink) + steps % in_block // self.shrink
+
+
 def drawn(log_probs: Tensor, uniform: Tensor) -> Tensor:
     """The tokens [n] at which the distribution function of log_probs [n,V] passes uniform [n], numbers in [0, 1).
 
