@@ -331,7 +331,7 @@ def test_what_is_for_tokens_unmasks_and_what_unmasks_is_not_for_causal_models():
     warm = methods.with_parts(methods.preset("remax"), {"kernel": {"temperature": 0.5, "min_p": 0.1}})
     assert warm.on("masks").kernel == Unmasking(0.5, min_p=0.1, greedy=1)
     assert methods.preset("trace_rl").on("masks") == methods.preset("trace_rl")
-    with pytest.raises(UserError, match="masked language models .its kernel is Unmasking.*grpo, dr_grpo"):
+    with pytest.raises(UserError, match="masked language models .its kernel is Unmasking.*flowgrpo methods"):
         methods.preset("trace_rl").on("tokens")
     with pytest.raises(UserError, match="one of denoisers"):
         methods.preset("mix_grpo").on("masks")
