@@ -11,6 +11,7 @@ import tiny_vision as tiny
 import torch
 from PIL import Image
 
+from flowgrpo.config import Config
 from flowgrpo.errors import UserError
 from flowgrpo.policies import build
 from flowgrpo.policies.causal_lm import CausalLM
@@ -205,7 +206,7 @@ def test_a_run_on_prompts_with_images_and_what_it_leaves(family, tmp_path, image
     summary = run(settings)
     assert summary["max_first_log_ratio"] <= 1e-5
 
-    tuned = texts.load(settings.model, settings.folder, settings.text)
+    tuned = texts.load(settings, settings.folder)
     asked = tuned.encode(PROMPTS[:2], images=images[:2])
     read = {"input_ids": asked.ids[1][None], "attention_mask": torch.ones_like(asked.ids[1][None])} | \
         {name: value[None] for name, value in asked.by_token[1].items()} | asked.pictures[1]
@@ -224,7 +225,7 @@ def test_all_weights_are_saved_with_what_reads_images(tmp_path, images):
     own.weights.save(tmp_path)
     with torch.no_grad():
         asked, found = sampled(own, images)
-        again = texts.load("of another name", tmp_path, own.text)
+        again = texts.load(Config(model="of another name", text=own.text), tmp_path)
         torch.testing.assert_close(replayed(again, again.encode(PROMPTS, images=images), found).logp, found.logp,
                                    rtol=0, atol=1e-5)
 

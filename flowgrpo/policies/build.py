@@ -41,11 +41,11 @@ def process(kind: str) -> str:
 
 
 def _described(folder: Path) -> dict[str, Any]:
-    """What a model's config.json says; nothing where it is broken, of which loading tells."""
+    """What a model's config.json says. UserError where it is broken."""
     try:
         found = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except ValueError:
-        return {}
+    except ValueError as error:
+        raise UserError(f"cannot load the model {folder}: its config.json is not JSON ({error})") from None
     return found if isinstance(found, dict) else {}
 
 
