@@ -129,11 +129,15 @@ class CausalLM:
                                        logits_processor=LogitsProcessorList([draw]),
                                        **self._beside(asked, ids.shape[1], before=True))[:, ids.shape[1]:]
         mask, cut = decided(made, self.ends)
-        texts = [Completion(text, int(at.sum())) for text, at in zip(self.tokenizer.batch_decode(
-            [row[at] for row, at in zip(made, mask)], skip_special_tokens=True), mask)]
+        texts = self._written(made, mask)
         short = 0, most - made.shape[1]
         logp = draw.log_probs().masked_fill(~mask, 0.0)
         return Sampled(*(pad(each, short).cpu() for each in (made, logp, mask)), cut.cpu(), texts)
+
+    def _written(self, ids: Tensor, mask: Tensor) -> list[Completion]:
+        """The texts of ids [B,L] where mask is true."""
+        texts = self.tokenizer.batch_decode([row[at] for row, at in zip(ids, mask)], skip_special_tokens=True)
+        return [Completion(text, count) for text, count in zip(texts, mask.sum(1).tolist())]
 
     def generate(self, asked: Asked, generators: Sequence[torch.Generator], *_) -> list[Completion]:
         """Completions as they are evaluated: at `text.eval_temperature`."""
