@@ -57,6 +57,6 @@ class FirstRatio:
     def _largest(self, parts, conditioning) -> float:
         """The largest |log ratio| of all transitions; NaN where one is."""
         with self.processes.together():
-            found = [(new.logp - part.transitions[k].old.logp[rows]).detach().abs().max() for part in parts
-                     for k, rows, new in self.explorer.replay(part, conditioning)]
+            found = [(new.logp - part.transitions[k].old.logp[rows].to(new.logp.device)).detach().abs().max()
+                     for part in parts for k, rows, new in self.explorer.replay(part, conditioning)]
         return self.processes.gather(torch.stack(found).cpu() if found else torch.empty(0)).max().item()
