@@ -1,4 +1,4 @@
-"""docs/benchmark.md and its picture: every preset on the starter, from the same budget of denoiser evaluations.
+"""docs/benchmark.md and its picture: every preset that trains recorded steps, from the same budget of evaluations.
 
     python scripts/bench_methods.py --output runs/bench     # go on after an interruption: the same line
 
@@ -76,13 +76,13 @@ PAGE = """# Benchmark
 
 Written by `python scripts/bench_methods.py{options}`; do not edit.
 
-Every preset on the starter with seeds {seeds}, from {budget:,} denoiser evaluations each (the epoch that reaches the
-budget is finished). Learning rate, adapter, steps and group are the demo's for all of them; the parts are each
-method's published ones, and no method was tuned. One number was changed after a first run had been seen: the weight of
-`tree_rpo`'s supervised term, which is ours and not its paper's, from 1e-2, which blanked all pictures within ten
-epochs, to 1e-4. With one update per batch `flow_dppo`'s mask never acts: its runs are those of its host. Accuracy is
-strict, on {prompts} held-out prompts, with the card's sampler. The runs are of one machine, two at a time and beside
-other work: seconds are rough.
+Every preset that trains recorded steps, on the starter with seeds {seeds}, from {budget:,} denoiser evaluations each
+(the epoch that reaches the budget is finished). Learning rate, adapter, steps and group are the demo's for all of
+them; the parts are each method's published ones, and no method was tuned. One number was changed after a first run
+had been seen: the weight of `tree_rpo`'s supervised term, which is ours and not its paper's, from 1e-2, which blanked
+all pictures within ten epochs, to 1e-4. With one update per batch `flow_dppo`'s mask never acts: its runs are those
+of its host. Accuracy is strict, on {prompts} held-out prompts, with the card's sampler. The runs are of one machine,
+two at a time and beside other work: seconds are rough.
 {fewer}
 ![Held-out accuracy against evaluations and seconds](benchmark.png)
 
