@@ -9,6 +9,7 @@ import math
 import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -89,8 +90,8 @@ class Trainer:
         conditioning, parts, scores = self.explorer.conditioning(batch), [], []
         self.extremes = Extremes(list(self.rewards))
         with ThreadPoolExecutor(1) as pool:
-            for part, outputs in self.explorer.sample(conditioning, self.epoch, lambda *made: self.total(batch, *made),
-                                                      lambda *made: self.value(batch, *made)):
+            for part, outputs in self.explorer.sample(conditioning, self.epoch, partial(self.total, batch),
+                                                      partial(self.value, batch)):
                 self.stop.check()
                 parts.append(part)
                 scores += [pool.submit(self.judge, batch, part.prompts, each) for each in outputs]
@@ -179,7 +180,7 @@ class Trainer:
     def backward(self, part: Part, conditioning, weights: dict[int, float], count: int, stats: Stats) -> None:
         """Add one part's gradient, a batch of one recorded step at a time.
 
-        weights: of the steps; count: the decisions of the whole optimiser step, by which every loss is divided.
+        weights: of the steps; count: what every loss is divided by, `decisions` of the whole optimiser step.
         """
         method, kl, device = self.method, self.anchor.kl, self.policy.device
         reference = self.anchor.scores(part, lambda part: self.explorer.replay(part, conditioning))
