@@ -483,6 +483,16 @@ def main(arguments: list[str] | None = None) -> int:
         told = str(error)
     except UsageError as error:
         told = error.format_message()
+    finally:
+        _leave_group()
     if told:  # Typer's error for a call without a command is the help it has shown
         print(f"flowgrpo: error: {' '.join(told.split())}", file=sys.stderr)
     return 2
+
+
+def _leave_group() -> None:
+    """End the process group that a launcher's processes opened: a process that exits with its threads still running
+    may abort, though its work is done."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()

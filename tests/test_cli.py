@@ -30,6 +30,14 @@ def test_help_answers_without_torch(arguments):
     assert "flowgrpo" in done.stdout
 
 
+def test_the_command_ends_its_process_group(tmp_path):
+    """A process that exits while the group's threads run may abort."""
+    code = ("import sys; from torch import distributed as d; from flowgrpo.cli import main; "
+            f"d.init_process_group('gloo', init_method='file://{tmp_path}/store', rank=0, world_size=1); "
+            "main(['--version']); sys.exit(d.is_initialized())")
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
 def test_the_package_imports_without_torch():
     code = ("import sys, flowgrpo; assert flowgrpo.__version__ and flowgrpo.UserError and flowgrpo.reward; "
             "assert set(flowgrpo.__all__) == set(dir(flowgrpo)); sys.exit('torch' in sys.modules)")
