@@ -1,4 +1,4 @@
-"""docs/benchmark.md and its picture: every preset that trains recorded steps, from the same budget of evaluations.
+"""docs/benchmark.md and its picture: every preset that trains the starter's flow, from the same budget of evaluations.
 
     python scripts/bench_methods.py --output runs/bench     # go on after an interruption: the same line
 
@@ -13,10 +13,14 @@ from statistics import mean
 from typing import Any
 
 from bench_starter import MEASURED, arguments, run_all, table
-from first_ratio import METHODS
+from first_ratio import METHODS as RECORDED
+
+from flowgrpo.methods import preset
+from flowgrpo.presets import suited
 
 DOCS = Path(__file__).parent.parent / "docs"
 PARENT = "flow_grpo"
+METHODS = [*RECORDED, *(name for name in suited("flow") if not preset(name).records_steps), "sol_rl+diffusion_nft"]
 
 
 def course(results: list[dict[str, Any]], method: str) -> list[tuple[float, float, float]]:
@@ -115,7 +119,7 @@ def page(results: list[dict[str, Any]], before: dict[str, Any], args) -> str:
 
 
 def main() -> None:
-    args = arguments(__doc__, tuple(METHODS)).parse_args()
+    args = arguments(__doc__, METHODS).parse_args()
     results, before = run_all(args)
     plot(results, DOCS / "benchmark.png")
     (DOCS / "benchmark.md").write_text(page(results, before, args), encoding="utf-8")

@@ -33,15 +33,20 @@ from evaluate_starter import GUIDANCE, accuracy
 from flowgrpo import data, methods
 from flowgrpo.config import Adapter, Config, load
 from flowgrpo.evaluation import held_out
+from flowgrpo.method import Method
 from flowgrpo.policies.load import load_pipeline
 from flowgrpo.policies.pipeline import PipelinePolicy
 from flowgrpo.run import pick_device
 from flowgrpo.samplers import cost
+from flowgrpo.samplers.backprop import Unroll
 from flowgrpo.samplers.grids import shifted
+from flowgrpo.samplers.rollout import Exploration
+from flowgrpo.selection import BestWorst
 
 METHODS = ("flow_grpo", "dance_grpo", "mix_grpo", "mix_grpo_flash", "mix_grpo+grpo_guard")
-# The published splits are those of a grid of 20 steps.
-PARTS = {"branch_grpo": "{plan: {splits: [0, 1, 2, 3]}}"}
+SOFT = {"reward": "{scene_soft: 1.0}", "eval.rewards": "[scene]"}  # a reward's gradient needs one that has it
+# What a method needs beside its name; the published splits are those of a grid of 20 steps.
+OPTIONS = {"branch_grpo": {"parts": "{plan: {splits: [0, 1, 2, 3]}}"}, "refl": SOFT, "draft": SOFT, "alignprop": SOFT}
 MEASURED = "scene"  # strict: every claim of the prompt is true
 
 
@@ -49,14 +54,30 @@ def epoch_cost(config: Config, epoch: int) -> int:
     """Denoiser evaluations of one epoch without rescoring, on a pipeline that doubles its batch under guidance."""
     method, train = methods.resolve(config), config.train
     explorations = method.explorations(shifted(train.steps, train.shift), train.group, train.shift, epoch, config.seed)
+    if method.backprop:
+        return (2 if train.guidance > 1 else 1) * _backprop_cost(config, method.backprop, explorations[0], epoch)
     noised = method.noised(shifted(train.steps, train.shift), train.group, epoch, config.seed)
-    cut = getattr(method.surrogate, "of_groups", False) and (train.group > train.micro_batch or train.pack)
+    own = kept(method, train.group)
+    cut = getattr(method.surrogate, "of_groups", False) and (own * train.group > train.micro_batch or train.pack)
     reads = 1 + (method.kl.weight > 0 or method.compares_with_reference) + cut
-    passes = train.inner_epochs * reads + (epoch == 0) + (noised is not None)  # the old scores of noised finals
+    passes = train.inner_epochs * reads + (epoch == 0)
     spent = cost.rollout(explorations, train.prompts)
-    spent += cost.update([noised] if noised else explorations, train.prompts, passes)
+    spent += round(own * cost.update([noised] if noised else explorations, train.prompts, passes))
+    spent += cost.update([noised], train.prompts, 1) if noised else 0  # the old scores, before samples are chosen
     spent += cost.preview(method.preview, train.prompts)
     return (2 if train.guidance > 1 else 1) * spent
+
+
+def kept(method: Method, group: int) -> float:
+    """The share of a group's samples that are trained, where their number is known beforehand; else 1."""
+    return method.selection.n / group if isinstance(method.selection, BestWorst) else 1.0
+
+
+def _backprop_cost(config: Config, ending: Any, exploration: Exploration, epoch: int) -> int:
+    """The rollout, and for every replay the steps of the graph."""
+    [begin], train = exploration.schedule.trained, config.train
+    steps = exploration.steps - begin if isinstance(ending, Unroll) else 1
+    return train.prompts * train.group * (begin + steps * (1 + (epoch == 0) + train.inner_epochs))
 
 
 def epochs_for(config: Config, budget: int) -> tuple[int, int]:
@@ -173,8 +194,8 @@ def run_all(args: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str, A
     before, results = base(load(RECIPE, settled), args.output / "base.json"), []
     for seed in args.seeds:
         for method in args.methods:
-            named = {"method": method, "seed": str(seed), "name": f"{method}-seed{seed}",
-                     "parts": PARTS.get(method, "{}")}
+            named = {"method": method, "seed": str(seed), "name": f"{method}-seed{seed}", "parts": "{}"}
+            named |= OPTIONS.get(method, {})
             epochs, foretold = epochs_for(load(RECIPE, settled | named), args.budget)
             length = {"train.epochs": str(epochs), "eval.every": str(-(-epochs // args.points))}
             config = load(RECIPE, settled | named | length)

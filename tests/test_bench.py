@@ -10,6 +10,7 @@ import tiny
 
 from flowgrpo.config import validate
 from flowgrpo.data import Prompt
+from flowgrpo.rewards import differentiable
 from flowgrpo.run import run
 
 sys.path.append(str(Path(__file__).parent.parent / "scripts"))
@@ -26,6 +27,7 @@ def config(folder, method: str, micro_batch: int, guidance: float = 1.0, **parts
         "train": {"epochs": 3, "prompts": 2, "group": 3, "micro_batch": micro_batch, "guidance": guidance}})
 
 
+@differentiable
 def bright(images, prompts):
     return images.flatten(1).mean(1)
 
@@ -35,6 +37,7 @@ def bright(images, prompts):
     ("flow_grpo", 1.0, {}), ("flow_grpo_fast", 1.0, {}), ("dance_grpo", 1.0, {}), ("mix_grpo", 3.0, {}),
     ("mix_grpo", 1.0, {"plan": {"every": 1}}), ("mix_grpo_flash", 1.0, {"plan": {"every": 1}}),
     ("mix_grpo+grpo_guard", 1.0, {}), ("diffusion_nft", 1.0, {}), ("awm", 3.0, {}), ("dgpo", 1.0, {}),
+    ("diffusion_dpo", 1.0, {}), ("refl", 1.0, {}), ("draft", 3.0, {"plan": {"count": 2}}), ("alignprop", 1.0, {}),
 ])
 def test_a_run_costs_what_was_foretold(tmp_path, method, guidance, parts, micro_batch):
     settings = config(tmp_path, method, micro_batch, guidance, **parts)
