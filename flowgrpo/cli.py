@@ -203,8 +203,8 @@ def evaluate(
     steps: Annotated[int | None, typer.Option(min=1, help="Denoising steps; without: the run's or pipeline's.")] = None,
     guidance: Annotated[float | None, typer.Option(min=0, help="Guidance scale; likewise.")] = None,
     seed: Annotated[int, typer.Option(min=0)] = 0,
-    features: Annotated[str, typer.Option(help="What diversity is the distance of: pixels, or path/to/file.py:function."
-                                          )] = "pixels",
+    features: Annotated[str, typer.Option(help="What diversity is the distance of: pixels, clip, or path/to/file.py:"
+                                               "function.")] = "pixels",
     rlg: Annotated[str | None, typer.Option(metavar="W|W,W", help=f"{RLG} Several: each is told and rlg.png shows "
                                             "the rewards over them.")] = None,
     batch: Annotated[int, typer.Option(min=1, help="Pictures per call of the pipeline; several give the same pictures "

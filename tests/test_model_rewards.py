@@ -17,6 +17,7 @@ from flowgrpo.rewards import vision
 from flowgrpo.rewards.aesthetic import Aesthetic
 from flowgrpo.rewards.clip_score import ClipScore
 from flowgrpo.rewards.find import find
+from flowgrpo.rewards.guards import Diversity
 from flowgrpo.rewards.hps_v2 import HpsV2
 from flowgrpo.rewards.pick_score import PickScore
 from flowgrpo.rewards.score import score
@@ -145,6 +146,19 @@ def test_clip_score_is_the_scaled_cosine(tiny, batch):
     clipped = ClipScore(score="clipscore", device="cpu", batch=batch, parts=(model, tokenizer))
     assert torch.allclose(clipped(images, PROMPTS).double(), 2.5 * expected.clamp(min=0), atol=1e-5)
     assert (expected < 0).any() and (expected > 0).any()  # both sides of the clip are seen
+
+
+@pytest.mark.parametrize("batch", [2, 32])
+def test_diversity_of_clips_features_is_the_distance_of_its_embeddings(tiny, batch):
+    model, tokenizer, _ = tiny
+    images = pictures(4, 32, 32)
+    own = ClipScore(parts=(model, tokenizer), batch=batch, device="cpu").features
+    with torch.no_grad():
+        embedded = model.encode_image(torch.stack([by_pil(image, 32) for image in images]))
+    unit = (embedded / embedded.norm(dim=1, keepdim=True)).double()
+    apart = torch.stack([(unit[0] - unit[1]).norm(), (unit[2] - unit[3]).norm()]).repeat_interleave(2)
+    assert torch.allclose(own(images).double(), unit, atol=1e-5) and apart.min() > 0.01
+    assert torch.allclose(Diversity(own)(images, ["a"] * 4, [{}] * 4, 2), apart, atol=1e-5)
 
 
 def test_clip_score_puts_its_prefix_first(tiny):

@@ -56,6 +56,13 @@ class ClipScore:
         found = batched(self._cosines, images, [self.prefix + prompt for prompt in prompts], self.batch)
         return found if self.score == "cosine" else 2.5 * found.clamp(min=0)
 
+    def features(self, images: Tensor) -> Tensor:
+        """The normalised embeddings of pictures [B, 3, H, W] -> [B, D] on the CPU."""
+        def embedded(some: Tensor, _) -> Tensor:
+            return self.parts[0].encode_image(self.prepare(some.to(self.device)), normalize=True)
+
+        return batched(embedded, images, [""] * len(images), self.batch)
+
     def _cosines(self, images: Tensor, prompts: list[str]) -> Tensor:
         model, tokenizer = self.parts
         return cosines(model, tokenizer, self.prepare(images.to(self.device)), prompts)

@@ -30,9 +30,14 @@ def pixels(images: Tensor) -> Tensor:
 
 
 def extractor(features: str | Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """`pixels`, a function, or one in a file; each of pictures [B, 3, H, W] to features [B, D]."""
+    """`pixels`, CLIP's of unit length for `clip` (the model is `clip_score`'s), a function, or one in a file; each of
+    pictures [B, 3, H, W] to features [B, D]."""
     if features == "pixels":
         return pixels
+    if features == "clip":
+        from flowgrpo.rewards.clip_score import ClipScore
+
+        return ClipScore().features
     if callable(features):
         return features
     from flowgrpo.rewards.find import find
@@ -51,8 +56,8 @@ def distances(features: Tensor) -> Tensor:
 class Diversity:
     """How far a sample is from the others of its group: the mean distance of their features.
 
-    features: "pixels" (miniatures of 16 by 16; a distance of 1 is black to white), a function of pictures [B, 3, H, W]
-    to [B, D], such as a CLIP model's, or `file.py:function`.
+    features: "pixels" (miniatures of 16 by 16; a distance of 1 is black to white), "clip" (embeddings of unit length),
+    a function of pictures [B, 3, H, W] to [B, D], or `file.py:function`.
     """
 
     features: str | Callable[[Tensor], Tensor] = "pixels"
