@@ -13,11 +13,13 @@ import torch
 
 from flowgrpo.config import Config, load
 from flowgrpo.errors import UserError
-from flowgrpo.policies.adapters import LORA_FILE
+from flowgrpo.policies.adapters import LORA_FILE, lora_layers
 
 # What ComfyUI and the kohya scripts call the parts of a diffusers pipeline; what follows are diffusers' module names.
 PREFIXES = {"unet": "lora_unet", "transformer": "lora_transformer", "text_encoder": "lora_te1",
             "text_encoder_2": "lora_te2"}
+SIDES = {".lora_A.weight": ".lora_down.weight", ".lora_B.weight": ".lora_up.weight",
+         ".lora_magnitude_vector": ".dora_scale"}  # peft's names, and the layout's
 CARD = "README.md"
 
 
@@ -40,42 +42,60 @@ def kohya(run: Path, output: Path) -> Path:
     """
     from safetensors.torch import save_file
 
-    tensors, adapters = lora(run / LORA_FILE)
     layers: dict[str, torch.Tensor] = {}
-    for key, tensor in tensors.items():
-        part, _, module = key.partition(".")
+    for part, (tensors, adapter) in lora(run).items():
         if part not in PREFIXES:
             raise UserError(f"the kohya layout has no name for {part!r}: it knows {', '.join(PREFIXES)}")
-        for side, name in ((".lora_A.weight", ".lora_down.weight"), (".lora_B.weight", ".lora_up.weight"),
-                           (".lora_magnitude_vector", ".dora_scale")):
-            if module.endswith(side):
-                layer = f"{PREFIXES[part]}_{module.removesuffix(side).replace('.', '_')}"
-                layers[layer + name] = tensor.contiguous()
-                if side == ".lora_A.weight":
-                    rank = tensor.shape[0]
-                    layers[f"{layer}.alpha"] = torch.tensor(scale(adapters[part], rank) * rank)
-    assert len(layers) == len(tensors) + sum(".lora_A." in key for key in tensors), "a key of an unknown kind"
+        layers |= _kohya(PREFIXES[part], tensors, adapter)
     output.parent.mkdir(parents=True, exist_ok=True)
     save_file(layers, output, metadata={"format": "pt"})
     return output
 
 
-def lora(file: Path) -> tuple[dict[str, torch.Tensor], dict[str, dict[str, Any]]]:
-    """The tensors of a LoRA file that a run wrote, and the peft configuration of each part from its metadata."""
+def _kohya(prefix: str, tensors: dict[str, torch.Tensor], adapter: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """One part's tensors under the names of the layout."""
+    layers: dict[str, torch.Tensor] = {}
+    for key, tensor in tensors.items():
+        [(side, name)] = [(side, name) for side, name in SIDES.items() if key.endswith(side)]
+        layer = f"{prefix}_{key.removesuffix(side).replace('.', '_')}"
+        layers[layer + name] = tensor.contiguous()
+        if side == ".lora_A.weight":
+            rank = tensor.shape[0]
+            layers[f"{layer}.alpha"] = torch.tensor(scale(adapter, rank) * rank)
+    return layers
+
+
+def lora(run: Path) -> dict[str, tuple[dict[str, torch.Tensor], dict[str, Any]]]:
+    """A run's LoRA by part: its tensors by module, and its peft configuration.
+
+    Read from diffusers' file, of which a second expert has its own, and where diffusers has no loader from peft's.
+    UserError for a run without any, and for a file that does not say its alpha.
+    """
+    from safetensors.torch import load_file
+
+    found = _stock(run / LORA_FILE) if (run / LORA_FILE).is_file() else {}
+    for file in sorted(run.glob(f"*/{LORA_FILE}")):
+        [found[file.parent.name]] = _stock(file).values()
+    for told in sorted(run.glob("*/adapter_config.json")):
+        adapter = json.loads(told.read_text(encoding="utf-8"))
+        found[told.parent.name] = load_file(told.with_name("adapter_model.safetensors")), adapter
+    if not found:
+        raise UserError(f"no LoRA in {run}: a run with adapter.rank 0 has whole weights, which need no export")
+    return found
+
+
+def _stock(file: Path) -> dict[str, tuple[dict[str, torch.Tensor], dict[str, Any]]]:
     from safetensors import safe_open
 
-    if not file.is_file():
-        raise UserError(f"no LoRA at {file}: a run with adapter.rank 0 has whole weights, which need no export")
     with safe_open(file, "pt") as opened:
         told = json.loads((opened.metadata() or {}).get("lora_adapter_metadata", "{}"))
         tensors = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118, it is no dictionary
-    adapters: dict[str, dict[str, Any]] = {key.partition(".")[0]: {} for key in tensors}
-    for part in adapters:
-        adapters[part] = {key.removeprefix(f"{part}."): value for key, value in told.items()
-                          if key.startswith(f"{part}.")}
-        if "lora_alpha" not in adapters[part]:
-            raise UserError(f"{file} does not say its alpha: expected a file that `flowgrpo train` wrote")
-    return tensors, adapters
+    parts = dict.fromkeys(key.partition(".")[0] for key in tensors)
+    found = {part: tuple({key.removeprefix(f"{part}."): value for key, value in those.items()
+                          if key.startswith(f"{part}.")} for those in (tensors, told)) for part in parts}
+    if not all("lora_alpha" in adapter for _, adapter in found.values()):
+        raise UserError(f"{file} does not say its alpha: expected a file that `flowgrpo train` wrote")
+    return found
 
 
 def scale(adapter: dict[str, Any], rank: int) -> float:
@@ -95,11 +115,22 @@ def merged(run: Path, output: Path) -> Path:
     config, _ = finished(run)
     pipe = load_pipeline(config.model, "fp32", config.trust_remote_code)
     load_tuned(pipe, run)
-    if config.adapter.rank:
-        pipe.fuse_lora()
-        pipe.unload_lora_weights()
+    for part in (each for each in pipe.components.values() if isinstance(each, torch.nn.Module)):
+        merge(part)
     pipe.to(DTYPES[config.precision]).save_pretrained(output, safe_serialization=True)
     return output
+
+
+def merge(part: torch.nn.Module) -> None:
+    """Add a module's LoRA, if it has one, to its weights, and take the adapter off; whatever loaded it."""
+    from diffusers.utils.peft_utils import recurse_remove_peft_layers
+
+    for layer in lora_layers(part).values():
+        layer.merge()
+    recurse_remove_peft_layers(part)
+    if hasattr(part, "peft_config"):
+        del part.peft_config
+        part._hf_peft_config_loaded = False  # of diffusers and transformers: save_pretrained would write an adapter
 
 
 def card(run: Path) -> Path:

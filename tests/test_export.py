@@ -14,6 +14,7 @@ from flowgrpo.config import Adapter, validate
 from flowgrpo.errors import UserError
 from flowgrpo.policies.adapters import LORA_FILE
 from flowgrpo.policies.load import load_pipeline
+from flowgrpo.policies.tiny import make
 
 SUMMARY = {"before": {"bright": 0.25}, "after": {"bright": 0.5},
            "evaluation": {"prompts": 4, "steps": 2, "guidance": 1.0},
@@ -45,6 +46,12 @@ def sd3(tmp_path_factory):
     return make_run(tmp_path_factory.mktemp("sd3"), tiny.sd3(), tiny.CALL)
 
 
+@pytest.fixture(scope="module")
+def pixart(tmp_path_factory):
+    """Of a pipeline without a LoRA loader: the run's file is peft's own."""
+    return make_run(tmp_path_factory.mktemp("pixart"), *make("PixArtSigmaPipeline"))
+
+
 def latents(pipe, **call) -> torch.Tensor:
     with torch.no_grad():
         return pipe("a cat", num_inference_steps=2, guidance_scale=1.0, output_type="latent",
@@ -71,6 +78,19 @@ def test_the_kohya_layers_of_a_transformer_give_the_same_change(sd3, tmp_path):
         change = own[f"{name}.lora_B.weight"] @ own[f"{name}.lora_A.weight"] * (3 / 2)  # alpha / rank
         torch.testing.assert_close(up @ down * alpha / len(down), change)
     assert len(layers) == 3 * len(own) / 2
+
+
+def test_a_lora_in_pefts_own_format_is_merged_and_has_the_kohya_layout(pixart, tmp_path):
+    assert not (pixart / LORA_FILE).exists()
+    base, merged = (load_pipeline(str(folder)) for folder in (pixart / "model", export.merged(pixart, tmp_path / "m")))
+    layers = load_file(export.kohya(pixart, tmp_path / "kohya.safetensors"))
+    before, after = base.transformer.state_dict(), merged.transformer.state_dict()
+    changed = {key for key in before if not torch.equal(before[key], after[key])}
+    for key in changed:
+        layer = "lora_transformer_" + key.removesuffix(".weight").replace(".", "_")
+        down, up, alpha = (layers.pop(f"{layer}.{end}") for end in ("lora_down.weight", "lora_up.weight", "alpha"))
+        torch.testing.assert_close(after[key] - before[key], up @ down * alpha / len(down), rtol=1e-4, atol=1e-6)
+    assert changed and not layers and set(before) == set(after)
 
 
 @pytest.mark.parametrize("adapter, rank, expected", [
@@ -115,5 +135,5 @@ def test_a_foreign_lora_without_its_alpha_is_refused(tmp_path):
     save_file({"transformer.x.lora_A.weight": torch.ones(1, 1)}, tmp_path / LORA_FILE)
     with pytest.raises(UserError, match="does not say its alpha"):
         export.kohya(tmp_path, tmp_path / "out.safetensors")
-    with pytest.raises(UserError, match="no LoRA at"):
+    with pytest.raises(UserError, match="no LoRA in"):
         export.kohya(tmp_path / "elsewhere", tmp_path / "out.safetensors")
