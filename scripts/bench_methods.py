@@ -80,13 +80,14 @@ PAGE = """# Benchmark
 
 Written by `python scripts/bench_methods.py{options}`; do not edit.
 
-Every preset that trains recorded steps, on the starter with seeds {seeds}, from {budget:,} denoiser evaluations each
-(the epoch that reaches the budget is finished). Learning rate, adapter, steps and group are the demo's for all of
-them; the parts are each method's published ones, and no method was tuned. One number was changed after a first run
-had been seen: the weight of `tree_rpo`'s supervised term, which is ours and not its paper's, from 1e-2, which blanked
-all pictures within ten epochs, to 1e-4. With one update per batch `flow_dppo`'s mask never acts: its runs are those
-of its host. Accuracy is strict, on {prompts} held-out prompts, with the card's sampler. The runs are of one machine,
-two at a time and beside other work: seconds are rough.
+Every preset that trains the starter's flow, with seeds {seeds}, from {budget:,} denoiser evaluations each (the epoch
+that reaches the budget is finished). Learning rate, adapter, steps and group are the demo's for all of them; the parts
+are each method's published ones, and no method was tuned. One number was changed after a first run had been seen: the
+weight of `tree_rpo`'s supervised term, which is ours and not its paper's, from 1e-2, which blanked all pictures within
+ten epochs, to 1e-4. With one update per batch `flow_dppo`'s mask never acts: its runs are those of its host. `refl`,
+`draft` and `alignprop` follow the gradient of `scene_soft`, all others train on `scene` and `scene_graded`. Accuracy is
+strict, on {prompts} held-out prompts, with the card's sampler. The runs are of one machine, two at a time and beside
+other work: seconds are rough.
 {fewer}
 ![Held-out accuracy against evaluations and seconds](benchmark.png)
 
