@@ -20,7 +20,8 @@ from flowgrpo.presets import suited
 
 DOCS = Path(__file__).parent.parent / "docs"
 PARENT = "flow_grpo"
-METHODS = [*RECORDED, *(name for name in suited("flow") if not preset(name).records_steps), "sol_rl+diffusion_nft"]
+METHODS = [*RECORDED, *(name for name in suited("flow") if not preset(name).records_steps), "sol_rl+diffusion_nft",
+           "learned_reward"]
 
 
 def course(results: list[dict[str, Any]], method: str) -> list[tuple[float, float, float]]:

@@ -45,8 +45,11 @@ from flowgrpo.selection import BestWorst
 
 METHODS = ("flow_grpo", "dance_grpo", "mix_grpo", "mix_grpo_flash", "mix_grpo+grpo_guard")
 SOFT = {"reward": "{scene_soft: 1.0}", "eval.rewards": "[scene]"}  # a reward's gradient needs one that has it
+# Of what train_starter_reward.py teaches.
+LEARNED = {"method": "mix_grpo+grpo_guard", "reward": "{runs/starter_reward/reward: 1.0}", "eval.rewards": "[scene]"}
 # What a method needs beside its name; the published splits are those of a grid of 20 steps.
-OPTIONS = {"branch_grpo": {"parts": "{plan: {splits: [0, 1, 2, 3]}}"}, "refl": SOFT, "draft": SOFT, "alignprop": SOFT}
+OPTIONS = {"branch_grpo": {"parts": "{plan: {splits: [0, 1, 2, 3]}}"}, "refl": SOFT, "draft": SOFT, "alignprop": SOFT,
+           "learned_reward": LEARNED}
 MEASURED = "scene"  # strict: every claim of the prompt is true
 
 
@@ -122,7 +125,7 @@ def base(config: Config, file: Path) -> dict[str, Any]:
     return told
 
 
-def result(config: Config, summary: dict[str, Any], base: dict[str, Any]) -> dict[str, Any]:
+def result(method: str, config: Config, summary: dict[str, Any], base: dict[str, Any]) -> dict[str, Any]:
     """What a finished run says of itself; seconds are those of training, without the measurements between."""
     tasks, lines = summary["tasks"][MEASURED]["after"], metrics(config.folder)
     trained, seconds = next(iter(config.rewards)), 0.0
@@ -133,7 +136,7 @@ def result(config: Config, summary: dict[str, Any], base: dict[str, Any]) -> dic
         if f"held_out/{MEASURED}" in line and line is not lines[-1]:
             held_out.append((line["evaluations"], seconds, line[f"held_out/{MEASURED}"]))
     held_out.append((summary["denoiser_evaluations"], seconds, summary["after"][MEASURED]))
-    return {"method": config.method, "seed": config.seed, "accuracy": mean(tasks.values()), "tasks": tasks,
+    return {"method": method, "seed": config.seed, "accuracy": mean(tasks.values()), "tasks": tasks,
             "seconds": seconds, "epochs": summary["epochs"], "evaluations": summary["denoiser_evaluations"],
             "first_log_ratio": summary["max_first_log_ratio"], "curve": curve, "held_out": held_out}
 
@@ -201,7 +204,7 @@ def run_all(args: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str, A
             config = load(RECIPE, settled | named | length)
             if args.finished and not (config.folder / "summary.json").exists():
                 continue
-            results.append(result(config, train(config, foretold), before))
+            results.append(result(method, config, train(config, foretold), before))
             results.sort(key=lambda found: args.methods.index(found["method"]))
             write(args.output, args.budget, before, results)
     return results, before

@@ -189,14 +189,14 @@ def tested(reward: Path, file: Path) -> dict:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("runs/starter_reward"))
-    parser.add_argument("--pairs", type=int, default=7_000, help="rendered and decoded ones, half each, to train with")
-    parser.add_argument("--drawn", type=int, default=80, help="prompts of which the starter draws pairs")
+    parser.add_argument("--pairs", type=int, default=25_000, help="rendered and decoded ones, half each, to train with")
+    parser.add_argument("--drawn", type=int, default=300, help="prompts of which the starter draws pairs")
     parser.add_argument("--test", type=int, default=400, help="rendered and decoded pairs each, to test with")
     parser.add_argument("--test-drawn", type=int, default=40, help="prompts of the drawn pairs to test with")
-    parser.add_argument("--epochs", type=int, default=6)
+    parser.add_argument("--epochs", type=int, default=8)
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--lr", type=float, default=1e-3)
-    parser.add_argument("--bf16", action="store_true")
+    parser.add_argument("--fp32", action="store_true", help="train in fp32; without: bf16")
     args = parser.parse_args()
     pairs, start = args.out / "pairs", time.time()
     if not (pairs / "test_drawn.jsonl").exists():  # the last that is written
@@ -204,7 +204,7 @@ def main() -> None:
         print(f"pairs made after {time.time() - start:.0f} s", flush=True)
     if not (args.out / "reward" / "reward.json").exists():
         train(*split(load_pairs(pairs / "train.jsonl"), 0.1), args.out / "reward", Settings(
-            size=scenes.SIZE, epochs=args.epochs, batch=args.batch, lr=args.lr, bf16=args.bf16))
+            size=scenes.SIZE, epochs=args.epochs, batch=args.batch, lr=args.lr, bf16=not args.fp32))
         print(f"trained after {time.time() - start:.0f} s", flush=True)
     found = {name: tested(args.out / "reward", pairs / f"test_{name}.jsonl")
              for name in ("rendered", "decoded", "drawn")}
