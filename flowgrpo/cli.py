@@ -97,9 +97,9 @@ def _check_key(option: str, key: str) -> None:
 
 def _check_inputs(settings: Any) -> None:
     """Find mistakes in prompts and rewards before torch or a model is loaded."""
-    from flowgrpo import data, rewards
+    from flowgrpo import data, recorded_pairs, rewards
 
-    data.resolve(settings)
+    recorded_pairs.in_place(settings, data.resolve(settings))
     for label, rule in (settings.trained | settings.watched).items():
         rewards.locate(rule.use or label)
 

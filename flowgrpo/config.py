@@ -153,6 +153,10 @@ class Config(Section):
     prompts: str = Field("starter", description="`starter`, `starter_video`, `starter_text`, or a .txt, .jsonl or .csv "
                                               "file")
     held_out: float | str = Field(0.1, description="share of the prompts that is never trained on, or a file of them")
+    preferences: str | None = Field(None, min_length=1, description="a .jsonl of pairs of pictures that are trained "
+                                                                    "on: none is drawn; see docs/preferences.md")
+    labels: Literal["file", "rewards"] = Field("file", description="who says which picture of such a pair is better; "
+                                               "with `file` the rewards are only measured")
     negative_prompt: str = Field("", description="of prompts that bring none of their own")
     cache: str | None = Field(None, description="folder for encoded prompts and kept scores, shared by runs; None: "
                                                 "memory only")
@@ -177,14 +181,24 @@ class Config(Section):
     @property
     def trained(self) -> dict[str, RewardRule]:
         """The rules of the rewards that are trained on, by name."""
+        return {"preferred": RewardRule()} if self._labelled else self._rules
+
+    @property
+    def _labelled(self) -> bool:
+        """Whether recorded pairs say themselves what is better."""
+        return self.preferences is not None and self.labels == "file"
+
+    @property
+    def _rules(self) -> dict[str, RewardRule]:
         given = {self.reward: 1.0} if isinstance(self.reward, str) else self.reward
         return {name: rule if isinstance(rule, RewardRule) else RewardRule(weight=rule) for name, rule in given.items()}
 
     @property
     def watched(self) -> dict[str, WatchRule]:
         """The rules of the rewards that are measured besides; one that is trained on and merely named keeps its own."""
-        given = self.eval.rewards
-        return given if isinstance(given, dict) else {name: WatchRule() for name in given if name not in self.trained}
+        given, own = self.eval.rewards, self._rules
+        further = given if isinstance(given, dict) else {name: WatchRule() for name in given if name not in own}
+        return own | further if self._labelled else further
 
     @property
     def call(self) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from flowgrpo import best, checkpoint, data, methods, rewards, state
+from flowgrpo import best, checkpoint, data, methods, recorded_pairs, rewards, state
 from flowgrpo.config import Config, validate
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation import album, held_out
@@ -55,6 +55,7 @@ def run(config: Config, resume: bool = False, *, pipe=None, functions: dict[str,
     geometry(config.train, accelerator.num_processes)
     frozen.require(config, method, device, loaded=pipe is not None)
     sharded.require(config, method)
+    recorded_pairs.require(config, method)
     train_rewards = rewards.compose(config.trained, config.cache, functions)
     pairwise.require(train_rewards, config.train.group, *([method.preview.pool] if method.preview else []))
     if method.backprop:
@@ -62,6 +63,7 @@ def run(config: Config, resume: bool = False, *, pipe=None, functions: dict[str,
     further = rewards.compose(config.watched, config.cache, functions)
     measured = pairwise.measured(train_rewards, further)
     split = data.resolve(config) if prompts is None else data.split(prompts, config.held_out, data.SPLIT_SEED)
+    split = recorded_pairs.in_place(config, split)
     for routed, side in zip((train_rewards, further), split):
         rewards.require_routes(routed, [prompt.metadata for prompt in side])
     folder = config.folder

@@ -132,12 +132,14 @@ def make_plan(source: str, lora: str | Path | None, base: bool, samples: int, st
 
 def _functions(config: Config | None, names: Sequence[str]) -> dict[str, Any]:
     rules: dict[str, WatchRule] = config.trained | config.watched if config else {}
-    names = list(names) or list(rules)
-    if not names:
+    asked = list(names) or list(rules)
+    if not asked:
         raise UserError("--rewards: expected the names of rewards, such as --rewards scene (`flowgrpo rewards` lists "
                         "them)")
-    return pairwise.measured({}, rewards.compose({name: rules.get(name, WatchRule()) for name in names},
-                                                 config.cache if config else None))
+    made = rewards.compose({name: rules.get(name, WatchRule()) for name in asked}, config.cache if config else None)
+    # Of a run's own, those that see groups are left out; one that is asked for by name is refused.
+    own = {name: made.pop(name) for name in asked if config and not names and name in config.trained}
+    return pairwise.measured(own, made)
 
 
 def _processes() -> Processes:

@@ -144,6 +144,10 @@ def make_explorer(config: Config, policy: Any, *rest: Any):
         from flowgrpo.policies.text_explorer import TextExplorer
 
         return TextExplorer(config, policy, *rest)
+    if config.preferences is not None:
+        from flowgrpo.policies.pair_explorer import PairExplorer
+
+        return PairExplorer(config, policy, *rest)
     from flowgrpo.policies.explorer import Explorer
 
     return Explorer(config, policy, *rest)

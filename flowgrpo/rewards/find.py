@@ -60,6 +60,7 @@ BUILT_IN = {
     "checklist": "flowgrpo.rewards.combine:Checklist",
     "harmonic": "flowgrpo.rewards.combine:Harmonic",
     "corrected": "flowgrpo.rewards.combine:Corrected",
+    "preferred": "flowgrpo.rewards.preferred:preferred",
     "diversity": "flowgrpo.rewards.guards:Diversity",
     "base_similarity": "flowgrpo.rewards.guards:BaseSimilarity",
     "grid_artefacts": "flowgrpo.rewards.guards:GridArtefacts",

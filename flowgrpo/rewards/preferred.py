@@ -1,0 +1,24 @@
+"""What a file of recorded pairs says of its pictures."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from flowgrpo.errors import UserError
+from flowgrpo.rewards.about import About
+
+
+def preferred(images: Any, prompts: Sequence[str], metadata: Sequence[dict[str, Any]], group: int) -> list[float]:
+    """1 for the picture of a recorded pair that its file prefers, 0 for the other: with `preferences` alone.
+
+    The pair is a group, the chosen picture first; its verdict stands in the metadata. UserError for drawn pictures.
+    """
+    if group != 2 or any("preferred" not in entry for entry in metadata):
+        raise UserError("reward 'preferred' is what a file says of recorded pairs, and these pictures are none: set "
+                        "preferences to the file, or choose another reward")
+    return [entry["preferred"] if row % 2 == 0 else 1 - entry["preferred"] for row, entry in enumerate(metadata)]
+
+
+preferred.group = True
+preferred.about = About(modality="image", range=(0, 1), needs="", licence="Apache-2.0")
