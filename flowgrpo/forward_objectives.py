@@ -153,24 +153,35 @@ class Preference(OfNoised):
     d = e - e_reference, w the sample of the larger advantage and l the other, at one time; beta counts for mean errors.
     A pair of equal advantages has the value log 2 and no gradient. A sample's value is the mean over its pairs; the
     mean over the samples is that over the pairs, and so is its gradient.
+
+    similarity: the weight of a further term, e of the first sample of each group, as often as there are groups: of
+    recorded pairs the picture of the subject, whichever is preferred (RPO, 2407.12164).
     """
 
     beta: float = 100.0
+    similarity: float = 0.0
     of_reference = of_groups = True
 
     def __post_init__(self) -> None:
         _require_positive(self, beta=self.beta)
+        if not self.similarity >= 0:
+            raise ValueError(f"Preference: similarity is {self.similarity}, expected 0 or more")
 
     def gap(self, noised: Noised) -> Tensor:
         return error(noised.new) - error(noised.reference)
 
     def __call__(self, log_ratio: Tensor, advantage: Tensor, old: Noised | None = None) -> Tensor:
-        peers = old.peers
-        others = peers.beside(old.rows) & (old.rows[:, None] != torch.arange(len(peers.gap), device=old.rows.device))
+        peers, places = old.peers, torch.arange(len(old.peers.gap), device=old.rows.device)
+        group = peers.beside(old.rows)
+        others = group & (old.rows[:, None] != places)
         sign = (advantage - peers.advantage).sign()
         each = softplus(sign * self.beta / 2 * (self.gap(old) - peers.gap))
         value = (each * others).sum(1, keepdim=True) / others.sum(1, keepdim=True).clamp(min=1)
-        return 2 * value - value.detach()  # half of a pair's gradient is its partner's
+        value = 2 * value - value.detach()  # half of a pair's gradient is its partner's
+        if not self.similarity:
+            return value
+        first = ~(group & (places < old.rows[:, None])).any(1, keepdim=True)
+        return value + self.similarity * first * group.sum(1, keepdim=True) * error(old.new)
 
 
 def goodness(advantage: Tensor, most: float) -> Tensor:

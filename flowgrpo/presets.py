@@ -303,12 +303,21 @@ def trace_rl(method: Method = Method()) -> Method:
                    reduction=reductions.PerDecision(), kl=objectives.SampledKL(0.01, "k3"), reference=references.Old())
 
 
+def rpo(method: Method = Method()) -> Method:
+    """RPO: recorded pairs of a subject's picture and a drawn one, labelled anew by a harmonic reward (2407.12164).
+
+    The labels are drawn, and the subject's picture is matched whichever it prefers; beta as in the released code.
+    """
+    return replace(diffusion_dpo(method), times=forward.Stratified(4, shared=True), shaping=shaping.BradleyTerry(),
+                   surrogate=forward_objectives.Preference(2.0, similarity=1.0))
+
+
 PRESETS: dict[str, Callable[..., Method]] = {
     preset.__name__: preset for preset in (
         flow_grpo, flow_grpo_fast, dance_grpo, ddpo, mix_grpo, mix_grpo_flash, grpo_guard, flow_dppo, tempflow_grpo,
         granular_grpo, branch_grpo, tree_rpo, pref_grpo, b2_diffurl, sol_rl, diffusion_nft, awm, dgpo, crd,
         diffusion_dpo, refl, draft, alignprop, grpo, dr_grpo, dapo, gspo, cispo, rloo, reinforce_pp, remax,
-        trace_rl)}
+        trace_rl, rpo)}
 
 
 def suited(process: str) -> list[str]:

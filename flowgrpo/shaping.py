@@ -5,13 +5,17 @@ NaN, a reward that does not apply to a sample, stays NaN.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from flowgrpo.advantages import sample_logp
 from flowgrpo.types import Context, wide
+
+LABELS = 2407_12164  # sets the draw of labels apart from others of an epoch
 
 
 @dataclass(frozen=True)
@@ -86,6 +90,28 @@ class Overlong:
         free = (1 - self.share) * context.longest
         punished = ((context.lengths.to(rewards) - free) / (context.longest - free)).clamp(min=0)
         return rewards - punished[..., None]
+
+
+@dataclass(frozen=True)
+class BradleyTerry:
+    """Labels drawn from rewards, anew each epoch: of two samples the first is above the second with the probability
+    sigmoid(scale * (r_1 - r_2)) of Bradley and Terry (RPO, 2407.12164, its code).
+
+    A label is the share of the other samples of the group that a sample is above; of more than two they are one order,
+    drawn as Plackett and Luce do, which is the same for any two of them. The draw depends on the epoch alone.
+    """
+
+    scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.scale < math.inf:
+            raise ValueError(f"BradleyTerry: scale is {self.scale}, expected above 0")
+
+    def __call__(self, rewards: Tensor, context: Context | None = None) -> Tensor:
+        (rewards,) = wide(rewards)
+        draw = np.random.default_rng((LABELS, context.epoch if context else 0))
+        noise = torch.from_numpy(draw.gumbel(size=tuple(rewards.shape))).to(rewards)
+        return lifted(self.scale * rewards + noise)  # a difference of two Gumbels is logistic
 
 
 def unlikely(rewards: Tensor, logp: Tensor, beta: float) -> Tensor:

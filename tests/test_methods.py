@@ -76,7 +76,7 @@ def test_published_defaults_of_language_models(name):
                 "advantage": Advantage(scale, order, clamp=math.inf) if scale else None}
     expected |= OTHER_OF_TOKENS.get(name, {})
     assert {key: getattr(preset(name), key) for key in expected} == expected
-NOISED = {"diffusion_nft", "awm", "dgpo", "crd", "diffusion_dpo"}  # of noised finals: tests/test_forward.py
+NOISED = {"diffusion_nft", "awm", "dgpo", "crd", "diffusion_dpo", "rpo"}  # see tests/test_forward.py, test_rpo.py
 GRADIENT = {"refl", "draft", "alignprop"}  # of a reward: see tests/test_backprop.py
 
 

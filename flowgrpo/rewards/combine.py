@@ -62,8 +62,10 @@ def checklist(scores: Tensor, thresholds: Sequence[float]) -> Tensor:
 
 def harmonic(image: Tensor, text: Tensor, share: float) -> Tensor:
     """RPO's reward of subject-driven generation: 1 / (share / image + (1 - share) / text), the weighted
-    harmonic mean of the similarities to the subject's picture and to the prompt; 0 where one is not above 0. [B], [B]
-    -> [B]."""
+    harmonic mean of the similarities to the subject's picture and to the prompt; 0 where one is not above 0. A share of
+    1 or 0 is one of the two alone, whatever the other says. [B], [B] -> [B]."""
+    if share in (0, 1):
+        return image if share else text
     positive = (image > 0) & (text > 0)
     one = torch.ones_like(image)
     mean = 1 / (share / image.where(positive, one) + (1 - share) / text.where(positive, one))
@@ -211,9 +213,10 @@ class Checklist(Combined):
 @dataclass(frozen=True, eq=False)
 class Harmonic(Combined):
     """The weighted harmonic mean of two similarities, to a subject's picture and to the prompt, in this order (RPO);
-    `share` is the first one's."""
+    `share` is the first one's; `cosines`: the rewards are cosines, each of which counts as (cos + 1) / 2."""
 
     share: float = 0.5
+    cosines: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -221,7 +224,7 @@ class Harmonic(Combined):
         self._require(0 <= self.share <= 1, "share", "a number from 0 to 1")
 
     def combined(self, scores: Tensor) -> Tensor:
-        return harmonic(*scores.unbind(1), self.share)
+        return harmonic(*((scores + 1) / 2 if self.cosines else scores).unbind(1), self.share)
 
 
 @dataclass(frozen=True, eq=False)

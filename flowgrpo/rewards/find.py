@@ -35,6 +35,7 @@ BUILT_IN = {
     "piqe": "flowgrpo.rewards.piqe:piqe",
     "safety": "flowgrpo.rewards.safety:Safety",
     "clip_score": "flowgrpo.rewards.clip_score:ClipScore",
+    "subject_score": "flowgrpo.rewards.subject_score:SubjectScore",
     "aesthetic": "flowgrpo.rewards.aesthetic:Aesthetic",
     "pick_score": "flowgrpo.rewards.pick_score:PickScore",
     "hps_v2": "flowgrpo.rewards.hps_v2:HpsV2",
