@@ -58,7 +58,8 @@ class Text(Section):
 
 
 class Adapter(Section):
-    """What is trained: a LoRA (rank >= 1) on the denoiser, or with `rank: 0` all of the denoiser's weights."""
+    """What is trained: a LoRA (rank >= 1) on the denoiser (the method may say: on text encoders), or with `rank: 0` all
+    of the denoiser's weights."""
 
     rank: int = Field(32, ge=0, description="rank of the LoRA; 0 trains all weights")
     alpha: float | None = Field(None, gt=0, description="LoRA alpha; None means a scale of 2: 2 * rank, of an rsLoRA "
@@ -68,6 +69,8 @@ class Adapter(Section):
     targets: list[str] = Field(["to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj",
                                 "to_add_out"], description="names of the modules that get an adapter; these are a "
                                 "denoiser's, in whose place a language model's stand")
+    encoder_targets: list[str] = Field(["q_proj", "k_proj", "v_proj", "out_proj", "o_proj", "q", "k", "v", "o"],
+                                       description="the same of text encoders, where the method trains them")
 
 
 class Train(Section):

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from flowgrpo import (
+    adapted,
     advantages,
     lag,
     layer_tuning,
@@ -40,7 +41,8 @@ class Method:
     shaping: what becomes of the rewards before they are compared; kl: the regulariser, and reference: whose policy it
     holds to; reduction: what the loss is a mean over; tuning: a supervised term towards the best sample; times: when
     finals are noised and trained in place of recorded steps; lag: how slowly the old policy follows; backprop: how the
-    steps from the plan's one on become the data whose reward's gradient is followed (None: none is).
+    steps from the plan's one on become the data whose reward's gradient is followed (None: none is);
+    adapted: which modules are trained.
 
     Of a language model the kernel is a `tokens.Decoding`, of a masked one an `Unmasking`, and what is about denoising
     (plan, solver, tail, roots, strides, preview, times, backprop) is not read.
@@ -66,6 +68,7 @@ class Method:
     times: Any = forward.Recorded()
     lag: Any = lag.Lag()
     backprop: Any = None
+    adapted: Any = adapted.Adapted()
 
     def __post_init__(self) -> None:
         if not 0 < self.tail <= 1:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from flowgrpo import (
+    adapted,
     advantages,
     baselines,
     forward_objectives,
@@ -48,7 +49,8 @@ def preset(*names: str) -> Method:
 
 
 _MODULES = (kernels, tokens, plans, solvers, selection, objectives, reductions, layer_tuning, forward_objectives,
-            schedules, references, advantages, baselines, influence, shaping, preview, forward, lag, backprop)
+            schedules, references, advantages, baselines, influence, shaping, preview, forward, lag, backprop,
+            adapted)
 _RECORDS = (plans.Schedule, backprop.Unfinished, backprop.Valued)  # what parts return
 _TYPES = {cls.__name__: cls for module in _MODULES for cls in vars(module).values()
           if dataclasses.is_dataclass(cls) and cls.__module__ == module.__name__ and cls not in _RECORDS}
@@ -141,6 +143,8 @@ def _on_tokens(method: Method, config: Config) -> Method:
     try:
         if method.reads_means or method.tuning.weight:
             raise ValueError("a part reads means of transitions, which tokens have none of: use SampledKL and Clip")
+        if method.adapted.encoders:
+            raise ValueError("adapted.encoders trains a pipeline's text encoders, which a language model has none of")
         if method.kernel.greedy >= config.train.group:
             raise ValueError(f"{method.kernel.greedy} greedy samples leave none of the group to train")
         method.selection(torch.zeros(1, config.train.group))

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from flowgrpo import (
+    adapted,
     advantages,
     baselines,
     forward_objectives,
@@ -312,12 +313,20 @@ def rpo(method: Method = Method()) -> Method:
                    surrogate=forward_objectives.Preference(2.0, similarity=1.0))
 
 
+def texforce(method: Method = Method()) -> Method:
+    """TexForce over any host: a LoRA of the text encoders in place of the denoiser's (2311.15657).
+
+    As published: ddpo+texforce. Both together: parts: {adapted: {denoisers: true}}.
+    """
+    return replace(method, adapted=adapted.Adapted(denoisers=False, encoders=True))
+
+
 PRESETS: dict[str, Callable[..., Method]] = {
     preset.__name__: preset for preset in (
         flow_grpo, flow_grpo_fast, dance_grpo, ddpo, mix_grpo, mix_grpo_flash, grpo_guard, flow_dppo, tempflow_grpo,
         granular_grpo, branch_grpo, tree_rpo, pref_grpo, b2_diffurl, sol_rl, diffusion_nft, awm, dgpo, crd,
         diffusion_dpo, refl, draft, alignprop, grpo, dr_grpo, dapo, gspo, cispo, rloo, reinforce_pp, remax,
-        trace_rl, rpo)}
+        trace_rl, rpo, texforce)}
 
 
 def suited(process: str) -> list[str]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from flowgrpo import best, checkpoint, data, methods, recorded_pairs, rewards, state
+from flowgrpo import adapted, best, checkpoint, data, methods, recorded_pairs, rewards, state
 from flowgrpo.config import Config, validate
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation import album, held_out
@@ -56,6 +56,7 @@ def run(config: Config, resume: bool = False, *, pipe=None, functions: dict[str,
     frozen.require(config, method, device, loaded=pipe is not None)
     sharded.require(config, method)
     recorded_pairs.require(config, method)
+    adapted.require(config, method)
     train_rewards = rewards.compose(config.trained, config.cache, functions)
     pairwise.require(train_rewards, config.train.group, *([method.preview.pool] if method.preview else []))
     if method.backprop:

@@ -163,7 +163,8 @@ PLACES = {"kernel": "the Gaussian transition of a step that draws noise; of a la
           "preview": "how initial noises are chosen",
           "times": "when finals are noised and trained in place of recorded steps",
           "lag": "how slowly the old policy follows",
-          "backprop": "how the last steps become data whose reward's gradient is followed"}
+          "backprop": "how the last steps become data whose reward's gradient is followed",
+          "adapted": "which modules are trained"}
 PAPER = re.compile(r"\b\d{4}\.\d{5}\b")
 
 

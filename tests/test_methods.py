@@ -52,7 +52,7 @@ PUBLISHED = {
 OTHER = {"tempflow_grpo": {"step_weight": NoiseLevel()}, "granular_grpo": {"strides": (1, 2, 3)},
          "tree_rpo": {"surrogate": AdaptiveClip(1e-4, 2e-4, 1.0), "tuning": LayerTuning(1e-4)},
          "pref_grpo": {"shaping": WinRate()}, "b2_diffurl": {"selection": Extremes(-0.5, 0.5, branch=4)}}
-OVERLAYS = {"grpo_guard", "flow_dppo", "sol_rl"}
+OVERLAYS = {"grpo_guard", "flow_dppo", "sol_rl", "texforce"}
 # Of language models: ratio, surrogate, reduction, advantage's scale and order, KL.
 OF_TOKENS = {
     "grpo": (PlainRatio(), Clip(0.2, 0.2), PerRow(), "group", "rewards", SampledKL(0.04, "k3")),

@@ -11,6 +11,7 @@ from accelerate import Accelerator
 
 from flowgrpo.config import Adapter, Config, load
 from flowgrpo.data import Prompt
+from flowgrpo.methods import preset, with_parts
 from flowgrpo.policies.pipeline import PipelinePolicy
 from flowgrpo.policies.tiny.images import FLUX_CALL, SD3_CALL, flux, sd3  # noqa: F401 tests read them here
 from flowgrpo.policies.tiny.unets import SD_NOISE as SD15_NOISE  # noqa: F401 the tests read it here
@@ -70,7 +71,8 @@ def trainer(policy: PipelinePolicy | None = None, rewards=None, **options: Any) 
     settings = config(**options)
     torch.manual_seed(settings.seed)
     policy = policy or PipelinePolicy(sd3(), settings.adapter, precision=settings.precision,
-                                      guidance=settings.train.guidance, call=CALL, memory=settings.memory)
+                                      guidance=settings.train.guidance, call=CALL, memory=settings.memory,
+                                      adapted=with_parts(preset(settings.method), settings.parts).adapted)
     return Trainer(settings, Accelerator(cpu=True), policy, rewards or {"red": red},
                    ([Prompt(text) for text in PROMPTS], []))
 

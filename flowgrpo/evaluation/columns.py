@@ -14,14 +14,13 @@ from typing import Any
 
 import torch
 
-from flowgrpo import checkpoint, data, rewards
+from flowgrpo import checkpoint, data, methods, rewards
 from flowgrpo.config import Config
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation import compare
 from flowgrpo.evaluation.grid import Row, draw_grid
 from flowgrpo.evaluation.held_out import spread
 from flowgrpo.evaluation.page import write_page
-from flowgrpo.policies.load import denoisers
 from flowgrpo.rewards import pairwise
 from flowgrpo.samplers.rollout import seeder
 
@@ -167,7 +166,8 @@ def _load(pipe: Any, config: Config, run: Path, weights: Path) -> None:
     room = "ema/" if config.eval.weights == "ema" else "weights/"
     tensors, _ = checkpoint.load(weights)
     held = {key.removeprefix(room): tensor for key, tensor in tensors.items() if key.startswith(room)}
-    live = Weights(pipe, denoisers(pipe), config.adapter)
+    modules = methods.with_parts(methods.preset(config.method), config.parts).adapted(pipe)
+    live = Weights(pipe, modules, config.adapter)
     if live.named.keys() != held.keys():
         raise UserError(f"{weights} holds other weights than {config.model!r} with the run's adapter has")
     live.load(held)

@@ -23,7 +23,7 @@ from flowgrpo.errors import UserError
 from flowgrpo.evaluation.clips import save_clip
 from flowgrpo.evaluation.held_out import Measured, draw_pairs, spread
 from flowgrpo.policies.blend import Branches
-from flowgrpo.policies.load import denoisers, load_pipeline
+from flowgrpo.policies.load import denoisers, load_pipeline, text_encoders
 from flowgrpo.policies.lora import LORA_FILE, load_lora
 from flowgrpo.rewards import pairwise
 from flowgrpo.samplers.rollout import seeder
@@ -99,6 +99,7 @@ def load_tuned(pipe: Any, path: Path) -> None:
     """Load a run's result, or any LoRA, into a stock pipeline. UserError where there is none, or none that fits."""
     modules = denoisers(pipe)
     trained = [name for name in modules if path.is_dir() and (path / name / "config.json").is_file()]
+    modules |= text_encoders(pipe)
     if path.is_file():
         _load_lora(pipe, path)
     elif (path / LORA_FILE).is_file() or any((path / name / "adapter_config.json").is_file() for name in modules):
@@ -125,7 +126,8 @@ def _load_lora(pipe: Any, file: Path) -> None:
 
 def _check_lora(pipe: Any, file: Path) -> None:
     # diffusers passes over keys that it does not know
-    if not any(getattr(module, "peft_config", None) for module in denoisers(pipe).values()):
+    modules = denoisers(pipe) | text_encoders(pipe)
+    if not any(getattr(module, "peft_config", None) for module in modules.values()):
         raise UserError(f"{file} holds no LoRA layer for {type(pipe).__name__}: was it trained on another model?")
 
 

@@ -1,4 +1,4 @@
-"""The trainable weights of a policy: a LoRA or all of the denoiser, its reference, its moving average, its files."""
+"""The trainable weights of a policy: a LoRA or all of its denoisers, their reference, moving average and files."""
 
 from __future__ import annotations
 
@@ -43,17 +43,17 @@ def switched_off(layers: Collection[torch.nn.Module]) -> Iterator[None]:
 
 
 class Weights:
-    """Trainable parameters of a pipeline's denoisers.
+    """Trainable parameters of a pipeline's modules, its denoisers or text encoders.
 
     With `adapter.rank` >= 1 a LoRA by peft, in fp32, its A gaussian and its B zero, so that it starts as the base. With
-    rank 0 all of the denoisers' weights, in fp32, and the first weights are kept on the CPU as the reference.
+    rank 0 all of the modules' weights, in fp32, and the first weights are kept on the CPU as the reference.
     """
 
-    def __init__(self, pipe, denoisers: dict[str, torch.nn.Module], adapter):
-        self.pipe, self.denoisers, self.adapter = pipe, denoisers, adapter
-        for name, module in denoisers.items():
+    def __init__(self, pipe, modules: dict[str, torch.nn.Module], adapter):
+        self.pipe, self.modules, self.adapter = pipe, modules, adapter
+        for name, module in modules.items():
             self._add_lora(name, module) if adapter.rank else module.float().requires_grad_(True)
-        self.named = {f"{name}.{key}": parameter for name, module in denoisers.items()
+        self.named = {f"{name}.{key}": parameter for name, module in modules.items()
                       for key, parameter in module.named_parameters() if parameter.requires_grad}
         self._first = None if adapter.rank else {k: p.detach().cpu().clone() for k, p in self.named.items()}
 
@@ -62,12 +62,13 @@ class Weights:
 
         if getattr(module, "peft_config", None):
             raise UserError(f"the {name} has an adapter already ({', '.join(module.peft_config)}): fuse or unload it")
-        rank, targets = self.adapter.rank, self.adapter.targets
+        option = "encoder_targets" if name.startswith("text_encoder") else "targets"
+        rank, targets = self.adapter.rank, getattr(self.adapter, option)
         found = sorted(key for key, m in module.named_modules() if isinstance(m, (torch.nn.Linear, torch.nn.Conv2d))
                        and any(key == t or key.endswith("." + t) for t in targets))
         if not found:
             names = sorted({key.split(".")[-1] for key, m in module.named_modules() if isinstance(m, torch.nn.Linear)})
-            raise UserError(f"adapter.targets {targets} match no module of the {name}: its linear layers are called "
+            raise UserError(f"adapter.{option} {targets} match no module of the {name}: its linear layers are called "
                             f"{', '.join(names)}")
         alpha = self.adapter.alpha or (2 * rank**0.5 if self.adapter.rslora else 2 * rank)  # a scale of 2
         add_adapter(module, LoraConfig(r=rank, lora_alpha=alpha, target_modules=found, init_lora_weights="gaussian",
@@ -81,7 +82,7 @@ class Weights:
 
     @contextlib.contextmanager
     def base(self) -> Iterator[None]:
-        """Inside, the denoisers are the base model."""
+        """Inside, the modules are those of the base model."""
         if self._first is not None:
             with self.swapped(self._first):
                 yield
@@ -91,7 +92,7 @@ class Weights:
 
     @contextlib.contextmanager
     def reference(self, held: Sequence[dict[str, torch.Tensor]] = ()) -> Iterator[None]:
-        """Inside, the denoisers are the average of the snapshots `held`, without any the base model."""
+        """Inside, the modules are the average of the snapshots `held`, without any the base model."""
         if not held:
             with self.base():
                 yield
@@ -139,38 +140,39 @@ class Weights:
 
         A LoRA goes to `pytorch_lora_weights.safetensors` with rank, alpha and targets in its metadata; without them
         `load_lora_weights` would rebuild it with a silently wrong scale. Where stock diffusers loads none (see
-        `loader`), it goes to a folder per denoiser in peft's own format. All weights go to a folder per denoiser.
+        `loader`), it goes to a folder per module in peft's own format. All weights go to a folder per module.
         """
         if not self.adapter.rank:
-            for name, module in self.denoisers.items():
+            for name, module in self.modules.items():
                 module.save_pretrained(folder / name, safe_serialization=True)
-            return f"saved all weights of {', '.join(self.denoisers)} to {folder}"
-        by = {name: loader(self.pipe, name) for name in self.denoisers}
+            return f"saved all weights of {', '.join(self.modules)} to {folder}"
+        by = {name: loader(self.pipe, name) for name in self.modules}
         if named := [name for name, how in by.items() if how == PIPELINE]:
             save_stock(self.pipe, folder, {name: name for name in named})
-        for name in self.denoisers:
+        for name in self.modules:
             if by[name] == EXPERT:
                 save_stock(self.pipe, folder / name, {"transformer": name})
             elif by[name] == PEFT:
-                save_peft(self.denoisers[name], folder / name)
+                save_peft(self.modules[name], folder / name)
         self._verify(folder)
         where = folder / LORA_FILE if named else folder
         return f"saved {where}; read back by {', '.join(sorted(set(by.values())))}: same weights, same scale"
 
     def _layers(self) -> dict[str, torch.nn.Module]:
-        """The layers with an adapter, by denoiser and key."""
-        return {f"{name}.{key}": layer for name, module in self.denoisers.items()
+        """The layers with an adapter, by module and key."""
+        return {f"{name}.{key}": layer for name, module in self.modules.items()
                 for key, layer in lora_layers(module).items()}
 
     def _verify(self, folder: Path) -> None:
         """Load the files as a user would, beside the live adapter, and compare every weight and scale."""
         from diffusers.utils.peft_utils import delete_adapter_layers
 
+        live = {key: parameter.data for key, parameter in self.named.items()}
         try:
             with quiet():  # a second adapter, and an absent one for the text encoders, are what is wanted here
-                load_lora(self.pipe, self.denoisers, folder, "check")
+                load_lora(self.pipe, self.modules, folder, "check")
             for key, layer in self._layers().items():
-                # diffusers casts what it loads to the denoiser's dtype.
+                # diffusers casts what it loads to the module's dtype, and the live adapter of a text encoder with it.
                 parts = [layer.lora_A, layer.lora_B, *([layer.lora_magnitude_vector] if self.adapter.dora else [])]
                 sides = [(part["check"].weight, part["default"].weight) for part in parts if "check" in part]
                 if len(sides) < len(parts) or layer.scaling["check"] != layer.scaling["default"] or \
@@ -178,8 +180,10 @@ class Weights:
                     raise RuntimeError(f"{folder} does not give {key} back as it was saved")
         finally:
             with quiet():
-                for module in self.denoisers.values():
+                for module in self.modules.values():
                     if "check" in module.peft_config:
                         delete_adapter_layers(module, "check")
             for layer in self._layers().values():
                 layer.set_adapter("default")
+            for key, parameter in self.named.items():
+                parameter.data = live[key]

@@ -80,7 +80,8 @@ def make_policy(config: Config, device: Any, loaded: Any = None):
     pipe = loaded or load_pipeline(config.model, config.precision, config.trust_remote_code, config.memory.weights)
     return PipelinePolicy(pipe, config.adapter, device=device, precision=config.precision,
                           guidance=config.train.guidance, call=config.call, checkpointing=config.train.checkpointing,
-                          memory=config.memory, compiled=config.train.compile)
+                          memory=config.memory, compiled=config.train.compile,
+                          adapted=methods.with_parts(methods.preset(config.method), config.parts).adapted)
 
 
 def load_language(config: Config) -> tuple:

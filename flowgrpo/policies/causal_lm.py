@@ -286,7 +286,7 @@ class TextWeights(Weights):
     def save(self, folder: Path) -> str:
         """Write `adapter_model.safetensors` and `adapter_config.json`, read them back and compare; of all weights a
         model's folder. Returns a sentence for the log."""
-        module = self.denoisers["model"]
+        module = self.modules["model"]
         if not self.adapter.rank:
             module.save_pretrained(folder / "model")
             self.pipe.save_pretrained(folder / "model")

@@ -43,7 +43,7 @@ class Explorer:
                  clock: Clock):
         self.config, self.policy, self.method, self.geometry = config, policy, method, geometry
         self.processes, self.clock = processes, clock
-        self.encode = Encoder(policy, Path(config.cache) if config.cache else None)
+        self.encode = Encoder(policy, Path(config.cache) if config.cache and not policy.live else None)
         self.grid, self.timesteps = self.make_grid(config.train.steps)
         self.rollout_evaluations = self.saved_evaluations = 0
         self.lagging = Lagging(method.lag, policy.weights)

@@ -23,6 +23,12 @@ def denoisers(pipe) -> dict[str, torch.nn.Module]:
             and TIMES & set(inspect.signature(module.forward).parameters)}
 
 
+def text_encoders(pipe) -> dict[str, torch.nn.Module]:
+    """The modules that read a pipeline's prompts."""
+    return {name: module for name, module in sorted(pipe.components.items())
+            if isinstance(module, torch.nn.Module) and name.startswith("text_encoder")}
+
+
 def _named_denoisers(index: dict[str, Any]) -> list[str]:
     """The denoisers of a pipeline that is not loaded yet, by its model_index.json."""
     import diffusers

@@ -17,9 +17,10 @@ PIPELINE, EXPERT, PEFT = "load_lora_weights", "load_lora_weights(load_into_trans
 
 
 def loader(pipe, name: str) -> str:
-    """What loads a LoRA of the denoiser `name` of a stock pipeline: PIPELINE, EXPERT (Wan 2.2) or PEFT."""
+    """What loads a LoRA of the denoiser or text encoder `name` of a stock pipeline: PIPELINE, EXPERT (Wan 2.2) or
+    PEFT."""
     writes = inspect.signature(getattr(pipe, "save_lora_weights", lambda: None)).parameters
-    if not hasattr(getattr(pipe, name), "load_lora_adapter"):
+    if not name.startswith("text_encoder") and not hasattr(getattr(pipe, name), "load_lora_adapter"):
         return PEFT
     if f"{name}_lora_layers" in writes and f"{name}_lora_adapter_metadata" in writes:
         return PIPELINE
@@ -28,7 +29,7 @@ def loader(pipe, name: str) -> str:
 
 
 def add_adapter(module: torch.nn.Module, config, name: str) -> None:
-    """Add an adapter to a denoiser, whether or not its class knows of adapters."""
+    """Add an adapter to a module, whether or not its class knows of adapters."""
     from peft import inject_adapter_in_model
 
     if hasattr(module, "add_adapter"):
@@ -37,13 +38,15 @@ def add_adapter(module: torch.nn.Module, config, name: str) -> None:
         inject_adapter_in_model(config, module, name)
 
 
-def load_lora(pipe, denoisers: dict[str, torch.nn.Module], folder: Path, adapter: str = "default") -> list[str]:
-    """Load the LoRA that `Weights.save` wrote into a stock pipeline. Returns what loaded it; nothing where none is."""
+def load_lora(pipe, modules: dict[str, torch.nn.Module], folder: Path, adapter: str = "default") -> list[str]:
+    """Load the LoRA that `Weights.save` wrote into a stock pipeline. Returns what loaded it; nothing where none is.
+
+    modules: those of the pipeline that may have one, by name."""
     used = []
     if (folder / LORA_FILE).is_file():
         pipe.load_lora_weights(folder, weight_name=LORA_FILE, adapter_name=adapter)
         used.append(PIPELINE)
-    for name, module in denoisers.items():
+    for name, module in modules.items():
         if (folder / name / LORA_FILE).is_file():
             pipe.load_lora_weights(folder / name, weight_name=LORA_FILE, adapter_name=adapter,
                                    load_into_transformer_2=True)
@@ -55,7 +58,7 @@ def load_lora(pipe, denoisers: dict[str, torch.nn.Module], folder: Path, adapter
 
 
 def save_stock(pipe, folder: Path, modules: dict[str, str]) -> None:
-    """As `load_lora_weights` reads it; modules: the denoiser's name by the one under which it is written."""
+    """As `load_lora_weights` reads it; modules: the name by the one under which it is written."""
     from peft.utils import get_peft_model_state_dict
 
     arguments: dict[str, Any] = {}

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from flowgrpo.adapted import Adapted
 from flowgrpo.config import Memory, nearest
 from flowgrpo.errors import UserError
 from flowgrpo.policies import sharded
@@ -25,6 +26,7 @@ from flowgrpo.policies.compiled import compile_blocks
 from flowgrpo.policies.conditioning import Conditioning
 from flowgrpo.policies.dtypes import DTYPES
 from flowgrpo.policies.frozen import Encoders, decode_in_parts
+from flowgrpo.policies.live import encoded_anew
 from flowgrpo.policies.load import denoisers
 from flowgrpo.policies.loading import Idle
 from flowgrpo.policies.memo import Memo
@@ -71,10 +73,12 @@ class PipelinePolicy:
     (`image`, `video`, ...) are for prompts that bring none of their own.
     guidance: the scale of rollouts and replays; precision: of the frozen weights and of the arithmetic. memory: where
     text encoders and recorded states (`states`) wait, and how pictures are decoded; compiled: the denoisers' blocks.
+    adapted: which modules are trained; with text encoders among them the policy is `live`, and prompts are encoded
+    whenever they are read.
     """
 
     def __init__(self, pipe, adapter, *, device="cpu", precision="fp32", guidance=1.0, call=None, checkpointing=False,
-                 memory=Memory(), compiled=False):
+                 memory=Memory(), compiled=False, adapted=Adapted()):
         self.pipe, self.guidance = pipe, guidance
         self.call = {key: value for key, value in (call or {}).items() if key not in PICTURES}
         self.given = {key: value for key, value in (call or {}).items() if key in PICTURES}
@@ -106,19 +110,23 @@ class PipelinePolicy:
             module.eval().requires_grad_(False)
         for name, module in self.denoisers.items():
             self._prepare(name, module)
-        self.weights = Weights(pipe, self.denoisers, adapter)
+        trained, self.live = adapted(pipe), adapted.encoders
+        self.weights = Weights(pipe, trained, adapter)
         for module in self.denoisers.values() if shared_out else ():
             sharded.shard(module, self.device, self.weights.parameters())
         self.turns = sharded.Turns(self.device, self._accompany) if shared_out else None
         self._row: tuple[Conditioning, torch.Tensor, Task] | None = None  # one that was sampled last, and how
         for module in self.denoisers.values() if compiled else ():
             compile_blocks(module)
-        self._memo = Memo({name: module for name, module in frozen.items() if name not in self.denoisers})
+        self._memo = Memo({name: module for name, module in frozen.items()
+                           if name not in self.denoisers and name not in trained})
         self._idle = Idle(self.scheduler, self.denoisers, self._skipped)
         self.loads: bool | None = None  # whether a state has to be put in place by an idle step; known after `encode`
         if strength:  # these pipelines cannot do without a step
             self.scheduler.quirk = replace(self.scheduler.quirk, idle=1)
         self._encode = pipe.encode_prompt
+        if self.live:  # some are written to run without gradients
+            self._encode = inspect.unwrap(type(pipe).encode_prompt).__get__(pipe)
         self.apart: bool | None = None  # whether the pipeline takes one prompt per call; known after the first `encode`
         self._shared: tuple[tuple[bool, ...], ...] = ()
         self._bare = False
@@ -342,6 +350,9 @@ class PipelinePolicy:
     def _drive(self, conditioning: Conditioning, task: Task | None, guidance: float, **options):
         """Call the pipeline, once, or for each row where it takes one alone: (what it returns, the task's record)."""
         self.encoders.leave()
+        if self.live and (task is None or task.steps):
+            with unlogged():
+                conditioning = encoded_anew(self, conditioning)
         if not conditioning.apart:
             return self._call_once(conditioning, task, self._cached(conditioning), guidance, **options)
         found = []
@@ -437,7 +448,15 @@ class PipelinePolicy:
     def guided(self, weight: float) -> Iterator[None]:
         """Inside, the denoisers answer base + weight * (tuned - base), without gradients: RLG, see policies/blend.py.
 
-        Without an adapter the base's weights are copied into place for every call, which is slow."""
+        Without an adapter the base's weights are copied into place for every call, which is slow. UserError for a
+        weight other than 0 and 1 where text encoders are trained: base and tuned model read the same embeddings."""
+        if self.live:
+            if weight not in (0, 1):
+                raise UserError(f"RLG with weight {weight:g}: a text encoder is trained, but base and tuned model get "
+                                "the same embeddings: expected 0 or 1")
+            with contextlib.nullcontext() if weight else self.reference(), torch.no_grad():
+                yield
+            return
         bases = {module: inside(self.weights.base, module.forward) for module in self.denoisers.values()}
         before = self.evaluations
         with guided(bases, weight), torch.no_grad():
