@@ -116,7 +116,8 @@ def sample(
     rlg: Annotated[str | None, typer.Option(metavar="W", help=RLG)] = None,
     output: Annotated[Path, typer.Option(help="The folder for the PNG files.")] = Path("samples"),
     temperature: Annotated[float | None, typer.Option(min=0, help="Of a language model; 0 takes the likeliest token. "
-                                                      "Without: 0 for one text, 1 for several.")] = None,
+                                                      "Without: the run's, or 0 for one text, 1 for several.")] = None,
+    image: Annotated[Path | None, typer.Option(help="A picture for a language model that reads images.")] = None,
 ) -> None:
     """Draw pictures with a model, or write texts, with or without a LoRA."""
     weight = _weight(rlg)
@@ -129,9 +130,13 @@ def sample(
             raise UserError("--rlg: weights the velocities of a denoiser; leave it out for a language model")
         from flowgrpo.evaluation import texts
 
-        for text in texts.sample(model, Path(lora) if lora else None, prompt, count, seed, temperature):
+        for text in texts.sample(model, Path(lora) if lora else None, prompt, count, seed, temperature,
+                                 str(image) if image else None):
             typer.echo(text)
         return
+    if image is not None:
+        raise UserError("--image: is for a language model that reads images; a pipeline's picture stands in a prompt "
+                        "file, for train and eval")
     from flowgrpo.evaluation import compare
 
     for path in compare.sample(model, lora, prompt, count, seed, steps, guidance, output, weight):
@@ -139,13 +144,12 @@ def sample(
 
 
 def _writes(model: str, run: str | Path | None = None) -> bool:
-    """Whether a model is a language model, by its files or by the run that trained it."""
-    from flowgrpo.config import Config, load
-    from flowgrpo.policies import build
+    """Whether a model is a language model, as the run that trained it, its files or the hub say."""
+    from flowgrpo.config import load
+    from flowgrpo.evaluation.texts import writes
 
     recipe = Path(run) / "config.yaml" if run else None
-    config = load(recipe) if recipe and recipe.is_file() else Config(model=model)
-    return build.kind(config) != build.PIPELINE
+    return writes(model, load(recipe) if recipe and recipe.is_file() else None)
 
 
 @app.command()
@@ -193,13 +197,13 @@ def grid(
 @app.command("eval")
 def evaluate(
     source: Annotated[str, typer.Argument(metavar="MODEL_OR_RUN", help="A model as for sample, or a finished run.")],
-    suite: Annotated[str, typer.Option(metavar="NAME|PATH", help="starter, starter_video, geneval_coco, a published "
-                                       "suite's file or folder, or a hub dataset's id.")],
-    output: Annotated[Path, typer.Option(help="The folder of pictures, scores and tables; the same again goes on.")],
+    suite: Annotated[str, typer.Option(metavar="NAME|PATH", help="starter, starter_video, starter_text, "
+                                       "geneval_coco, a published suite's file or folder, or a hub dataset's id.")],
+    output: Annotated[Path, typer.Option(help="The folder of samples, scores and tables; the same again goes on.")],
     rewards: Annotated[str, typer.Option(metavar="A,B", help="Rewards; without: those of the run.")] = "",
     lora: Annotated[Path | None, typer.Option(help="A finished run, a folder with a LoRA, or its file.")] = None,
     base: Annotated[bool, typer.Option("--base", help="Draw the base too, and compare.")] = False,
-    samples: Annotated[int, typer.Option(min=1, help="Pictures per prompt.")] = 1,
+    samples: Annotated[int, typer.Option(min=1, help="Pictures or texts per prompt; of several, pass@k is told.")] = 1,
     steps: Annotated[int | None, typer.Option(min=1, help="Denoising steps; without: the run's or pipeline's.")] = None,
     guidance: Annotated[float | None, typer.Option(min=0, help="Guidance scale; likewise.")] = None,
     seed: Annotated[int, typer.Option(min=0)] = 0,
@@ -207,8 +211,11 @@ def evaluate(
                                                "function.")] = "pixels",
     rlg: Annotated[str | None, typer.Option(metavar="W|W,W", help=f"{RLG} Several: each is told and rlg.png shows "
                                             "the rewards over them.")] = None,
-    batch: Annotated[int, typer.Option(min=1, help="Pictures per call of the pipeline; several give the same pictures "
-                                       "to rounding, sooner.")] = 1,
+    batch: Annotated[int | None, typer.Option(min=1, help="Samples per call of the model; several give the same to "
+                                              "rounding, sooner. Without: 1 picture, 8 texts.")] = None,
+    temperature: Annotated[float | None, typer.Option(min=0, help="Of a language model. Without: the run's, and 1 for "
+                                                      "several samples where that is 0.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Of a completion; without: the run's, or 256.")] = None,
 ) -> None:
     """Score a model on a suite of prompts, by several rewards, and against its base."""
     weights = _weights(rlg)
@@ -217,7 +224,8 @@ def evaluate(
 
     names = [name.strip() for name in rewards.split(",") if name.strip()]
     results = evaluation.evaluate(source, suite, names, output, lora=lora, base=base, samples=samples, steps=steps,
-                                  guidance=guidance, seed=seed, features=features, rlg=weights, batch=batch)
+                                  guidance=guidance, seed=seed, features=features, rlg=weights, batch=batch,
+                                  temperature=temperature, max_tokens=max_tokens)
     if results:  # of several processes the first has them
         findings.show(results)
         written = ["table.md", "results.json", "grid.png", *(["rlg.png"] if len(weights) > 1 else [])]

@@ -1,4 +1,6 @@
-"""A model on a suite of prompts: drawn by the stock pipeline, scored by several rewards, base and tuned on one seed.
+"""A model on a suite of prompts: its samples, scored by several rewards, base and tuned on one seed.
+
+Pictures are drawn by the stock pipeline, texts by the language model as a run evaluates it (media.py).
 
 Everything is saved as it is made (ledger.py), so that a killed evaluation goes on, and rewards can be added later
 without drawing again. Under `accelerate launch` or `torchrun` every process takes an equal share of what is left to do.
@@ -6,7 +8,6 @@ without drawing again. Under `accelerate launch` or `torchrun` every process tak
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 from collections.abc import Callable, Sequence
@@ -20,27 +21,27 @@ from tqdm import tqdm
 
 from flowgrpo import rewards
 from flowgrpo.config import Config
-from flowgrpo.data import Prompt
 from flowgrpo.errors import UserError
-from flowgrpo.evaluation import compare, findings, held_out, sweep
+from flowgrpo.evaluation import compare, findings, held_out, media, sweep, texts
 from flowgrpo.evaluation.grid import Row, draw_grid
 from flowgrpo.evaluation.ledger import Ledger, Place
+from flowgrpo.evaluation.media import Medium
 from flowgrpo.evaluation.suites import Suite, load_suite
-from flowgrpo.evaluation.together import Together
+from flowgrpo.evaluation.tries import tries
 from flowgrpo.processes import Processes
 from flowgrpo.reward_rule import WatchRule
-from flowgrpo.rewards import guards, pairwise
-from flowgrpo.samplers.rollout import seeder
+from flowgrpo.rewards import pairwise
 
 BASE, TUNED = "base", "tuned"
-AT_ONCE = 8  # pictures that are scored in one call
-SHOWN = 12  # prompts of the page of pictures
+AT_ONCE = 8  # samples that are scored in one call
+SHOWN = 12  # prompts of the page
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is drawn: a model's pictures, those of weights tuned from it, or both; config: of the run that tuned them;
-    asked: the arguments of the pipeline's calls.
+    """What is drawn: a model's samples, those of weights tuned from it, or both; config: of the run that tuned them;
+    asked: the arguments of the pipeline's calls, or what a language model's `text` settings are; medium: pictures or
+    texts.
 
     arms: by name the weight with which the tuned model counts, 0 for the base, 1, or one of RLG; rlg: whether such
     weights were asked for: None, one, or "sweep" for several, to which others may be added.
@@ -54,6 +55,7 @@ class Plan:
     asked: dict[str, Any]
     samples: int
     seed: int
+    medium: Medium = media.PICTURES
 
     @property
     def negative(self) -> str:
@@ -68,26 +70,28 @@ class Plan:
 
 def evaluate(source: str, suite: str, names: Sequence[str], output: str | Path, *, lora: str | Path | None = None,
              base: bool = False, samples: int = 1, steps: int | None = None, guidance: float | None = None,
-             seed: int = 0, features: str | Callable = "pixels", rlg: Sequence[float] = (),
-             batch: int = 1) -> dict[str, Any]:
-    """Draw a suite, score it, and write pictures, `results.json`, `table.md` and `grid.png` to the folder `output`;
+             seed: int = 0, features: str | Callable = "pixels", rlg: Sequence[float] = (), batch: int | None = None,
+             temperature: float | None = None, max_tokens: int | None = None) -> dict[str, Any]:
+    """Draw a suite, score it, and write its samples, `results.json`, `table.md` and `grid.png` to the folder `output`;
     returns the results.
 
     source: a model, or a run (then its model with its result, and its `eval` steps and guidance); suite: as of
     `load_suite`; names: rewards, of which a run's own keep their rules; without any those of the run. lora: weights to
-    load into a model; base: draw the model without them too, from the same seeds, and compare. samples: pictures per
-    prompt; features: what the distance of a prompt's pictures is taken of, as of `rewards.guards.Diversity`. rlg: draw
+    load into a model; base: draw the model without them too, from the same seeds, and compare. samples: per prompt;
+    features: what the distance of a prompt's pictures is taken of, as of `rewards.guards.Diversity`. rlg: draw
     the tuned pictures with base + rlg * (tuned - base); of several numbers each is drawn, and `rlg.png` shows the
-    rewards over them.
-    A picture depends on the seed, the number of its prompt and its number among the prompt's, and on nothing else; with
-    a `batch` of several pictures per call of the pipeline, to rounding. UserError for what cannot be loaded, and for a
-    folder that holds another evaluation.
+    rewards over them. temperature and max_tokens: of a language model, in place of the run's `text` settings; several
+    samples are drawn at temperature 1 where neither says. Of several samples pass@k is told, by rewards of 0 and 1.
+    A sample depends on the seed, the number of its prompt and its number among the prompt's, and on nothing else; with
+    a `batch` of several per call (None: one picture, or 8 texts), to rounding. UserError for what cannot be loaded, and
+    for a folder that holds another evaluation.
     """
-    plan = make_plan(source, lora, base, samples, steps, guidance, seed, rlg)
+    plan = make_plan(source, lora, base, samples, steps, guidance, seed, rlg, temperature, max_tokens)
+    apart = plan.medium.apart(features)
     chosen, functions = load_suite(suite), _functions(plan.config, names)
     rewards.require_routes(functions, [prompt.metadata for prompt in chosen.prompts])
     processes = _processes()
-    ledger = Ledger(Path(output), processes.rank)
+    ledger = plan.medium.ledger(Path(output), processes.rank)
     settings = plan.told() | {"suite": _hash([str(case) for case in chosen.cases]),
                               "rewards": held_out.rules(functions)}
     ledger.check(settings)
@@ -95,16 +99,17 @@ def evaluate(source: str, suite: str, names: Sequence[str], output: str | Path, 
     processes.wait()  # what is left to do is the same for all: nobody writes before all have read
     if processes.first:
         ledger.settle(settings)
-    failed = _make(plan, chosen, functions, ledger, known, processes, batch)
+    failed = _make(plan, chosen, functions, ledger, known, processes, batch or plan.medium.together)
     if not processes.first:
         return {}
-    return _finish(plan, chosen, list(functions), ledger, failed, guards.extractor(features))
+    return _finish(plan, chosen, functions, ledger, failed, apart)
 
 
 def make_plan(source: str, lora: str | Path | None, base: bool, samples: int, steps: int | None,
-              guidance: float | None, seed: int, rlg: Sequence[float] = ()) -> Plan:
-    """Tell runs from models. UserError for a run with another LoRA, for a base with nothing to compare it to, and for
-    weights of RLG without a tuned model or beside a base."""
+              guidance: float | None, seed: int, rlg: Sequence[float] = (), temperature: float | None = None,
+              max_tokens: int | None = None) -> Plan:
+    """Tell runs from models, and pictures from texts. UserError for a run with another LoRA, for a base with nothing to
+    compare it to, for weights of RLG without a tuned model or beside a base, and for options of the other medium."""
     run = Path(source)
     if (run / "config.yaml").is_file():
         if lora is not None:
@@ -118,16 +123,31 @@ def make_plan(source: str, lora: str | Path | None, base: bool, samples: int, st
     if base and len(rlg) > 1:
         raise UserError("--base: several weights of --rlg are told side by side; leave it out, weight 0 is the base")
     config = compare.run_config(tuned) if tuned is not None and (tuned / "config.yaml").is_file() else None
-    if config is not None:
-        steps, guidance = steps or config.eval.steps, config.eval.guidance if guidance is None else guidance
     model = config.model if config is not None and tuned == run else source
+    medium = media.TEXTS if texts.writes(model, config) else media.PICTURES
+    _require_fitting(medium, {"steps": steps, "guidance": guidance, "rlg": rlg or None},
+                     {"temperature": temperature, "max-tokens": max_tokens})
+    if medium is media.TEXTS:
+        asked = texts.asked(config, samples, temperature, max_tokens)
+    else:
+        if config is not None:
+            steps, guidance = steps or config.eval.steps, config.eval.guidance if guidance is None else guidance
+        asked = compare.call_arguments(model, tuned, steps, guidance)
     arms = {BASE: 0.0} if base or tuned is None else {}
     arms |= {f"rlg-{weight:g}": weight for weight in sorted(rlg)} if len(rlg) > 1 else \
         {TUNED: rlg[0] if rlg else 1.0} if tuned is not None else {}
     if len(arms) < len(rlg):
         raise UserError(f"--rlg: got a weight twice in {', '.join(f'{weight:g}' for weight in rlg)}")
-    return Plan(model, tuned, arms, "sweep" if len(rlg) > 1 else next(iter(rlg), None), config,
-                compare.call_arguments(model, tuned, steps, guidance), samples, seed)
+    return Plan(model, tuned, arms, "sweep" if len(rlg) > 1 else next(iter(rlg), None), config, asked, samples, seed,
+                medium)
+
+
+def _require_fitting(medium: Medium, of_pictures: dict[str, Any], of_texts: dict[str, Any]) -> None:
+    """UserError for an option of the other medium, which would have no effect."""
+    unread, of = (of_pictures, "a denoiser") if medium is media.TEXTS else (of_texts, "a language model")
+    for name, value in unread.items():
+        if value is not None:
+            raise UserError(f"--{name}: is of {of}, and the model draws {medium.unit}s: leave it out")
 
 
 def _functions(config: Config | None, names: Sequence[str]) -> dict[str, Any]:
@@ -155,21 +175,21 @@ def _processes() -> Processes:
 
 def _make(plan: Plan, suite: Suite, functions: dict[str, Any], ledger: Ledger, known: dict[Place, dict[str, float]],
           processes: Processes, batch: int) -> dict[str, int]:
-    """Draw and score what is not there yet. Returns on how many pictures each reward failed, of all processes."""
-    painter, tally, at_once = Painter(plan, processes.device), rewards.Tally(), max(AT_ONCE, batch)
+    """Draw and score what is not there yet. Returns on how many samples each reward failed, of all processes."""
+    hand, tally, at_once = plan.medium.hand(plan, processes.device), rewards.Tally(), max(AT_ONCE, batch)
     for arm in plan.arms:
         places = [Place(arm, i, k) for i in range(len(suite.cases)) for k in range(plan.samples)]
         own = processes.own([place for place in places if not functions.keys() <= known.get(place, {}).keys()])
-        with processes.together(), tqdm(total=len(own), desc=f"{suite.name}, {arm}", unit="picture", leave=False,
-                                        disable=None if processes.first else True) as bar:
+        with processes.together(), tqdm(total=len(own), desc=f"{suite.name}, {arm}", unit=plan.medium.unit,
+                                        leave=False, disable=None if processes.first else True) as bar:
             for start in range(0, len(own), at_once):
                 some = own[start:start + at_once]
-                missing = [place for place in some if not ledger.picture(place).is_file()]
+                missing = [place for place in some if not ledger.has(place)]
                 for first in range(0, len(missing), batch):
                     places = missing[first:first + batch]
-                    drawn = painter.draw(arm, [suite.cases[place.prompt].prompt for place in places], places)
-                    for place, picture in zip(places, drawn):
-                        ledger.save(place, picture)
+                    drawn = hand.draw(arm, [suite.cases[place.prompt].prompt for place in places], places)
+                    for place, each in zip(places, drawn):
+                        ledger.save(place, each)
                 _score(some, suite, functions, ledger, known, tally)
                 bar.update(len(some))
     return dict(zip(functions, processes.total([tally.failed[name] for name in functions])))
@@ -177,58 +197,30 @@ def _make(plan: Plan, suite: Suite, functions: dict[str, Any], ledger: Ledger, k
 
 def _score(places: Sequence[Place], suite: Suite, functions: dict[str, Any], ledger: Ledger,
            known: dict[Place, dict[str, float]], tally: rewards.Tally) -> None:
-    """Score pictures by the rewards that one of them lacks, and write that down."""
+    """Score samples by the rewards that one of them lacks, and write that down."""
     missing = {name: reward for name, reward in functions.items()
                if any(name not in known.get(place, {}) for place in places)}
-    pictures = torch.stack([ledger.load(place) for place in places])
     prompts = [suite.cases[place.prompt].prompt for place in places]
-    found = rewards.score(missing, pictures, [p.text for p in prompts], [p.metadata for p in prompts], tally=tally)
+    found = rewards.score(missing, ledger.batch(places), [p.text for p in prompts], [p.metadata for p in prompts],
+                          tally=tally)
     for place, values in zip(places, found.tolist()):
         ledger.write(place, dict(zip(missing, values)))
 
 
-class Painter:
-    """Draws with a pipeline, which is loaded when it is first needed; the base before the tuned, never after, unless
-    RLG is asked for, which keeps both."""
-
-    def __init__(self, plan: Plan, device: torch.device):
-        self.plan, self.device, self.pipe, self.tuned, self.branches = plan, device, None, False, None
-        self.seed_of, self.together = seeder(plan.seed, 0), Together()
-
-    def draw(self, arm: str, prompts: Sequence[Prompt], places: Sequence[Place]) -> list[torch.Tensor]:
-        """Pictures [3, H, W] or clips [F, 3, H, W] in [0, 1]."""
-        if self.pipe is None:
-            config = self.plan.config
-            self.pipe = compare.make_pipeline(self.plan.model, config.precision if config else "bf16",
-                                              config.trust_remote_code if config else False, self.device)
-        weight = self.plan.arms[arm]
-        if weight and not self.tuned:
-            self._tune()
-        assert weight or not self.tuned or self.branches, "what was loaded into the pipeline does not leave it"
-        with self.branches.at(weight) if self.branches else contextlib.nullcontext():
-            return self.together.draw(self.pipe, prompts, [self.seed_of(each.prompt, each.sample) for each in places],
-                                      self.plan.asked, self.plan.negative)
-
-    def _tune(self) -> None:
-        self.tuned = True
-        if self.plan.rlg is None:
-            compare.load_tuned(self.pipe, self.plan.tuned)
-        else:
-            self.branches = compare.load_branches(self.pipe, self.plan.tuned)
-
-
 # --- what was found --------------------------------------------------------------------------------------------------
 
-def _finish(plan: Plan, suite: Suite, names: list[str], ledger: Ledger, failed: dict[str, int],
-            features: Callable) -> dict[str, Any]:
+def _finish(plan: Plan, suite: Suite, functions: dict[str, Any], ledger: Ledger, failed: dict[str, int],
+            apart: Callable) -> dict[str, Any]:
     known, shape = ledger.read(), (len(suite.cases), plan.samples)
-    scores = {arm: {name: np.array([[known[Place(arm, i, k)][name] for k in range(shape[1])] for i in range(shape[0])])
-                    for name in names} for arm in plan.arms}
-    spread = {arm: _diversity(arm, shape, ledger, features) for arm in plan.arms} if plan.samples > 1 else {}
+    scores = {arm: {name: np.array([[known[place][name] for place in row] for row in _places(arm, shape)])
+                    for name in functions} for arm in plan.arms}
+    spread = {arm: np.array([[apart(ledger.batch(row))] for row in _places(arm, shape)]) for arm in plan.arms} \
+        if plan.samples > 1 else {}
     trained = list(plan.config.trained) if plan.config else None
-    found = findings.summarise(suite, scores, spread, trained)
+    found = findings.summarise(suite, scores, spread, trained, f"{plan.medium.unit}s")
     results = {"suite": {"name": suite.name, "format": suite.form, "prompts": shape[0]}, **plan.told(),
-               "failed": failed, **found}
+               "unit": plan.medium.unit, "failed": failed, **found,
+               "tries": {arm: tries(scores[arm], _answers(arm, shape, functions, ledger)) for arm in plan.arms}}
     text = json.dumps(findings.plain(results), indent=2)
     (ledger.folder / "results.json").write_text(text + "\n")
     (ledger.folder / "table.md").write_text(findings.markdown(results))
@@ -238,18 +230,20 @@ def _finish(plan: Plan, suite: Suite, names: list[str], ledger: Ledger, failed: 
     return results
 
 
-def _diversity(arm: str, shape: tuple[int, int], ledger: Ledger, features: Callable) -> np.ndarray:
-    """The mean distance between the pictures of each prompt, [N, 1]; of clips that of their middle frames."""
-    found = []
-    for i in range(shape[0]):
-        pictures = torch.stack([ledger.load(Place(arm, i, k)) for k in range(shape[1])])
-        pictures = pictures if pictures.ndim == 4 else pictures[:, pictures.shape[1] // 2]
-        found.append(guards.distances(torch.as_tensor(features(pictures))[None]).mean().item())
-    return np.array(found)[:, None]
+def _places(arm: str, shape: tuple[int, int]) -> list[list[Place]]:
+    """The places of N prompts with S samples each."""
+    return [[Place(arm, i, k) for k in range(shape[1])] for i in range(shape[0])]
+
+
+def _answers(arm: str, shape: tuple[int, int], functions: dict[str, Any], ledger: Ledger) -> dict[str, list]:
+    """What the texts [N,S] of an arm answer, by the rewards that read an answer out of them."""
+    reading = {name: reward.function for name, reward in functions.items() if hasattr(reward.function, "answer")}
+    return {name: [[function.answer(text) for text in ledger.batch(row)] for row in _places(arm, shape)]
+            for name, function in reading.items()}
 
 
 def _page(plan: Plan, suite: Suite, scores: dict[str, dict[str, np.ndarray]], ledger: Ledger) -> None:
-    """A page of some prompts, evenly over the suite, with the first picture of each arm."""
+    """A page of some prompts, evenly over the suite, with the first sample of each arm."""
     rows = [Row(suite.cases[i].prompt.text, [ledger.load(Place(arm, i, 0)) for arm in plan.arms],
                 [{name: float(values[i, 0]) for name, values in scores[arm].items()} for arm in plan.arms])
             for i in held_out.evenly(len(suite.cases), SHOWN)]

@@ -16,12 +16,13 @@ ALL = "all prompts"
 Scores = dict[str, dict[str, np.ndarray]]  # arm, reward: [N, S], NaN where it does not apply
 
 
-def summarise(suite: Suite, scores: Scores, spread: dict[str, np.ndarray], trained: Sequence[str] | None) -> dict:
+def summarise(suite: Suite, scores: Scores, spread: dict[str, np.ndarray], trained: Sequence[str] | None,
+              unit: str = "pictures") -> dict:
     """Means with intervals per arm, reward and category, `all prompts` among them; with both arms the change, tuned
     minus base on the same prompt and seed, and the win rate; diversity; drift in words.
 
-    spread: the distance between the pictures of each prompt [N, 1] by arm, or nothing. `category_means` is the mean
-    over the categories, which some suites (GenEval) give as their score.
+    spread: the distance between the samples of each prompt [N, 1] by arm, or nothing; unit: what these are called.
+    `category_means` is the mean over the categories, which some suites (GenEval) give as their score.
     """
     places = {ALL: list(range(len(suite.cases)))} | suite.categories
 
@@ -41,7 +42,7 @@ def summarise(suite: Suite, scores: Scores, spread: dict[str, np.ndarray], train
     closer = interval(spread["tuned"] - spread["base"], share=False) if spread else None
     if closer is not None:
         told["diversity"]["change"] = closer.told()
-    return told | {"drift": drift(changes, trained, closer)}
+    return told | {"drift": drift(changes, trained, closer, unit)}
 
 
 def _over_categories(each: dict[str, dict[str, Any]]) -> float:
@@ -95,12 +96,15 @@ def notes(results: dict[str, Any]) -> list[str]:
         if means:
             told = ", ".join(f"{arm} {mean:.3f}" for arm, mean in means.items())
             said.append(f"{name}, mean over the categories: {told}")
-    said += [f"{name} failed on {count} pictures, which are left out" for name, count in results["failed"].items()
+    unit = f"{results['unit']}s"
+    said += [f"{name} failed on {count} {unit}, which are left out" for name, count in results["failed"].items()
              if count]
+    said += [f"{name}, {arm}: {', '.join(f'{what} {_cell(entry)}' for what, entry in each.items())}"
+             for arm, rewards in results["tries"].items() for name, each in rewards.items()]
     if results["diversity"]:
         cells = ", ".join(f"{name} {_cell(entry, '+.3f' if name == 'change' else '.3f')}"
                           for name, entry in results["diversity"].items())
-        said.append(f"distance between the pictures of a prompt: {cells}")
+        said.append(f"distance between the {unit} of a prompt: {cells}")
     return [*said, *results["drift"]]
 
 

@@ -1,4 +1,5 @@
-"""What an evaluation has done so far, on disk: a PNG per picture and a line of scores, written as they are made.
+"""What an evaluation has done so far, on disk: a PNG per picture and a line of scores, written as they are made (of
+texts a line each: text_ledger.py).
 
 A killed evaluation goes on from there, with any number of processes: each writes a file of lines of its own, and all
 read every file. Pictures are scored as they are read back, so that it makes no difference when that happens.
@@ -6,10 +7,11 @@ read every file. Pictures are scored as they are read back, so that it makes no 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -61,22 +63,19 @@ class Ledger:
     def read(self) -> dict[Place, dict[str, float]]:
         """The scores of all processes, of this call and those before; NaN where a reward does not apply."""
         found: dict[Place, dict[str, float]] = {}
-        for file in sorted(self.folder.glob("scores-*.jsonl")):
-            for line in file.read_text().split("\n"):
-                for entry in _whole(line):
-                    scores = {name: math.nan if value is None else value for name, value in entry["scores"].items()}
-                    found.setdefault(Place(*entry["place"]), {}).update(scores)
+        for entry in entries(self.folder, "scores-*.jsonl"):
+            scores = {name: math.nan if value is None else value for name, value in entry["scores"].items()}
+            found.setdefault(Place(*entry["place"]), {}).update(scores)
         return found
 
     def write(self, place: Place, scores: dict[str, float]) -> None:
-        """Add a line; a line that a kill cut off before it is closed first."""
+        """Add a line."""
         known = {name: None if math.isnan(value) else value for name, value in scores.items()}
-        line = json.dumps({"place": place, "scores": known}) + "\n"
-        with self.own.open("ab+") as file:
-            end = file.seek(0, os.SEEK_END)
-            file.seek(max(end - 1, 0))
-            cut = file.read(1) not in (b"", b"\n")
-            file.write(b"\n" * cut + line.encode())
+        append(self.own, {"place": place, "scores": known})
+
+    def has(self, place: Place) -> bool:
+        """Whether the picture is there."""
+        return self.picture(place).is_file()
 
     def picture(self, place: Place) -> Path:
         return self.folder / "pictures" / place.arm / f"{place.prompt:05d}-{place.sample:02d}.png"
@@ -100,13 +99,26 @@ class Ledger:
             frames = file.info.get("frames")
             return untall(to_tensor(file.convert("RGB")), None if frames is None else int(frames))
 
+    def batch(self, places: Sequence[Place]) -> torch.Tensor:
+        """Several pictures or clips of one size, as rewards take them."""
+        return torch.stack([self.load(place) for place in places])
 
-def _whole(line: str) -> Iterator[dict[str, Any]]:
-    """The line's entry; nothing of a line that a kill cut off."""
-    try:
-        yield json.loads(line)
-    except json.JSONDecodeError:
-        return
+
+def entries(folder: Path, names: str) -> Iterator[dict[str, Any]]:
+    """The lines of all files of such names, but for those that a kill cut off."""
+    for file in sorted(folder.glob(names)):
+        for line in file.read_text(encoding="utf-8").split("\n"):
+            with contextlib.suppress(json.JSONDecodeError):
+                yield json.loads(line)
+
+
+def append(path: Path, entry: dict[str, Any]) -> None:
+    """Add a line; a line that a kill cut off before it is closed first."""
+    with path.open("ab+") as file:
+        end = file.seek(0, os.SEEK_END)
+        file.seek(max(end - 1, 0))
+        cut = file.read(1) not in (b"", b"\n")
+        file.write(b"\n" * cut + (json.dumps(entry) + "\n").encode())
 
 
 def _replace(path: Path, text: str) -> None:

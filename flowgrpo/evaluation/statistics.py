@@ -63,12 +63,13 @@ def wins(base: np.ndarray, tuned: np.ndarray) -> np.ndarray:
     return np.where(np.isnan(base) | np.isnan(tuned), np.nan, (tuned > base) + 0.5 * (tuned == base))
 
 
-def drift(changes: dict[str, Interval], trained: Iterable[str] | None, diversity: Interval | None = None) -> list[str]:
+def drift(changes: dict[str, Interval], trained: Iterable[str] | None, diversity: Interval | None = None,
+          unit: str = "pictures") -> list[str]:
     """What tuning did, in words, a sentence each; a change is one whose interval leaves out 0.
 
     changes: tuned minus base, by reward; trained: the rewards that were trained on, None where that is not known;
-    diversity: the change of the distance between the pictures of a prompt. Of a reward with scores on fewer than
-    LEAST prompts nothing is said.
+    diversity: the change of the distance between the samples of a prompt, which are called `unit`. Of a reward with
+    scores on fewer than LEAST prompts nothing is said.
     """
     few = [f"nothing is said of drift in {name}: it has scores on {change.prompts} prompts, and at least {LEAST} are "
            "needed" for name, change in changes.items() if change.prompts < LEAST]
@@ -79,7 +80,7 @@ def drift(changes: dict[str, Interval], trained: Iterable[str] | None, diversity
                   for holds in (lambda change: change.low > 0, lambda change: change.high < 0))
     said = few + _said(changes, None if trained is None else set(trained), rose, fell)
     if diversity is not None and diversity.high < 0:
-        said.append(f"the pictures of a prompt became more alike: {_amount('diversity', diversity)}")
+        said.append(f"the {unit} of a prompt became more alike: {_amount('diversity', diversity)}")
     return said
 
 

@@ -20,6 +20,7 @@ from flowgrpo.data import Prompt
 from flowgrpo.errors import UserError
 
 SHIPPED = {"starter": data.STARTER / "held_out.jsonl", "starter_video": data.STARTER / "video_held_out.jsonl",
+           "starter_text": data.STARTER / "text_held_out.jsonl",
            "geneval_coco": Path(__file__).parent / "suites" / "geneval_coco.jsonl"}
 PUBLISHED = {"geneval": "evaluation_metadata.jsonl", "drawbench": "its .csv, or a .txt of its prompts",
              "partiprompts": "PartiPrompts.tsv", "t2i_compbench": "the folder of its *_val.txt files",
@@ -28,6 +29,7 @@ PUBLISHED = {"geneval": "evaluation_metadata.jsonl", "drawbench": "its .csv, or 
 ENDINGS = (".jsonl", ".csv", ".tsv", ".txt")
 COMPBENCH = re.compile(r"(?:^|_)(3d_spatial|non_spatial|spatial|color|shape|texture|complex|numeracy)(_train|_val)?$")
 QUOTED = re.compile(r'"[^"]+"')
+KINDS = ("category", "subject", "type", "level")  # under which a question's category may stand
 UNIGEN_TEXT, UNIGEN_FACTS = ("prompt_en", "prompt_zh", "prompt"), ("sub_dims_en", "sub_dims_zh", "sub_dims")
 
 
@@ -218,6 +220,19 @@ def _plain(stem: str, lines: Sequence[str]) -> Found:
     return "prompts", [Case(Prompt(line)) for line in lines]
 
 
+def _questions(records: list[dict[str, Any]]) -> Found:
+    """Columns or keys question and answer, and maybe others: the question is the prompt. Of a solution that ends with
+    #### and a number, as GSM8K's (2110.14168), that number is the answer, without thousands separators. The category
+    is what stands under category, subject, type or level."""
+    cases = []
+    for record in records:
+        _, mark, last = str(record["answer"]).rpartition("####")
+        facts = _without(record, "question") | {"answer": last.strip().replace(",", "") if mark else record["answer"]}
+        kinds = [str(facts[key]) for key in KINDS if facts.get(key)]
+        cases.append(Case(Prompt(record["question"].strip(), metadata=facts), tuple(kinds[:1])))
+    return "questions", cases
+
+
 FORMATS: tuple[tuple[Callable[[set[str]], bool], Callable[[list[dict[str, Any]]], Found]], ...] = (
     (lambda keys: {"prompt", "tag", "include"} <= keys, _geneval),
     (lambda keys: {"Prompt", "Category", "Challenge"} <= keys, _parti),
@@ -225,6 +240,7 @@ FORMATS: tuple[tuple[Callable[[set[str]], bool], Callable[[list[dict[str, Any]]]
     (lambda keys: bool(keys & set(UNIGEN_TEXT) and keys & set(UNIGEN_FACTS)), _unigen),
     (lambda keys: {"item_id", "text", "question_natural_language"} <= keys, _dpg_questions),
     (lambda keys: {"id", "prompt"} == keys, _dpg),
+    (lambda keys: {"question", "answer"} <= keys and not keys & {"prompt", "image"}, _questions),
 )
 
 

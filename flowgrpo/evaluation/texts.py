@@ -15,24 +15,46 @@ from flowgrpo.policies import build
 from flowgrpo.policies.causal_lm import CausalLM
 from flowgrpo.rewards import pairwise
 from flowgrpo.samplers.rollout import seeder
+from flowgrpo.starter import FOLDERS
 
 ADAPTER = "adapter_config.json"
 
 
-def sample(model: str, lora: Path | None, prompts: list[str], count: int, seed: int, temperature: float | None = None
-           ) -> list[str]:
+def writes(model: str, config: Config | None = None) -> bool:
+    """Whether a model is a language model: by the run that trained it, by its files, or by what the hub says of it.
+    UserError for a folder that is neither that nor a pipeline."""
+    if config is None and model not in FOLDERS and "/" in model and not Path(model).exists():
+        return build.on_hub(model)
+    return build.kind(Config(model=model) if config is None else config) != build.PIPELINE
+
+
+def settings(model: str, run: Config | None, text: dict[str, Any]) -> Config:
+    """How a language model writes: as the run that trained it says, and `text` besides."""
+    known = Config(method="grpo") if run is None else run
+    return known.model_copy(update={"model": model, "text": known.text.model_copy(update=text)})
+
+
+def asked(run: Config | None, count: int, temperature: float | None, max_tokens: int | None = None) -> dict[str, Any]:
+    """The `text` settings that completions depend on, of a run or the defaults; of `count` completions per prompt, at
+    temperature 1 where nobody says another."""
+    text = (Config() if run is None else run).text
+    warm = (text.eval_temperature or float(count > 1)) if temperature is None else temperature
+    return {"eval_temperature": warm, "max_tokens": max_tokens or text.max_tokens, "system": text.system,
+            "template": text.template}
+
+
+def sample(model: str, lora: Path | None, prompts: list[str], count: int, seed: int, temperature: float | None = None,
+           image: str | None = None) -> list[str]:
     """`count` completions per prompt, in order; greedy ones where one is asked for and no temperature.
 
-    lora: a finished run, whose `text` settings are kept, or a folder with an adapter of peft's.
-    UserError for a model or weights that do not load.
+    lora: a finished run, whose `text` settings are kept, or a folder with an adapter of peft's; image: the file of a
+    picture that a model which reads images sees with every prompt. UserError for a model or weights that do not load.
     """
-    settings = run_config(lora) if lora and (lora / "config.yaml").is_file() else Config(method="grpo")
-    warm = (1.0 if count > 1 else 0.0) if temperature is None else temperature
-    policy = load(Config(model=model, method=settings.method, parts=settings.parts, train=settings.train,
-                         text=settings.text.model_copy(update={"eval_temperature": warm})), lora)
+    run = run_config(lora) if lora and (lora / "config.yaml").is_file() else None
+    policy = load(settings(model, run, asked(run, count, temperature)), lora)
     of, numbers = seeder(seed, 0), [(i, k) for i in range(len(prompts)) for k in range(count)]
-    asked = policy.encode([prompts[i] for i, _ in numbers])
-    return policy.generate(asked, policy.generators(of(i, k) for i, k in numbers))
+    given = policy.encode([prompts[i] for i, _ in numbers], images=[image] * len(numbers))
+    return policy.generate(given, policy.generators(of(i, k) for i, k in numbers))
 
 
 def grid(run: Path, prompts: Path | None, count: int, seed: int, output: Path) -> Path:
@@ -53,7 +75,7 @@ def _measured(config: Config, lora: Path | None, prompts: list[data.Prompt], fun
                    keep=len(prompts), title="base" if lora is None else "tuned")
 
 
-def load(config: Config, lora: Path | None) -> CausalLM:
+def load(config: Config, lora: Path | None, device: Any = "cpu") -> CausalLM:
     """The policy to write with, nothing of it trained. UserError where something does not load."""
     if lora is not None and (lora / "model" / "config.json").is_file():  # a run without a LoRA
         config, lora = config.model_copy(update={"model": str(lora / "model")}), None
@@ -69,4 +91,4 @@ def load(config: Config, lora: Path | None) -> CausalLM:
         except Exception as error:  # whatever stands in a stranger's files
             raise UserError(f"{lora} does not load into {type(loaded).__name__}: "
                             f"{' '.join(str(error).split())[:200]}") from None
-    return build.language_policy(config, (loaded, reader), None)
+    return build.language_policy(config, (loaded, reader), None, device)

@@ -101,12 +101,22 @@ def load_language(config: Config) -> tuple:
 
 
 def _hub_reads_images(model: str) -> bool:
+    return reads_images(_on_hub(model))
+
+
+def on_hub(model: str) -> bool:
+    """Whether the hub has a language model of that id; for callers that load it anyway."""
+    return bool(_on_hub(model))
+
+
+def _on_hub(model: str) -> dict[str, Any]:
+    """What the config.json of a hub id says; nothing where there is none, as of a pipeline."""
     from transformers import PreTrainedConfig
 
     try:
-        return reads_images(PreTrainedConfig.get_config_dict(model)[0])
+        return PreTrainedConfig.get_config_dict(model)[0]
     except OSError:  # as loading will tell
-        return False
+        return {}
 
 
 def language_policy(config: Config, loaded: tuple, adapter: Adapter | None, device: Any = "cpu"):

@@ -40,7 +40,10 @@ class ExactMatch:
         return [None if accepted is None else self._one(completion, accepted)
                 for completion, accepted in zip(completions, wanted)]
 
-    def _one(self, completion: str, accepted: Sequence[str]) -> float:
+    def answer(self, completion: str) -> str:
+        """What a completion answers, normalised."""
         answer = stated(completion) if self.extract else completion
-        told = normalised(spoken(completion) if answer is None else answer, self.case)
-        return float(told in {normalised(each, self.case) for each in accepted})
+        return normalised(spoken(completion) if answer is None else answer, self.case)
+
+    def _one(self, completion: str, accepted: Sequence[str]) -> float:
+        return float(self.answer(completion) in {normalised(each, self.case) for each in accepted})

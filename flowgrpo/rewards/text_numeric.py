@@ -156,11 +156,14 @@ class NumericMatch:
         return [None if accepted is None else self._one(completion, accepted)
                 for completion, accepted in zip(completions, wanted)]
 
-    def _one(self, completion: str, accepted: Sequence[Number]) -> float:
+    def answer(self, completion: str) -> Number | None:
+        """The number that a completion answers; None where there is none."""
         found = stated(completion)
         answer = spoken(completion) if found is None else found
-        told = (expression(answer) if self.expressions else None) or last_number(answer)
-        tolerance = Fraction(self.tolerance)
+        return (expression(answer) if self.expressions else None) or last_number(answer)
+
+    def _one(self, completion: str, accepted: Sequence[Number]) -> float:
+        told, tolerance = self.answer(completion), Fraction(self.tolerance)
         return float(told is not None and any(told.equals(key, tolerance) for key in accepted))
 
 

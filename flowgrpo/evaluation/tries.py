@@ -1,0 +1,62 @@
+"""What several samples of a prompt are good for: is one of k right, and is the answer that most of them give."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import numpy as np
+
+from flowgrpo.evaluation.statistics import interval
+
+
+def pass_at_k(samples: int, right: int, k: int) -> float:
+    """The probability that one of k samples is right, estimated without bias from n samples of which c are:
+    1 - C(n - c, k) / C(n, k) (Codex, 2107.03374, equation 1). ValueError where k is not 1 to n, or c not 0 to n."""
+    if not 1 <= k <= samples or not 0 <= right <= samples:
+        raise ValueError(f"pass@{k} of {samples} samples, {right} of them right: expected k from 1 and right from 0 to "
+                         "the number of samples")
+    return 1 - math.comb(samples - right, k) / math.comb(samples, k)
+
+
+def majority(answers: Sequence[Hashable | None], scores: Sequence[float]) -> float:
+    """The score of the answer that most samples of a prompt give; where several are given as often, their mean.
+
+    answers: None where a sample gives none, which is no answer to vote for; without any the score is 0. NaN where a
+    score is.
+    """
+    if any(math.isnan(score) for score in scores):
+        return math.nan
+    given = [answer for answer in answers if answer is not None]
+    most = max(map(given.count, given), default=0)
+    leading = [answer for answer in dict.fromkeys(given) if given.count(answer) == most]
+    each = [np.mean([score for answer, score in zip(answers, scores) if answer == one]) for one in leading]
+    return float(np.mean(each)) if each else 0.0
+
+
+def powers(samples: int) -> list[int]:
+    """1, 2, 4, ... up to the number of samples, and that number."""
+    return sorted({*(2**i for i in range(samples.bit_length())), samples})
+
+
+def tries(scores: dict[str, np.ndarray], answers: dict[str, list[list[Hashable | None]]]) -> dict[str, dict[str, Any]]:
+    """pass@k of every reward whose scores are all 0 or 1, and maj@n of those with answers, with intervals over prompts.
+
+    scores: by reward [N,S], NaN where it does not apply; answers: of rewards that say what a text answers, [N,S].
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for name, values in scores.items():
+        there, count = ~np.isnan(values).any(1), values.shape[1]
+        if count < 2 or not there.any() or not np.isin(values[there], (0, 1)).all():
+            continue
+        right = values[there].sum(1).astype(int)
+        found[name] = {f"pass@{k}": _told([pass_at_k(count, c, k) for c in right.tolist()]) for k in powers(count)}
+        if name in answers:
+            votes = [majority(*both) for both, applies in zip(zip(answers[name], values), there) if applies]
+            found[name][f"maj@{count}"] = _told(votes)
+    return found
+
+
+def _told(values: Sequence[float]) -> dict[str, Any]:
+    return interval(np.array(values)[:, None]).told()
