@@ -146,7 +146,7 @@ def sample(
 def _writes(model: str, run: str | Path | None = None) -> bool:
     """Whether a model is a language model, as the run that trained it, its files or the hub say."""
     from flowgrpo.config import load
-    from flowgrpo.evaluation.texts import writes
+    from flowgrpo.policies.build import writes
 
     recipe = Path(run) / "config.yaml" if run else None
     return writes(model, load(recipe) if recipe and recipe.is_file() else None)
@@ -298,11 +298,12 @@ def report(
 @app.command()
 def check(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="starter, a local directory, a hub id, or the name of a "
-                                                               "pipeline class, for a tiny random instance.")],
+                                         "pipeline's or language model's class, for a tiny random instance.")],
     recipe: Annotated[str | None, typer.Option(help="A YAML recipe, for its adapter, precision and memory.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Tell whether a pipeline can be trained, what it needs, and why not; exit code 2 where it cannot."""
+    """Tell whether a pipeline or a language model can be trained, what it needs, and why not; exit code 2 where it
+    cannot."""
     from flowgrpo import config
     from flowgrpo.policies.check import report
 

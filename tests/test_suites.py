@@ -99,7 +99,7 @@ def test_a_broken_suite_is_told(tmp_path, name, text, told):
 
 @pytest.mark.parametrize("name, told", [
     ("GenEval", "does not come with flowgrpo: give the path of evaluation_metadata.jsonl, or a hub dataset's id"),
-    ("nothing", "no suite 'nothing': expected starter, starter_video, geneval_coco, a file"),
+    ("nothing", "no suite 'nothing': expected starter, starter_video, starter_text, geneval_coco, a file"),
     ("no/file.csv", "no suite 'no/file.csv': expected starter"),
 ])
 def test_a_suite_that_is_not_there_is_told(name, told):

@@ -28,6 +28,7 @@ from flowgrpo.evaluation.ledger import Ledger, Place
 from flowgrpo.evaluation.media import Medium
 from flowgrpo.evaluation.suites import Suite, load_suite
 from flowgrpo.evaluation.tries import tries
+from flowgrpo.policies import build
 from flowgrpo.processes import Processes
 from flowgrpo.reward_rule import WatchRule
 from flowgrpo.rewards import pairwise
@@ -124,7 +125,7 @@ def make_plan(source: str, lora: str | Path | None, base: bool, samples: int, st
         raise UserError("--base: several weights of --rlg are told side by side; leave it out, weight 0 is the base")
     config = compare.run_config(tuned) if tuned is not None and (tuned / "config.yaml").is_file() else None
     model = config.model if config is not None and tuned == run else source
-    medium = media.TEXTS if texts.writes(model, config) else media.PICTURES
+    medium = media.TEXTS if build.writes(model, config) else media.PICTURES
     _require_fitting(medium, {"steps": steps, "guidance": guidance, "rlg": rlg or None},
                      {"temperature": temperature, "max-tokens": max_tokens})
     if medium is media.TEXTS:

@@ -15,17 +15,8 @@ from flowgrpo.policies import build
 from flowgrpo.policies.causal_lm import CausalLM
 from flowgrpo.rewards import pairwise
 from flowgrpo.samplers.rollout import seeder
-from flowgrpo.starter import FOLDERS
 
 ADAPTER = "adapter_config.json"
-
-
-def writes(model: str, config: Config | None = None) -> bool:
-    """Whether a model is a language model: by the run that trained it, by its files, or by what the hub says of it.
-    UserError for a folder that is neither that nor a pipeline."""
-    if config is None and model not in FOLDERS and "/" in model and not Path(model).exists():
-        return build.on_hub(model)
-    return build.kind(Config(model=model) if config is None else config) != build.PIPELINE
 
 
 def settings(model: str, run: Config | None, text: dict[str, Any]) -> Config:

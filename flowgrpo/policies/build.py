@@ -35,6 +35,14 @@ def kind(config: Config, loaded: Any = None) -> str:
                     "pipeline) nor a config.json (a language model)")
 
 
+def writes(model: str, config: Config | None = None) -> bool:
+    """Whether a model is a language model, for callers that load it: by the run that trained it, by its files, or by
+    what the hub says of it. UserError for a folder that is neither that nor a pipeline."""
+    if config is None and model not in FOLDERS and "/" in model and not Path(model).exists():
+        return bool(_on_hub(model))
+    return kind(Config(model=model) if config is None else config) != PIPELINE
+
+
 def process(kind: str) -> str:
     """How a method's parts are tried before the model is loaded."""
     return _PROCESSES[kind]
@@ -102,11 +110,6 @@ def load_language(config: Config) -> tuple:
 
 def _hub_reads_images(model: str) -> bool:
     return reads_images(_on_hub(model))
-
-
-def on_hub(model: str) -> bool:
-    """Whether the hub has a language model of that id; for callers that load it anyway."""
-    return bool(_on_hub(model))
 
 
 def _on_hub(model: str) -> dict[str, Any]:

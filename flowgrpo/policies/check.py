@@ -1,8 +1,11 @@
-"""Can this pipeline be trained? Three steps with one of them stochastic, replayed and differentiated, tell."""
+"""Can this pipeline be trained? Three steps with one of them stochastic, replayed and differentiated, tell.
+
+Of language models: check_text.py.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -14,7 +17,8 @@ from flowgrpo import methods
 from flowgrpo.config import Config
 from flowgrpo.errors import UserError
 from flowgrpo.method import Method
-from flowgrpo.policies import frozen, memory, tiny
+from flowgrpo.policies import check_text, frozen, memory, tiny
+from flowgrpo.policies.adapters import Weights
 from flowgrpo.policies.conditioning import Conditioning
 from flowgrpo.policies.load import load_pipeline
 from flowgrpo.policies.lora import loader
@@ -40,11 +44,12 @@ STEPS, SAMPLES = 10, 12  # of the example that tells the cost
 def report(model: Any, config: Config | None = None) -> dict[str, Any]:
     """Drive `model` through a rollout, a replay and a gradient.
 
-    model: `starter`, a directory, a hub id, the name of a diffusers class (of which a tiny random instance is built),
-    or a loaded (pipeline, arguments of its call). config: a recipe, for the pipeline's arguments, the adapter, the
-    precision and the memory that it needs; without one the defaults, in fp32.
+    model: `starter`, a directory, a hub id, the name of a class of diffusers or transformers (of which a tiny random
+    instance is built), a loaded (pipeline, arguments of its call), or a loaded (language model, tokenizer or
+    processor). config: a recipe, for the pipeline's arguments, the adapter, the precision and the memory that it needs;
+    without one the defaults, in fp32.
 
-    Keys, as far as the check came: model, drivable; where it is not, reason (one line); pipeline,
+    Keys of a pipeline, as far as the check came: model, drivable; where it is not, reason (one line); pipeline,
     scheduler, prediction, denoisers, parameters, lora_parameters, lora_targets; lora_loader (what loads a LoRA of each
     denoiser into the stock pipeline); conditioning (arguments that differ from prompt to prompt), prompts_per_call,
     guidance, timesteps_per_call (at the recipe's guidance; whether `train.pack` goes), picture_shape, latent_shape;
@@ -54,12 +59,20 @@ def report(model: Any, config: Config | None = None) -> dict[str, Any]:
     memory (GiB by phase, for the recipe, see memory.py), memory_parts (GiB by part, of the update);
     evaluations_per_picture and evaluations_per_picture_shared: of a mix_grpo rollout with 10 steps and 12 pictures per
     prompt at guidance 1, on average over the window's places, without and with a shared prefix.
+
+    Keys of a language model beside those of the same names: kind, class, tokenizer, vocabulary, chat_template (whether
+    there is one), end_tokens, pad_token, prompt_tokens, completion_tokens (of a prompt and the longest of two
+    completions of it); shared_prefix (a group's prompt is read once) and head_alone (logits are the head's, so that
+    only those of drawn tokens are made), not of a masked one; trained_parameters where all are.
     """
     named = model if isinstance(model, str) else type(model[0]).__name__
     found: dict[str, Any] = {"model": named, "drivable": False, "reason": None}
     try:
         with torch.random.fork_rng():
-            _drive(model, config, found)
+            if check_text.is_text(model):
+                check_text.drive(model, config, _device(), found)
+            else:
+                _drive(model, config, found)
         found["drivable"] = True
     except Exception as error:  # whatever a stranger's pipeline raises is the answer
         told = " ".join(str(error).split()) or "no message"
@@ -179,21 +192,21 @@ def _replayed(policy: PipelinePolicy, conditioning: Conditioning, found: dict[st
     found["replay_error"] = (new.mean - taken.old.mean).abs().max().item()
     found["first_log_ratio"] = (new.logp - taken.old.logp).abs().max().item()
     new.logp.sum().backward()
-    found["lora_grad"] = _gradient(policy)
+    modules = [module for module in policy.pipe.components.values() if isinstance(module, torch.nn.Module)]
+    found["lora_grad"] = gradient_norm(modules, policy.weights)
     if not found["first_log_ratio"] <= LARGEST_LOG_RATIO:
         raise UserError(f"replay and rollout disagree: |log ratio| {found['first_log_ratio']:.1e}, expected at most "
                         f"{LARGEST_LOG_RATIO:.0e}; look for dropout or a random module")
 
 
-def _gradient(policy: PipelinePolicy) -> float:
+def gradient_norm(modules: Sequence[torch.nn.Module], weights: Weights) -> float:
     """Norm of the adapter's gradient; UserError where it is 0 or not finite, or where it reaches anything else."""
-    modules = [module for module in policy.pipe.components.values() if isinstance(module, torch.nn.Module)]
-    ours = set(policy.weights.parameters())
+    ours = set(weights.parameters())
     other = [p for module in modules for p in module.parameters() if p.grad is not None and p not in ours]
     if other:
         raise UserError(f"a gradient reaches {len(other)} frozen weights")
     # In the list's order, not the set's, which differs from call to call and with it the last bit.
-    reached = [p.grad.norm() for p in policy.weights.parameters() if p.grad is not None]
+    reached = [p.grad.norm() for p in weights.parameters() if p.grad is not None]
     norm = torch.stack(reached or [torch.zeros(())]).norm().item()
     if not 0 < norm < float("inf"):
         raise UserError(f"the gradient that reaches the adapter has the norm {norm}")
@@ -201,29 +214,36 @@ def _gradient(policy: PipelinePolicy) -> float:
 
 
 def _differentiated(policy: PipelinePolicy, conditioning: Conditioning, found: dict[str, Any]) -> None:
-    """Compare the gradient with a difference quotient along it: a part of the model that lets no gradient through
-    (HiDream's experts run under no_grad) leaves a gradient that is finite and wrong."""
+    """The error of the gradient of a step's squared output."""
     grid, timesteps = memory.few_steps(policy, 3)
     x, _ = policy.run(Task(grid, range(1), timesteps=timesteps), conditioning, None, policy.generators([0]))
-    parameters = policy.weights.parameters()
 
     def size() -> torch.Tensor:
         return policy.replay(conditioning, x, grid, 1, timesteps).double().square().mean()
 
-    value = size()
+    found["gradient_error"] = gradient_error(size, policy.weights)
+    require_exact(found)
+
+
+def gradient_error(size: Callable[[], torch.Tensor], weights: Weights) -> float:
+    """How far a difference quotient along the gradient of `size` is from what it foretells, relative: a part of the
+    model that lets no gradient through (HiDream's experts run under no_grad) leaves one that is finite and wrong."""
+    value, parameters = size(), weights.parameters()
     gradient = torch.autograd.grad(value, parameters, allow_unused=True)
     squared = sum(part.double().square().sum() for part in gradient if part is not None).item()
 
     def moved(length: float) -> float:
-        with torch.no_grad(), policy.weights.swapped(
-                {key: p + length * (0 if part is None else part)
-                 for (key, p), part in zip(policy.weights.named.items(), gradient)}):
+        with torch.no_grad(), weights.swapped({key: p + length * (0 if part is None else part)
+                                               for (key, p), part in zip(weights.named.items(), gradient)}):
             return size().item()
 
     # Where the value hardly answers, a step that changes it by some share of itself is a long one: the best counts.
     lengths = [share * value.item() / squared for share in SHARES]
-    found["gradient_error"] = min(abs((moved(length) - moved(-length)) / (2 * length * squared) - 1)
-                                  for length in lengths)
+    return min(abs((moved(length) - moved(-length)) / (2 * length * squared) - 1) for length in lengths)
+
+
+def require_exact(found: dict[str, Any]) -> None:
+    """UserError for a gradient that is off."""
     if not found["gradient_error"] <= LARGEST_GRADIENT_ERROR:
         raise UserError(f"the gradient is off by {found['gradient_error']:.0%} of the change that it foretells: a part "
                         "of the model runs without gradients")

@@ -49,11 +49,12 @@ def _weights(policy) -> dict[str, int]:
         if isinstance(module, torch.nn.Module):
             kind = "denoisers" if name in policy.denoisers else "vae" if "vae" in name or name == "vqgan" else \
                 "text encoders" if name.startswith("text_encoder") else "other"
-            found[kind] += _bytes(each for each in [*module.parameters(), *module.buffers()] if id(each) not in own)
+            frozen = (each for each in [*module.parameters(), *module.buffers()] if id(each) not in own)
+            found[kind] += tensor_bytes(frozen)
     return found
 
 
-def _bytes(tensors: Iterable[torch.Tensor]) -> int:
+def tensor_bytes(tensors: Iterable[torch.Tensor]) -> int:
     return sum(part.numel() * part.element_size() for tensor in tensors for part in _stored(tensor))
 
 
@@ -76,7 +77,7 @@ def _one_row(policy, conditioning: Conditioning) -> tuple[int, int]:
     grid, timesteps = few_steps(policy, 2)
     x, _ = policy.run(Task(grid, range(1), timesteps=timesteps), conditioning, None, policy.generators([0]))
     modules = [part for part in policy.pipe.components.values() if isinstance(part, torch.nn.Module)]
-    return _bytes([x]), kept(modules, lambda: policy.replay(conditioning, x, grid, 1, timesteps))
+    return tensor_bytes([x]), kept(modules, lambda: policy.replay(conditioning, x, grid, 1, timesteps))
 
 
 def kept(modules: Iterable[torch.nn.Module], forward: Callable[[], torch.Tensor]) -> int:

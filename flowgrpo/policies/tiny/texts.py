@@ -1,0 +1,53 @@
+"""Tiny random language models of transformers' families, for `flowgrpo check` by a class's or a family's name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from flowgrpo.errors import UserError
+from flowgrpo.starter.arithmetic import build_tokenizer
+
+LARGEST = 20_000_000  # parameters of what still is tiny
+# By the names that most families share; what a family calls otherwise its config translates, and the rest it ignores.
+SIZES = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+             head_dim=8, max_position_embeddings=256)
+ENDINGS = ("ForCausalLM", "ForMaskedLM")
+
+
+def knows(name: str) -> bool:
+    """Whether that is a class of transformers, such as Qwen3ForCausalLM, or a family, such as qwen3."""
+    return name.replace("-", "_").isidentifier() and _class(name) is not None
+
+
+def make(name: str, seed: int = 0) -> tuple[Any, Any]:
+    """(model, tokenizer) with random weights; the tokenizer is the text starter's. UserError for a family whose small
+    instance cannot be guessed."""
+    cls, tokenizer = _class(name), build_tokenizer()
+    if cls.__name__.endswith("ForMaskedLM"):
+        tokenizer.add_special_tokens({"mask_token": "<mask>"})
+    ids = {f"{kind}_token_id": getattr(tokenizer, f"{kind}_token_id") for kind in ("pad", "bos", "eos")}
+    try:
+        config = cls.config_class(**SIZES, vocab_size=len(tokenizer), **ids)
+        with torch.device("meta"):
+            size = sum(parameter.numel() for parameter in cls(config).parameters())
+        if size > LARGEST:
+            raise ValueError(f"it would have {size:,} parameters")
+        torch.manual_seed(seed)
+        return cls(config), tokenizer
+    except Exception as error:  # whatever a family makes of sizes that are not its own
+        told = " ".join(str(error).split())[:200]
+        raise UserError(f"no tiny instance of {cls.__name__} ({told}): give a directory or a hub id") from None
+
+
+def _class(name: str) -> type | None:
+    import transformers
+    from transformers.models.auto import modeling_auto
+
+    if name.endswith(ENDINGS):
+        return getattr(transformers, name, None)
+    for names in (modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES):
+        if isinstance(names.get(name), str):
+            return getattr(transformers, names[name], None)
+    return None
