@@ -165,7 +165,7 @@ def grid(
     output: Annotated[Path | None, typer.Option(help="The PNG file; without: grid.png in the run's folder.")] = None,
 ) -> None:
     """Draw before and after: the base and a run's LoRA on the same prompts and seeds. Or, with --columns, a page of
-    several columns as PNG and HTML."""
+    several columns as PNG and HTML, of texts as Markdown and HTML."""
     if not run.is_dir():
         raise UserError(f"no run at {run}: expected the folder that `flowgrpo train` wrote")
     if output is not None and output.suffix.lower() == ".html":
@@ -185,8 +185,6 @@ def grid(
         return
     if weight is not None:
         raise UserError("--rlg: goes without --columns; for a column of each weight, --columns rlg --values 0,1,2")
-    if _writes("", run):
-        raise UserError(f"--columns {columns}: pages of several columns are of pictures; leave it out for a text run")
     from flowgrpo.evaluation import columns as pages
 
     given = [value.strip() for value in values.split(",") if value.strip()]

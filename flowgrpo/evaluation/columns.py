@@ -1,5 +1,5 @@
 """Pages of a run with columns of one kind: its checkpoints, other runs, seeds, guidance scales, numbers of steps, or
-weights of RLG.
+weights of RLG; of a language model the first three.
 
 A kind is a function from a run and the values that a person gave to columns; what a column can change are its fields.
 """
@@ -17,21 +17,25 @@ import torch
 from flowgrpo import checkpoint, data, methods, rewards
 from flowgrpo.config import Config
 from flowgrpo.errors import UserError
-from flowgrpo.evaluation import compare
+from flowgrpo.evaluation import compare, texts
 from flowgrpo.evaluation.grid import Row, draw_grid
 from flowgrpo.evaluation.held_out import spread
-from flowgrpo.evaluation.page import write_page
+from flowgrpo.evaluation.page import write_page, write_table
+from flowgrpo.policies import build
 from flowgrpo.rewards import pairwise
 from flowgrpo.samplers.rollout import seeder
 
 SEEDS = ("0", "1", "2", "3")
 RLG = ("0", "0.5", "1", "1.5", "2")
+OF_TEXTS = ("checkpoints", "runs", "seeds")
+AT_ONCE = 8  # texts
 
 
 @dataclass(frozen=True)
 class Column:
     """What is drawn in a column: with which weights (a run's folder, one of its checkpoints, None for the base), from
-    which seed, and by a call of the pipeline with which arguments; rlg: with base + rlg * (tuned - base)."""
+    which seed, and by a call of the pipeline with which arguments, or a language model with which `text` settings; rlg:
+    with base + rlg * (tuned - base)."""
 
     name: str
     weights: Path | None
@@ -43,7 +47,7 @@ class Column:
 def columns(run: str | Path, kind: str, values: Sequence[str], prompts: str | Path | None, count: int, seed: int,
             output: str | Path) -> list[Path]:
     """Draw `count` prompts in columns of that kind, with the run's rewards below each picture, as a PNG (with clips a
-    WebP too) and a self-contained HTML file beside it; returns both.
+    WebP too) and a self-contained HTML file beside it; returns both. Texts are written as HTML and Markdown.
 
     run: a folder that `flowgrpo train` wrote; values: a column each, without any those of the kind; prompts: a prompt
     file, or None for the run's held-out prompts, taken evenly; output: the PNG. UserError for a folder that is no run,
@@ -51,18 +55,23 @@ def columns(run: str | Path, kind: str, values: Sequence[str], prompts: str | Pa
     """
     run, output = Path(run), Path(output)
     config = compare.run_config(run)
-    asked = compare.call_arguments(config.model, run, config.eval.steps, config.eval.guidance)
+    written = build.writes(config.model, config)
+    if written and kind not in OF_TEXTS:
+        raise UserError(f"--columns {kind}: is of denoisers, and {run} trained a language model; expected one of "
+                        f"{', '.join(OF_TEXTS)}")
+    asked = texts.asked(config, 2 if kind == "seeds" else 1, None) if written else \
+        compare.call_arguments(config.model, run, config.eval.steps, config.eval.guidance)
     chosen = KINDS[kind](Column("tuned", run, seed, asked), list(values))
     shown = spread(data.load_prompts(prompts) if prompts else data.resolve(config)[1], count)
     functions = pairwise.measured(*(rewards.compose(rules, config.cache) for rules in (config.trained, config.watched)))
-    drawn = _drawn(config, run, chosen, shown)
-    scores = [rewards.score(functions, torch.stack(pictures), [p.text for p in shown], [p.metadata for p in shown])
-              for pictures in drawn]
+    drawn = (_written if written else _drawn)(config, run, chosen, shown)
+    scores = [rewards.score(functions, samples if written else torch.stack(samples), [p.text for p in shown],
+                            [p.metadata for p in shown]) for samples in drawn]
     rows = [Row(prompt.text, [pictures[i] for pictures in drawn],
                 [dict(zip(functions, values[i].tolist())) for values in scores]) for i, prompt in enumerate(shown)]
-    names = [column.name for column in chosen]
-    return [draw_grid(output, names, rows), write_page(output.with_suffix(".html"), f"{config.name}: {kind}", names,
-                                                       rows)]
+    names, title = [column.name for column in chosen], f"{config.name}: {kind}"
+    first = write_table(output.with_suffix(".md"), title, names, rows) if written else draw_grid(output, names, rows)
+    return [first, write_page(output.with_suffix(".html"), title, names, rows)]
 
 
 # --- the kinds -------------------------------------------------------------------------------------------------------
@@ -156,6 +165,31 @@ def _drawn(config: Config, run: Path, chosen: Sequence[Column], prompts: Sequenc
     return found
 
 
+def _written(config: Config, run: Path, chosen: Sequence[Column], prompts: Sequence[data.Prompt]) -> list[list[str]]:
+    """The texts of each column."""
+    found, policy, loaded = [], None, run / "nothing yet"
+    for column in chosen:
+        if column.weights != loaded:
+            policy, loaded = None, column.weights  # two models at once may be one too many
+            policy = _writer(texts.settings(config.model, config, column.asked), run, column.weights)
+        seed_of, own = seeder(column.seed, 0), []
+        for start in range(0, len(prompts), AT_ONCE):
+            some = prompts[start:start + AT_ONCE]
+            asked = policy.encode([prompt.text for prompt in some], images=[prompt.image for prompt in some])
+            own += policy.generate(asked, policy.generators(seed_of(start + i, 0) for i in range(len(some))))
+        found.append(own)
+    return found
+
+
+def _writer(config: Config, run: Path, weights: Path | None) -> Any:
+    """The language model with a run's result, a checkpoint's weights, or as the base."""
+    if weights is None or weights.parent != run / "checkpoints":
+        return texts.load(config, weights)
+    policy = build.language_policy(config, build.load_language(config), config.adapter)
+    _take(policy.weights, config, weights)
+    return policy
+
+
 def _load(pipe: Any, config: Config, run: Path, weights: Path) -> None:
     """A run's result, or a checkpoint's weights (or moving average, where that is what the run evaluates)."""
     if weights.parent != run / "checkpoints":
@@ -163,11 +197,15 @@ def _load(pipe: Any, config: Config, run: Path, weights: Path) -> None:
         return
     from flowgrpo.policies.adapters import Weights
 
+    modules = methods.with_parts(methods.preset(config.method), config.parts).adapted(pipe)
+    _take(Weights(pipe, modules, config.adapter), config, weights)
+
+
+def _take(live: Any, config: Config, weights: Path) -> None:
+    """Load a checkpoint's weights. UserError where they are not those of this model."""
     room = "ema/" if config.eval.weights == "ema" else "weights/"
     tensors, _ = checkpoint.load(weights)
     held = {key.removeprefix(room): tensor for key, tensor in tensors.items() if key.startswith(room)}
-    modules = methods.with_parts(methods.preset(config.method), config.parts).adapted(pipe)
-    live = Weights(pipe, modules, config.adapter)
     if live.named.keys() != held.keys():
         raise UserError(f"{weights} holds other weights than {config.model!r} with the run's adapter has")
     live.load(held)

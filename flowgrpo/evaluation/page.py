@@ -1,4 +1,5 @@
-"""A page of pictures as one HTML file that needs nothing else: a line per prompt, a column per picture.
+"""A page of pictures or texts as one HTML file that needs nothing else: a line per prompt, a column per sample. Texts
+alone make a table of Markdown too.
 
 The names of the columns stay in sight, and the page can be as wide as it needs: what does not fit is scrolled to.
 """
@@ -9,6 +10,7 @@ import base64
 import html
 import io
 import math
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -30,6 +32,8 @@ thead th {{ position: sticky; top: 0; background: #fff; padding: 6px 0; z-index:
 tbody th {{ text-align: left; font-weight: normal; vertical-align: top; min-width: 9em; max-width: 16em; }}
 td {{ vertical-align: top; }}
 img {{ display: block; border: 1px solid #d5d8dd; image-rendering: {rendering}; }}
+p {{ white-space: pre-wrap; overflow-wrap: anywhere; min-width: 12em; max-width: 40em; margin: 0; padding: 6px 8px;
+  background: #f4f5f7; border: 1px solid #d5d8dd; }}
 dl {{ display: grid; grid-template-columns: 1fr auto; margin: 4px 0 0; font-size: 13px; }}
 dt {{ color: #6b7280; overflow-wrap: anywhere; }}
 dd {{ margin: 0 0 0 8px; text-align: right; font-variant-numeric: tabular-nums; }}
@@ -49,10 +53,33 @@ def write_page(path: str | Path, title: str, columns: Sequence[str], rows: Seque
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     heads = "".join(f"<th>{html.escape(name)}</th>" for name in columns)
-    small = all(max(image.shape[-2:]) < grid.SMALLEST for row in rows for image in row.images)
+    small = all(isinstance(image, str) or max(image.shape[-2:]) < grid.SMALLEST
+                for row in rows for image in row.images)
     text = HEAD.format(title=html.escape(title), columns=heads, rendering="pixelated" if small else "auto")
     path.write_text(text + "".join(map(_row, rows)) + "</tbody></table>\n</body></html>\n", encoding="utf-8")
     return path
+
+
+def write_table(path: str | Path, title: str, columns: Sequence[str], rows: Sequence[grid.Row]) -> Path:
+    """Write texts under their columns' names as a table of Markdown, each with its scores below."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = [["prompt", *columns], ["---"] * (len(columns) + 1)]
+    lines += [[_cell(row.caption), *map(_scored, row.images, row.scores)] for row in rows]
+    table = "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    path.write_text(f"# {title}\n\n{table}", encoding="utf-8")
+    return path
+
+
+def _scored(text: str, scores: dict[str, float]) -> str:
+    told = ", ".join(f"{name.rpartition('/')[2]} {grid._number(value)}" for name, value in scores.items())
+    return f"{_cell(text)}<br>{_cell(told)}" if told else _cell(text)
+
+
+def _cell(text: str) -> str:
+    """A text that stays in its cell, and means there what it says."""
+    marked = re.sub(r"([\\`*_|~])", r"\\\1", html.escape(text, quote=False))
+    return "<br>".join(marked.splitlines())
 
 
 def _row(row: grid.Row) -> str:
@@ -61,7 +88,9 @@ def _row(row: grid.Row) -> str:
     return f"<tr><th>{html.escape(row.caption)}</th>{cells}</tr>\n"
 
 
-def _image(image: torch.Tensor) -> str:
+def _image(image: torch.Tensor | str) -> str:
+    if isinstance(image, str):
+        return f"<p>{html.escape(image)}</p>"
     file = io.BytesIO()
     if image.ndim == 3:
         first, kind = grid._picture(image), "png"
