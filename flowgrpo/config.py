@@ -55,6 +55,17 @@ class Text(Section):
     shared_prefix: bool = Field(True, description="a prompt is read once for all samples of its group, where the model "
                                                   "allows it")
     eval_temperature: float = Field(0.0, ge=0, description="of the evaluation; 0 takes the likeliest token")
+    engine: Literal["transformers", "vllm"] = Field("transformers", description="what draws completions; `vllm` has "
+                                                    "not been run: docs/language_models.md")
+    engine_precision: Literal["fp32", "bf16", "fp16"] | None = Field(
+        None, description="in which completions are drawn, by a copy of the model where it is not `precision`; None: "
+                          "`precision`")
+    engine_memory: float = Field(0.4, gt=0, lt=1, description="share of the GPU that vLLM takes")
+    correction: Literal["tis", "mis", "none"] = Field("tis", description="of tokens that an engine drew, weighted by "
+                                                      "r = trainer's probability / engine's: min(r, cap), or 0 above "
+                                                      "the cap, or not at all")
+    correction_cap: float = Field(2.0, ge=1, description="largest r")
+    correction_level: Literal["token", "sequence"] = Field("token", description="r of a token, or of its completion")
 
 
 class Adapter(Section):

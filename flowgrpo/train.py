@@ -165,7 +165,7 @@ class Trainer:
                             self.backward(part, conditioning, weights, count, stats)
                     self.processes.add_gradients(self.policy.weights.parameters())
                     self.step_optimizer(stats)
-        metrics = stats.summary(self.processes)
+        metrics = stats.summary(self.processes) | getattr(self.explorer, "metrics", dict)()
         return metrics | {"skipped_updates": self.skipped} | self.anchor.end(self.epoch, metrics.get("kl"))
 
     def shares(self, parts: list[Part]) -> list[tuple[list[Part], int]]:
@@ -190,6 +190,8 @@ class Trainer:
             old = taken.old.rows(rows).to(device)
             log_ratio, read = method.log_ratio(new, old), beside(batch, k, rows, new, old)
             loss = method.surrogate(log_ratio, advantage, read) * weights[taken.step]
+            if taken.correction is not None:
+                loss = loss * taken.correction[rows].to(device)
             penalty = kl(new, reference[batch].to(device)) if kl.weight else None
             loss = loss if penalty is None else loss + penalty
             if taken.goal is not None:

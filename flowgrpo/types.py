@@ -96,6 +96,7 @@ class Transitions:
     x_next: Tensor
     old: Scored
     goal: Goal | None = None
+    correction = None  # a sampler's own states need none
 
     def __post_init__(self) -> None:
         assert len(self.x) == len(self.prompts) and len(self.x_next) == len(self.parent) == len(self.old.logp)
@@ -128,12 +129,14 @@ class Completions:
     """Sampled completions, m of them: what `Transitions` are to pictures, with all decisions of a row at once.
 
     ids: int64 [m, L], L the most tokens that a completion may have; prompts: int64 [m], the prompt of each; old: Scored
-    [m, L], its mask true where a token was drawn that counts, the end included, and its logp 0 where it is not.
+    [m, L], its mask true where a token was drawn that counts, the end included, and its logp 0 where it is not;
+    correction: [m, L], what the loss of a token is multiplied by, where another program drew it than is trained.
     """
 
     ids: Tensor
     prompts: Tensor
     old: Scored
+    correction: Tensor | None = field(default=None, kw_only=True)
     step = 0  # all tokens are one step
     goal = None
 
@@ -154,7 +157,10 @@ class Completions:
 
     def rows(self, at: Tensor) -> Completions:
         """The completions `at` (indices or a mask)."""
-        return Completions(self.ids[at], self.prompts[at], self.old.rows(at))
+        return Completions(self.ids[at], self.prompts[at], self.old.rows(at), correction=self._correction(at))
+
+    def _correction(self, at: Tensor) -> Tensor | None:
+        return None if self.correction is None else self.correction[at]
 
 
 @dataclass(frozen=True, eq=False)
@@ -164,7 +170,8 @@ class Traces(Completions):
     steps: Tensor
 
     def rows(self, at: Tensor) -> Traces:
-        return Traces(self.ids[at], self.prompts[at], self.old.rows(at), self.steps[at])
+        return Traces(self.ids[at], self.prompts[at], self.old.rows(at), self.steps[at],
+                      correction=self._correction(at))
 
 
 @dataclass(frozen=True, eq=False)

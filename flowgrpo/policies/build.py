@@ -150,6 +150,13 @@ def _require_plain(config: Config) -> None:
 
 def make_explorer(config: Config, policy: Any, *rest: Any):
     """What samples and replays the policy: the arguments are those of `explorer.Explorer`."""
+    if policy.modality == "text":
+        from flowgrpo.policies import engines
+
+        if engines.wanted(config):
+            from flowgrpo.policies.engine_explorer import EngineExplorer
+
+            return EngineExplorer(config, policy, *rest)
     if policy.process == "masks":
         from flowgrpo.policies.masked_explorer import MaskedExplorer
 
