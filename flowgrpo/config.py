@@ -50,8 +50,10 @@ class Text(Section):
     max_tokens: int = Field(256, ge=1, description="of a completion, at most")
     system: str | None = Field(None, description="the system message; None: none")
     template: bool | None = Field(None, description="prompts in the tokenizer's chat template; None: where it has one")
-    truncated: Literal["keep", "mask"] = Field("keep", description="completions that reach max_tokens without an end: "
-                                               "trained like others, or not at all")
+    truncated: Literal["keep", "mask", "penalise"] = Field("keep", description="completions that reach max_tokens "
+                                                           "without an end: trained like others, not at all, or with "
+                                                           "`penalty` taken off")
+    penalty: float = Field(1.0, gt=0, description="of `truncated: penalise`, off every transformed reward")
     shared_prefix: bool = Field(True, description="a prompt is read once for all samples of its group, where the model "
                                                   "allows it")
     eval_temperature: float = Field(0.0, ge=0, description="of the evaluation; 0 takes the likeliest token")

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 from torch import Tensor
 
-from flowgrpo.advantages import below
+from flowgrpo.advantages import below, weighted_sum
 from flowgrpo.layer_tuning import towards_best
 from flowgrpo.method import Method
 from flowgrpo.samplers.rollout import Part
@@ -21,12 +21,16 @@ def credit(method: Method, parts: list[Part], rewards: Tensor, weights: list[flo
     group, and leave out what the method does not train and samples to which no reward applies: None for a part of which
     nothing is left.
 
+    What the context deducts is taken off first.
+
     rewards: [P,G,R] of all processes, NaN where one does not apply; weights: of the R rewards; parts: one's own, whose
     rows `own` takes out of what all have.
     """
-    shaped = method.shaping(rewards, context)
+    less = rewards if context.deducted is None else rewards - context.deducted[..., None].to(rewards)
+    shaped = method.shaping(less, context)
     advantage = method.advantage(shaped, weights, context)
     leaves = method.selection(advantage, context) & ~rewards.isnan().all(2)
+    totals = own(weighted_sum(rewards, weights))
     advantage_of, kept_of = {1: own(advantage)}, {1: own(leaves)}  # by the number of samples below a transition
     for part in parts:
         at, advantages, kept = slice(part.groups.start, part.groups.stop), [], []
@@ -38,7 +42,7 @@ def credit(method: Method, parts: list[Part], rewards: Tensor, weights: list[flo
                 advantage = method.advantage(values, weights, copy.deepcopy(context))
                 advantage_of[width] = own(advantage)
                 kept_of[width] = own(of_nodes(method.selection, leaves, advantage) & ~values.isnan().all(2))
-            advantages.append(advantage_of[width][at].flatten())
+            advantages.append(method.spread(taken, advantage_of[width][at].flatten(), totals[at]))
             kept.append(kept_of[width][at].flatten())
         if method.tuning.weight:
             part = towards_best(part, advantage_of[1][at])

@@ -12,13 +12,16 @@ import torch
 from flowgrpo import (
     adapted,
     advantages,
+    curriculum,
     lag,
     layer_tuning,
     objectives,
+    redraws,
     reductions,
     references,
     selection,
     shaping,
+    spreads,
 )
 from flowgrpo.errors import UserError
 from flowgrpo.samplers import forward, kernels, plans, preview, solvers, tokens
@@ -42,7 +45,9 @@ class Method:
     holds to; reduction: what the loss is a mean over; tuning: a supervised term towards the best sample; times: when
     finals are noised and trained in place of recorded steps; lag: how slowly the old policy follows; backprop: how the
     steps from the plan's one on become the data whose reward's gradient is followed (None: none is);
-    adapted: which modules are trained.
+    adapted: which modules are trained;
+    spread: how the advantage of a text is spread over its tokens; curriculum: which prompts an epoch begins with;
+    redraw: which of their groups are replaced by other prompts.
 
     Of a language model the kernel is a `tokens.Decoding`, of a masked one an `Unmasking`, and what is about denoising
     (plan, solver, tail, roots, strides, preview, times, backprop) is not read.
@@ -69,6 +74,9 @@ class Method:
     lag: Any = lag.Lag()
     backprop: Any = None
     adapted: Any = adapted.Adapted()
+    spread: Any = spreads.Evenly()
+    curriculum: Any = curriculum.Walk()
+    redraw: Any = redraws.Never()
 
     def __post_init__(self) -> None:
         if not 0 < self.tail <= 1:
@@ -79,7 +87,7 @@ class Method:
         token after the other."""
         if not self.for_tokens or process not in OF_TEXT:
             return not self.for_tokens and process not in OF_TEXT
-        return process == "masks" or not isinstance(self.kernel, tokens.Unmasking)
+        return not self.spread.causal if process == "masks" else not isinstance(self.kernel, tokens.Unmasking)
 
     def on(self, process: str) -> Method:
         """The method as a process samples it: a "flow", a variance-preserving one ("vp"), "tokens" one after
@@ -87,8 +95,8 @@ class Method:
         VPCPS, and Euler stands for the deterministic step of either; Decoding unmasks as Unmasking does. UserError for
         what is of another process alone."""
         if not self.fits(process):
-            of = "denoisers" if not self.for_tokens else "masked language models" if process == "tokens" else \
-                "language models"
+            other = {"tokens": "masked language models", "masks": "causal language models"}
+            of = other.get(process, "language models") if self.for_tokens else "denoisers"
             raise UserError(f"the method is one of {of} (its kernel is {type(self.kernel).__name__}) and the model is "
                             "not: `flowgrpo methods` lists all kinds")
         if process == "masks" and not isinstance(self.kernel, tokens.Unmasking):

@@ -17,16 +17,20 @@ from flowgrpo import (
     adapted,
     advantages,
     baselines,
+    curriculum,
     forward_objectives,
     influence,
     lag,
     layer_tuning,
+    length_terms,
     objectives,
+    redraws,
     reductions,
     references,
     schedules,
     selection,
     shaping,
+    spreads,
 )
 from flowgrpo.config import Config, nearest
 from flowgrpo.errors import UserError
@@ -49,14 +53,14 @@ def preset(*names: str) -> Method:
 
 
 _MODULES = (kernels, tokens, plans, solvers, selection, objectives, reductions, layer_tuning, forward_objectives,
-            schedules, references, advantages, baselines, influence, shaping, preview, forward, lag, backprop,
-            adapted)
+            schedules, references, advantages, baselines, influence, shaping, preview, forward, lag, backprop, redraws,
+            curriculum, length_terms, spreads, adapted)
 _RECORDS = (plans.Schedule, backprop.Unfinished, backprop.Valued)  # what parts return
 _TYPES = {cls.__name__: cls for module in _MODULES for cls in vars(module).values()
           if dataclasses.is_dataclass(cls) and cls.__module__ == module.__name__ and cls not in _RECORDS}
 # Of parts that take each other's place.
 _HOMES = {baselines: advantages, influence: advantages, layer_tuning: objectives, forward_objectives: objectives,
-          tokens: kernels}
+          tokens: kernels, length_terms: shaping}
 _KIND = {cls: _HOMES.get(module, module).__name__ for module in _MODULES
          for cls in vars(module).values() if cls in _TYPES.values() and cls.__module__ == module.__name__}
 
@@ -129,6 +133,9 @@ def resolve(config: Config, process: str = "flow") -> Method:
         explorations = method.explorations(grid, train.group, train.shift, 0, config.seed)
         if method.backprop:
             backprop.require_one_step(explorations)
+        if not isinstance(method.redraw, redraws.Never) and (method.backprop or len(explorations) > 1):
+            raise ValueError(f"redraw is {type(method.redraw).__name__}, which goes with methods that sample a group "
+                             "per prompt and compare its rewards: set parts.redraw: {type: Never}")
         for exploration in () if method.backprop else explorations:
             for step in exploration.schedule.trained:
                 log_prob(exploration.transition(x, x, exploration.grid, step), x)

@@ -14,14 +14,18 @@ from flowgrpo import (
     adapted,
     advantages,
     baselines,
+    curriculum,
     forward_objectives,
     lag,
     layer_tuning,
+    length_terms,
     objectives,
+    redraws,
     reductions,
     references,
     selection,
     shaping,
+    spreads,
 )
 from flowgrpo.method import Method
 from flowgrpo.samplers import backprop, forward, kernels, plans, preview, solvers, tokens
@@ -321,12 +325,41 @@ def texforce(method: Method = Method()) -> Method:
     return replace(method, adapted=adapted.Adapted(denoisers=False, encoders=True))
 
 
+def dynamic_sampling(method: Method = Method()) -> Method:
+    """DAPO's dynamic sampling over any host: groups that agree are replaced by fresh prompts (2503.14476).
+
+    As published: dapo+dynamic_sampling.
+    """
+    return replace(method, redraw=redraws.Refill())
+
+
+def mopps(method: Method = Method()) -> Method:
+    """MoPPS over any host: prompts whose success rate is probably near 1/2, by Beta posteriors (2507.04632)."""
+    return replace(method, curriculum=curriculum.Posterior())
+
+
+def grpo_lambda(method: Method = Method()) -> Method:
+    """GRPO-lambda: right answers earn less the longer they are, in groups that are mostly right (2505.18086)."""
+    return replace(grpo(method), shaping=length_terms.LengthSwitch(), kl=objectives.SampledKL(0.0))
+
+
+def spo_chain(method: Method = Method()) -> Method:
+    """SPO-chain: every segment's own advantage, by continuations from where it begins and ends (2505.23564)."""
+    return replace(grpo(method), spread=spreads.SegmentChain(), reduction=reductions.PerDecision(),
+                   kl=objectives.SampledKL(1e-4, "k3"))
+
+
+def gigpo(method: Method = Method()) -> Method:
+    """GiGPO: steps that begin in the same state are compared too, beside whole completions (2505.10978)."""
+    return replace(grpo(method), spread=spreads.StepGroups(), kl=objectives.SampledKL(0.01, "k3"))
+
+
 PRESETS: dict[str, Callable[..., Method]] = {
     preset.__name__: preset for preset in (
         flow_grpo, flow_grpo_fast, dance_grpo, ddpo, mix_grpo, mix_grpo_flash, grpo_guard, flow_dppo, tempflow_grpo,
         granular_grpo, branch_grpo, tree_rpo, pref_grpo, b2_diffurl, sol_rl, diffusion_nft, awm, dgpo, crd,
         diffusion_dpo, refl, draft, alignprop, grpo, dr_grpo, dapo, gspo, cispo, rloo, reinforce_pp, remax,
-        trace_rl, rpo, texforce)}
+        trace_rl, rpo, texforce, grpo_lambda, spo_chain, gigpo, dynamic_sampling, mopps)}
 
 
 def suited(process: str) -> list[str]:

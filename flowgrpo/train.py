@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from flowgrpo.anchor import Anchor
 from flowgrpo.best import Best
 from flowgrpo.config import Config
 from flowgrpo.credit import credit
+from flowgrpo.drawn import Drawn, moved
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation import held_out, report
 from flowgrpo.evaluation.album import Extremes
@@ -49,6 +51,7 @@ class Trainer:
         self.processes.turns = policy.turns
         self.geometry = geometry(config.train, self.processes.count)
         self.clock, self.stop, self.say = Clock(), Stop(), print
+        self.scoring = Lock()  # rewards are called by one thread at a time
         self.explorer = make_explorer(config, policy, self.method, self.geometry, self.processes, self.clock)
         self.processes.agree(policy.weights.parameters())
         self.optimizer = make_optimizer(config.train, policy.weights.parameters())
@@ -69,29 +72,47 @@ class Trainer:
 
         Every process samples its share of the epoch's prompts; what is compared is compared over all of them.
         """
-        batch = data.draw(self.prompts, self.config.train.prompts, self.epoch, self.config.seed, self.prompt_weights())
-        with self.processes.together():
-            parts, conditioning, scores = self.sample(self.processes.own(batch))
-        grouped = self.processes.gather(scores)
+        drawn, parts, conditioning = self.draw()
+        batch, grouped = drawn.compared()
         credited = self.credit(parts, grouped, [prompt.key for prompt in batch])
-        return self.reward_metrics(grouped) | self.learn(credited, conditioning)
+        return self.reward_metrics(drawn.first) | self.learn(credited, conditioning)
+
+    def draw(self) -> tuple[Drawn, list[Part], Any]:
+        """Sample the epoch's prompts, and those by which the method replaces some: (all groups, one's own parts, the
+        conditioning of one's own prompts)."""
+        train, seed, parts = self.config.train, self.config.seed, []
+        drawn = Drawn(self.prompts, self.epoch, train.epochs, seed, self.processes)
+        batch = self.method.curriculum(self.prompts, train.prompts, self.epoch, seed, self.prompt_weights(),
+                                       self.memory)
+        while batch:
+            before = len(drawn.own())
+            with self.processes.together():
+                found, conditioning, scores = self.sample(self.processes.own(batch), drawn.turn)
+            parts += [moved(part, before) if before else part for part in found]
+            scores = self.processes.gather(scores)
+            drawn.add(batch, scores, self.weighted(scores[..., :len(self.rewards)]))
+            batch = drawn.replace(self.method.redraw(drawn))
+        self.method.curriculum.learn(self.memory, drawn)
+        return drawn, parts, self.explorer.conditioning(drawn.own()) if drawn.turn > 1 else conditioning
 
     def prompt_weights(self) -> list[float] | None:
         """How often the method wants each prompt drawn, by what it remembers of them; None where it does not say."""
         wanted = getattr(self.method.advantage, "prompt_weights", None)
         return wanted and wanted(self.memory, [prompt.key for prompt in self.prompts]).tolist()
 
-    def sample(self, batch: list[data.Prompt]) -> tuple[list[Part], Any, torch.Tensor]:
+    def sample(self, batch: list[data.Prompt], turn: int = 0) -> tuple[list[Part], Any, torch.Tensor]:
         """Sample and score groups of these prompts; a thread scores one part while the next one is sampled.
+
+        turn: how often the epoch has drawn before, so that every turn has noise of its own.
 
         Returns (the parts, the prompts' conditioning, scores [groups,G,R]); what is finished in several granularities
         has R scores in each.
         """
         conditioning, parts, scores = self.explorer.conditioning(batch), [], []
-        self.extremes = Extremes(list(self.rewards))
+        self.extremes = self.extremes if turn else Extremes(list(self.rewards))
         with ThreadPoolExecutor(1) as pool:
             for part, outputs in self.explorer.sample(conditioning, self.epoch, partial(self.total, batch),
-                                                      partial(self.value, batch)):
+                                                      partial(self.value, batch), turn):
                 self.stop.check()
                 parts.append(part)
                 scores += [pool.submit(self.judge, batch, part.prompts, each) for each in outputs]
@@ -110,12 +131,15 @@ class Trainer:
     def score(self, batch: list[data.Prompt], rows: torch.Tensor, outputs: Any, group: int) -> torch.Tensor:
         """The rewards [b,R] of outputs of the prompts `rows` [b], which are whole groups of the given size."""
         of = [batch[p] for p in rows]
-        return rewards.score(self.rewards, outputs, [p.text for p in of], [p.metadata for p in of], group,
-                             self.tally)
+        with self.scoring:
+            return rewards.score(self.rewards, outputs, [p.text for p in of], [p.metadata for p in of], group,
+                                 self.tally)
 
-    def total(self, batch: list[data.Prompt], outputs: Any, group: int) -> torch.Tensor:
-        """The weighted sum of rewards [P,group] of outputs [P*group,...]."""
-        rows = torch.arange(len(batch)).repeat_interleave(group)
+    def total(self, batch: list[data.Prompt], outputs: Any, group: int, rows: torch.Tensor | None = None
+              ) -> torch.Tensor:
+        """The weighted sum of rewards [.,group] of outputs of the prompts `rows`, group for each; None: of all in turn.
+        """
+        rows = torch.arange(len(batch)).repeat_interleave(group) if rows is None else rows
         return self.weighted(self.score(batch, rows, outputs, group).unflatten(0, (-1, group)))
 
     def value(self, batch: list[data.Prompt], rows: torch.Tensor, pictures: torch.Tensor) -> torch.Tensor:
@@ -140,12 +164,13 @@ class Trainer:
         """What a method may read beside rewards, of all processes: all deal with their prompts in the same order."""
         group, share = self.geometry.group, len(texts) // self.processes.count
         places = [int(p) for part in parts for p in part.prompts[::group]]
-        logp, lengths = (self.processes.gather(torch.cat([each(part) for part in parts]).view(-1, group))
-                         for each in (Part.log_probs, Part.lengths))
+        logp, lengths, deducted = (self.processes.gather(torch.cat([each(part) for part in parts]).view(-1, group))
+                                   for each in (Part.log_probs, Part.lengths, Part.deductions))
         longest = sum(taken.old.logp.shape[1] for taken in parts[0].transitions)
         return Context([texts[first + p] for first in range(0, len(texts), share) for p in places], logp, lengths,
                        longest, self.epoch, self.config.train.epochs, self.memory,
-                       [pairing(function) is not None for function in self.rewards.values()] * len(self.method.strides))
+                       [pairing(function) is not None for function in self.rewards.values()] * len(self.method.strides),
+                       deducted)
 
     def learn(self, parts: Iterable[Part | None], conditioning) -> dict[str, Any]:
         """Replay what was recorded and follow the method's loss: `updates` optimiser steps per inner epoch.
@@ -186,7 +211,7 @@ class Trainer:
         reference = self.anchor.scores(part, lambda part: self.explorer.replay(part, conditioning))
         beside = self.explorer.beside(part, conditioning, reference)
         for batch, (k, rows, new) in enumerate(self.explorer.replay(part, conditioning)):
-            taken, advantage = part.transitions[k], part.advantages[k][rows, None].to(device)
+            taken, advantage = part.transitions[k], part.advantage(k, rows).to(device)
             old = taken.old.rows(rows).to(device)
             log_ratio, read = method.log_ratio(new, old), beside(batch, k, rows, new, old)
             loss = method.surrogate(log_ratio, advantage, read) * weights[taken.step]

@@ -175,6 +175,19 @@ class Traces(Completions):
 
 
 @dataclass(frozen=True, eq=False)
+class Segmented(Completions):
+    """Completions in segments: segments int64 [m, L], of each token, from 0; values [m, S], of the state before each
+    segment, NaN where none is known."""
+
+    segments: Tensor
+    values: Tensor
+
+    def rows(self, at: Tensor) -> Segmented:
+        return Segmented(self.ids[at], self.prompts[at], self.old.rows(at), self.segments[at], self.values[at],
+                         correction=self._correction(at))
+
+
+@dataclass(frozen=True, eq=False)
 class Peers:
     """All samples at one time of a forward process, for a loss that compares those of a group: gap [m], what it
     compares, without a gradient; advantage [m]; group: int64 [m], equal where samples have the same prompt."""
@@ -214,7 +227,8 @@ class Context:
     decisions, None where a method has none; lengths: int64 [P, G], how many trained decisions a sample has, of a text
     its tokens, and longest, how many it could have; epoch, counted from 0, and epochs, those of the run; memory: what
     parts remember from epoch to epoch, JSON-able and kept in the checkpoint; each uses one key of its own; win_rates:
-    which of the R rewards are win rates within their group already, those of a judge (empty: none).
+    which of the R rewards are win rates within their group already, those of a judge (empty: none); deducted: [P, G],
+    what every reward of a sample is lowered by before all else (None: nothing).
     """
 
     prompts: Sequence[str] = ()
@@ -225,3 +239,4 @@ class Context:
     epochs: int = 1
     memory: dict[str, Any] = field(default_factory=dict)
     win_rates: Sequence[bool] = ()
+    deducted: Tensor | None = None

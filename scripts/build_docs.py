@@ -164,7 +164,10 @@ PLACES = {"kernel": "the Gaussian transition of a step that draws noise; of a la
           "times": "when finals are noised and trained in place of recorded steps",
           "lag": "how slowly the old policy follows",
           "backprop": "how the last steps become data whose reward's gradient is followed",
-          "adapted": "which modules are trained"}
+          "adapted": "which modules are trained",
+          "spread": "how the advantage of a text is spread over its tokens",
+          "curriculum": "which prompts an epoch begins with",
+          "redraw": "which groups are replaced by other prompts"}
 PAPER = re.compile(r"\b\d{4}\.\d{5}\b")
 
 

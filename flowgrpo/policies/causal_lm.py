@@ -129,12 +129,12 @@ class CausalLM:
                                        logits_processor=LogitsProcessorList([draw]),
                                        **self._beside(asked, ids.shape[1], before=True))[:, ids.shape[1]:]
         mask, cut = decided(made, self.ends)
-        texts = self._written(made, mask)
+        texts = self.written(made, mask)
         short = 0, most - made.shape[1]
         logp = draw.log_probs().masked_fill(~mask, 0.0)
         return Sampled(*(pad(each, short).cpu() for each in (made, logp, mask)), cut.cpu(), texts)
 
-    def _written(self, ids: Tensor, mask: Tensor) -> list[Completion]:
+    def written(self, ids: Tensor, mask: Tensor) -> list[Completion]:
         """The texts of ids [B,L] where mask is true."""
         texts = self.tokenizer.batch_decode([row[at] for row, at in zip(ids, mask)], skip_special_tokens=True)
         return [Completion(text, count) for text, count in zip(texts, mask.sum(1).tolist())]

@@ -13,7 +13,7 @@ from flowgrpo.policies import engines
 from flowgrpo.policies.causal_lm import Asked, CausalLM, Sampled
 from flowgrpo.policies.text_explorer import TextExplorer
 from flowgrpo.samplers.mismatch import Mismatch
-from flowgrpo.samplers.rollout import Part, prompts_per_part, rescored, seeder
+from flowgrpo.samplers.rollout import Part, prompts_per_part, rescored
 
 
 class EngineExplorer(TextExplorer):
@@ -31,13 +31,13 @@ class EngineExplorer(TextExplorer):
         self.apart = []
         return super().conditioning(batch)
 
-    def sample(self, asked: Asked, epoch: int, judge: Callable, value: Callable | None = None
-               ) -> Iterator[tuple[Part, list[list[str]]]]:
+    def sample(self, asked: Asked, epoch: int, judge: Callable, value: Callable | None = None,
+               turn: int = 0) -> Iterator[tuple[Part, list[list[str]]]]:
         """As of `TextExplorer`; the engine draws all groups first."""
         before, group, count = self.engine.evaluations, self.geometry.group, len(asked.prompts)
         prompts, samples = torch.arange(count).repeat_interleave(group), torch.arange(group).repeat(count)
-        seed, first = seeder(self.config.seed, epoch), self.processes.rank * self.geometry.prompts
-        generators = self.policy.generators(seed(first + int(p), int(k)) for p, k in zip(prompts, samples))
+        seed = self.seeds(epoch, turn)
+        generators = self.policy.generators(seed(int(p), int(k)) for p, k in zip(prompts, samples))
         greedy = samples < self.method.kernel.greedy
         with self.clock("rollout"):
             self.engine.sync(self.policy)
@@ -51,7 +51,8 @@ class EngineExplorer(TextExplorer):
             rows = slice(int(own[0]) * group, (int(own[-1]) + 1) * group)
             some = Sampled(whole.ids[rows], whole.logp[rows], whole.mask[rows], whole.cut[rows], whole.texts[rows])
             part = self.part(range(int(own[0]), int(own[-1]) + 1), prompts[rows], [some])
-            yield self.corrected(part, asked, greedy[rows]), [some.texts]
+            part = self.corrected(part, asked, greedy[rows])
+            yield self.valued(part, asked, seed, judge) if self.method.spread.samples else part, [some.texts]
 
     def corrected(self, part: Part, asked: Asked, greedy: torch.Tensor) -> Part:
         """The part with the trainer's log-probabilities, and weights of its tokens; 1 of greedy rows, which were not

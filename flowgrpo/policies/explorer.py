@@ -74,17 +74,19 @@ class Explorer:
         """The times at which an epoch's finals are noised and trained; None where its recorded steps are."""
         return self.method.noised(self.grid, self.config.train.group, epoch, self.config.seed)
 
-    def seeds(self, epoch: int) -> Seed:
-        """An epoch's seeds: of the first of one's own prompts, by its place among those of all processes."""
-        seed, first = seeder(self.config.seed, epoch), self.processes.rank * self.geometry.prompts
+    def seeds(self, epoch: int, turn: int = 0) -> Seed:
+        """An epoch's seeds: of the first of one's own prompts, by its place among those of all processes, behind those
+        of the turns before."""
+        seed = seeder(self.config.seed, epoch)
+        first = turn * self.config.train.prompts + self.processes.rank * self.geometry.prompts
         return lambda prompt, sample: seed(first + prompt, sample)
 
-    def sample(self, conditioning: Conditioning, epoch: int, judge: Judge, value: backprop.Value | None = None
-               ) -> Iterator[tuple[Part, list[torch.Tensor]]]:
+    def sample(self, conditioning: Conditioning, epoch: int, judge: Judge, value: backprop.Value | None = None,
+               turn: int = 0) -> Iterator[tuple[Part, list[torch.Tensor]]]:
         """Sample a group per prompt: the parts as they are finished, each with its pictures [b,...] on the CPU, once
         per granularity. judge: the total reward, by which a method with previews chooses its initial noises; value: the
-        one whose gradient a method with `backprop` follows."""
-        seed, explorations = self.seeds(epoch), self.explorations(epoch)
+        one whose gradient a method with `backprop` follows; turn: how often the epoch has drawn before."""
+        seed, explorations = self.seeds(epoch, turn), self.explorations(epoch)
         self.lagging.begin(epoch)
         if self.method.preview:
             with self.lagging.drawing():

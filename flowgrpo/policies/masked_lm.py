@@ -74,7 +74,7 @@ class MaskedLM(CausalLM):
             prompts, at = self._together(asked, rows), rows.to(self.device)
             ids[at], steps[at], logp[at] = self._unmask(prompts, unmasking, draws[at], lots[at], greedy[at])
         mask, cut = decided(ids, self.ends)
-        texts = self._written(ids, mask)
+        texts = self.written(ids, mask)
         if unmasking.shrink > 1:
             logp = self.log_probs(asked, torch.arange(count), ids, mask, unmasking, steps, count).logp
         return SampledTrace(ids.cpu(), logp.masked_fill(~mask, 0.0).cpu(), mask.cpu(), cut.cpu(), texts, steps.cpu())

@@ -45,12 +45,12 @@ class PairExplorer(Explorer):
         return Paired(**{each.name: getattr(found, each.name) for each in fields(found)},
                       pairs=[(prompt.metadata["chosen"], prompt.metadata["rejected"]) for prompt in batch])
 
-    def sample(self, conditioning: Paired, epoch: int, judge: Judge, value: Value | None = None
-               ) -> Iterator[tuple[Part, list[torch.Tensor]]]:
+    def sample(self, conditioning: Paired, epoch: int, judge: Judge, value: Value | None = None,
+               turn: int = 0) -> Iterator[tuple[Part, list[torch.Tensor]]]:
         """The pairs of the prompts, with their pictures [b,3,H,W] as the files have them. judge and value, of methods
-        that draw, are not asked."""
+        that draw, are not asked; turn: how often the epoch has taken pairs before."""
         self.lagging.begin(epoch)
-        seed, group = self.seeds(epoch), self.geometry.group
+        seed, group = self.seeds(epoch, turn), self.geometry.group
         for own in torch.arange(len(conditioning.prompts)).split(prompts_per_part(group, self.geometry.micro_batch)):
             with self.clock("encode"):
                 latents, pictures = zip(*(self.latents(path, conditioning.rows(torch.tensor([p])))

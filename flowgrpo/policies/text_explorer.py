@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import torch
 
@@ -14,8 +15,10 @@ from flowgrpo.lag import Lagging
 from flowgrpo.log import Clock
 from flowgrpo.method import Method
 from flowgrpo.policies.causal_lm import Asked, CausalLM, Sampled
+from flowgrpo.policies.continuations import segmented
 from flowgrpo.processes import Processes
-from flowgrpo.samplers.rollout import Part, prompts_per_part, seeder
+from flowgrpo.samplers.rollout import Part, Seed, prompts_per_part, seeder
+from flowgrpo.segments import starts_of
 from flowgrpo.types import Completions, Scored
 
 
@@ -38,31 +41,55 @@ class TextExplorer:
         with self.clock("encode"):
             return self.encode([p.text for p in batch], images=[p.image for p in batch])
 
-    def sample(self, asked: Asked, epoch: int, judge: Callable, value: Callable | None = None
-               ) -> Iterator[tuple[Part, list[list[str]]]]:
-        """Sample a group per prompt: the parts as they are finished, each with its texts. judge and value, of methods
-        for pictures, are not asked."""
+    def sample(self, asked: Asked, epoch: int, judge: Callable, value: Callable | None = None,
+               turn: int = 0) -> Iterator[tuple[Part, list[list[str]]]]:
+        """Sample a group per prompt: the parts as they are finished, each with its texts. judge: the total reward, by
+        which a method learns what states are worth; value, of methods for pictures, is not asked; turn: how often the
+        epoch has drawn before."""
         before, group = self.policy.evaluations, self.geometry.group
-        seed, first = seeder(self.config.seed, epoch), self.processes.rank * self.geometry.prompts
+        seed = self.seeds(epoch, turn)
         together = prompts_per_part(group, self.geometry.micro_batch)
         for own in torch.arange(len(asked.prompts)).split(together):
             prompts, samples = own.repeat_interleave(group), torch.arange(group).repeat(len(own))
-            generators = self.policy.generators(seed(first + int(p), int(k)) for p, k in zip(prompts, samples))
+            generators = self.policy.generators(seed(int(p), int(k)) for p, k in zip(prompts, samples))
             with self.clock("rollout"):
                 made = [self.policy.sample(asked.rows(prompts[at]), self.method.kernel, [generators[i] for i in at],
                                            samples[at] < self.method.kernel.greedy)
                         for at in torch.arange(len(prompts)).split(self.geometry.micro_batch)]
-            yield self.part(range(int(own[0]), int(own[-1]) + 1), prompts, made), [[t for m in made for t in m.texts]]
+            part = self.part(range(int(own[0]), int(own[-1]) + 1), prompts, made)
+            if self.method.spread.samples:
+                part = self.valued(part, asked, seed, judge)
+            yield part, [[t for m in made for t in m.texts]]
         self.rollout_evaluations += (self.policy.evaluations - before) * self.processes.count
 
+    def seeds(self, epoch: int, turn: int = 0) -> Seed:
+        """An epoch's seeds: of the first of one's own prompts, by its place among those of all processes, behind those
+        of the turns before."""
+        seed = seeder(self.config.seed, epoch)
+        first = turn * self.config.train.prompts + self.processes.rank * self.geometry.prompts
+        return lambda prompt, sample: seed(first + prompt, sample)
+
     def part(self, groups: range, prompts: torch.Tensor, made: list[Sampled]) -> Part:
-        """Whole groups of completions; those cut off without an end are not trained where `text.truncated` says so."""
+        """Whole groups of completions; those cut off without an end are not trained, or lose the penalty, where
+        `text.truncated` says so."""
         ids, logp, mask, cut = (torch.cat([getattr(each, name) for each in made]) for name in
                                 ("ids", "logp", "mask", "cut"))
-        if self.config.text.truncated == "mask":
+        text = self.config.text
+        if text.truncated == "mask":
             mask = mask & ~cut[:, None]
+        deducted = text.penalty * cut.float() if text.truncated == "penalise" else None
         old = Scored(logp.masked_fill(~mask, 0.0), mask)
-        return Part(groups, prompts, None, (Completions(ids, prompts, old),), ())
+        return Part(groups, prompts, None, (Completions(ids, prompts, old),), (), deducted=deducted)
+
+    def valued(self, part: Part, asked: Asked, seed: Seed, judge: Callable) -> Part:
+        """The part in segments, with what the states between them are worth."""
+        [taken], spread = part.transitions, self.method.spread
+        segments = spread.segments(taken.old.logp, taken.old.mask)
+        starts = starts_of(segments, taken.old.mask)
+        with self.clock("rollout"):
+            found = segmented(self.policy, asked, taken, segments, starts, spread.samples, self.method.kernel, seed,
+                              self.geometry.group, self.geometry.micro_batch, judge)
+        return replace(part, transitions=(found,))
 
     def replay(self, part: Part, asked: Asked) -> Iterator[tuple[int, slice, Scored]]:
         """What the present weights make of a part's completions: (0, rows of it, their score), in micro-batches."""

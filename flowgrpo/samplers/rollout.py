@@ -108,7 +108,8 @@ class Part:
 
     groups: their places among the epoch's groups; prompts: int64 [b], the prompt of each leaf; transitions: of the
     trained steps, in grid order (of texts their Completions alone); finals: [b,*D] per granularity; advantages: [m] per
-    trained step, once they are known.
+    trained step, or [m,N], of every decision, once they are known; deducted: [b], what every reward of a leaf is
+    lowered by before rewards are compared (None: nothing).
     """
 
     groups: range
@@ -117,6 +118,7 @@ class Part:
     transitions: tuple[Transitions | Completions, ...]
     finals: tuple[torch.Tensor, ...]
     advantages: tuple[torch.Tensor, ...] = ()
+    deducted: torch.Tensor | None = None
 
     def log_probs(self) -> torch.Tensor:
         """Each leaf's log-probability under the policy that drew it, the mean over its recorded steps: [b]."""
@@ -126,6 +128,15 @@ class Part:
     def lengths(self) -> torch.Tensor:
         """How many recorded decisions each leaf has: int64 [b]."""
         return torch.stack(self._per_leaf(lambda old: old.mask.sum(1))).sum(0).cpu()
+
+    def advantage(self, k: int, rows: slice | torch.Tensor) -> torch.Tensor:
+        """The advantage of rows of the k-th trained step: [b, 1], or of every decision its own, [b, N]."""
+        found = self.advantages[k][rows]
+        return found[:, None] if found.ndim == 1 else found
+
+    def deductions(self) -> torch.Tensor:
+        """What each leaf's rewards are lowered by: [b]."""
+        return torch.zeros(len(self.prompts)) if self.deducted is None else self.deducted
 
     def _per_leaf(self, value: Callable[[Scored], torch.Tensor]) -> list[torch.Tensor]:
         """A value [m] of each step's transitions, as their leaves have it: [b] each."""

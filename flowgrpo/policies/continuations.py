@@ -1,0 +1,64 @@
+"""Completions that go on from the middle of others, and what the states there are worth."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from flowgrpo.errors import UserError
+from flowgrpo.policies.causal_lm import Asked, CausalLM, Sampled
+from flowgrpo.samplers.rollout import Seed
+from flowgrpo.samplers.tokens import Decoding, decided
+from flowgrpo.types import Completions, Segmented
+
+
+def continued(policy: CausalLM, asked: Asked, prefixes: Sequence[Tensor], decoding: Decoding,
+              generators: Sequence[torch.Generator]) -> Sampled:
+    """A completion of each row that begins with its prefix (int64, shorter than `text.max_tokens`, without an end):
+    B whole completions of at most so many tokens. logp is 0 where a prefix stands, mask true there too.
+
+    UserError for prompts with pictures.
+    """
+    if type(asked) is not Asked:
+        raise UserError("the method continues completions from the middle, for which prompts with pictures are not "
+                        "made: use another method")
+    ids = [torch.cat(both) for both in zip(asked.ids, prefixes)]
+    made = policy.sample(replace(asked, ids=ids), decoding, generators, torch.zeros(len(ids), dtype=torch.bool))
+    most = policy.text.max_tokens
+    behind = [(each, torch.zeros(len(each))) for each in prefixes]
+    whole = [(torch.cat([first, rest])[:most], torch.cat([none, logp])[:most])
+             for (first, none), rest, logp in zip(behind, made.ids, made.logp)]
+    ids, logp = (torch.stack([pad(each, (0, most - len(each))) for each in column]) for column in zip(*whole))
+    mask, cut = decided(ids, policy.ends)
+    return Sampled(ids, logp.masked_fill(~mask, 0.0), mask, cut, policy.written(ids, mask))
+
+
+def segmented(policy: CausalLM, asked: Asked, taken: Completions, segments: Tensor,
+              starts: Sequence[tuple[int, int, int]], samples: int, decoding: Decoding, seed: Seed, group: int,
+              micro_batch: int, judge: Callable[[list[str], int, Tensor], Tensor]) -> Segmented:
+    """The completions, whole groups, with the values of the states before their segments: the mean reward of `samples`
+    continuations of each of `starts`, (row, segment, place). NaN for a row's first segment.
+
+    seed(prompt, sample): every continuation has its own, whatever else is sampled; judge(texts, n, prompts): the total
+    rewards [., n] of texts of the prompts, n for each state.
+    """
+    values = torch.full((len(taken.ids), int(segments.max()) + 1), torch.nan)
+    length = taken.ids.shape[1]
+    rows = [(row, place, number) for row, _, place in starts for number in range(samples)]
+    texts: list[str] = []
+    for at in range(0, len(rows), micro_batch):
+        own = rows[at:at + micro_batch]
+        prompts = taken.prompts[[row for row, _, _ in own]]
+        generators = policy.generators(seed(int(p), group + ((row % group) * length + place) * samples + number)
+                                       for p, (row, place, number) in zip(prompts, own))
+        texts += continued(policy, asked.rows(prompts), [taken.ids[row, :place] for row, place, _ in own], decoding,
+                           generators).texts
+    if starts:
+        row, segment, _ = torch.tensor(list(starts)).unbind(1)
+        totals = judge(texts, samples, taken.prompts[row].repeat_interleave(samples))
+        values[row, segment] = totals.mean(1).to(values)
+    return Segmented(taken.ids, taken.prompts, taken.old, segments, values, correction=taken.correction)

@@ -1,0 +1,86 @@
+"""How a completion is cut into segments or steps, and what each of them is worth: pure functions on tokens [m, L]."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+from torch import Tensor
+
+from flowgrpo.types import wide
+
+
+def cut_points(logp: Tensor, mask: Tensor, below: float) -> Tensor:
+    """Tokens that were drawn with a probability below `below`, where completions part ways: bool [m, L]."""
+    return (logp.exp() < below) & mask
+
+
+def segments_of(cuts: Tensor, interval: int) -> Tensor:
+    """The segment of each token, int64 [m, L] from 0, of cut points bool [m, L]: a segment begins with a cut point and
+    holds `interval` of them, the last one fewer; tokens before the first cut point belong to the first segment."""
+    return (cuts.long().cumsum(1) - 1).clamp(min=0) // interval
+
+
+def starts_of(segments: Tensor, mask: Tensor) -> list[tuple[int, int, int]]:
+    """(row, segment, place of its first token) of all segments but the first of a row."""
+    new = (segments[:, 1:] > segments[:, :-1]) & mask[:, 1:]
+    return [(row, int(segments[row, place + 1]), place + 1) for row, place in new.nonzero().tolist()]
+
+
+def chain(values: Tensor, segments: Tensor, rewards: Tensor) -> Tensor:
+    """What every token's segment changed, [m, L]: the value of the state behind it less that of the state before it.
+
+    values: [m, S], of the state before each segment, NaN beyond a row's last one; rewards: [m], the value behind that.
+    A row's segments add up to its reward less its first value.
+    """
+    behind = torch.cat([values[:, 1:], torch.full_like(values[:, :1], torch.nan)], 1)
+    behind = torch.where(behind.isnan(), rewards[:, None].to(values), behind)
+    return (behind - values).gather(1, segments.clamp(max=values.shape[1] - 1))
+
+
+def steps_of(ids: Tensor, mask: Tensor, every: int, ends: Collection[int] = ()) -> Tensor:
+    """The step of each token, int64 [m, L] from 0: a step is `every` tokens, or ends with a token of `ends`, if any are
+    given. Masked tokens belong to the last step before them."""
+    if ends:
+        ended = torch.isin(ids, torch.tensor(sorted(ends))) & mask
+        steps = ended.long().cumsum(1) - ended.long()
+    else:
+        steps = (torch.arange(ids.shape[1]) // every).expand(ids.shape)
+    return torch.where(mask, steps, steps.masked_fill(~mask, 0).amax(1, keepdim=True))
+
+
+def anchors(ids: Tensor, steps: Tensor, mask: Tensor, groups: Tensor) -> Tensor:
+    """The state before each step, int64 [m, T], equal where two steps begin in the same one: at the same prompt
+    (`groups`, int64 [m]) and behind the same tokens; -1 beyond a row's last step."""
+    found = torch.full((len(ids), int(steps.max()) + 1), -1)
+    numbers: dict[tuple, int] = {}
+    for row, (own, step, kept, group) in enumerate(zip(ids, steps, mask, groups.tolist())):
+        state: tuple = (group,)
+        for number in step[kept].unique().tolist():
+            found[row, number] = numbers.setdefault(state, len(numbers))
+            state = (numbers[state], tuple(own[kept & (step == number)].tolist()))
+    return found
+
+
+def step_advantages(states: Tensor, rewards: Tensor, gamma: float, divide: bool = True) -> Tensor:
+    """GiGPO's step-relative advantages (2505.10978, equations 6 to 9): [m, T], of the states before each step (int64
+    [m, T], -1 where there is none) and the rewards [m] at the end.
+
+    The return of a step, gamma to the power of the steps behind it times the reward, less the mean return of all steps
+    that left the same state, and over their deviation (ddof 1, eps 1e-6) where `divide`. 0 for a state that was left
+    once, and where returns are equal.
+    """
+    (rewards,) = wide(rewards)
+    there, flat = states >= 0, states.flatten()
+    behind = there.sum(1, keepdim=True) - there.long().cumsum(1)
+    returns = (gamma ** behind.to(rewards) * rewards[:, None]).flatten()
+    known = (flat >= 0) & ~returns.isnan()
+    at, kept = flat[known], returns[known]
+    size = int(states.max()) + 1
+    count = torch.zeros(size).to(kept).index_add(0, at, torch.ones_like(kept))
+    mean = torch.zeros(size).to(kept).index_add(0, at, kept) / count.clamp(min=1)
+    centred = kept - mean[at]
+    spread = (torch.zeros(size).to(kept).index_add(0, at, centred.square()) / (count - 1).clamp(min=1)).sqrt()
+    noise = spread <= 1e-6 * torch.zeros(size).to(kept).index_add(0, at, kept.abs()) / count.clamp(min=1)
+    relative = centred / (spread + 1e-6)[at] if divide else centred
+    return torch.zeros_like(returns).masked_scatter(known, relative.masked_fill(noise[at], 0)).view(states.shape)
