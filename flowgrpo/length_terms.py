@@ -63,3 +63,22 @@ def shortened(rewards: Tensor, right: Tensor, lengths: Tensor, alpha: float) -> 
     mean = (long * right).sum(1, keepdim=True) / count
     spread = ((long - mean).square() * right).sum(1, keepdim=True).div(count).sqrt()
     return rewards * (1 - alpha * ((long - mean) / (spread + 1e-6)).sigmoid())
+
+
+@dataclass(frozen=True)
+class ExitDecay:
+    """Of a group's right samples the first keeps its reward, and each further one has half of the one before (S-GRPO,
+    2505.07686, whose group is one thought left at ever later places: `Serial`).
+
+    Right is a sample whose first reward reaches `right`; of that reward the N-th right one keeps 1 / 2^(N - 1). Wrong
+    samples and all other rewards stay.
+    """
+
+    right: float = 1.0
+
+    def __call__(self, rewards: Tensor, context: Context | None = None) -> Tensor:
+        (rewards,) = wide(rewards)
+        right = rewards[..., 0] >= self.right
+        before = (right.long().cumsum(1) - right.long()).to(rewards)
+        first = torch.where(right, rewards[..., 0] * 0.5 ** before, rewards[..., 0])
+        return torch.cat([first[..., None], rewards[..., 1:]], dim=2)

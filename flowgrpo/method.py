@@ -22,6 +22,7 @@ from flowgrpo import (
     selection,
     shaping,
     spreads,
+    text_groups,
 )
 from flowgrpo.errors import UserError
 from flowgrpo.samplers import forward, kernels, plans, preview, solvers, tokens
@@ -46,8 +47,8 @@ class Method:
     finals are noised and trained in place of recorded steps; lag: how slowly the old policy follows; backprop: how the
     steps from the plan's one on become the data whose reward's gradient is followed (None: none is);
     adapted: which modules are trained;
-    spread: how the advantage of a text is spread over its tokens; curriculum: which prompts an epoch begins with;
-    redraw: which of their groups are replaced by other prompts.
+    draws: how the texts of a group are drawn; spread: how the advantage of a text is spread over its tokens;
+    curriculum: which prompts an epoch begins with; redraw: which of their groups are replaced by other prompts.
 
     Of a language model the kernel is a `tokens.Decoding`, of a masked one an `Unmasking`, and what is about denoising
     (plan, solver, tail, roots, strides, preview, times, backprop) is not read.
@@ -74,6 +75,7 @@ class Method:
     lag: Any = lag.Lag()
     backprop: Any = None
     adapted: Any = adapted.Adapted()
+    draws: Any = text_groups.Parallel()
     spread: Any = spreads.Evenly()
     curriculum: Any = curriculum.Walk()
     redraw: Any = redraws.Never()
@@ -87,7 +89,9 @@ class Method:
         token after the other."""
         if not self.for_tokens or process not in OF_TEXT:
             return not self.for_tokens and process not in OF_TEXT
-        return not self.spread.causal if process == "masks" else not isinstance(self.kernel, tokens.Unmasking)
+        if process == "masks":
+            return not self.spread.causal and not self.draws.causal
+        return not isinstance(self.kernel, tokens.Unmasking)
 
     def on(self, process: str) -> Method:
         """The method as a process samples it: a "flow", a variance-preserving one ("vp"), "tokens" one after

@@ -19,6 +19,7 @@ from flowgrpo import (
     baselines,
     curriculum,
     forward_objectives,
+    hints,
     influence,
     lag,
     layer_tuning,
@@ -31,6 +32,7 @@ from flowgrpo import (
     selection,
     shaping,
     spreads,
+    text_groups,
 )
 from flowgrpo.config import Config, nearest
 from flowgrpo.errors import UserError
@@ -54,13 +56,13 @@ def preset(*names: str) -> Method:
 
 _MODULES = (kernels, tokens, plans, solvers, selection, objectives, reductions, layer_tuning, forward_objectives,
             schedules, references, advantages, baselines, influence, shaping, preview, forward, lag, backprop, redraws,
-            curriculum, length_terms, spreads, adapted)
+            curriculum, length_terms, spreads, hints, text_groups, adapted)
 _RECORDS = (plans.Schedule, backprop.Unfinished, backprop.Valued)  # what parts return
 _TYPES = {cls.__name__: cls for module in _MODULES for cls in vars(module).values()
           if dataclasses.is_dataclass(cls) and cls.__module__ == module.__name__ and cls not in _RECORDS}
 # Of parts that take each other's place.
 _HOMES = {baselines: advantages, influence: advantages, layer_tuning: objectives, forward_objectives: objectives,
-          tokens: kernels, length_terms: shaping}
+          tokens: kernels, length_terms: shaping, hints: redraws}
 _KIND = {cls: _HOMES.get(module, module).__name__ for module in _MODULES
          for cls in vars(module).values() if cls in _TYPES.values() and cls.__module__ == module.__name__}
 

@@ -16,6 +16,7 @@ from flowgrpo import (
     baselines,
     curriculum,
     forward_objectives,
+    hints,
     lag,
     layer_tuning,
     length_terms,
@@ -26,6 +27,7 @@ from flowgrpo import (
     selection,
     shaping,
     spreads,
+    text_groups,
 )
 from flowgrpo.method import Method
 from flowgrpo.samplers import backprop, forward, kernels, plans, preview, solvers, tokens
@@ -354,12 +356,29 @@ def gigpo(method: Method = Method()) -> Method:
     return replace(grpo(method), spread=spreads.StepGroups(), kl=objectives.SampledKL(0.01, "k3"))
 
 
+def s_grpo(method: Method = Method()) -> Method:
+    """S-GRPO: one thought left at several places; of right answers the earlier ones earn more (2505.07686)."""
+    return replace(grpo(method), draws=text_groups.Serial(), shaping=length_terms.ExitDecay(),
+                   kl=objectives.SampledKL(0.0))
+
+
+def scaf_grpo(method: Method = Method()) -> Method:
+    """Scaf-GRPO over any host: groups that all fail are sampled again with hints, one more each time (2510.19807)."""
+    return replace(method, redraw=hints.Hints(after=0.15))
+
+
+def ghpo(method: Method = Method()) -> Method:
+    """GHPO over any host: groups that all fail are sampled again with more and more of the solution (2507.10628)."""
+    told = "{prompt}\n\nThe solution begins like this, go on from there: {hint}"
+    return replace(method, redraw=hints.Hints((0.25, 0.5, 0.75), text=told))
+
+
 PRESETS: dict[str, Callable[..., Method]] = {
     preset.__name__: preset for preset in (
         flow_grpo, flow_grpo_fast, dance_grpo, ddpo, mix_grpo, mix_grpo_flash, grpo_guard, flow_dppo, tempflow_grpo,
         granular_grpo, branch_grpo, tree_rpo, pref_grpo, b2_diffurl, sol_rl, diffusion_nft, awm, dgpo, crd,
         diffusion_dpo, refl, draft, alignprop, grpo, dr_grpo, dapo, gspo, cispo, rloo, reinforce_pp, remax,
-        trace_rl, rpo, texforce, grpo_lambda, spo_chain, gigpo, dynamic_sampling, mopps)}
+        trace_rl, rpo, texforce, grpo_lambda, spo_chain, gigpo, dynamic_sampling, mopps, s_grpo, scaf_grpo, ghpo)}
 
 
 def suited(process: str) -> list[str]:

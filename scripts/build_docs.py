@@ -165,6 +165,7 @@ PLACES = {"kernel": "the Gaussian transition of a step that draws noise; of a la
           "lag": "how slowly the old policy follows",
           "backprop": "how the last steps become data whose reward's gradient is followed",
           "adapted": "which modules are trained",
+          "draws": "how the texts of a group are drawn",
           "spread": "how the advantage of a text is spread over its tokens",
           "curriculum": "which prompts an epoch begins with",
           "redraw": "which groups are replaced by other prompts"}

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from flowgrpo import methods, presets
+from flowgrpo import methods
 from flowgrpo.config import load
 
 ROOT = Path(__file__).parent.parent
@@ -49,7 +49,8 @@ def test_the_recipe_of_a_page_works(name, tmp_path):
     [block] = re.findall(r"```yaml\n(.*?)```", PRESETS[name], re.S)
     (tmp_path / "recipe.yaml").write_text(block)
     recipe = load(tmp_path / "recipe.yaml")
-    process = next(process for process in ("flow", "tokens", "masks") if name in presets.suited(process))
+    host = methods.preset(recipe.method)
+    process = next(process for process in ("flow", "tokens", "masks") if host.fits(process))
     assert name in recipe.method.split("+") and recipe.parts
     assert ({"steps", "group"} if process == "flow" else {"group"}) <= recipe.train.model_fields_set
     methods.resolve(recipe, process)

@@ -14,7 +14,7 @@ from flowgrpo.advantages import Advantage
 from flowgrpo.baselines import First
 from flowgrpo.errors import UserError
 from flowgrpo.layer_tuning import AdaptiveClip, LayerTuning
-from flowgrpo.length_terms import LengthSwitch
+from flowgrpo.length_terms import ExitDecay, LengthSwitch
 from flowgrpo.log import Stats
 from flowgrpo.method import Method
 from flowgrpo.methods import preset, resolve, with_parts
@@ -29,6 +29,7 @@ from flowgrpo.samplers.tokens import Decoding
 from flowgrpo.selection import All, BestWorst, ButFirst, DropZeroVariance, Extremes
 from flowgrpo.shaping import AsIs, Overlong, WinRate
 from flowgrpo.spreads import SegmentChain, StepGroups
+from flowgrpo.text_groups import Serial
 from flowgrpo.train import decisions
 
 # kernel, plan, solver, tail, shared noise, advantage's scale and order, clip range, KL
@@ -54,7 +55,7 @@ PUBLISHED = {
 OTHER = {"tempflow_grpo": {"step_weight": NoiseLevel()}, "granular_grpo": {"strides": (1, 2, 3)},
          "tree_rpo": {"surrogate": AdaptiveClip(1e-4, 2e-4, 1.0), "tuning": LayerTuning(1e-4)},
          "pref_grpo": {"shaping": WinRate()}, "b2_diffurl": {"selection": Extremes(-0.5, 0.5, branch=4)}}
-OVERLAYS = {"grpo_guard", "flow_dppo", "sol_rl", "texforce", "dynamic_sampling", "mopps"}
+OVERLAYS = {"grpo_guard", "flow_dppo", "sol_rl", "texforce", "dynamic_sampling", "mopps", "scaf_grpo", "ghpo"}
 # Of language models: ratio, surrogate, reduction, advantage's scale and order, KL.
 OF_TOKENS = {
     "grpo": (PlainRatio(), Clip(0.2, 0.2), PerRow(), "group", "rewards", SampledKL(0.04, "k3")),
@@ -68,10 +69,12 @@ OF_TOKENS = {
     "grpo_lambda": (PlainRatio(), Clip(0.2, 0.2), PerRow(), "group", "rewards", SampledKL()),
     "spo_chain": (PlainRatio(), Clip(0.2, 0.2), PerDecision(), "group", "rewards", SampledKL(1e-4, "k3")),
     "gigpo": (PlainRatio(), Clip(0.2, 0.2), PerRow(), "group", "rewards", SampledKL(0.01, "k3")),
+    "s_grpo": (PlainRatio(), Clip(0.2, 0.2), PerRow(), "group", "rewards", SampledKL()),
 }
 OTHER_OF_TOKENS = {"dapo": {"shaping": Overlong(0.2), "selection": DropZeroVariance()},
                    "grpo_lambda": {"shaping": LengthSwitch(0.2, 0.0, 0.2, 1.0)},
                    "spo_chain": {"spread": SegmentChain(0.9, 5, 9, True)},
+                   "s_grpo": {"draws": Serial(), "shaping": ExitDecay(1.0)},
                    "gigpo": {"spread": StepGroups(8, (), 0.95, 1.0, True)},
                    "remax": {"kernel": Decoding(greedy=1), "advantage": First(), "selection": ButFirst()}}
 

@@ -106,8 +106,8 @@ def test_the_value_of_a_state_is_the_mean_reward_of_its_continuations():
 
     found = [segmented(own, asked, taken, segments, starts_of(segments, mask), 3, Decoding(),
                        lambda prompt, sample: 1000 * prompt + sample, 2, size, judge) for size in (2, 9)]
-    by_hand = torch.tensor([[-1, 1, 4.0], [-1, -1, -1], [-1, 7, -1], [-1] * 3])
-    assert torch.equal(found[0].values.nan_to_num(-1), by_hand)
+    means = torch.tensor([[-1, 1, 4.0], [-1, -1, -1], [-1, 7, -1], [-1, -1, -1]])
+    assert torch.equal(found[0].values.nan_to_num(-1), means)
     assert told[0] == told[1] and told[0][1] == [0] * 6 + [1] * 3  # however many go through the model at once
     assert len(set(told[0][0])) > 3
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import tiny_text
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -62,8 +63,8 @@ def test_the_reward_of_the_recipe_reads_the_answer():
 
 @pytest.mark.parametrize("method", suited("tokens"))
 def test_the_first_ratio_is_one_for_every_preset(method, tmp_path):
-    short = {"method": method, "parts": {}, "output": str(tmp_path), "tracker": "none", "device": "cpu",
-             "train.epochs": 1, "train.prompts": 8, "train.group": 8, "eval.prompts": 4}
+    short = {"method": method, "parts": tiny_text.PARTS.get(method, {}), "output": str(tmp_path), "tracker": "none",
+             "device": "cpu", "train.epochs": 1, "train.prompts": 8, "train.group": 8, "eval.prompts": 4}
     summary = run(load(RECIPE, short))
     assert summary["max_first_log_ratio"] <= 1e-5 and summary["updates"] == 1
 

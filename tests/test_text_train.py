@@ -43,7 +43,7 @@ def many(completions, prompts):
 
 def test_there_are_presets_for_texts_and_they_are_not_for_pictures():
     assert PRESETS == ["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_pp", "remax",
-                       "grpo_lambda", "spo_chain", "gigpo"]
+                       "grpo_lambda", "spo_chain", "gigpo", "s_grpo"]
     with pytest.raises(UserError, match="the method is one of denoisers .*flowgrpo methods"):
         methods.resolve(tiny_text.config(method="mix_grpo"), "tokens")
     with pytest.raises(UserError, match="the method is one of language models .*flowgrpo methods"):
@@ -52,7 +52,7 @@ def test_there_are_presets_for_texts_and_they_are_not_for_pictures():
 
 @pytest.mark.parametrize("method", PRESETS)
 def test_two_epochs_of_every_preset(method):
-    trainer = tiny_text.trainer(rewards={"short": many}, method=method)
+    trainer = tiny_text.trainer(rewards={"short": many}, method=method, parts=tiny_text.PARTS.get(method, {}))
     frozen = {key: value.clone() for key, value in trainer.policy.model.state_dict().items() if "lora" not in key}
     before = trainer.policy.weights.snapshot()
     for trainer.epoch in range(2):
@@ -68,7 +68,8 @@ def test_every_presets_gradient_differs_from_its_parents():
                "reinforce_pp": "grpo", "remax": "rloo"}
     found = {}
     for method in PRESETS:
-        trainer = tiny_text.trainer(tiny_text.policy(), {"short": many}, method=method)
+        trainer = tiny_text.trainer(tiny_text.policy(), {"short": many}, method=method,
+                                    parts=tiny_text.PARTS.get(method, {}))
         parts, asked = credited(trainer)
         tiny_text.stir(trainer.policy, 0.05)  # away from ratios of 1, where some agree
         found[method] = gradient(trainer, parts, asked)
@@ -80,7 +81,8 @@ def test_every_presets_gradient_differs_from_its_parents():
 def test_micro_batches_change_no_gradient(method):
     found = []
     for size in (1, 3, 8):
-        trainer = tiny_text.trainer(tiny_text.policy(), {"short": many}, method=method, train__micro_batch=size)
+        trainer = tiny_text.trainer(tiny_text.policy(), {"short": many}, method=method, train__micro_batch=size,
+                                    parts=tiny_text.PARTS.get(method, {}))
         parts, asked = credited(trainer)
         tiny_text.stir(trainer.policy, 0.05)
         found.append(gradient(trainer, parts, asked))

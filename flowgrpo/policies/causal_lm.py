@@ -161,7 +161,8 @@ class CausalLM:
     def log_probs(self, asked: Asked, prompts: Tensor, ids: Tensor, mask: Tensor, decoding: Decoding) -> Scored:
         """The score [B,L] of completions ids [B,L] of the prompts [B] (places in `asked`), 0 where mask is false, with
         gradients where they are enabled."""
-        most, length = ids.shape[1], max(int(mask.sum(1).max()), 1)
+        most = ids.shape[1]
+        length = int((mask * torch.arange(1, most + 1, device=mask.device)).max().clamp(min=1))  # to the last one
         ids, kept = ids[:, :length].to(self.device), mask[:, :length].to(self.device)
         own, of = prompts.unique(return_inverse=True)
         with self._arithmetic():

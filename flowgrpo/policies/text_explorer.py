@@ -53,9 +53,8 @@ class TextExplorer:
             prompts, samples = own.repeat_interleave(group), torch.arange(group).repeat(len(own))
             generators = self.policy.generators(seed(int(p), int(k)) for p, k in zip(prompts, samples))
             with self.clock("rollout"):
-                made = [self.policy.sample(asked.rows(prompts[at]), self.method.kernel, [generators[i] for i in at],
-                                           samples[at] < self.method.kernel.greedy)
-                        for at in torch.arange(len(prompts)).split(self.geometry.micro_batch)]
+                made = self.method.draws(self.policy, asked.rows(prompts), self.method.kernel, generators,
+                                         samples < self.method.kernel.greedy, group, self.geometry.micro_batch)
             part = self.part(range(int(own[0]), int(own[-1]) + 1), prompts, made)
             if self.method.spread.samples:
                 part = self.valued(part, asked, seed, judge)
