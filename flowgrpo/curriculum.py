@@ -1,8 +1,8 @@
-"""Which prompts an epoch begins with: `curriculum(pool, count, epoch, seed, wanted, memory) -> count prompts`.
+"""Which prompts an epoch begins with: `curriculum(pool, count, epoch, seed, wanted, memory, group) -> count prompts`.
 
 pool: the training prompts; wanted: how often the method's advantage wants each of them drawn, or None; memory: what is
-kept between epochs and in checkpoints. After an epoch's sampling `learn(memory, drawn)` tells what was found. All of it
-is the same on every process, and after a resume.
+kept between epochs and in checkpoints; group: the samples of each prompt. After an epoch's sampling `learn(memory,
+drawn)` tells what was found. All of it is the same on every process, and after a resume.
 """
 
 from __future__ import annotations
@@ -13,9 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from flowgrpo import data
-from flowgrpo.advantages import RELATIVE_NOISE
-from flowgrpo.errors import UserError
+from flowgrpo import beliefs, data
 
 if TYPE_CHECKING:
     from flowgrpo.drawn import Drawn
@@ -26,7 +24,7 @@ class Walk:
     """Through all prompts in turn, or by their weights where these differ: `data.draw`."""
 
     def __call__(self, pool: Sequence[data.Prompt], count: int, epoch: int, seed: int, wanted: Sequence[float] | None,
-                 memory: dict[str, Any]) -> list[data.Prompt]:
+                 memory: dict[str, Any], group: int) -> list[data.Prompt]:
         return data.draw(list(pool), count, epoch, seed, wanted)
 
     def learn(self, memory: dict[str, Any], drawn: Drawn) -> None:
@@ -50,37 +48,17 @@ class Posterior:
     prior: float = 1.0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.target <= 1 or not 0 <= self.keep <= 1:
-            raise ValueError(f"Posterior: target is {self.target} and keep {self.keep}, expected 0 to 1")
-        if self.candidates < 1 or not self.prior > 0:
-            raise ValueError(f"Posterior: candidates is {self.candidates} and prior {self.prior}, expected 1 or more "
-                             "and above 0")
+        if not 0 <= self.target <= 1 or self.candidates < 1:
+            raise ValueError(f"Posterior: target is {self.target} and candidates {self.candidates}, expected 0 to 1 "
+                             "and 1 or more")
+        beliefs.require("Posterior", self.keep, self.prior)
 
     def __call__(self, pool: Sequence[data.Prompt], count: int, epoch: int, seed: int, wanted: Sequence[float] | None,
-                 memory: dict[str, Any]) -> list[data.Prompt]:
+                 memory: dict[str, Any], group: int) -> list[data.Prompt]:
         most = max(min(self.candidates * count, len(pool)), count)
         asked = data.draw(list(pool), most, epoch, seed, wanted)
-        known = memory.get("Posterior", {})
-        beliefs = np.array([known.get(prompt.key, (self.prior, self.prior)) for prompt in asked])
-        rates = np.random.default_rng([seed, epoch, 0]).beta(*beliefs.T)
+        rates = np.random.default_rng([seed, epoch, 0]).beta(*beliefs.of(memory, asked, self.prior).T)
         return [asked[place] for place in np.abs(rates - self.target).argsort(kind="stable")[:count]]
 
     def learn(self, memory: dict[str, Any], drawn: Drawn) -> None:
-        """Count the epoch's rewards, one group after the other, those of groups that were replaced too."""
-        known, own = memory.setdefault("Posterior", {}), {prompt.key for prompt in drawn.pool}
-        for prompt, totals in zip(drawn.prompts, drawn.totals):
-            if prompt.key in own and len(found := totals[~totals.isnan()].double()):
-                _require_rate(prompt.key, found.min().item(), found.max().item())
-                before = known.get(prompt.key, (self.prior, self.prior))
-                known[prompt.key] = list(self.updated(*before, found.mean().item(), len(found)))
-
-    def updated(self, a: float, b: float, share: float, samples: int) -> tuple[float, float]:
-        """The posterior's numbers after `samples` samples, a share of them right."""
-        begin = (1 - self.keep) * self.prior
-        return self.keep * a + begin + share * samples, self.keep * b + begin + (1 - share) * samples
-
-
-def _require_rate(prompt: str, least: float, most: float) -> None:
-    if least < -RELATIVE_NOISE or most > 1 + RELATIVE_NOISE:
-        raise UserError(f"Posterior: rewards from {least:g} to {most:g} (prompt: {prompt!r}), expected within 0 to 1, "
-                        "as a success rate: scale the rewards' weights")
+        beliefs.learn(memory, drawn, self.keep, self.prior)

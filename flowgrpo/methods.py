@@ -21,10 +21,12 @@ from flowgrpo import (
     forward_objectives,
     hints,
     influence,
+    knapsack,
     lag,
     layer_tuning,
     length_terms,
     objectives,
+    pooled,
     redraws,
     reductions,
     references,
@@ -33,6 +35,7 @@ from flowgrpo import (
     shaping,
     spreads,
     text_groups,
+    text_trees,
 )
 from flowgrpo.config import Config, nearest
 from flowgrpo.errors import UserError
@@ -56,13 +59,14 @@ def preset(*names: str) -> Method:
 
 _MODULES = (kernels, tokens, plans, solvers, selection, objectives, reductions, layer_tuning, forward_objectives,
             schedules, references, advantages, baselines, influence, shaping, preview, forward, lag, backprop, redraws,
-            curriculum, length_terms, spreads, hints, text_groups, adapted)
+            curriculum, length_terms, spreads, hints, text_groups, text_trees, knapsack, pooled, adapted)
 _RECORDS = (plans.Schedule, backprop.Unfinished, backprop.Valued)  # what parts return
 _TYPES = {cls.__name__: cls for module in _MODULES for cls in vars(module).values()
           if dataclasses.is_dataclass(cls) and cls.__module__ == module.__name__ and cls not in _RECORDS}
 # Of parts that take each other's place.
 _HOMES = {baselines: advantages, influence: advantages, layer_tuning: objectives, forward_objectives: objectives,
-          tokens: kernels, length_terms: shaping, hints: redraws}
+          tokens: kernels, length_terms: shaping, hints: redraws, text_trees: text_groups,
+          knapsack: curriculum, pooled: advantages}
 _KIND = {cls: _HOMES.get(module, module).__name__ for module in _MODULES
          for cls in vars(module).values() if cls in _TYPES.values() and cls.__module__ == module.__name__}
 
@@ -156,6 +160,9 @@ def _on_tokens(method: Method, config: Config) -> Method:
             raise ValueError("adapted.encoders trains a pipeline's text encoders, which a language model has none of")
         if method.kernel.greedy >= config.train.group:
             raise ValueError(f"{method.kernel.greedy} greedy samples leave none of the group to train")
+        if config.train.group % method.draws.leaves:
+            raise ValueError(f"draws is {type(method.draws).__name__} with {method.draws.leaves} leaves: expected a "
+                             "train.group that is a multiple of them")
         method.selection(torch.zeros(1, config.train.group))
     except ValueError as error:
         raise UserError(f"method {config.method} with train.group {config.train.group} and parts {config.parts}: "

@@ -17,10 +17,12 @@ from flowgrpo import (
     curriculum,
     forward_objectives,
     hints,
+    knapsack,
     lag,
     layer_tuning,
     length_terms,
     objectives,
+    pooled,
     redraws,
     reductions,
     references,
@@ -28,6 +30,7 @@ from flowgrpo import (
     shaping,
     spreads,
     text_groups,
+    text_trees,
 )
 from flowgrpo.method import Method
 from flowgrpo.samplers import backprop, forward, kernels, plans, preview, solvers, tokens
@@ -351,6 +354,11 @@ def spo_chain(method: Method = Method()) -> Method:
                    kl=objectives.SampledKL(1e-4, "k3"))
 
 
+def spo_tree(method: Method = Method()) -> Method:
+    """SPO-tree: a tree of completions, whose segments are compared with what else went on from there (2505.23564)."""
+    return replace(spo_chain(method), draws=text_trees.Tree(), spread=spreads.SegmentTree())
+
+
 def gigpo(method: Method = Method()) -> Method:
     """GiGPO: steps that begin in the same state are compared too, beside whole completions (2505.10978)."""
     return replace(grpo(method), spread=spreads.StepGroups(), kl=objectives.SampledKL(0.01, "k3"))
@@ -360,6 +368,11 @@ def s_grpo(method: Method = Method()) -> Method:
     """S-GRPO: one thought left at several places; of right answers the earlier ones earn more (2505.07686)."""
     return replace(grpo(method), draws=text_groups.Serial(), shaping=length_terms.ExitDecay(),
                    kl=objectives.SampledKL(0.0))
+
+
+def knapsack_rl(method: Method = Method()) -> Method:
+    """Knapsack RL over any host: more groups for prompts from which more is to be learned (2509.25849)."""
+    return replace(method, curriculum=knapsack.Knapsack(), advantage=pooled.Pooled())
 
 
 def scaf_grpo(method: Method = Method()) -> Method:
@@ -378,7 +391,8 @@ PRESETS: dict[str, Callable[..., Method]] = {
         flow_grpo, flow_grpo_fast, dance_grpo, ddpo, mix_grpo, mix_grpo_flash, grpo_guard, flow_dppo, tempflow_grpo,
         granular_grpo, branch_grpo, tree_rpo, pref_grpo, b2_diffurl, sol_rl, diffusion_nft, awm, dgpo, crd,
         diffusion_dpo, refl, draft, alignprop, grpo, dr_grpo, dapo, gspo, cispo, rloo, reinforce_pp, remax,
-        trace_rl, rpo, texforce, grpo_lambda, spo_chain, gigpo, dynamic_sampling, mopps, s_grpo, scaf_grpo, ghpo)}
+        trace_rl, rpo, texforce, grpo_lambda, spo_chain, gigpo, dynamic_sampling, mopps, s_grpo, scaf_grpo, ghpo,
+        spo_tree, knapsack_rl)}
 
 
 def suited(process: str) -> list[str]:

@@ -50,15 +50,16 @@ def steps_of(ids: Tensor, mask: Tensor, every: int, ends: Collection[int] = ()) 
 
 
 def anchors(ids: Tensor, steps: Tensor, mask: Tensor, groups: Tensor) -> Tensor:
-    """The state before each step, int64 [m, T], equal where two steps begin in the same one: at the same prompt
-    (`groups`, int64 [m]) and behind the same tokens; -1 beyond a row's last step."""
-    found = torch.full((len(ids), int(steps.max()) + 1), -1)
+    """The state before each step and behind the last one, int64 [m, T + 1], equal where two rows are in the same one:
+    at the same prompt (`groups`, int64 [m]) and behind the same tokens; -1 beyond a row's end."""
+    found = torch.full((len(ids), int(steps.max()) + 2), -1)
     numbers: dict[tuple, int] = {}
     for row, (own, step, kept, group) in enumerate(zip(ids, steps, mask, groups.tolist())):
         state: tuple = (group,)
         for number in step[kept].unique().tolist():
             found[row, number] = numbers.setdefault(state, len(numbers))
             state = (numbers[state], tuple(own[kept & (step == number)].tolist()))
+        found[row, int(step.max()) + 1] = numbers.setdefault(state, len(numbers))
     return found
 
 
@@ -84,3 +85,19 @@ def step_advantages(states: Tensor, rewards: Tensor, gamma: float, divide: bool 
     noise = spread <= 1e-6 * torch.zeros(size).to(kept).index_add(0, at, kept.abs()) / count.clamp(min=1)
     relative = centred / (spread + 1e-6)[at] if divide else centred
     return torch.zeros_like(returns).masked_scatter(known, relative.masked_fill(noise[at], 0)).view(states.shape)
+
+
+def shared_values(states: Tensor, rewards: Tensor) -> tuple[Tensor, Tensor]:
+    """What states are worth to the samples that pass through them, and how many these are: both [m, T].
+
+    states: int64 [m, T], equal where samples are in the same one, -1 where there is none; rewards: [m], NaN where there
+    is none. The value of a state is the mean reward of its samples: in a tree, of the leaves below (SPO-tree,
+    2505.23564).
+    """
+    (rewards,) = wide(rewards)
+    known = (states >= 0) & ~rewards.isnan()[:, None]
+    at, kept, size = states[known], rewards[:, None].expand(states.shape)[known], int(states.max()) + 1
+    count = torch.zeros(size).to(kept).index_add(0, at, torch.ones_like(kept))
+    mean = torch.zeros(size).to(kept).index_add(0, at, kept) / count.clamp(min=1)
+    missing = torch.full(states.shape, torch.nan, dtype=rewards.dtype)
+    return missing.masked_scatter(known, mean[at]), torch.zeros_like(missing).masked_scatter(known, count[at])

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from flowgrpo.segments import anchors, chain, cut_points, segments_of, step_advantages, steps_of
+from flowgrpo.segments import (
+    anchors, chain, cut_points, segments_of, shared_values, step_advantages, steps_of)
 
 if TYPE_CHECKING:
     from flowgrpo.types import Completions, Segmented
@@ -63,6 +64,34 @@ class SegmentChain:
 
 
 @dataclass(frozen=True)
+class SegmentTree:
+    """The advantage of a token is what its `every` tokens changed of the value, which is the mean reward of all samples
+    of the group with the same tokens so far (SPO-tree, 2505.23564): `segments.shared_values`.
+
+    With `draws: Tree` of the same number of tokens these are the leaves below a node of the tree. What several samples
+    share is divided by their number, so that an edge of the tree is trained once. cut: only tokens whose probability
+    was below it are trained, the paper's probability mask (1: all but certain ones).
+    """
+
+    every: int = 32
+    cut: float = 0.9
+    samples, causal = 0, True
+
+    def __post_init__(self) -> None:
+        if self.every < 1 or not 0 < self.cut <= 1:
+            raise ValueError(f"SegmentTree: every is {self.every} and cut {self.cut}, expected 1 or more, and above 0 "
+                             "to 1")
+
+    def __call__(self, taken: Completions, advantages: Tensor, totals: Tensor) -> Tensor:
+        old, mask, rewards = taken.old, taken.old.mask.cpu(), totals.flatten()
+        steps = steps_of(taken.ids, mask, self.every)
+        states = anchors(taken.ids, steps, mask, torch.arange(len(totals)).repeat_interleave(totals.shape[1]))
+        values, sharing = shared_values(states, rewards)
+        found = chain(values, steps, rewards) / sharing[:, 1:].clamp(min=1).gather(1, steps)
+        return found.nan_to_num(0) * cut_points(old.logp, old.mask, self.cut)
+
+
+@dataclass(frozen=True)
 class StepGroups:
     """The sample's advantage plus `weight` times that of the step, compared with steps of the group that begin in the
     same state (GiGPO, 2505.10978): `step_advantages`.
@@ -88,5 +117,7 @@ class StepGroups:
         mask = taken.old.mask.cpu()
         groups = torch.arange(len(totals)).repeat_interleave(totals.shape[1])
         steps = steps_of(taken.ids, mask, self.every, self.ends)
-        relative = step_advantages(anchors(taken.ids, steps, mask, groups), totals.flatten(), self.gamma, self.divide)
+        states = anchors(taken.ids, steps, mask, groups)[:, :-1]
+        states = torch.where(torch.arange(states.shape[1]) <= steps.amax(1, keepdim=True), states, -1)
+        relative = step_advantages(states, totals.flatten(), self.gamma, self.divide)
         return advantages[:, None] + self.weight * relative.gather(1, steps)

@@ -2,7 +2,7 @@
 
 asked: the prompts of B rows, whole groups of `group`; generators: one per row; greedy: bool [B], rows that take the
 likeliest token; the answer is a list of Sampled, B rows together in their order. `causal`: whether tokens are drawn one
-after the other.
+after the other; `leaves`: of what number a group has to be a multiple.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 class Parallel:
     """Every completion for itself."""
 
-    causal = False
+    causal, leaves = False, 1
 
     def __call__(self, policy: Any, asked: Asked, kernel: Any, generators: Sequence[torch.Generator], greedy: Tensor,
                  group: int, micro_batch: int) -> list[Sampled]:
@@ -43,7 +43,7 @@ class Serial:
 
     exit: str = "Time is limited, stop thinking and start answering.\n</think>\n\n"
     close: str = "</think>"
-    causal = True
+    causal, leaves = True, 1
 
     def __call__(self, policy: Any, asked: Asked, kernel: Any, generators: Sequence[torch.Generator], greedy: Tensor,
                  group: int, micro_batch: int) -> list[Sampled]:
@@ -102,6 +102,6 @@ def joined(pieces: Sequence[Sampled]) -> Sampled:
 
 
 def ordered(made: Sampled, order: Tensor) -> Sampled:
-    """The samples in another order."""
+    """The samples in another order, or some of them, or some several times."""
     return type(made)(*(each[order] for each in (made.ids, made.logp, made.mask, made.cut)),
                       [made.texts[i] for i in order.tolist()])

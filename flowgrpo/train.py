@@ -83,7 +83,7 @@ class Trainer:
         train, seed, parts = self.config.train, self.config.seed, []
         drawn = Drawn(self.prompts, self.epoch, train.epochs, seed, self.processes)
         batch = self.method.curriculum(self.prompts, train.prompts, self.epoch, seed, self.prompt_weights(),
-                                       self.memory)
+                                       self.memory, train.group)
         while batch:
             before = len(drawn.own())
             with self.processes.together():

@@ -7,7 +7,7 @@ import pytest
 import tiny_text
 import torch
 
-from flowgrpo import data, state
+from flowgrpo import beliefs, data, state
 from flowgrpo.curriculum import Posterior, Walk
 from flowgrpo.data import Prompt
 from flowgrpo.drawn import Drawn
@@ -27,10 +27,10 @@ def test_the_posterior_by_hand():
     part = Posterior(keep=0.5, prior=1.0)
     memory: dict = {}
     told(part, memory, [POOL[0]], torch.tensor([[1.0, 1.0, 0.0, 1.0]]))
-    assert memory["Posterior"]["p0"] == [4.0, 2.0]  # 0.5 * 1 + 0.5 * 1 + 3 and + 1
+    assert memory["beliefs"]["p0"] == [4.0, 2.0]  # 0.5 * 1 + 0.5 * 1 + 3 and + 1
     told(part, memory, [POOL[0], Prompt("a hint")], torch.tensor([[0.0, 0.0, torch.nan, 0.0], [1.0] * 4]))
-    assert memory["Posterior"] == {"p0": [2.5, 4.5]}  # of 3 samples; 0.5 * 4 + 0.5 + 0 and 0.5 * 2 + 0.5 + 3
-    assert Posterior(keep=1.0).updated(3.0, 2.0, 0.25, 8) == (5.0, 8.0)  # without forgetting: Beta's own
+    assert memory["beliefs"] == {"p0": [2.5, 4.5]}  # of 3 samples; 0.5 * 4 + 0.5 + 0 and 0.5 * 2 + 0.5 + 3
+    assert beliefs.updated(3.0, 2.0, 0.25, 8, 1.0, 1.0) == (5.0, 8.0)  # without forgetting: Beta's own
     with pytest.raises(UserError, match="rewards from 0 to 2"):
         told(part, memory, [POOL[0]], torch.tensor([[0.0, 2.0]]))
 
@@ -40,7 +40,7 @@ def test_prompts_of_middling_rates_are_drawn():
     part, memory = Posterior(candidates=8), {}
     rng, chosen = np.random.default_rng(0), []
     for epoch in range(120):
-        batch = part(POOL, 8, epoch, 0, None, memory)
+        batch = part(POOL, 8, epoch, 0, None, memory, 8)
         assert len({prompt.key for prompt in batch}) == 8
         own = np.array([rates[int(prompt.text[1:])] for prompt in batch])
         chosen += own.tolist() if epoch >= 60 else []
@@ -50,17 +50,17 @@ def test_prompts_of_middling_rates_are_drawn():
 
 
 def test_the_nearest_to_the_target_of_the_candidates():
-    memory = {"Posterior": {prompt.key: [1e7 * i, 1e7 * (199 - i)] for i, prompt in enumerate(POOL) if 0 < i < 199}}
-    found = Posterior(target=0.25, candidates=1000)(POOL, 3, 5, 0, None, memory)
+    memory = {"beliefs": {prompt.key: [1e7 * i, 1e7 * (199 - i)] for i, prompt in enumerate(POOL) if 0 < i < 199}}
+    found = Posterior(target=0.25, candidates=1000)(POOL, 3, 5, 0, None, memory, 8)
     assert {prompt.text for prompt in found} == {"p49", "p50", "p51"}
 
 
 def test_one_candidate_each_is_the_plain_draw():
     for part in (Posterior(candidates=1), Walk()):
-        assert sorted(p.text for p in part(POOL, 7, 3, 1, None, {})) == sorted(
+        assert sorted(p.text for p in part(POOL, 7, 3, 1, None, {}, 8)) == sorted(
             p.text for p in data.draw(POOL, 7, 3, 1))
-    assert Walk()(POOL, 7, 3, 1, None, {}) == data.draw(POOL, 7, 3, 1)
-    assert len(Posterior()(POOL[:3], 7, 0, 0, None, {})) == 7
+    assert Walk()(POOL, 7, 3, 1, None, {}, 8) == data.draw(POOL, 7, 3, 1)
+    assert len(Posterior()(POOL[:3], 7, 0, 0, None, {}, 8)) == 7
 
 
 @pytest.mark.parametrize("options", [dict(target=1.5), dict(keep=-0.1), dict(candidates=0), dict(prior=0.0)])
@@ -79,6 +79,6 @@ def test_what_is_believed_is_in_the_checkpoint_and_the_next_epoch_is_the_same(tm
     trainer.marked = state.counters(trainer)
     state.save(trainer, tmp_path)
     state.restore(other, tmp_path / "checkpoints" / "epoch-00001")
-    assert other.memory == trainer.memory and len(trainer.memory["Posterior"]) == 2
-    drawn = [each.method.curriculum(each.prompts, 2, 1, 0, None, each.memory) for each in (trainer, other)]
+    assert other.memory == trainer.memory and len(trainer.memory["beliefs"]) == 2
+    drawn = [each.method.curriculum(each.prompts, 2, 1, 0, None, each.memory, 4) for each in (trainer, other)]
     assert drawn[0] == drawn[1]

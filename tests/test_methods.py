@@ -28,8 +28,9 @@ from flowgrpo.samplers.solvers import DPMSolver2M, Euler
 from flowgrpo.samplers.tokens import Decoding
 from flowgrpo.selection import All, BestWorst, ButFirst, DropZeroVariance, Extremes
 from flowgrpo.shaping import AsIs, Overlong, WinRate
-from flowgrpo.spreads import SegmentChain, StepGroups
+from flowgrpo.spreads import SegmentChain, SegmentTree, StepGroups
 from flowgrpo.text_groups import Serial
+from flowgrpo.text_trees import Tree
 from flowgrpo.train import decisions
 
 # kernel, plan, solver, tail, shared noise, advantage's scale and order, clip range, KL
@@ -55,7 +56,8 @@ PUBLISHED = {
 OTHER = {"tempflow_grpo": {"step_weight": NoiseLevel()}, "granular_grpo": {"strides": (1, 2, 3)},
          "tree_rpo": {"surrogate": AdaptiveClip(1e-4, 2e-4, 1.0), "tuning": LayerTuning(1e-4)},
          "pref_grpo": {"shaping": WinRate()}, "b2_diffurl": {"selection": Extremes(-0.5, 0.5, branch=4)}}
-OVERLAYS = {"grpo_guard", "flow_dppo", "sol_rl", "texforce", "dynamic_sampling", "mopps", "scaf_grpo", "ghpo"}
+OVERLAYS = {"grpo_guard", "flow_dppo", "sol_rl", "texforce", "dynamic_sampling", "mopps", "scaf_grpo", "ghpo",
+            "knapsack_rl"}
 # Of language models: ratio, surrogate, reduction, advantage's scale and order, KL.
 OF_TOKENS = {
     "grpo": (PlainRatio(), Clip(0.2, 0.2), PerRow(), "group", "rewards", SampledKL(0.04, "k3")),
@@ -68,6 +70,7 @@ OF_TOKENS = {
     "remax": (PlainRatio(), Reinforce(), RowSums(), None, None, SampledKL()),
     "grpo_lambda": (PlainRatio(), Clip(0.2, 0.2), PerRow(), "group", "rewards", SampledKL()),
     "spo_chain": (PlainRatio(), Clip(0.2, 0.2), PerDecision(), "group", "rewards", SampledKL(1e-4, "k3")),
+    "spo_tree": (PlainRatio(), Clip(0.2, 0.2), PerDecision(), "group", "rewards", SampledKL(1e-4, "k3")),
     "gigpo": (PlainRatio(), Clip(0.2, 0.2), PerRow(), "group", "rewards", SampledKL(0.01, "k3")),
     "s_grpo": (PlainRatio(), Clip(0.2, 0.2), PerRow(), "group", "rewards", SampledKL()),
 }
@@ -75,6 +78,7 @@ OTHER_OF_TOKENS = {"dapo": {"shaping": Overlong(0.2), "selection": DropZeroVaria
                    "grpo_lambda": {"shaping": LengthSwitch(0.2, 0.0, 0.2, 1.0)},
                    "spo_chain": {"spread": SegmentChain(0.9, 5, 9, True)},
                    "s_grpo": {"draws": Serial(), "shaping": ExitDecay(1.0)},
+                   "spo_tree": {"spread": SegmentTree(32, 0.9), "draws": Tree((2, 2), 32)},
                    "gigpo": {"spread": StepGroups(8, (), 0.95, 1.0, True)},
                    "remax": {"kernel": Decoding(greedy=1), "advantage": First(), "selection": ButFirst()}}
 

@@ -15,8 +15,9 @@ from flowgrpo.policies.causal_lm import Asked
 from flowgrpo.policies.continuations import continued, segmented
 from flowgrpo.samplers.rollout import Part
 from flowgrpo.samplers.tokens import Decoding
-from flowgrpo.segments import anchors, chain, cut_points, segments_of, starts_of, step_advantages, steps_of
-from flowgrpo.spreads import Evenly, SegmentChain, StepGroups
+from flowgrpo.segments import (
+    anchors, chain, cut_points, segments_of, shared_values, starts_of, step_advantages, steps_of)
+from flowgrpo.spreads import Evenly, SegmentChain, SegmentTree, StepGroups
 from flowgrpo.train import decisions
 from flowgrpo.types import Completions, Scored, Segmented
 
@@ -113,6 +114,7 @@ def test_the_value_of_a_state_is_the_mean_reward_of_its_continuations():
 
 
 @pytest.mark.parametrize("method, options", [("spo_chain", {"parts": {"spread": {"interval": 1, "samples": 2}}}),
+                                             ("spo_tree", {"parts": tiny_text.PARTS["spo_tree"]}),
                                              ("gigpo", {"parts": {"spread": {"every": 1}}})])
 def test_tokens_have_advantages_of_their_own(method, options):
     trainer, parts, asked, _ = sampled(method, **options)
@@ -137,6 +139,24 @@ def test_a_part_has_an_advantage_for_each_row_or_each_decision():
     assert [part.advantage(0, slice(1, 3)).shape for part in parts] == [(2, 1), (2, 5)]
 
 
+def test_values_of_a_tree_are_means_of_the_leaves_below():
+    ids = torch.tensor([[4, 5, 6, 7], [4, 5, 8, 9], [4, 6, 2, 0], [4, 6, 2, 0]])  # the last two ended: the same leaf
+    mask = torch.tensor([[True] * 4, [True] * 4, [True, True, True, False], [True, True, True, False]])
+    states = anchors(ids, steps_of(ids, mask, 2), mask, torch.zeros(4, dtype=torch.long))
+    rewards = torch.tensor([1.0, 0.0, 1.0, 1.0], dtype=torch.float64)
+    values, count = shared_values(states, rewards)
+    assert values.tolist() == [[0.75, 0.5, 1], [0.75, 0.5, 0], [0.75, 1, 1], [0.75, 1, 1]]
+    assert count.tolist() == [[4, 2, 1], [4, 2, 1], [4, 2, 2], [4, 2, 2]]
+    taken = Completions(ids, torch.zeros(4, dtype=torch.long), Scored(torch.full((4, 4), -1.0) * mask, mask))
+    found = SegmentTree(every=2)(taken, torch.zeros(4), rewards[None])
+    assert found.tolist() == [[-0.125, -0.125, 0.5, 0.5], [-0.125, -0.125, -0.5, -0.5], [0.125, 0.125, 0, 0],
+                              [0.125, 0.125, 0, 0]]
+    edges = found[0, 0] + found[1, 0], found[2, 0] + found[3, 0]
+    assert edges == (0.5 - 0.75, 1 - 0.75)  # each edge once, however many leaves are below
+    likely = Completions(ids, taken.prompts, Scored(torch.full((4, 4), -0.01) * mask, mask))
+    assert SegmentTree(every=2)(likely, torch.zeros(4), rewards[None]).abs().max() == 0  # the probability mask
+
+
 # --- GiGPO -----------------------------------------------------------------------------------------------------------
 
 IDS = torch.tensor([[4, 5, 6, 7], [4, 5, 8, 9], [4, 9, 6, 7], [4, 5, 6, 0]])
@@ -147,12 +167,13 @@ def test_steps_that_begin_behind_the_same_tokens_share_a_state():
     steps = steps_of(IDS, DRAWN, 2)
     assert steps.tolist() == [[0, 0, 1, 1]] * 4
     found = anchors(IDS, steps, DRAWN, torch.zeros(4, dtype=torch.long))
-    assert found.tolist() == [[0, 1], [0, 1], [0, 2], [0, 1]]
+    assert found.tolist() == [[0, 1, 2], [0, 1, 3], [0, 4, 5], [0, 1, 6]]
     apart = anchors(IDS, steps, DRAWN, torch.tensor([0, 0, 1, 1]))
     assert apart[0, 0] == apart[1, 0] != apart[2, 0] == apart[3, 0] and apart[3, 1] != apart[0, 1]
     assert steps_of(IDS, DRAWN, 1, ends=(5, 6)).tolist() == [[0, 0, 1, 2], [0, 0, 1, 1], [0, 0, 0, 1], [0, 0, 1, 1]]
     one = steps_of(IDS, DRAWN, 1)
-    assert one[3].tolist() == [0, 1, 2, 2] and anchors(IDS, one, DRAWN, torch.zeros(4, dtype=torch.long))[3, 3] == -1
+    ends = anchors(IDS, one, DRAWN, torch.zeros(4, dtype=torch.long))
+    assert one[3].tolist() == [0, 1, 2, 2] and ends.shape == (4, 5) and ends[3, 3] == ends[0, 3] and ends[3, 4] == -1
 
 
 def test_step_advantages_by_hand():
@@ -183,7 +204,7 @@ def test_states_that_are_left_once_leave_the_samples_advantage():
     assert torch.equal(nothing, advantages[:, None].expand(4, 4))
 
 
-@pytest.mark.parametrize("method", ["spo_chain", "gigpo"])
+@pytest.mark.parametrize("method", ["spo_chain", "spo_tree", "gigpo"])
 def test_tokens_in_no_order_have_neither(method):
     with pytest.raises(UserError, match="one of causal language models"):
         methods.preset(method).on("masks")
