@@ -46,12 +46,12 @@ class Method:
     holds to; reduction: what the loss is a mean over; tuning: a supervised term towards the best sample; times: when
     finals are noised and trained in place of recorded steps; lag: how slowly the old policy follows; backprop: how the
     steps from the plan's one on become the data whose reward's gradient is followed (None: none is);
-    adapted: which modules are trained;
+    adapted: which modules are trained; chain: how recorded steps become one decision (None: each is its own);
     draws: how the texts of a group are drawn; spread: how the advantage of a text is spread over its tokens;
     curriculum: which prompts an epoch begins with; redraw: which of their groups are replaced by other prompts.
 
     Of a language model the kernel is a `tokens.Decoding`, of a masked one an `Unmasking`, and what is about denoising
-    (plan, solver, tail, roots, strides, preview, times, backprop) is not read.
+    (plan, solver, tail, roots, strides, preview, times, backprop, adapted, chain) is not read.
     """
 
     kernel: Any = kernels.FlowSDE(0.7)
@@ -75,6 +75,7 @@ class Method:
     lag: Any = lag.Lag()
     backprop: Any = None
     adapted: Any = adapted.Adapted()
+    chain: Any = None
     draws: Any = text_groups.Parallel()
     spread: Any = spreads.Evenly()
     curriculum: Any = curriculum.Walk()

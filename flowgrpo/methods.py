@@ -42,7 +42,7 @@ from flowgrpo.errors import UserError
 from flowgrpo.gaussian import log_prob
 from flowgrpo.method import OF_TEXT, Method
 from flowgrpo.presets import PRESETS
-from flowgrpo.samplers import backprop, forward, kernels, plans, preview, solvers, tokens
+from flowgrpo.samplers import backprop, chains, forward, kernels, noise_net, plans, preview, solvers, tokens
 from flowgrpo.samplers.grids import shifted
 from flowgrpo.samplers.rollout import Exploration
 
@@ -59,14 +59,15 @@ def preset(*names: str) -> Method:
 
 _MODULES = (kernels, tokens, plans, solvers, selection, objectives, reductions, layer_tuning, forward_objectives,
             schedules, references, advantages, baselines, influence, shaping, preview, forward, lag, backprop, redraws,
-            curriculum, length_terms, spreads, hints, text_groups, text_trees, knapsack, pooled, adapted)
-_RECORDS = (plans.Schedule, backprop.Unfinished, backprop.Valued)  # what parts return
+            curriculum, length_terms, spreads, hints, text_groups, text_trees, knapsack, pooled, adapted,
+            noise_net, chains)
+_RECORDS = (plans.Schedule, backprop.Unfinished, backprop.Valued, chains.Chain)  # what parts return
 _TYPES = {cls.__name__: cls for module in _MODULES for cls in vars(module).values()
           if dataclasses.is_dataclass(cls) and cls.__module__ == module.__name__ and cls not in _RECORDS}
 # Of parts that take each other's place.
 _HOMES = {baselines: advantages, influence: advantages, layer_tuning: objectives, forward_objectives: objectives,
           tokens: kernels, length_terms: shaping, hints: redraws, text_trees: text_groups,
-          knapsack: curriculum, pooled: advantages}
+          knapsack: curriculum, pooled: advantages, noise_net: kernels}
 _KIND = {cls: _HOMES.get(module, module).__name__ for module in _MODULES
          for cls in vars(module).values() if cls in _TYPES.values() and cls.__module__ == module.__name__}
 
@@ -142,6 +143,9 @@ def resolve(config: Config, process: str = "flow") -> Method:
         if not isinstance(method.redraw, redraws.Never) and (method.backprop or len(explorations) > 1):
             raise ValueError(f"redraw is {type(method.redraw).__name__}, which goes with methods that sample a group "
                              "per prompt and compare its rewards: set parts.redraw: {type: Never}")
+        noise_net.require(method, [each.schedule for each in explorations])
+        if method.chain:
+            chains.require(method, explorations)
         for exploration in () if method.backprop else explorations:
             for step in exploration.schedule.trained:
                 log_prob(exploration.transition(x, x, exploration.grid, step), x)

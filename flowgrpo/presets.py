@@ -33,7 +33,7 @@ from flowgrpo import (
     text_trees,
 )
 from flowgrpo.method import Method
-from flowgrpo.samplers import backprop, forward, kernels, plans, preview, solvers, tokens
+from flowgrpo.samplers import backprop, chains, forward, kernels, noise_net, plans, preview, solvers, tokens
 
 
 def flow_grpo(method: Method = Method()) -> Method:
@@ -386,13 +386,24 @@ def ghpo(method: Method = Method()) -> Method:
     return replace(method, redraw=hints.Hints((0.25, 0.5, 0.75), text=told))
 
 
+def reinflow(method: Method = Method()) -> Method:
+    """ReinFlow: noise that a network learns beside the flow, and one ratio for a sample's whole chain (2505.22094).
+
+    Advantages are those of the group, in place of the paper's critic; its entropy bonus is left out.
+    """
+    return replace(method, kernel=noise_net.LearnedNoise(), plan=plans.AllSteps(), roots=None, chain=chains.Joint(),
+                   advantage=advantages.Advantage(scale="batch", order="rewards"), log_ratio=objectives.PlainRatio(),
+                   surrogate=objectives.Clip(1e-3, 1e-3), step_weight=objectives.Uniform(),
+                   kl=objectives.GaussianKL(0.0))
+
+
 PRESETS: dict[str, Callable[..., Method]] = {
     preset.__name__: preset for preset in (
         flow_grpo, flow_grpo_fast, dance_grpo, ddpo, mix_grpo, mix_grpo_flash, grpo_guard, flow_dppo, tempflow_grpo,
         granular_grpo, branch_grpo, tree_rpo, pref_grpo, b2_diffurl, sol_rl, diffusion_nft, awm, dgpo, crd,
         diffusion_dpo, refl, draft, alignprop, grpo, dr_grpo, dapo, gspo, cispo, rloo, reinforce_pp, remax,
         trace_rl, rpo, texforce, grpo_lambda, spo_chain, gigpo, dynamic_sampling, mopps, s_grpo, scaf_grpo, ghpo,
-        spo_tree, knapsack_rl)}
+        spo_tree, knapsack_rl, reinflow)}
 
 
 def suited(process: str) -> list[str]:

@@ -35,6 +35,10 @@ class Gaussian:
     mean: Tensor
     std: Tensor
 
+    def rows(self, at: Tensor) -> Gaussian:
+        """The transitions of the rows `at`."""
+        return Gaussian(self.mean[at], self.std if self.std.ndim < self.mean.ndim else self.std[at])
+
 
 @dataclass(frozen=True, eq=False)
 class Scored:

@@ -168,7 +168,8 @@ PLACES = {"kernel": "the Gaussian transition of a step that draws noise; of a la
           "draws": "how the texts of a group are drawn",
           "spread": "how the advantage of a text is spread over its tokens",
           "curriculum": "which prompts an epoch begins with",
-          "redraw": "which groups are replaced by other prompts"}
+          "redraw": "which groups are replaced by other prompts",
+          "chain": "how the recorded steps of a sample become one decision"}
 PAPER = re.compile(r"\b\d{4}\.\d{5}\b")
 
 
@@ -244,6 +245,7 @@ def place(part: type) -> str:
         return "kernel"
     taken = {name: arguments(default) for name, default in defaults.items() if dataclasses.is_dataclass(default)}
     taken["backprop"] = arguments(methods.backprop.Unroll)  # without a default
+    taken["chain"] = arguments(methods.chains.Joint)
     [key] = [name for name, those in taken.items() if those == arguments(part)]
     return key
 

@@ -92,6 +92,7 @@ def test_published_defaults_of_language_models(name):
     expected |= OTHER_OF_TOKENS.get(name, {})
     assert {key: getattr(preset(name), key) for key in expected} == expected
 NOISED = {"diffusion_nft", "awm", "dgpo", "crd", "diffusion_dpo", "rpo"}  # see tests/test_forward.py, test_rpo.py
+LEARNED = {"reinflow"}  # noise: see tests/test_reinflow.py
 GRADIENT = {"refl", "draft", "alignprop"}  # of a reward: see tests/test_backprop.py
 
 
@@ -108,7 +109,7 @@ def test_published_defaults(name):
 
 
 def test_every_preset_has_its_defaults_published_here():
-    assert set(suited("flow")) == {*PUBLISHED, *OVERLAYS, *NOISED, *GRADIENT}
+    assert set(suited("flow")) == {*PUBLISHED, *OVERLAYS, *NOISED, *GRADIENT, *LEARNED}
     assert set(suited("tokens")) == set(OF_TOKENS)
 
 

@@ -23,8 +23,9 @@ from flowgrpo.samplers.rollout import Exploration, explore, replay, seeder
 from flowgrpo.samplers.scheduler import Task
 from flowgrpo.samplers.solvers import Euler
 
-# The others are met in tests/test_forward.py and tests/test_backprop.py.
-METHODS = [*(name for name in suited("flow") if preset(name).records_steps), "mix_grpo+grpo_guard"]
+# The others are met in tests/test_forward.py, tests/test_backprop.py and tests/test_reinflow.py.
+METHODS = [*(name for name in suited("flow") if preset(name).records_steps and not preset(name).chain),
+           "mix_grpo+grpo_guard"]
 ROWS = torch.tensor([0, 0, 1, 1])
 
 ROOM = {"train__steps": 11, "train__group": 16}  # that trees need for their splits

@@ -23,6 +23,7 @@ from flowgrpo.evaluation.held_out import spread
 from flowgrpo.evaluation.page import write_page, write_table
 from flowgrpo.policies import build
 from flowgrpo.rewards import pairwise
+from flowgrpo.samplers import noise_net
 from flowgrpo.samplers.rollout import seeder
 
 SEEDS = ("0", "1", "2", "3")
@@ -205,7 +206,8 @@ def _take(live: Any, config: Config, weights: Path) -> None:
     """Load a checkpoint's weights. UserError where they are not those of this model."""
     room = "ema/" if config.eval.weights == "ema" else "weights/"
     tensors, _ = checkpoint.load(weights)
-    held = {key.removeprefix(room): tensor for key, tensor in tensors.items() if key.startswith(room)}
+    held = {key.removeprefix(room): tensor for key, tensor in tensors.items()
+            if key.startswith(room) and not key.startswith(f"{room}{noise_net.NAME}.")}
     if live.named.keys() != held.keys():
         raise UserError(f"{weights} holds other weights than {config.model!r} with the run's adapter has")
     live.load(held)

@@ -77,6 +77,13 @@ class Weights:
             if parameter.requires_grad:
                 parameter.data = parameter.data.float()
 
+    def add(self, name: str, module: torch.nn.Module) -> None:
+        """Train a module with the others that is none of the pipeline's: checkpoints hold it, `save` leaves it out."""
+        added = {f"{name}.{key}": parameter for key, parameter in module.named_parameters()}
+        self.named |= added
+        if self._first is not None:
+            self._first |= {key: parameter.detach().cpu().clone() for key, parameter in added.items()}
+
     def parameters(self) -> list[torch.nn.Parameter]:
         return list(self.named.values())
 
@@ -111,7 +118,7 @@ class Weights:
         rank, since the mean of the products B A is not the product of the means."""
         def joined(key: str) -> torch.Tensor:
             each = [snapshot[key] for snapshot in snapshots]
-            if not self.adapter.rank:
+            if ".lora_" not in key:
                 return torch.stack(each).mean(0)
             return torch.cat(each, 0) if ".lora_A." in key else torch.cat(each, 1) / len(each)
 

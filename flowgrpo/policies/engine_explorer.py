@@ -9,11 +9,13 @@ import torch
 
 from flowgrpo.config import Config
 from flowgrpo.data import Prompt
+from flowgrpo.errors import UserError
 from flowgrpo.policies import engines
 from flowgrpo.policies.causal_lm import Asked, CausalLM, Sampled
 from flowgrpo.policies.text_explorer import TextExplorer
 from flowgrpo.samplers.mismatch import Mismatch
 from flowgrpo.samplers.rollout import Part, prompts_per_part, rescored
+from flowgrpo.text_groups import Parallel
 
 
 class EngineExplorer(TextExplorer):
@@ -22,6 +24,9 @@ class EngineExplorer(TextExplorer):
 
     def __init__(self, config: Config, policy: CausalLM, *rest):
         super().__init__(config, policy, *rest)
+        if not isinstance(self.method.draws, Parallel):
+            raise UserError(f"method {config.method} draws the texts of a group by {type(self.method.draws).__name__}, "
+                            "which no engine does: leave text.engine and text.engine_precision out")
         text = config.text
         self.mismatch = Mismatch(text.correction, text.correction_cap, text.correction_level)
         self.engine = engines.make(config, policy, self.processes.count)

@@ -6,6 +6,7 @@ All that the training loop does with grids, noise and pictures is here; the loop
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from flowgrpo.policies.conditioning import Conditioning, Encoder
 from flowgrpo.policies.pipeline import PipelinePolicy
 from flowgrpo.policies.quantised import quantised, require_torchao
 from flowgrpo.processes import Processes
-from flowgrpo.samplers import backprop, cost, forward
+from flowgrpo.samplers import backprop, chains, cost, forward, noise_net
 from flowgrpo.samplers.preview import chosen, contrasting, previews, require_choice
 from flowgrpo.samplers.rollout import Exploration, Part, Seed, explore, make_grid, replay, seeder
 from flowgrpo.types import Scored
@@ -47,6 +48,9 @@ class Explorer:
         self.grid, self.timesteps = self.make_grid(config.train.steps)
         self.rollout_evaluations = self.saved_evaluations = 0
         self.lagging = Lagging(method.lag, policy.weights)
+        self.network = method.kernel.network().to(policy.device) if hasattr(method.kernel, "network") else None
+        if self.network is not None:
+            policy.weights.add(noise_net.NAME, self.network)
         if method.preview:
             require_choice(self.explorations(0), method.preview.pool)
             require_torchao(method.preview.precision)
@@ -67,8 +71,10 @@ class Explorer:
 
     def explorations(self, epoch: int) -> list[Exploration]:
         """An epoch's grid, window, kernel and solver."""
-        train = self.config.train
-        return self.method.explorations(self.grid, train.group, train.shift, epoch, self.config.seed, self.timesteps)
+        train, method = self.config.train, self.method
+        if self.network is not None:
+            method = replace(method, kernel=method.kernel.with_network(self.network, epoch, train.epochs))
+        return method.explorations(self.grid, train.group, train.shift, epoch, self.config.seed, self.timesteps)
 
     def noised(self, epoch: int) -> Exploration | None:
         """The times at which an epoch's finals are noised and trained; None where its recorded steps are."""
@@ -122,7 +128,7 @@ class Explorer:
         policy."""
         times = self.noised(epoch)
         if times is None:
-            return part
+            return part if self.method.chain is None else chains.joined(part, self.method.chain)
         with self.clock("update"), self.lagging.old():
             return forward.noised(self.policy, conditioning, part, times, self.geometry.micro_batch, seed,
                                   self.method.times.shared, self.config.train.pack)
@@ -155,6 +161,8 @@ class Explorer:
         """What the present weights make of a part's transitions: (place in `part.transitions`, rows of it, scores)."""
         if self.method.backprop:
             return backprop.replay(self.policy, conditioning, part, self.method.backprop, self.geometry.micro_batch)
+        if self.method.chain:
+            return chains.replay(self.policy, conditioning, part, self.method.chain, self.geometry.micro_batch)
         return replay(self.policy, conditioning, part, self.geometry.micro_batch, self.config.train.pack)
 
     def beside(self, part: Part, conditioning: Conditioning, reference: list[Scored]) -> Beside:

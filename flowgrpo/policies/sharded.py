@@ -39,7 +39,8 @@ def require(config: Config, method) -> None:
              f"parts.preview.precision: {preview}: use full": preview != "full",
              "adapter.dora, which reads whole weights: use false": config.adapter.dora,
              "train.compile: use false": config.train.compile,
-             f"method {config.method}, whose graph has many steps: use another": method.backprop is not None,
+             f"method {config.method}, whose graph has many steps: use another":
+             method.backprop is not None or method.chain is not None,
              "train.pack, whose replays are batched by what each process has: use false": config.train.pack,
              "cache, from which some processes would read what others compute: leave it out": config.cache is not None}
     for told in (told for told, found in wrong.items() if found):

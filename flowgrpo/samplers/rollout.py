@@ -258,9 +258,10 @@ class _Grower:
             with self.policy.sampling():
                 v = self.policy.replay(self.conditioning.rows(nodes.prompts[rows]), x, grid, step,
                                        self.exploration.timesteps).detach()
-            transition = self.exploration.transition(x, v, grid, step)
+            with torch.no_grad():  # a kernel may be learned
+                transition = self.exploration.transition(x, v, grid, step)
             of = torch.arange(len(rows), device=x.device).repeat_interleave(children)
-            transition = Gaussian(transition.mean[of], transition.std)
+            transition = transition.rows(of)
             group = self.exploration.group
             generators = [self._generator(int(nodes.prompts[row]), (row * children + child) * width % group)
                           for row in rows.tolist() for child in range(children)]
@@ -345,8 +346,7 @@ def _scored(part: Part, taken: Transitions, states: range, x: torch.Tensor, v: t
     exploration, device = part.exploration, x.device
     low, high = torch.searchsorted(taken.parent, torch.tensor([states.start, states.stop])).tolist()
     of = (taken.parent[low:high] - states.start).to(device)
-    transition = exploration.transition(x, v, exploration.grid, taken.step)
-    transition = Gaussian(transition.mean[of], transition.std)
+    transition = exploration.transition(x, v, exploration.grid, taken.step).rows(of)
     slope = exploration.slope(taken.step) if exploration.keep_means else None
     x_next = taken.x_next[low:high].to(device)
     return slice(low, high), score(transition, x_next, exploration.keep_means, slope)

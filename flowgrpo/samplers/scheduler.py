@@ -142,10 +142,10 @@ class Record:
 
         found = Record(**{name: flat([getattr(each, name) for each in records])
                           for name in ("output", "x0", "first", "last")})
-        for step, one in records[0].transition.items():
-            mean = flat([each.transition[step].mean for each in records])
+        for step in records[0].transition:
+            own = [each.transition[step] for each in records]
             found.add(step, flat([each.x[step] for each in records]), flat([each.x_next[step] for each in records]),
-                      gaussian.Gaussian(mean, one.std))
+                      gaussian.Gaussian(flat([one.mean for one in own]), _deviation(own, flat)))
         return found
 
     @staticmethod
@@ -155,13 +155,19 @@ class Record:
         found = {name: _cat([getattr(each, name) for each in records]) for name in ("output", "x0", "first", "last")}
         for name in ("x", "x_next", "logp"):
             found[name] = {step: torch.cat([getattr(each, name)[step] for each in records]) for step in first.x}
-        transition = {step: gaussian.Gaussian(torch.cat([each.transition[step].mean for each in records]), one.std)
-                      for step, one in first.transition.items()}
+        own = {step: [each.transition[step] for each in records] for step in first.transition}
+        transition = {step: gaussian.Gaussian(torch.cat([one.mean for one in each]), _deviation(each, torch.cat))
+                      for step, each in own.items()}
         return Record(**found, transition=transition)
 
     def add(self, step: int, x: torch.Tensor, x_next: torch.Tensor, transition: gaussian.Gaussian) -> None:
         self.x[step], self.x_next[step], self.transition[step] = x, x_next, transition
         self.logp[step] = gaussian.log_prob(transition, x_next)
+
+
+def _deviation(own: list[gaussian.Gaussian], joined: Callable) -> torch.Tensor:
+    """The deviation of several transitions of one step: the same number, or one per value of each."""
+    return own[0].std if own[0].std.ndim < own[0].mean.ndim else joined([one.std for one in own])
 
 
 def _cat(values: list[torch.Tensor | None]) -> torch.Tensor | None:
@@ -293,7 +299,8 @@ class PolicyScheduler:
         return x_next
 
     def _draw(self, x, v, i):
-        transition = self.task.kernel(x, v, self.task.grid, i)
+        with torch.set_grad_enabled(self.task.unrolled and torch.is_grad_enabled()):  # a kernel may be learned
+            transition = self.task.kernel(x, v, self.task.grid, i)
         # Rounded first: the density is that of the state which the network will see.
         x_next = gaussian.sample(transition, self.task.noise(x)).to(x.dtype)
         if i in self.task.recorded:
