@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -22,7 +23,7 @@ from flowgrpo.samplers.mismatch import Mismatch
 from flowgrpo.samplers.rollout import seeder
 from flowgrpo.samplers.tokens import Decoding
 from flowgrpo.train import decisions
-from flowgrpo.types import Completions, Scored, Traces
+from flowgrpo.types import Completions, Scored, Segmented, Traces
 
 F64 = torch.float64
 # Probabilities of two completions: of the trainer, of the engine; the last token of the second one was never drawn.
@@ -203,6 +204,21 @@ def test_rows_keep_their_weights():
 def test_what_vllm_needs_is_told(options, told):
     with pytest.raises(UserError, match=told):
         tiny.trainer(rewards={"short": many}, text__engine="vllm", **options)
+
+
+def test_groups_that_no_engine_draws_are_told():
+    with pytest.raises(UserError, match="method s_grpo draws the texts of a group by Serial, which no engine does"):
+        trainer(method="s_grpo")
+
+
+def test_segments_are_valued_by_the_trainer_and_keep_the_engines_weights():
+    made = trainer(method="spo_chain", parts__spread__interval=2, parts__spread__samples=2)
+    batch = made.prompts[:2]
+    asked = made.explorer.conditioning(batch)
+    [taken] = next(made.explorer.sample(asked, 0, partial(made.total, batch)))[0].transitions
+    assert isinstance(taken, Segmented) and taken.values.isfinite().any()
+    assert taken.correction.shape == taken.ids.shape and not (taken.correction == 1).all()
+    assert torch.equal(taken.rows(torch.tensor([1])).correction, taken.correction[1:2])
 
 
 def test_an_engine_for_a_masked_model_is_told():

@@ -156,4 +156,4 @@ def packed(policy: CausalLM, rows: Sequence[tuple[Sequence[int], Sequence[float]
         count = min(len(tokens) if end is None else end + 1, most)
         ids[row, :count], logp[row, :count] = torch.tensor(tokens[:count]), torch.tensor(values[:count])
         mask[row, :count], cut[row] = True, end is None or end >= most
-    return Sampled(ids, logp, mask, cut, policy._written(ids, mask))
+    return Sampled(ids, logp, mask, cut, policy.written(ids, mask))
