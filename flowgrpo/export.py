@@ -13,7 +13,7 @@ import torch
 
 from flowgrpo.config import Config, load
 from flowgrpo.errors import UserError
-from flowgrpo.policies.adapters import LORA_FILE, lora_layers
+from flowgrpo.policies.adapters import LORA_FILE
 
 # What ComfyUI and the kohya scripts call the parts of a diffusers pipeline; what follows are diffusers' module names.
 PREFIXES = {"unet": "lora_unet", "transformer": "lora_transformer", "text_encoder": "lora_te1",
@@ -111,6 +111,7 @@ def merged(run: Path, output: Path) -> Path:
     from flowgrpo.evaluation.compare import load_tuned
     from flowgrpo.policies.dtypes import DTYPES
     from flowgrpo.policies.load import load_pipeline
+    from flowgrpo.policies.lora import merge
 
     config, _ = finished(run)
     pipe = load_pipeline(config.model, "fp32", config.trust_remote_code)
@@ -119,18 +120,6 @@ def merged(run: Path, output: Path) -> Path:
         merge(part)
     pipe.to(DTYPES[config.precision]).save_pretrained(output, safe_serialization=True)
     return output
-
-
-def merge(part: torch.nn.Module) -> None:
-    """Add a module's LoRA, if it has one, to its weights, and take the adapter off; whatever loaded it."""
-    from diffusers.utils.peft_utils import recurse_remove_peft_layers
-
-    for layer in lora_layers(part).values():
-        layer.merge()
-    recurse_remove_peft_layers(part)
-    if hasattr(part, "peft_config"):
-        del part.peft_config
-        part._hf_peft_config_loaded = False  # of diffusers and transformers: save_pretrained would write an adapter
 
 
 def card(run: Path) -> Path:

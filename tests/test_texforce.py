@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import tiny
@@ -15,6 +16,7 @@ from flowgrpo.config import Adapter
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation.compare import load_branches, load_tuned
 from flowgrpo.policies.adapters import LORA_FILE
+from flowgrpo.policies.lora import merge
 from flowgrpo.policies.pipeline import PipelinePolicy
 from flowgrpo.samplers.grids import shifted
 
@@ -108,6 +110,11 @@ def test_rollouts_decoding_and_evaluation_read_the_present_encoders():
         assert torch.equal(made.decode(x, conditioning), made.decode(x, conditioning))
 
 
+def test_encoded_prompts_are_not_kept_on_disk(tmp_path):
+    assert trainer("sd3", cache=str(tmp_path)).explorer.encode.folder is None
+    assert tiny.trainer(cache=str(tmp_path)).explorer.encode.folder.parent == tmp_path
+
+
 def test_a_prompt_is_encoded_once_whatever_its_rows():
     made, calls = policy(tiny.sd3()), []
     made.pipe.text_encoder.register_forward_pre_hook(lambda module, args: calls.append(len(args[0])))
@@ -148,6 +155,24 @@ def test_stock_diffusers_loads_the_adapters_and_draws_the_same(name, adapted, tm
         stock.load_lora_weights(tmp_path)
     torch.testing.assert_close(latents(), ours, rtol=0, atol=1e-4)
     assert (untuned - ours).abs().max() > 0.05
+
+
+@pytest.mark.parametrize("pipe", [tiny.sd3, tiny.flux])
+def test_adapters_can_be_merged_into_the_encoders(pipe, tmp_path):
+    made = tiny.stir(policy(pipe()), 0.3)
+    made.weights.save(tmp_path / "lora")
+    ours = made.generate(made.encode(["red"]), made.generators([1]), 2, 2.5, "latent")
+    stock = pipe()
+    load_tuned(stock, tmp_path / "lora")
+    for name in ("text_encoder", "text_encoder_2"):
+        merge(getattr(stock, name))
+        getattr(stock, name).save_pretrained(tmp_path / name)
+    again = pipe()
+    for name in ("text_encoder", "text_encoder_2"):
+        setattr(again, name, type(getattr(again, name)).from_pretrained(tmp_path / name))
+    found = again("red", num_inference_steps=2, guidance_scale=2.5, output_type="latent",
+                  generator=made.generators([1]), **tiny.call_of(again)).images
+    torch.testing.assert_close(found, ours, rtol=0, atol=1e-4)
 
 
 def test_rlg_takes_the_weights_0_and_1(tmp_path):
@@ -197,6 +222,12 @@ def test_a_checkpoint_brings_the_encoders_back(tmp_path):
 def test_options_that_do_not_go_together_are_told(options, told):
     with pytest.raises(UserError, match=f"text encoders are trained.*does not go with {told}"):
         run.run(tiny.config(method="flow_grpo+texforce", **options))
+
+
+def test_the_preset_changes_what_is_trained_and_nothing_else():
+    assert methods.preset("ddpo+texforce") == replace(methods.preset("ddpo"), adapted=ALONE)
+    both = methods.with_parts(methods.preset("ddpo+texforce"), {"adapted": {"denoisers": True}})
+    assert both.adapted == BOTH and methods.preset("ddpo").adapted == Adapted()
 
 
 def test_something_has_to_be_trained():

@@ -79,6 +79,19 @@ def save_peft(module: torch.nn.Module, folder: Path) -> None:
               folder / "adapter_model.safetensors")
 
 
+def merge(module: torch.nn.Module) -> None:
+    """Add a module's LoRA to its weights and forget it, whatever loaded it; a module without one stays as it is."""
+    from diffusers.utils import recurse_remove_peft_layers
+    from peft.tuners.lora import LoraLayer
+
+    for layer in [each for each in module.modules() if isinstance(each, LoraLayer)]:
+        layer.merge()
+    recurse_remove_peft_layers(module)
+    if hasattr(module, "peft_config"):  # else the module would be saved as an adapter
+        del module.peft_config
+        module._hf_peft_config_loaded = False
+
+
 def _load_peft(module: torch.nn.Module, folder: Path, adapter: str) -> None:
     from peft import LoraConfig, inject_adapter_in_model
     from peft.utils import set_peft_model_state_dict
