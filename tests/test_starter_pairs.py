@@ -1,0 +1,37 @@
+"""The script that makes preference pairs for the starter: what it calls better is."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+from PIL import Image
+from torchvision.transforms.functional import to_tensor
+
+from flowgrpo import data
+from flowgrpo.config import load
+from flowgrpo.methods import resolve
+from flowgrpo.preference_pairs import OVERALL, load_pairs
+from flowgrpo.recorded_pairs import in_place, require
+from flowgrpo.rewards.scene import scene
+
+ROOT = Path(__file__).parent.parent
+sys.path.append(str(ROOT / "scripts"))
+
+import make_starter_pairs  # noqa: E402
+
+
+def test_pairs_are_labelled_by_scene_and_train_the_starter(tmp_path):
+    file = make_starter_pairs.make(tmp_path, prompts=3, rendered=8)
+    pairs = load_pairs(file)
+    assert file == tmp_path / "pairs.jsonl" and len(pairs) >= 8
+    marks = [scene(torch.stack([to_tensor(Image.open(getattr(pair, side))) for pair in pairs]),
+                   [pair.prompt for pair in pairs]) for side in ("chosen", "rejected")]
+    for pair, one, two in zip(pairs, *marks):
+        assert (one, two) == (1, 0) if pair.verdicts[OVERALL] == 1 else one == two
+    config = load(ROOT / "configs" / "starter_dpo.yaml", {"preferences": str(file)})
+    require(config, resolve(config))
+    train, held = in_place(config, data.resolve(config))
+    assert len(train) == sum(pair.verdicts[OVERALL] == 1 for pair in pairs) > 4  # no prompt of theirs is held out
+    assert config.rewards == {"preferred": 1.0} and list(config.watched) == ["scene", "scene_graded"] and held
