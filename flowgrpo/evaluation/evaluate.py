@@ -90,6 +90,8 @@ def evaluate(source: str, suite: str, names: Sequence[str], output: str | Path, 
     plan = make_plan(source, lora, base, samples, steps, guidance, seed, rlg, temperature, max_tokens)
     apart = plan.medium.apart(features)
     chosen, functions = load_suite(suite), _functions(plan.config, names)
+    if plan.medium.modality:
+        rewards.require_modality(functions, plan.medium.modality)
     rewards.require_routes(functions, [prompt.metadata for prompt in chosen.prompts])
     processes = _processes()
     ledger = plan.medium.ledger(Path(output), processes.rank)

@@ -107,14 +107,17 @@ def of_words(features: str | Callable) -> Callable:
 @dataclass(frozen=True)
 class Medium:
     """unit: what a sample is called; hand: what draws them, from a plan and a device; apart: from features to what
-    tells the distance of a prompt's samples; together: how many are drawn at once where nobody says."""
+    tells the distance of a prompt's samples; together: how many are drawn at once where nobody says; modality: as
+    rewards call it, None where pictures or clips show it."""
 
     unit: str
     hand: type
     ledger: type[Ledger]
     apart: Callable[[Any], Callable[[Any], float]]
     together: int
+    modality: str | None
 
 
-PICTURES = Medium("picture", Painter, Ledger, lambda features: partial(drawn_apart, guards.extractor(features)), 1)
-TEXTS = Medium("text", Writer, TextLedger, of_words, 8)
+PICTURES = Medium("picture", Painter, Ledger, lambda features: partial(drawn_apart, guards.extractor(features)), 1,
+                  None)
+TEXTS = Medium("text", Writer, TextLedger, of_words, 8, "text")
