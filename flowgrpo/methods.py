@@ -25,6 +25,7 @@ from flowgrpo import (
     lag,
     layer_tuning,
     length_terms,
+    lookahead,
     objectives,
     pooled,
     redraws,
@@ -59,14 +60,14 @@ def preset(*names: str) -> Method:
 
 _MODULES = (kernels, tokens, plans, solvers, selection, objectives, reductions, layer_tuning, forward_objectives,
             schedules, references, advantages, baselines, influence, shaping, preview, forward, lag, backprop, redraws,
-            curriculum, length_terms, spreads, hints, text_groups, text_trees, knapsack, pooled, adapted,
-            noise_net, chains)
-_RECORDS = (plans.Schedule, backprop.Unfinished, backprop.Valued, chains.Chain)  # what parts return
+            curriculum, length_terms, spreads, hints, text_groups, text_trees, knapsack, pooled, lookahead,
+            adapted, noise_net, chains)
+_RECORDS = (plans.Schedule, lookahead.Branch, backprop.Unfinished, backprop.Valued, chains.Chain)  # what parts return
 _TYPES = {cls.__name__: cls for module in _MODULES for cls in vars(module).values()
           if dataclasses.is_dataclass(cls) and cls.__module__ == module.__name__ and cls not in _RECORDS}
 # Of parts that take each other's place.
 _HOMES = {baselines: advantages, influence: advantages, layer_tuning: objectives, forward_objectives: objectives,
-          tokens: kernels, length_terms: shaping, hints: redraws, text_trees: text_groups,
+          tokens: kernels, length_terms: shaping, hints: redraws, text_trees: text_groups, lookahead: text_groups,
           knapsack: curriculum, pooled: advantages, noise_net: kernels}
 _KIND = {cls: _HOMES.get(module, module).__name__ for module in _MODULES
          for cls in vars(module).values() if cls in _TYPES.values() and cls.__module__ == module.__name__}

@@ -21,6 +21,7 @@ from flowgrpo import (
     lag,
     layer_tuning,
     length_terms,
+    lookahead,
     objectives,
     pooled,
     redraws,
@@ -375,6 +376,11 @@ def knapsack_rl(method: Method = Method()) -> Method:
     return replace(method, curriculum=knapsack.Knapsack(), advantage=pooled.Pooled())
 
 
+def latr(method: Method = Method()) -> Method:
+    """LATR: completions that branch where the model wavers, and stay where they go apart (2510.24302)."""
+    return replace(grpo(method), draws=lookahead.Lookahead(), kl=objectives.SampledKL(0.0))
+
+
 def scaf_grpo(method: Method = Method()) -> Method:
     """Scaf-GRPO over any host: groups that all fail are sampled again with hints, one more each time (2510.19807)."""
     return replace(method, redraw=hints.Hints(after=0.15))
@@ -403,7 +409,7 @@ PRESETS: dict[str, Callable[..., Method]] = {
         granular_grpo, branch_grpo, tree_rpo, pref_grpo, b2_diffurl, sol_rl, diffusion_nft, awm, dgpo, crd,
         diffusion_dpo, refl, draft, alignprop, grpo, dr_grpo, dapo, gspo, cispo, rloo, reinforce_pp, remax,
         trace_rl, rpo, texforce, grpo_lambda, spo_chain, gigpo, dynamic_sampling, mopps, s_grpo, scaf_grpo, ghpo,
-        spo_tree, knapsack_rl, reinflow)}
+        spo_tree, knapsack_rl, reinflow, latr)}
 
 
 def suited(process: str) -> list[str]:

@@ -16,6 +16,7 @@ from flowgrpo.errors import UserError
 from flowgrpo.layer_tuning import AdaptiveClip, LayerTuning
 from flowgrpo.length_terms import ExitDecay, LengthSwitch
 from flowgrpo.log import Stats
+from flowgrpo.lookahead import Lookahead
 from flowgrpo.method import Method
 from flowgrpo.methods import preset, resolve, with_parts
 from flowgrpo.presets import suited
@@ -72,11 +73,13 @@ OF_TOKENS = {
     "spo_chain": (PlainRatio(), Clip(0.2, 0.2), PerDecision(), "group", "rewards", SampledKL(1e-4, "k3")),
     "spo_tree": (PlainRatio(), Clip(0.2, 0.2), PerDecision(), "group", "rewards", SampledKL(1e-4, "k3")),
     "gigpo": (PlainRatio(), Clip(0.2, 0.2), PerRow(), "group", "rewards", SampledKL(0.01, "k3")),
+    "latr": (PlainRatio(), Clip(0.2, 0.2), PerRow(), "group", "rewards", SampledKL()),
     "s_grpo": (PlainRatio(), Clip(0.2, 0.2), PerRow(), "group", "rewards", SampledKL()),
 }
 OTHER_OF_TOKENS = {"dapo": {"shaping": Overlong(0.2), "selection": DropZeroVariance()},
                    "grpo_lambda": {"shaping": LengthSwitch(0.2, 0.0, 0.2, 1.0)},
                    "spo_chain": {"spread": SegmentChain(0.9, 5, 9, True)},
+                   "latr": {"draws": Lookahead(0.25, 0.15, 20, 0.4, 1.0)},
                    "s_grpo": {"draws": Serial(), "shaping": ExitDecay(1.0)},
                    "spo_tree": {"spread": SegmentTree(32, 0.9), "draws": Tree((2, 2), 32)},
                    "gigpo": {"spread": StepGroups(8, (), 0.95, 1.0, True)},

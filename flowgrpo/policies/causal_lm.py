@@ -175,6 +175,11 @@ class CausalLM:
         logp = torch.zeros(kept.shape, device=self.device).masked_scatter(kept, found)
         return Scored(pad(logp, (0, most - length)), mask.to(self.device))
 
+    def states_before(self, asked: Asked, ids: Tensor) -> Tensor:
+        """The states [B,L,H] before each token of the completions ids [B,L], from which its distribution is made."""
+        with self._arithmetic():
+            return self._whole(asked, ids)
+
     def _whole(self, asked: Asked, ids: Tensor) -> Tensor:
         """The states [B,L,H] before each token of the completions ids [B,L], every row read from its start."""
         inputs, places = self._joined(asked, ids)

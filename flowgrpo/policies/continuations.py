@@ -37,6 +37,28 @@ def continued(policy: CausalLM, asked: Asked, prefixes: Sequence[Tensor], decodi
     return Sampled(ids, logp.masked_fill(~mask, 0.0), mask, cut, policy.written(ids, mask))
 
 
+@torch.no_grad()
+def alternatives(policy: CausalLM, asked: Asked, ids: Tensor, mask: Tensor, decoding: Decoding
+                 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Of the tokens of completions [B,L]: the likeliest other token at each place, its log-probability, and that of the
+    likeliest of all, which may be the other; -inf where mask is false or nothing else could be drawn.
+
+    UserError for a model whose logits are more than its head's.
+    """
+    if not policy.head_alone(asked):
+        raise UserError(f"{type(policy.model).__name__} does more to its logits than its head: use a method that does "
+                        "not look for other tokens")
+    states, head = policy.states_before(asked, ids.to(policy.device)), policy.model.get_output_embeddings()
+    tokens, logp, likeliest = torch.zeros_like(ids), *(torch.full(ids.shape, -torch.inf) for _ in range(2))
+    for row in range(len(ids)):  # row by row: the vocabulary may be large
+        own = mask[row]
+        found = decoding(head(states[row, :ids.shape[1]][own.to(states.device)])).cpu()
+        likeliest[row, own] = found.amax(1)
+        best = found.scatter(1, ids[row, own][:, None], -torch.inf).max(1)
+        logp[row, own], tokens[row, own] = best.values, best.indices
+    return tokens, logp, likeliest
+
+
 def segmented(policy: CausalLM, asked: Asked, taken: Completions, segments: Tensor,
               starts: Sequence[tuple[int, int, int]], samples: int, decoding: Decoding, seed: Seed, group: int,
               micro_batch: int, judge: Callable[[list[str], int, Tensor], Tensor]) -> Segmented:
