@@ -75,6 +75,10 @@ class Drawn:
         order = self.processes.gather(torch.tensor(self._own()))
         return [self.prompts[place] for place in order.tolist()], scores[order]
 
+    def metrics(self) -> dict[str, int]:
+        """How many groups were replaced, where any was."""
+        return {"redrawn_groups": len(self.replaced)} if self.replaced else {}
+
     def _own(self) -> list[int]:
         return [place for turn in self.turns for place in self.processes.own(turn)]
 

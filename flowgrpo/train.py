@@ -75,7 +75,7 @@ class Trainer:
         drawn, parts, conditioning = self.draw()
         batch, grouped = drawn.compared()
         credited = self.credit(parts, grouped, [prompt.key for prompt in batch])
-        return self.reward_metrics(drawn.first) | self.learn(credited, conditioning)
+        return self.reward_metrics(drawn.first) | drawn.metrics() | self.learn(credited, conditioning)
 
     def draw(self) -> tuple[Drawn, list[Part], Any]:
         """Sample the epoch's prompts, and those by which the method replaces some: (all groups, one's own parts, the

@@ -41,6 +41,7 @@ CASES = {
     "tempflow_grpo": dict(method="tempflow_grpo"),  # several explorations of a prompt, weights of the epoch's steps
     "mix_grpo+sol_rl": dict(method="mix_grpo+sol_rl", parts__preview={"pool": 6, "steps": 2}),
     "lopsided": dict(method="flow_grpo", parts__selection={"type": "DropZeroVariance"}, train__updates=2),
+    "redrawn lopsided": dict(method="flow_grpo+dynamic_sampling"),
     # Finals noised at more times than the rollout has steps, whose groups are cut and so looked at before.
     "noised": dict(method="diffusion_nft", train__updates=2),
     "noised lopsided": dict(method="dgpo", parts__selection={"type": "DropZeroVariance"}, train__micro_batch=2,

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+
 import pytest
 import tiny
 import tiny_text
@@ -13,6 +16,7 @@ from flowgrpo.drawn import Drawn
 from flowgrpo.errors import UserError
 from flowgrpo.processes import Processes
 from flowgrpo.redraws import Never, Refill, fresh
+from flowgrpo.run import run
 
 POOL = [Prompt(text) for text in "abcdef"]
 MIXED, AGREED = [0.0, 1.0, 0.0], [1.0, 1.0, 1.0]
@@ -51,11 +55,16 @@ def test_a_replacement_that_agrees_is_replaced_in_its_turn_until_the_cap():
     assert torch.equal(found.first, torch.tensor([MIXED, AGREED], dtype=torch.float64)[..., None])
 
 
-def test_processes_draw_equally_many():
+def test_processes_draw_equally_many_and_keep_their_own():
     processes = Processes()
     processes.count = 2
     found = Drawn(POOL, 0, 1, 0, processes)
-    assert len(found.replace([(0, POOL[0]), (1, POOL[1]), (2, POOL[2])])) == 2 and found.replaced == {0, 1}
+    found.add(POOL[:4], torch.zeros(4, 3, 1), torch.zeros(4, 3))
+    pairs = [(0, POOL[4]), (1, POOL[5]), (2, POOL[0])]
+    assert found.replace(pairs) == [POOL[4], POOL[5]] and found.replaced == {0, 1}
+    found.add([POOL[4], POOL[5]], torch.zeros(2, 3, 1), torch.zeros(2, 3))
+    for processes.rank, own in ((0, "abe"), (1, "cdf")):
+        assert "".join(prompt.text for prompt in found.own()) == own
 
 
 def test_fresh_prompts_are_those_drawn_least_often():
@@ -103,6 +112,29 @@ def test_turns_have_noise_of_their_own():
             ids[asked.prompts[int(at)]].append(taken.ids[taken.prompts == at])
     for first, second, third in ids.values():
         assert not torch.equal(first, second) and not torch.equal(second, third)
+
+
+def test_a_resumed_run_draws_and_redraws_the_same(tmp_path):
+    def made(name: str, epochs: int, **options):
+        settings = tiny_text.config(tmp_path / name, method="dapo+mopps+dynamic_sampling", train__epochs=epochs,
+                                    parts={"curriculum": {"candidates": 2}}, **options)
+        return settings, dict(pipe=tiny_text.model(), functions={"short": tiny_text.short},
+                              prompts=[Prompt(text) for text in tiny_text.PROMPTS])
+
+    whole, given = made("whole", 3)
+    run(whole, **given)
+    part, given = made("part", 3, train__save_every=1, train__keep=3)
+    run(part, **given)
+    for name in ("after.json", "last.json"):
+        (part.folder / "report" / name).unlink()
+    for epoch in (2, 3):
+        shutil.rmtree(part.folder / "checkpoints" / f"epoch-0000{epoch}")
+    _, given = made("part", 3)
+    run(part, resume=True, **given)
+    one, two = (folder / "adapter_model.safetensors" for folder in (whole.folder, part.folder))
+    assert one.read_bytes() == two.read_bytes()
+    redrawn = [json.loads(line).get("redrawn_groups", 0) for line in (whole.folder / "metrics.jsonl").open()]
+    assert sum(redrawn) > 0
 
 
 def test_pictures_are_redrawn_too():

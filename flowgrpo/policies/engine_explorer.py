@@ -41,7 +41,7 @@ class EngineExplorer(TextExplorer):
         """As of `TextExplorer`; the engine draws all groups first."""
         before, group, count = self.engine.evaluations, self.geometry.group, len(asked.prompts)
         prompts, samples = torch.arange(count).repeat_interleave(group), torch.arange(group).repeat(count)
-        seed = self.seeds(epoch, turn)
+        seed = self.seeds(epoch, turn, count)
         generators = self.policy.generators(seed(int(p), int(k)) for p, k in zip(prompts, samples))
         greedy = samples < self.method.kernel.greedy
         with self.clock("rollout"):

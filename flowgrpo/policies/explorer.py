@@ -80,11 +80,11 @@ class Explorer:
         """The times at which an epoch's finals are noised and trained; None where its recorded steps are."""
         return self.method.noised(self.grid, self.config.train.group, epoch, self.config.seed)
 
-    def seeds(self, epoch: int, turn: int = 0) -> Seed:
+    def seeds(self, epoch: int, turn: int = 0, prompts: int | None = None) -> Seed:
         """An epoch's seeds: of the first of one's own prompts, by its place among those of all processes, behind those
-        of the turns before."""
-        seed = seeder(self.config.seed, epoch)
-        first = turn * self.config.train.prompts + self.processes.rank * self.geometry.prompts
+        of the turns before. prompts: how many each process has in this turn (None: those of an epoch's first)."""
+        seed, own = seeder(self.config.seed, epoch), self.geometry.prompts if prompts is None else prompts
+        first = turn * self.config.train.prompts + self.processes.rank * own
         return lambda prompt, sample: seed(first + prompt, sample)
 
     def sample(self, conditioning: Conditioning, epoch: int, judge: Judge, value: backprop.Value | None = None,
@@ -92,7 +92,7 @@ class Explorer:
         """Sample a group per prompt: the parts as they are finished, each with its pictures [b,...] on the CPU, once
         per granularity. judge: the total reward, by which a method with previews chooses its initial noises; value: the
         one whose gradient a method with `backprop` follows; turn: how often the epoch has drawn before."""
-        seed, explorations = self.seeds(epoch, turn), self.explorations(epoch)
+        seed, explorations = self.seeds(epoch, turn, len(conditioning.prompts)), self.explorations(epoch)
         self.lagging.begin(epoch)
         if self.method.preview:
             with self.lagging.drawing():

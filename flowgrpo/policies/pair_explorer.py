@@ -50,7 +50,7 @@ class PairExplorer(Explorer):
         """The pairs of the prompts, with their pictures [b,3,H,W] as the files have them. judge and value, of methods
         that draw, are not asked; turn: how often the epoch has taken pairs before."""
         self.lagging.begin(epoch)
-        seed, group = self.seeds(epoch, turn), self.geometry.group
+        seed, group = self.seeds(epoch, turn, len(conditioning.prompts)), self.geometry.group
         for own in torch.arange(len(conditioning.prompts)).split(prompts_per_part(group, self.geometry.micro_batch)):
             with self.clock("encode"):
                 latents, pictures = zip(*(self.latents(path, conditioning.rows(torch.tensor([p])))

@@ -47,7 +47,7 @@ class TextExplorer:
         which a method learns what states are worth; value, of methods for pictures, is not asked; turn: how often the
         epoch has drawn before."""
         before, group = self.policy.evaluations, self.geometry.group
-        seed = self.seeds(epoch, turn)
+        seed = self.seeds(epoch, turn, len(asked.prompts))
         together = prompts_per_part(group, self.geometry.micro_batch)
         for own in torch.arange(len(asked.prompts)).split(together):
             prompts, samples = own.repeat_interleave(group), torch.arange(group).repeat(len(own))
@@ -61,11 +61,10 @@ class TextExplorer:
             yield part, [[t for m in made for t in m.texts]]
         self.rollout_evaluations += (self.policy.evaluations - before) * self.processes.count
 
-    def seeds(self, epoch: int, turn: int = 0) -> Seed:
-        """An epoch's seeds: of the first of one's own prompts, by its place among those of all processes, behind those
-        of the turns before."""
-        seed = seeder(self.config.seed, epoch)
-        first = turn * self.config.train.prompts + self.processes.rank * self.geometry.prompts
+    def seeds(self, epoch: int, turn: int, prompts: int) -> Seed:
+        """A turn's seeds: of the first of one's own prompts, by its place among those of all processes, each of which
+        has so many in this turn, behind those of the turns before."""
+        seed, first = seeder(self.config.seed, epoch), turn * self.config.train.prompts + self.processes.rank * prompts
         return lambda prompt, sample: seed(first + prompt, sample)
 
     def part(self, groups: range, prompts: torch.Tensor, made: list[Sampled]) -> Part:
