@@ -51,7 +51,8 @@ class Method:
     curriculum: which prompts an epoch begins with; redraw: which of their groups are replaced by other prompts.
 
     Of a language model the kernel is a `tokens.Decoding`, of a masked one an `Unmasking`, and what is about denoising
-    (plan, solver, tail, roots, strides, preview, times, backprop, adapted, chain) is not read.
+    (plan, solver, tail, roots, strides, preview, times, adapted, chain) is not read; its backprop is a
+    `relaxation.GumbelSoftmax`.
     """
 
     kernel: Any = kernels.FlowSDE(0.7)

@@ -43,7 +43,7 @@ from flowgrpo.errors import UserError
 from flowgrpo.gaussian import log_prob
 from flowgrpo.method import OF_TEXT, Method
 from flowgrpo.presets import PRESETS
-from flowgrpo.samplers import backprop, chains, forward, kernels, noise_net, plans, preview, solvers, tokens
+from flowgrpo.samplers import backprop, chains, forward, kernels, noise_net, plans, preview, relaxation, solvers, tokens
 from flowgrpo.samplers.grids import shifted
 from flowgrpo.samplers.rollout import Exploration
 
@@ -61,14 +61,15 @@ def preset(*names: str) -> Method:
 _MODULES = (kernels, tokens, plans, solvers, selection, objectives, reductions, layer_tuning, forward_objectives,
             schedules, references, advantages, baselines, influence, shaping, preview, forward, lag, backprop, redraws,
             curriculum, length_terms, spreads, hints, text_groups, text_trees, knapsack, pooled, lookahead,
-            adapted, noise_net, chains)
+            adapted, relaxation,
+            noise_net, chains)
 _RECORDS = (plans.Schedule, lookahead.Branch, backprop.Unfinished, backprop.Valued, chains.Chain)  # what parts return
 _TYPES = {cls.__name__: cls for module in _MODULES for cls in vars(module).values()
           if dataclasses.is_dataclass(cls) and cls.__module__ == module.__name__ and cls not in _RECORDS}
 # Of parts that take each other's place.
 _HOMES = {baselines: advantages, influence: advantages, layer_tuning: objectives, forward_objectives: objectives,
           tokens: kernels, length_terms: shaping, hints: redraws, text_trees: text_groups, lookahead: text_groups,
-          knapsack: curriculum, pooled: advantages, noise_net: kernels}
+          knapsack: curriculum, pooled: advantages, noise_net: kernels, relaxation: backprop}
 _KIND = {cls: _HOMES.get(module, module).__name__ for module in _MODULES
          for cls in vars(module).values() if cls in _TYPES.values() and cls.__module__ == module.__name__}
 
@@ -168,6 +169,10 @@ def _on_tokens(method: Method, config: Config) -> Method:
         if config.train.group % method.draws.leaves:
             raise ValueError(f"draws is {type(method.draws).__name__} with {method.draws.leaves} leaves: expected a "
                              "train.group that is a multiple of them")
+        if method.backprop:
+            relaxation.require(method)
+        elif isinstance(method.surrogate, objectives.Ascent):
+            raise ValueError("the surrogate Ascent follows a reward's gradient: use Clip, or the method drakes")
         method.selection(torch.zeros(1, config.train.group))
     except ValueError as error:
         raise UserError(f"method {config.method} with train.group {config.train.group} and parts {config.parts}: "

@@ -34,7 +34,7 @@ from flowgrpo import (
     text_trees,
 )
 from flowgrpo.method import Method
-from flowgrpo.samplers import backprop, chains, forward, kernels, noise_net, plans, preview, solvers, tokens
+from flowgrpo.samplers import backprop, chains, forward, kernels, noise_net, plans, preview, relaxation, solvers, tokens
 
 
 def flow_grpo(method: Method = Method()) -> Method:
@@ -403,13 +403,23 @@ def reinflow(method: Method = Method()) -> Method:
                    kl=objectives.GaussianKL(0.0))
 
 
+def drakes(method: Method = Method()) -> Method:
+    """DRAKES: a differentiable reward's gradient through the unmasking of an answer, by Gumbel-softmax (2410.13643).
+
+    Less the KL of the process to the base model's.
+    """
+    return replace(_backprop(method, relaxation.GumbelSoftmax()), kernel=tokens.Unmasking(order="random"),
+                   shaping=shaping.AsIs(), selection=selection.All(), reduction=reductions.PerDecision(),
+                   kl=objectives.SampledKL(0.0), reference=references.Base())
+
+
 PRESETS: dict[str, Callable[..., Method]] = {
     preset.__name__: preset for preset in (
         flow_grpo, flow_grpo_fast, dance_grpo, ddpo, mix_grpo, mix_grpo_flash, grpo_guard, flow_dppo, tempflow_grpo,
         granular_grpo, branch_grpo, tree_rpo, pref_grpo, b2_diffurl, sol_rl, diffusion_nft, awm, dgpo, crd,
         diffusion_dpo, refl, draft, alignprop, grpo, dr_grpo, dapo, gspo, cispo, rloo, reinforce_pp, remax,
         trace_rl, rpo, texforce, grpo_lambda, spo_chain, gigpo, dynamic_sampling, mopps, s_grpo, scaf_grpo, ghpo,
-        spo_tree, knapsack_rl, reinflow, latr)}
+        spo_tree, knapsack_rl, reinflow, latr, drakes)}
 
 
 def suited(process: str) -> list[str]:

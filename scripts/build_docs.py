@@ -243,6 +243,8 @@ def place(part: type) -> str:
     defaults["kl.schedule"] = type(methods.Method().kl.schedule)
     if part.__module__ == methods.tokens.__name__:
         return "kernel"
+    if part.__module__ == methods.relaxation.__name__:
+        return "backprop"
     taken = {name: arguments(default) for name, default in defaults.items() if dataclasses.is_dataclass(default)}
     taken["backprop"] = arguments(methods.backprop.Unroll)  # without a default
     taken["chain"] = arguments(methods.chains.Joint)

@@ -150,6 +150,10 @@ def _require_plain(config: Config) -> None:
 
 def make_explorer(config: Config, policy: Any, *rest: Any):
     """What samples and replays the policy: the arguments are those of `explorer.Explorer`."""
+    if policy.process == "masks" and rest[0].backprop:
+        from flowgrpo.policies.relaxed_explorer import RelaxedExplorer
+
+        return RelaxedExplorer(config, policy, *rest)
     if policy.modality == "text":
         from flowgrpo.policies import engines
 

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
+from torch.func import functional_call
+from torch.nn.functional import one_hot
 from torch.utils.checkpoint import checkpoint
 
 from flowgrpo.config import Adapter, Text
@@ -19,8 +22,9 @@ from flowgrpo.log import quiet
 from flowgrpo.policies import causal_lm
 from flowgrpo.policies.causal_lm import Asked, CausalLM, Sampled
 from flowgrpo.policies.dtypes import DTYPES
+from flowgrpo.samplers.relaxation import GumbelSoftmax, walk
 from flowgrpo.samplers.tokens import Unmasking, decided, drawn, score, uniforms
-from flowgrpo.types import Scored
+from flowgrpo.types import Completion, Scored
 
 # Those of the Llama family and of Dream, of LLaDA (its `ff_out` is its head too), of BERT and of ModernBERT.
 TARGETS = [*causal_lm.TARGETS, "attn_out", "ff_proj", "query", "key", "value", "dense", "Wqkv", "Wo", "Wi"]
@@ -141,6 +145,58 @@ class MaskedLM(CausalLM):
         """log p [k] of the tokens ids [k] at the places [k] of the rows [k] of answers [n,L] to prompts [n,S]."""
         with self._arithmetic():
             return score(self._logits(prompts, answers)[row, place], self._allowed, ids, unmasking)
+
+    # --- a reward's gradient -----------------------------------------------------------------------------------------
+
+    def relaxed(self, asked: Asked, prompts: Tensor, generators: Sequence[torch.Generator], unmasking: Unmasking,
+                part: GumbelSoftmax, base: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Answers [b,L,V], one-hot, of the prompts [b] (places in `asked`), and the KL [b] of their process to that of
+        the weights `base`, by name as in `weights.named`; both with gradients where they are enabled. generators: of
+        each row's noise."""
+        shape, groups, found = (self.text.max_tokens, self._table()[1].shape[0]), self._by_length(asked, prompts), []
+        lots = uniforms(generators, shape[0]).to(self.device, torch.promote_types(self.model.dtype, torch.float32))
+        gumbels = torch.stack([-torch.empty(shape).exponential_(generator=each).log() for each in generators])
+        blank = one_hot(torch.full(shape[:1], self.mask, device=self.device), shape[1]).to(lots)
+        for rows in groups:
+            told, at = self._together(asked, prompts[rows]), rows.to(self.device)
+            found.append(walk(partial(self._of_weights, told, None), partial(self._of_weights, told, base),
+                              blank.expand(len(rows), -1, -1), unmasking, part, lots[at],
+                              gumbels[rows].to(self.device)))
+        back = torch.cat(groups).argsort().to(self.device)
+        answers, kl = (torch.cat(each)[back] for each in zip(*found))
+        return answers, kl
+
+    def _of_weights(self, prompts: Tensor, base: dict[str, Tensor] | None, x: Tensor) -> Tensor:
+        """The logits [n,L,V] behind prompts [n,S] of answers as weights of tokens x [n,L,V]: of the present weights, or
+        of `base`."""
+        if self.checkpointing and torch.is_grad_enabled():
+            return checkpoint(self._soft_logits, prompts, base, x, use_reentrant=False)
+        return self._soft_logits(prompts, base, x)
+
+    def _soft_logits(self, prompts: Tensor, base: dict[str, Tensor] | None, x: Tensor) -> Tensor:
+        name, table = self._table()
+        held = {key.removeprefix("model."): each for key, each in (base or {}).items()}
+        table = held.get(name, table)
+        inputs = torch.cat([table[prompts], x.to(table.dtype) @ table], 1)
+        self.evaluations += inputs.shape[0] * inputs.shape[1]
+        with self._arithmetic():
+            logits = functional_call(self.model, held, (), {"inputs_embeds": inputs}).logits
+        assert logits.shape[2] == x.shape[2], (logits.shape, x.shape)
+        return self._allowed(logits[:, prompts.shape[1] - self.shift:inputs.shape[1] - self.shift])
+
+    def _table(self) -> tuple[str, Tensor]:
+        """The name and the weights [V,H] of the embedding."""
+        table = self.model.get_input_embeddings().weight
+        return next(key for key, each in self.model.named_parameters() if each is table), table
+
+    def texts(self, ids: Tensor) -> list[Completion]:
+        """The texts of answers ids [b,L], each up to its first end."""
+        return self._written(ids, decided(ids, self.ends)[0])
+
+    def vocabulary(self) -> list[str]:
+        """Every token as it is written, of as many as the model has; "" where the tokenizer has none."""
+        known = {i: text for text, i in self.tokenizer.get_vocab().items()}
+        return [known.get(i, "") for i in range(self._table()[1].shape[0])]
 
     # --- the model ---------------------------------------------------------------------------------------------------
 

@@ -42,20 +42,22 @@ def value(rewards: dict[str, Any], weights: dict[str, float], pictures: Tensor, 
     A reward whose rule leaves a sample out adds nothing there. UserError for what is no tensor [B] of finite numbers
     with a gradient.
     """
-    total = pictures.new_zeros(len(pictures))
+    held = getattr(pictures, "weights", pictures)
+    total = held.new_zeros(len(pictures))
     for name, reward in rewards.items():
         function, rule = (reward.function, reward.rule) if isinstance(reward, Composed) else (reward, None)
         rows = [i for i, entry in enumerate(metadata) if rule is None or rule.applies(entry)]
         if rows:
             own = pictures[rows], [prompts[i] for i in rows], [metadata[i] for i in rows]
             found = _checked(name, function(*own[:arity(name, function)]), own[0])
-            total = total.index_add(0, pictures.new_tensor(rows).long(), weights[name] * found.to(total))
+            total = total.index_add(0, held.new_tensor(rows).long(), weights[name] * found.to(total))
     return total
 
 
 def _checked(name: str, found: Any, pictures: Tensor) -> Tensor:
     import torch
 
+    pictures = getattr(pictures, "weights", pictures)
     expected = f"expected a tensor of {len(pictures)} finite numbers that carries the pictures' graph"
     if not torch.is_tensor(found) or found.shape != pictures.shape[:1]:
         got = f"the shape {list(found.shape)}" if torch.is_tensor(found) else f"a {type(found).__name__}"

@@ -136,6 +136,8 @@ def _task(exploration: Exploration, start: int, stop: int, generators: list[torc
 
 def require(method: Any) -> None:
     """ValueError where a method with an ending has parts that a reward's gradient leaves no place for."""
+    if getattr(method.backprop, "of_tokens", False):
+        raise ValueError(f"backprop is {type(method.backprop).__name__}, which unmasks tokens: use Unroll or OneStep")
     if not isinstance(method.surrogate, objectives.Ascent):
         raise ValueError(f"the surrogate {type(method.surrogate).__name__} reads log-probabilities, of which a method "
                          "with `backprop` has none: use Ascent")
