@@ -54,6 +54,14 @@ class First:
 
 
 @dataclass(frozen=True)
+class NoBaseline:
+    """The weighted sum of the rewards itself, 0 where there is none: for a method with a value model (`value`)."""
+
+    def __call__(self, rewards: Tensor, weights: Tensor | Sequence[float], context: Context | None = None) -> Tensor:
+        return weighted_sum(rewards, weights).nan_to_num(0)
+
+
+@dataclass(frozen=True)
 class RiskAverse:
     """The mixed value-at-risk weights of RiskPO (2510.00911) as an advantage, for every group by itself.
 

@@ -48,7 +48,8 @@ class Method:
     steps from the plan's one on become the data whose reward's gradient is followed (None: none is);
     adapted: which modules are trained; chain: how recorded steps become one decision (None: each is its own);
     draws: how the texts of a group are drawn; spread: how the advantage of a text is spread over its tokens;
-    curriculum: which prompts an epoch begins with; redraw: which of their groups are replaced by other prompts.
+    curriculum: which prompts an epoch begins with; redraw: which of their groups are replaced by other prompts;
+    value: the value model of a masked language model's traces (None: none).
 
     Of a language model the kernel is a `tokens.Decoding`, of a masked one an `Unmasking`, and what is about denoising
     (plan, solver, tail, roots, strides, preview, times, adapted, chain) is not read; its backprop is a
@@ -81,6 +82,7 @@ class Method:
     spread: Any = spreads.Evenly()
     curriculum: Any = curriculum.Walk()
     redraw: Any = redraws.Never()
+    value: Any = None
 
     def __post_init__(self) -> None:
         if not 0 < self.tail <= 1:

@@ -17,6 +17,7 @@ from flowgrpo import (
     adapted,
     advantages,
     baselines,
+    critic,
     curriculum,
     forward_objectives,
     hints,
@@ -61,8 +62,7 @@ def preset(*names: str) -> Method:
 _MODULES = (kernels, tokens, plans, solvers, selection, objectives, reductions, layer_tuning, forward_objectives,
             schedules, references, advantages, baselines, influence, shaping, preview, forward, lag, backprop, redraws,
             curriculum, length_terms, spreads, hints, text_groups, text_trees, knapsack, pooled, lookahead,
-            adapted, relaxation,
-            noise_net, chains)
+            adapted, relaxation, noise_net, chains, critic)
 _RECORDS = (plans.Schedule, lookahead.Branch, backprop.Unfinished, backprop.Valued, chains.Chain)  # what parts return
 _TYPES = {cls.__name__: cls for module in _MODULES for cls in vars(module).values()
           if dataclasses.is_dataclass(cls) and cls.__module__ == module.__name__ and cls not in _RECORDS}
@@ -135,6 +135,7 @@ def resolve(config: Config, process: str = "flow") -> Method:
             raise ValueError(f"the reference {type(method.reference).__name__} is read by a KL alone, whose weight is "
                              "0: set parts.kl.weight")
         method.selection(torch.zeros(1, train.group))
+        critic.require(method)
         if method.backprop:
             backprop.require(method)
         elif isinstance(method.surrogate, objectives.Ascent):
@@ -169,6 +170,7 @@ def _on_tokens(method: Method, config: Config) -> Method:
         if config.train.group % method.draws.leaves:
             raise ValueError(f"draws is {type(method.draws).__name__} with {method.draws.leaves} leaves: expected a "
                              "train.group that is a multiple of them")
+        critic.require(method)
         if method.backprop:
             relaxation.require(method)
         elif isinstance(method.surrogate, objectives.Ascent):

@@ -14,6 +14,7 @@ from flowgrpo import (
     adapted,
     advantages,
     baselines,
+    critic,
     curriculum,
     forward_objectives,
     hints,
@@ -403,6 +404,11 @@ def reinflow(method: Method = Method()) -> Method:
                    kl=objectives.GaussianKL(0.0))
 
 
+def trace_rl_value(method: Method = Method()) -> Method:
+    """TraceRL with its value model: advantages per token, by GAE over the steps of a trace (2509.06949)."""
+    return replace(trace_rl(method), value=critic.TraceValue(), advantage=baselines.NoBaseline())
+
+
 def drakes(method: Method = Method()) -> Method:
     """DRAKES: a differentiable reward's gradient through the unmasking of an answer, by Gumbel-softmax (2410.13643).
 
@@ -419,7 +425,7 @@ PRESETS: dict[str, Callable[..., Method]] = {
         granular_grpo, branch_grpo, tree_rpo, pref_grpo, b2_diffurl, sol_rl, diffusion_nft, awm, dgpo, crd,
         diffusion_dpo, refl, draft, alignprop, grpo, dr_grpo, dapo, gspo, cispo, rloo, reinforce_pp, remax,
         trace_rl, rpo, texforce, grpo_lambda, spo_chain, gigpo, dynamic_sampling, mopps, s_grpo, scaf_grpo, ghpo,
-        spo_tree, knapsack_rl, reinflow, latr, drakes)}
+        spo_tree, knapsack_rl, reinflow, latr, drakes, trace_rl_value)}
 
 
 def suited(process: str) -> list[str]:

@@ -35,6 +35,7 @@ def save(trainer: Trainer, folder: Path) -> None:
         tensors |= {f"ema/{k}": v for k, v in (trainer.ema or {}).items()}
         tensors |= {f"old/{k}": v for k, v in (trainer.explorer.lagging.held or {}).items()}
         tensors |= {f"best/{k}": v for k, v in trainer.best.weights.items()}
+        tensors |= {f"critic/{k}": v for k, v in trainer.critic.tensors().items()}
         tensors |= {f"reference{i}/{k}": v for i, each in enumerate(trainer.anchor.held) for k, v in each.items()}
         tensors |= {f"optimizer/{k}": v for k, v in checkpoint.optimizer_tensors(trainer.optimizer).items()}
         told = trainer.marked | {"best": trainer.best.state(), "old_epoch": trainer.explorer.lagging.epoch}
@@ -59,6 +60,7 @@ def restore(trainer: Trainer, folder: Path) -> None:
     if trainer.ema is not None:
         trainer.ema = taken["ema"] or weights.snapshot()
     trainer.explorer.lagging.restore(taken["old"], state.get("old_epoch", 0))
+    trainer.critic.load(taken["critic"])
     trainer.best.restore(state.get("best", {}), taken["best"])
     kept = [taken[f"reference{i}"] for i in range(sum(room.startswith("reference") for room in taken))]
     if anchor.held:  # the reference is one that keeps snapshots

@@ -22,6 +22,7 @@ from flowgrpo.anchor import Anchor
 from flowgrpo.best import Best
 from flowgrpo.config import Config
 from flowgrpo.credit import credit
+from flowgrpo.critic import make_critic
 from flowgrpo.drawn import Drawn, moved
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation import held_out, report
@@ -60,6 +61,7 @@ class Trainer:
         self.memory: dict[str, Any] = {}  # what parts of the method remember between epochs
         self.anchor = Anchor(self.method, policy, self.memory, keep=config.train.inner_epochs > 1)
         self.first_ratio = FirstRatio(self.explorer, self.method.surrogate, policy.exact)
+        self.critic = make_critic(self.method, policy, self.geometry, self.processes)
         self.epoch = self.update = self.skipped = 0
         self.seconds = self.reward_wait_seconds = 0.0
         self.reward_failures, self.tally, self.extremes = {}, rewards.Tally(), Extremes(list(train_rewards))
@@ -179,6 +181,7 @@ class Trainer:
         """
         stats = Stats()
         parts = self.first_ratio([part for part in parts if part is not None], conditioning, self.say)
+        parts = self.critic(parts, conditioning)
         weights = self.explorer.step_weights(parts, self.epoch)
         self.anchor.begin(self.epoch, self.config.train.epochs)
         for inner in range(self.config.train.inner_epochs):
@@ -190,7 +193,7 @@ class Trainer:
                             self.backward(part, conditioning, weights, count, stats)
                     self.processes.add_gradients(self.policy.weights.parameters())
                     self.step_optimizer(stats)
-        metrics = stats.summary(self.processes) | getattr(self.explorer, "metrics", dict)()
+        metrics = stats.summary(self.processes) | getattr(self.explorer, "metrics", dict)() | self.critic.fit()
         return metrics | {"skipped_updates": self.skipped} | self.anchor.end(self.epoch, metrics.get("kl"))
 
     def shares(self, parts: list[Part]) -> list[tuple[list[Part], int]]:

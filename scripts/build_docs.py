@@ -169,7 +169,8 @@ PLACES = {"kernel": "the Gaussian transition of a step that draws noise; of a la
           "spread": "how the advantage of a text is spread over its tokens",
           "curriculum": "which prompts an epoch begins with",
           "redraw": "which groups are replaced by other prompts",
-          "chain": "how the recorded steps of a sample become one decision"}
+          "chain": "how the recorded steps of a sample become one decision",
+          "value": "the value model of a masked language model's traces, whose advantages are per token"}
 PAPER = re.compile(r"\b\d{4}\.\d{5}\b")
 
 
@@ -237,6 +238,8 @@ def listing(key: str, about: str) -> str:
 
 def place(part: type) -> str:
     """Where a part goes: parts of one place are called with the same arguments. A preview is not called."""
+    if part.__module__ == methods.critic.__name__:
+        return "value"
     if "__call__" not in vars(part):
         return "preview"
     defaults = {field.name: type(field.default) for field in dataclasses.fields(methods.Method)}

@@ -6,7 +6,7 @@ log-probability is that in the state of its own step, so that a replay goes thro
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -24,7 +24,7 @@ from flowgrpo.policies.causal_lm import Asked, CausalLM, Sampled
 from flowgrpo.policies.dtypes import DTYPES
 from flowgrpo.samplers.relaxation import GumbelSoftmax, walk
 from flowgrpo.samplers.tokens import Unmasking, decided, drawn, score, uniforms
-from flowgrpo.types import Completion, Scored
+from flowgrpo.types import Completion, Scored, wide
 
 # Those of the Llama family and of Dream, of LLaDA (its `ff_out` is its head too), of BERT and of ModernBERT.
 TARGETS = [*causal_lm.TARGETS, "attn_out", "ff_proj", "query", "key", "value", "dense", "Wqkv", "Wo", "Wi"]
@@ -123,6 +123,25 @@ class MaskedLM(CausalLM):
         through the model, `together` at once. Where they are more, those before are computed again in the backward
         pass, so that no more activations are ever held.
         """
+        tokens = self._in_states(self._score, asked, prompts, ids, mask, unmasking, steps, together)
+        mask = mask.to(self.device)
+        return Scored(tokens.new_zeros(mask.shape).masked_scatter(mask, tokens), mask)
+
+    @torch.no_grad()
+    def hidden(self, asked: Asked, prompts: Tensor, ids: Tensor, mask: Tensor, unmasking: Unmasking, steps: Tensor,
+               together: int) -> Tensor:
+        """The last hidden states [k,H] from which the k tokens where mask is true were drawn, row by row."""
+        return self._in_states(self._hidden, asked, prompts, ids, mask, unmasking, steps, together)
+
+    @property
+    def width(self) -> int:
+        """H, the values of a hidden state."""
+        return self._table()[1].shape[1]
+
+    def _in_states(self, evaluate: Callable[..., Tensor], asked: Asked, prompts: Tensor, ids: Tensor, mask: Tensor,
+                   unmasking: Unmasking, steps: Tensor, together: int) -> Tensor:
+        """What `evaluate`, called as `_score`, makes of the k tokens where mask is true, each in its own state:
+        [k,...], row by row."""
         ids, mask = ids.to(self.device), mask.to(self.device)
         turns, where = unmasking.scorings(steps.to(self.device), ids.shape[1]), mask.nonzero()
         states, of = torch.stack([where[:, 0], turns[mask]], 1).unique(dim=0, return_inverse=True)
@@ -135,16 +154,23 @@ class MaskedLM(CausalLM):
             at = torch.isin(of, here).nonzero()[:, 0]
             given = (self._together(asked, own[piece]), answers[here], torch.searchsorted(here, of[at]), where[at, 1],
                      ids[mask][at], unmasking)
-            found.append(checkpoint(self._score, *given, use_reentrant=False) if again else self._score(*given))
+            found.append(checkpoint(evaluate, *given, use_reentrant=False) if again else evaluate(*given))
             places.append(at)
-        tokens = torch.cat(found)[torch.cat(places).argsort()]
-        return Scored(tokens.new_zeros(mask.shape).masked_scatter(mask, tokens), mask)
+        return torch.cat(found)[torch.cat(places).argsort()]
 
     def _score(self, prompts: Tensor, answers: Tensor, row: Tensor, place: Tensor, ids: Tensor, unmasking: Unmasking
                ) -> Tensor:
         """log p [k] of the tokens ids [k] at the places [k] of the rows [k] of answers [n,L] to prompts [n,S]."""
         with self._arithmetic():
             return score(self._logits(prompts, answers)[row, place], self._allowed, ids, unmasking)
+
+    def _hidden(self, prompts: Tensor, answers: Tensor, row: Tensor, place: Tensor, *_) -> Tensor:
+        """The last hidden states [k,H], float32 or wider, that `_score` has logits of."""
+        inputs = torch.cat([prompts, answers], 1)
+        self.evaluations += inputs.numel()
+        with self._arithmetic():
+            (states,) = wide(self.model(input_ids=inputs, output_hidden_states=True).hidden_states[-1])
+        return states[:, prompts.shape[1] - self.shift:][row, place]
 
     # --- a reward's gradient -----------------------------------------------------------------------------------------
 
