@@ -1,7 +1,8 @@
-"""A value model beside a policy that unmasks: advantages per token, by GAE over the steps of a trace.
+"""A value model beside a language model: advantages per token, by GAE over the steps in which tokens were drawn.
 
-It is a linear head on the policy's last hidden states, each in the state of its token's own decoding step. The states
-are constants to it, so that it changes nothing of the policy; it is saved in checkpoints, and no adapter has it.
+It is a linear head on the policy's last hidden states, of a masked model each in the state of its token's own decoding
+step. The states are constants to it, so that it changes nothing of the policy; it is saved in checkpoints, and no
+adapter has it.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from flowgrpo import checkpoint
 from flowgrpo.geometry import Geometry
 from flowgrpo.processes import Processes
 from flowgrpo.samplers.rollout import Part
-from flowgrpo.samplers.tokens import Unmasking
+from flowgrpo.samplers.tokens import Decoding
 
 
 @dataclass(frozen=True)
-class TraceValue:
-    """A value model of masked language models (TraceRL, 2509.06949): what the method's advantage is of a completion
-    becomes the terminal reward of its trace, and `over_traces` the advantages of its tokens.
+class ValueHead:
+    """A value model (TraceRL, 2509.06949; of causal models PPO's, 1707.06347): what the method's advantage is of a
+    completion becomes the terminal reward of its trace, and `over_traces` the advantages of its tokens.
 
     gamma and decay (lambda) are GAE's; clip: `value_loss`'s range, in units of reward; lr and passes: of AdamW, so many
     steps over all of an epoch's tokens, after the policy's updates.
@@ -38,9 +39,9 @@ class TraceValue:
 
     def __post_init__(self) -> None:
         if not 0 <= self.gamma <= 1 or not 0 <= self.decay <= 1:
-            raise ValueError(f"TraceValue: gamma is {self.gamma} and decay {self.decay}, expected 0 to 1")
+            raise ValueError(f"ValueHead: gamma is {self.gamma} and decay {self.decay}, expected 0 to 1")
         if not self.clip > 0 or not self.lr > 0 or self.passes < 1:
-            raise ValueError(f"TraceValue: clip is {self.clip}, lr {self.lr} and passes {self.passes}, expected above "
+            raise ValueError(f"ValueHead: clip is {self.clip}, lr {self.lr} and passes {self.passes}, expected above "
                              "0, above 0 and 1 or more")
 
 
@@ -91,12 +92,12 @@ class NoCritic:
         pass
 
 
-class TraceCritic:
+class Critic:
     """The value model of a run. seen: of every part of the epoch the states [k,H] of its tokens, float32 on the CPU,
     their values and returns [k]."""
 
-    def __init__(self, part: TraceValue, policy: Any, unmasking: Unmasking, geometry: Geometry, processes: Processes):
-        self.part, self.policy, self.unmasking = part, policy, unmasking
+    def __init__(self, part: ValueHead, policy: Any, kernel: Decoding, geometry: Geometry, processes: Processes):
+        self.part, self.policy, self.kernel = part, policy, kernel
         self.together, self.processes = geometry.micro_batch, processes
         self.head = torch.nn.Linear(policy.width, 1).to(policy.device)
         torch.nn.init.zeros_(self.head.weight)
@@ -112,9 +113,8 @@ class TraceCritic:
     @torch.no_grad()
     def _credited(self, part: Part, asked: Any) -> Part:
         [taken], [reward], mask = part.transitions, part.advantages, part.transitions[0].old.mask
-        hidden = self.policy.hidden(asked, taken.prompts, taken.ids, mask, self.unmasking, taken.steps, self.together)
+        hidden, turns = self.policy.hidden(asked, taken, self.kernel, self.together)
         values = self.values(hidden).cpu()
-        turns = self.unmasking.scorings(taken.steps, mask.shape[1])
         advantages, returns = over_traces(reward.cpu(), torch.zeros(mask.shape).masked_scatter(mask, values), turns,
                                           mask, self.part.gamma, self.part.decay)
         self.seen.append((hidden.cpu(), values, returns[mask]))
@@ -157,15 +157,15 @@ class TraceCritic:
         checkpoint.load_optimizer(self.optimizer, state)
 
 
-def make_critic(method: Any, policy: Any, geometry: Geometry, processes: Processes) -> NoCritic | TraceCritic:
+def make_critic(method: Any, policy: Any, geometry: Geometry, processes: Processes) -> NoCritic | Critic:
     """The value model that a method asks for."""
     if method.value is None:
         return NoCritic()
-    return TraceCritic(method.value, policy, method.kernel, geometry, processes)
+    return Critic(method.value, policy, method.kernel, geometry, processes)
 
 
 def require(method: Any) -> None:
-    """ValueError where a method with a value model has no traces for it."""
-    if method.value is not None and (not isinstance(method.kernel, Unmasking) or method.backprop):
-        raise ValueError(f"value is {type(method.value).__name__}, which reads the traces of masked language models: "
-                         "leave it out, or use trace_rl_value")
+    """ValueError where a method with a value model has no tokens for it."""
+    if method.value is not None and (not method.for_tokens or method.backprop):
+        raise ValueError(f"value is {type(method.value).__name__}, which reads a language model's tokens and their "
+                         "log-probabilities: leave it out, or use ppo or trace_rl_value")

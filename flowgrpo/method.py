@@ -49,7 +49,7 @@ class Method:
     adapted: which modules are trained; chain: how recorded steps become one decision (None: each is its own);
     draws: how the texts of a group are drawn; spread: how the advantage of a text is spread over its tokens;
     curriculum: which prompts an epoch begins with; redraw: which of their groups are replaced by other prompts;
-    value: the value model of a masked language model's traces (None: none).
+    value: the value model of a language model (None: none).
 
     Of a language model the kernel is a `tokens.Decoding`, of a masked one an `Unmasking`, and what is about denoising
     (plan, solver, tail, roots, strides, preview, times, adapted, chain) is not read; its backprop is a

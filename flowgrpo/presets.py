@@ -404,9 +404,15 @@ def reinflow(method: Method = Method()) -> Method:
                    kl=objectives.GaussianKL(0.0))
 
 
+def ppo(method: Method = Method()) -> Method:
+    """PPO: advantages per token by GAE, from a value model beside the policy; a clip and no KL (1707.06347)."""
+    return replace(grpo(method), value=critic.ValueHead(decay=0.95), advantage=baselines.NoBaseline(),
+                   reduction=reductions.PerDecision(), kl=objectives.SampledKL(0.0))
+
+
 def trace_rl_value(method: Method = Method()) -> Method:
     """TraceRL with its value model: advantages per token, by GAE over the steps of a trace (2509.06949)."""
-    return replace(trace_rl(method), value=critic.TraceValue(), advantage=baselines.NoBaseline())
+    return replace(trace_rl(method), value=critic.ValueHead(), advantage=baselines.NoBaseline())
 
 
 def drakes(method: Method = Method()) -> Method:
@@ -425,7 +431,7 @@ PRESETS: dict[str, Callable[..., Method]] = {
         granular_grpo, branch_grpo, tree_rpo, pref_grpo, b2_diffurl, sol_rl, diffusion_nft, awm, dgpo, crd,
         diffusion_dpo, refl, draft, alignprop, grpo, dr_grpo, dapo, gspo, cispo, rloo, reinforce_pp, remax,
         trace_rl, rpo, texforce, grpo_lambda, spo_chain, gigpo, dynamic_sampling, mopps, s_grpo, scaf_grpo, ghpo,
-        spo_tree, knapsack_rl, reinflow, latr, drakes, trace_rl_value)}
+        spo_tree, knapsack_rl, reinflow, latr, drakes, trace_rl_value, ppo)}
 
 
 def suited(process: str) -> list[str]:

@@ -11,7 +11,8 @@ import torch
 
 from flowgrpo import presets
 from flowgrpo.advantages import Advantage
-from flowgrpo.baselines import First
+from flowgrpo.baselines import First, NoBaseline
+from flowgrpo.critic import ValueHead
 from flowgrpo.errors import UserError
 from flowgrpo.layer_tuning import AdaptiveClip, LayerTuning
 from flowgrpo.length_terms import ExitDecay, LengthSwitch
@@ -75,6 +76,7 @@ OF_TOKENS = {
     "gigpo": (PlainRatio(), Clip(0.2, 0.2), PerRow(), "group", "rewards", SampledKL(0.01, "k3")),
     "latr": (PlainRatio(), Clip(0.2, 0.2), PerRow(), "group", "rewards", SampledKL()),
     "s_grpo": (PlainRatio(), Clip(0.2, 0.2), PerRow(), "group", "rewards", SampledKL()),
+    "ppo": (PlainRatio(), Clip(0.2, 0.2), PerDecision(), None, None, SampledKL()),
 }
 OTHER_OF_TOKENS = {"dapo": {"shaping": Overlong(0.2), "selection": DropZeroVariance()},
                    "grpo_lambda": {"shaping": LengthSwitch(0.2, 0.0, 0.2, 1.0)},
@@ -83,7 +85,8 @@ OTHER_OF_TOKENS = {"dapo": {"shaping": Overlong(0.2), "selection": DropZeroVaria
                    "s_grpo": {"draws": Serial(), "shaping": ExitDecay(1.0)},
                    "spo_tree": {"spread": SegmentTree(32, 0.9), "draws": Tree((2, 2), 32)},
                    "gigpo": {"spread": StepGroups(8, (), 0.95, 1.0, True)},
-                   "remax": {"kernel": Decoding(greedy=1), "advantage": First(), "selection": ButFirst()}}
+                   "remax": {"kernel": Decoding(greedy=1), "advantage": First(), "selection": ButFirst()},
+                   "ppo": {"advantage": NoBaseline(), "value": ValueHead(decay=0.95)}}
 
 
 @pytest.mark.parametrize("name", OF_TOKENS)

@@ -303,10 +303,11 @@ def test_two_epochs_move_the_weights_and_the_kl_is_to_the_base(trained, rank):
     assert (kl > 1e-4).all() and again.abs().max() < 1e-5
 
 
-def test_micro_batches_change_no_gradient(trained):
+def test_neither_micro_batches_nor_checkpoints_change_the_gradient(trained):
     found = []
-    for size in (1, 3, 8):
+    for size, checkpointing in ((1, False), (3, False), (8, False), (8, True)):
         trainer = made(trained, train__micro_batch=size)
+        trainer.policy.checkpointing = checkpointing
         batch = trainer.prompts[:2]
         tiny.stir(trainer.policy, 0.02)
         parts, asked, scores = trainer.sample(batch)

@@ -42,8 +42,8 @@ def many(completions, prompts):
 
 
 def test_there_are_presets_for_texts_and_they_are_not_for_pictures():
-    assert PRESETS == ["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_pp", "remax",
-                       "grpo_lambda", "spo_chain", "spo_tree", "gigpo", "s_grpo", "latr"]
+    assert set(PRESETS) == {"grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_pp", "remax", "grpo_lambda",
+                            "spo_chain", "spo_tree", "gigpo", "s_grpo", "latr", "ppo"}
     with pytest.raises(UserError, match="the method is one of denoisers .*flowgrpo methods"):
         methods.resolve(tiny_text.config(method="mix_grpo"), "tokens")
     with pytest.raises(UserError, match="the method is one of language models .*flowgrpo methods"):
@@ -65,7 +65,7 @@ def test_two_epochs_of_every_preset(method):
 
 def test_every_presets_gradient_differs_from_its_parents():
     parents = {"dr_grpo": "grpo", "dapo": "grpo", "gspo": "grpo", "cispo": "dapo", "rloo": "dr_grpo",
-               "reinforce_pp": "grpo", "remax": "rloo"}
+               "reinforce_pp": "grpo", "remax": "rloo", "ppo": "grpo"}
     found = {}
     for method in PRESETS:
         trainer = tiny_text.trainer(tiny_text.policy(), {"short": many}, method=method,

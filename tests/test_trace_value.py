@@ -13,7 +13,7 @@ from tables import close, draw, f64
 
 from flowgrpo import checkpoint, methods
 from flowgrpo.baselines import NoBaseline
-from flowgrpo.critic import NoCritic, TraceValue, over_traces, value_loss
+from flowgrpo.critic import NoCritic, ValueHead, over_traces, value_loss
 from flowgrpo.errors import UserError
 from flowgrpo.log import Stats
 from flowgrpo.policies.masked_lm import MaskedLM
@@ -65,20 +65,19 @@ def test_the_clipped_loss_by_hand():
                                          ({"clip": 0.0}, "clip is 0"), ({"passes": 0}, "passes 0")])
 def test_impossible_fields_are_refused(wrong, told):
     with pytest.raises(ValueError, match=told):
-        TraceValue(**wrong)
+        ValueHead(**wrong)
 
 
-def test_it_is_for_traces_alone():
-    value = {"value": {"type": "TraceValue"}}
-    with pytest.raises(UserError, match="reads the traces of masked language models"):
-        methods.resolve(tiny.config(method="grpo", parts=value), "tokens")
-    with pytest.raises(UserError, match="reads the traces of masked language models"):
+def test_it_is_for_tokens_alone():
+    value = {"value": {"type": "ValueHead"}}
+    with pytest.raises(UserError, match="reads a language model's tokens"):
         methods.resolve(tiny.config(method="mix_grpo", parts=value), "flow")
-    with pytest.raises(UserError, match="reads the traces of masked language models"):
+    with pytest.raises(UserError, match="reads a language model's tokens"):
         methods.resolve(tiny.config(method="drakes", parts=value), "masks")
+    assert methods.resolve(tiny.config(method="ppo"), "tokens").value == ValueHead(1.0, 0.95)
     found = methods.resolve(tiny.config(method="grpo", parts=value), "masks")
-    assert (found.value, found.kernel) == (TraceValue(), Unmasking())
-    assert methods.preset("trace_rl_value").value == TraceValue(1.0, 1.0, 0.2)
+    assert (found.value, found.kernel) == (ValueHead(), Unmasking())
+    assert methods.preset("trace_rl_value").value == ValueHead(1.0, 1.0, 0.2)
     assert methods.preset("trace_rl").value is None
 
 
@@ -124,6 +123,32 @@ def test_states_and_values_are_those_of_each_tokens_own_step(shrink):
         [advantage] = after.advantages
         assert advantage.shape == taken.ids.shape and (advantage[~taken.old.mask] == 0).all()
         torch.testing.assert_close(advantage[taken.old.mask], rewards - values)
+
+
+def test_of_a_causal_model_states_are_those_before_each_token():
+    own = tiny.trainer(rewards={"short": lambda texts, prompts: [len(text) for text in texts]}, method="ppo",
+                       train__micro_batch=3)
+    batch = own.prompts[:2]
+    parts, asked, scores = own.sample(batch)
+    parts = list(own.credit(parts, scores, [prompt.text for prompt in batch]))
+    torch.nn.init.normal_(own.critic.head.weight, generator=torch.Generator().manual_seed(0))
+    for part, after, (hidden, values, _) in zip(parts, own.critic(parts, asked), own.critic.seen):
+        [taken], expected = part.transitions, []
+        for row, place in taken.old.mask.nonzero().tolist():
+            read = torch.cat([asked.ids[taken.prompts[row]], taken.ids[row, :place]])
+            with torch.no_grad():
+                expected.append(own.policy.model.base_model(input_ids=read[None]).last_hidden_state[0, -1])
+        torch.testing.assert_close(hidden, torch.stack(expected), rtol=1e-3, atol=1e-4)
+        deltas, advantage = torch.zeros(taken.ids.shape), torch.zeros(taken.ids.shape)
+        held, mask = torch.zeros(taken.ids.shape).masked_scatter(taken.old.mask, values), taken.old.mask
+        for row, length in enumerate(mask.sum(1).tolist()):
+            for place in reversed(range(length)):
+                last = place == length - 1
+                deltas[row, place] = (part.advantages[0][row] if last else held[row, place + 1]) - held[row, place]
+                advantage[row, place] = deltas[row, place] + (0 if last else 0.95 * advantage[row, place + 1])
+        torch.testing.assert_close(after.advantages[0], advantage, rtol=1e-5, atol=1e-5)
+    own.run_epoch()
+    assert own.first_ratio.found <= 1e-5 and own.critic.head.weight.grad.abs().max() > 0
 
 
 def test_the_head_finds_known_values():

@@ -23,7 +23,7 @@ from flowgrpo.policies.adapters import Weights
 from flowgrpo.policies.dtypes import DTYPES
 from flowgrpo.samplers.tokens import Decoding, Draw, decided, score, uniforms
 from flowgrpo.starter import FOLDERS
-from flowgrpo.types import Completion, Scored
+from flowgrpo.types import Completion, Completions, Scored, wide
 
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 EXACT = 1e-4  # of |log ratio|: a model of 30 layers and 49,152 tokens showed 2e-5, one of 4 layers 5e-7
@@ -186,6 +186,22 @@ class CausalLM:
         states = self.model.base_model(input_ids=inputs, use_cache=False,
                                        **self._beside(asked, inputs.shape[1])).last_hidden_state
         return states.gather(1, places[..., None].expand(-1, -1, states.shape[2]))
+
+    @torch.no_grad()
+    def hidden(self, asked: Asked, taken: Completions, decoding: Decoding, together: int) -> tuple[Tensor, Tensor]:
+        """The last hidden states [k,H], float32 or wider, from which the k tokens that count were drawn, row by row,
+        and the steps of all, int64 [m,L]: every place is one."""
+        found = []
+        for rows in torch.arange(len(taken.ids)).split(together):
+            with self._arithmetic():
+                (states,) = wide(self._whole(asked.rows(taken.prompts[rows]), taken.ids[rows].to(self.device)))
+            found.append(states[taken.old.mask[rows].to(self.device)])
+        return torch.cat(found), torch.arange(taken.ids.shape[1]).expand(taken.ids.shape)
+
+    @property
+    def width(self) -> int:
+        """H, the values of a hidden state."""
+        return self.model.get_input_embeddings().weight.shape[1]
 
     def _joined(self, asked: Asked, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Prompts and completions [B,S], padded behind, where it changes nothing before, and the places [B,L] of the

@@ -24,7 +24,7 @@ from flowgrpo.policies.causal_lm import Asked, CausalLM, Sampled
 from flowgrpo.policies.dtypes import DTYPES
 from flowgrpo.samplers.relaxation import GumbelSoftmax, walk
 from flowgrpo.samplers.tokens import Unmasking, decided, drawn, score, uniforms
-from flowgrpo.types import Completion, Scored, wide
+from flowgrpo.types import Completion, Scored, Traces, wide
 
 # Those of the Llama family and of Dream, of LLaDA (its `ff_out` is its head too), of BERT and of ModernBERT.
 TARGETS = [*causal_lm.TARGETS, "attn_out", "ff_proj", "query", "key", "value", "dense", "Wqkv", "Wo", "Wi"]
@@ -128,15 +128,10 @@ class MaskedLM(CausalLM):
         return Scored(tokens.new_zeros(mask.shape).masked_scatter(mask, tokens), mask)
 
     @torch.no_grad()
-    def hidden(self, asked: Asked, prompts: Tensor, ids: Tensor, mask: Tensor, unmasking: Unmasking, steps: Tensor,
-               together: int) -> Tensor:
-        """The last hidden states [k,H] from which the k tokens where mask is true were drawn, row by row."""
-        return self._in_states(self._hidden, asked, prompts, ids, mask, unmasking, steps, together)
-
-    @property
-    def width(self) -> int:
-        """H, the values of a hidden state."""
-        return self._table()[1].shape[1]
+    def hidden(self, asked: Asked, taken: Traces, unmasking: Unmasking, together: int) -> tuple[Tensor, Tensor]:
+        """`CausalLM.hidden`, each token's in its own state."""
+        return (self._in_states(self._hidden, asked, taken.prompts, taken.ids, taken.old.mask, unmasking, taken.steps,
+                                together), unmasking.scorings(taken.steps, taken.ids.shape[1]))
 
     def _in_states(self, evaluate: Callable[..., Tensor], asked: Asked, prompts: Tensor, ids: Tensor, mask: Tensor,
                    unmasking: Unmasking, steps: Tensor, together: int) -> Tensor:
