@@ -17,7 +17,8 @@ Replay = Callable[[Part], Iterator[tuple[int, torch.Tensor, Scored]]]
 
 
 class Anchor:
-    """A method's KL with its reference: the base model, or snapshots of the trained weights, which are `held`.
+    """A method's KL with its reference: the base model, snapshots of the trained weights, which are `held`, or a
+    teacher.
 
     memory: of the method, in which the last epoch's KL is kept under "kl"; keep: whether an epoch has several passes,
     in which the reference's scores are the same.
@@ -40,7 +41,8 @@ class Anchor:
             return []
         if id(part) in self.known:
             return self.known[id(part)]
-        with self.policy.reference(self.held):
+        teacher = getattr(self.method.reference, "model", "")
+        with self.policy.teacher(teacher) if teacher else self.policy.reference(self.held):
             scores = [score for _, _, score in replay(part)]
         if self.keep:
             self.known[id(part)] = scores = [score.to(self.policy.states) for score in scores]

@@ -94,7 +94,7 @@ class Method:
         if not self.for_tokens or process not in OF_TEXT:
             return not self.for_tokens and process not in OF_TEXT
         if process == "masks":
-            return not self.spread.causal and not self.draws.causal
+            return not self.spread.causal and not self.draws.causal and not self.kernel.expert  # answers have no trace
         return not isinstance(self.kernel, tokens.Unmasking)
 
     def on(self, process: str) -> Method:
@@ -159,6 +159,11 @@ class Method:
     def compares_with_reference(self) -> bool:
         """True where the surrogate reads the reference's scores, whatever the KL."""
         return getattr(self.surrogate, "of_reference", False)
+
+    @property
+    def reads_entropy(self) -> bool:
+        """True where the loss needs the entropy of every token's distribution."""
+        return getattr(self.surrogate, "of_entropy", False)
 
     @property
     def for_tokens(self) -> bool:

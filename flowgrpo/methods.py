@@ -17,6 +17,7 @@ from flowgrpo import (
     adapted,
     advantages,
     baselines,
+    correctness,
     critic,
     curriculum,
     forward_objectives,
@@ -38,6 +39,8 @@ from flowgrpo import (
     spreads,
     text_groups,
     text_trees,
+    text_objectives,
+    token_objectives,
 )
 from flowgrpo.config import Config, nearest
 from flowgrpo.errors import UserError
@@ -55,21 +58,26 @@ def preset(*names: str) -> Method:
     for name in (part.strip() for joined in names for part in joined.split("+")):
         if name not in PRESETS:
             raise UserError(f"unknown method {name!r}{nearest(name, list(PRESETS))}")
-        method = PRESETS[name](method)
+        try:
+            method = PRESETS[name](method)
+        except ValueError as error:
+            raise UserError(f"method {'+'.join(names)}: {error}") from None
     return method
 
 
 _MODULES = (kernels, tokens, plans, solvers, selection, objectives, reductions, layer_tuning, forward_objectives,
             schedules, references, advantages, baselines, influence, shaping, preview, forward, lag, backprop, redraws,
             curriculum, length_terms, spreads, hints, text_groups, text_trees, knapsack, pooled, lookahead,
-            adapted, relaxation, noise_net, chains, critic)
+            adapted, relaxation, noise_net, chains, critic, correctness, text_objectives,
+            token_objectives)
 _RECORDS = (plans.Schedule, lookahead.Branch, backprop.Unfinished, backprop.Valued, chains.Chain)  # what parts return
 _TYPES = {cls.__name__: cls for module in _MODULES for cls in vars(module).values()
           if dataclasses.is_dataclass(cls) and cls.__module__ == module.__name__ and cls not in _RECORDS}
 # Of parts that take each other's place.
 _HOMES = {baselines: advantages, influence: advantages, layer_tuning: objectives, forward_objectives: objectives,
           tokens: kernels, length_terms: shaping, hints: redraws, text_trees: text_groups, lookahead: text_groups,
-          knapsack: curriculum, pooled: advantages, noise_net: kernels, relaxation: backprop}
+          knapsack: curriculum, pooled: advantages, noise_net: kernels, relaxation: backprop,
+          correctness: advantages, text_objectives: objectives, token_objectives: objectives}
 _KIND = {cls: _HOMES.get(module, module).__name__ for module in _MODULES
          for cls in vars(module).values() if cls in _TYPES.values() and cls.__module__ == module.__name__}
 
@@ -130,6 +138,8 @@ def resolve(config: Config, process: str = "flow") -> Method:
         if isinstance(method.surrogate, objectives.DynamicClip):
             raise ValueError("the surrogate DynamicClip reads probabilities of tokens, not densities: use Clip")
         _require_decisions(method, method.noised(grid, train.group, 0, config.seed))
+        if isinstance(method.reference, references.Teacher):
+            raise ValueError("the reference Teacher is a language model: use Base")
         if not isinstance(method.reference, references.Base) and not objectives.regularises(method.kl) \
                 and not method.compares_with_reference:
             raise ValueError(f"the reference {type(method.reference).__name__} is read by a KL alone, whose weight is "
@@ -165,8 +175,10 @@ def _on_tokens(method: Method, config: Config) -> Method:
             raise ValueError("a part reads means of transitions, which tokens have none of: use SampledKL and Clip")
         if method.adapted.encoders:
             raise ValueError("adapted.encoders trains a pipeline's text encoders, which a language model has none of")
-        if method.kernel.greedy >= config.train.group:
-            raise ValueError(f"{method.kernel.greedy} greedy samples leave none of the group to train")
+        if method.kernel.greedy + method.kernel.expert >= config.train.group:
+            given = {"greedy samples": method.kernel.greedy, "answers": method.kernel.expert}
+            told = " and ".join(f"{count} {what}" for what, count in given.items() if count)
+            raise ValueError(f"{told} leave none of the group to train")
         if config.train.group % method.draws.leaves:
             raise ValueError(f"draws is {type(method.draws).__name__} with {method.draws.leaves} leaves: expected a "
                              "train.group that is a multiple of them")
@@ -175,6 +187,12 @@ def _on_tokens(method: Method, config: Config) -> Method:
             relaxation.require(method)
         elif isinstance(method.surrogate, objectives.Ascent):
             raise ValueError("the surrogate Ascent follows a reward's gradient: use Clip, or the method drakes")
+        if isinstance(method.surrogate, token_objectives.ExpertMixture) and not method.kernel.expert:
+            raise ValueError("the surrogate ExpertMixture is about answers that join their group: set "
+                             "parts.kernel.expert: 1")
+        if getattr(method.surrogate, "of_advantages", False) and type(method.spread) is not spreads.Evenly:
+            raise ValueError(f"the surrogate {type(method.surrogate).__name__} reads one advantage per completion, but "
+                             f"{type(method.spread).__name__} spreads it: set parts.spread: {{type: Evenly}}")
         method.selection(torch.zeros(1, config.train.group))
     except ValueError as error:
         raise UserError(f"method {config.method} with train.group {config.train.group} and parts {config.parts}: "
@@ -189,6 +207,9 @@ def _require_decisions(method: Method, noised: Exploration | None) -> None:
     if noised is None and isinstance(method.surrogate, forward_objectives.OfNoised):
         raise ValueError(f"the surrogate {type(method.surrogate).__name__} reads noised finals, but times is Recorded: "
                          "set parts.times, such as {type: GridTimes}")
+    if isinstance(method.surrogate, text_objectives.OfCompletions):
+        raise ValueError(f"the surrogate {type(method.surrogate).__name__} reads completions of a language model: use "
+                         "Clip")
     if noised is not None and (method.strides != (1,) or method.tuning.weight):
         raise ValueError(f"strides are {list(method.strides)} and tuning.weight {method.tuning.weight}, but noised "
                          "finals have neither granularities nor a best path: expected [1] and 0")

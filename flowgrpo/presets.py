@@ -14,6 +14,7 @@ from flowgrpo import (
     adapted,
     advantages,
     baselines,
+    correctness,
     critic,
     curriculum,
     forward_objectives,
@@ -28,11 +29,14 @@ from flowgrpo import (
     redraws,
     reductions,
     references,
+    schedules,
     selection,
     shaping,
     spreads,
     text_groups,
     text_trees,
+    text_objectives,
+    token_objectives,
 )
 from flowgrpo.method import Method
 from flowgrpo.samplers import backprop, chains, forward, kernels, noise_net, plans, preview, relaxation, solvers, tokens
@@ -425,13 +429,96 @@ def drakes(method: Method = Method()) -> Method:
                    kl=objectives.SampledKL(0.0), reference=references.Base())
 
 
+def topr(method: Method = Method()) -> Method:
+    """TOPR: REINFORCE whose bad samples count by their ratio, at most 1, and good ones fully (2503.14286)."""
+    return replace(rloo(method), log_ratio=text_objectives.CompletionRatio(), surrogate=text_objectives.Tapered(),
+                   advantage=advantages.Advantage(scale="none", order="rewards", clamp=math.inf))
+
+
+def nft(method: Method = Method()) -> Method:
+    """NFT for text: likelihood of right completions, and of wrong ones under an implicit policy (2505.18116)."""
+    return replace(grpo(method), advantage=correctness.Correctness(), selection=selection.DropZeroVariance(),
+                   surrogate=text_objectives.ImplicitNegative(), reduction=reductions.PerDecision(),
+                   kl=objectives.SampledKL(0.0))
+
+
+def disco(method: Method = Method()) -> Method:
+    """DisCO: scores of right completions above those of wrong ones, in a trust region (2505.12366)."""
+    return replace(grpo(method), advantage=correctness.Correctness(), surrogate=text_objectives.Discriminative(),
+                   kl=objectives.SampledKL(0.0))
+
+
+def reg_grpo(method: Method = Method()) -> Method:
+    """Reg-GRPO: the advantage regressed on the standardised log-ratio, without a clip (2506.07464)."""
+    return replace(grpo(method), log_ratio=text_objectives.CompletionRatio(), surrogate=text_objectives.Regressed(),
+                   reduction=reductions.RowSums(), kl=objectives.SampledKL(0.0))
+
+
+def trpa(method: Method = Method()) -> Method:
+    """TRPA: every better completion of a group preferred to every worse one, near the old policy (2504.04524)."""
+    return replace(grpo(method), surrogate=text_objectives.Levels(), kl=objectives.SampledKL(0.0),
+                   advantage=advantages.Advantage(scale="none", order="rewards", clamp=math.inf))
+
+
+def w_reinforce(method: Method = Method()) -> Method:
+    """W-REINFORCE: wrong completions pushed down, right ones pulled up a tenth as strongly (2506.01347)."""
+    return replace(grpo(method), advantage=correctness.Signed(0.1, 1.0), reduction=reductions.PerDecision(),
+                   kl=objectives.SampledKL(0.0))
+
+
+def entropy_bonus(method: Method = Method()) -> Method:
+    """An entropy bonus over a host of language models, GRPO without one (1707.06347, equation 9)."""
+    method = method if method.for_tokens else grpo(method)
+    return replace(method, surrogate=token_objectives.EntropyBonus(method.surrogate, 0.01))
+
+
+def high_entropy(method: Method = Method()) -> Method:
+    """The fifth of tokens of the largest entropies, over a host of language models, DAPO without one (2506.01939)."""
+    method = method if method.for_tokens else dapo(method)
+    return replace(method, surrogate=token_objectives.HighEntropy(method.surrogate, 0.2))
+
+
+def gtpo(method: Method = Method()) -> Method:
+    """GTPO: tokens that good and bad completions share are not pushed down, and pulled up twice (2508.03772)."""
+    return replace(grpo(method), surrogate=token_objectives.Conflicts(), kl=objectives.SampledKL(0.0))
+
+
+def llds(method: Method = Method()) -> Method:
+    """LLDS over a host of language models, GRPO without one: good completions stay as likely (2512.04220)."""
+    method = method if method.for_tokens else grpo(method)
+    return replace(method, surrogate=token_objectives.LikelihoodKept(method.surrogate, 0.1))
+
+
+def kdrl(method: Method = Method()) -> Method:
+    """KDRL over a host of language models, GRPO without one: the reward, and a KL to a teacher that fades (2506.02208).
+
+    The teacher is `reference.model`.
+    """
+    method = method if method.for_tokens else grpo(method)
+    return replace(method, kl=objectives.SampledKL(5e-3, "k2", schedules.Linear(1e-3)), reference=references.Teacher())
+
+
+def visurf(method: Method = Method()) -> Method:
+    """ViSurf over a host of causal language models, GRPO without one: the prompt's own answer is one of its group
+    (2510.10606)."""
+    method = method if method.for_tokens else grpo(method)
+    return replace(method, kernel=replace(method.kernel, expert=1))
+
+
+def rl_plus(method: Method = Method()) -> Method:
+    """RL-PLUS: ViSurf's answer in its group, with a ratio to the mixture of both policies (2508.00222)."""
+    method = visurf(method)
+    return replace(method, surrogate=token_objectives.ExpertMixture(method.surrogate))
+
+
 PRESETS: dict[str, Callable[..., Method]] = {
     preset.__name__: preset for preset in (
         flow_grpo, flow_grpo_fast, dance_grpo, ddpo, mix_grpo, mix_grpo_flash, grpo_guard, flow_dppo, tempflow_grpo,
         granular_grpo, branch_grpo, tree_rpo, pref_grpo, b2_diffurl, sol_rl, diffusion_nft, awm, dgpo, crd,
         diffusion_dpo, refl, draft, alignprop, grpo, dr_grpo, dapo, gspo, cispo, rloo, reinforce_pp, remax,
         trace_rl, rpo, texforce, grpo_lambda, spo_chain, gigpo, dynamic_sampling, mopps, s_grpo, scaf_grpo, ghpo,
-        spo_tree, knapsack_rl, reinflow, latr, drakes, trace_rl_value, ppo)}
+        spo_tree, knapsack_rl, reinflow, latr, drakes, trace_rl_value, ppo, topr, nft, disco, reg_grpo, trpa,
+        w_reinforce, entropy_bonus, high_entropy, gtpo, llds, kdrl, visurf, rl_plus)}
 
 
 def suited(process: str) -> list[str]:

@@ -80,6 +80,21 @@ class Soup:
         return [*held, now()][-self.size:] if not held or epoch % self.every == 0 else held
 
 
+@dataclass(frozen=True)
+class Teacher:
+    """Another language model, frozen, in every epoch: a KL to it, whose weight falls, is distillation beside the reward
+    (KDRL, 2506.02208).
+
+    model: a directory or a hub id; it is loaded once, and reads the policy's tokens: its tokenizer has to be the
+    policy's. Without one the base model is its own teacher.
+    """
+
+    model: str = ""
+
+    def __call__(self, held: list[Snapshot], now: Callable[[], Snapshot], epoch: int) -> list[Snapshot]:
+        return []
+
+
 def _require(part: str, **fields: int) -> None:
     for name, value in fields.items():
         if value < 1:

@@ -46,7 +46,8 @@ class Scored:
 
     logp: [B, N]; mask: bool [B, N], true where the decision counts; only where a method reads them, mean [B, N, *D]
     of each transition, std, [N] or [B, N], the deviation of the whole step, and, of a replay, slope [N], the
-    derivative of the mean by the model's output.
+    derivative of the mean by the model's output; of a replay of tokens, entropy [B, N], that of the distribution each
+    was drawn from, in nats.
     """
 
     logp: Tensor
@@ -54,6 +55,7 @@ class Scored:
     mean: Tensor | None = None
     std: Tensor | None = None
     slope: Tensor | None = None
+    entropy: Tensor | None = None
 
     def __post_init__(self) -> None:
         assert self.logp.ndim == 2 and self.logp.shape == self.mask.shape, (self.logp.shape, self.mask.shape)
@@ -62,12 +64,13 @@ class Scored:
     def rows(self, at: Tensor) -> Scored:
         """The rows `at` (indices or a mask) of all that is scored."""
         std = self.std if self.std is None or self.std.ndim < 2 else self.std[at]
-        return Scored(self.logp[at], self.mask[at], None if self.mean is None else self.mean[at], std, self.slope)
+        mean, entropy = (each if each is None else each[at] for each in (self.mean, self.entropy))
+        return Scored(self.logp[at], self.mask[at], mean, std, self.slope, entropy)
 
     def to(self, device: torch.device) -> Scored:
         """The score with its large parts on the device; std and slope, a number or a few, stay where they are."""
-        return Scored(self.logp.to(device), self.mask.to(device), None if self.mean is None else self.mean.to(device),
-                      self.std, self.slope)
+        mean, entropy = (each if each is None else each.to(device) for each in (self.mean, self.entropy))
+        return Scored(self.logp.to(device), self.mask.to(device), mean, self.std, self.slope, entropy)
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,13 +137,15 @@ class Completions:
 
     ids: int64 [m, L], L the most tokens that a completion may have; prompts: int64 [m], the prompt of each; old: Scored
     [m, L], its mask true where a token was drawn that counts, the end included, and its logp 0 where it is not;
-    correction: [m, L], what the loss of a token is multiplied by, where another program drew it than is trained.
+    correction: [m, L], what the loss of a token is multiplied by, where another program drew it than is trained;
+    expert: bool [m], which are answers that came with their prompts, None where a method asks for none.
     """
 
     ids: Tensor
     prompts: Tensor
     old: Scored
     correction: Tensor | None = field(default=None, kw_only=True)
+    expert: Tensor | None = field(default=None, kw_only=True)
     step = 0  # all tokens are one step
     goal = None
 
@@ -161,7 +166,9 @@ class Completions:
 
     def rows(self, at: Tensor) -> Completions:
         """The completions `at` (indices or a mask)."""
-        return Completions(self.ids[at], self.prompts[at], self.old.rows(at), correction=self._correction(at))
+        expert = self.expert if self.expert is None else self.expert[at]
+        return Completions(self.ids[at], self.prompts[at], self.old.rows(at), correction=self._correction(at),
+                           expert=expert)
 
     def _correction(self, at: Tensor) -> Tensor | None:
         return None if self.correction is None else self.correction[at]
@@ -221,6 +228,27 @@ class Noised:
     rows: Tensor
     reference: Scored | None = None
     peers: Peers | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Compared:
+    """What a loss that compares completions reads of b of the m completions of some whole groups.
+
+    new, old, reference: Scored [b, L], reference None where the loss does not ask for it; log_ratio: [b, L], the
+    method's; rows: int64 [b], where they are among all; ids: int64 [m, L] and mask: bool [m, L], of all; peers: all of
+    them, whose gap [m, ...] is what the loss compares, None where it compares nothing; expert: bool [m], which of all
+    are answers that came with their prompts.
+    """
+
+    new: Scored
+    old: Scored
+    log_ratio: Tensor
+    rows: Tensor
+    ids: Tensor
+    mask: Tensor
+    reference: Scored | None = None
+    peers: Peers | None = None
+    expert: Tensor | None = None
 
 
 @dataclass(eq=False)

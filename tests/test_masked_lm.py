@@ -326,10 +326,8 @@ def test_trace_rl_is_as_published():
 
 
 def test_what_is_for_tokens_unmasks_and_what_unmasks_is_not_for_causal_models():
-    assert presets.suited("masks") == [
-        *(name for name in presets.suited("tokens")
-          if name not in ("spo_chain", "spo_tree", "gigpo", "s_grpo", "latr")), "trace_rl",
-        "trace_rl_value", "drakes"]
+    causal = ("spo_chain", "spo_tree", "gigpo", "s_grpo", "latr", "visurf", "rl_plus")
+    assert {*presets.suited("masks")} == {*presets.suited("tokens"), "trace_rl", "trace_rl_value", "drakes"} - {*causal}
     assert methods.preset("gspo").on("masks").kernel == Unmasking()
     warm = methods.with_parts(methods.preset("remax"), {"kernel": {"temperature": 0.5, "min_p": 0.1}})
     assert warm.on("masks").kernel == Unmasking(0.5, min_p=0.1, greedy=1)

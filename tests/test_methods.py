@@ -12,6 +12,7 @@ import torch
 from flowgrpo import presets
 from flowgrpo.advantages import Advantage
 from flowgrpo.baselines import First, NoBaseline
+from flowgrpo.correctness import Correctness, Signed
 from flowgrpo.critic import ValueHead
 from flowgrpo.errors import UserError
 from flowgrpo.layer_tuning import AdaptiveClip, LayerTuning
@@ -24,15 +25,20 @@ from flowgrpo.presets import suited
 from flowgrpo.objectives import (
     Clip, Guard, InverseDelta, NoiseLevel, PlainRatio, Reinforce, SampledKL, SequenceRatio, Truncated, Uniform)
 from flowgrpo.reductions import PerDecision, PerRow, RowSums
+from flowgrpo.references import Teacher
 from flowgrpo.samplers.kernels import CPS, DanceSDE, FlowDDIM, FlowSDE
 from flowgrpo.samplers.plans import AllSteps, Branches, EachStep, GrowingTail, RandomSubset, Single, Sliding, TreeWindow
 from flowgrpo.samplers.solvers import DPMSolver2M, Euler
 from flowgrpo.samplers.tokens import Decoding
+from flowgrpo.schedules import Linear
 from flowgrpo.selection import All, BestWorst, ButFirst, DropZeroVariance, Extremes
 from flowgrpo.shaping import AsIs, Overlong, WinRate
 from flowgrpo.spreads import SegmentChain, SegmentTree, StepGroups
 from flowgrpo.text_groups import Serial
 from flowgrpo.text_trees import Tree
+from flowgrpo.text_objectives import (
+    CompletionRatio, Discriminative, ImplicitNegative, Levels, Regressed, Tapered)
+from flowgrpo.token_objectives import Conflicts, EntropyBonus, ExpertMixture, HighEntropy, LikelihoodKept
 from flowgrpo.train import decisions
 
 # kernel, plan, solver, tail, shared noise, advantage's scale and order, clip range, KL
@@ -77,6 +83,21 @@ OF_TOKENS = {
     "latr": (PlainRatio(), Clip(0.2, 0.2), PerRow(), "group", "rewards", SampledKL()),
     "s_grpo": (PlainRatio(), Clip(0.2, 0.2), PerRow(), "group", "rewards", SampledKL()),
     "ppo": (PlainRatio(), Clip(0.2, 0.2), PerDecision(), None, None, SampledKL()),
+    "topr": (CompletionRatio(), Tapered(1.0), RowSums(), "none", "rewards", SampledKL()),
+    "nft": (PlainRatio(), ImplicitNegative("linear", 1.0), PerDecision(), None, None, SampledKL()),
+    "disco": (PlainRatio(), Discriminative("log", 10.0, 1000.0, 1e-4), PerRow(), None, None, SampledKL()),
+    "reg_grpo": (CompletionRatio(), Regressed(0.1), RowSums(), "group", "rewards", SampledKL()),
+    "trpa": (PlainRatio(), Levels(0.1, 2.5, 1e-3), PerRow(), "none", "rewards", SampledKL()),
+    "w_reinforce": (PlainRatio(), Clip(0.2, 0.2), PerDecision(), None, None, SampledKL()),
+    "entropy_bonus": (PlainRatio(), EntropyBonus(Clip(0.2, 0.2), 0.01), PerRow(), "group", "rewards",
+                      SampledKL(0.04, "k3")),
+    "high_entropy": (PlainRatio(), HighEntropy(Clip(0.2, 0.28), 0.2), PerDecision(), "group", "rewards", SampledKL()),
+    "gtpo": (PlainRatio(), Conflicts(Reinforce(), 2.0), PerRow(), "group", "rewards", SampledKL()),
+    "kdrl": (PlainRatio(), Clip(0.2, 0.2), PerRow(), "group", "rewards", SampledKL(5e-3, "k2", Linear(1e-3))),
+    "visurf": (PlainRatio(), Clip(0.2, 0.2), PerRow(), "group", "rewards", SampledKL(0.04, "k3")),
+    "rl_plus": (PlainRatio(), ExpertMixture(Clip(0.2, 0.2), 2.0, 1.0), PerRow(), "group", "rewards",
+                SampledKL(0.04, "k3")),
+    "llds": (PlainRatio(), LikelihoodKept(Clip(0.2, 0.2), 0.1), PerRow(), "group", "rewards", SampledKL(0.04, "k3")),
 }
 OTHER_OF_TOKENS = {"dapo": {"shaping": Overlong(0.2), "selection": DropZeroVariance()},
                    "grpo_lambda": {"shaping": LengthSwitch(0.2, 0.0, 0.2, 1.0)},
@@ -86,7 +107,12 @@ OTHER_OF_TOKENS = {"dapo": {"shaping": Overlong(0.2), "selection": DropZeroVaria
                    "spo_tree": {"spread": SegmentTree(32, 0.9), "draws": Tree((2, 2), 32)},
                    "gigpo": {"spread": StepGroups(8, (), 0.95, 1.0, True)},
                    "remax": {"kernel": Decoding(greedy=1), "advantage": First(), "selection": ButFirst()},
-                   "ppo": {"advantage": NoBaseline(), "value": ValueHead(decay=0.95)}}
+                   "ppo": {"advantage": NoBaseline(), "value": ValueHead(decay=0.95)},
+                   "nft": {"advantage": Correctness(), "selection": DropZeroVariance()},
+                   "high_entropy": {"shaping": Overlong(0.2), "selection": DropZeroVariance()},
+                   "visurf": {"kernel": Decoding(expert=1)}, "kdrl": {"reference": Teacher()},
+                   "rl_plus": {"kernel": Decoding(expert=1)},
+                   "disco": {"advantage": Correctness()}, "w_reinforce": {"advantage": Signed(0.1, 1.0)}}
 
 
 @pytest.mark.parametrize("name", OF_TOKENS)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from flowgrpo.errors import UserError
 from flowgrpo.log import quiet
 from flowgrpo.policies.adapters import Weights
 from flowgrpo.policies.dtypes import DTYPES
+from flowgrpo.policies.teacher import Teachers
 from flowgrpo.samplers.tokens import Decoding, Draw, decided, score, uniforms
 from flowgrpo.starter import FOLDERS
 from flowgrpo.types import Completion, Completions, Scored, wide
@@ -32,10 +33,12 @@ CLOSE = 1e-3  # by how much two ways to the same log-probabilities may differ, i
 
 @dataclass(frozen=True, eq=False)
 class Asked:
-    """Prompts as the model reads them: their texts, and their tokens, int64 [S] each."""
+    """Prompts as the model reads them: their texts, and their tokens, int64 [S] each; the answers that they bring,
+    where a method asks for them."""
 
     prompts: list[str]
     ids: list[Tensor]
+    answers: Sequence[str | None] = field(default=(), kw_only=True)
 
     def rows(self, index: Tensor) -> Asked:
         """The rows `index` (int64 [B]); a row may be taken several times."""
@@ -45,13 +48,14 @@ class Asked:
 @dataclass(frozen=True, eq=False)
 class Sampled:
     """Completions of B prompts: ids int64 [B,L], logp float32 [B,L], mask bool [B,L], true for drawn tokens up to the
-    end; cut: bool [B], those without an end; texts."""
+    end; cut: bool [B], those without an end; texts; expert: bool [B], those that are their prompts' answers."""
 
     ids: Tensor
     logp: Tensor
     mask: Tensor
     cut: Tensor
     texts: list[Completion]
+    expert: Tensor | None = field(default=None, kw_only=True)
 
 
 class CausalLM:
@@ -84,6 +88,7 @@ class CausalLM:
         self.checkpointing = checkpointing
         model.base_model.register_forward_pre_hook(self._count, with_kwargs=True)
         self._head_alone = self._shares = None  # found out by trial: whether logits are the head's, prefixes shareable
+        self.precision, self.teacher = precision, Teachers(self)
 
     def _count(self, _module, args, kwargs) -> None:
         self.evaluations += (args[0] if args else kwargs["input_ids"]).numel()
@@ -158,9 +163,10 @@ class CausalLM:
 
     # --- replay ------------------------------------------------------------------------------------------------------
 
-    def log_probs(self, asked: Asked, prompts: Tensor, ids: Tensor, mask: Tensor, decoding: Decoding) -> Scored:
+    def log_probs(self, asked: Asked, prompts: Tensor, ids: Tensor, mask: Tensor, decoding: Decoding,
+                  entropy: bool = False) -> Scored:
         """The score [B,L] of completions ids [B,L] of the prompts [B] (places in `asked`), 0 where mask is false, with
-        gradients where they are enabled."""
+        gradients where they are enabled; with the entropies where they are asked for."""
         most = ids.shape[1]
         length = int((mask * torch.arange(1, most + 1, device=mask.device)).max().clamp(min=1))  # to the last one
         ids, kept = ids[:, :length].to(self.device), mask[:, :length].to(self.device)
@@ -170,10 +176,11 @@ class CausalLM:
                 hidden = self._behind_prefixes(asked.rows(own), of.to(self.device), ids)
             else:
                 hidden = self._whole(asked.rows(prompts), ids)
-            found = score(hidden[kept], self.model.get_output_embeddings(), ids[kept], decoding) \
-                if self.head_alone(asked) else self._by_logits(asked.rows(prompts), ids, kept, decoding)
-        logp = torch.zeros(kept.shape, device=self.device).masked_scatter(kept, found)
-        return Scored(pad(logp, (0, most - length)), mask.to(self.device))
+            found = score(hidden[kept], self.model.get_output_embeddings(), ids[kept], decoding, entropy=entropy) \
+                if self.head_alone(asked) else self._by_logits(asked.rows(prompts), ids, kept, decoding, entropy)
+        logp, *rest = (pad(torch.zeros(kept.shape, device=self.device).masked_scatter(kept, each), (0, most - length))
+                       for each in (found.unbind(1) if entropy else [found]))
+        return Scored(logp, mask.to(self.device), entropy=rest[0] if rest else None)
 
     def states_before(self, asked: Asked, ids: Tensor) -> Tensor:
         """The states [B,L,H] before each token of the completions ids [B,L], from which its distribution is made."""
@@ -235,12 +242,12 @@ class CausalLM:
         positions = (mask.cumsum(1) - 1).clamp(min=0)
         return positions, positions[:, -1:] + 1
 
-    def _by_logits(self, asked: Asked, ids: Tensor, kept: Tensor, decoding: Decoding) -> Tensor:
+    def _by_logits(self, asked: Asked, ids: Tensor, kept: Tensor, decoding: Decoding, entropy: bool) -> Tensor:
         """log p [n] from the model's own logits, all of which are held: for models that do more than their head."""
         inputs, places = self._joined(asked, ids)
         logits = self.model(input_ids=inputs, use_cache=False, **self._beside(asked, inputs.shape[1])).logits
         rows = torch.arange(len(ids), device=self.device)[:, None].expand_as(places)
-        return score(logits[rows[kept], places[kept]], lambda logits: logits, ids[kept], decoding)
+        return score(logits[rows[kept], places[kept]], lambda logits: logits, ids[kept], decoding, entropy=entropy)
 
     @torch.no_grad()
     def head_alone(self, asked: Asked) -> bool:
@@ -287,6 +294,10 @@ class CausalLM:
         """Inside, the model is the base model, or the average of the snapshots `held` of its trainable weights."""
         with self.weights.reference(held), torch.no_grad():
             yield
+
+    def another(self, model: str) -> tuple:
+        """Another model of this kind, and its tokenizer."""
+        return load_causal_lm(model, self.precision)
 
     def _arithmetic(self):
         if self.dtype == torch.float32:

@@ -55,6 +55,8 @@ class EngineExplorer(TextExplorer):
         for own in torch.arange(count).split(prompts_per_part(group, self.geometry.micro_batch)):
             rows = slice(int(own[0]) * group, (int(own[-1]) + 1) * group)
             some = Sampled(whole.ids[rows], whole.logp[rows], whole.mask[rows], whole.cut[rows], whole.texts[rows])
+            if self.method.kernel.expert:
+                [some] = self.answered(asked, prompts[rows], samples[rows], [some])
             part = self.part(range(int(own[0]), int(own[-1]) + 1), prompts[rows], [some])
             part = self.corrected(part, asked, greedy[rows])
             yield self.valued(part, asked, seed, judge) if self.method.spread.samples else part, [some.texts]

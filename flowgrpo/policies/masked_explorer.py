@@ -33,4 +33,4 @@ class MaskedExplorer(TextExplorer):
         for start in range(0, len(taken.ids), max(most // count, 1)):
             rows = slice(start, start + max(most // count, 1))
             yield 0, rows, self.policy.log_probs(asked, taken.prompts[rows], taken.ids[rows], taken.old.mask[rows],
-                                                 kernel, taken.steps[rows], most)
+                                                 kernel, taken.steps[rows], most, self.method.reads_entropy)

@@ -115,17 +115,20 @@ class MaskedLM(CausalLM):
     # --- replay ------------------------------------------------------------------------------------------------------
 
     def log_probs(self, asked: Asked, prompts: Tensor, ids: Tensor, mask: Tensor, unmasking: Unmasking, steps: Tensor,
-                  together: int) -> Scored:
+                  together: int, entropy: bool = False) -> Scored:
         """The score [b,L] of traces (ids, steps [b,L]) of the prompts [b] (places in `asked`), 0 where mask is false,
-        with gradients where they are enabled.
+        with gradients where they are enabled; with the entropies where they are asked for.
 
         A state has the tokens of earlier evaluations and masks for the others; only states with a token that counts go
         through the model, `together` at once. Where they are more, those before are computed again in the backward
         pass, so that no more activations are ever held.
         """
-        tokens = self._in_states(self._score, asked, prompts, ids, mask, unmasking, steps, together)
+        tokens = self._in_states(partial(self._score, entropy=entropy), asked, prompts, ids, mask, unmasking, steps,
+                                 together)
         mask = mask.to(self.device)
-        return Scored(tokens.new_zeros(mask.shape).masked_scatter(mask, tokens), mask)
+        logp, *rest = (tokens.new_zeros(mask.shape).masked_scatter(mask, each)
+                       for each in (tokens.unbind(1) if entropy else [tokens]))
+        return Scored(logp, mask, entropy=rest[0] if rest else None)
 
     @torch.no_grad()
     def hidden(self, asked: Asked, taken: Traces, unmasking: Unmasking, together: int) -> tuple[Tensor, Tensor]:
@@ -153,11 +156,14 @@ class MaskedLM(CausalLM):
             places.append(at)
         return torch.cat(found)[torch.cat(places).argsort()]
 
-    def _score(self, prompts: Tensor, answers: Tensor, row: Tensor, place: Tensor, ids: Tensor, unmasking: Unmasking
-               ) -> Tensor:
-        """log p [k] of the tokens ids [k] at the places [k] of the rows [k] of answers [n,L] to prompts [n,S]."""
+    def _score(self, prompts: Tensor, answers: Tensor, row: Tensor, place: Tensor, ids: Tensor, unmasking: Unmasking,
+               entropy: bool) -> Tensor:
+        """`score` of the tokens ids [k] at the places [k] of the rows [k] of answers [n,L] to prompts [n,S]."""
         with self._arithmetic():
-            return score(self._logits(prompts, answers)[row, place], self._allowed, ids, unmasking)
+            return score(self._logits(prompts, answers)[row, place], self._allowed, ids, unmasking, entropy=entropy)
+
+    def another(self, model: str) -> tuple:
+        return load_masked_lm(model, self.precision)
 
     def _hidden(self, prompts: Tensor, answers: Tensor, row: Tensor, place: Tensor, *_) -> Tensor:
         """The last hidden states [k,H], float32 or wider, that `_score` has logits of."""

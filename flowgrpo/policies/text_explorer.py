@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from flowgrpo.beside import Beside
+from flowgrpo.beside_text import BesideText
 from flowgrpo.config import Config
 from flowgrpo.data import Prompt
 from flowgrpo.geometry import Geometry
@@ -16,6 +16,7 @@ from flowgrpo.log import Clock
 from flowgrpo.method import Method
 from flowgrpo.policies.causal_lm import Asked, CausalLM, Sampled
 from flowgrpo.policies.continuations import segmented
+from flowgrpo.policies.expert import answer_of, with_answers
 from flowgrpo.processes import Processes
 from flowgrpo.samplers.rollout import Part, Seed, prompts_per_part, seeder
 from flowgrpo.segments import starts_of
@@ -39,7 +40,8 @@ class TextExplorer:
     def conditioning(self, batch: list[Prompt]) -> Asked:
         """The tokens of these prompts."""
         with self.clock("encode"):
-            return self.encode([p.text for p in batch], images=[p.image for p in batch])
+            asked = self.encode([p.text for p in batch], images=[p.image for p in batch])
+        return replace(asked, answers=[answer_of(p) for p in batch]) if self.method.kernel.expert else asked
 
     def sample(self, asked: Asked, epoch: int, judge: Callable, value: Callable | None = None,
                turn: int = 0) -> Iterator[tuple[Part, list[list[str]]]]:
@@ -55,6 +57,8 @@ class TextExplorer:
             with self.clock("rollout"):
                 made = self.method.draws(self.policy, asked.rows(prompts), self.method.kernel, generators,
                                          samples < self.method.kernel.greedy, group, self.geometry.micro_batch)
+                if self.method.kernel.expert:
+                    made = self.answered(asked, prompts, samples, made)
             part = self.part(range(int(own[0]), int(own[-1]) + 1), prompts, made)
             if self.method.spread.samples:
                 part = self.valued(part, asked, seed, judge)
@@ -67,6 +71,14 @@ class TextExplorer:
         seed, first = seeder(self.config.seed, epoch), turn * self.config.train.prompts + self.processes.rank * prompts
         return lambda prompt, sample: seed(first + prompt, sample)
 
+    def answered(self, asked: Asked, prompts: torch.Tensor, samples: torch.Tensor, made: list[Sampled]
+                 ) -> list[Sampled]:
+        """What was drawn for the prompts [B], the last samples of every group replaced by their prompts' answers."""
+        kernel, group = self.method.kernel, self.geometry.group
+        places = torch.arange(len(prompts)).split([len(each.ids) for each in made])
+        return [with_answers(self.policy, asked, prompts[at], samples[at] >= group - kernel.expert, each, kernel)
+                for at, each in zip(places, made)]
+
     def part(self, groups: range, prompts: torch.Tensor, made: list[Sampled]) -> Part:
         """Whole groups of completions; those cut off without an end are not trained, or lose the penalty, where
         `text.truncated` says so."""
@@ -77,7 +89,8 @@ class TextExplorer:
             mask = mask & ~cut[:, None]
         deducted = text.penalty * cut.float() if text.truncated == "penalise" else None
         old = Scored(logp.masked_fill(~mask, 0.0), mask)
-        return Part(groups, prompts, None, (Completions(ids, prompts, old),), (), deducted=deducted)
+        expert = torch.cat([each.expert for each in made]) if self.method.kernel.expert else None
+        return Part(groups, prompts, None, (Completions(ids, prompts, old, expert=expert),), (), deducted=deducted)
 
     def valued(self, part: Part, asked: Asked, seed: Seed, judge: Callable) -> Part:
         """The part in segments, with what the states between them are worth."""
@@ -95,11 +108,11 @@ class TextExplorer:
         for start in range(0, len(taken.ids), self.geometry.micro_batch):
             rows = slice(start, start + self.geometry.micro_batch)
             yield 0, rows, self.policy.log_probs(asked, taken.prompts[rows], taken.ids[rows], taken.old.mask[rows],
-                                                 self.method.kernel)
+                                                 self.method.kernel, entropy=self.method.reads_entropy)
 
-    def beside(self, part: Part, asked: Asked, reference: list[Scored]) -> Beside:
+    def beside(self, part: Part, asked: Asked, reference: list[Scored]) -> BesideText:
         """What the surrogate reads beside ratio and advantage."""
-        return Beside(self.method.surrogate, part, reference, self.policy.device)
+        return BesideText(self.method, part, reference, self.policy.device, lambda: self.replay(part, asked))
 
     def step_weights(self, parts: list[Part], epoch: int) -> dict[int, float]:
         """Tokens are one step."""

@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 
 from flowgrpo.config import Adapter, Text
 from flowgrpo.errors import UserError
-from flowgrpo.policies.causal_lm import TARGETS, Asked, CausalLM
+from flowgrpo.policies.causal_lm import TARGETS, Asked, CausalLM, load_causal_lm
 from flowgrpo.samplers.tokens import Decoding
 from flowgrpo.types import Scored
 
@@ -109,12 +109,18 @@ class VisionLM(CausalLM):
     def _beside(self, asked: Shown, length: int, before: bool = False) -> dict[str, Tensor]:
         return _by_token(asked, length, before, self.device) | _pictures(asked, self.device, self.dtype)
 
+    def another(self, model: str) -> tuple:
+        found, processor = load_causal_lm(model, self.precision,
+                                          classes=("AutoModelForImageTextToText", "AutoProcessor"))
+        return found, processor.tokenizer
+
     # --- replay ------------------------------------------------------------------------------------------------------
 
-    def log_probs(self, asked: Shown, prompts: Tensor, ids: Tensor, mask: Tensor, decoding: Decoding) -> Scored:
+    def log_probs(self, asked: Shown, prompts: Tensor, ids: Tensor, mask: Tensor, decoding: Decoding,
+                  entropy: bool = False) -> Scored:
         """As of `CausalLM`, of the tokens that stand for no image."""
         barred = torch.tensor(self.placeholders, dtype=torch.int64, device=self.device)
-        return super().log_probs(asked, prompts, ids, mask, Permitted(decoding, barred))
+        return super().log_probs(asked, prompts, ids, mask, Permitted(decoding, barred), entropy)
 
     def _positions(self, asked: Shown, inputs: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
         """Where a family gives an image's tokens positions of rows and columns (M-RoPE, 2409.12191), [3,P,S]."""

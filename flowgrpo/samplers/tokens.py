@@ -22,7 +22,8 @@ class Decoding:
 
     top_k: so many (0: all); top_p: the fewest that together have this probability (1: all; 1904.09751); min_p: those
     that have at least this share of the likeliest one's probability (0: all; 2407.01082). greedy: how many of a group's
-    first samples take the likeliest token at every step (ReMax's baseline, 2310.10505).
+    first samples take the likeliest token at every step (ReMax's baseline, 2310.10505). expert: how many of a group's
+    last samples are not drawn but are the prompt's own answer, where it brings one (ViSurf, 2510.10606).
 
     Under new weights other tokens are cut. One that was drawn is never cut when it is scored, so that its probability
     is never 0; what is kept besides is what the new weights keep.
@@ -33,6 +34,7 @@ class Decoding:
     top_k: int = 0
     min_p: float = 0.0
     greedy: int = 0
+    expert: int = 0
 
     def __post_init__(self) -> None:
         if not self.temperature > 0:
@@ -41,8 +43,9 @@ class Decoding:
         if not 0 < self.top_p <= 1 or not 0 <= self.min_p <= 1:
             raise ValueError(f"Decoding: top_p is {self.top_p} and min_p {self.min_p}, expected above 0 to 1 and 0 to "
                              "1")
-        if self.top_k < 0 or self.greedy < 0:
-            raise ValueError(f"Decoding: top_k is {self.top_k} and greedy {self.greedy}, expected 0 or more")
+        if min(self.top_k, self.greedy, self.expert) < 0:
+            raise ValueError(f"Decoding: top_k is {self.top_k}, greedy {self.greedy} and expert {self.expert}, "
+                             "expected 0 or more")
 
     def __call__(self, logits: Tensor, taken: Tensor | None = None) -> Tensor:
         """Log-probabilities [n,V], float32 or wider, of logits [n,V]; -inf where cut. taken: int64 [n], never cut."""
@@ -157,16 +160,24 @@ def decided(ids: Tensor, ends: Sequence[int]) -> tuple[Tensor, Tensor]:
     return end.long().cumsum(1) - end.long() == 0, ~end.any(1)
 
 
-def score(hidden: Tensor, head: Callable[[Tensor], Tensor], ids: Tensor, decoding: Decoding, chunk: int = 1024
-          ) -> Tensor:
-    """log p of the tokens ids [n] under states hidden [n,H], float32 [n], `chunk` tokens at a time.
+def score(hidden: Tensor, head: Callable[[Tensor], Tensor], ids: Tensor, decoding: Decoding, chunk: int = 1024,
+          entropy: bool = False) -> Tensor:
+    """log p of the tokens ids [n] under states hidden [n,H], float32 [n], `chunk` tokens at a time; with `entropy`
+    [n,2], the entropy of each one's distribution beside it.
 
     head: states to logits. Logits of a chunk are computed again in the backward pass: no [n,V] is ever held.
     """
     def part(hidden: Tensor, ids: Tensor) -> Tensor:
-        return decoding(head(hidden), ids).gather(1, ids[:, None])[:, 0]
+        log_probs = decoding(head(hidden), ids)
+        taken = log_probs.gather(1, ids[:, None])
+        return torch.cat([taken, entropy_of(log_probs)[:, None]], 1) if entropy else taken[:, 0]
 
     pieces = zip(hidden.split(chunk), ids.split(chunk))
     if not torch.is_grad_enabled() or len(ids) <= chunk:
         return torch.cat([part(*piece) for piece in pieces])
     return torch.cat([checkpoint(part, *piece, use_reentrant=False) for piece in pieces])
+
+
+def entropy_of(log_probs: Tensor) -> Tensor:
+    """-sum p log p of distributions log_probs [n,V], in nats: [n]. A token that was cut adds 0, to the gradient too."""
+    return -(log_probs.exp() * log_probs.masked_fill(log_probs == -torch.inf, 0.0)).sum(-1)

@@ -1,0 +1,241 @@
+"""Losses of completions as wholes: right ones against wrong ones, importance of a whole text, advantages regressed.
+
+All are per token, [B, L], as the surrogates of `objectives`, and are called alike; what an `OfCompletions` calls old is
+a `Compared`. Samples of a group meet in `Peers`, without a gradient: what a completion weighs in its group's loss is
+one number, so that a micro-batch may hold a part of the group. Log-ratios and log-probabilities are 0 where a token
+does not count, so that sums over a row need no mask.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import softplus
+
+from flowgrpo.types import Compared, Scored
+
+
+@dataclass(frozen=True)
+class CompletionRatio:
+    """The log-ratio of the whole completion, the sum of its tokens', at every one of them, [B, L]; every token has its
+    own gradient alone.
+
+    The ratio of the texts' probabilities, as importance sampling has it. A loss f(log-ratio), of which `RowSums` adds
+    up the tokens, so has the gradient f' grad log p of the completion (as GSPO-token, 2507.18071, section 4.3, has for
+    its mean).
+    """
+
+    def __call__(self, new: Scored, old: Scored) -> Tensor:
+        own = new.logp - old.logp
+        return (own * new.mask).sum(1, keepdim=True).detach() + own - own.detach()
+
+
+@dataclass(frozen=True)
+class Tapered:
+    """-w A (1 + log_ratio), w = 1 for A >= 0 and the ratio, at most `most` and held constant, for A < 0 (TOPR,
+    2503.14286).
+
+    A good sample pulls however unlikely it has become, a bad one loses its push as it becomes unlikely, so that the
+    loss is bounded without a KL or a clip, on old samples too. With `CompletionRatio` as published.
+    """
+
+    most: float = 1.0
+    low = high = math.inf  # no range of the ratio
+
+    def __post_init__(self) -> None:
+        if not self.most > 0:
+            raise ValueError(f"Tapered: most is {self.most}, expected above 0")
+
+    def __call__(self, log_ratio: Tensor, advantage: Tensor, old: Tensor | None = None) -> Tensor:
+        assert advantage.ndim == 2, advantage.shape
+        taper = log_ratio.detach().clamp(max=math.log(self.most)).exp()
+        return -torch.where(advantage < 0, taper, 1.0) * advantage * (1 + log_ratio)
+
+    def clipped(self, log_ratio: Tensor, advantage: Tensor, old: Tensor | None = None) -> Tensor:
+        """Where the weight is bounded, which cuts no gradient, bool [B, L]."""
+        return (advantage < 0) & (log_ratio > math.log(self.most))
+
+
+@dataclass(frozen=True)
+class ImplicitNegative:
+    """The loss of NFT for text (2505.18116 and its code): -w log r for a right completion, and -w log of the implicit
+    negative policy's ratio, (1 - p r) / (1 - p), for a wrong one.
+
+    r: the token's ratio; p: the share of right completions in the group, within 0.02 to 0.98 (its code); A is that of
+    `correctness.Correctness`, 1 - p or -p, and where it is 0 so is the loss. The negative ratio is at least `floor`,
+    which leaves its gradient. w = 1 - p with `weight` "linear", the first gradient then Dr. GRPO's, or
+    sqrt((1 - p) / p) with "sqrt", GRPO's.
+    """
+
+    weight: str = "linear"
+    floor: float = 1.0
+    low = high = math.inf  # no range of the ratio
+
+    def __post_init__(self) -> None:
+        if self.weight not in ("sqrt", "linear"):
+            raise ValueError(f"ImplicitNegative: weight is {self.weight!r}, expected sqrt or linear")
+        if not self.floor > 0:
+            raise ValueError(f"ImplicitNegative: floor is {self.floor}, expected above 0")
+
+    def __call__(self, log_ratio: Tensor, advantage: Tensor, old: Tensor | None = None) -> Tensor:
+        share = self._share(advantage)
+        weight = ((1 - share) / share).sqrt() if self.weight == "sqrt" else 1 - share
+        negative = self._negative(log_ratio, share)
+        negative = negative + (negative.clamp(min=self.floor) - negative).detach()
+        return -weight * torch.where(advantage > 0, log_ratio, negative.log()) * (advantage != 0)
+
+    def clipped(self, log_ratio: Tensor, advantage: Tensor, old: Tensor | None = None) -> Tensor:
+        """Where the negative ratio is at its floor, which cuts no gradient, bool [B, L]."""
+        return (advantage < 0) & (self._negative(log_ratio, self._share(advantage)) < self.floor)
+
+    def _negative(self, log_ratio: Tensor, share: Tensor) -> Tensor:
+        """(1 - p r) / (1 - p), from r - 1. Beyond e^10 a ratio has no gradient (its code)."""
+        return 1 - share / (1 - share) * log_ratio.clamp(max=10).expm1()
+
+    def _share(self, advantage: Tensor) -> Tensor:
+        return torch.where(advantage > 0, 1 - advantage, -advantage).clamp(0.02, 0.98)
+
+
+class OfCompletions:
+    """A surrogate that reads a `Compared`. of_groups: the `gap` of the completions of a group, gap(compared) -> [b,
+    ...]; of_reference: the reference's score; of_entropy: the entropies of the tokens' distributions; of_advantages:
+    one advantage of every completion."""
+
+    low = high = math.inf  # no range of the ratio
+    of_groups = of_reference = of_entropy = of_advantages = False
+
+    def clipped(self, log_ratio: Tensor, advantage: Tensor, old: Compared | None = None) -> Tensor:
+        return torch.zeros_like(log_ratio, dtype=torch.bool)
+
+
+@dataclass(frozen=True)
+class Discriminative(OfCompletions):
+    """The loss of DisCO (2505.12366): temperature * log mean over wrong of exp(s / temperature), less the mean over
+    right ones of s, plus beta max(KL - delta, 0)^2.
+
+    s: of a completion the mean log-probability of its tokens (`score` "log"; temperature 10) or their mean ratio
+    ("ratio"; temperature 1); an infinite temperature has the mean of the wrong ones too (DisCO-b). Right is A > 0,
+    wrong A < 0, as `correctness.Correctness` says; where either has none, scores have no gradient. KL is the mean over
+    completions of the mean of log p_old - log p, KL(old || new) on samples of old: over the group, where the paper has
+    the whole batch. With `PerRow`, whose mean over rows is then that of groups of one size. What is returned has this
+    loss's gradient, and the value of its first order.
+    """
+
+    score: str = "log"
+    temperature: float = 10.0
+    beta: float = 1000.0
+    delta: float = 1e-4
+    of_groups = of_advantages = True
+
+    def __post_init__(self) -> None:
+        if self.score not in ("log", "ratio"):
+            raise ValueError(f"Discriminative: score is {self.score!r}, expected log or ratio")
+        if not self.temperature > 0 or not self.beta >= 0 or not self.delta >= 0:
+            raise ValueError(f"Discriminative: temperature is {self.temperature}, beta {self.beta} and delta "
+                             f"{self.delta}, expected above 0, and 0 or more")
+
+    def gap(self, compared: Compared) -> Tensor:
+        """The score and the KL's estimate of every completion: [b, 2]."""
+        mask = compared.new.mask
+        return torch.stack([_mean(self._scores(compared), mask), _mean(-compared.log_ratio, mask)], 1)
+
+    def __call__(self, log_ratio: Tensor, advantage: Tensor, old: Compared | None = None) -> Tensor:
+        scores, divergence = old.peers.gap.unbind(1)
+        group = old.peers.beside(old.rows)
+        right, wrong = (group & sign for sign in (old.peers.advantage > 0, old.peers.advantage < 0))
+        tempered = (scores / self.temperature).expand_as(wrong).masked_fill(~wrong, -math.inf)
+        hard = tempered.softmax(1).gather(1, old.rows[:, None])
+        size = group.sum(1, keepdim=True)
+        pull = torch.where(advantage > 0, -1 / right.sum(1, keepdim=True), hard) * size
+        told = right.any(1, keepdim=True) & wrong.any(1, keepdim=True) & (advantage != 0)
+        excess = (_over(divergence, group) - self.delta).clamp(min=0)
+        return torch.where(told, pull, 0.0) * self._scores(old) - 2 * self.beta * excess * log_ratio
+
+    def _scores(self, compared: Compared) -> Tensor:
+        return compared.new.logp if self.score == "log" else compared.log_ratio.exp()
+
+
+@dataclass(frozen=True)
+class Regressed(OfCompletions):
+    """The loss of Reg-GRPO (2506.07464), (z - A)^2: the advantage regressed on z, the log-ratio less its group's mean
+    over its group's deviation (ddof 0), with neither a clip nor a min.
+
+    The deviation is held constant and at least `least`, both ours: at the first update all log-ratios are 0 and so is
+    their deviation. Below it the aim is a log-ratio of least * A, above it the shape alone counts. With
+    `CompletionRatio` and `RowSums`.
+    """
+
+    least: float = 0.1
+    of_groups = of_advantages = True
+
+    def __post_init__(self) -> None:
+        if not self.least > 0:
+            raise ValueError(f"Regressed: least is {self.least}, expected above 0")
+
+    def gap(self, compared: Compared) -> Tensor:
+        """The log-ratio of every completion: [b]."""
+        return _mean(compared.log_ratio, compared.new.mask)
+
+    def __call__(self, log_ratio: Tensor, advantage: Tensor, old: Compared | None = None) -> Tensor:
+        group, found = old.peers.beside(old.rows), old.peers.gap
+        mean = _over(found, group)
+        spread = _over((found - mean).square(), group).sqrt().clamp(min=self.least)
+        return ((log_ratio - mean) / spread - advantage).square()
+
+
+@dataclass(frozen=True)
+class Levels(OfCompletions):
+    """The loss of TRPA (2504.04524 and its code): the mean over the pairs of a group with different advantages of
+    -log sigmoid(k beta (g_w - g_l)), plus trust * an estimate of KL(old || new) per token.
+
+    g: the mean over a completion's tokens of log p - log p_reference; w: the completion of the larger advantage, its
+    preference level; k = `best` where that is the group's best level, otherwise 1. The estimate is r - 1 - log r. With
+    `PerRow`: a group then counts as often as it has completions.
+    """
+
+    beta: float = 0.1
+    best: float = 2.5
+    trust: float = 1e-3
+    of_groups = of_reference = of_advantages = True
+
+    def __post_init__(self) -> None:
+        if not self.beta > 0 or not self.best > 0 or not self.trust >= 0:
+            raise ValueError(f"Levels: beta is {self.beta}, best {self.best} and trust {self.trust}, expected above 0, "
+                             "and 0 or more of trust")
+
+    def gap(self, compared: Compared) -> Tensor:
+        """g of every completion: [b]."""
+        return _mean(compared.new.logp - compared.reference.logp, compared.new.mask)
+
+    def __call__(self, log_ratio: Tensor, advantage: Tensor, old: Compared | None = None) -> Tensor:
+        peers, group = old.peers, old.peers.beside(old.rows)
+        sign = (advantage - peers.advantage).sign() * group
+        top = peers.advantage.masked_fill(~group, -math.inf).amax(1, keepdim=True)
+        scale = self.beta * torch.where(torch.maximum(advantage, peers.advantage) == top, self.best, 1.0)
+        apart = sign * scale * (peers.gap[old.rows, None] - peers.gap)
+        pairs = self._pairs(peers.advantage, group)
+        share = group.sum(1, keepdim=True) / pairs.clamp(min=1)
+        slope = -(sign * scale * torch.sigmoid(-apart)).sum(1, keepdim=True) * share
+        value = (softplus(-apart) * sign.abs()).sum(1, keepdim=True) * share / 2
+        pull, moved = slope * (old.new.logp - old.reference.logp), old.new.logp - old.old.logp
+        return value + pull - pull.detach() + self.trust * (moved.expm1() - moved)
+
+    @staticmethod
+    def _pairs(advantage: Tensor, group: Tensor) -> Tensor:
+        """How many pairs of different advantages [m] each row's group has: [b, 1]."""
+        differ = (advantage[:, None] != advantage).to(advantage.dtype)
+        own = group.to(advantage.dtype)
+        return ((own @ differ) * own).sum(1, keepdim=True) / 2
+
+
+def _mean(values: Tensor, mask: Tensor) -> Tensor:
+    """The mean over the tokens that count of values [b, L]: [b]."""
+    return (values * mask).sum(1) / mask.sum(1).clamp(min=1)
+
+
+def _over(values: Tensor, group: Tensor) -> Tensor:
+    """The mean over each row's group, bool [b, m], of values [m] or [b, m]: [b, 1]."""
+    return (values * group).sum(1, keepdim=True) / group.sum(1, keepdim=True)
