@@ -511,6 +511,13 @@ def rl_plus(method: Method = Method()) -> Method:
     return replace(method, surrogate=token_objectives.ExpertMixture(method.surrogate))
 
 
+def rlcm(method: Method = Method()) -> Method:
+    """RLCM: the steps of a consistency model's multistep sampling, all of their noise fresh, trained like DDPO's
+    (2404.03673)."""
+    return replace(ddpo(method), kernel=kernels.CPS(1.0), surrogate=objectives.Clip(1e-4, 1e-4),
+                   advantage=advantages.Advantage(scale="running", order="rewards", clamp=10.0))
+
+
 PRESETS: dict[str, Callable[..., Method]] = {
     preset.__name__: preset for preset in (
         flow_grpo, flow_grpo_fast, dance_grpo, ddpo, mix_grpo, mix_grpo_flash, grpo_guard, flow_dppo, tempflow_grpo,
@@ -518,7 +525,7 @@ PRESETS: dict[str, Callable[..., Method]] = {
         diffusion_dpo, refl, draft, alignprop, grpo, dr_grpo, dapo, gspo, cispo, rloo, reinforce_pp, remax,
         trace_rl, rpo, texforce, grpo_lambda, spo_chain, gigpo, dynamic_sampling, mopps, s_grpo, scaf_grpo, ghpo,
         spo_tree, knapsack_rl, reinflow, latr, drakes, trace_rl_value, ppo, topr, nft, disco, reg_grpo, trpa,
-        w_reinforce, entropy_bonus, high_entropy, gtpo, llds, kdrl, visurf, rl_plus)}
+        w_reinforce, entropy_bonus, high_entropy, gtpo, llds, kdrl, visurf, rl_plus, rlcm)}
 
 
 def suited(process: str) -> list[str]:

@@ -59,7 +59,9 @@ PUBLISHED = {
                  0.0),
     "pref_grpo": (FlowSDE(0.7), RandomSubset(0.6), Euler(), 1.0, True, "group", "advantages", 1e-4, 0.0),
     "b2_diffurl": (FlowDDIM(1.0), GrowingTail(4, 0.7, 1.0, 100), Euler(), 1.0, False, "running", "rewards", 0.1, 0.0),
+    "rlcm": (CPS(1.0), AllSteps(), Euler(), 1.0, False, "running", "rewards", 1e-4, 0.0),
 }
+CLAMPS = {"rlcm": 10.0}  # of the advantage
 # What a preset has beside these.
 OTHER = {"tempflow_grpo": {"step_weight": NoiseLevel()}, "granular_grpo": {"strides": (1, 2, 3)},
          "tree_rpo": {"surrogate": AdaptiveClip(1e-4, 2e-4, 1.0), "tuning": LayerTuning(1e-4)},
@@ -133,7 +135,7 @@ def test_published_defaults(name):
     kernel, plan, solver, tail, shared, scale, order, clip, kl = PUBLISHED[name]
     method = preset(name)
     assert (method.kernel, method.plan, method.solver, method.tail) == (kernel, plan, solver, tail)
-    assert (method.roots == 1) is shared and method.advantage == Advantage(scale, order, clamp=5.0)
+    assert (method.roots == 1) is shared and method.advantage == Advantage(scale, order, clamp=CLAMPS.get(name, 5.0))
     assert method.kl.weight == kl
     usual = {"log_ratio": PlainRatio(), "step_weight": Uniform(), "selection": All(), "shaping": AsIs(),
              "strides": (1,), "preview": None, "surrogate": Clip(clip, clip), "tuning": LayerTuning()}
