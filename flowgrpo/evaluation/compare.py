@@ -25,6 +25,7 @@ from flowgrpo.evaluation.held_out import Measured, draw_pairs, spread
 from flowgrpo.policies.blend import Branches
 from flowgrpo.policies.load import denoisers, load_pipeline, text_encoders
 from flowgrpo.policies.lora import LORA_FILE, load_lora
+from flowgrpo.policies.seeded import seeded
 from flowgrpo.rewards import pairwise
 from flowgrpo.samplers.rollout import seeder
 from flowgrpo.starter import CALLS, EVAL
@@ -189,7 +190,8 @@ def draw_one(pipe: Any, prompt: Prompt, seed: int, asked: dict[str, Any], negati
                          "negative_prompt": negative if prompt.negative is None else prompt.negative}
     if prompt.image:
         arguments["image"] = Image.open(prompt.image).convert("RGB")
-    made = pipe(**{key: value for key, value in arguments.items() if key in accepted}, return_dict=False)[0]
+    with seeded(pipe.scheduler, arguments["generator"]):
+        made = pipe(**{key: value for key, value in arguments.items() if key in accepted}, return_dict=False)[0]
     if made.ndim not in (4, 5):
         raise UserError(f"{type(pipe).__name__} gives {list(made.shape)}: only pictures [1, 3, H, W] and clips "
                         "[1, F, 3, H, W] can be drawn")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import json
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,7 +13,7 @@ from flowgrpo.errors import UserError
 from flowgrpo.log import quiet
 from flowgrpo.policies.dtypes import DTYPES
 from flowgrpo.policies.frozen import quantisation
-from flowgrpo.starter import FOLDERS
+from flowgrpo.starter import FOLDERS, MERGED
 
 TIMES = {"timestep", "timesteps", "t", "timestep_ratio"}
 
@@ -59,9 +61,22 @@ def load_pipeline(model: str, precision: str = "fp32", trust_remote_code: bool =
             lower = quantisation(_named_denoisers(index), weights, DTYPES[precision])
             pipe = DiffusionPipeline.from_pretrained(source, dtype=DTYPES[precision], quantization_config=lower,
                                                      trust_remote_code=trust_remote_code, **absent)
+            if model in MERGED:
+                _merge(pipe, MERGED[model])
     except Exception as error:  # whatever stands in a stranger's files
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UserError(f"cannot load the model {model!r} ({first}): expected {' or '.join(FOLDERS)}, a directory "
                         "with a model_index.json, or a hub id") from error
     pipe.set_progress_bar_config(disable=True)
     return pipe
+
+
+def _merge(pipe: Any, folder: Path) -> None:
+    """Add the folder's LoRA to the denoiser's weights for good, and take the scheduler that lies beside it."""
+    import diffusers
+
+    pipe.load_lora_weights(folder)
+    pipe.fuse_lora(list(denoisers(pipe)))
+    pipe.unload_lora_weights()
+    described = json.loads((folder / "scheduler" / "scheduler_config.json").read_text(encoding="utf-8"))
+    pipe.register_modules(scheduler=getattr(diffusers, described["_class_name"]).from_config(described))

@@ -32,6 +32,7 @@ from flowgrpo.policies.loading import Idle
 from flowgrpo.policies.memo import Memo
 from flowgrpo.policies.pictures import PICTURES, stay_apart
 from flowgrpo.policies.recompute import recomputed
+from flowgrpo.policies.seeded import seeded
 from flowgrpo.policies.vector import copies
 from flowgrpo.samplers.scheduler import PolicyScheduler, Record, Task
 from flowgrpo.starter import FOLDERS
@@ -388,7 +389,8 @@ class PipelinePolicy:
         pipe.encode_prompt = encode
         try:
             with self._precision(), self._attention(), self._remembering(task, inputs), self._idling(task), \
-                    contextlib.nullcontext() if not conditioning.calls else unlogged():
+                    contextlib.nullcontext() if not conditioning.calls else unlogged(), \
+                    seeded(pipe.scheduler, options.get("generator") if task is None else None):
                 out = self._call(pipe, **{k: v for k, v in arguments.items() if k in self.accepts})[0]
         finally:
             pipe.scheduler = self.stock

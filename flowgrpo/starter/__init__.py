@@ -13,8 +13,13 @@ EVAL_GUIDANCE = 2.0
 VIDEO_GUIDANCE = 4.0
 VIDEO_CALL = {"height": 64, "width": 64, "num_frames": 5, "max_sequence_length": 8}
 
+CONSISTENCY_STEPS = 4  # guidance is folded in
+
 FOLDERS = {"starter": Path(__file__).parent / "model", "starter_video": Path(__file__).parent / "video",
-           "starter_text": Path(__file__).parent / "text"}
-CALLS = {"starter": CALL, "starter_video": VIDEO_CALL}
+           "starter_text": Path(__file__).parent / "text", "starter_consistency": Path(__file__).parent / "model"}
+# A LoRA and a scheduler that make another model of the folder's.
+MERGED = {"starter_consistency": Path(__file__).parent / "consistency"}
+CALLS = {"starter": CALL, "starter_video": VIDEO_CALL, "starter_consistency": CALL}
 EVAL = {"starter": {"num_inference_steps": EVAL_STEPS, "guidance_scale": EVAL_GUIDANCE},
-        "starter_video": {"num_inference_steps": EVAL_STEPS, "guidance_scale": VIDEO_GUIDANCE}}
+        "starter_video": {"num_inference_steps": EVAL_STEPS, "guidance_scale": VIDEO_GUIDANCE},
+        "starter_consistency": {"num_inference_steps": CONSISTENCY_STEPS, "guidance_scale": 1.0}}
