@@ -10,6 +10,7 @@ from torch import Tensor
 from flowgrpo.advantages import below, weighted_sum
 from flowgrpo.layer_tuning import towards_best
 from flowgrpo.method import Method
+from flowgrpo.samplers.edits import rewarded
 from flowgrpo.samplers.rollout import Part
 from flowgrpo.selection import of_nodes
 from flowgrpo.types import Context
@@ -46,4 +47,6 @@ def credit(method: Method, parts: list[Part], rewards: Tensor, weights: list[flo
             kept.append(kept_of[width][at].flatten())
         if method.tuning.weight:
             part = towards_best(part, advantage_of[1][at])
+        if method.edit:
+            part = rewarded(part, own(weighted_sum(shaped, weights))[at].flatten())
         yield part.credited(advantages, kept)

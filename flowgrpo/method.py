@@ -46,13 +46,14 @@ class Method:
     holds to; reduction: what the loss is a mean over; tuning: a supervised term towards the best sample; times: when
     finals are noised and trained in place of recorded steps; lag: how slowly the old policy follows; backprop: how the
     steps from the plan's one on become the data whose reward's gradient is followed (None: none is);
+    edit: how final latents are edited by a small policy, which is trained in place of the model (None: they are not);
     adapted: which modules are trained; chain: how recorded steps become one decision (None: each is its own);
     draws: how the texts of a group are drawn; spread: how the advantage of a text is spread over its tokens;
     curriculum: which prompts an epoch begins with; redraw: which of their groups are replaced by other prompts;
     value: the value model of a language model (None: none).
 
     Of a language model the kernel is a `tokens.Decoding`, of a masked one an `Unmasking`, and what is about denoising
-    (plan, solver, tail, roots, strides, preview, times, adapted, chain) is not read; its backprop is a
+    (plan, solver, tail, roots, strides, preview, times, adapted, chain, edit) is not read; its backprop is a
     `relaxation.GumbelSoftmax`.
     """
 
@@ -76,6 +77,7 @@ class Method:
     times: Any = forward.Recorded()
     lag: Any = lag.Lag()
     backprop: Any = None
+    edit: Any = None
     adapted: Any = adapted.Adapted()
     chain: Any = None
     draws: Any = text_groups.Parallel()
@@ -173,7 +175,7 @@ class Method:
     @property
     def records_steps(self) -> bool:
         """True where what is trained are steps that a rollout recorded, by their log-probability."""
-        return self.backprop is None and isinstance(self.times, forward.Recorded)
+        return self.backprop is None and self.edit is None and isinstance(self.times, forward.Recorded)
 
     @property
     def reads_means(self) -> bool:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from flowgrpo import (
+    actor_critic,
     adapted,
     advantages,
     baselines,
@@ -29,6 +30,7 @@ from flowgrpo import (
     length_terms,
     lookahead,
     objectives,
+    paired,
     pooled,
     redraws,
     reductions,
@@ -47,7 +49,19 @@ from flowgrpo.errors import UserError
 from flowgrpo.gaussian import log_prob
 from flowgrpo.method import OF_TEXT, Method
 from flowgrpo.presets import PRESETS
-from flowgrpo.samplers import backprop, chains, forward, kernels, noise_net, plans, preview, relaxation, solvers, tokens
+from flowgrpo.samplers import (
+    backprop,
+    chains,
+    edits,
+    forward,
+    kernels,
+    noise_net,
+    plans,
+    preview,
+    relaxation,
+    solvers,
+    tokens,
+)
 from flowgrpo.samplers.grids import shifted
 from flowgrpo.samplers.rollout import Exploration
 
@@ -69,15 +83,17 @@ _MODULES = (kernels, tokens, plans, solvers, selection, objectives, reductions, 
             schedules, references, advantages, baselines, influence, shaping, preview, forward, lag, backprop, redraws,
             curriculum, length_terms, spreads, hints, text_groups, text_trees, knapsack, pooled, lookahead,
             adapted, relaxation, noise_net, chains, critic, correctness, text_objectives,
-            token_objectives)
-_RECORDS = (plans.Schedule, lookahead.Branch, backprop.Unfinished, backprop.Valued, chains.Chain)  # what parts return
+            token_objectives, edits, paired, actor_critic)
+_RECORDS = (plans.Schedule, lookahead.Branch, backprop.Unfinished, backprop.Valued, chains.Chain, edits.Edits,
+            edits.Seen, edits.Beside)  # what parts return
 _TYPES = {cls.__name__: cls for module in _MODULES for cls in vars(module).values()
           if dataclasses.is_dataclass(cls) and cls.__module__ == module.__name__ and cls not in _RECORDS}
 # Of parts that take each other's place.
 _HOMES = {baselines: advantages, influence: advantages, layer_tuning: objectives, forward_objectives: objectives,
           tokens: kernels, length_terms: shaping, hints: redraws, text_trees: text_groups, lookahead: text_groups,
           knapsack: curriculum, pooled: advantages, noise_net: kernels, relaxation: backprop,
-          correctness: advantages, text_objectives: objectives, token_objectives: objectives}
+          correctness: advantages, text_objectives: objectives, token_objectives: objectives,
+          paired: advantages, actor_critic: objectives}
 _KIND = {cls: _HOMES.get(module, module).__name__ for module in _MODULES
          for cls in vars(module).values() if cls in _TYPES.values() and cls.__module__ == module.__name__}
 
@@ -140,6 +156,7 @@ def resolve(config: Config, process: str = "flow") -> Method:
         _require_decisions(method, method.noised(grid, train.group, 0, config.seed))
         if isinstance(method.reference, references.Teacher):
             raise ValueError("the reference Teacher is a language model: use Base")
+        actor_critic.require(method, train.group)
         if not isinstance(method.reference, references.Base) and not objectives.regularises(method.kl) \
                 and not method.compares_with_reference:
             raise ValueError(f"the reference {type(method.reference).__name__} is read by a KL alone, whose weight is "
@@ -202,7 +219,7 @@ def _on_tokens(method: Method, config: Config) -> Method:
 
 def _require_decisions(method: Method, noised: Exploration | None) -> None:
     """ValueError where what is trained and what the loss reads do not go together."""
-    if noised is None and isinstance(method.plan, plans.NoSteps):
+    if noised is None and method.edit is None and isinstance(method.plan, plans.NoSteps):
         raise ValueError("the plan NoSteps records no step to be trained: set parts.times, or another plan")
     if noised is None and isinstance(method.surrogate, forward_objectives.OfNoised):
         raise ValueError(f"the surrogate {type(method.surrogate).__name__} reads noised finals, but times is Recorded: "

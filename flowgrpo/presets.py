@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from flowgrpo import (
+    actor_critic,
     adapted,
     advantages,
     baselines,
@@ -25,6 +26,7 @@ from flowgrpo import (
     length_terms,
     lookahead,
     objectives,
+    paired,
     pooled,
     redraws,
     reductions,
@@ -39,7 +41,19 @@ from flowgrpo import (
     token_objectives,
 )
 from flowgrpo.method import Method
-from flowgrpo.samplers import backprop, chains, forward, kernels, noise_net, plans, preview, relaxation, solvers, tokens
+from flowgrpo.samplers import (
+    backprop,
+    chains,
+    edits,
+    forward,
+    kernels,
+    noise_net,
+    plans,
+    preview,
+    relaxation,
+    solvers,
+    tokens,
+)
 
 
 def flow_grpo(method: Method = Method()) -> Method:
@@ -518,6 +532,18 @@ def rlcm(method: Method = Method()) -> Method:
                    advantage=advantages.Advantage(scale="running", order="rewards", clamp=10.0))
 
 
+def expo(method: Method = Method()) -> Method:
+    """EXPO: a small policy edits the final latents of a frozen model, and a critic chooses (2507.07986).
+
+    The edit is trained by policy gradient, each against its own base, in place of the critic's gradient.
+    """
+    return replace(method, edit=edits.Edit(), kernel=kernels.FlowDDIM(0.0), plan=plans.NoSteps(), roots=None,
+                   strides=(1,), tail=1.0, advantage=paired.Paired(), log_ratio=objectives.PlainRatio(),
+                   surrogate=actor_critic.ActorCritic(), step_weight=objectives.Uniform(),
+                   kl=objectives.GaussianKL(0.01), tuning=layer_tuning.LayerTuning(), lag=lag.Lag(),
+                   times=forward.Recorded(), backprop=None, preview=None)
+
+
 PRESETS: dict[str, Callable[..., Method]] = {
     preset.__name__: preset for preset in (
         flow_grpo, flow_grpo_fast, dance_grpo, ddpo, mix_grpo, mix_grpo_flash, grpo_guard, flow_dppo, tempflow_grpo,
@@ -525,7 +551,7 @@ PRESETS: dict[str, Callable[..., Method]] = {
         diffusion_dpo, refl, draft, alignprop, grpo, dr_grpo, dapo, gspo, cispo, rloo, reinforce_pp, remax,
         trace_rl, rpo, texforce, grpo_lambda, spo_chain, gigpo, dynamic_sampling, mopps, s_grpo, scaf_grpo, ghpo,
         spo_tree, knapsack_rl, reinflow, latr, drakes, trace_rl_value, ppo, topr, nft, disco, reg_grpo, trpa,
-        w_reinforce, entropy_bonus, high_entropy, gtpo, llds, kdrl, visurf, rl_plus, rlcm)}
+        w_reinforce, entropy_bonus, high_entropy, gtpo, llds, kdrl, visurf, rl_plus, rlcm, expo)}
 
 
 def suited(process: str) -> list[str]:

@@ -170,7 +170,8 @@ PLACES = {"kernel": "the Gaussian transition of a step that draws noise; of a la
           "curriculum": "which prompts an epoch begins with",
           "redraw": "which groups are replaced by other prompts",
           "chain": "how the recorded steps of a sample become one decision",
-          "value": "a language model's value model, whose advantages are per token"}
+          "value": "a language model's value model, whose advantages are per token",
+          "edit": "how a small policy edits the final latents of a model that stays as it is"}
 PAPER = re.compile(r"\b\d{4}\.\d{5}\b")
 
 
@@ -251,6 +252,7 @@ def place(part: type) -> str:
     taken = {name: arguments(default) for name, default in defaults.items() if dataclasses.is_dataclass(default)}
     taken["backprop"] = arguments(methods.backprop.Unroll)  # without a default
     taken["chain"] = arguments(methods.chains.Joint)
+    taken["edit"] = arguments(methods.edits.Edit)
     [key] = [name for name, those in taken.items() if those == arguments(part)]
     return key
 

@@ -128,6 +128,7 @@ def test_published_defaults_of_language_models(name):
 NOISED = {"diffusion_nft", "awm", "dgpo", "crd", "diffusion_dpo", "rpo"}  # see tests/test_forward.py, test_rpo.py
 LEARNED = {"reinflow"}  # noise: see tests/test_reinflow.py
 GRADIENT = {"refl", "draft", "alignprop"}  # of a reward: see tests/test_backprop.py
+EDITS = {"expo"}  # tests/test_edits.py
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -143,7 +144,7 @@ def test_published_defaults(name):
 
 
 def test_every_preset_has_its_defaults_published_here():
-    assert set(suited("flow")) == {*PUBLISHED, *OVERLAYS, *NOISED, *GRADIENT, *LEARNED}
+    assert set(suited("flow")) == {*PUBLISHED, *OVERLAYS, *NOISED, *GRADIENT, *LEARNED, *EDITS}
     assert set(suited("tokens")) == set(OF_TOKENS)
 
 

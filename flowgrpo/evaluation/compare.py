@@ -113,6 +113,9 @@ def load_tuned(pipe: Any, path: Path) -> None:
             with _told(f"{path / name} does not load into {type(pipe).__name__}"):
                 tuned = type(module).from_pretrained(path / name).to(module.device, module.dtype)
                 pipe.register_modules(**{name: tuned})
+    elif (path / "edit.safetensors").is_file():
+        raise UserError(f"{path} holds an edit policy, which no stock pipeline loads: draw with "
+                        "flowgrpo.policies.edit_policy.EditPolicy(pipe, path)")
     else:
         hint = "the run has not finished: --resume it" if (path / "config.yaml").is_file() else \
             "expected a finished run, a folder with a LoRA, or its file"

@@ -86,10 +86,14 @@ def make_policy(config: Config, device: Any, loaded: Any = None):
     from flowgrpo.policies.pipeline import PipelinePolicy
 
     pipe = loaded or load_pipeline(config.model, config.precision, config.trust_remote_code, config.memory.weights)
-    return PipelinePolicy(pipe, config.adapter, device=device, precision=config.precision,
-                          guidance=config.train.guidance, call=config.call, checkpointing=config.train.checkpointing,
-                          memory=config.memory, compiled=config.train.compile,
-                          adapted=methods.with_parts(methods.preset(config.method), config.parts).adapted)
+    method = methods.with_parts(methods.preset(config.method), config.parts)
+    options = dict(device=device, precision=config.precision, guidance=config.train.guidance, call=config.call,
+                   checkpointing=config.train.checkpointing, memory=config.memory, compiled=config.train.compile)
+    if method.edit:
+        from flowgrpo.policies.edit_policy import EditPolicy
+
+        return EditPolicy(pipe, method.edit, **options)
+    return PipelinePolicy(pipe, config.adapter, adapted=method.adapted, **options)
 
 
 def load_language(config: Config) -> tuple:
@@ -173,6 +177,10 @@ def make_explorer(config: Config, policy: Any, *rest: Any):
         from flowgrpo.policies.pair_explorer import PairExplorer
 
         return PairExplorer(config, policy, *rest)
+    if hasattr(policy, "editor"):
+        from flowgrpo.policies.edit_policy import EditExplorer
+
+        return EditExplorer(config, policy, *rest)
     from flowgrpo.policies.explorer import Explorer
 
     return Explorer(config, policy, *rest)

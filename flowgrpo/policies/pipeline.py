@@ -70,6 +70,7 @@ class PipelinePolicy:
     """A diffusers pipeline with trainable weights: `encode`, `run`, `replay`, `decode`, and `generate` for evaluation.
 
     pipe: the pipeline; it is moved to `device` and its scheduler is kept for evaluation.
+    adapter: None trains nothing.
     call: arguments of every call of the pipeline (height, width, max_sequence_length, ...); pictures among them
     (`image`, `video`, ...) are for prompts that bring none of their own.
     guidance: the scale of rollouts and replays; precision: of the frozen weights and of the arithmetic. memory: where
@@ -111,8 +112,8 @@ class PipelinePolicy:
             module.eval().requires_grad_(False)
         for name, module in self.denoisers.items():
             self._prepare(name, module)
-        trained, self.live = adapted(pipe), adapted.encoders
-        self.weights = Weights(pipe, trained, adapter)
+        self.live = adapted.encoders
+        self.weights = Weights(pipe, adapted(pipe), adapter) if adapter is not None else None
         for module in self.denoisers.values() if shared_out else ():
             sharded.shard(module, self.device, self.weights.parameters())
         self.turns = sharded.Turns(self.device, self._accompany) if shared_out else None
