@@ -112,8 +112,8 @@ class PipelinePolicy:
             module.eval().requires_grad_(False)
         for name, module in self.denoisers.items():
             self._prepare(name, module)
-        self.live = adapted.encoders
-        self.weights = Weights(pipe, adapted(pipe), adapter) if adapter is not None else None
+        trained, self.live = adapted(pipe) if adapter is not None else {}, adapted.encoders
+        self.weights = Weights(pipe, trained, adapter) if adapter is not None else None
         for module in self.denoisers.values() if shared_out else ():
             sharded.shard(module, self.device, self.weights.parameters())
         self.turns = sharded.Turns(self.device, self._accompany) if shared_out else None

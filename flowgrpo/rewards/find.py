@@ -42,6 +42,7 @@ BUILT_IN = {
     "hps_v3": "flowgrpo.rewards.hps_v3:HpsV3",
     "image_reward": "flowgrpo.rewards.image_reward:ImageReward",
     "vqa_score": "flowgrpo.rewards.vqa_score:VqaScore",
+    "question_answers": "flowgrpo.rewards.question_answers:QuestionAnswers",
     "flow_amount": "flowgrpo.rewards.optical_flow:FlowAmount",
     "flow_direction": "flowgrpo.rewards.optical_flow:FlowDirection",
     "temporal_consistency": "flowgrpo.rewards.optical_flow:TemporalConsistency",
