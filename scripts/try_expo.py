@@ -1,6 +1,6 @@
 """EXPO on the starter: train the edit policy and its critic, then compare at equal scorer calls on held-out prompts.
 
-    python scripts/try_expo.py                       # about ten minutes on one core
+    python scripts/try_expo.py                       # about a quarter of an hour on one core
     python scripts/try_expo.py --train.epochs=80     # any KEY=VALUE of a configuration
 
 For every prompt 2N bases are drawn, and the first N of them are edited. Best of the N bases and their N edits stands
