@@ -9,7 +9,6 @@ import pytest
 import tiny
 import torch
 
-from flowgrpo import presets
 from flowgrpo.advantages import Advantage
 from flowgrpo.baselines import First, NoBaseline
 from flowgrpo.correctness import Correctness, Signed
@@ -21,9 +20,11 @@ from flowgrpo.log import Stats
 from flowgrpo.lookahead import Lookahead
 from flowgrpo.method import Method
 from flowgrpo.methods import preset, resolve, with_parts
-from flowgrpo.presets import suited
 from flowgrpo.objectives import (
     Clip, Guard, InverseDelta, NoiseLevel, PlainRatio, Reinforce, SampledKL, SequenceRatio, Truncated, Uniform)
+from flowgrpo.presets import suited
+from flowgrpo.presets.overlays import grpo_guard
+from flowgrpo.presets.steps import mix_grpo
 from flowgrpo.reductions import PerDecision, PerRow, RowSums
 from flowgrpo.references import Teacher
 from flowgrpo.samplers.kernels import CPS, DanceSDE, FlowDDIM, FlowSDE
@@ -156,7 +157,7 @@ def test_guard_changes_the_objective_of_any_host_and_nothing_else():
 
 
 def test_presets_stack_from_left_to_right():
-    assert preset("mix_grpo+grpo_guard") == preset("mix_grpo", "grpo_guard") == presets.grpo_guard(presets.mix_grpo())
+    assert preset("mix_grpo+grpo_guard") == preset("mix_grpo", "grpo_guard") == grpo_guard(mix_grpo())
     assert preset(" mix_grpo + grpo_guard ") == preset("mix_grpo", "grpo_guard")
     assert preset() == Method()
     assert preset("grpo_guard", "mix_grpo").log_ratio == Guard()

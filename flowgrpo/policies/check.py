@@ -24,7 +24,7 @@ from flowgrpo.policies.load import load_pipeline
 from flowgrpo.policies.lora import loader
 from flowgrpo.policies.pictures import PICTURES
 from flowgrpo.policies.pipeline import PipelinePolicy
-from flowgrpo.presets import mix_grpo
+from flowgrpo.presets.steps import mix_grpo
 from flowgrpo.samplers import cost
 from flowgrpo.samplers.grids import shifted
 from flowgrpo.samplers.kernels import FlowDDIM

@@ -1,0 +1,22 @@
+"""The named methods: functions from a Method to a Method, which hold what differs.
+
+A new one adds at most one part, one preset and one test. Every public function of the modules here is a preset.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+
+from flowgrpo.method import Method
+from flowgrpo.presets import finals, masked, overlays, steps, text_overlays, texts
+
+PRESETS: dict[str, Callable[..., Method]] = {
+    name: found for module in (steps, overlays, finals, texts, text_overlays, masked)
+    for name, found in vars(module).items()
+    if inspect.isfunction(found) and found.__module__ == module.__name__ and not name.startswith("_")}
+
+
+def suited(process: str) -> list[str]:
+    """The presets for a process, such as "tokens"."""
+    return [name for name, make in PRESETS.items() if make().fits(process)]
