@@ -10,6 +10,7 @@ from flowgrpo.config import Config
 from flowgrpo.errors import UserError
 from flowgrpo.policies import build
 from flowgrpo.policies.causal_lm import CausalLM
+from flowgrpo.policies.recompute import recompute
 from flowgrpo.samplers.tokens import Decoding
 from flowgrpo.types import Scored
 
@@ -134,15 +135,28 @@ def test_logits_that_are_more_than_the_heads_are_taken_whole():
 
 
 def test_checkpointing_reads_whole_rows_and_gives_the_same_gradient():
-    gradients = []
+    gradients, calls = [], []
     for checkpointing in (False, True):
         own = tiny.stir(tiny.policy(checkpointing=checkpointing))
         asked, found = sampled(own, [ASKED[0]] * 3, range(3))
-        replayed(own, own.encode(ASKED[:1]), found, prompts=torch.zeros(3, dtype=torch.int64)).logp.sum().backward()
-        gradients.append([parameter.grad for parameter in own.weights.parameters()])
         assert own.shares(asked) is not checkpointing
+        calls.append(0)
+        for module in own.model.modules():
+            if type(module).__name__.endswith("MLP"):
+                module.register_forward_pre_hook(lambda *_: calls.__setitem__(-1, calls[-1] + 1))
+        new = replayed(own, own.encode(ASKED[:1]), found, prompts=torch.zeros(3, dtype=torch.int64))
+        before = calls[-1]
+        new.logp.sum().backward()
+        calls[-1] -= before
+        gradients.append([parameter.grad for parameter in own.weights.parameters()])
+    assert calls[0] == 0 and calls[1] == own.model.config.num_hidden_layers  # each layer once more, in the backward
     for one, other in zip(*gradients):
         assert (one - other).norm() <= 1e-5 * other.norm()
+
+
+def test_a_model_without_layers_to_compute_again_is_told():
+    with pytest.raises(UserError, match="train.checkpointing is true, but Linear has no layers"):
+        recompute(torch.nn.Linear(1, 1))
 
 
 def test_the_reference_is_the_base_model():

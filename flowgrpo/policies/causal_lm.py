@@ -21,6 +21,7 @@ from flowgrpo.errors import UserError
 from flowgrpo.log import quiet
 from flowgrpo.policies.adapters import Weights
 from flowgrpo.policies.dtypes import DTYPES
+from flowgrpo.policies.recompute import recompute
 from flowgrpo.policies.teacher import Teachers
 from flowgrpo.samplers.tokens import Decoding, Draw, decided, score, uniforms
 from flowgrpo.starter import FOLDERS
@@ -84,7 +85,7 @@ class CausalLM:
             adapter = adapter.model_copy(update={"targets": TARGETS})
         self.weights = TextWeights(tokenizer, {"model": model}, adapter) if adapter else None
         if checkpointing:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            recompute(model)
         self.checkpointing = checkpointing
         model.base_model.register_forward_pre_hook(self._count, with_kwargs=True)
         self._head_alone = self._shares = None  # found out by trial: whether logits are the head's, prefixes shareable
