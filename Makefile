@@ -7,7 +7,7 @@ demo: .venv/installed
 	$(BIN)/python -m flowgrpo train configs/starter.yaml
 
 test: .venv/tested
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 # Without --system-site-packages and without torchaudio, whose build may not fit torch's.
 .venv/installed: pyproject.toml

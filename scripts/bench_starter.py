@@ -47,9 +47,12 @@ METHODS = ("flow_grpo", "dance_grpo", "mix_grpo", "mix_grpo_flash", "mix_grpo+gr
 SOFT = {"reward": "{scene_soft: 1.0}", "eval.rewards": "[scene]"}  # a reward's gradient needs one that has it
 # Of what train_starter_reward.py teaches.
 LEARNED = {"method": "mix_grpo+grpo_guard", "reward": "{runs/starter_reward/reward: 1.0}", "eval.rewards": "[scene]"}
+# On the four steps of a model of its own, which begins elsewhere.
+CONSISTENCY = {"model": "starter_consistency", "train.steps": "4", "train.grid": "stock", "eval.steps": "4",
+               "eval.guidance": "1.0"}
 # What a method needs beside its name; the published splits are those of a grid of 20 steps.
 OPTIONS = {"branch_grpo": {"parts": "{plan: {splits: [0, 1, 2, 3]}}"}, "refl": SOFT, "draft": SOFT, "alignprop": SOFT,
-           "learned_reward": LEARNED}
+           "learned_reward": LEARNED, "rlcm": CONSISTENCY}
 MEASURED = "scene"  # strict: every claim of the prompt is true
 
 
@@ -136,9 +139,10 @@ def result(method: str, config: Config, summary: dict[str, Any], base: dict[str,
         if f"held_out/{MEASURED}" in line and line is not lines[-1]:
             held_out.append((line["evaluations"], seconds, line[f"held_out/{MEASURED}"]))
     held_out.append((summary["denoiser_evaluations"], seconds, summary["after"][MEASURED]))
-    return {"method": method, "seed": config.seed, "accuracy": mean(tasks.values()), "tasks": tasks,
-            "seconds": seconds, "epochs": summary["epochs"], "evaluations": summary["denoiser_evaluations"],
-            "first_log_ratio": summary["max_first_log_ratio"], "curve": curve, "held_out": held_out}
+    return {"method": method, "seed": config.seed, "base": base["best"], "accuracy": mean(tasks.values()),
+            "tasks": tasks, "seconds": seconds, "epochs": summary["epochs"],
+            "evaluations": summary["denoiser_evaluations"], "first_log_ratio": summary["max_first_log_ratio"],
+            "curve": curve, "held_out": held_out}
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:
@@ -155,7 +159,7 @@ def table(results: list[dict[str, Any]], base: dict[str, Any]) -> str:
         scores, (epochs, evaluations, seconds) = [run["accuracy"] for run in runs], (
             mean(run[key] for run in runs) for key in ("epochs", "evaluations", "seconds"))
         lines.append(f"| {method} | {mean(scores):.3f} | {min(scores):.3f}..{max(scores):.3f} | "
-                     f"{mean(scores) - base['best']:+.3f} | {epochs:.0f} | {evaluations:,.0f} | {seconds:.0f} |")
+                     f"{mean(scores) - runs[0]['base']:+.3f} | {epochs:.0f} | {evaluations:,.0f} | {seconds:.0f} |")
     return "\n".join(lines) + "\n"
 
 
@@ -204,7 +208,9 @@ def run_all(args: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str, A
             config = load(RECIPE, settled | named | length)
             if args.finished and not (config.folder / "summary.json").exists():
                 continue
-            results.append(result(method, config, train(config, foretold), before))
+            own = before if config.model == before["asked"]["model"] else base(
+                config, args.output / f"base-{config.model}.json")
+            results.append(result(method, config, train(config, foretold), own))
             results.sort(key=lambda found: args.methods.index(found["method"]))
             write(args.output, args.budget, before, results)
     return results, before

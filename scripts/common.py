@@ -6,8 +6,7 @@ from pathlib import Path
 
 from flowgrpo import data, rewards
 from flowgrpo.config import Config
-from flowgrpo.policies.load import load_pipeline
-from flowgrpo.policies.pipeline import PipelinePolicy
+from flowgrpo.policies.build import make_policy
 from flowgrpo.run import make_accelerator, pick_device
 from flowgrpo.train import Trainer
 
@@ -17,13 +16,8 @@ RECIPE = Path(__file__).parent.parent / "configs" / "starter.yaml"
 def make_trainer(config: Config) -> Trainer:
     """The trainer of a configuration, as a run has it before its first epoch; nothing is written."""
     device = pick_device(config.device)
-    accelerator = make_accelerator(config, device)
-    pipe = load_pipeline(config.model, config.precision, weights=config.memory.weights)
-    policy = PipelinePolicy(pipe, config.adapter, device=device, precision=config.precision,
-                            guidance=config.train.guidance, call=config.call,
-                            checkpointing=config.train.checkpointing, memory=config.memory,
-                            compiled=config.train.compile)
-    return Trainer(config, accelerator, policy, rewards.compose(config.trained, config.cache), data.resolve(config))
+    return Trainer(config, make_accelerator(config, device), make_policy(config, device),
+                   rewards.compose(config.trained, config.cache), data.resolve(config))
 
 
 def options(given: list[str]) -> dict[str, str]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import math
+from functools import partial
 
 import torch
 from common import RECIPE, make_trainer, options
@@ -19,11 +20,13 @@ from common import RECIPE, make_trainer, options
 from flowgrpo.config import load
 from flowgrpo.methods import preset
 from flowgrpo.presets import suited
-from flowgrpo.samplers.rollout import explore, seeder
 from flowgrpo.train import Trainer
 
-OVER = {"grpo_guard": "mix_grpo+grpo_guard", "flow_dppo": "flow_grpo+flow_dppo", "sol_rl": "flow_grpo+sol_rl"}
-METHODS = [OVER.get(name, name) for name in suited("flow") if preset(name).records_steps]
+OVER = {"grpo_guard": "mix_grpo+grpo_guard", "flow_dppo": "flow_grpo+flow_dppo", "sol_rl": "flow_grpo+sol_rl",
+        "texforce": "ddpo+texforce"}
+# Those that change which prompts are drawn have the ratios of their hosts; expo trains no denoiser.
+ELSEWHERE = {"dynamic_sampling", "mopps", "knapsack_rl", "scaf_grpo", "ghpo", "expo"}
+METHODS = [OVER.get(name, name) for name in suited("flow") if preset(name).records_steps and name not in ELSEWHERE]
 PRECISIONS = ("fp32", "bf16")
 
 
@@ -31,10 +34,9 @@ def largest(trainer: Trainer, epochs: list[int]) -> float:
     """The largest first |log ratio| over the epochs, with the trainer's weights as they are."""
     shape, found = trainer.geometry, []
     batch = trainer.prompts[:: max(1, len(trainer.prompts) // shape.prompts)][:shape.prompts]
-    conditioning = trainer.policy.encode([prompt.text for prompt in batch])
-    for trainer.epoch in epochs:
-        explorations, seed = trainer.explorer.explorations(trainer.epoch), seeder(trainer.config.seed, trainer.epoch)
-        parts = list(explore(trainer.policy, conditioning, explorations, shape.micro_batch, seed))
+    conditioning = trainer.explorer.conditioning(batch)
+    for epoch in epochs:
+        parts = [part for part, _ in trainer.explorer.sample(conditioning, epoch, partial(trainer.total, batch))]
         trainer.first_ratio.found = None
         trainer.first_ratio(parts, conditioning, print)
         found.append(trainer.first_ratio.found)

@@ -228,7 +228,7 @@ def test_a_run_draws_prompts_by_what_the_tracker_remembers():
     trainer = tiny.trainer(parts={"advantage": {"type": "ValueTracker", "floor": 0.01}}, train__prompts=1)
     drawn = []
 
-    def sampled(batch):
+    def sampled(batch, turn):
         drawn.extend(prompt.text for prompt in batch)
         raise InterruptedError
 

@@ -59,7 +59,7 @@ def test_the_fewest_epochs_that_reach_a_budget(tmp_path):
 
 def test_the_table_by_hand():
     base = {"best": 0.5, "best_guidance": 2.0}
-    runs = [{"method": "a", "accuracy": score, "epochs": 10, "evaluations": 1000, "seconds": seconds}
+    runs = [{"method": "a", "base": 0.5, "accuracy": score, "epochs": 10, "evaluations": 1000, "seconds": seconds}
             for score, seconds in ((0.6, 10.0), (0.8, 20.0))]
     assert bench_starter.table(runs, base).splitlines()[2:] == [
         "| base, guidance 2 | 0.500 | | | | | |", "| a | 0.700 | 0.600..0.800 | +0.200 | 10 | 1,000 | 15 |"]

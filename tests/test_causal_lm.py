@@ -10,7 +10,7 @@ from flowgrpo.config import Config
 from flowgrpo.errors import UserError
 from flowgrpo.policies import build
 from flowgrpo.policies.causal_lm import CausalLM
-from flowgrpo.policies.recompute import recompute
+from flowgrpo.policies.text_recompute import recompute
 from flowgrpo.samplers.tokens import Decoding
 from flowgrpo.types import Scored
 

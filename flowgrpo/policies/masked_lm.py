@@ -218,7 +218,7 @@ class MaskedLM(CausalLM):
 
     def texts(self, ids: Tensor) -> list[Completion]:
         """The texts of answers ids [b,L], each up to its first end."""
-        return self._written(ids, decided(ids, self.ends)[0])
+        return self.written(ids, decided(ids, self.ends)[0])
 
     def vocabulary(self) -> list[str]:
         """Every token as it is written, of as many as the model has; "" where the tokenizer has none."""

@@ -1,36 +1,35 @@
-"""Gradient checkpointing of language models: a layer's activations are computed again in the backward pass.
-
-transformers does this in training mode alone, which would turn dropout on, so that a replay would not be the rollout.
-"""
+"""Gradient checkpointing of whole denoisers: their forwards are computed again in the backward."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-from typing import Any
+import contextlib
+import inspect
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from flowgrpo.errors import UserError
+
+@contextlib.contextmanager
+def recomputed(modules: Iterable[torch.nn.Module], context: Callable[[], contextlib.AbstractContextManager]
+               ) -> Iterator[None]:
+    """Inside, a forward of these modules holds nothing for the backward but its arguments, and is computed again there,
+    inside of `context()`, which has to give what holds here (the same attention kernel)."""
+    kept = {module: vars(module).get("forward") for module in modules}
+    for module in kept:
+        module.forward = _again(module.forward, context)
+    try:
+        yield
+    finally:
+        for module, forward in kept.items():
+            del module.forward
+            if forward is not None:
+                module.forward = forward
 
 
-def recompute(model: torch.nn.Module) -> None:
-    """Hold of every layer only what goes into it, where gradients are enabled. The model is called without a cache
-    then. UserError for one whose layers transformers does not know."""
-    from transformers.modeling_layers import GradientCheckpointingLayer
-
-    inside: set[torch.nn.Module] = set()
-    for layer in model.modules():  # those around others come first
-        if isinstance(layer, GradientCheckpointingLayer) and layer not in inside:
-            inside |= {*layer.modules()}
-            layer.forward = partial(_again, layer.forward)
-    if not inside:
-        raise UserError(f"train.checkpointing is true, but {type(model).__name__} has no layers that transformers can "
-                        "compute again: set it to false, or lower train.micro_batch")
-
-
-def _again(forward: Callable, *args: Any, **options: Any) -> Any:
-    if not torch.is_grad_enabled():
-        return forward(*args, **options)
-    return checkpoint(forward, *args, use_reentrant=False, **options)
+def _again(forward: Callable, context: Callable[[], contextlib.AbstractContextManager]) -> Callable:
+    def answer(*args, **kwargs):
+        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False,
+                          context_fn=lambda: (contextlib.nullcontext(), context()), **kwargs)
+    answer.__signature__ = inspect.signature(forward)  # some pipelines look whether an argument is there
+    return answer

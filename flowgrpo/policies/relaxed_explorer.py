@@ -8,11 +8,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from flowgrpo.beside import Beside
 from flowgrpo.policies.causal_lm import Asked
 from flowgrpo.policies.text_explorer import TextExplorer
 from flowgrpo.rewards.soft_texts import SoftTexts
 from flowgrpo.samplers.relaxation import GumbelSoftmax
-from flowgrpo.samplers.rollout import Part, prompts_per_part, seeder
+from flowgrpo.samplers.rollout import Part, prompts_per_part
 from flowgrpo.samplers.tokens import decided
 from flowgrpo.types import Completion, Scored
 
@@ -26,7 +27,7 @@ class Redrawn:
     generators: tuple[torch.Generator, ...]
     old: Scored
     step = 0
-    goal = None
+    goal = correction = None
 
     @property
     def parent(self) -> Tensor:
@@ -57,16 +58,16 @@ class RelaxedExplorer(TextExplorer):
         self.base = {key: each.detach().clone() for key, each in weights.named.items()}
         self.tokens = tuple(self.policy.vocabulary())
 
-    def sample(self, asked: Asked, epoch: int, judge: Callable, value: Callable | None = None
-               ) -> Iterator[tuple[Part, list[list[Completion]]]]:
+    def sample(self, asked: Asked, epoch: int, judge: Callable, value: Callable | None = None,
+               turn: int = 0) -> Iterator[tuple[Part, list[list[Completion]]]]:
         """Sample a group per prompt: the parts as they are finished, each with its texts. value: the reward whose
-        gradient is followed."""
+        gradient is followed; turn: how often the epoch has drawn before."""
         before, group = self.policy.evaluations, self.geometry.group
-        seed, first = seeder(self.config.seed, epoch), self.processes.rank * self.geometry.prompts
+        seed = self.seeds(epoch, turn, len(asked.prompts))
         now = self.method.backprop.in_epoch(epoch, self.config.train.epochs)
         for own in torch.arange(len(asked.prompts)).split(prompts_per_part(group, self.geometry.micro_batch)):
             prompts, unknown = own.repeat_interleave(group), torch.full((len(own) * group, 1), torch.nan)
-            generators = self.policy.generators(seed(first + int(p), k) for p in own for k in range(group))
+            generators = self.policy.generators(seed(int(p), k) for p in own for k in range(group))
             taken = Redrawn(prompts, tuple(generators), Scored(unknown, unknown.isnan()))
             part = Relaxed(range(int(own[0]), int(own[-1]) + 1), prompts, None, (taken,), (), value=value,
                            relaxation=now)
@@ -83,6 +84,10 @@ class RelaxedExplorer(TextExplorer):
         for rows in self._batches(part):
             found = self._made(part, asked, rows)[1][:, None]
             yield 0, rows, Scored(found, torch.ones_like(found, dtype=torch.bool))
+
+    def beside(self, part: Relaxed, asked: Asked, reference: list[Scored]) -> Beside:
+        """What the surrogate reads beside ratio and advantage."""
+        return Beside(self.method.surrogate, part, reference, self.policy.device)
 
     def _batches(self, part: Relaxed) -> list[slice]:
         most = self.geometry.micro_batch
