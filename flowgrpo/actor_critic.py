@@ -14,28 +14,42 @@ from flowgrpo.samplers.edits import Seen
 
 @dataclass(frozen=True)
 class ActorCritic:
-    """PPO's clipped loss of the edit, and critic * (Q - R)^2 of the critic's value Q of every sample, base or edited,
-    with the weighted sum R of its rewards; [B, 1] (EXPO, 2507.07986, in place of its gradient through Q).
+    """What an edit and its critic are trained by; [B, 1] (EXPO, 2507.07986).
 
-    The two have no weights in common, and no gradient of Q reaches the edit.
+    The critic: critic * (Q - R)^2 of its value Q of every sample, base or edited, with the weighted sum R of its
+    rewards. The edit: through * -Q(x0 + edit), whose gradient passes the critic and leaves it as it is, as published,
+    here at the edit's mean; and ratio * PPO's clipped loss with bounds low and high, which is ours and reads no
+    critic. The two networks have no weights in common.
     """
 
     low: float = 1e-3
     high: float = 1e-3
     critic: float = 0.5
+    through: float = 0.0
+    ratio: float = 1.0
 
     def __post_init__(self) -> None:
         _require_range("ActorCritic", self.low, self.high)
         if not self.critic > 0:
             raise ValueError(f"ActorCritic: critic is {self.critic}, expected above 0, the weight of the critic's loss")
+        if min(self.through, self.ratio) < 0 or not self.through + self.ratio > 0:
+            raise ValueError(f"ActorCritic: through is {self.through} and ratio {self.ratio}, expected 0 or more and "
+                             "one of them above 0: nothing else trains the edit")
+
+    @property
+    def of_means(self) -> bool:
+        """True where the loss reads the edit's mean."""
+        return self.through > 0
 
     def __call__(self, log_ratio: Tensor, advantage: Tensor, old: Seen) -> Tensor:
-        error = (old.value - old.reward).square().to(log_ratio)
-        return _ppo(log_ratio.expm1(), advantage, -self.low, self.high) + self.critic * error
+        loss = self.critic * (old.value - old.reward).square().to(log_ratio)
+        if self.ratio:
+            loss = loss + self.ratio * _ppo(log_ratio.expm1(), advantage, -self.low, self.high)
+        return loss - self.through * old.edited.to(log_ratio) if self.through else loss
 
     def clipped(self, log_ratio: Tensor, advantage: Tensor, old: Seen | None = None) -> Tensor:
-        """Where the clip cuts the edit's gradient, bool [B, N]."""
-        return _cut(log_ratio.expm1(), advantage, -self.low, self.high)
+        """Where the clip cuts the edit's gradient, bool [B, N]; nowhere without the clipped loss."""
+        return (self.ratio > 0) & _cut(log_ratio.expm1(), advantage, -self.low, self.high)
 
 
 def require(method: Any, group: int) -> None:

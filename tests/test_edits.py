@@ -67,7 +67,7 @@ def trained(editor: Editor, method, epochs: int, prompts: int = 16, group: int =
         part = sampled(editor, method, prompts, group, 1000 + epoch)
         scores = reward(part.finals[0]).view(prompts, group, 1)
         [part] = credit(method, [part], scores, [1.0], Context(["p"] * prompts), lambda rows: rows)
-        beside = edits.Beside(editor, asked(prompts), part)
+        beside = edits.Beside(editor, asked(prompts), part, method.surrogate.through > 0)
         for batch, (k, rows, new) in enumerate(replay(editor, asked(prompts), part, 512)):
             old = part.transitions[k].old.rows(rows)
             read = beside(batch, k, rows, new, old)
@@ -167,9 +167,59 @@ def test_the_loss_by_hand():
     torch.testing.assert_close(loss(ratio, advantage, seen), torch.tensor([[-2.2 + 0.125], [1.05 + 2.0]]).double(),
                                rtol=0, atol=1e-7)
     assert loss.clipped(ratio, advantage).tolist() == [[True], [False]]
-    for fields in ({"critic": 0.0}, {"low": -1.0}):
+    for fields in ({"critic": 0.0}, {"low": -1.0}, {"through": -1.0}, {"ratio": -1.0}, {"ratio": 0.0}):
         with pytest.raises(ValueError):
             ActorCritic(**fields)
+
+
+def test_the_loss_through_the_critic_by_hand():
+    """0.5 (Q - R)^2 - 2 Q(edited), with the clipped loss and without."""
+    seen = edits.Seen(*torch.tensor([[[0.5], [2.0]], [[1.0], [0.0]], [[0.25], [-1.0]]], dtype=torch.float64))
+    ratio, advantage = torch.tensor([[1.5], [1.05]]).double().log(), torch.tensor([[2.0], [-1.0]]).double()
+    alone, both = ActorCritic(0.1, 0.1, through=2.0, ratio=0.0), ActorCritic(0.1, 0.1, through=2.0, ratio=3.0)
+    own = torch.tensor([[0.125 - 0.5], [2.0 + 2.0]]).double()
+    torch.testing.assert_close(alone(ratio, advantage, seen), own, rtol=0, atol=1e-10)
+    torch.testing.assert_close(both(ratio, advantage, seen), own + 3 * torch.tensor([[-2.2], [1.05]]).double(),
+                               rtol=0, atol=1e-6)
+    assert not alone.clipped(ratio, advantage).any() and both.clipped(ratio, advantage).tolist() == [[True], [False]]
+
+
+class Quadratic(torch.nn.Module):
+    """Q = -w |x - c|^2, whose derivative by x is -2 w (x - c)."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.tensor(0.7, dtype=torch.float64))
+
+    def forward(self, x, prompts):
+        return -self.weight * (x - CENTRE.to(x)).square().sum(-1)
+
+
+def test_the_gradient_through_a_quadratic_critic_is_the_closed_form_and_reaches_the_edit_alone():
+    """By the mean m of the decision: -2 w (x + b tanh(m) - c) b (1 - tanh(m)^2)."""
+    method = replace(preset("expo"), edit=Edit(bound=0.4, width=8, depth=1), surrogate=ActorCritic(through=1.0))
+    editor = Editor(method.edit, 2, 1)
+    editor.networks.double()
+    stirred(editor).networks["critic"] = Quadratic()
+    part = sampled(editor, method, 2, 4)
+    [part] = credit(method, [part], reward(part.finals[0]).view(2, 4, 1), [1.0], Context(["p"] * 2), lambda rows: rows)
+    [taken] = part.transitions
+    keep = torch.tensor([True, True, False, True, True, True, True, True])  # a pair may be without its base
+    part = replace(part, transitions=(taken.kept(keep),))
+    [(k, rows, new)] = replay(editor, asked(2), part, 8)
+    seen = edits.Beside(editor, asked(2), part, True)(0, k, rows, new, part.transitions[0].old)
+    x, tanh = taken.x[taken.parent][keep], new.mean[:, 0].detach().tanh()
+    moved = x + 0.4 * tanh - CENTRE
+    torch.testing.assert_close(seen.edited[:, 0], -0.7 * moved.square().sum(1), rtol=0, atol=1e-10)
+    [found] = torch.autograd.grad(seen.edited.sum(), new.mean, retain_graph=True)
+    # The pair's two rows read one mean: the first of them takes the gradient of both.
+    first = torch.tensor([True, False, True, True, False, True, False])
+    both = torch.tensor([2.0, 0, 1, 2, 0, 2, 0]).double()[:, None]
+    assert (found[~first] == 0).all()
+    torch.testing.assert_close(found[:, 0], both * -1.4 * moved * 0.4 * (1 - tanh**2), rtol=0, atol=1e-10)
+    seen.edited.sum().backward()
+    assert editor.networks["critic"].weight.grad is None
+    assert all(parameter.grad is not None for key, parameter in editor.networks["edit"].named_parameters())
 
 
 def test_no_gradient_of_the_critic_reaches_the_edit_and_the_other_way_round():
@@ -189,11 +239,11 @@ def test_no_gradient_of_the_critic_reaches_the_edit_and_the_other_way_round():
 
 # --- the toy: N(0, I) in two dimensions, reward -|x - c|^2 -----------------------------------------------------------
 
-@pytest.fixture(scope="module")
-def toy() -> Editor:
+@pytest.fixture(scope="module", params=[ActorCritic(0.2, 0.2, 0.5), ActorCritic(through=1.0, ratio=0.0)],
+                ids=["by its ratio", "through the critic"])
+def toy(request) -> Editor:
     torch.manual_seed(0)
-    method = replace(preset("expo"), edit=Edit(bound=1.0, std=0.5, width=32, depth=1),
-                     surrogate=ActorCritic(0.2, 0.2, 0.5))
+    method = replace(preset("expo"), edit=Edit(bound=1.0, std=0.5, width=32, depth=1), surrogate=request.param)
     editor = Editor(method.edit, 2, 1)
     trained(editor, method, 250)
     return editor

@@ -109,14 +109,17 @@ class Editor:
         """The mean of the decision at final states x [B,*D], called as a policy's replay."""
         return self._asked("edit", conditioning, x)
 
-    def value(self, conditioning: Conditioning, x: Tensor) -> Tensor:
-        """The critic's value [B] of final states x [B,*D]."""
-        return self._asked("critic", conditioning, x)
+    def value(self, conditioning: Conditioning, x: Tensor, frozen: bool = False) -> Tensor:
+        """The critic's value [B] of final states x [B,*D]. frozen: its gradient reaches x and not the critic."""
+        return self._asked("critic", conditioning, x, frozen)
 
-    def _asked(self, name: str, conditioning: Conditioning, x: Tensor) -> Tensor:
+    def _asked(self, name: str, conditioning: Conditioning, x: Tensor, frozen: bool = False) -> Tensor:
         network = self.networks[name]
         dtype = next(network.parameters()).dtype
-        return network(x.to(self.device, dtype), prompt_tokens(conditioning).to(self.device, dtype))
+        inputs = x.to(self.device, dtype), prompt_tokens(conditioning).to(self.device, dtype)
+        if not frozen:
+            return network(*inputs)
+        return torch.func.functional_call(network, {key: p.detach() for key, p in network.named_parameters()}, inputs)
 
 
 class EditWeights(Weights):

@@ -83,7 +83,7 @@ class EditExplorer(Explorer):
         return replay(self.policy.editor, conditioning, part, self.geometry.micro_batch)
 
     def beside(self, part: Part, conditioning: Conditioning, reference: list[Scored]) -> edits.Beside:
-        return edits.Beside(self.policy.editor, conditioning, part)
+        return edits.Beside(self.policy.editor, conditioning, part, self.method.surrogate.through > 0)
 
     def step_weights(self, parts: list[Part], epoch: int) -> dict[int, float]:
         """Edits are one step."""

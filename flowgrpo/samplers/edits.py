@@ -83,10 +83,12 @@ class Edits(Transitions):
 @dataclass(frozen=True, eq=False)
 class Seen:
     """What the loss reads beside ratio and advantage, each [b, 1]: of the samples' final states the critic's value,
-    with its gradient, and their rewards."""
+    with its gradient, and their rewards; and, where it asks for that, the value of their bases as the present weights
+    edit them, with the gradient of the edit alone."""
 
     value: Tensor
     reward: Tensor
+    edited: Tensor | None = None
 
 
 def edited(editor: Any, conditioning: Any, part: Part, exploration: Exploration, micro_batch: int, seed: Seed) -> Part:
@@ -120,11 +122,15 @@ def rewarded(part: Part, rewards: Tensor) -> Part:
 
 @dataclass(frozen=True)
 class Beside:
-    """What the surrogate reads in every batch of a part's replay: `Seen` of its rows."""
+    """What the surrogate reads in every batch of a part's replay: `Seen` of its rows.
+
+    through: whether it asks for the value of what the present weights edit.
+    """
 
     editor: Any
     conditioning: Any
     part: Part
+    through: bool = False
 
     def __call__(self, batch: int, k: int, rows: slice, new: Scored, old: Scored) -> Seen:
         taken, device = self.part.transitions[k], self.editor.device
@@ -132,7 +138,17 @@ class Beside:
         of = taken.parent[rows]
         x = self.editor.edit.applied(taken.x[of.to(taken.x.device)].to(device), taken.x_next[rows].to(device))
         value = self.editor.value(self.conditioning.rows(taken.prompts[of]), x)
-        return Seen(value[:, None], taken.rewards[rows, None].to(value))
+        seen = Seen(value[:, None], taken.rewards[rows, None].to(value))
+        return replace(seen, edited=self._edited(taken, of, new.mean[:, 0])) if self.through else seen
+
+    def _edited(self, taken: Transitions, of: Tensor, means: Tensor) -> Tensor:
+        """The value [b, 1] of states `of` [b] moved by decisions [b,*D]. A base and its edit left the same state, which
+        is valued once."""
+        left, at, count = of.unique_consecutive(return_inverse=True, return_counts=True)
+        first = (count.cumsum(0) - count).to(means.device)
+        x = self.editor.edit.applied(taken.x[left.to(taken.x.device)].to(means.device), means[first])
+        value = self.editor.value(self.conditioning.rows(taken.prompts[left]), x, frozen=True)
+        return value[at.to(value.device), None]
 
 
 @torch.no_grad()
