@@ -5,23 +5,28 @@
 
 For every prompt 2N bases are drawn, and the first N of them are edited. Best of the N bases and their N edits stands
 against best of the 2N bases: chosen by the scorer, 2N calls each, and by the critic, which needs none. Differences are
-paired by prompt, with 95 % intervals.
+paired by prompt, with 95 % intervals. What limits them is told too: how well the critic ranks a prompt's bases, and the
+gain that it expects of an edit; and what the bound leaves room for, by edits that follow the gradient of `scene_soft`,
+a soft form of the reward itself, which no trained edit can read.
 """
 
 from __future__ import annotations
 
 import sys
 import time
+from collections import defaultdict
 
 import numpy as np
 import torch
 from common import options
+from scipy.stats import spearmanr
 
 from flowgrpo import data, rewards
 from flowgrpo.config import load
 from flowgrpo.evaluation.held_out import spread
 from flowgrpo.evaluation.statistics import interval
 from flowgrpo.policies.build import make_policy
+from flowgrpo.rewards.scene_soft import scene_soft
 from flowgrpo.run import make_accelerator, pick_device
 from flowgrpo.samplers import edits
 from flowgrpo.samplers.rollout import seeder
@@ -51,8 +56,10 @@ def trained(config) -> Trainer:
 
 @torch.no_grad()
 def compared(trainer: Trainer) -> dict[str, np.ndarray]:
-    """Rewards of prompts: those of all bases [P, 2N] and of the first N edited [P, N], and the critic's choices [P]."""
-    policy, found = trainer.policy, {"bases": [], "edits": [], "critic, 2N bases": [], "critic, N and edits": []}
+    """Rewards of prompts: those of all bases [P, 2N], of the first N edited [P, N], by the networks ("edits") and by
+    the soft reward's gradient ("possible"), and the critic's choices [P];
+    the critic's values of all bases [P, 2N] and the gains that it expects of the edits [P, N]."""
+    policy, found = trainer.policy, defaultdict(list)
     chosen, seed = spread(trainer.held_out, PROMPTS), seeder(SEED, 0)
     for at in range(0, len(chosen), AT_ONCE):
         batch = chosen[at:at + AT_ONCE]
@@ -62,15 +69,34 @@ def compared(trainer: Trainer) -> dict[str, np.ndarray]:
         x = drawn(trainer, conditioning, rows, generators).unflatten(0, (-1, 2 * N))
         first, own = x[:, :N].flatten(0, 1), conditioning.rows(rows[::2])
         edited = policy.editor.edit.applied(first, policy.editor.replay(own, first)).unflatten(0, (-1, N))
-        scores = {name: scored(trainer, batch, conditioning, each) for name, each in (("bases", x), ("edits", edited))}
+        possible = ascended(trainer, batch, conditioning, x[:, :N])
+        scores = {name: scored(trainer, batch, conditioning, each)
+                  for name, each in (("bases", x), ("edits", edited), ("possible", possible))}
         _, values = edits.on_the_fly(policy.editor, conditioning, x[:, :N])
         plain = policy.editor.value(conditioning.rows(rows), x.flatten(0, 1)).unflatten(0, (-1, 2 * N))
         both = torch.cat([scores["bases"][:, :N], scores["edits"]], 1)
         scores["critic, N and edits"] = both.gather(1, values.argmax(1, keepdim=True))
         scores["critic, 2N bases"] = scores["bases"].gather(1, plain.argmax(1, keepdim=True))
+        scores |= {"values": plain, "expected": values[:, N:] - values[:, :N]}
         for name, value in scores.items():
             found[name].append(value.numpy())
     return {name: np.concatenate(each) for name, each in found.items()}
+
+
+def ascended(trainer: Trainer, batch, conditioning, x: torch.Tensor, steps: int = 10, lr: float = 0.3) -> torch.Tensor:
+    """Latents [P, n, *D], each moved within the bound by Adam up the gradient of `scene_soft`."""
+    policy, rows = trainer.policy, torch.arange(len(x)).repeat_interleave(x.shape[1])
+    texts, flat = [batch[int(p)].text for p in rows], x.flatten(0, 1)
+    decision = torch.zeros_like(flat).requires_grad_()
+    optimizer = torch.optim.Adam([decision], lr)
+    for _ in range(steps):
+        with torch.enable_grad():
+            pictures = policy.picture(policy.editor.edit.applied(flat, decision), conditioning.rows(rows))
+            loss = -scene_soft(pictures, texts).sum()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return policy.editor.edit.applied(flat, decision.detach()).unflatten(0, (-1, x.shape[1]))
 
 
 def drawn(trainer: Trainer, conditioning, rows: torch.Tensor, generators) -> torch.Tensor:
@@ -86,6 +112,13 @@ def scored(trainer: Trainer, batch, conditioning, x: torch.Tensor) -> torch.Tens
     return trainer.score(batch, rows, pictures, x.shape[1]).view(len(x), -1)
 
 
+def ranked(values: np.ndarray, known: np.ndarray) -> np.ndarray:
+    """Spearman's correlation of the critic's values and the rewards within prompts, [P']; a prompt whose bases all
+    score the same has none and is left out."""
+    pairs = [(value, own) for value, own in zip(values, known) if np.ptp(own) > 0 and np.ptp(value) > 0]
+    return np.array([spearmanr(value, own).statistic for value, own in pairs])
+
+
 def told(name: str, values: np.ndarray, share: bool = True) -> str:
     found = interval(values.reshape(len(values), -1), share=share)
     return f"{name:<44} {found.mean:+.4f}  ({found.low:+.4f} to {found.high:+.4f})"
@@ -93,16 +126,20 @@ def told(name: str, values: np.ndarray, share: bool = True) -> str:
 
 def main() -> None:
     torch.set_num_threads(1)
-    trainer = trained(load(None, {**RECIPE, **options([each.lstrip("-") for each in sys.argv[1:]])}))
+    trainer = trained(load(None, RECIPE | options([each.lstrip("-") for each in sys.argv[1:]])))
     found = compared(trainer)
     bases, edited = found["bases"], found["edits"]
-    best = np.concatenate([bases[:, :N], edited], 1).max(1), bases.max(1)
+    best = [np.concatenate([bases[:, :N], each], 1).max(1) for each in (edited, found["possible"])] + [bases.max(1)]
     print(told("one base", bases[:, 0]))
     print(told("its edit", edited[:, 0]))
     print(told("edit less its base", edited - bases[:, :N], False))
-    print(told(f"best of {2 * N} bases, by the scorer", best[1]))
+    print(told("    as the critic expects", found["expected"], False))
+    print(told("the critic's rank correlation within a prompt", ranked(found["values"], bases), False))
+    print(told(f"best of {2 * N} bases, by the scorer", best[2]))
     print(told(f"best of {N} bases and {N} edits, by the scorer", best[0]))
-    print(told("    difference", best[0] - best[1], False))
+    print(told("    difference", best[0] - best[2], False))
+    print(told("edit by the soft reward less its base", found["possible"] - bases[:, :N], False))
+    print(told("    difference with such edits", best[1] - best[2], False))
     print(told(f"best of {2 * N} bases, by the critic", found["critic, 2N bases"]))
     print(told(f"best of {N} bases and {N} edits, by the critic", found["critic, N and edits"]))
     print(told("    difference", found["critic, N and edits"] - found["critic, 2N bases"], False))

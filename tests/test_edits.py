@@ -327,7 +327,9 @@ def test_more_candidates_are_bases_of_their_own():
     assert torch.equal(own.generate(own.encode(["red"]), own.generators([4]), 2, 1.0), want)
 
 
-@pytest.mark.parametrize("pipe, options", [(tiny.sd3, {}), (tiny.sd15, {"picture__call": {}}), (tiny.flux, {})])
+@pytest.mark.parametrize("pipe, options", [
+    (tiny.sd3, {}), (tiny.sd15, {"picture__call": {}}), (tiny.flux, {}),
+    (tiny.sd3, {"parts__surrogate__through": 1.0, "parts__surrogate__ratio": 0.0})])
 def test_two_epochs_train_the_editor_and_nothing_else(pipe, options):
     made = pipe()
     options = {"picture__call": tiny.call_of(made)} | options

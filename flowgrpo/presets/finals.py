@@ -128,7 +128,7 @@ def drakes(method: Method = Method()) -> Method:
 def expo(method: Method = Method()) -> Method:
     """EXPO: a small policy edits the final latents of a frozen model, and a critic chooses (2507.07986).
 
-    The edit is trained by policy gradient, each against its own base, in place of the critic's gradient.
+    The edit is trained by policy gradient, each against its own base; by surrogate.through along the critic's gradient.
     """
     return replace(method, edit=edits.Edit(), kernel=kernels.FlowDDIM(0.0), plan=plans.NoSteps(), roots=None,
                    strides=(1,), tail=1.0, advantage=paired.Paired(), log_ratio=objectives.PlainRatio(),
