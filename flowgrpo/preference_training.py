@@ -11,7 +11,7 @@ import copy
 import math
 import sys
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -89,7 +89,12 @@ def right(margins: Tensor, verdicts: Tensor) -> Tensor:
 
 def accuracy(margins: Tensor, verdicts: Tensor, prompts: Sequence[str]) -> Interval:
     """The share of pairs [N] told right, the mean of the prompts' means, with its 95 % interval over prompts."""
-    told, of = right(margins, verdicts).tolist(), defaultdict(list)
+    return share(right(margins, verdicts).tolist(), prompts)
+
+
+def share(told: Sequence[float], prompts: Sequence[str]) -> Interval:
+    """The mean of the prompts' means of marks [N], NaN left out, with its 95 % interval over prompts."""
+    of = defaultdict(list)
     for prompt, value in zip(prompts, told):
         of[prompt].append(value)
     longest = max(map(len, of.values()))
@@ -208,9 +213,19 @@ def _picture(file: Path) -> Tensor:
 def _fit(network: nn.Module, pairs: Sequence[Pair], trained: tuple[Rows, Tensor], held: tuple[Rows, Tensor],
          settings: Settings, device: str) -> int:
     """Train, with the best epoch's weights at the end -> that epoch, counted from 1."""
-    optimizer = torch.optim.AdamW(network.parameters(), lr=settings.lr, weight_decay=0.05)
     grouped, rng = families(pairs), np.random.default_rng(settings.seed)
     epochs = [list(batches(grouped, settings.batch, rng)) for _ in range(settings.epochs)]
+    return fit(network, epochs, lambda numbers: _loss(network, trained, numbers, settings, device),
+               lambda: _measured(network, held, settings, device), settings)
+
+
+def fit(network: nn.Module, epochs: Sequence[Sequence[Any]], loss_of: Callable[[Any], Tensor],
+        measured: Callable[[], tuple[float, float]], settings: Settings) -> int:
+    """Train on the batches of each epoch, with the best epoch's weights at the end -> that epoch, counted from 1.
+
+    loss_of: the loss of a batch; measured: (accuracy, minus the loss) of what is held out. UserError where it diverges.
+    """
+    optimizer = torch.optim.AdamW(network.parameters(), lr=settings.lr, weight_decay=0.05)
     total, step, best = sum(map(len, epochs)), 0, (-1.0, 0.0, 0, {})
     bar = tqdm(total=total, desc="training", unit="step", mininterval=1)
     for epoch, parts in enumerate(epochs, 1):
@@ -218,7 +233,7 @@ def _fit(network: nn.Module, pairs: Sequence[Pair], trained: tuple[Rows, Tensor]
         for numbers in parts:
             for group in optimizer.param_groups:
                 group["lr"] = settings.lr * min((step + 1) / max(total // 20, 1), 1 - step / total)
-            loss = _loss(network, trained, numbers, settings, device)
+            loss = loss_of(numbers)
             if not loss.isfinite():
                 raise UserError(f"training diverged in epoch {epoch}: lower the learning rate, {settings.lr:g}")
             optimizer.zero_grad()
@@ -227,10 +242,10 @@ def _fit(network: nn.Module, pairs: Sequence[Pair], trained: tuple[Rows, Tensor]
             optimizer.step()
             step += 1
             bar.update()
-        share, negative = _measured(network, held, settings, device)
-        bar.set_postfix(epoch=epoch, held_out=f"{share:.3f}", held_out_loss=f"{-negative:.3f}")
-        if (share, negative) > best[:2]:
-            best = (share, negative, epoch, copy.deepcopy(network.state_dict()))
+        found, negative = measured()
+        bar.set_postfix(epoch=epoch, held_out=f"{found:.3f}", held_out_loss=f"{-negative:.3f}")
+        if (found, negative) > best[:2]:
+            best = (found, negative, epoch, copy.deepcopy(network.state_dict()))
         elif epoch - best[2] >= settings.patience:
             break
     bar.close()

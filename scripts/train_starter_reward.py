@@ -118,15 +118,22 @@ def decoded(pictures: np.ndarray, vae, generator: torch.Generator) -> np.ndarray
     return (vae.decode(latents + level * noise).sample / 2 + 0.5).numpy()
 
 
+def rendered(seed: int, held: bool, vae=None) -> Iterator[tuple[list[str], list[np.ndarray]]]:
+    """Without end: TOGETHER prompts, their pictures, and others of them in which something is wrong, uint8."""
+    rng, generator = np.random.default_rng(seed), torch.Generator().manual_seed(seed)
+    while True:
+        drawn = [scene_pair(rng, scenes.TASKS[i % len(scenes.TASKS)], held) for i in range(TOGETHER)]
+        both = [np.stack([pair[side] for pair in drawn]) for side in (1, 2)]
+        yield ([prompt for prompt, _, _ in drawn],
+               [eight_bit(side if vae is None else decoded(side, vae, generator)) for side in both])
+
+
 def rendered_pairs(into: Pairs, count: int, seed: int, held: bool, vae=None) -> None:
     """`count` pairs of rendered scenes, with an autoencoder after it; of ties no more than a share of TIES."""
-    rng, generator, ties, made = np.random.default_rng(seed), torch.Generator().manual_seed(seed), 0, 0
+    batches, ties, made = rendered(seed, held, vae), 0, 0
     with tqdm(total=count, desc=into.name, mininterval=2) as bar:
         while made < count:
-            drawn = [scene_pair(rng, scenes.TASKS[i % len(scenes.TASKS)], held) for i in range(TOGETHER)]
-            prompts = [prompt for prompt, _, _ in drawn]
-            both = [np.stack([pair[side] for pair in drawn]) for side in (1, 2)]
-            both = [eight_bit(side if vae is None else decoded(side, vae, generator)) for side in both]
+            prompts, both = next(batches)
             for prompt, *pictures, one, two in zip(prompts, *both, *(verdicts(side, prompts) for side in both)):
                 tie = one == two
                 if made < count and (not tie or ties < TIES * count):
@@ -135,17 +142,22 @@ def rendered_pairs(into: Pairs, count: int, seed: int, held: bool, vae=None) -> 
                     bar.update()
 
 
-def drawn_pairs(into: Pairs, pipe, prompts: int, seed: int, held: bool) -> None:
-    """Of each prompt GROUP pictures by the starter; every right one beside every wrong one."""
+def drawn(pipe, prompts: int, seed: int, held: bool, told: str) -> Iterator[tuple[list[str], np.ndarray]]:
+    """Of each prompt GROUP pictures by the starter, uint8, some prompts at a time, each as often as its pictures."""
     rng, generator = np.random.default_rng(seed), torch.Generator().manual_seed(seed)
     texts = [scenes.sample_prompt(rng, scenes.TASKS[i % len(scenes.TASKS)], held, scenes.reserved)[0]
              for i in range(prompts)]
     together = TOGETHER // GROUP
-    for at in tqdm(range(0, prompts, together), desc=f"{into.name}, drawn", mininterval=2):
+    for at in tqdm(range(0, prompts, together), desc=f"{told}, drawn", mininterval=2):
         each = [text for text in texts[at:at + together] for _ in range(GROUP)]
         made = pipe(each, num_inference_steps=STEPS, guidance_scale=EVAL_GUIDANCE, output_type="np",
                     generator=generator, **CALL).images
-        pictures = (made * 255).round().astype(np.uint8)
+        yield each, (made * 255).round().astype(np.uint8)
+
+
+def drawn_pairs(into: Pairs, pipe, prompts: int, seed: int, held: bool) -> None:
+    """Of each prompt GROUP pictures by the starter; every right one beside every wrong one."""
+    for each, pictures in drawn(pipe, prompts, seed, held, into.name):
         for prompt, paths, right in _groups(each, [into.keep(picture) for picture in pictures],
                                             verdicts(pictures, each)):
             for i, j in ((i, j) for i in range(GROUP) for j in range(GROUP) if right[i] > right[j]):

@@ -58,7 +58,14 @@ class Film(nn.Module):
                 "mask": told.attention_mask.to(prepared.device)}
 
     def forward(self, pictures: Tensor, ids: Tensor, mask: Tensor) -> Tensor:
-        told, seen = self._told(ids, mask), self.trunk(pictures.float() / 127.5 - 1)
+        return self.judged(self.looked(pictures), ids, mask)
+
+    def looked(self, pictures: Tensor) -> Tensor:
+        """What is seen of pictures [B, 3, S, S] whatever the prompts, [B, WIDTH, S / 8, S / 8]."""
+        return self.trunk(pictures.float() / 127.5 - 1)
+
+    def judged(self, seen: Tensor, ids: Tensor, mask: Tensor) -> Tensor:
+        told = self._told(ids, mask)
         for block in self.blocks:
             seen = block(seen, told)
         return self.head(torch.cat([seen.mean((2, 3)), seen.amax((2, 3)), told], 1))

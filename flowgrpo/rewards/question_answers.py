@@ -1,8 +1,9 @@
 """Does a model that answers questions say of a picture what its prompt says? UniRL's idea (2505.23380): the pictures
 are questioned, and the answers are the reward.
 
-There one model draws and answers; here any model answers: InstructBLIP, as of `vqa_score`, or one behind a judge's
-endpoint. The questions are the prompt's own (`questions.py`).
+There one model draws and answers, and learns both, each from the other; here another model answers, and learns nothing
+in the run: InstructBLIP, as of `vqa_score`, one behind a judge's endpoint, or a small network that was trained before
+(`learned_answers.py`). The questions are the prompt's own (`questions.py`).
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,14 +19,16 @@ import torch
 from flowgrpo.errors import UserError
 from flowgrpo.rewards.about import About
 from flowgrpo.rewards.failures import Failed
+from flowgrpo.rewards.find import TRAINED
 from flowgrpo.rewards.judge import Asking, _text, filled
 from flowgrpo.rewards.judge_client import Answer
 from flowgrpo.rewards.judge_parse import conclusion, refused
+from flowgrpo.rewards.learned_answers import ByFolder
 from flowgrpo.rewards.questions import NUMBERS, Question, Writer, of_claims, of_clauses, of_list
 from flowgrpo.rewards.vqa_score import VqaScore
 from flowgrpo.starter.scenes import parse
 
-BY, SCORES = ("vqa", "judge"), ("probability", "share")
+BY, SCORES = ("vqa", "judge"), ("share", "probability")
 Asked = list[tuple[int, Question]]  # the row of a picture, and what is asked of it
 
 
@@ -32,9 +36,10 @@ Asked = list[tuple[int, Question]]  # the row of a picture, and what is asked of
 class QuestionAnswers:
     """The share of the prompt's questions that a model answers rightly of the picture.
 
-    by: "vqa", the model of `vqa_score`, with its arguments in `vqa`; or "judge", with those of `judge.Asking` in
-    `judge`, whose template holds {question} and {choices}. score: "share", of questions whose right answer is chosen,
-    or "probability", the mean of that of the right answers, of a vqa alone. key: where a prompt's metadata has
+    by: "vqa", the model of `vqa_score`, with its arguments in `vqa`; "judge", with those of `judge.Asking` in `judge`,
+    whose template holds {question} and {choices}; or the folder of a network as `learned_answers` reads it. score:
+    "share", of questions whose right answer is chosen, or "probability", the mean of that of the right answers, which
+    a judge does not tell. key: where a prompt's metadata has
     questions of its own, {"question", "answer", "choices"}; others are made of GenEval's metadata, of prompts of the
     starter's world, or by `writer`, arguments of the endpoint of a language model, and kept in `file`.
 
@@ -51,13 +56,17 @@ class QuestionAnswers:
     about = About(modality="image", range=(0, 1), needs="", licence="Apache-2.0, MIT weights")
 
     def __post_init__(self) -> None:
-        if self.by not in BY or self.score not in SCORES or (self.by, self.score) == ("judge", "probability"):
+        known = self.by in BY or (Path(self.by) / TRAINED).is_file()
+        if not known or self.score not in SCORES or (self.by, self.score) == ("judge", "probability"):
             raise UserError(f"reward 'question_answers': by is {self.by!r} and score {self.score!r}, expected "
-                            f"{' or '.join(BY)}, and {' or '.join(SCORES)}, the latter of a vqa alone")
+                            f"{', '.join(BY)} or a folder with {TRAINED}, and {' or '.join(SCORES)}, the latter not of "
+                            "a judge")
         if self.file is not None and self.writer is None:
             raise UserError("reward 'question_answers': file keeps what a writer wrote: give writer, or leave it out")
-        model = ByVqa(VqaScore(**{"question": "Question: {} Short answer:"} | self.vqa), self.score) \
-            if self.by == "vqa" else ByJudge(**self.judge)
+        if self.by == "vqa":
+            model: Any = ByVqa(VqaScore(**{"question": "Question: {} Short answer:"} | self.vqa), self.score)
+        else:
+            model = ByJudge(**self.judge) if self.by == "judge" else ByFolder(self.by, self.score)
         writer = None if self.writer is None else Writer(self.writer, self.file)
         for name, value in (("_model", model), ("_writer", writer), ("_silent", [])):
             object.__setattr__(self, name, value)

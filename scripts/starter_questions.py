@@ -1,0 +1,101 @@
+"""Every question about a picture of the starter's world, and its right answer for the objects that are there.
+
+The questions are those of `flowgrpo.rewards.questions`, of any claims, and besides "Is there a red ring in the
+picture?" and "Is the ring above the cross?". A question that supposes what is not so, such as for the colour of a star
+where there is none, or are two of different colours, has no right answer.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import permutations
+
+import numpy as np
+
+from flowgrpo.rewards.colours import NAMES
+from flowgrpo.rewards.questions import NUMBERS, PLACES, Question, of_claims, of_clauses
+from flowgrpo.rewards.scene import Reading
+from flowgrpo.starter.scenes import COLOURS, COUNTS, PLURALS, RELATIONS, SHAPES, Claim, Claims
+
+COUNTED = NUMBERS[:7]  # up to two more than a prompt asks for
+
+
+@dataclass(frozen=True)
+class Thing:
+    """An object in a picture; its centre is (x, y) in pixels, y down. colour: None for none of the palette."""
+
+    shape: str
+    colour: str | None
+    centre: tuple[float, float]
+
+
+Things = Sequence[Thing]
+
+
+def things(reading: Reading) -> list[Thing]:
+    """The objects of a picture; blobs that have no shape are none."""
+    return [Thing(each.shape, each.colour, each.centre) for each in reading.objects if each.shape]
+
+
+def asked() -> list[Question]:
+    """All questions once, with the answers to choose from; which one stands as the answer says nothing."""
+    claimed = [Claims((Claim(shape, "red", count),)) for shape in SHAPES for count in (1, *COUNTS.values())]
+    claimed += [Claims((Claim(a), Claim(b)), "above") for a, b in permutations(SHAPES, 2)]
+    found = [each for claims in claimed for each in of_claims(claims)]
+    found += of_clauses({"include": [{"class": f"{colour} {shape}"} for colour in COLOURS for shape in SHAPES]})
+    found += [Question(f"Is the {a} {relation} the {b}?", "yes")
+              for a, b in permutations(SHAPES, 2) for relation in RELATIONS]
+    return list({each.question: each for each in found}.values())
+
+
+_NOUN = "|".join((*PLURALS, *SHAPES))  # the longer first
+_FORMS = {
+    "exists": rf"Is there an? (?:({'|'.join(COLOURS)}) )?({_NOUN}) in the picture\?",
+    "count": rf"How many ({_NOUN}) are in the picture\?",
+    "colour": rf"What color (?:is|are) the ({_NOUN})\?",
+    "where": rf"Where (?:is|are) the ({_NOUN}), seen from the ({_NOUN}): left, right, above or below\?",
+    "related": rf"Is the ({_NOUN}) ({'|'.join(RELATIONS)}) the ({_NOUN})\?"}
+KINDS = tuple(_FORMS)
+CHOICES = {"exists": ("yes", "no"), "count": COUNTED, "colour": NAMES, "where": tuple(PLACES.values()),
+           "related": ("yes", "no")}  # all that a network learns to choose from
+
+
+def read_question(text: str) -> tuple[str, Callable[[Things], str | None]]:
+    """Its kind, and what tells the right answer of the objects of a picture, None for none. ValueError for a question
+    of another form."""
+    for kind, form in _FORMS.items():
+        if match := re.fullmatch(form, text):
+            said = [PLURALS.get(part, part) for part in match.groups()]
+            return kind, lambda seen: _ANSWERS[kind](seen, *said)
+    raise ValueError(f"no question about the starter's world: {text!r}")
+
+
+def _exists(seen: Things, colour: str | None, shape: str) -> str:
+    return "yes" if any(each.shape == shape and colour in (None, each.colour) for each in seen) else "no"
+
+
+def _count(seen: Things, shape: str) -> str | None:
+    count = sum(each.shape == shape for each in seen)
+    return COUNTED[count] if count < len(COUNTED) else None
+
+
+def _colour(seen: Things, shape: str) -> str | None:
+    colours = {each.colour for each in seen if each.shape == shape}
+    return colours.pop() if len(colours) == 1 else None
+
+
+def _where(seen: Things, shape: str, other: str) -> str | None:
+    """The direction that is nearest to the line of centres, if all pairs have the same."""
+    lines = [np.subtract(a.centre, b.centre) for a in seen if a.shape == shape for b in seen if b.shape == other]
+    found = {max(RELATIONS, key=lambda relation: line @ np.array(RELATIONS[relation])) for line in lines}
+    return PLACES[found.pop()] if len(found) == 1 else None
+
+
+def _related(seen: Things, shape: str, relation: str, other: str) -> str | None:
+    found = _where(seen, shape, other)
+    return None if found is None else "yes" if found == PLACES[relation] else "no"
+
+
+_ANSWERS = {"exists": _exists, "count": _count, "colour": _colour, "where": _where, "related": _related}
