@@ -47,12 +47,15 @@ METHODS = ("flow_grpo", "dance_grpo", "mix_grpo", "mix_grpo_flash", "mix_grpo+gr
 SOFT = {"reward": "{scene_soft: 1.0}", "eval.rewards": "[scene]"}  # a reward's gradient needs one that has it
 # Of what train_starter_reward.py teaches.
 LEARNED = {"method": "mix_grpo+grpo_guard", "reward": "{runs/starter_reward/reward: 1.0}", "eval.rewards": "[scene]"}
+# Of what train_starter_answers.py teaches.
+ANSWERED = {"method": "mix_grpo+grpo_guard", "eval.rewards": "[scene]", "reward":
+            "{question_answers: {args: {by: runs/starter_answers/answers, score: probability}}}"}
 # On the four steps of a model of its own, which begins elsewhere.
 CONSISTENCY = {"model": "starter_consistency", "train.steps": "4", "train.grid": "stock", "eval.steps": "4",
                "eval.guidance": "1.0"}
 # What a method needs beside its name; the published splits are those of a grid of 20 steps.
 OPTIONS = {"branch_grpo": {"parts": "{plan: {splits: [0, 1, 2, 3]}}"}, "refl": SOFT, "draft": SOFT, "alignprop": SOFT,
-           "learned_reward": LEARNED, "rlcm": CONSISTENCY}
+           "learned_reward": LEARNED, "own_answers": ANSWERED, "rlcm": CONSISTENCY}
 MEASURED = "scene"  # strict: every claim of the prompt is true
 
 

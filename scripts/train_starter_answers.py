@@ -8,7 +8,8 @@ same after the starter's autoencoder, and pictures that the starter drew. What i
 
 Prompts of training are those that alignment may train on; those of the tests are the others, and the tests ask what
 `question_answers` asks of such a prompt. Writes --out/pictures, the network's folder --out/answers for
-`question_answers: {args: {by: FOLDER}}`, and --out/accuracy.json. Seeds are fixed.
+`question_answers: {args: {by: FOLDER}}`, and --out/accuracy.json, which also says what choosing among the starter's
+pictures by the answers does for `scene`. Seeds are fixed.
 """
 
 from __future__ import annotations
@@ -26,14 +27,16 @@ import numpy as np
 import torch
 from starter_questions import CHOICES, KINDS, Thing, asked, read_question, things
 from torch import Tensor
-from train_starter_reward import drawn, rendered
+from train_starter_reward import GROUP, drawn, rendered
 
+from flowgrpo.evaluation.statistics import interval
 from flowgrpo.preference_training import Settings, fit, share
 from flowgrpo.rewards.learned_answers import ByFolder
 from flowgrpo.rewards.preference import FILE, Aspect, Description, save
 from flowgrpo.rewards.preference_networks import Film
+from flowgrpo.rewards.question_answers import QuestionAnswers
 from flowgrpo.rewards.questions import Question, of_claims
-from flowgrpo.rewards.scene import read
+from flowgrpo.rewards.scene import read, scene
 from flowgrpo.starter import scenes
 
 ANSWERS = tuple(dict.fromkeys(choice for choices in CHOICES.values() for choice in choices))
@@ -200,7 +203,8 @@ def train(shown: Shown, output: Path, settings: Settings, each: int) -> None:
     watched = questions(held)
     best = fit(model, [questions(~held) for _ in range(settings.epochs)], loss, measured, settings)
     save(output, model, Description({answer: Aspect() for answer in ANSWERS}, {"kind": "film", "size": scenes.SIZE}, {
-        "accuracy": measured()[0], "epoch": best, "settings": asdict(settings),
+        "accuracy": measured()[0], "epoch": best, "each": each,
+        "settings": {key: getattr(settings, key) for key in ("epochs", "batch", "lr", "seed", "bf16")},
         "questions": {"of an epoch": int((~held).sum()) * each, "held_out": int(held.sum()) * each}}))
 
 
@@ -227,6 +231,18 @@ def _share(marks: list[tuple[float, str]]) -> dict[str, Any]:
     return {"questions": len(marks), **share(*zip(*marks)).told()} if marks else {"questions": 0}
 
 
+def chosen(model: Path, file: Path) -> dict[str, Any]:
+    """What choosing by the answers gains: the strict accuracy `scene` of the pictures that the starter drew, of those
+    that the reward likes best among the GROUP of a prompt, and the difference, with intervals over prompts."""
+    shown = load(file)
+    reward = QuestionAnswers(by=str(model), score="probability")
+    scores = torch.tensor(reward(shown.pictures / 255, shown.prompts, [{}] * len(shown.prompts))).view(-1, GROUP)
+    right = torch.tensor(scene(shown.pictures / 255, shown.prompts)).view(-1, GROUP)
+    best = right.gather(1, scores.argmax(1, keepdim=True))
+    return {"drawn": interval(right.numpy()).told(), "chosen": interval(best.numpy()).told(),
+            "gain": interval((best - right.mean(1, keepdim=True)).numpy(), share=False).told()}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("runs/starter_answers"))
@@ -235,7 +251,7 @@ def main() -> None:
     parser.add_argument("--test", type=int, default=300, help="rendered and decoded pictures each, to test with")
     parser.add_argument("--test-drawn", type=int, default=30, help="prompts of the drawn pictures to test with")
     parser.add_argument("--questions", type=int, default=6, help="per picture and epoch")
-    parser.add_argument("--epochs", type=int, default=4)
+    parser.add_argument("--epochs", type=int, default=30)
     parser.add_argument("--batch", type=int, default=16, help="pictures per step")
     parser.add_argument("--lr", type=float, default=1.5e-3)
     parser.add_argument("--fp32", action="store_true", help="train in fp32; without: bf16")
@@ -254,7 +270,10 @@ def main() -> None:
         for name, row in parts.items():
             print(f"{kind}, {name}: {row.get('mean', 0):.3f} of {row['questions']} answers right "
                   f"({row.get('low', 0):.3f} to {row.get('high', 0):.3f})")
-    (args.out / "accuracy.json").write_text(json.dumps(found, indent=2) + "\n")
+    best = chosen(args.out / "answers", pictures / "test_drawn.npz")
+    for name, row in best.items():
+        print(f"scene, {name}: {row['mean']:.3f} ({row['low']:.3f} to {row['high']:.3f}), {row['prompts']} prompts")
+    (args.out / "accuracy.json").write_text(json.dumps(found | {"best_of_group": best}, indent=2) + "\n")
 
 
 if __name__ == "__main__":

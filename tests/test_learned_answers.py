@@ -198,6 +198,21 @@ def test_kinds_and_what_is_there_are_asked_in_their_shares():
     assert sum(train_starter_answers.WORTH.values()) == pytest.approx(1) == weights.sum().item()
 
 
+def test_choosing_by_the_answers(answering, tmp_path):
+    """Of two prompts six pictures each: what `scene` says of the one with the best answers."""
+    rng, prompts, made = np.random.default_rng(2), ["a red star"] * 6 + ["a ring and a cross"] * 6, []
+    for i, prompt in enumerate(prompts):
+        shown = scenes.render(scenes.parse(prompt if i % 2 else "a blue star"), rng)
+        made.append((shown * 255).round().astype(np.uint8))
+    train_starter_answers.keep(tmp_path / "drawn.npz", iter([(prompts, np.stack(made))]))
+    rewards = find("question_answers", {"by": str(answering[1]), "score": "probability"})(
+        torch.tensor(np.stack(made)).permute(0, 3, 1, 2) / 255, prompts, [{}] * 12)
+    found = train_starter_answers.chosen(answering[1], tmp_path / "drawn.npz")
+    best = [int(np.argmax(rewards[:6])), int(np.argmax(rewards[6:]))]
+    assert found["drawn"]["mean"] == 0.5 and found["chosen"]["mean"] == sum(at % 2 for at in best) / 2
+    assert found["gain"]["mean"] == found["chosen"]["mean"] - 0.5 and found["gain"]["prompts"] == 2
+
+
 def test_a_network_learns_is_kept_and_tested(tmp_path):
     """From pictures to the table of accuracies, at a size that teaches next to nothing but what is mostly so."""
     file = tmp_path / "pictures" / "train_rendered.npz"
