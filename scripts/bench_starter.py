@@ -60,7 +60,10 @@ MEASURED = "scene"  # strict: every claim of the prompt is true
 
 
 def epoch_cost(config: Config, epoch: int) -> int:
-    """Denoiser evaluations of one epoch without rescoring, on a pipeline that doubles its batch under guidance."""
+    """Denoiser evaluations of one epoch without rescoring, on a pipeline that doubles its batch under guidance.
+
+    Recorded pairs are not drawn; what it took to draw them once is no epoch's.
+    """
     method, train = methods.resolve(config), config.train
     explorations = method.explorations(shifted(train.steps, train.shift), train.group, train.shift, epoch, config.seed)
     if method.backprop:
@@ -70,7 +73,7 @@ def epoch_cost(config: Config, epoch: int) -> int:
     cut = getattr(method.surrogate, "of_groups", False) and (own * train.group > train.micro_batch or train.pack)
     reads = 1 + (method.kl.weight > 0 or method.compares_with_reference) + cut
     passes = train.inner_epochs * reads + (epoch == 0)
-    spent = cost.rollout(explorations, train.prompts)
+    spent = 0 if config.preferences else cost.rollout(explorations, train.prompts)
     spent += round(own * cost.update([noised] if noised else explorations, train.prompts, passes))
     spent += cost.update([noised], train.prompts, 1) if noised else 0  # the old scores, before samples are chosen
     spent += cost.preview(method.preview, train.prompts)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import tiny
+from test_recorded_pairs import pairs_file
 
 from flowgrpo.config import validate
 from flowgrpo.data import Prompt
@@ -45,6 +46,22 @@ def test_a_run_costs_what_was_foretold(tmp_path, method, guidance, parts, micro_
     prompts = [Prompt(text) for text in ("a", "b", "c", "d", "e")]
     summary = run(settings, pipe=tiny.sd3(), functions={"bright": bright}, prompts=prompts)
     assert summary["denoiser_evaluations"] == foretold
+
+
+@pytest.mark.parametrize("micro_batch", [2, 4])
+@pytest.mark.parametrize("method, parts", [("diffusion_dpo", {}), ("rpo", {"times": {"count": 2}})])
+def test_a_run_on_recorded_pairs_costs_what_was_foretold(tmp_path, method, parts, micro_batch):
+    texts = "abcde"
+    file = pairs_file(tmp_path, *((text, "a.png", "b.png") for text in texts))
+    settings = config(tmp_path, method, micro_batch, **parts)
+    settings = settings.model_copy(update={
+        "preferences": file, "train": settings.train.model_copy(update={"group": 2, "epochs": 2})})
+    # 2 pairs, so 4 rows at each time: the old score, the reference's, the policy's own, and this once more for the
+    # first ratio; no rollout.
+    rows = 4 * parts.get("times", {}).get("count", 4)
+    assert [bench_starter.epoch_cost(settings, epoch) for epoch in (0, 1)] == [4 * rows, 3 * rows]
+    summary = run(settings, pipe=tiny.sd3(), functions={"bright": bright}, prompts=[Prompt(text) for text in texts])
+    assert summary["denoiser_evaluations"] == 7 * rows
 
 
 def test_the_fewest_epochs_that_reach_a_budget(tmp_path):
