@@ -1,11 +1,14 @@
-"""Preference pairs for the starter, labelled by the reward `scene`: a file of pairs and its pictures.
+"""Preference pairs for the starter, labelled by the reward `scene`: two files of pairs and their pictures.
 
     python scripts/make_starter_pairs.py --out runs/starter_pairs    # a few minutes on 2 CPU cores
-    flowgrpo train configs/starter_dpo.yaml                            # aligns the starter to them, and draws nothing
+    flowgrpo train configs/starter_dpo.yaml                            # aligns the starter to pairs.jsonl
+    flowgrpo train configs/starter_rpo.yaml                            # to subjects.jsonl; neither run draws anything
 
-Drawn pairs are two pictures that the starter drew of one prompt, a right one and a wrong one; rendered pairs a scene as
-its prompt says, against one in which something is wrong, both as the starter's autoencoder shows them. Prompts are
-those that alignment may train on. Writes --out/pairs.jsonl and --out/pairs/*.png. The seed is fixed.
+pairs.jsonl: two pictures that the starter drew of one prompt, a right one and a wrong one; with --rendered also scenes
+as their prompts say, against ones in which something is wrong, both as the starter's autoencoder shows them.
+subjects.jsonl, as RPO wants it: of every picture that the starter drew a scene as its prompt says, the subject's
+picture, against the drawn one, right or not. Prompts are those that alignment may train on. Writes the pictures to
+--out/pairs and --out/subjects. The seed is fixed. Says what the drawing cost, in denoiser evaluations.
 """
 
 from __future__ import annotations
@@ -13,32 +16,46 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from train_starter_reward import Pairs, drawn_pairs, rendered_pairs
+import numpy as np
+from train_starter_reward import GROUP, STEPS, Pairs, contrast, kept_groups, rendered_pairs
 
 from flowgrpo.policies.load import load_pipeline
+from flowgrpo.starter import scenes
 
 SEED = 100  # other prompts and noises than those of the starter's learned reward
+PER_STEP = 2  # evaluations under guidance
 
 
 def make(folder: Path, prompts: int, rendered: int) -> Path:
-    """The file of pairs: of so many prompts what the starter draws, and so many rendered pairs."""
+    """The file of pairs: of so many prompts what the starter draws, and so many rendered pairs; subjects beside it."""
     pipe = load_pipeline("starter")
     pipe.set_progress_bar_config(disable=True)
-    into = Pairs(folder, "pairs")
-    drawn_pairs(into, pipe, prompts, SEED, held=False)
+    into, subjects, rng = Pairs(folder, "pairs"), Pairs(folder, "subjects"), np.random.default_rng(SEED + 2)
+    for prompt, paths, right in kept_groups(into, pipe, prompts, SEED, held=False):
+        contrast(into, prompt, paths, right)
+        for path in paths:
+            subjects.add(prompt, subjects.keep(scene_of(prompt, rng)), path, (1, 0))
     if rendered:
         rendered_pairs(into, rendered, SEED + 1, held=False, vae=pipe.vae)
+    subjects.write()
     return into.write()
+
+
+def scene_of(prompt: str, rng: np.random.Generator) -> np.ndarray:
+    """A picture uint8 [64, 64, 3] as the prompt says."""
+    return (scenes.render(scenes.parse(prompt), rng) * 255).round().astype(np.uint8)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("runs/starter_pairs"))
-    parser.add_argument("--prompts", type=int, default=200, help="prompts of which the starter draws pairs")
-    parser.add_argument("--rendered", type=int, default=0, help="rendered pairs beside them")
+    parser.add_argument("--prompts", type=int, default=300, help=f"prompts, of each of which it draws {GROUP} pictures")
+    parser.add_argument("--rendered", type=int, default=0, help="rendered pairs beside those")
     args = parser.parse_args()
     path = make(args.out, args.prompts, args.rendered)
-    print(f"{path}: {len(path.read_text().splitlines())} pairs")
+    for file in (path, path.with_name("subjects.jsonl")):
+        print(f"{file}: {len(file.read_text().splitlines())} pairs")
+    print(f"drawn with {args.prompts * GROUP * STEPS * PER_STEP:,} denoiser evaluations")
 
 
 if __name__ == "__main__":

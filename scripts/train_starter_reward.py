@@ -155,13 +155,22 @@ def drawn(pipe, prompts: int, seed: int, held: bool, told: str) -> Iterator[tupl
         yield each, (made * 255).round().astype(np.uint8)
 
 
+def kept_groups(into: Pairs, pipe, prompts: int, seed: int, held: bool) -> Iterator[tuple[str, list[str], list[float]]]:
+    """What is drawn, all kept: (a prompt, its pictures' paths, what `scene` says of them)."""
+    for each, pictures in drawn(pipe, prompts, seed, held, into.name):
+        yield from _groups(each, [into.keep(picture) for picture in pictures], verdicts(pictures, each))
+
+
 def drawn_pairs(into: Pairs, pipe, prompts: int, seed: int, held: bool) -> None:
     """Of each prompt GROUP pictures by the starter; every right one beside every wrong one."""
-    for each, pictures in drawn(pipe, prompts, seed, held, into.name):
-        for prompt, paths, right in _groups(each, [into.keep(picture) for picture in pictures],
-                                            verdicts(pictures, each)):
-            for i, j in ((i, j) for i in range(GROUP) for j in range(GROUP) if right[i] > right[j]):
-                into.add(prompt, paths[i], paths[j], (right[i], right[j]))
+    for prompt, paths, right in kept_groups(into, pipe, prompts, seed, held):
+        contrast(into, prompt, paths, right)
+
+
+def contrast(into: Pairs, prompt: str, paths: list[str], right: list[float]) -> None:
+    """A pair of every right picture of a prompt and every wrong one."""
+    for i, j in ((i, j) for i in range(len(paths)) for j in range(len(paths)) if right[i] > right[j]):
+        into.add(prompt, paths[i], paths[j], (right[i], right[j]))
 
 
 def _groups(*columns: list) -> Iterator[tuple[str, list, list]]:
