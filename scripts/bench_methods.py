@@ -20,8 +20,8 @@ from flowgrpo.presets import suited
 
 DOCS = Path(__file__).parent.parent / "docs"
 PARENT = "flow_grpo"
-METHODS = [*RECORDED, *(name for name in suited("flow") if not preset(name).records_steps and name != "rpo"),
-           "sol_rl+diffusion_nft", "learned_reward"]  # rpo needs pairs of pictures
+METHODS = [*RECORDED, *(name for name in suited("flow") if not preset(name).records_steps and name not in RECORDED),
+           "sol_rl+diffusion_nft", "offline_dpo", "learned_reward", "own_answers"]
 
 
 def course(results: list[dict[str, Any]], method: str) -> list[tuple[float, float, float]]:

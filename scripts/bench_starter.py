@@ -53,9 +53,19 @@ ANSWERED = {"method": "mix_grpo+grpo_guard", "eval.rewards": "[scene]", "reward"
 # On the four steps of a model of its own, which begins elsewhere.
 CONSISTENCY = {"model": "starter_consistency", "train.steps": "4", "train.grid": "stock", "eval.steps": "4",
                "eval.guidance": "1.0"}
+# Of what make_starter_pairs.py draws, once and outside the budget: 21,600 evaluations. About as many epochs as others
+# have; the parts are those of configs/starter_dpo.yaml, without its term that trains on the chosen pictures alone, and
+# of configs/starter_rpo.yaml.
+PAIRS = {"train.group": "2", "train.prompts": "96"}
+OFFLINE = PAIRS | {"method": "diffusion_dpo", "preferences": "runs/starter_pairs/pairs.jsonl", "train.lr": "1.0e-3",
+                   "parts": "{surrogate: {beta: 500.0}, times: {count: 2, low: 0.4, shared: true}}"}
+SUBJECTS = PAIRS | {"preferences": "runs/starter_pairs/subjects.jsonl", "labels": "rewards", "eval.rewards": "[scene]",
+                    "parts": "{shaping: {scale: 10.0}, times: {count: 2, low: 0.3}}",
+                    "reward": "{train: {use: harmonic, args: {rewards: [sharpness, scene_graded], share: 0}}}"}
 # What a method needs beside its name; the published splits are those of a grid of 20 steps.
 OPTIONS = {"branch_grpo": {"parts": "{plan: {splits: [0, 1, 2, 3]}}"}, "refl": SOFT, "draft": SOFT, "alignprop": SOFT,
-           "learned_reward": LEARNED, "own_answers": ANSWERED, "rlcm": CONSISTENCY}
+           "offline_dpo": OFFLINE, "rpo": SUBJECTS, "learned_reward": LEARNED, "own_answers": ANSWERED,
+           "rlcm": CONSISTENCY}
 MEASURED = "scene"  # strict: every claim of the prompt is true
 
 

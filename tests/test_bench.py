@@ -11,6 +11,7 @@ from test_recorded_pairs import pairs_file
 
 from flowgrpo.config import validate
 from flowgrpo.data import Prompt
+from flowgrpo.recorded_pairs import require
 from flowgrpo.rewards import differentiable
 from flowgrpo.run import run
 
@@ -62,6 +63,15 @@ def test_a_run_on_recorded_pairs_costs_what_was_foretold(tmp_path, method, parts
     assert [bench_starter.epoch_cost(settings, epoch) for epoch in (0, 1)] == [4 * rows, 3 * rows]
     summary = run(settings, pipe=tiny.sd3(), functions={"bright": bright}, prompts=[Prompt(text) for text in texts])
     assert summary["denoiser_evaluations"] == 7 * rows
+
+
+@pytest.mark.parametrize("entry", ["offline_dpo", "rpo"])
+def test_the_runs_on_recorded_pairs_fit_and_have_the_budgets_epochs(entry):
+    settled = {"train.prompts": "6", "parts": "{}", "method": entry}
+    found = bench_starter.load(bench_starter.RECIPE, settled | bench_starter.OPTIONS[entry])
+    require(found, bench_starter.methods.resolve(found))
+    # 192 rows at 2 times: the old score, the reference's, the policy's own, and this once more for the first ratio.
+    assert bench_starter.epochs_for(found, 40_000) == (35, (35 * 3 + 1) * 2 * 192)
 
 
 def test_the_fewest_epochs_that_reach_a_budget(tmp_path):
