@@ -107,7 +107,11 @@ def _check_inputs(settings: Any) -> None:
 @app.command()
 def sample(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="starter, a local directory, or a hub id.")],
-    prompt: Annotated[list[str], typer.Option(help="What to draw; may be given several times.")],
+    prompt: Annotated[list[str] | None, typer.Option(show_default=False,
+                                                     help="What to draw; may be given several times.")] = None,
+    prompts: Annotated[Path | None, typer.Option(help="A prompt file in place of --prompt; the folder gets a "
+                                                 "prompts.jsonl, which names each sample, too. The same again goes "
+                                                 "on.")] = None,
     lora: Annotated[str | None, typer.Option(help="A finished run, or a folder with a LoRA.")] = None,
     count: Annotated[int, typer.Option(min=1, help="Pictures per prompt.")] = 1,
     seed: Annotated[int, typer.Option(min=0)] = 0,
@@ -118,11 +122,28 @@ def sample(
     temperature: Annotated[float | None, typer.Option(min=0, help="Of a language model; 0 takes the likeliest token. "
                                                       "Without: the run's, or 0 for one text, 1 for several.")] = None,
     image: Annotated[Path | None, typer.Option(help="A picture for a language model that reads images.")] = None,
+    batch: Annotated[int | None, typer.Option(min=1, help="With --prompts: samples per call of the model. Without: 1 "
+                                              "picture, 8 texts.")] = None,
+    key: Annotated[str | None, typer.Option(metavar="NAME", help="With --prompts: what prompts.jsonl calls a sample "
+                                            "in the metadata. Without: base_image or base_text.")] = None,
 ) -> None:
     """Draw pictures with a model, or write texts, with or without a LoRA."""
     weight = _weight(rlg)
     if weight is not None and lora is None:
         raise UserError("--rlg: expected --lora too, whose change of the model it weights")
+    if bool(prompt) == (prompts is not None):
+        raise UserError(f"got {'both' if prompt else 'neither'}, expected --prompt TEXT or --prompts FILE")
+    if prompts is not None:
+        if image is not None:
+            raise UserError("--image: goes with --prompt; in a prompt file, every prompt may bring an `image`")
+        from flowgrpo.evaluation import prompt_file
+
+        typer.echo(prompt_file.sample(model, prompts, output, lora=lora, count=count, seed=seed, steps=steps,
+                                      guidance=guidance, rlg=weight, batch=batch, temperature=temperature, key=key))
+        return
+    for name, value in {"batch": batch, "key": key}.items():
+        if value is not None:
+            raise UserError(f"--{name}: goes with --prompts FILE; leave it out")
     if not all(text.strip() for text in prompt):
         raise UserError("--prompt: expected a text, got an empty one")
     if _writes(model, lora):

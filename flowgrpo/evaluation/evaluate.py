@@ -95,7 +95,7 @@ def evaluate(source: str, suite: str, names: Sequence[str], output: str | Path, 
     rewards.require_routes(functions, [prompt.metadata for prompt in chosen.prompts])
     processes = _processes()
     ledger = plan.medium.ledger(Path(output), processes.rank)
-    settings = plan.told() | {"suite": _hash([str(case) for case in chosen.cases]),
+    settings = plan.told() | {"suite": digest([str(case) for case in chosen.cases]),
                               "rewards": held_out.rules(functions)}
     ledger.check(settings)
     known = ledger.read()
@@ -259,11 +259,12 @@ def _digest(path: Path | None) -> str | None:
         return None
     files = [path] if path.is_file() else sorted(file for file in path.rglob("*.safetensors")
                                                  if "checkpoints" not in file.relative_to(path).parts)
-    return _hash([file.read_bytes() for file in files])
+    return digest([file.read_bytes() for file in files])
 
 
-def _hash(parts: Sequence[str | bytes]) -> str:
-    digest = hashlib.sha256()
+def digest(parts: Sequence[str | bytes]) -> str:
+    """Sixteen hexadecimal digits that tell contents apart."""
+    hashed = hashlib.sha256()
     for part in parts:
-        digest.update(part.encode() if isinstance(part, str) else part)
-    return digest.hexdigest()[:16]
+        hashed.update(part.encode() if isinstance(part, str) else part)
+    return hashed.hexdigest()[:16]

@@ -80,6 +80,12 @@ class Ledger:
     def picture(self, place: Place) -> Path:
         return self.folder / "pictures" / place.arm / f"{place.prompt:05d}-{place.sample:02d}.png"
 
+    def told(self, place: Place) -> str:
+        """What stands for a sample in a prompt file: the whole path of a picture, or of a clip's animated WebP."""
+        path = self.picture(place).resolve()
+        clip = path.with_suffix(".webp")
+        return str(clip if clip.is_file() else path)
+
     def save(self, place: Place, picture: torch.Tensor) -> None:
         """Write a picture [3, H, W], or a clip [F, 3, H, W] as one tall picture with an animated one beside it."""
         path, facts = self.picture(place), PngImagePlugin.PngInfo()

@@ -23,6 +23,10 @@ class TextLedger(Ledger):
             self._texts = self._read_texts()
         return place in self._texts
 
+    def told(self, place: Place) -> str:
+        """The text itself."""
+        return str(self.load(place))
+
     def save(self, place: Place, text: Completion) -> None:
         """Add a line."""
         append(self.written, {"place": place, "text": str(text), "tokens": text.tokens})

@@ -1,0 +1,67 @@
+"""Samples of every prompt of a file, and a prompt file that names them: the base model's pictures for
+`base_similarity`, or the texts that a model writes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from flowgrpo.data import Prompt, load_prompts
+from flowgrpo.evaluation import media
+from flowgrpo.evaluation.evaluate import Plan, digest, make_plan
+from flowgrpo.evaluation.ledger import Ledger, Place
+
+FILE = "prompts.jsonl"
+KEYS = {media.PICTURES: "base_image", media.TEXTS: "base_text"}
+
+
+def sample(source: str, prompts: str | Path, output: str | Path, *, lora: str | None = None, count: int = 1,
+           seed: int = 0, steps: int | None = None, guidance: float | None = None, rlg: float | None = None,
+           batch: int | None = None, temperature: float | None = None, key: str | None = None) -> Path:
+    """Draw `count` samples of each prompt of a file, as `evaluate` draws them; returns `output`/prompts.jsonl.
+
+    That file has a line per sample: the prompt with all that it brought, and in its metadata under `key` the path of
+    the picture (of a clip the animated WebP), or the text itself; None: "base_image" or "base_text". Paths are whole,
+    so that the file is read from anywhere. Samples that are in the folder are not made again. The other arguments are
+    those of `evaluate`. UserError as there, and for a folder with samples that were made in another way.
+    """
+    plan = make_plan(source, lora, False, count, steps, guidance, seed, [] if rlg is None else [rlg], temperature)
+    given, [arm] = load_prompts(prompts), plan.arms
+    ledger = plan.medium.ledger(Path(output))
+    settings = plan.told() | {"prompt file": digest([repr(prompt) for prompt in given]), "rewards": {}}
+    ledger.check(settings)
+    ledger.settle(settings)
+    places = [Place(arm, i, k) for i in range(len(given)) for k in range(count)]
+    _draw(plan, given, places, ledger, batch or plan.medium.together)
+    name, path = key or KEYS[plan.medium], ledger.folder / FILE
+    lines = [_line(given[place.prompt], name, ledger.told(place)) for place in places]
+    path.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines), encoding="utf-8")
+    return path
+
+
+def _draw(plan: Plan, prompts: Sequence[Prompt], places: Sequence[Place], ledger: Ledger, batch: int) -> None:
+    """Make the samples that are not there yet, `batch` in a call, and save each call's at once."""
+    hand = plan.medium.hand(plan, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    missing = [place for place in places if not ledger.has(place)]
+    with tqdm(total=len(places), initial=len(places) - len(missing), desc="drawing", unit=plan.medium.unit,
+              leave=False) as bar:
+        for first in range(0, len(missing), batch):
+            some = missing[first:first + batch]
+            for place, each in zip(some, hand.draw(some[0].arm, [prompts[place.prompt] for place in some], some)):
+                ledger.save(place, each)
+            bar.update(len(some))
+
+
+def _line(prompt: Prompt, key: str, value: str) -> dict[str, Any]:
+    """A prompt as a line of a .jsonl file."""
+    line: dict[str, Any] = {"prompt": prompt.text, "metadata": prompt.metadata | {key: value}}
+    if prompt.negative is not None:
+        line["negative_prompt"] = prompt.negative
+    if prompt.image is not None:
+        line["image"] = str(Path(prompt.image).resolve())
+    return line if prompt.weight == 1 else line | {"weight": prompt.weight}
