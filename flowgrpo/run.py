@@ -78,6 +78,7 @@ def run(config: Config, resume: bool = False, *, pipe=None, functions: dict[str,
     set_seed(config.seed)
     policy = build.make_policy(config, device, pipe)
     rewards.require_modality(train_rewards | measured, policy.modality)
+    rewards.require_base(train_rewards | measured, policy.modality)
     trainer = Trainer(config, accelerator, policy, train_rewards, split)
     if last:
         state.restore(trainer, last)

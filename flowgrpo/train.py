@@ -117,25 +117,34 @@ class Trainer:
                                                       partial(self.value, batch), turn):
                 self.stop.check()
                 parts.append(part)
-                scores += [pool.submit(self.judge, batch, part.prompts, each) for each in outputs]
+                base = self.base(part, conditioning)
+                scores += [pool.submit(self.judge, batch, part.prompts, each, base) for each in outputs]
             with self.clock("reward"):
                 found, strides = [score.result() for score in scores], len(self.method.strides)
         columns = [torch.cat(found[stride::strides]) for stride in range(strides)]
         return parts, conditioning, torch.cat(columns, 1).unflatten(0, (-1, self.geometry.group))
 
-    def judge(self, batch: list[data.Prompt], rows: torch.Tensor, outputs: Any) -> torch.Tensor:
+    def base(self, part: Part, conditioning) -> torch.Tensor | None:
+        """The base model's pictures beside a part's, where a reward compares with them."""
+        compared = any(map(rewards.sees_base, self.rewards.values()))
+        return self.explorer.base(part, conditioning) if compared else None
+
+    def judge(self, batch: list[data.Prompt], rows: torch.Tensor, outputs: Any,
+              base: torch.Tensor | None = None) -> torch.Tensor:
         """`score` of samples that are trained on; the best and the worst of them are kept to be shown."""
-        scores = self.score(batch, rows, outputs, self.geometry.group)
+        scores = self.score(batch, rows, outputs, self.geometry.group, base)
         totals = self.weighted(scores.unflatten(0, (-1, self.geometry.group))).flatten()
         self.extremes.add([batch[p].text for p in rows], outputs, scores, totals)
         return scores
 
-    def score(self, batch: list[data.Prompt], rows: torch.Tensor, outputs: Any, group: int) -> torch.Tensor:
-        """The rewards [b,R] of outputs of the prompts `rows` [b], which are whole groups of the given size."""
+    def score(self, batch: list[data.Prompt], rows: torch.Tensor, outputs: Any, group: int,
+              base: torch.Tensor | None = None) -> torch.Tensor:
+        """The rewards [b,R] of outputs of the prompts `rows` [b], which are whole groups of the given size; base: the
+        base model's outputs."""
         of = [batch[p] for p in rows]
         with self.scoring:
             return rewards.score(self.rewards, outputs, [p.text for p in of], [p.metadata for p in of], group,
-                                 self.tally)
+                                 self.tally, base)
 
     def total(self, batch: list[data.Prompt], outputs: Any, group: int, rows: torch.Tensor | None = None
               ) -> torch.Tensor:

@@ -74,7 +74,8 @@ def grid(run: str | Path, prompts: str | Path | None, count: int, seed: int, out
     for state in (contextlib.nullcontext, lambda: tuned(pipe, run, rlg)):
         with state():
             pictures = torch.stack(_draw(pipe, chosen, 1, seed, asked, config.negative_prompt))
-        scores = rewards.score(functions, pictures, [p.text for p in chosen], [p.metadata for p in chosen])
+        scores = rewards.score(functions, pictures, [p.text for p in chosen], [p.metadata for p in chosen],
+                               base=found[0].pictures if found else pictures)
         found.append(Measured(chosen, dict(zip(functions, scores.T.tolist())), pictures))
     draw_pairs(Path(output), *found, ("before", "after" if rlg is None else f"rlg {rlg:g}"))
     return Path(output)

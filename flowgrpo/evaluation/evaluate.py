@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,6 +63,11 @@ class Plan:
     def negative(self) -> str:
         return self.config.negative_prompt if self.config else ""
 
+    @property
+    def unchanged(self) -> str | None:
+        """The arm that draws with the base, the first where there is one."""
+        return next((arm for arm, weight in self.arms.items() if weight == 0), None)
+
     def told(self) -> dict[str, Any]:
         """What the pictures depend on, beside the prompts."""
         return {"model": self.model, "tuned": str(self.tuned) if self.tuned else None, "weights": _digest(self.tuned),
@@ -98,7 +104,7 @@ def evaluate(source: str, suite: str, names: Sequence[str], output: str | Path, 
     settings = plan.told() | {"suite": digest([str(case) for case in chosen.cases]),
                               "rewards": held_out.rules(functions)}
     ledger.check(settings)
-    known = ledger.read()
+    known = _known(ledger, plan, functions)
     processes.wait()  # what is left to do is the same for all: nobody writes before all have read
     if processes.first:
         ledger.settle(settings)
@@ -181,6 +187,7 @@ def _make(plan: Plan, suite: Suite, functions: dict[str, Any], ledger: Ledger, k
     """Draw and score what is not there yet. Returns on how many samples each reward failed, of all processes."""
     hand, tally, at_once = plan.medium.hand(plan, processes.device), rewards.Tally(), max(AT_ONCE, batch)
     for arm in plan.arms:
+        processes.wait()  # the base's samples of all are there before they are compared with
         places = [Place(arm, i, k) for i in range(len(suite.cases)) for k in range(plan.samples)]
         own = processes.own([place for place in places if not functions.keys() <= known.get(place, {}).keys()])
         with processes.together(), tqdm(total=len(own), desc=f"{suite.name}, {arm}", unit=plan.medium.unit,
@@ -193,19 +200,27 @@ def _make(plan: Plan, suite: Suite, functions: dict[str, Any], ledger: Ledger, k
                     drawn = hand.draw(arm, [suite.cases[place.prompt].prompt for place in places], places)
                     for place, each in zip(places, drawn):
                         ledger.save(place, each)
-                _score(some, suite, functions, ledger, known, tally)
+                _score(some, suite, functions, ledger, known, tally, plan.unchanged)
                 bar.update(len(some))
     return dict(zip(functions, processes.total([tally.failed[name] for name in functions])))
 
 
+def _known(ledger: Ledger, plan: Plan, functions: dict[str, Any]) -> dict[Place, dict[str, float]]:
+    """The scores that stand: those that earlier calls lacked a base for are asked for again where there is one."""
+    again = {name for name, reward in functions.items() if plan.unchanged and rewards.sees_base(reward)}
+    return {place: {name: value for name, value in scores.items() if name not in again or not math.isnan(value)}
+            for place, scores in ledger.read().items()}
+
+
 def _score(places: Sequence[Place], suite: Suite, functions: dict[str, Any], ledger: Ledger,
-           known: dict[Place, dict[str, float]], tally: rewards.Tally) -> None:
-    """Score samples by the rewards that one of them lacks, and write that down."""
+           known: dict[Place, dict[str, float]], tally: rewards.Tally, base: str | None) -> None:
+    """Score samples by the rewards that one of them lacks, and write that down; base: the arm that is compared with."""
     missing = {name: reward for name, reward in functions.items()
                if any(name not in known.get(place, {}) for place in places)}
     prompts = [suite.cases[place.prompt].prompt for place in places]
+    compared = base is not None and any(map(rewards.sees_base, missing.values()))
     found = rewards.score(missing, ledger.batch(places), [p.text for p in prompts], [p.metadata for p in prompts],
-                          tally=tally)
+                          tally=tally, base=ledger.batch([p._replace(arm=base) for p in places]) if compared else None)
     for place, values in zip(places, found.tolist()):
         ledger.write(place, dict(zip(missing, values)))
 

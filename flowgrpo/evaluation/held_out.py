@@ -10,7 +10,9 @@ import json
 import math
 import shutil
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -71,17 +73,19 @@ def evenly(total: int, count: int) -> list[int]:
 
 def measure(policy, prompts: list[data.Prompt], functions: dict[str, Any], *, steps: int, guidance: float, samples: int,
             micro_batch: int, negative: str = "", keep: int = 0, title: str = "evaluating", encode=None,
-            processes: Processes = Processes()) -> Measured:
+            processes: Processes = Processes(), reference: Callable[[], Any] | None = None) -> Measured:
     """Generate `samples` pictures per prompt with the pipeline's own scheduler, or texts, and score them.
 
     keep: of how many prompts, evenly over them, the first picture is kept; encode: what encodes prompts, in
-    place of `policy.encode`; processes: those that share the work, and all get what was found.
+    place of `policy.encode`; processes: those that share the work, and all get what was found. reference: inside of
+    what it gives the policy is its base, whose pictures from the same seeds go to rewards that compare with them; None:
+    it is its base already.
     """
     encode = encode or policy.encode
     seed, kept = seeder(EVAL_SEED, 0), set(evenly(len(prompts), keep))
     rows = [(i, k) for i in range(len(prompts)) for k in range(samples)]
     own, scores, pictures, tally = processes.own(rows), [torch.empty(0, len(functions))], [], rewards.Tally()
-    hidden = None if processes.first else True
+    hidden, compared = None if processes.first else True, any(map(rewards.sees_base, functions.values()))
     with processes.together(), tqdm(total=len(own), desc=title, unit="picture", leave=False, disable=hidden) as bar:
         for start in range(0, len(own) if processes.turns is None else processes.most(rows), micro_batch):
             own_batch = own[start:start + micro_batch]
@@ -89,12 +93,13 @@ def measure(policy, prompts: list[data.Prompt], functions: dict[str, Any], *, st
             of = [prompts[i] for i, _ in batch]
             conditioning = encode([p.text for p in of], [negative if p.negative is None else p.negative for p in of],
                                   [p.image for p in of])
-            generators = policy.generators(seed(i, k) for i, k in batch)
-            made = policy.generate(conditioning, generators, steps, guidance)
+            seeds = [seed(i, k) for i, k in batch]
+            made, base = _with_base(partial(_generate, policy, conditioning, seeds, steps, guidance), reference,
+                                    compared)
             if not own_batch:
                 continue
             scores.append(rewards.score(functions, made, [p.text for p in of], [p.metadata for p in of],
-                                        tally=tally))
+                                        tally=tally, base=base))
             pictures += [picture for (i, k), picture in zip(batch, made) if k == 0 and i in kept]
             bar.update(len(batch))
     columns = processes.gather(torch.cat(scores)).T.tolist()
@@ -103,12 +108,25 @@ def measure(policy, prompts: list[data.Prompt], functions: dict[str, Any], *, st
                     dict(zip(functions, processes.total([tally.failed[name] for name in functions]))))
 
 
-def _measure(trainer, functions, title: str) -> Measured:
+def _generate(policy, conditioning, seeds: list[int], steps: int, guidance: float) -> Any:
+    return policy.generate(conditioning, policy.generators(seeds), steps, guidance)
+
+
+def _with_base(draw: Callable[[], Any], reference: Callable[[], Any] | None, compared: bool) -> tuple[Any, Any]:
+    """What is drawn, and what the base draws, where that is compared: of a base its own."""
+    made = draw()
+    if not compared or reference is None:
+        return made, made if compared else None
+    with reference():
+        return made, draw()
+
+
+def _measure(trainer, functions, title: str, reference: Callable[[], Any] | None = None) -> Measured:
     settings, config = trainer.config.eval, trainer.config
     return measure(trainer.policy, spread(trainer.held_out, settings.prompts), functions, steps=settings.steps,
                    guidance=settings.guidance, samples=settings.samples, micro_batch=config.train.micro_batch,
                    negative=config.negative_prompt, keep=settings.grid, title=title, encode=trainer.explorer.encode,
-                   processes=trainer.processes)
+                   processes=trainer.processes, reference=reference)
 
 
 def before(trainer, functions: dict[str, Any], folder: Path, reuse: bool) -> Measured:
@@ -159,7 +177,7 @@ def finish(trainer, functions: dict[str, Any], folder: Path, base: Measured) -> 
     [evaluations] = trainer.processes.total([policy.evaluations])
     with policy.weights.swapped(trainer.best.weights or trainer.evaluated_weights()):
         said = policy.weights.save(folder) if first else ""
-        after = _measure(trainer, functions, "held-out prompts, after")
+        after = _measure(trainer, functions, "held-out prompts, after", policy.reference)
     pictures = trainer.epoch * config.train.prompts * config.train.group
     summary = {
         "name": config.name, "model": config.model, "method": config.method, "seed": config.seed,
@@ -212,7 +230,7 @@ def sample_pictures(trainer, functions: dict[str, Any], folder: Path) -> dict[st
     """Held-out scores during training, with a grid of pictures per epoch in `samples/`."""
     evaluations = trainer.policy.evaluations
     with trainer.policy.weights.swapped(trainer.evaluated_weights()):
-        found = _measure(trainer, functions, f"held-out prompts, epoch {trainer.epoch}")
+        found = _measure(trainer, functions, f"held-out prompts, epoch {trainer.epoch}", trainer.policy.reference)
     trainer.policy.evaluations = evaluations
     if trainer.processes.first:
         (folder / "samples").mkdir(exist_ok=True)

@@ -25,6 +25,7 @@ from flowgrpo.policies.pipeline import PipelinePolicy
 from flowgrpo.policies.quantised import quantised, require_torchao
 from flowgrpo.processes import Processes
 from flowgrpo.samplers import backprop, chains, cost, forward, noise_net
+from flowgrpo.samplers.base_pictures import BasePictures
 from flowgrpo.samplers.preview import chosen, contrasting, previews, require_choice
 from flowgrpo.samplers.rollout import Exploration, Part, Seed, explore, make_grid, replay, seeder
 from flowgrpo.types import Scored
@@ -47,6 +48,7 @@ class Explorer:
         self.encode = Encoder(policy, Path(config.cache) if config.cache and not policy.live else None)
         self.grid, self.timesteps = self.make_grid(config.train.steps)
         self.rollout_evaluations = self.saved_evaluations = 0
+        self.base_pictures = BasePictures(policy, self.grid, self.timesteps, geometry.micro_batch, self.decode)
         self.lagging = Lagging(method.lag, policy.weights)
         self.network = method.kernel.network().to(policy.device) if hasattr(method.kernel, "network") else None
         if self.network is not None:
@@ -112,7 +114,9 @@ class Explorer:
             if self.method.backprop:
                 with self.clock("reward"):
                     part = backprop.valued(part, pictures[0], value, self.policy.device, self.geometry.micro_batch)
+            sampled = self.policy.evaluations
             yield part, pictures
+            before += self.policy.evaluations - sampled  # of the base, which counts its own
         self._count(self.policy.evaluations - before, explorations)
 
     def grow(self, conditioning: Conditioning, explorations: list[Exploration], seed: Seed) -> Iterator[Part]:
@@ -132,6 +136,17 @@ class Explorer:
         with self.clock("update"), self.lagging.old():
             return forward.noised(self.policy, conditioning, part, times, self.geometry.micro_batch, seed,
                                   self.method.times.shared, self.config.train.pack)
+
+    def base(self, part: Part, conditioning: Conditioning) -> torch.Tensor | None:
+        """The base model's pictures [b,...] beside a part's, from the same initial noises, on the CPU; None for a part
+        that came from none."""
+        if part.seeds is None:
+            return None
+        before = self.policy.evaluations
+        with self.clock("base"):
+            found = self.base_pictures(part, conditioning)
+        self.rollout_evaluations += (self.policy.evaluations - before) * self.processes.count
+        return found
 
     def preview(self, conditioning: Conditioning, seed: Seed, judge: Judge) -> Seed:
         """The seeds of the noises whose cheap previews score best and worst."""

@@ -13,12 +13,14 @@ does not apply to that sample. A name is one of
 
 A class is made once, when the reward is found, with the `args` of its rule; its object is the reward. What a reward
 says of itself (`about`) is in about.py, what a recipe says of it (weights, prompts, failures, time-outs, kept scores)
-in flowgrpo/reward_rule.py; rewards that compare the samples of a group are in pairwise.py.
+in flowgrpo/reward_rule.py; rewards that compare the samples of a group are in pairwise.py, those that compare with the
+base model's samples in beside_base.py.
 """
 
 from __future__ import annotations
 
 from flowgrpo.rewards.about import MODALITIES, About, about, require_modality
+from flowgrpo.rewards.beside_base import require_base, sees_base
 from flowgrpo.rewards.compose import Composed, compose, require_routes, transformed
 from flowgrpo.rewards.failures import Failed, Tally
 from flowgrpo.rewards.find import BUILT_IN, GROUP, find, locate, names, reward, source
@@ -26,5 +28,5 @@ from flowgrpo.rewards.gradient import differentiable, require_gradient, value
 from flowgrpo.rewards.score import score
 
 __all__ = ["BUILT_IN", "GROUP", "MODALITIES", "About", "Composed", "Failed", "Tally", "about", "compose",
-           "differentiable", "find", "locate", "names", "require_gradient", "require_modality", "require_routes",
-           "reward", "score", "source", "transformed", "value"]
+           "differentiable", "find", "locate", "names", "require_base", "require_gradient", "require_modality",
+           "require_routes", "reward", "score", "sees_base", "source", "transformed", "value"]

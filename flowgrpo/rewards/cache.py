@@ -35,11 +35,13 @@ class Scores:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._with("CREATE TABLE IF NOT EXISTS scores (key TEXT PRIMARY KEY, identity TEXT, score REAL)")
 
-    def key(self, output: Any, prompt: str, metadata: dict[str, Any]) -> str:
-        """The hash of a sample; a picture is hashed as the numbers that it holds, with their type and shape."""
+    def key(self, output: Any, prompt: str, metadata: dict[str, Any], base: Any = None) -> str:
+        """The hash of a sample, and of the base's where one is compared with it; a picture is hashed as the numbers
+        that it holds, with their type and shape."""
         hashed = hashlib.sha256()
         for part in (self.identity.encode(), prompt.encode(),
-                     json.dumps(metadata, sort_keys=True, default=str).encode(), *_content(output)):
+                     json.dumps(metadata, sort_keys=True, default=str).encode(), *_content(output),
+                     *(() if base is None else _content(base))):
             hashed.update(len(part).to_bytes(8, "little") + part)
         return hashed.hexdigest()
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from flowgrpo.errors import UserError
 from flowgrpo.reward_rule import WatchRule
 from flowgrpo.rewards.about import MODALITIES, About, about
+from flowgrpo.rewards.beside_base import sees_base
 
 # --- pure ------------------------------------------------------------------------------------------------------------
 
@@ -113,11 +114,13 @@ class Combined:
         self._require(common, "rewards", "rewards that judge the same: pictures, videos or texts")
         object.__setattr__(self, "about", replace(self.about, modality="/".join(common)))
         object.__setattr__(self, "made", made)
+        object.__setattr__(self, "base", any(map(sees_base, made.values())))
 
-    def __call__(self, outputs: Any, prompts: Sequence[str], metadata: Sequence[dict]) -> list[float | None]:
+    def __call__(self, outputs: Any, prompts: Sequence[str], metadata: Sequence[dict],
+                 base: Any = None) -> list[float | None]:
         from flowgrpo.rewards.score import score
 
-        values = self.combined(score(self.made, outputs, prompts, metadata).double())
+        values = self.combined(score(self.made, outputs, prompts, metadata, base=base).double())
         return [None if math.isnan(value) else value for value in values.tolist()]
 
     def combined(self, scores: Tensor) -> Tensor:

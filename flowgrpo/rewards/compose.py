@@ -26,8 +26,8 @@ class Composed:
     kept: Scores | None = None
 
     def __getattr__(self, name: str) -> Any:
-        """What the reward says of itself: `about`, `group`, `pairwise`."""
-        if name in ("about", "group", "pairwise"):
+        """What the reward says of itself: `about`, `base`, `group`, `pairwise`."""
+        if name in ("about", "base", "group", "pairwise"):
             return getattr(self.function, name)
         raise AttributeError(name)
 

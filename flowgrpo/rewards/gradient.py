@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from flowgrpo.errors import UserError
+from flowgrpo.rewards.beside_base import sees_base
 from flowgrpo.rewards.compose import Composed
 from flowgrpo.rewards.score import arity
 
@@ -30,6 +31,9 @@ def require_gradient(rewards: dict[str, Any]) -> None:
         if not getattr(function, "differentiable", False):
             raise UserError(f"reward {name!r} is not differentiable, and this method follows a reward's gradient: "
                             "choose one that is, such as scene_soft, or a method that needs none, such as mix_grpo")
+        if sees_base(function):
+            raise UserError(f"reward {name!r} compares with the base's picture (base = True), which a method that "
+                            "follows a reward's gradient does not draw: take `base` away")
         if getattr(rule, "transform", ()):
             raise UserError(f"reward {name!r} has a transform, which a method that follows its gradient does not see: "
                             "take the transform away")

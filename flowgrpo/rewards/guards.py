@@ -76,23 +76,27 @@ class Diversity:
 class BaseSimilarity:
     """How near a picture stays to the one that the base model made of the prompt: 1 minus the distance of features.
 
-    The picture's path stands in the metadata under `key`; None for a prompt without one. It is read again each time
-    and resized to the sample's size. features: as of `Diversity`; 1 where they agree. UserError for a file that cannot
-    be read.
+    The path of that picture stands in the metadata under `key` (`flowgrpo sample --prompts` writes such a file); it is
+    read again each time and resized to the sample's size. Of a prompt without one it is the base's picture from the
+    same initial noise, which a run draws beside each of its own; None where there is none either. features: as of
+    `Diversity`; 1 where they agree. UserError for a file that cannot be read.
     """
 
     key: str = "base_image"
     features: str | Callable[[Tensor], Tensor] = "pixels"
+    base = True
     about = About(modality="image", range=(None, 1), needs="", licence=LICENCE)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "features", extractor(self.features))
 
-    def __call__(self, images: Any, prompts: Sequence[str], metadata: Sequence[dict]) -> list[float | None]:
-        rows = [i for i, entry in enumerate(metadata) if self.key in entry]
+    def __call__(self, images: Any, prompts: Sequence[str], metadata: Sequence[dict],
+                 base: Tensor | None = None) -> list[float | None]:
+        rows = [i for i, entry in enumerate(metadata) if self.key in entry or base is not None]
         scores: list[float | None] = [None] * len(prompts)
         if rows:
-            bases = torch.stack([_read(metadata[i][self.key], images.shape[-2:]) for i in rows])
+            bases = torch.stack([_read(metadata[i][self.key], images.shape[-2:]) if self.key in metadata[i] else base[i]
+                                 for i in rows])
             apart = (torch.as_tensor(self.features(images[rows])) - torch.as_tensor(self.features(bases))).norm(dim=-1)
             for i, distance in zip(rows, apart.tolist()):
                 scores[i] = 1 - distance

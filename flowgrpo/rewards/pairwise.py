@@ -96,7 +96,7 @@ def whole(name: str, function: Callable[..., Any], group: int) -> Callable[..., 
                         "choose a reward that scores one picture at a time")
     how = pairing(function)
     grouped = function if how is None else WinRates(name, function, how)
-    return lambda outputs, prompts, metadata: grouped(outputs, prompts, metadata, group)
+    return lambda outputs, prompts, metadata, **base: grouped(outputs, prompts, metadata, group, **base)
 
 
 def require(rewards: dict[str, Any], *groups: int) -> None:

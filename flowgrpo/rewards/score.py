@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from flowgrpo.errors import UserError
 from flowgrpo.rewards.about import modality_of, require_modality
+from flowgrpo.rewards.beside_base import sees_base
 from flowgrpo.rewards.compose import Composed
 from flowgrpo.rewards.failures import Failed, Tally, guarded, settled, within
 from flowgrpo.rewards.pairwise import sees_groups, whole
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 def score(
     rewards: dict[str, Any], outputs: Any, prompts: Sequence[str], metadata: Sequence[dict[str, Any]],
-    group: int = 1, tally: Tally | None = None,
+    group: int = 1, tally: Tally | None = None, base: Any = None,
 ) -> torch.Tensor:
     """Score a batch of B outputs with each of R rewards -> [B, R] float32.
 
@@ -30,7 +31,8 @@ def score(
     rewards: functions, or `Composed` with their rules. outputs: what the rewards take, pictures [B, 3, H, W] in [0, 1],
     videos [B, F, 3, H, W], or a list of texts, whose number of tokens stands in their metadata as `completion_tokens`
     where they are `Completion`. group: the B outputs are whole groups of so many, one after the other,
-    which the rewards that compare them see (pairwise.py); 1: every output is scored alone.
+    which the rewards that compare them see (pairwise.py); 1: every output is scored alone. base: the base model's
+    outputs, for the rewards that compare with them (beside_base.py); None: there are none.
 
     A reward may return a list, a tensor or an array of B numbers. UserError, with its name and a prompt, where it
     raises, takes longer than it may, returns another shape or number of values, something that is no number, NaN or an
@@ -45,7 +47,7 @@ def score(
     if isinstance(outputs, list):
         metadata = [entry | {"completion_tokens": text.tokens} if isinstance(text, Completion) else entry
                     for text, entry in zip(outputs, metadata)]
-    batch, tally = Batch(outputs, list(prompts), list(metadata)), Tally() if tally is None else tally
+    batch, tally = Batch(outputs, list(prompts), list(metadata), base), Tally() if tally is None else tally
     columns = [_column(name, reward if isinstance(reward, Composed) else Composed(reward), batch, group, tally)
                for name, reward in rewards.items()]
     return torch.tensor(columns, dtype=torch.float32).reshape(len(columns), len(prompts)).T.contiguous()
@@ -53,24 +55,28 @@ def score(
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """B samples: outputs, a tensor or a list; prompts and their metadata, a list each."""
+    """B samples: outputs, a tensor or a list; prompts and their metadata, a list each; base: the base model's outputs,
+    a tensor, or None."""
 
     outputs: Any
     prompts: list[str]
     metadata: list[dict[str, Any]]
+    base: Any = None
 
     def rows(self, rows: Sequence[int]) -> Batch:
         """Some of the samples."""
         if list(rows) == list(range(len(self.prompts))):
             return self
         outputs = self.outputs[list(rows)] if hasattr(self.outputs, "shape") else [self.outputs[i] for i in rows]
-        return Batch(outputs, [self.prompts[i] for i in rows], [self.metadata[i] for i in rows])
+        return Batch(outputs, [self.prompts[i] for i in rows], [self.metadata[i] for i in rows],
+                     None if self.base is None else self.base[list(rows)])
 
 
 def _column(name: str, reward: Composed, batch: Batch, group: int, tally: Tally) -> list[float]:
     """B scores of one reward, asked for the samples that its rule applies to and that are not known yet."""
     rows = [i for i, entry in enumerate(batch.metadata) if reward.rule.applies(entry)]
-    keys = {i: reward.kept.key(batch.outputs[i], batch.prompts[i], batch.metadata[i])
+    bases = batch.base if sees_base(reward) and batch.base is not None else [None] * len(batch.prompts)
+    keys = {i: reward.kept.key(batch.outputs[i], batch.prompts[i], batch.metadata[i], bases[i])
             for i in (rows if reward.kept else ())}
     known = reward.kept.read(list(keys.values())) if keys else {}
     values = {i: known[key] for i, key in keys.items() if key in known}
@@ -82,7 +88,8 @@ def _column(name: str, reward: Composed, batch: Batch, group: int, tally: Tally)
 
     if missing:
         function = whole(name, reward.function, group)
-        found = settled(lambda those: _ask(name, function, batch.rows(those), reward.rule.timeout), missing,
+        compared = sees_base(reward)
+        found = settled(lambda those: _ask(name, function, batch.rows(those), reward.rule.timeout, compared), missing,
                         reward.rule.on_error, skipped, group if sees_groups(reward.function) else 1)
         values |= zip(missing, found)
         if silent := getattr(reward.function, "take_unanswered", lambda: None)():  # a judge's, which are no score
@@ -92,33 +99,36 @@ def _column(name: str, reward: Composed, batch: Batch, group: int, tally: Tally)
     return [values.get(i, math.nan) for i in range(len(batch.prompts))]
 
 
-def _ask(name: str, function: Callable[..., Any], batch: Batch, timeout: float | None) -> list[float]:
+def _ask(name: str, function: Callable[..., Any], batch: Batch, timeout: float | None, compared: bool) -> list[float]:
     """One call of a reward -> a number per sample, NaN for None; Failed where it has no such answer in time."""
     import torch
 
     on = f"on {len(batch.prompts)} samples (first prompt of the batch: {batch.prompts[0]!r})"
-    arguments = (batch.outputs, list(batch.prompts), list(batch.metadata))[:arity(name, function)]
+    further = {"base": batch.base} if compared else {}
+    arguments = (batch.outputs, list(batch.prompts), list(batch.metadata))[:arity(name, function, **further)]
 
     def call() -> Any:
         with torch.no_grad():  # here, because it holds for the thread that says it
-            return guarded(f"reward {name!r} raised {on}", function, *arguments, error_type=Failed)
+            return guarded(f"reward {name!r} raised {on}", function, *arguments, error_type=Failed,
+                           **further)
 
     return _numbers(name, within(timeout, f"reward {name!r} hangs {on}", call), batch.prompts)
 
 
-def arity(name: str, function: Callable[..., Any]) -> int:
-    """3 where the reward takes (images, prompts, metadata), 2 where it takes (images, prompts)."""
+def arity(name: str, function: Callable[..., Any], **further: Any) -> int:
+    """3 where a reward takes (images, prompts, metadata), 2 where it takes (images, prompts); the rest goes by name."""
     try:
         signature = inspect.signature(function)
     except ValueError:  # compiled functions may have none
         return 3
     for count in (3, 2):
         try:
-            signature.bind(*range(count))
+            signature.bind(*range(count), **further)
             return count
         except TypeError:
             continue
-    raise UserError(f"reward {name!r} takes {signature}: expected (images, prompts, metadata) or (images, prompts)")
+    raise UserError(f"reward {name!r} takes {signature}: expected (images, prompts, metadata) or (images, prompts)"
+                    + "".join(f", and {name}" for name in further))
 
 
 def _numbers(name: str, values: Any, prompts: Sequence[str]) -> list[float]:

@@ -109,7 +109,8 @@ def edited(editor: Any, conditioning: Any, part: Part, exploration: Exploration,
                       decisions[:, None].to(editor.states) if exploration.keep_means else None)
     taken = Edits(0, x0.to(editor.states), part.prompts, parent, decisions.to(editor.states), unscored)
     part = replace(part, prompts=part.prompts.repeat_interleave(2), exploration=exploration, transitions=(taken,),
-                   finals=(editor.edit.applied(x0.repeat_interleave(2, 0), decisions),))
+                   finals=(editor.edit.applied(x0.repeat_interleave(2, 0), decisions),),
+                   seeds=None if part.seeds is None else part.seeds.repeat_interleave(2))
     with torch.no_grad():
         return rescored(part, replay(editor, conditioning, part, micro_batch))
 

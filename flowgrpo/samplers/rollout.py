@@ -109,7 +109,8 @@ class Part:
     groups: their places among the epoch's groups; prompts: int64 [b], the prompt of each leaf; transitions: of the
     trained steps, in grid order (of texts their Completions alone); finals: [b,*D] per granularity; advantages: [m] per
     trained step, or [m,N], of every decision, once they are known; deducted: [b], what every reward of a leaf is
-    lowered by before rewards are compared (None: nothing).
+    lowered by before rewards are compared (None: nothing); seeds: int64 [b], of the initial noise of each leaf (None:
+    it came from none).
     """
 
     groups: range
@@ -119,6 +120,7 @@ class Part:
     finals: tuple[torch.Tensor, ...]
     advantages: tuple[torch.Tensor, ...] = ()
     deducted: torch.Tensor | None = None
+    seeds: torch.Tensor | None = None
 
     def log_probs(self) -> torch.Tensor:
         """Each leaf's log-probability under the policy that drew it, the mean over its recorded steps: [b]."""
@@ -203,7 +205,8 @@ class _Grower:
             nodes, at = self._advance(nodes, at, exploration.settled), exploration.settled
         finals = tuple(self._advance(nodes, at, tail.steps, tail).x for tail in exploration.tails())
         transitions = tuple(self.found[step] for step in exploration.schedule.trained)
-        return Part(groups, nodes.prompts, exploration, transitions, finals)
+        seeds = torch.tensor(self._seeds(prompts)).repeat_interleave(exploration.group // exploration.roots)
+        return Part(groups, nodes.prompts, exploration, transitions, finals, seeds=seeds)
 
     def _trunk(self, prompts: torch.Tensor, trunks: dict[int, _Nodes]) -> _Nodes:
         """The roots of the prompts, run to the first split or noise; explorations of the same prompts go on from each
@@ -217,12 +220,17 @@ class _Grower:
             trunks[trunk] = self._advance(nodes, at or 0, trunk)
         return trunks[trunk]
 
+    def _seeds(self, prompts: torch.Tensor) -> list[int]:
+        """Of the roots' initial noises: those of the leaves, or of noises that leaves share."""
+        roots, alone = self.exploration.roots, self.exploration.roots == self.exploration.group
+        return [self.seed(int(p), self.offset + root if alone else -1 - root) for p in prompts for root in range(roots)]
+
     def _roots(self, prompts: torch.Tensor) -> _Nodes:
         roots, group = self.exploration.roots, self.exploration.group
         if roots == group:
             generators = [self._generator(int(p), leaf) for p in prompts for leaf in range(group)]
         else:
-            generators = self.policy.generators(self.seed(int(p), -1 - root) for p in prompts for root in range(roots))
+            generators = self.policy.generators(self._seeds(prompts))
         return _Nodes(None, prompts.repeat_interleave(roots), generators)
 
     def _generator(self, prompt: int, leaf: int) -> torch.Generator:

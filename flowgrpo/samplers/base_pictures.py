@@ -1,0 +1,36 @@
+"""What the base model makes of the initial noises of a rollout, for the rewards that compare samples with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from flowgrpo.samplers.rollout import Part
+from flowgrpo.samplers.scheduler import Task
+
+
+class BasePictures:
+    """Called with a part and its prompts' conditioning: the base's pictures [b,...] of the part's seeds, on the CPU.
+
+    They are drawn on the rollout's grid [T+1] (and timesteps [T]) without any noise but the first, and once for samples
+    that share it, in this part and in the one before. decode: of finals and their conditioning.
+    """
+
+    def __init__(self, policy, grid: torch.Tensor, timesteps: torch.Tensor | None, micro_batch: int, decode: Callable):
+        self.policy, self.micro_batch, self.decode = policy, micro_batch, decode
+        self.task = Task(grid, range(len(grid) - 1), timesteps=timesteps)
+        self.known: dict[int, torch.Tensor] = {}
+
+    def __call__(self, part: Part, conditioning) -> torch.Tensor:
+        prompts = dict(zip(part.seeds.tolist(), part.prompts.tolist()))
+        missing = [seed for seed in prompts if seed not in self.known]
+        known, self.known = self.known, {}
+        with self.policy.reference():
+            for start in range(0, len(missing), self.micro_batch):
+                seeds = missing[start:start + self.micro_batch]
+                own = conditioning.rows(torch.tensor([prompts[seed] for seed in seeds]))
+                finals, _ = self.policy.run(self.task, own, None, self.policy.generators(seeds))
+                known |= zip(seeds, self.decode(finals, own))
+        self.known = {seed: known[seed] for seed in prompts}
+        return torch.stack([self.known[seed] for seed in part.seeds.tolist()])
