@@ -7,7 +7,8 @@ import sys
 
 import pytest
 
-from flowgrpo.cli import _parse, main
+from flowgrpo.cli import main
+from flowgrpo.cli.train import _parse
 
 
 def told(capsys, *arguments: object) -> str:

@@ -17,7 +17,8 @@ from test_compare import make_run
 from test_grid import area, flat
 
 from flowgrpo import checkpoint
-from flowgrpo.cli import ColumnKind, main
+from flowgrpo.cli import main
+from flowgrpo.cli.draw import ColumnKind
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation import columns, compare, grid
 from flowgrpo.evaluation.grid import Row, draw_grid

@@ -1,0 +1,61 @@
+"""`flowgrpo check` and `flowgrpo methods`: what can be trained, and how."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Annotated, Any
+
+import typer
+
+from flowgrpo.cli.root import app
+from flowgrpo.cli.show import print_table
+
+
+@app.command()
+def check(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="starter, a local directory, a hub id, or the name of a "
+                                         "pipeline's or language model's class, for a tiny random instance.")],
+    recipe: Annotated[str | None, typer.Option(help="A YAML recipe, for its adapter, precision and memory.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Tell whether a pipeline or a language model can be trained, what it needs, and why not; exit code 2 where it
+    cannot."""
+    from flowgrpo import config
+    from flowgrpo.policies.check import report
+
+    told = report(model, config.load(recipe) if recipe else None)
+    if as_json:
+        typer.echo(json.dumps(told, indent=2, default=str))
+    else:
+        width = max(len(key) for key in told)
+        for key, value in told.items():
+            typer.echo(f"{key.replace('_', ' '):<{width}}  {_plain(value)}")
+    if not told["drivable"]:
+        raise typer.Exit(2)
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {inner}" for key, inner in value.items())
+    if isinstance(value, (list, tuple)):
+        return ", ".join(map(str, value)) or "none"
+    return "-" if value is None else str(value)
+
+
+@app.command()
+def methods() -> None:
+    """List the presets that --method takes."""
+    from flowgrpo.presets import PRESETS
+
+    print_table(["name", "what it does", "source"], [[name, *_summary(preset)] for name, preset in PRESETS.items()])
+    typer.echo("Formula, recipe and differences of each: docs/methods/NAME.md; papers and parts: docs/methods/index.md")
+
+
+def _summary(thing: Any) -> tuple[str, str]:
+    """The first line of a docstring, and the source that its last brackets name."""
+    line = (thing.__doc__ or "").strip().partition("\n")[0].rstrip(".")
+    found = re.fullmatch(r"(.*?) *\(([^()]*)\)", line)
+    return (found[1], found[2]) if found else (line, "")

@@ -1,0 +1,123 @@
+"""`flowgrpo sample` and `flowgrpo grid`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from flowgrpo.cli.options import RLG, one_weight
+from flowgrpo.cli.root import app
+from flowgrpo.errors import UserError
+
+ColumnKind = Literal["checkpoints", "runs", "seeds", "guidance", "steps", "rlg"]
+
+
+@app.command()
+def sample(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="starter, a local directory, or a hub id.")],
+    prompt: Annotated[list[str] | None, typer.Option(show_default=False,
+                                                     help="What to draw; may be given several times.")] = None,
+    prompts: Annotated[Path | None, typer.Option(help="A prompt file in place of --prompt; the folder gets a "
+                                                 "prompts.jsonl, which names each sample, too. The same again goes "
+                                                 "on.")] = None,
+    lora: Annotated[str | None, typer.Option(help="A finished run, or a folder with a LoRA.")] = None,
+    count: Annotated[int, typer.Option(min=1, help="Pictures per prompt.")] = 1,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+    steps: Annotated[int | None, typer.Option(min=1, help="Denoising steps; without: the pipeline's own.")] = None,
+    guidance: Annotated[float | None, typer.Option(min=0, help="Guidance scale; without: the pipeline's own.")] = None,
+    rlg: Annotated[str | None, typer.Option(metavar="W", help=RLG)] = None,
+    output: Annotated[Path, typer.Option(help="The folder for the PNG files.")] = Path("samples"),
+    temperature: Annotated[float | None, typer.Option(min=0, help="Of a language model; 0 takes the likeliest token. "
+                                                      "Without: the run's, or 0 for one text, 1 for several.")] = None,
+    image: Annotated[Path | None, typer.Option(help="A picture for a language model that reads images.")] = None,
+    batch: Annotated[int | None, typer.Option(min=1, help="With --prompts: samples per call of the model. Without: 1 "
+                                              "picture, 8 texts.")] = None,
+    key: Annotated[str | None, typer.Option(metavar="NAME", help="With --prompts: what prompts.jsonl calls a sample "
+                                            "in the metadata. Without: base_image or base_text.")] = None,
+) -> None:
+    """Draw pictures with a model, or write texts, with or without a LoRA."""
+    weight = one_weight(rlg)
+    if weight is not None and lora is None:
+        raise UserError("--rlg: expected --lora too, whose change of the model it weights")
+    if bool(prompt) == (prompts is not None):
+        raise UserError(f"got {'both' if prompt else 'neither'}, expected --prompt TEXT or --prompts FILE")
+    if prompts is not None:
+        if image is not None:
+            raise UserError("--image: goes with --prompt; in a prompt file, every prompt may bring an `image`")
+        from flowgrpo.evaluation import prompt_file
+
+        typer.echo(prompt_file.sample(model, prompts, output, lora=lora, count=count, seed=seed, steps=steps,
+                                      guidance=guidance, rlg=weight, batch=batch, temperature=temperature, key=key))
+        return
+    for name, value in {"batch": batch, "key": key}.items():
+        if value is not None:
+            raise UserError(f"--{name}: goes with --prompts FILE; leave it out")
+    if not all(text.strip() for text in prompt):
+        raise UserError("--prompt: expected a text, got an empty one")
+    if _writes(model, lora):
+        if weight is not None:
+            raise UserError("--rlg: weights the velocities of a denoiser; leave it out for a language model")
+        from flowgrpo.evaluation import texts
+
+        for text in texts.sample(model, Path(lora) if lora else None, prompt, count, seed, temperature,
+                                 str(image) if image else None):
+            typer.echo(text)
+        return
+    if image is not None:
+        raise UserError("--image: is for a language model that reads images; a pipeline's picture stands in a prompt "
+                        "file, for train and eval")
+    from flowgrpo.evaluation import compare
+
+    for path in compare.sample(model, lora, prompt, count, seed, steps, guidance, output, weight):
+        typer.echo(path)
+
+
+def _writes(model: str, run: str | Path | None = None) -> bool:
+    """Whether a model is a language model, as the run that trained it, its files or the hub say."""
+    from flowgrpo.config import load
+    from flowgrpo.policies.build import writes
+
+    recipe = Path(run) / "config.yaml" if run else None
+    return writes(model, load(recipe) if recipe and recipe.is_file() else None)
+
+
+@app.command()
+def grid(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a finished run.")],
+    prompts: Annotated[Path | None, typer.Option(help="A prompt file; without: the run's held-out prompts.")] = None,
+    count: Annotated[int, typer.Option(min=1, help="Number of prompts.")] = 12,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+    columns: Annotated[ColumnKind | None, typer.Option(help="What differs from column to column; without: base and "
+                                                            "tuned.")] = None,
+    values: Annotated[str, typer.Option(metavar="A,B", help="Of the columns: epochs, folders of runs, numbers.")] = "",
+    rlg: Annotated[str | None, typer.Option(metavar="W", help=RLG)] = None,
+    output: Annotated[Path | None, typer.Option(help="The PNG file; without: grid.png in the run's folder.")] = None,
+) -> None:
+    """Draw before and after: the base and a run's LoRA on the same prompts and seeds. Or, with --columns, a page of
+    several columns as PNG and HTML, of texts as Markdown and HTML."""
+    if not run.is_dir():
+        raise UserError(f"no run at {run}: expected the folder that `flowgrpo train` wrote")
+    if output is not None and output.suffix.lower() == ".html":
+        raise UserError(f"--output {output}: expected the name of the PNG; the HTML page of --columns lies beside it")
+    weight = one_weight(rlg)
+    if columns is None:
+        if values:
+            raise UserError("--values: expected --columns too, which says what they are of")
+        from flowgrpo.evaluation import compare, texts
+
+        if not _writes("", run):
+            typer.echo(compare.grid(run, prompts, count, seed, output or run / "grid.png", weight))
+            return
+        if weight is not None:
+            raise UserError("--rlg: weights the velocities of a denoiser; leave it out for a text run")
+        typer.echo(texts.grid(run, prompts, count, seed, output or run / "grid.png"))
+        return
+    if weight is not None:
+        raise UserError("--rlg: goes without --columns; for a column of each weight, --columns rlg --values 0,1,2")
+    from flowgrpo.evaluation import columns as pages
+
+    given = [value.strip() for value in values.split(",") if value.strip()]
+    for path in pages.columns(run, columns, given, prompts, count, seed, output or run / f"grid-{columns}.png"):
+        typer.echo(path)

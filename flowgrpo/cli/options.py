@@ -1,0 +1,36 @@
+"""Options that several commands have."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flowgrpo.errors import UserError
+
+RLG = "Draw with base + W * (tuned - base): 0 the base, 1 the tuned model, above 1 beyond it (RLG). Other weights " \
+      "run the denoiser twice as often."
+
+
+def one_weight(text: str | None) -> float | None:
+    """The one weight of --rlg."""
+    found = weights_of(text)
+    if len(found) > 1:
+        raise UserError(f"--rlg: got {text!r}, expected one number from 0 up")
+    return found[0] if found else None
+
+
+def weights_of(text: str | None) -> list[float]:
+    """The weights of --rlg; UserError for what is no finite number from 0 up."""
+    try:
+        found = [] if text is None else [float(value) for value in text.split(",")]
+    except ValueError:
+        found = [-1.0]
+    if not all(0 <= weight < float("inf") for weight in found):
+        raise UserError(f"--rlg: got {text!r}, expected numbers from 0 up")
+    return found
+
+
+def made_with(reward: str, args: str) -> dict[str, Any]:
+    """The arguments of a reward, from YAML."""
+    from flowgrpo import config
+
+    return config.validate({"reward": {reward: {"args": config.parse_value("args", args)}}}).trained[reward].args

@@ -1,0 +1,57 @@
+"""`flowgrpo export` and `flowgrpo report`: what a run has left."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from flowgrpo.cli.root import app
+from flowgrpo.errors import UserError
+
+ExportForm = Literal["kohya", "merged", "card"]
+
+
+@app.command()
+def export(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a finished run.")],
+    form: Annotated[ExportForm, typer.Option(help="kohya: a LoRA as ComfyUI reads it; merged: a whole pipeline; card: "
+                                                  "README.md in the run's folder.")] = "kohya",
+    output: Annotated[Path | None, typer.Option(help="The file or folder; without: in the run's folder.")] = None,
+    push_to_hub: Annotated[str | None, typer.Option(metavar="OWNER/NAME", help="Upload the run with its card.")] = None,
+    private: Annotated[bool, typer.Option("--private", help="A repository that only you see.")] = False,
+) -> None:
+    """Write a run's result in another form, or upload it."""
+    from flowgrpo import export as forms
+
+    forms.finished(run)
+    if push_to_hub:
+        typer.echo(forms.push(run, push_to_hub, private))
+    elif form == "card":
+        typer.echo(forms.card(run))
+    else:
+        written = output or run / {"kohya": "kohya.safetensors", "merged": "merged"}[form]
+        typer.echo(getattr(forms, form)(run, written))
+
+
+@app.command()
+def report(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run, finished or not.")],
+    live: Annotated[bool, typer.Option("--live", help="Serve it to browsers of this machine; it follows the run.")]
+    = False,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="With --live; 0: a free one.")] = 8899,
+) -> None:
+    """Write report.html: a run's curves, pictures through training, best and worst samples, in one file."""
+    if not run.is_dir():
+        raise UserError(f"no run at {run}: expected the folder that `flowgrpo train` wrote")
+    if live:
+        from flowgrpo.evaluation.live import server
+
+        with server(run, port) as serving:
+            typer.echo(f"http://{serving.server_name}:{serving.server_port} (Ctrl-C ends it)")
+            serving.serve_forever()
+    else:
+        from flowgrpo.evaluation.report import write
+
+        typer.echo(write(run))

@@ -1,0 +1,133 @@
+"""`flowgrpo rewards`, `score`, `train-reward` and `serve-reward`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from flowgrpo.cli.options import made_with
+from flowgrpo.cli.root import app
+from flowgrpo.cli.show import print_table
+from flowgrpo.errors import UserError
+
+
+@app.command()
+def rewards(as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with what each does.")] = False) -> None:
+    """List the rewards that --reward takes by name: what they judge, their range, needs and licence."""
+    from flowgrpo.rewards import table
+
+    found = table.listed()
+    if as_json:
+        typer.echo(json.dumps(found, indent=2))
+        return
+    print_table(["name", "modality", "range", "needs", "licence", "installed"],
+                [table.cells(reward) for reward in found])
+    for reward in found:
+        if reward["broken"]:
+            typer.echo(reward["broken"])
+    typer.echo('Needs are installed as "flowgrpo[NAME]" or by their own name; ? is what a reward does not say.')
+
+
+@app.command()
+def score(
+    reward: Annotated[str, typer.Argument(metavar="REWARD", help="A reward's name, or path/to/file.py:function.")],
+    images: Annotated[list[Path], typer.Argument(metavar="IMAGES...", help="Pictures; or folders of frames, or .txt "
+                                                                           "files, for a reward that judges these.")],
+    prompt: Annotated[str | None, typer.Option(help="The prompt of all of them.")] = None,
+    prompts: Annotated[Path | None, typer.Option(help="A prompt file: a prompt for each, in order.")] = None,
+    args: Annotated[str, typer.Option(metavar="YAML", help="Arguments of a reward that is a class.")] = "{}",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Score files with a reward."""
+    from flowgrpo import data
+    from flowgrpo.rewards import table
+
+    if prompt is not None and prompts is not None:
+        raise UserError("got --prompt and --prompts, expected one of them")
+    given = data.load_prompts(prompts) if prompts else [data.Prompt(prompt or "")] * len(images)
+    if len(given) != len(images):
+        raise UserError(f"--prompts {prompts} has {len(given)} prompts for {len(images)} files, expected one for each")
+    scores = table.score_files(reward, made_with(reward, args), images, given)
+    known = [None if value != value else value for value in scores]
+    if as_json:
+        rows = [{"file": str(file), "prompt": each.text, "score": value}
+                for file, each, value in zip(images, given, known)]
+        typer.echo(json.dumps({"reward": reward, "scores": rows}, indent=2))
+    else:
+        print_table(["file", "prompt", reward], [[str(file), each.text, "-" if value is None else f"{value:.4f}"]
+                                                 for file, each, value in zip(images, given, known)])
+
+
+@app.command()
+def train_reward(
+    pairs: Annotated[Path, typer.Argument(metavar="PAIRS", help="A .jsonl file: in each line `prompt`, `chosen` and "
+                                          "`rejected` (pictures, relative to the file), and maybe `aspects`, an object "
+                                          "of names with chosen, rejected or tie.")],
+    output: Annotated[Path, typer.Option(help="The folder of the reward: --reward FOLDER, or FOLDER:ASPECT.")],
+    held_out: Annotated[str, typer.Option(metavar="SHARE|FILE", help="Pairs to measure with: a share of the prompts, "
+                                          "or another file of pairs.")] = "0.1",
+    text: Annotated[str, typer.Option(help="Whose text encoder the network begins with: starter (its little world's "
+                                           "words, 16 tokens), or a pipeline's folder or hub id.")] = "starter",
+    size: Annotated[int, typer.Option(min=16, help="Pixels per side that the network sees.")] = 128,
+    clip: Annotated[str | None, typer.Option(metavar="NAME", help="Another network: a head on this model of open_clip, "
+                                             "frozen; --text and --size are not used then.")] = None,
+    pretrained: Annotated[str | None, typer.Option(metavar="TAG|FILE", help="The weights of --clip.")] = None,
+    epochs: Annotated[int, typer.Option(min=1, help="At most.")] = 20,
+    patience: Annotated[int, typer.Option(min=1, help="Stop after so many epochs without a better accuracy on the "
+                                          "held-out pairs; the best epoch is kept.")] = 4,
+    batch: Annotated[int, typer.Option(min=1, help="Pairs per step.")] = 64,
+    lr: Annotated[float, typer.Option(min=0, help="Learning rate at its highest; it falls to 0.")] = 1e-3,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+    bf16: Annotated[bool, typer.Option("--bf16", help="Train in bfloat16; scores are float32 all the same.")] = False,
+    device: Annotated[str | None, typer.Option(help="Without: a GPU where there is one.")] = None,
+) -> None:
+    """Train a reward from pairs of pictures, one of them preferred (Bradley-Terry), with one or several aspects."""
+    from flowgrpo import preference_pairs
+
+    sides = preference_pairs.split(preference_pairs.load_pairs(pairs), _share_or_file(held_out))
+    preference_pairs.aspects(*sides)  # mistakes are told before torch is loaded
+    from flowgrpo import preference_training as training
+
+    found = training.train(*sides, output, training.Settings(
+        text=text, size=size, clip=clip, pretrained=pretrained, epochs=epochs, patience=patience, batch=batch, lr=lr,
+        seed=seed, bf16=bf16, device=device))
+    print_table(["aspect", "accuracy", "95 %", "prompts"],
+                [[name, f"{each.mean:.3f}", f"{each.low:.3f} to {each.high:.3f}", str(each.prompts)]
+                 for name, each in found.items()])
+    typer.echo(f"Of the held-out pairs, which chose the epoch too. Use it as --reward {output}")
+
+
+def _share_or_file(text: str) -> float | str:
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+@app.command()
+def serve_reward(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="A reward's name, or path/to/file.py:function.")],
+    host: Annotated[str, typer.Option(help="Where to listen; 0.0.0.0 is every network of this machine.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free one.")] = 8765,
+    token_file: Annotated[Path | None, typer.Option(
+        help="A file with the token that clients have to send; without: the environment's FLOWGRPO_REWARD_TOKEN, if "
+             "set.")] = None,
+    max_mb: Annotated[float, typer.Option(min=0.001, help="MiB of one request.")] = 64,
+    max_batch: Annotated[int, typer.Option(min=1, help="Samples of one request.")] = 64,
+    args: Annotated[str, typer.Option(metavar="YAML", help="Arguments of a reward that is a class.")] = "{}",
+) -> None:
+    """Serve a reward to other processes or machines: its name in their recipes is the URL that this prints."""
+    from flowgrpo.rewards import find
+    from flowgrpo.rewards.client import token
+    from flowgrpo.rewards.needs import needed
+    from flowgrpo.rewards.wire import Limits
+
+    for module in ("uvicorn", "fastapi"):
+        needed(module, "server", "serve-reward")
+    from flowgrpo.rewards.server import serve
+
+    secret, reward = token(token_file), find(name, made_with(name, args))
+    serve(name, reward, host, port, Limits(int(max_mb * 2**20), max_batch), secret, typer.echo)

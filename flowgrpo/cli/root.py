@@ -1,0 +1,58 @@
+"""The application that the commands are of, and `main`, which runs it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Annotated
+
+import typer
+
+from flowgrpo import __version__
+from flowgrpo.errors import UserError
+
+UsageError = typer.BadParameter.__base__  # of every mistake that Typer itself finds; not exported by it
+
+app = typer.Typer(name="flowgrpo", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
+                  rich_markup_mode="rich", help="Align diffusers generators and language models to a reward by "
+                                                "group-relative RL.")
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"flowgrpo {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _flowgrpo(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True,
+                                          help="Print the version and exit.")] = False,
+) -> None:
+    pass
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line -> exit code: 0, 2 after a person's mistake, 130 after an interruption."""
+    os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")  # its import tells of optional packages it half supports
+    try:
+        return app(arguments, prog_name="flowgrpo", standalone_mode=False) or 0
+    except (KeyboardInterrupt, typer.Abort):
+        return 130
+    except UserError as error:
+        told = str(error)
+    except UsageError as error:
+        told = error.format_message()
+    finally:
+        _leave_group()
+    if told:  # Typer's error for a call without a command is the help it has shown
+        print(f"flowgrpo: error: {' '.join(told.split())}", file=sys.stderr)
+    return 2
+
+
+def _leave_group() -> None:
+    """End the process group that a launcher's processes opened: a process that exits with its threads still running
+    may abort, though its work is done."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()

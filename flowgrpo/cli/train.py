@@ -1,0 +1,75 @@
+"""`flowgrpo train`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from flowgrpo.cli.root import app
+from flowgrpo.errors import UserError
+
+
+@app.command(context_settings={"ignore_unknown_options": True}, no_args_is_help=False)
+def train(
+    arguments: Annotated[list[str] | None, typer.Argument(
+        metavar="RECIPE|--KEY=VALUE", show_default=False,
+        help="A YAML recipe (without one: the defaults), and any key of the configuration, such as --train.lr=1e-4 "
+             "or --eval.every=20.")] = None,
+    select_best: Annotated[str | None, typer.Option(metavar="REWARD", help="Keep the weights that are best by this "
+                                                    "held-out reward: eval.best.")] = None,
+    method: Annotated[str | None, typer.Option(help="Presets joined by +, such as mix_grpo+grpo_guard.")] = None,
+    reward: Annotated[str | None, typer.Option(help="A reward's name, or path/to/file.py:function.")] = None,
+    prompts: Annotated[str | None, typer.Option(help="A .txt, .jsonl or .csv file.")] = None,
+    model: Annotated[str | None, typer.Option(help="starter, a local directory, or a hub id.")] = None,
+    output: Annotated[str | None, typer.Option(help="The folder that holds the runs.")] = None,
+    seed: Annotated[str | None, typer.Option(metavar="INTEGER", help="Seed of the run.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the run's last checkpoint.")] = False,
+) -> None:
+    """Align a model to a reward, as a recipe and the options say."""
+    from flowgrpo import config
+
+    recipe, options = _parse(arguments or [])
+    named = dict(method=method, reward=reward, prompts=prompts, model=model, output=output, seed=seed,
+                 **{"eval.best": select_best})
+    settings = config.load(recipe, options | {key: value for key, value in named.items() if value is not None})
+    _check_inputs(settings)
+    from flowgrpo.run import run
+
+    run(settings, resume=resume)
+
+
+def _parse(arguments: list[str]) -> tuple[str | None, dict[str, str]]:
+    """Part the recipe's path from `--key=value` and `--key value`; UserError for a key that does not exist."""
+    recipes, options, rest = [], {}, iter(arguments)
+    for argument in rest:
+        if not argument.startswith("-"):
+            recipes.append(argument)
+            continue
+        key, equals, value = argument.lstrip("-").partition("=")
+        _check_key(argument.partition("=")[0], key)
+        if not equals:
+            value = next(rest, "--")
+            if value.startswith("--"):
+                raise UserError(f"option {argument} needs a value: {argument}=VALUE")
+        options[key] = value
+    if len(recipes) > 1:
+        raise UserError(f"expected one recipe, got {' and '.join(recipes)} (values follow their option: --KEY=VALUE)")
+    return next(iter(recipes), None), options
+
+
+def _check_key(option: str, key: str) -> None:
+    from flowgrpo import config
+
+    if not option.startswith("--") or not config.owner(key):
+        told = config.nearest_key(key, [*config.keys(), "resume", "help"])
+        raise UserError(f"unknown option {option}" + told.replace("'", "'--", 1))
+
+
+def _check_inputs(settings: Any) -> None:
+    """Find mistakes in prompts and rewards before torch or a model is loaded."""
+    from flowgrpo import data, recorded_pairs, rewards
+
+    recorded_pairs.in_place(settings, data.resolve(settings))
+    for label, rule in (settings.trained | settings.watched).items():
+        rewards.locate(rule.use or label)
