@@ -20,7 +20,7 @@ from flowgrpo.presets import suited
 
 DOCS = Path(__file__).parent.parent / "docs"
 PARENT = "flow_grpo"
-METHODS = [*RECORDED, *(name for name in suited("flow") if not preset(name).records_steps and name not in RECORDED),
+METHODS = [*RECORDED, *(name for name in suited("flow") if not preset(name).records_steps),
            "sol_rl+diffusion_nft", "offline_dpo", "learned_reward", "own_answers"]
 
 
