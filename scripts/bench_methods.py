@@ -83,12 +83,15 @@ Written by `python scripts/bench_methods.py{options}`; do not edit.
 
 Every preset that trains the starter's flow, with seeds {seeds}, from {budget:,} denoiser evaluations each (the epoch
 that reaches the budget is finished). Learning rate, adapter, steps and group are the demo's for all of them; the parts
-are each method's published ones, and no method was tuned. One number was changed after a first run had been seen: the
+are each method's published ones, and none was tuned but where it is said. One number was changed after a first run had been seen: the
 weight of `tree_rpo`'s supervised term, which is ours and not its paper's, from 1e-2, which blanked all pictures within
 ten epochs, to 1e-4. With one update per batch `flow_dppo`'s mask never acts: its runs are those of its host. `refl`,
-`draft` and `alignprop` follow the gradient of `scene_soft`, `learned_reward` is `mix_grpo+grpo_guard` on what
-`scripts/train_starter_reward.py` taught a network, and all others train on `scene` and `scene_graded`. `rlcm` begins
-with `starter_consistency` and its four steps: its gain is over that model. Accuracy is strict, on {prompts} held-out
+`draft` and `alignprop` follow the gradient of `scene_soft`; `learned_reward` is `mix_grpo+grpo_guard` on what
+`scripts/train_starter_reward.py` taught a network; `offline_dpo` and `rpo` draw nothing and train on the pairs of
+`scripts/make_starter_pairs.py`; all others train on `scene` and `scene_graded`. Those pairs cost 21,600 evaluations
+outside of the budget, beta, times and learning rate of these two were found by trial, and of `rpo`'s pairs one picture
+is a rendered scene, so that it is shown right ones ([more](preferences.md#on-the-starter)). `rlcm` begins with
+`starter_consistency` and its four steps: its gain is over that model. Accuracy is strict, on {prompts} held-out
 prompts, with the card's sampler. The runs are of one machine, two at a time and beside other work: seconds are rough.
 {fewer}
 ![Held-out accuracy against evaluations and seconds](benchmark.png)
