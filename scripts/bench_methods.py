@@ -63,11 +63,11 @@ def plot(results: list[dict[str, Any]], path: Path) -> None:
     matplotlib.use("agg")
     from matplotlib import pyplot
 
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 4.6), sharey=True, layout="constrained")
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 6.5), sharey=True, layout="constrained")
     for place, method in enumerate(dict.fromkeys(found["method"] for found in results)):
         evaluations, seconds, accuracy = zip(*course(results, method))
         style = {"color": "black", "lw": 2.5} if method == PARENT else {
-            "color": f"C{place % 10}", "lw": 1.3, "ls": "-" if place < 10 else "--"}
+            "color": f"C{place % 10}", "lw": 1.3, "ls": ("-", "--", ":")[place // 10]}
         left.plot(evaluations, accuracy, marker=".", label=method, **style)
         right.plot(seconds, accuracy, marker=".", **style)
     left.set(xlabel="denoiser evaluations", ylabel=f"held-out accuracy ({MEASURED}, strict)")
@@ -82,12 +82,12 @@ PAGE = """# Benchmark
 Written by `python scripts/bench_methods.py{options}`; do not edit.
 
 Every preset that trains the starter's flow, with seeds {seeds}, from {budget:,} denoiser evaluations each (the epoch
-that reaches the budget is finished). Learning rate, adapter, steps and group are the demo's for all of them; the parts
-are each method's published ones, and none was tuned but where it is said. One number was changed after a first run had been seen: the
-weight of `tree_rpo`'s supervised term, which is ours and not its paper's, from 1e-2, which blanked all pictures within
-ten epochs, to 1e-4. With one update per batch `flow_dppo`'s mask never acts: its runs are those of its host. `refl`,
-`draft` and `alignprop` follow the gradient of `scene_soft`; `learned_reward` is `mix_grpo+grpo_guard` on what
-`scripts/train_starter_reward.py` taught a network; `offline_dpo` and `rpo` draw nothing and train on the pairs of
+that reaches the budget is finished). Learning rate, adapter, steps and group are the demo's for all of them, the parts
+each method's published ones, and none was tuned but where it is said. One number was changed after a first run had been
+seen: the weight of `tree_rpo`'s supervised term, which is ours and not its paper's, from 1e-2, which blanked all
+pictures within ten epochs, to 1e-4. With one update per batch `flow_dppo`'s mask never acts: its runs are those of its
+host. `refl`, `draft` and `alignprop` follow the gradient of `scene_soft`; `learned_reward` is `mix_grpo+grpo_guard` on
+what `scripts/train_starter_reward.py` taught a network; `offline_dpo` and `rpo` draw nothing and train on the pairs of
 `scripts/make_starter_pairs.py`; all others train on `scene` and `scene_graded`. Those pairs cost 21,600 evaluations
 outside of the budget, beta, times and learning rate of these two were found by trial, and of `rpo`'s pairs one picture
 is a rendered scene, so that it is shown right ones ([more](preferences.md#on-the-starter)). `rlcm` begins with
@@ -105,12 +105,13 @@ What each needs for the accuracy at which `{parent}` ends, on straight lines bet
 
 
 def fewer(results: list[dict[str, Any]], seeds: list[int]) -> str:
-    """Which methods have not been run with all seeds."""
+    """Which methods have not been run with all seeds, or not at all."""
     made = {method: [found["seed"] for found in results if found["method"] == method]
             for method in dict.fromkeys(found["method"] for found in results)}
     short = {method: own for method, own in made.items() if len(own) < len(seeds)}
     told = "".join(f"\n- `{method}`: {', '.join(map(str, sorted(own)))}" for method, own in short.items())
-    return f"\nWith fewer seeds:\n{told}\n" if told else ""
+    absent = ", ".join(f"`{method}`" for method in METHODS if method not in made)
+    return (f"\nWith fewer seeds:\n{told}\n" if told else "") + (f"\nNot run yet: {absent}.\n" if absent else "")
 
 
 def page(results: list[dict[str, Any]], before: dict[str, Any], args) -> str:
