@@ -55,6 +55,7 @@ def _weights(policy) -> dict[str, int]:
 
 
 def tensor_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """What tensors take, quantised ones as they are stored."""
     return sum(part.numel() * part.element_size() for tensor in tensors for part in _stored(tensor))
 
 

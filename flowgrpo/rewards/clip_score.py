@@ -57,11 +57,12 @@ class ClipScore:
         return found if self.score == "cosine" else 2.5 * found.clamp(min=0)
 
     def features(self, images: Tensor) -> Tensor:
-        """The normalised embeddings of pictures [B, 3, H, W] -> [B, D] on the CPU."""
-        def embedded(some: Tensor, _) -> Tensor:
-            return self.parts[0].encode_image(self.prepare(some.to(self.device)), normalize=True)
+        """The embeddings of pictures [B, 3, H, W], of unit length -> [B, D] on the CPU."""
+        return batched(lambda some, _: self.embedded(some), images, [""] * len(images), self.batch)
 
-        return batched(embedded, images, [""] * len(images), self.batch)
+    def embedded(self, images: Tensor) -> Tensor:
+        """The same on the model's device, all at once, with a gradient where one is wanted."""
+        return self.parts[0].encode_image(self.prepare(images.to(self.device)), normalize=True)
 
     def _cosines(self, images: Tensor, prompts: list[str]) -> Tensor:
         model, tokenizer = self.parts

@@ -49,11 +49,8 @@ class SubjectScore:
     def _cosines(self, images: Tensor, paths: list[str]) -> Tensor:
         """The cosine of each picture [B,3,H,W] with that of its file: [B]."""
         subjects = {path: _read(path)[None] for path in paths}
-        shown, wanted = self._embedded(images), torch.cat([self._embedded(each) for each in subjects.values()])
+        shown, wanted = self.clip.embedded(images), torch.cat([self.clip.embedded(each) for each in subjects.values()])
         return (shown * wanted[[list(subjects).index(path) for path in paths]]).sum(-1)
-
-    def _embedded(self, images: Tensor) -> Tensor:
-        return self.clip.parts[0].encode_image(self.clip.prepare(images.to(self.clip.device)), normalize=True)
 
 
 def _read(path: str) -> Tensor:
