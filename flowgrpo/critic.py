@@ -20,6 +20,7 @@ from flowgrpo.geometry import Geometry
 from flowgrpo.processes import Processes
 from flowgrpo.samplers.rollout import Part
 from flowgrpo.samplers.tokens import Decoding
+from flowgrpo.spreads import Evenly
 
 
 @dataclass(frozen=True)
@@ -169,3 +170,6 @@ def require(method: Any) -> None:
     if method.value is not None and (not method.for_tokens or method.backprop):
         raise ValueError(f"value is {type(method.value).__name__}, which reads a language model's tokens and their "
                          "log-probabilities: leave it out, or use ppo or trace_rl_value")
+    if method.value is not None and type(method.spread) is not Evenly:
+        raise ValueError(f"value and spread ({type(method.spread).__name__}) both make advantages of tokens: set "
+                         "parts.spread: {type: Evenly}, or leave the value model out")

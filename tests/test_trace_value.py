@@ -13,7 +13,7 @@ from tables import close, draw, f64
 
 from flowgrpo import checkpoint, methods
 from flowgrpo.baselines import NoBaseline
-from flowgrpo.critic import NoCritic, ValueHead, over_traces, value_loss
+from flowgrpo.critic import NoCritic, ValueHead, over_traces, require, value_loss
 from flowgrpo.errors import UserError
 from flowgrpo.log import Stats
 from flowgrpo.policies.masked_lm import MaskedLM
@@ -211,3 +211,9 @@ def test_a_resumed_run_goes_on_bit_for_bit_with_its_values(tmp_path):
     assert one["critic/weight"].abs().max() > 0 and {"critic/bias", "critic/optimizer.0.exp_avg"} <= one.keys()
     assert one.keys() == two.keys() and all(torch.equal(one[key], two[key]) for key in one)
     assert all("lora_" in key for key in load_file(whole.folder / "adapter_model.safetensors"))  # no value model
+
+
+def test_two_parts_that_make_advantages_of_tokens_are_told():
+    with pytest.raises(ValueError, match="value and spread .StepGroups. both make advantages of tokens"):
+        require(methods.with_parts(methods.preset("ppo"), {"spread": {"type": "StepGroups"}}))
+    require(methods.preset("ppo"))
