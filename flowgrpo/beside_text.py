@@ -10,8 +10,8 @@ from torch import Tensor
 
 from flowgrpo import objectives
 from flowgrpo.method import Method
+from flowgrpo.parts.text_objectives import OfCompletions
 from flowgrpo.samplers.rollout import Part
-from flowgrpo.text_objectives import OfCompletions
 from flowgrpo.types import Compared, Peers, Scored
 
 Replay = Callable[[], Iterator[tuple[int, slice, Scored]]]

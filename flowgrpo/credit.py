@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from torch import Tensor
 
 from flowgrpo.advantages import below, weighted_sum
-from flowgrpo.layer_tuning import towards_best
 from flowgrpo.method import Method
+from flowgrpo.parts.layer_tuning import towards_best
 from flowgrpo.samplers.edits import rewarded
 from flowgrpo.samplers.rollout import Part
 from flowgrpo.selection import of_nodes

@@ -9,22 +9,20 @@ from typing import Any
 
 import torch
 
-from flowgrpo import (
+from flowgrpo import advantages, objectives, selection
+from flowgrpo.errors import UserError
+from flowgrpo.parts import (
     adapted,
-    advantages,
     curriculum,
     lag,
     layer_tuning,
-    objectives,
     redraws,
     reductions,
     references,
-    selection,
     shaping,
     spreads,
     text_groups,
 )
-from flowgrpo.errors import UserError
 from flowgrpo.samplers import forward, kernels, plans, preview, solvers, tokens
 from flowgrpo.samplers.grids import compress_tail
 from flowgrpo.samplers.rollout import Exploration

@@ -13,10 +13,14 @@ from typing import Any
 
 import torch
 
-from flowgrpo import (
+from flowgrpo import advantages, objectives, selection
+from flowgrpo.config import Config, nearest
+from flowgrpo.errors import UserError
+from flowgrpo.gaussian import log_prob
+from flowgrpo.method import OF_TEXT, Method
+from flowgrpo.parts import (
     actor_critic,
     adapted,
-    advantages,
     baselines,
     correctness,
     critic,
@@ -29,25 +33,19 @@ from flowgrpo import (
     layer_tuning,
     length_terms,
     lookahead,
-    objectives,
     paired,
     pooled,
     redraws,
     reductions,
     references,
     schedules,
-    selection,
     shaping,
     spreads,
     text_groups,
-    text_trees,
     text_objectives,
+    text_trees,
     token_objectives,
 )
-from flowgrpo.config import Config, nearest
-from flowgrpo.errors import UserError
-from flowgrpo.gaussian import log_prob
-from flowgrpo.method import OF_TEXT, Method
 from flowgrpo.presets import PRESETS
 from flowgrpo.samplers import (
     backprop,

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from flowgrpo.gaussian import kl
-from flowgrpo.schedules import Constant
+from flowgrpo.parts.schedules import Constant
 from flowgrpo.types import Context, Gaussian, Scored
 
 

@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 
-from flowgrpo import adapted, best, checkpoint, data, methods, recorded_pairs, rewards, state
+from flowgrpo import best, checkpoint, data, methods, recorded_pairs, rewards, state
 from flowgrpo.config import Config, validate
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation import album, held_out
 from flowgrpo.geometry import geometry
+from flowgrpo.parts import adapted
 from flowgrpo.policies import build, frozen, sharded
 from flowgrpo.processes import require_replicated
 from flowgrpo.rewards import pairwise

@@ -22,7 +22,6 @@ from flowgrpo.anchor import Anchor
 from flowgrpo.best import Best
 from flowgrpo.config import Config
 from flowgrpo.credit import credit
-from flowgrpo.critic import make_critic
 from flowgrpo.drawn import Drawn, moved
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation import held_out, report
@@ -31,9 +30,10 @@ from flowgrpo.first_ratio import FirstRatio
 from flowgrpo.geometry import geometry
 from flowgrpo.log import Clock, Log, Stats
 from flowgrpo.optimizer import make_optimizer
+from flowgrpo.parts.critic import make_critic
+from flowgrpo.parts.reductions import PerDecision, reduced
 from flowgrpo.policies.build import make_explorer
 from flowgrpo.processes import Processes
-from flowgrpo.reductions import PerDecision, reduced
 from flowgrpo.rewards.pairwise import pairing
 from flowgrpo.samplers.rollout import Part
 from flowgrpo.signals import Stop, Stopped

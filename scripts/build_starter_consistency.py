@@ -31,7 +31,6 @@ from flowgrpo.policies.load import load_pipeline
 from flowgrpo.starter import CALL, CONSISTENCY_STEPS, EVAL_GUIDANCE
 
 
-
 class LowRank:
     """A LoRA on every linear layer of a module, as factors beside weights that hold the sum."""
 

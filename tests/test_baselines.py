@@ -11,8 +11,15 @@ from tables import close, draw, f64
 from torch.distributions import Beta
 
 from flowgrpo.advantages import group_relative
-from flowgrpo.baselines import (
-    Conditional, RiskAverse, ValueTracker, VirtualBest, conditional, risk_weights, virtual_best)
+from flowgrpo.parts.baselines import (
+    Conditional,
+    RiskAverse,
+    ValueTracker,
+    VirtualBest,
+    conditional,
+    risk_weights,
+    virtual_best,
+)
 from flowgrpo.types import Context
 
 F64 = torch.float64

@@ -7,11 +7,12 @@ import pytest
 import tiny_text
 import torch
 
-from flowgrpo import beliefs, data, state
-from flowgrpo.curriculum import Posterior, Walk
+from flowgrpo import data, state
 from flowgrpo.data import Prompt
 from flowgrpo.drawn import Drawn
 from flowgrpo.errors import UserError
+from flowgrpo.parts import beliefs
+from flowgrpo.parts.curriculum import Posterior, Walk
 from flowgrpo.processes import Processes
 
 POOL = [Prompt(f"p{i}") for i in range(200)]

@@ -12,7 +12,6 @@ import torch
 from torch.distributions import AffineTransform, Independent, Normal, TanhTransform, TransformedDistribution
 
 from flowgrpo import state
-from flowgrpo.actor_critic import ActorCritic
 from flowgrpo.credit import credit
 from flowgrpo.data import Prompt
 from flowgrpo.errors import UserError
@@ -20,7 +19,8 @@ from flowgrpo.evaluation.compare import load_tuned
 from flowgrpo.evaluation.statistics import interval
 from flowgrpo.methods import preset, resolve
 from flowgrpo.objectives import GaussianKL
-from flowgrpo.paired import Paired
+from flowgrpo.parts.actor_critic import ActorCritic
+from flowgrpo.parts.paired import Paired
 from flowgrpo.policies.conditioning import Conditioning
 from flowgrpo.policies.edit_networks import Editor, EditWeights, load_editor, tokens, untokens
 from flowgrpo.policies.edit_policy import EditPolicy

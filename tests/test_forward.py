@@ -14,10 +14,10 @@ from test_train import gradient
 from flowgrpo import checkpoint, state
 from flowgrpo.advantages import Advantage
 from flowgrpo.errors import UserError
-from flowgrpo.forward_objectives import CentredReward, GroupPreference, Matching, NegativeAware, Preference
-from flowgrpo.lag import Lag, Lagging
 from flowgrpo.methods import preset, resolve, with_parts
 from flowgrpo.objectives import Clip, OutputError, Sigma, Uniform
+from flowgrpo.parts.forward_objectives import CentredReward, GroupPreference, Matching, NegativeAware, Preference
+from flowgrpo.parts.lag import Lag, Lagging
 from flowgrpo.policies import memory
 from flowgrpo.samplers.forward import GridTimes, Recorded, Stratified, matching
 from flowgrpo.samplers.grids import shifted

@@ -8,7 +8,9 @@ import pytest
 import torch
 from tables import close, draw, f64
 
-from flowgrpo.forward_objectives import (
+from flowgrpo.gaussian import log_prob
+from flowgrpo.objectives import Clip, Sigma
+from flowgrpo.parts.forward_objectives import (
     CentredReward,
     GroupPreference,
     Matching,
@@ -17,8 +19,6 @@ from flowgrpo.forward_objectives import (
     error,
     goodness,
 )
-from flowgrpo.gaussian import log_prob
-from flowgrpo.objectives import Clip, Sigma
 from flowgrpo.samplers.forward import matching
 from flowgrpo.types import Gaussian, Noised, Peers, Scored
 

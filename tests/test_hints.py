@@ -8,7 +8,7 @@ import torch
 
 from flowgrpo.data import Prompt
 from flowgrpo.drawn import Drawn
-from flowgrpo.hints import Hints
+from flowgrpo.parts.hints import Hints
 from flowgrpo.processes import Processes
 
 LED = Prompt("2+2=", metadata={"answer": 4, "hints": ["count", "it is 4"]})

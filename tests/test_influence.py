@@ -10,7 +10,7 @@ from tables import close, f64
 
 from flowgrpo import methods
 from flowgrpo.advantages import Advantage
-from flowgrpo.influence import Influence, adapted
+from flowgrpo.parts.influence import Influence, adapted
 
 ONE, OTHER, NONE = [1, 1, -1, -1], [1, -1, 1, -1], [0, 0, 0, 0]  # advantages of a group of four: orthogonal, and silent
 

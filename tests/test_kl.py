@@ -14,11 +14,11 @@ from flowgrpo.gaussian import kl, log_prob
 from flowgrpo.log import Stats
 from flowgrpo.methods import preset, with_parts
 from flowgrpo.objectives import ESTIMATORS, GaussianKL, OutputError, SampledKL, in_epoch, k1, k2, k3, regularises
+from flowgrpo.parts.schedules import Adaptive, Constant, Linear
 from flowgrpo.samplers.kernels import CPS, DDIM, DanceSDE, FlowDDIM, FlowSDE
 from flowgrpo.samplers.plans import Schedule
 from flowgrpo.samplers.rollout import Exploration, score
 from flowgrpo.samplers.solvers import Euler
-from flowgrpo.schedules import Adaptive, Constant, Linear
 from flowgrpo.train import decisions
 from flowgrpo.types import Context, Gaussian, Scored
 

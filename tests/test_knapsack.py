@@ -10,8 +10,8 @@ import tiny_text
 import torch
 
 from flowgrpo.data import Prompt
-from flowgrpo.knapsack import Knapsack, allocated, value
-from flowgrpo.pooled import Pooled
+from flowgrpo.parts.knapsack import Knapsack, allocated, value
+from flowgrpo.parts.pooled import Pooled
 from flowgrpo.types import Context
 
 RATES = (0.05, 0.2, 0.5, 0.95)

@@ -8,9 +8,9 @@ import pytest
 import tiny
 import torch
 
-from flowgrpo.layer_tuning import AdaptiveClip, LayerTuning, towards_best
 from flowgrpo.log import Stats
 from flowgrpo.objectives import Clip
+from flowgrpo.parts.layer_tuning import AdaptiveClip, LayerTuning, towards_best
 from flowgrpo.train import decisions
 from flowgrpo.types import Goal, Scored
 

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from flowgrpo.length_terms import LengthSwitch, shortened
+from flowgrpo.parts.length_terms import LengthSwitch, shortened
 from flowgrpo.types import Context
 
 REWARDS = torch.tensor([[1, 0, 0, 0], [1, 1, 1, 0], [1, 1, 0, 0]], dtype=torch.float64)[..., None]

@@ -6,7 +6,7 @@ import pytest
 import tiny_text
 import torch
 
-from flowgrpo.lookahead import Lookahead, edit_distance
+from flowgrpo.parts.lookahead import Lookahead, edit_distance
 from flowgrpo.policies.continuations import alternatives
 from flowgrpo.samplers.tokens import Decoding
 

@@ -16,9 +16,9 @@ from flowgrpo.advantages import Advantage
 from flowgrpo.errors import UserError
 from flowgrpo.log import Stats
 from flowgrpo.objectives import Clip, PlainRatio, SampledKL
+from flowgrpo.parts.references import Old
 from flowgrpo.policies import build
 from flowgrpo.policies.masked_lm import MaskedLM, load_masked_lm
-from flowgrpo.references import Old
 from flowgrpo.run import run
 from flowgrpo.samplers.tokens import Decoding, Unmasking
 from flowgrpo.selection import DropZeroVariance

@@ -10,36 +10,45 @@ import tiny
 import torch
 
 from flowgrpo.advantages import Advantage
-from flowgrpo.baselines import First, NoBaseline
-from flowgrpo.correctness import Correctness, Signed
-from flowgrpo.critic import ValueHead
 from flowgrpo.errors import UserError
-from flowgrpo.layer_tuning import AdaptiveClip, LayerTuning
-from flowgrpo.length_terms import ExitDecay, LengthSwitch
 from flowgrpo.log import Stats
-from flowgrpo.lookahead import Lookahead
 from flowgrpo.method import Method
 from flowgrpo.methods import preset, resolve, with_parts
 from flowgrpo.objectives import (
-    Clip, Guard, InverseDelta, NoiseLevel, PlainRatio, Reinforce, SampledKL, SequenceRatio, Truncated, Uniform)
+    Clip,
+    Guard,
+    InverseDelta,
+    NoiseLevel,
+    PlainRatio,
+    Reinforce,
+    SampledKL,
+    SequenceRatio,
+    Truncated,
+    Uniform,
+)
+from flowgrpo.parts.baselines import First, NoBaseline
+from flowgrpo.parts.correctness import Correctness, Signed
+from flowgrpo.parts.critic import ValueHead
+from flowgrpo.parts.layer_tuning import AdaptiveClip, LayerTuning
+from flowgrpo.parts.length_terms import ExitDecay, LengthSwitch
+from flowgrpo.parts.lookahead import Lookahead
+from flowgrpo.parts.reductions import PerDecision, PerRow, RowSums
+from flowgrpo.parts.references import Teacher
+from flowgrpo.parts.schedules import Linear
+from flowgrpo.parts.shaping import AsIs, Overlong, WinRate
+from flowgrpo.parts.spreads import SegmentChain, SegmentTree, StepGroups
+from flowgrpo.parts.text_groups import Serial
+from flowgrpo.parts.text_objectives import CompletionRatio, Discriminative, ImplicitNegative, Levels, Regressed, Tapered
+from flowgrpo.parts.text_trees import Tree
+from flowgrpo.parts.token_objectives import Conflicts, EntropyBonus, ExpertMixture, HighEntropy, LikelihoodKept
 from flowgrpo.presets import suited
 from flowgrpo.presets.overlays import grpo_guard
 from flowgrpo.presets.steps import mix_grpo
-from flowgrpo.reductions import PerDecision, PerRow, RowSums
-from flowgrpo.references import Teacher
 from flowgrpo.samplers.kernels import CPS, DanceSDE, FlowDDIM, FlowSDE
 from flowgrpo.samplers.plans import AllSteps, Branches, EachStep, GrowingTail, RandomSubset, Single, Sliding, TreeWindow
 from flowgrpo.samplers.solvers import DPMSolver2M, Euler
 from flowgrpo.samplers.tokens import Decoding
-from flowgrpo.schedules import Linear
 from flowgrpo.selection import All, BestWorst, ButFirst, DropZeroVariance, Extremes
-from flowgrpo.shaping import AsIs, Overlong, WinRate
-from flowgrpo.spreads import SegmentChain, SegmentTree, StepGroups
-from flowgrpo.text_groups import Serial
-from flowgrpo.text_trees import Tree
-from flowgrpo.text_objectives import (
-    CompletionRatio, Discriminative, ImplicitNegative, Levels, Regressed, Tapered)
-from flowgrpo.token_objectives import Conflicts, EntropyBonus, ExpertMixture, HighEntropy, LikelihoodKept
 from flowgrpo.train import decisions
 
 # kernel, plan, solver, tail, shared noise, advantage's scale and order, clip range, KL

@@ -15,10 +15,10 @@ import flowgrpo
 from flowgrpo import rewards
 from flowgrpo.advantages import group_relative
 from flowgrpo.errors import UserError
+from flowgrpo.parts.shaping import WinRate, lifted
 from flowgrpo.rewards import find
 from flowgrpo.rewards.pairwise import Pairing, measured, pairing, require
 from flowgrpo.run import align
-from flowgrpo.shaping import WinRate, lifted
 from flowgrpo.types import Context
 
 PROMPTS = ["a cat"] * 4

@@ -13,9 +13,9 @@ from safetensors import safe_open
 from flowgrpo.config import Adapter
 from flowgrpo.errors import UserError
 from flowgrpo.methods import preset
-from flowgrpo.presets import suited
 from flowgrpo.policies.adapters import LORA_FILE
 from flowgrpo.policies.pipeline import Conditioning, PipelinePolicy
+from flowgrpo.presets import suited
 from flowgrpo.samplers.grids import shifted
 from flowgrpo.samplers.kernels import FlowSDE
 from flowgrpo.samplers.plans import Schedule

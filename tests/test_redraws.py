@@ -14,8 +14,8 @@ from flowgrpo import methods
 from flowgrpo.data import Prompt
 from flowgrpo.drawn import Drawn
 from flowgrpo.errors import UserError
+from flowgrpo.parts.redraws import Never, Refill, fresh
 from flowgrpo.processes import Processes
-from flowgrpo.redraws import Never, Refill, fresh
 from flowgrpo.run import run
 
 POOL = [Prompt(text) for text in "abcdef"]

@@ -10,7 +10,7 @@ from peft.tuners.lora import LoraLayer
 from flowgrpo import checkpoint, state
 from flowgrpo.errors import UserError
 from flowgrpo.methods import preset, resolve, with_parts
-from flowgrpo.references import EMA, Base, Old, Soup
+from flowgrpo.parts.references import EMA, Base, Old, Soup
 
 PARTS = {"ema": {"type": "EMA", "decay": 0.75}, "old": {"type": "Old", "every": 2},
          "soup": {"type": "Soup", "every": 1, "size": 2}}

@@ -17,12 +17,12 @@ from flowgrpo import methods
 from flowgrpo.errors import UserError
 from flowgrpo.log import Stats
 from flowgrpo.objectives import Ascent
+from flowgrpo.parts.schedules import Adaptive, Constant, Linear
 from flowgrpo.policies.masked_lm import MaskedLM
 from flowgrpo.rewards.soft_texts import SoftTexts, letters
 from flowgrpo.run import run
 from flowgrpo.samplers.relaxation import GumbelSoftmax, divergence, straight_through, walk
 from flowgrpo.samplers.tokens import Unmasking
-from flowgrpo.schedules import Adaptive, Constant, Linear
 from flowgrpo.train import decisions
 
 F64 = torch.float64

@@ -15,12 +15,12 @@ from test_train import align, metrics
 from flowgrpo.advantages import Advantage
 from flowgrpo.config import load
 from flowgrpo.errors import UserError
-from flowgrpo.forward_objectives import Preference
 from flowgrpo.methods import preset, resolve
+from flowgrpo.parts.forward_objectives import Preference
+from flowgrpo.parts.shaping import BradleyTerry
 from flowgrpo.recorded_pairs import require
 from flowgrpo.rewards.combine import Harmonic, harmonic
 from flowgrpo.samplers.forward import Stratified
-from flowgrpo.shaping import BradleyTerry
 from flowgrpo.types import Context
 
 NAN = math.nan

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from flowgrpo.advantages import group_relative
-from flowgrpo.shaping import AsIs, Binary, Unlikely, WinRate, lifted, unlikely, win_rates
+from flowgrpo.parts.shaping import AsIs, Binary, Unlikely, WinRate, lifted, unlikely, win_rates
 from flowgrpo.types import Context
 
 F64 = torch.float64

@@ -11,13 +11,21 @@ import torch
 from flowgrpo import methods
 from flowgrpo.errors import UserError
 from flowgrpo.log import Stats
+from flowgrpo.parts.segments import (
+    anchors,
+    chain,
+    cut_points,
+    segments_of,
+    shared_values,
+    starts_of,
+    step_advantages,
+    steps_of,
+)
+from flowgrpo.parts.spreads import Evenly, SegmentChain, SegmentTree, StepGroups
 from flowgrpo.policies.causal_lm import Asked
 from flowgrpo.policies.continuations import continued, segmented
 from flowgrpo.samplers.rollout import Part
 from flowgrpo.samplers.tokens import Decoding
-from flowgrpo.segments import (
-    anchors, chain, cut_points, segments_of, shared_values, starts_of, step_advantages, steps_of)
-from flowgrpo.spreads import Evenly, SegmentChain, SegmentTree, StepGroups
 from flowgrpo.train import decisions
 from flowgrpo.types import Completions, Scored, Segmented
 

@@ -9,8 +9,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from flowgrpo import data
 from flowgrpo.config import Adapter, Text, load
-from flowgrpo.presets import suited
 from flowgrpo.policies.causal_lm import CausalLM, load_causal_lm
+from flowgrpo.presets import suited
 from flowgrpo.rewards.find import find
 from flowgrpo.run import run
 from flowgrpo.samplers.tokens import Decoding

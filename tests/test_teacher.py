@@ -12,8 +12,8 @@ from flowgrpo.config import Text
 from flowgrpo.errors import UserError
 from flowgrpo.methods import preset, resolve
 from flowgrpo.objectives import in_epoch, k2
+from flowgrpo.parts.references import Teacher
 from flowgrpo.policies.causal_lm import CausalLM
-from flowgrpo.references import Teacher
 from flowgrpo.samplers.tokens import Decoding
 from flowgrpo.types import Context
 

@@ -11,10 +11,10 @@ import torch
 from safetensors.torch import load_file
 
 from flowgrpo import checkpoint, methods, run, state
-from flowgrpo.adapted import Adapted
 from flowgrpo.config import Adapter
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation.compare import load_branches, load_tuned
+from flowgrpo.parts.adapted import Adapted
 from flowgrpo.policies.adapters import LORA_FILE
 from flowgrpo.policies.lora import merge
 from flowgrpo.policies.pipeline import PipelinePolicy

@@ -10,9 +10,9 @@ import torch
 
 from flowgrpo import methods
 from flowgrpo.errors import UserError
-from flowgrpo.length_terms import ExitDecay
+from flowgrpo.parts.length_terms import ExitDecay
+from flowgrpo.parts.text_groups import Parallel, Serial, thought
 from flowgrpo.samplers.tokens import Decoding
-from flowgrpo.text_groups import Parallel, Serial, thought
 
 PART = Serial(exit="=", close="+")
 

@@ -8,8 +8,8 @@ import torch
 
 from flowgrpo import methods
 from flowgrpo.errors import UserError
+from flowgrpo.parts.text_trees import Tree
 from flowgrpo.samplers.tokens import Decoding
-from flowgrpo.text_trees import Tree
 
 
 def drawn(part, micro_batch: int = 8, prompts: int = 2, group: int = 8, kernel=Decoding()):

@@ -12,9 +12,9 @@ from tables import close, draw, f64
 from flowgrpo.errors import UserError
 from flowgrpo.methods import preset, with_parts
 from flowgrpo.objectives import Clip, DivergenceMask, PlainRatio, Reinforce
+from flowgrpo.parts.text_objectives import Regressed
+from flowgrpo.parts.token_objectives import Conflicts, EntropyBonus, HighEntropy, LikelihoodKept, conflicts
 from flowgrpo.samplers.tokens import Decoding, entropy_of, score
-from flowgrpo.text_objectives import Regressed
-from flowgrpo.token_objectives import Conflicts, EntropyBonus, HighEntropy, LikelihoodKept, conflicts
 from flowgrpo.types import Compared, Peers, Scored
 
 MASK = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0], [1, 1, 1, 1], [1, 0, 0, 0], [1, 1, 0, 0]]).bool()

@@ -7,12 +7,12 @@ import math
 import pytest
 import torch
 
-from flowgrpo.baselines import First
 from flowgrpo.objectives import Clip, Reinforce, SequenceRatio, Truncated
-from flowgrpo.reductions import PerDecision, PerRow, RowSums, reduced
+from flowgrpo.parts.baselines import First
+from flowgrpo.parts.reductions import PerDecision, PerRow, RowSums, reduced
+from flowgrpo.parts.shaping import Overlong
 from flowgrpo.samplers.tokens import Decoding, Draw, decided, drawn, score, uniforms
 from flowgrpo.selection import ButFirst
-from flowgrpo.shaping import Overlong
 from flowgrpo.types import Context, Scored
 
 F64 = torch.float64

@@ -12,10 +12,10 @@ from safetensors.torch import load_file
 from tables import close, draw, f64
 
 from flowgrpo import checkpoint, methods
-from flowgrpo.baselines import NoBaseline
-from flowgrpo.critic import NoCritic, ValueHead, over_traces, require, value_loss
 from flowgrpo.errors import UserError
 from flowgrpo.log import Stats
+from flowgrpo.parts.baselines import NoBaseline
+from flowgrpo.parts.critic import NoCritic, ValueHead, over_traces, require, value_loss
 from flowgrpo.policies.masked_lm import MaskedLM
 from flowgrpo.run import run
 from flowgrpo.samplers.tokens import Unmasking

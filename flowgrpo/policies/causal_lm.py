@@ -21,8 +21,8 @@ from flowgrpo.errors import UserError
 from flowgrpo.log import quiet
 from flowgrpo.policies.adapters import Weights
 from flowgrpo.policies.dtypes import DTYPES
-from flowgrpo.policies.text_recompute import recompute
 from flowgrpo.policies.teacher import Teachers
+from flowgrpo.policies.text_recompute import recompute
 from flowgrpo.samplers.tokens import Decoding, Draw, decided, score, uniforms
 from flowgrpo.starter import FOLDERS
 from flowgrpo.types import Completion, Completions, Scored, wide

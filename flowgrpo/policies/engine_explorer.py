@@ -10,12 +10,12 @@ import torch
 from flowgrpo.config import Config
 from flowgrpo.data import Prompt
 from flowgrpo.errors import UserError
+from flowgrpo.parts.text_groups import Parallel
 from flowgrpo.policies import engines
 from flowgrpo.policies.causal_lm import Asked, CausalLM, Sampled
 from flowgrpo.policies.text_explorer import TextExplorer
 from flowgrpo.samplers.mismatch import Mismatch
 from flowgrpo.samplers.rollout import Part, prompts_per_part, rescored
-from flowgrpo.text_groups import Parallel
 
 
 class EngineExplorer(TextExplorer):

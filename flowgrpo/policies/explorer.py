@@ -17,9 +17,9 @@ from flowgrpo.config import Config
 from flowgrpo.data import Prompt
 from flowgrpo.errors import UserError
 from flowgrpo.geometry import Geometry
-from flowgrpo.lag import Lagging
 from flowgrpo.log import Clock
 from flowgrpo.method import Method
+from flowgrpo.parts.lag import Lagging
 from flowgrpo.policies.conditioning import Conditioning, Encoder
 from flowgrpo.policies.pipeline import PipelinePolicy
 from flowgrpo.policies.quantised import quantised, require_torchao

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from flowgrpo import references
 from flowgrpo.config import Config
 from flowgrpo.errors import UserError
+from flowgrpo.parts import references
 
 PACKAGES = {"int8": "torchao", "nf4": "bitsandbytes"}
 

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from flowgrpo.adapted import Adapted
 from flowgrpo.config import Memory, nearest
 from flowgrpo.errors import UserError
+from flowgrpo.parts.adapted import Adapted
 from flowgrpo.policies import sharded
 from flowgrpo.policies.adapters import Weights
 from flowgrpo.policies.attention import plain_on_cpu

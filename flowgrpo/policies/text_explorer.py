@@ -11,15 +11,15 @@ from flowgrpo.beside_text import BesideText
 from flowgrpo.config import Config
 from flowgrpo.data import Prompt
 from flowgrpo.geometry import Geometry
-from flowgrpo.lag import Lagging
 from flowgrpo.log import Clock
 from flowgrpo.method import Method
+from flowgrpo.parts.lag import Lagging
+from flowgrpo.parts.segments import starts_of
 from flowgrpo.policies.causal_lm import Asked, CausalLM, Sampled
 from flowgrpo.policies.continuations import segmented
 from flowgrpo.policies.expert import answer_of, with_answers
 from flowgrpo.processes import Processes
 from flowgrpo.samplers.rollout import Part, Seed, prompts_per_part, seeder
-from flowgrpo.segments import starts_of
 from flowgrpo.types import Completions, Scored
 
 

@@ -5,20 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from flowgrpo import (
-    actor_critic,
-    advantages,
-    forward_objectives,
-    lag,
-    layer_tuning,
-    objectives,
-    paired,
-    reductions,
-    references,
-    selection,
-    shaping,
-)
+from flowgrpo import advantages, objectives, selection
 from flowgrpo.method import Method
+from flowgrpo.parts import actor_critic, forward_objectives, lag, layer_tuning, paired, reductions, references, shaping
 from flowgrpo.samplers import backprop, edits, forward, kernels, plans, relaxation, tokens
 
 

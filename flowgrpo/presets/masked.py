@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from flowgrpo import baselines, critic, objectives, reductions, references, selection
+from flowgrpo import objectives, selection
 from flowgrpo.method import Method
+from flowgrpo.parts import baselines, critic, reductions, references
 from flowgrpo.presets.texts import grpo
 from flowgrpo.samplers import tokens
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from flowgrpo import adapted, curriculum, hints, knapsack, objectives, pooled, redraws
+from flowgrpo import objectives
 from flowgrpo.method import Method
+from flowgrpo.parts import adapted, curriculum, hints, knapsack, pooled, redraws
 from flowgrpo.samplers import preview
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from flowgrpo import advantages, layer_tuning, objectives, selection, shaping
+from flowgrpo import advantages, objectives, selection
 from flowgrpo.method import Method
+from flowgrpo.parts import layer_tuning, shaping
 from flowgrpo.samplers import chains, kernels, noise_net, plans, solvers
 
 

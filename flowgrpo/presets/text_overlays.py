@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from flowgrpo import objectives, references, schedules, token_objectives
+from flowgrpo import objectives
 from flowgrpo.method import Method
+from flowgrpo.parts import references, schedules, token_objectives
 from flowgrpo.presets.texts import dapo, grpo
 
 

@@ -5,16 +5,15 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from flowgrpo import (
-    advantages,
+from flowgrpo import advantages, objectives, selection
+from flowgrpo.method import Method
+from flowgrpo.parts import (
     baselines,
     correctness,
     critic,
     length_terms,
     lookahead,
-    objectives,
     reductions,
-    selection,
     shaping,
     spreads,
     text_groups,
@@ -22,7 +21,6 @@ from flowgrpo import (
     text_trees,
     token_objectives,
 )
-from flowgrpo.method import Method
 from flowgrpo.samplers import tokens
 
 

@@ -136,7 +136,7 @@ class WinRates:
                  group: int) -> list[float | None]:
         import torch
 
-        from flowgrpo.shaping import win_rates
+        from flowgrpo.parts.shaping import win_rates
 
         assert len(prompts) % group == 0, (len(prompts), group)
         groups = range(0, len(prompts), group)

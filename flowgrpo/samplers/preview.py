@@ -15,7 +15,6 @@ from flowgrpo.errors import UserError
 from flowgrpo.samplers.rollout import Exploration, Seed
 from flowgrpo.samplers.scheduler import Task
 
-
 PRECISIONS = ("full", "int8", "fp8", "nvfp4")
 
 

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from flowgrpo import objectives, schedules
+from flowgrpo import objectives
+from flowgrpo.parts import schedules
 from flowgrpo.samplers.tokens import Unmasking
 from flowgrpo.types import Context
 

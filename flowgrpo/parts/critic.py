@@ -17,10 +17,10 @@ from torch.nn.functional import one_hot
 
 from flowgrpo import checkpoint
 from flowgrpo.geometry import Geometry
+from flowgrpo.parts.spreads import Evenly
 from flowgrpo.processes import Processes
 from flowgrpo.samplers.rollout import Part
 from flowgrpo.samplers.tokens import Decoding
-from flowgrpo.spreads import Evenly
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from flowgrpo import beliefs, data
+from flowgrpo import data
+from flowgrpo.parts import beliefs
 
 if TYPE_CHECKING:
     from flowgrpo.drawn import Drawn

@@ -16,7 +16,16 @@ import torch
 from torch import Tensor
 
 from flowgrpo.advantages import (
-    RELATIVE_NOISE, centred, group_std, require_clamp, rows_of, sample_logp, weighted_sum, whitened, zero_variance)
+    RELATIVE_NOISE,
+    centred,
+    group_std,
+    require_clamp,
+    rows_of,
+    sample_logp,
+    weighted_sum,
+    whitened,
+    zero_variance,
+)
 from flowgrpo.types import Context
 
 METRICS = ("logp",)

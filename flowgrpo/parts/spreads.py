@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from flowgrpo.segments import (
-    anchors, chain, cut_points, segments_of, shared_values, step_advantages, steps_of)
+from flowgrpo.parts.segments import anchors, chain, cut_points, segments_of, shared_values, step_advantages, steps_of
 
 if TYPE_CHECKING:
     from flowgrpo.types import Completions, Segmented

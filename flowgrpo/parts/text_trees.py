@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from flowgrpo.text_groups import joined, ordered
+from flowgrpo.parts.text_groups import joined, ordered
 
 if TYPE_CHECKING:
     from flowgrpo.policies.causal_lm import Asked, Sampled

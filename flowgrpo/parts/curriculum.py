@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from flowgrpo import beliefs, data
+from flowgrpo import data
+from flowgrpo.parts import beliefs
 
 if TYPE_CHECKING:
     from flowgrpo.drawn import Drawn

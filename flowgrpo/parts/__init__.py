@@ -1,0 +1,1 @@
+"""What only some methods are made of; what all have stands in `advantages`, `objectives` and `selection`."""
