@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flowgrpo import objectives
-from flowgrpo.parts.forward_objectives import OfNoised
+from flowgrpo.objectives.forward_process import OfNoised
 from flowgrpo.samplers.rollout import Part
 from flowgrpo.types import Noised, Peers, Scored
 

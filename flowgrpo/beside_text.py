@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flowgrpo import objectives
 from flowgrpo.method import Method
-from flowgrpo.parts.text_objectives import OfCompletions
+from flowgrpo.objectives.completion import OfCompletions
 from flowgrpo.samplers.rollout import Part
 from flowgrpo.types import Compared, Peers, Scored
 

@@ -13,53 +13,15 @@ from typing import Any
 
 import torch
 
-from flowgrpo import advantages, objectives, selection
+from flowgrpo import objectives, registry
 from flowgrpo.config import Config, nearest
 from flowgrpo.errors import UserError
 from flowgrpo.gaussian import log_prob
 from flowgrpo.method import OF_TEXT, Method
-from flowgrpo.parts import (
-    actor_critic,
-    adapted,
-    baselines,
-    correctness,
-    critic,
-    curriculum,
-    forward_objectives,
-    hints,
-    influence,
-    knapsack,
-    lag,
-    layer_tuning,
-    length_terms,
-    lookahead,
-    paired,
-    pooled,
-    redraws,
-    reductions,
-    references,
-    schedules,
-    shaping,
-    spreads,
-    text_groups,
-    text_objectives,
-    text_trees,
-    token_objectives,
-)
+from flowgrpo.objectives import actor_critic, completion, forward_process, tokenwise
+from flowgrpo.parts import critic, redraws, references, spreads
 from flowgrpo.presets import PRESETS
-from flowgrpo.samplers import (
-    backprop,
-    chains,
-    edits,
-    forward,
-    kernels,
-    noise_net,
-    plans,
-    preview,
-    relaxation,
-    solvers,
-    tokens,
-)
+from flowgrpo.samplers import backprop, chains, noise_net, plans, relaxation
 from flowgrpo.samplers.grids import shifted
 from flowgrpo.samplers.rollout import Exploration
 
@@ -77,43 +39,19 @@ def preset(*names: str) -> Method:
     return method
 
 
-_MODULES = (kernels, tokens, plans, solvers, selection, objectives, reductions, layer_tuning, forward_objectives,
-            schedules, references, advantages, baselines, influence, shaping, preview, forward, lag, backprop, redraws,
-            curriculum, length_terms, spreads, hints, text_groups, text_trees, knapsack, pooled, lookahead,
-            adapted, relaxation, noise_net, chains, critic, correctness, text_objectives,
-            token_objectives, edits, paired, actor_critic)
-_RECORDS = (plans.Schedule, lookahead.Branch, backprop.Unfinished, backprop.Valued, chains.Chain, edits.Edits,
-            edits.Seen, edits.Beside)  # what parts return
-_TYPES = {cls.__name__: cls for module in _MODULES for cls in vars(module).values()
-          if dataclasses.is_dataclass(cls) and cls.__module__ == module.__name__ and cls not in _RECORDS}
-# Of parts that take each other's place.
-_HOMES = {baselines: advantages, influence: advantages, layer_tuning: objectives, forward_objectives: objectives,
-          tokens: kernels, length_terms: shaping, hints: redraws, text_trees: text_groups, lookahead: text_groups,
-          knapsack: curriculum, pooled: advantages, noise_net: kernels, relaxation: backprop,
-          correctness: advantages, text_objectives: objectives, token_objectives: objectives,
-          paired: advantages, actor_critic: objectives}
-_KIND = {cls: _HOMES.get(module, module).__name__ for module in _MODULES
-         for cls in vars(module).values() if cls in _TYPES.values() and cls.__module__ == module.__name__}
-
-
 def with_parts(method: Method, parts: dict[str, Any]) -> Method:
     """Lay a recipe's `parts` over a method: {"plan": {"size": 2}, "kernel": {"type": "CPS", "level": 0.8}}."""
     return _overlay(method, parts, "parts")
 
 
 def _overlay(part: Any, changes: dict[str, Any], path: str) -> Any:
-    if "type" in changes:
-        name, changes = changes["type"], {key: value for key, value in changes.items() if key != "type"}
-        if name not in _TYPES:
-            raise UserError(f"{path}.type: unknown part {name!r}{nearest(str(name), sorted(_TYPES))}")
-        if part is not None and _KIND[type(part)] != _KIND[_TYPES[name]]:
-            kin = [known for known, cls in _TYPES.items() if _KIND[cls] == _KIND[type(part)]]
-            raise UserError(f"{path}.type: {name} does not belong there; there are: {', '.join(sorted(kin))}")
-        if type(part) is not _TYPES[name]:
-            needed = [field for field in dataclasses.fields(_TYPES[name]) if field.default is dataclasses.MISSING]
-            if needed:
-                return _build(_TYPES[name], changes, path)
-            part = _TYPES[name]()
+    if "type" in changes and not isinstance(part, Method):
+        changes = dict(changes)
+        cls = _named(part, changes.pop("type"), path)
+        if type(part) is not cls:
+            if any(field.default is dataclasses.MISSING for field in dataclasses.fields(cls)):
+                return _build(cls, changes, path)
+            part = cls()
     elif part is None:
         raise UserError(f"{path}: got {changes!r}, expected a type with it, such as {{type: Preview}}")
     fields = {field.name: getattr(part, field.name) for field in dataclasses.fields(part)}
@@ -126,6 +64,17 @@ def _overlay(part: Any, changes: dict[str, Any], path: str) -> Any:
     values = {key: _overlay(fields[key], value, f"{path}.{key}") if _nested(fields[key], value) else value
               for key, value in changes.items()}
     return _build(lambda **kept: replace(part, **kept), values, path)
+
+
+def _named(part: Any, name: Any, path: str) -> type:
+    """The type of that name, which goes where `part` stands, or to the absent one that the path ends with."""
+    place = path.rpartition(".")[2] if part is None else registry.PLACES[type(part)]
+    if name not in registry.TYPES:
+        raise UserError(f"{path}.type: unknown part {name!r}{nearest(str(name), sorted(registry.TYPES))}")
+    if registry.PLACES[registry.TYPES[name]] != place:
+        there = ", ".join(registry.of_place(place)) or "no parts, but a value"
+        raise UserError(f"{path}.type: {name} does not belong there; there are: {there}")
+    return registry.TYPES[name]
 
 
 def _nested(part: Any, value: Any) -> bool:
@@ -202,7 +151,7 @@ def _on_tokens(method: Method, config: Config) -> Method:
             relaxation.require(method)
         elif isinstance(method.surrogate, objectives.Ascent):
             raise ValueError("the surrogate Ascent follows a reward's gradient: use Clip, or the method drakes")
-        if isinstance(method.surrogate, token_objectives.ExpertMixture) and not method.kernel.expert:
+        if isinstance(method.surrogate, tokenwise.ExpertMixture) and not method.kernel.expert:
             raise ValueError("the surrogate ExpertMixture is about answers that join their group: set "
                              "parts.kernel.expert: 1")
         if getattr(method.surrogate, "of_advantages", False) and type(method.spread) is not spreads.Evenly:
@@ -219,10 +168,10 @@ def _require_decisions(method: Method, noised: Exploration | None) -> None:
     """ValueError where what is trained and what the loss reads do not go together."""
     if noised is None and method.edit is None and isinstance(method.plan, plans.NoSteps):
         raise ValueError("the plan NoSteps records no step to be trained: set parts.times, or another plan")
-    if noised is None and isinstance(method.surrogate, forward_objectives.OfNoised):
+    if noised is None and isinstance(method.surrogate, forward_process.OfNoised):
         raise ValueError(f"the surrogate {type(method.surrogate).__name__} reads noised finals, but times is Recorded: "
                          "set parts.times, such as {type: GridTimes}")
-    if isinstance(method.surrogate, text_objectives.OfCompletions):
+    if isinstance(method.surrogate, completion.OfCompletions):
         raise ValueError(f"the surrogate {type(method.surrogate).__name__} reads completions of a language model: use "
                          "Clip")
     if noised is not None and (method.strides != (1,) or method.tuning.weight):

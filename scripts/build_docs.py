@@ -18,7 +18,7 @@ from typing import Any
 
 from pydantic.fields import FieldInfo
 
-from flowgrpo import config, methods
+from flowgrpo import config, methods, registry
 from flowgrpo.reward_rule import RewardRule
 from flowgrpo.section import Section
 
@@ -195,8 +195,8 @@ def papers() -> list[str]:
     found = [(number, f"[`{name}`]({name}.md)", test_of(name)) for name, preset in methods.PRESETS.items()
              for number, _ in cited(preset)]
     found += [(number, f'`{name}` "{option}"' if option else f"`{name}`", test_of(name, option))
-              for name, part in methods._TYPES.items() for number, option in cited(part)]
-    titles = titled([*methods.PRESETS.values(), *methods._TYPES.values()])
+              for name, part in registry.TYPES.items() for number, option in cited(part)]
+    titles = titled([*methods.PRESETS.values(), *registry.TYPES.values()])
     return [f"| {titles.get(number, '')} [{number}](https://arxiv.org/abs/{number}) | {what} | `{test}` |"
             for number, what, test in sorted(dict.fromkeys(found), key=lambda line: line[0])]
 
@@ -233,32 +233,8 @@ def titled(things: list[Any]) -> dict[str, str]:
 def listing(key: str, about: str) -> str:
     """The parts that go to one place of a method."""
     rows = [f"| `{name}` | {values(part)} | {first(part)} | `{test_of(name)}` |"
-            for name, part in methods._TYPES.items() if place(part) == key]
+            for name, part in registry.TYPES.items() if registry.PLACES[part] == key]
     return "\n".join([f"### `{key}`: {about}", "", *table("part | fields | what it is | test", rows)])
-
-
-def place(part: type) -> str:
-    """Where a part goes: parts of one place are called with the same arguments. A preview is not called."""
-    if part.__module__ == methods.critic.__name__:
-        return "value"
-    if "__call__" not in vars(part):
-        return "preview"
-    defaults = {field.name: type(field.default) for field in dataclasses.fields(methods.Method)}
-    defaults["kl.schedule"] = type(methods.Method().kl.schedule)
-    if part.__module__ == methods.tokens.__name__:
-        return "kernel"
-    if part.__module__ == methods.relaxation.__name__:
-        return "backprop"
-    taken = {name: arguments(default) for name, default in defaults.items() if dataclasses.is_dataclass(default)}
-    taken["backprop"] = arguments(methods.backprop.Unroll)  # without a default
-    taken["chain"] = arguments(methods.chains.Joint)
-    taken["edit"] = arguments(methods.edits.Edit)
-    [key] = [name for name, those in taken.items() if those == arguments(part)]
-    return key
-
-
-def arguments(part: type) -> list[str]:
-    return list(inspect.signature(part.__call__).parameters)
 
 
 def values(part: Any) -> str:
@@ -286,7 +262,7 @@ def test_of(name: str, option: str = "") -> str:
     option, its module's before others."""
     if name in methods.PRESETS:
         return re.search(r"tests/test_\w+\.py", (METHODS / f"{name}.md").read_text(encoding="utf-8"))[0]
-    own = f"test_{methods._TYPES[name].__module__.rpartition('.')[2]}.py"
+    own = f"test_{registry.TYPES[name].__module__.rpartition('.')[2]}.py"
     every = sorted((ROOT / "tests").glob("test_*.py"), key=lambda file: (file.name != own, file.name))
     files = [file for file in every if file.name not in ("test_methods.py", "test_docs.py")]
     used = re.compile(f'"{option}"' if option else rf"\b{name}\(")

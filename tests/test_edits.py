@@ -19,7 +19,7 @@ from flowgrpo.evaluation.compare import load_tuned
 from flowgrpo.evaluation.statistics import interval
 from flowgrpo.methods import preset, resolve
 from flowgrpo.objectives import GaussianKL
-from flowgrpo.parts.actor_critic import ActorCritic
+from flowgrpo.objectives.actor_critic import ActorCritic
 from flowgrpo.parts.paired import Paired
 from flowgrpo.policies.conditioning import Conditioning
 from flowgrpo.policies.edit_networks import Editor, EditWeights, load_editor, tokens, untokens

@@ -12,7 +12,7 @@ from flowgrpo.data import Prompt
 from flowgrpo.errors import UserError
 from flowgrpo.methods import preset, resolve
 from flowgrpo.objectives import Clip, Reinforce
-from flowgrpo.parts.token_objectives import ExpertMixture
+from flowgrpo.objectives.tokenwise import ExpertMixture
 from flowgrpo.policies.expert import answer_of
 from flowgrpo.types import Compared, Scored
 

@@ -16,7 +16,8 @@ from flowgrpo.advantages import Advantage
 from flowgrpo.errors import UserError
 from flowgrpo.methods import preset, resolve, with_parts
 from flowgrpo.objectives import Clip, OutputError, Sigma, Uniform
-from flowgrpo.parts.forward_objectives import CentredReward, GroupPreference, Matching, NegativeAware, Preference
+from flowgrpo.objectives.forward_process import CentredReward, GroupPreference, NegativeAware, Preference
+from flowgrpo.objectives.ratios import Matching
 from flowgrpo.parts.lag import Lag, Lagging
 from flowgrpo.policies import memory
 from flowgrpo.samplers.forward import GridTimes, Recorded, Stratified, matching

@@ -10,15 +10,8 @@ from tables import close, draw, f64
 
 from flowgrpo.gaussian import log_prob
 from flowgrpo.objectives import Clip, Sigma
-from flowgrpo.parts.forward_objectives import (
-    CentredReward,
-    GroupPreference,
-    Matching,
-    NegativeAware,
-    Preference,
-    error,
-    goodness,
-)
+from flowgrpo.objectives.forward_process import CentredReward, GroupPreference, NegativeAware, Preference, goodness
+from flowgrpo.objectives.ratios import Matching, error
 from flowgrpo.samplers.forward import matching
 from flowgrpo.types import Gaussian, Noised, Peers, Scored
 

@@ -14,7 +14,7 @@ from flowgrpo.gaussian import kl, log_prob
 from flowgrpo.log import Stats
 from flowgrpo.methods import preset, with_parts
 from flowgrpo.objectives import ESTIMATORS, GaussianKL, OutputError, SampledKL, in_epoch, k1, k2, k3, regularises
-from flowgrpo.parts.schedules import Adaptive, Constant, Linear
+from flowgrpo.objectives.schedules import Adaptive, Constant, Linear
 from flowgrpo.samplers.kernels import CPS, DDIM, DanceSDE, FlowDDIM, FlowSDE
 from flowgrpo.samplers.plans import Schedule
 from flowgrpo.samplers.rollout import Exploration, score

@@ -9,8 +9,8 @@ import tiny
 import torch
 
 from flowgrpo.log import Stats
-from flowgrpo.objectives import Clip
-from flowgrpo.parts.layer_tuning import AdaptiveClip, LayerTuning, towards_best
+from flowgrpo.objectives import AdaptiveClip, Clip
+from flowgrpo.parts.layer_tuning import LayerTuning, towards_best
 from flowgrpo.train import decisions
 from flowgrpo.types import Goal, Scored
 

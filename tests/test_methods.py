@@ -9,12 +9,14 @@ import pytest
 import tiny
 import torch
 
+from flowgrpo import registry
 from flowgrpo.advantages import Advantage
 from flowgrpo.errors import UserError
 from flowgrpo.log import Stats
 from flowgrpo.method import Method
 from flowgrpo.methods import preset, resolve, with_parts
 from flowgrpo.objectives import (
+    AdaptiveClip,
     Clip,
     Guard,
     InverseDelta,
@@ -26,21 +28,22 @@ from flowgrpo.objectives import (
     Truncated,
     Uniform,
 )
+from flowgrpo.objectives.completion import Discriminative, ImplicitNegative, Levels, Regressed, Tapered
+from flowgrpo.objectives.ratios import CompletionRatio
+from flowgrpo.objectives.schedules import Linear
+from flowgrpo.objectives.tokenwise import Conflicts, EntropyBonus, ExpertMixture, HighEntropy, LikelihoodKept
 from flowgrpo.parts.baselines import First, NoBaseline
 from flowgrpo.parts.correctness import Correctness, Signed
 from flowgrpo.parts.critic import ValueHead
-from flowgrpo.parts.layer_tuning import AdaptiveClip, LayerTuning
+from flowgrpo.parts.layer_tuning import LayerTuning
 from flowgrpo.parts.length_terms import ExitDecay, LengthSwitch
 from flowgrpo.parts.lookahead import Lookahead
 from flowgrpo.parts.reductions import PerDecision, PerRow, RowSums
 from flowgrpo.parts.references import Teacher
-from flowgrpo.parts.schedules import Linear
 from flowgrpo.parts.shaping import AsIs, Overlong, WinRate
 from flowgrpo.parts.spreads import SegmentChain, SegmentTree, StepGroups
 from flowgrpo.parts.text_groups import Serial
-from flowgrpo.parts.text_objectives import CompletionRatio, Discriminative, ImplicitNegative, Levels, Regressed, Tapered
 from flowgrpo.parts.text_trees import Tree
-from flowgrpo.parts.token_objectives import Conflicts, EntropyBonus, ExpertMixture, HighEntropy, LikelihoodKept
 from flowgrpo.presets import suited
 from flowgrpo.presets.overlays import grpo_guard
 from flowgrpo.presets.steps import mix_grpo
@@ -220,6 +223,24 @@ def test_mistakes_in_parts_are_told_with_their_path(parts, told):
     with pytest.raises(UserError) as caught:
         with_parts(preset("mix_grpo"), parts)
     assert str(caught.value).startswith(told) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("place", [field for field in registry.MODULES if "." not in field])
+def test_no_part_is_taken_in_the_place_of_another(place):
+    other = [name for name, cls in registry.TYPES.items() if registry.PLACES[cls] != place]
+    assert len(other) > 80
+    for name in other:
+        with pytest.raises(UserError, match=rf"^parts.{place}.type: {name} does not belong there; there are: \w+"):
+            with_parts(preset("flow_grpo"), {place: {"type": name}})
+
+
+def test_a_place_without_parts_takes_none():
+    for path, parts in (("parts.roots", {"roots": {"type": "Clip"}}),
+                        ("parts.surrogate.margin", {"surrogate": {"type": "Ascent", "margin": {"type": "Clip"}}})):
+        with pytest.raises(UserError, match=f"^{path}.type: Clip does not belong there; there are: no parts, but a value"):
+            with_parts(preset("flow_grpo"), parts)
+    with pytest.raises(UserError, match="^unknown key parts.type"):
+        with_parts(preset("flow_grpo"), {"type": "Clip"})
 
 
 @pytest.mark.parametrize("options, told", [

@@ -17,7 +17,7 @@ from flowgrpo.data import Prompt
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation.evaluate import _functions
 from flowgrpo.methods import resolve
-from flowgrpo.parts.forward_objectives import error
+from flowgrpo.objectives.ratios import error
 from flowgrpo.recorded_pairs import in_place, require
 from flowgrpo.rewards.preferred import preferred
 from flowgrpo.train import Trainer

@@ -17,7 +17,7 @@ from flowgrpo import methods
 from flowgrpo.errors import UserError
 from flowgrpo.log import Stats
 from flowgrpo.objectives import Ascent
-from flowgrpo.parts.schedules import Adaptive, Constant, Linear
+from flowgrpo.objectives.schedules import Adaptive, Constant, Linear
 from flowgrpo.policies.masked_lm import MaskedLM
 from flowgrpo.rewards.soft_texts import SoftTexts, letters
 from flowgrpo.run import run

@@ -16,7 +16,7 @@ from flowgrpo.advantages import Advantage
 from flowgrpo.config import load
 from flowgrpo.errors import UserError
 from flowgrpo.methods import preset, resolve
-from flowgrpo.parts.forward_objectives import Preference
+from flowgrpo.objectives.forward_process import Preference
 from flowgrpo.parts.shaping import BradleyTerry
 from flowgrpo.recorded_pairs import require
 from flowgrpo.rewards.combine import Harmonic, harmonic

@@ -13,9 +13,10 @@ from tables import close, draw, f64
 from flowgrpo.errors import UserError
 from flowgrpo.log import Stats
 from flowgrpo.methods import preset, resolve, with_parts
+from flowgrpo.objectives.completion import Discriminative, ImplicitNegative, Levels, Regressed, Tapered
+from flowgrpo.objectives.ratios import CompletionRatio
 from flowgrpo.parts.correctness import Correctness, Signed
 from flowgrpo.parts.reductions import PerRow, RowSums, reduced
-from flowgrpo.parts.text_objectives import CompletionRatio, Discriminative, ImplicitNegative, Levels, Regressed, Tapered
 from flowgrpo.types import Compared, Peers, Scored
 
 # Two groups, of 3 and 2 completions of up to 4 tokens; numbers of them by which float32 divides exactly.

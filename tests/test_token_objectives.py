@@ -12,8 +12,8 @@ from tables import close, draw, f64
 from flowgrpo.errors import UserError
 from flowgrpo.methods import preset, with_parts
 from flowgrpo.objectives import Clip, DivergenceMask, PlainRatio, Reinforce
-from flowgrpo.parts.text_objectives import Regressed
-from flowgrpo.parts.token_objectives import Conflicts, EntropyBonus, HighEntropy, LikelihoodKept, conflicts
+from flowgrpo.objectives.completion import Regressed
+from flowgrpo.objectives.tokenwise import Conflicts, EntropyBonus, HighEntropy, LikelihoodKept, conflicts
 from flowgrpo.samplers.tokens import Decoding, entropy_of, score
 from flowgrpo.types import Compared, Peers, Scored
 

@@ -13,39 +13,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from flowgrpo.objectives import _cut, _ppo, _require_range
 from flowgrpo.samplers.rollout import Part
 from flowgrpo.types import Goal, Scored, Transitions
-
-
-@dataclass(frozen=True)
-class AdaptiveClip:
-    """`Clip` whose upper bound grows with the advantage, r <= 1 + low + (high - low) sigmoid(sensitivity * A)
-    (LayerTuning, 2509.23352, a reconstruction).
-
-    A good sample may so move farther than a middling one; the lower bound is 1 - low. 0 <= low <= 1, low <= high.
-    """
-
-    low: float = 1e-4
-    high: float = 2e-4
-    sensitivity: float = 1.0
-
-    def __post_init__(self) -> None:
-        _require_range("AdaptiveClip", self.low, self.high)
-        if self.high < self.low or not self.sensitivity >= 0:
-            raise ValueError(f"AdaptiveClip: low is {self.low}, high {self.high} and sensitivity {self.sensitivity}, "
-                             "expected low <= high and 0 or more")
-
-    def __call__(self, log_ratio: Tensor, advantage: Tensor, old: Tensor | None = None) -> Tensor:
-        return _ppo(log_ratio.expm1(), advantage, *self._range(advantage))
-
-    def clipped(self, log_ratio: Tensor, advantage: Tensor, old: Tensor | None = None) -> Tensor:
-        return _cut(log_ratio.expm1(), advantage, *self._range(advantage))
-
-    def _range(self, advantage: Tensor) -> tuple[Tensor, Tensor]:
-        """The bounds of r - 1, each as the advantage [B, N] or [B, 1]."""
-        highest = self.low + (self.high - self.low) * torch.sigmoid(self.sensitivity * advantage)
-        return torch.full_like(highest, -self.low), highest
 
 
 @dataclass(frozen=True)

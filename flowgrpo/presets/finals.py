@@ -7,7 +7,8 @@ from typing import Any
 
 from flowgrpo import advantages, objectives, selection
 from flowgrpo.method import Method
-from flowgrpo.parts import actor_critic, forward_objectives, lag, layer_tuning, paired, reductions, references, shaping
+from flowgrpo.objectives import actor_critic, forward_process
+from flowgrpo.parts import lag, layer_tuning, paired, reductions, references, shaping
 from flowgrpo.samplers import backprop, edits, forward, kernels, plans, relaxation, tokens
 
 
@@ -16,7 +17,7 @@ def diffusion_nft(method: Method = Method()) -> Method:
 
     The old policy lags behind and draws the samples.
     """
-    return _forward(method, forward.GridTimes(share=0.99), surrogate=forward_objectives.NegativeAware(),
+    return _forward(method, forward.GridTimes(share=0.99), surrogate=forward_process.NegativeAware(),
                     lag=lag.Lag(slope=0.001, most=0.5), kl=objectives.OutputError(1e-4))
 
 
@@ -26,7 +27,7 @@ def awm(method: Method = Method()) -> Method:
     The paper divides its advantages by 5: loss and KL weight are five times its own here.
     """
     return _forward(method, forward.GridTimes(every=2, start=1, share=0.9), surrogate=objectives.Clip(1.0, 1.0),
-                    log_ratio=forward_objectives.Matching(0.25), step_weight=objectives.Sigma(),
+                    log_ratio=objectives.Matching(0.25), step_weight=objectives.Sigma(),
                     kl=objectives.OutputError(0.005))
 
 
@@ -36,7 +37,7 @@ def dgpo(method: Method = Method()) -> Method:
     At high noise alone, with one noise per group and time.
     """
     return _forward(method, forward.GridTimes(every=2, share=0.7, shared=True),
-                    surrogate=forward_objectives.GroupPreference(),
+                    surrogate=forward_process.GroupPreference(),
                     lag=lag.Lag(slope=0.001, most=0.3, draws=False), kl=objectives.OutputError(0.001))
 
 
@@ -45,13 +46,13 @@ def crd(method: Method = Method()) -> Method:
 
     The old policy lags behind and draws the samples.
     """
-    return _forward(method, forward.GridTimes(share=0.99), surrogate=forward_objectives.CentredReward(),
+    return _forward(method, forward.GridTimes(share=0.99), surrogate=forward_process.CentredReward(),
                     lag=lag.Lag(start=0.25, slope=0.005, most=0.999), kl=objectives.OutputError(0.05))
 
 
 def diffusion_dpo(method: Method = Method()) -> Method:
     """Diffusion-DPO: online, the best of a group preferred to its worst, at noised finals (2311.12908)."""
-    return _forward(method, forward.Stratified(4), surrogate=forward_objectives.Preference(),
+    return _forward(method, forward.Stratified(4), surrogate=forward_process.Preference(),
                     selection=selection.BestWorst(2), kl=objectives.OutputError(0.0))
 
 
@@ -61,12 +62,12 @@ def rpo(method: Method = Method()) -> Method:
     The labels are drawn, and the subject's picture is matched whichever it prefers; beta as in the released code.
     """
     return replace(diffusion_dpo(method), times=forward.Stratified(4, shared=True), shaping=shaping.BradleyTerry(),
-                   surrogate=forward_objectives.Preference(2.0, similarity=1.0))
+                   surrogate=forward_process.Preference(2.0, similarity=1.0))
 
 
 def _forward(method: Method, times: Any, **parts: Any) -> Method:
     """A method of noised finals: rollouts without noise, each from its own, and what `parts` say."""
-    usual = {"plan": plans.NoSteps(), "roots": None, "log_ratio": forward_objectives.Matching(), "lag": lag.Lag(),
+    usual = {"plan": plans.NoSteps(), "roots": None, "log_ratio": objectives.Matching(), "lag": lag.Lag(),
              "advantage": advantages.Advantage(scale="batch", order="rewards"), "step_weight": objectives.Uniform()}
     return replace(method, times=times, **usual | parts)
 

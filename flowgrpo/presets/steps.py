@@ -99,7 +99,7 @@ def tree_rpo(method: Method = Method()) -> Method:
     """
     return replace(method, kernel=kernels.FlowSDE(0.7), plan=plans.TreeWindow(plans.Sliding(size=4), growth=0.5),
                    roots=None, advantage=advantages.Advantage(scale="group", order="advantages"),
-                   surrogate=layer_tuning.AdaptiveClip(1e-4, 2e-4, 1.0), kl=objectives.GaussianKL(0.0),
+                   surrogate=objectives.AdaptiveClip(1e-4, 2e-4, 1.0), kl=objectives.GaussianKL(0.0),
                    tuning=layer_tuning.LayerTuning(1e-4))
 
 

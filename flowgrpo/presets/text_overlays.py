@@ -6,26 +6,27 @@ from dataclasses import replace
 
 from flowgrpo import objectives
 from flowgrpo.method import Method
-from flowgrpo.parts import references, schedules, token_objectives
+from flowgrpo.objectives import schedules, tokenwise
+from flowgrpo.parts import references
 from flowgrpo.presets.texts import dapo, grpo
 
 
 def entropy_bonus(method: Method = Method()) -> Method:
     """An entropy bonus over a host of language models, GRPO without one (1707.06347, equation 9)."""
     method = method if method.for_tokens else grpo(method)
-    return replace(method, surrogate=token_objectives.EntropyBonus(method.surrogate, 0.01))
+    return replace(method, surrogate=tokenwise.EntropyBonus(method.surrogate, 0.01))
 
 
 def high_entropy(method: Method = Method()) -> Method:
     """The fifth of tokens of the largest entropies, over a host of language models, DAPO without one (2506.01939)."""
     method = method if method.for_tokens else dapo(method)
-    return replace(method, surrogate=token_objectives.HighEntropy(method.surrogate, 0.2))
+    return replace(method, surrogate=tokenwise.HighEntropy(method.surrogate, 0.2))
 
 
 def llds(method: Method = Method()) -> Method:
     """LLDS over a host of language models, GRPO without one: good completions stay as likely (2512.04220)."""
     method = method if method.for_tokens else grpo(method)
-    return replace(method, surrogate=token_objectives.LikelihoodKept(method.surrogate, 0.1))
+    return replace(method, surrogate=tokenwise.LikelihoodKept(method.surrogate, 0.1))
 
 
 def kdrl(method: Method = Method()) -> Method:
@@ -47,4 +48,4 @@ def visurf(method: Method = Method()) -> Method:
 def rl_plus(method: Method = Method()) -> Method:
     """RL-PLUS: ViSurf's answer in its group, with a ratio to the mixture of both policies (2508.00222)."""
     method = visurf(method)
-    return replace(method, surrogate=token_objectives.ExpertMixture(method.surrogate))
+    return replace(method, surrogate=tokenwise.ExpertMixture(method.surrogate))

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from flowgrpo import advantages, objectives, selection
 from flowgrpo.method import Method
+from flowgrpo.objectives import completion, tokenwise
 from flowgrpo.parts import (
     baselines,
     correctness,
@@ -17,9 +18,7 @@ from flowgrpo.parts import (
     shaping,
     spreads,
     text_groups,
-    text_objectives,
     text_trees,
-    token_objectives,
 )
 from flowgrpo.samplers import tokens
 
@@ -85,32 +84,32 @@ def ppo(method: Method = Method()) -> Method:
 
 def topr(method: Method = Method()) -> Method:
     """TOPR: REINFORCE whose bad samples count by their ratio, at most 1, and good ones fully (2503.14286)."""
-    return replace(rloo(method), log_ratio=text_objectives.CompletionRatio(), surrogate=text_objectives.Tapered(),
+    return replace(rloo(method), log_ratio=objectives.CompletionRatio(), surrogate=completion.Tapered(),
                    advantage=advantages.Advantage(scale="none", order="rewards", clamp=math.inf))
 
 
 def nft(method: Method = Method()) -> Method:
     """NFT for text: likelihood of right completions, and of wrong ones under an implicit policy (2505.18116)."""
     return replace(grpo(method), advantage=correctness.Correctness(), selection=selection.DropZeroVariance(),
-                   surrogate=text_objectives.ImplicitNegative(), reduction=reductions.PerDecision(),
+                   surrogate=completion.ImplicitNegative(), reduction=reductions.PerDecision(),
                    kl=objectives.SampledKL(0.0))
 
 
 def disco(method: Method = Method()) -> Method:
     """DisCO: scores of right completions above those of wrong ones, in a trust region (2505.12366)."""
-    return replace(grpo(method), advantage=correctness.Correctness(), surrogate=text_objectives.Discriminative(),
+    return replace(grpo(method), advantage=correctness.Correctness(), surrogate=completion.Discriminative(),
                    kl=objectives.SampledKL(0.0))
 
 
 def reg_grpo(method: Method = Method()) -> Method:
     """Reg-GRPO: the advantage regressed on the standardised log-ratio, without a clip (2506.07464)."""
-    return replace(grpo(method), log_ratio=text_objectives.CompletionRatio(), surrogate=text_objectives.Regressed(),
+    return replace(grpo(method), log_ratio=objectives.CompletionRatio(), surrogate=completion.Regressed(),
                    reduction=reductions.RowSums(), kl=objectives.SampledKL(0.0))
 
 
 def trpa(method: Method = Method()) -> Method:
     """TRPA: every better completion of a group preferred to every worse one, near the old policy (2504.04524)."""
-    return replace(grpo(method), surrogate=text_objectives.Levels(), kl=objectives.SampledKL(0.0),
+    return replace(grpo(method), surrogate=completion.Levels(), kl=objectives.SampledKL(0.0),
                    advantage=advantages.Advantage(scale="none", order="rewards", clamp=math.inf))
 
 
@@ -122,7 +121,7 @@ def w_reinforce(method: Method = Method()) -> Method:
 
 def gtpo(method: Method = Method()) -> Method:
     """GTPO: tokens that good and bad completions share are not pushed down, and pulled up twice (2508.03772)."""
-    return replace(grpo(method), surrogate=token_objectives.Conflicts(), kl=objectives.SampledKL(0.0))
+    return replace(grpo(method), surrogate=tokenwise.Conflicts(), kl=objectives.SampledKL(0.0))
 
 
 def grpo_lambda(method: Method = Method()) -> Method:

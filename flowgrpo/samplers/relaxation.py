@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 
 from flowgrpo import objectives
-from flowgrpo.parts import schedules
+from flowgrpo.objectives import schedules
 from flowgrpo.samplers.tokens import Unmasking
 from flowgrpo.types import Context
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from flowgrpo.objectives import Clip, DivergenceMask, Reinforce
-from flowgrpo.parts.text_objectives import OfCompletions
+from flowgrpo.objectives.completion import OfCompletions
 from flowgrpo.types import Compared
 
 

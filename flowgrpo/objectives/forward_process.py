@@ -15,35 +15,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from flowgrpo.objectives import _cut
-from flowgrpo.types import Noised, Scored
+from flowgrpo.objectives.ratios import error
+from flowgrpo.objectives.surrogates import cut
+from flowgrpo.types import Noised
 
 LEAST = 1e-5  # of a self-normalised error's weight
-
-
-def error(scored: Scored) -> Tensor:
-    """mean((v - u)^2) of a score under N(v, 1): [B, 1]."""
-    return -2 * scored.logp - math.log(2 * math.pi)
-
-
-@dataclass(frozen=True)
-class Matching:
-    """The log-ratio f(e_old) - f(e_new) of noised samples, [B, 1], f(e) = ((e + 1e-10)^power - 1e-10^power) / power.
-
-    power 1 is the plain error; 0.25, with a step weight t, the "ghuber" of AWM (2509.25050, its code).
-    """
-
-    power: float = 1.0
-
-    def __post_init__(self) -> None:
-        if not 0 < self.power <= 1:
-            raise ValueError(f"Matching: power is {self.power}, expected above 0 and at most 1")
-
-    def __call__(self, new: Scored, old: Scored) -> Tensor:
-        return self._of(error(old)) - self._of(error(new))
-
-    def _of(self, value: Tensor) -> Tensor:
-        return value if self.power == 1 else (value.clamp(min=0) + 1e-10).pow(self.power) / self.power
 
 
 class OfNoised:
@@ -142,7 +118,7 @@ class GroupPreference(OfNoised):
         return torch.sigmoid(self.beta * _mean(peers.beside(noised.rows), peers.advantage * peers.gap))
 
     def clipped(self, log_ratio: Tensor, advantage: Tensor, old: Noised | None = None) -> Tensor:
-        return _cut(log_ratio.detach().expm1(), advantage, -self.low, self.high)
+        return cut(log_ratio.detach().expm1(), advantage, -self.low, self.high)
 
 
 @dataclass(frozen=True)

@@ -15,22 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from flowgrpo.types import Compared, Scored
-
-
-@dataclass(frozen=True)
-class CompletionRatio:
-    """The log-ratio of the whole completion, the sum of its tokens', at every one of them, [B, L]; every token has its
-    own gradient alone.
-
-    The ratio of the texts' probabilities, as importance sampling has it. A loss f(log-ratio), of which `RowSums` adds
-    up the tokens, so has the gradient f' grad log p of the completion (as GSPO-token, 2507.18071, section 4.3, has for
-    its mean).
-    """
-
-    def __call__(self, new: Scored, old: Scored) -> Tensor:
-        own = new.logp - old.logp
-        return (own * new.mask).sum(1, keepdim=True).detach() + own - own.detach()
+from flowgrpo.types import Compared
 
 
 @dataclass(frozen=True)

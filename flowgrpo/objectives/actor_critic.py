@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowgrpo.objectives import _cut, _ppo, _require_range
+from flowgrpo.objectives.surrogates import cut, ppo, require_range
 from flowgrpo.samplers.edits import Seen
 
 
@@ -29,7 +29,7 @@ class ActorCritic:
     ratio: float = 1.0
 
     def __post_init__(self) -> None:
-        _require_range("ActorCritic", self.low, self.high)
+        require_range("ActorCritic", self.low, self.high)
         if not self.critic > 0:
             raise ValueError(f"ActorCritic: critic is {self.critic}, expected above 0, the weight of the critic's loss")
         if min(self.through, self.ratio) < 0 or not self.through + self.ratio > 0:
@@ -44,12 +44,12 @@ class ActorCritic:
     def __call__(self, log_ratio: Tensor, advantage: Tensor, old: Seen) -> Tensor:
         loss = self.critic * (old.value - old.reward).square().to(log_ratio)
         if self.ratio:
-            loss = loss + self.ratio * _ppo(log_ratio.expm1(), advantage, -self.low, self.high)
+            loss = loss + self.ratio * ppo(log_ratio.expm1(), advantage, -self.low, self.high)
         return loss - self.through * old.edited.to(log_ratio) if self.through else loss
 
     def clipped(self, log_ratio: Tensor, advantage: Tensor, old: Seen | None = None) -> Tensor:
         """Where the clip cuts the edit's gradient, bool [B, N]; nowhere without the clipped loss."""
-        return (self.ratio > 0) & _cut(log_ratio.expm1(), advantage, -self.low, self.high)
+        return (self.ratio > 0) & cut(log_ratio.expm1(), advantage, -self.low, self.high)
 
 
 def require(method: Any, group: int) -> None:

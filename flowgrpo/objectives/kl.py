@@ -1,0 +1,128 @@
+"""Regularisers: `kl(new, reference) -> loss [B, N]`, for B rows of N decisions.
+
+Their schedule says what becomes of the weight from epoch to epoch: `in_epoch`. Where the weight is 0 the reference is
+not read, and may be None.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flowgrpo.objectives.divergence import divergence, output_error
+from flowgrpo.objectives.schedules import Constant
+from flowgrpo.types import Context, Scored
+
+
+@dataclass(frozen=True)
+class GaussianKL:
+    """weight * KL to the reference policy per decision, [B, N]; its gradient reaches the new mean (Flow-GRPO,
+    2505.05470, and DPOK, 2305.16381: the sum over steps of KL(new || reference) on the policy's own samples).
+
+    The KL is `gaussian.kl`, with the deviation of the whole step.
+    """
+
+    weight: float = 0.0
+    schedule: Any = Constant()
+
+    def __post_init__(self) -> None:
+        _require_weight(self)
+
+    def __call__(self, new: Scored, reference: Scored | None) -> Tensor:
+        return _weighted(self, new, reference, divergence)
+
+
+@dataclass(frozen=True)
+class OutputError:
+    """weight * mean squared difference of the model's outputs, [B, N]: every step counts the same, whatever its noise
+    (DPOK's released code, 2305.16381, which calls it KL: of predicted noises, guidance applied, with weights 0.01 and
+    0.1 where advantages count 10 and 1000 times).
+
+    A transition's mean is affine in the output, so that it is the difference of means over their `slope`, squared.
+    """
+
+    weight: float = 0.0
+    schedule: Any = Constant()
+
+    def __post_init__(self) -> None:
+        _require_weight(self)
+
+    def __call__(self, new: Scored, reference: Scored | None) -> Tensor:
+        return _weighted(self, new, reference, output_error)
+
+
+def k1(new: Tensor, reference: Tensor) -> Tensor:
+    """log p - log q of log-probabilities [B, N] of samples of p, the new policy; q is the reference.
+
+    Its mean is KL(p || q), but its gradient, grad log p, has mean 0: a number to watch, not a loss.
+    (k1, k2, k3: J. Schulman, Approximating KL Divergence, 2020.)
+    """
+    return new - reference
+
+
+def k2(new: Tensor, reference: Tensor) -> Tensor:
+    """(log p - log q)^2 / 2: biased from the third order of the difference on, but its gradient,
+    (log p - log q) grad log p, has the mean grad KL(p || q) on samples of p."""
+    return (new - reference).square() / 2
+
+
+def k3(new: Tensor, reference: Tensor) -> Tensor:
+    """q/p - 1 - log(q/p): its mean is KL(p || q) and it is never negative (the term of GRPO, 2402.03300, equation 4).
+
+    Its gradient, (1 - q/p) grad log p, has the mean grad KL(q || p) on samples of p.
+    """
+    log_ratio = reference - new
+    return log_ratio.expm1() - log_ratio
+
+
+ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3}
+
+
+@dataclass(frozen=True)
+class SampledKL:
+    """weight * an estimate of the KL to the reference policy from the samples' log-probabilities alone, [B, N]
+    (`k1`, `k2` or `k3`).
+
+    For tokens, and where no means are kept. A transition's log-probability is a mean over the latent's values: there k1
+    estimates the KL per value, while k2 and k3 see the differences of whole pictures shrunk by that mean.
+    """
+
+    weight: float = 0.0
+    estimator: str = "k3"
+    schedule: Any = Constant()
+
+    def __post_init__(self) -> None:
+        _require_weight(self)
+        if self.estimator not in ESTIMATORS:
+            raise ValueError(f"SampledKL: estimator is {self.estimator!r}, expected one of {', '.join(ESTIMATORS)}")
+
+    def __call__(self, new: Scored, reference: Scored | None) -> Tensor:
+        estimate = ESTIMATORS[self.estimator]
+        return _weighted(self, new, reference, lambda new, reference: estimate(new.logp, reference.logp))
+
+
+def regularises(kl: Any) -> bool:
+    """Whether a KL has a weight above 0 in any epoch, so that a reference is read."""
+    return not kl.schedule.silent(kl.weight)
+
+
+def in_epoch(kl: Any, context: Context) -> Any:
+    """The KL at the weight that its schedule gives it in the context's epoch."""
+    return replace(kl, weight=kl.schedule(kl.weight, context), schedule=Constant())
+
+
+def _require_weight(kl: Any) -> None:
+    if not kl.weight >= 0:
+        raise ValueError(f"{type(kl).__name__}: weight is {kl.weight}, expected 0 or more")
+    kl.schedule.silent(kl.weight)  # refuses a weight that it could not change
+
+
+def _weighted(kl: Any, new: Scored, reference: Scored | None, distance: Callable[[Scored, Scored], Tensor]) -> Tensor:
+    if kl.weight == 0:
+        return torch.zeros_like(new.logp)
+    assert reference is not None, "a KL of positive weight needs the reference's score"
+    return kl.weight * distance(new, reference)

@@ -1,0 +1,88 @@
+"""Log-ratios of the new policy to the old: `log_ratio(new, old) -> [B, N]`, for B rows of N decisions.
+
+Those of transitions are in the unit of `gaussian.log_prob`, a mean over the latent's values.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from flowgrpo.objectives.divergence import deviations, divergence
+from flowgrpo.types import Scored
+
+
+@dataclass(frozen=True)
+class PlainRatio:
+    """The log-ratio logp_new - logp_old, [B, N]."""
+
+    def __call__(self, new: Scored, old: Scored) -> Tensor:
+        return new.logp - old.logp
+
+
+@dataclass(frozen=True)
+class Guard:
+    """GRPO-Guard's RatioNorm (2510.22319): std * (logp_new - logp_old + b), b = mean((mean_new-mean_old)^2)/(2 std^2).
+
+    b takes away the bias that keeps plain ratios below 1, and std the dependence on the step; what is left is
+    mean(z * (mean_new - mean_old)), z the noise that was drawn. b stays in the graph, or its gradient would not cancel.
+    Reads mean and std of both. Clip ranges shrink with std: 2e-6 there, where 1e-4 would never clip.
+    """
+
+    def __call__(self, new: Scored, old: Scored) -> Tensor:
+        return deviations(new) * (new.logp - old.logp + divergence(new, old))
+
+
+@dataclass(frozen=True)
+class SequenceRatio:
+    """GSPO's log-ratio (2507.18071, equation 7): for every decision the mean log-ratio of its row's, [B, N].
+
+    A completion's tokens then have one ratio, the likelihood ratio of the whole to the power of 1 / length, and are
+    clipped together.
+    """
+
+    def __call__(self, new: Scored, old: Scored) -> Tensor:
+        mean = ((new.logp - old.logp) * new.mask).sum(1, keepdim=True) / new.mask.sum(1, keepdim=True).clamp(min=1)
+        return mean.expand_as(new.logp)
+
+
+@dataclass(frozen=True)
+class CompletionRatio:
+    """The log-ratio of the whole completion, the sum of its tokens', at every one of them, [B, L]; every token has its
+    own gradient alone.
+
+    The ratio of the texts' probabilities, as importance sampling has it. A loss f(log-ratio), of which `RowSums` adds
+    up the tokens, so has the gradient f' grad log p of the completion (as GSPO-token, 2507.18071, section 4.3, has for
+    its mean).
+    """
+
+    def __call__(self, new: Scored, old: Scored) -> Tensor:
+        own = new.logp - old.logp
+        return (own * new.mask).sum(1, keepdim=True).detach() + own - own.detach()
+
+
+def error(scored: Scored) -> Tensor:
+    """mean((v - u)^2) of a score under N(v, 1): [B, 1]."""
+    return -2 * scored.logp - math.log(2 * math.pi)
+
+
+@dataclass(frozen=True)
+class Matching:
+    """The log-ratio f(e_old) - f(e_new) of noised samples, [B, 1], f(e) = ((e + 1e-10)^power - 1e-10^power) / power.
+
+    power 1 is the plain error; 0.25, with a step weight t, the "ghuber" of AWM (2509.25050, its code).
+    """
+
+    power: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.power <= 1:
+            raise ValueError(f"Matching: power is {self.power}, expected above 0 and at most 1")
+
+    def __call__(self, new: Scored, old: Scored) -> Tensor:
+        return self._of(error(old)) - self._of(error(new))
+
+    def _of(self, value: Tensor) -> Tensor:
+        return value if self.power == 1 else (value.clamp(min=0) + 1e-10).pow(self.power) / self.power

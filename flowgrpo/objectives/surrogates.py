@@ -1,0 +1,230 @@
+"""Surrogates: `surrogate(log_ratio, advantage, old) -> loss [B, N]`, for B rows of N decisions.
+
+The log-ratio is [B, N], the advantage [B, N] or [B, 1], and old what `beside` gives of the old policy, [B, N]: only
+DynamicClip and DivergenceMask read it. clipped(...), of the same, is true where they cut the gradient; low and high are
+the ratio's range, in the unit of `gaussian.log_prob`. Masks and the division come last, in `parts.reductions`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flowgrpo.objectives.divergence import divergence
+from flowgrpo.types import Scored
+
+
+@dataclass(frozen=True)
+class Clip:
+    """PPO's clipped surrogate as a loss, max(-A r, -A clip(r, 1-low, 1+high)) with r = exp(log_ratio): [B, N].
+
+    The advantage A is [B, N] or [B, 1]. 0 <= low <= 1, high >= 0.
+    """
+
+    low: float = 1e-4
+    high: float = 1e-4
+
+    def __post_init__(self) -> None:
+        require_range("Clip", self.low, self.high)
+
+    def __call__(self, log_ratio: Tensor, advantage: Tensor, old: Tensor | None = None) -> Tensor:
+        return ppo(log_ratio.expm1(), advantage, -self.low, self.high)
+
+    def clipped(self, log_ratio: Tensor, advantage: Tensor, old: Tensor | None = None) -> Tensor:
+        """Where the clip cuts the gradient, bool [B, N]: a ratio out of range on the side that A pushes it to."""
+        return cut(log_ratio.expm1(), advantage, -self.low, self.high)
+
+
+@dataclass(frozen=True)
+class AdaptiveClip:
+    """`Clip` whose upper bound grows with the advantage, r <= 1 + low + (high - low) sigmoid(sensitivity * A)
+    (LayerTuning, 2509.23352, a reconstruction).
+
+    A good sample may so move farther than a middling one; the lower bound is 1 - low. 0 <= low <= 1, low <= high.
+    """
+
+    low: float = 1e-4
+    high: float = 2e-4
+    sensitivity: float = 1.0
+
+    def __post_init__(self) -> None:
+        require_range("AdaptiveClip", self.low, self.high)
+        if self.high < self.low or not self.sensitivity >= 0:
+            raise ValueError(f"AdaptiveClip: low is {self.low}, high {self.high} and sensitivity {self.sensitivity}, "
+                             "expected low <= high and 0 or more")
+
+    def __call__(self, log_ratio: Tensor, advantage: Tensor, old: Tensor | None = None) -> Tensor:
+        return ppo(log_ratio.expm1(), advantage, *self._range(advantage))
+
+    def clipped(self, log_ratio: Tensor, advantage: Tensor, old: Tensor | None = None) -> Tensor:
+        return cut(log_ratio.expm1(), advantage, *self._range(advantage))
+
+    def _range(self, advantage: Tensor) -> tuple[Tensor, Tensor]:
+        """The bounds of r - 1, each as the advantage [B, N] or [B, 1]."""
+        highest = self.low + (self.high - self.low) * torch.sigmoid(self.sensitivity * advantage)
+        return torch.full_like(highest, -self.low), highest
+
+
+@dataclass(frozen=True)
+class DualClip:
+    """`Clip` whose loss for A < 0 is at most -dual * A, with no gradient beyond: where r passes dual (1912.09729; in
+    place of a KL in RIFT, 2505.03344, with ranges of 0.2). One bad sample that became likely cannot rule the update."""
+
+    low: float = 1e-4
+    high: float = 1e-4
+    dual: float = 3.0
+
+    def __post_init__(self) -> None:
+        require_range("DualClip", self.low, self.high)
+        if not self.dual > 1:
+            raise ValueError(f"DualClip: dual is {self.dual}, expected above 1, the ratio of an unchanged policy")
+
+    def __call__(self, log_ratio: Tensor, advantage: Tensor, old: Tensor | None = None) -> Tensor:
+        loss = ppo(log_ratio.expm1(), advantage, -self.low, self.high)
+        return torch.where(advantage < 0, torch.minimum(loss, -self.dual * advantage), loss)
+
+    def clipped(self, log_ratio: Tensor, advantage: Tensor, old: Tensor | None = None) -> Tensor:
+        excess = log_ratio.expm1()
+        return cut(excess, advantage, -self.low, self.high) | ((advantage < 0) & (excess > self.dual - 1))
+
+
+@dataclass(frozen=True)
+class DynamicClip:
+    """`Clip` for tokens, wider where the old policy found the token unlikely (DCPO, 2509.02333).
+
+    With q = exp(old) the range of r is 1/2 + sqrt(max(1 - 4 low / q, 0)) / 2 to 1/2 + sqrt(1 + 4 high / q) / 2, at most
+    `cap` (10 in the released code). q must be a probability: of a Gaussian transition it would be a density.
+    """
+
+    low: float = 0.16
+    high: float = 0.2
+    cap: float = 10.0
+
+    def __post_init__(self) -> None:
+        require_range("DynamicClip", self.low, self.high)
+        if not self.cap > 1:
+            raise ValueError(f"DynamicClip: cap is {self.cap}, expected above 1 (infinity for none)")
+
+    def __call__(self, log_ratio: Tensor, advantage: Tensor, old: Tensor | None = None) -> Tensor:
+        return ppo(log_ratio.expm1(), advantage, *self._range(old))
+
+    def clipped(self, log_ratio: Tensor, advantage: Tensor, old: Tensor | None = None) -> Tensor:
+        return cut(log_ratio.expm1(), advantage, *self._range(old))
+
+    def _range(self, old: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The bounds of r - 1, each [B, N]."""
+        assert old is not None, "DynamicClip needs the old log-probability of every decision"
+        q = old.exp()
+        lowest = ((1 - 4 * self.low / q).clamp(min=0).sqrt() - 1) / 2
+        highest = ((1 + 4 * self.high / q).sqrt() - 1) / 2
+        return lowest, highest.clamp(max=self.cap - 1)
+
+
+@dataclass(frozen=True)
+class DivergenceMask:
+    """-A r, without a gradient where the policy is far from the old one and the update leads further away (Flow-DPPO,
+    2606.11025): where the divergence mean((mean_new - mean_old)^2) / (2 std^2) is at least `bound`, and A > 0 with
+    r > 1, or A < 0 with r < 1. It is a `Clip` whose range is open, or closed, by the divergence."""
+
+    bound: float = 1e-5
+    low = high = math.inf  # no range of the ratio
+
+    def __post_init__(self) -> None:
+        if not self.bound > 0:
+            raise ValueError(f"DivergenceMask: bound is {self.bound}, expected above 0")
+
+    def __call__(self, log_ratio: Tensor, advantage: Tensor, old: Tensor | None = None) -> Tensor:
+        return ppo(log_ratio.expm1(), advantage, *self._range(old))
+
+    def clipped(self, log_ratio: Tensor, advantage: Tensor, old: Tensor | None = None) -> Tensor:
+        return cut(log_ratio.expm1(), advantage, *self._range(old))
+
+    def _range(self, divergence: Tensor | None) -> tuple[Tensor, Tensor]:
+        assert divergence is not None, "DivergenceMask needs the divergence of every decision"
+        width = torch.where(divergence >= self.bound, 0.0, math.inf)
+        return -width, width
+
+
+def beside(surrogate: Any, new: Scored, old: Scored) -> Tensor:
+    """What a surrogate reads beside ratio and advantage, [B, N]: the divergence from the old policy, of a
+    DivergenceMask, otherwise the old log-probability."""
+    return divergence(new, old).detach() if isinstance(surrogate, DivergenceMask) else old.logp
+
+
+@dataclass(frozen=True)
+class Reinforce:
+    """-A (1 + log_ratio), whose gradient is -A grad log p at every ratio: no importance weight, no clip (DDPO_SF,
+    2305.13301). It is the surrogate -A r to first order, and meant for one update per batch."""
+
+    low = high = math.inf  # no range of the ratio
+
+    def __call__(self, log_ratio: Tensor, advantage: Tensor, old: Tensor | None = None) -> Tensor:
+        assert advantage.ndim == 2, advantage.shape
+        return -advantage * (1 + log_ratio)
+
+    def clipped(self, log_ratio: Tensor, advantage: Tensor, old: Tensor | None = None) -> Tensor:
+        return torch.zeros_like(log_ratio, dtype=torch.bool)
+
+
+@dataclass(frozen=True)
+class Truncated:
+    """-A clip(r, 1-low, 1+high) log p, the clipped ratio r a constant: an importance weight with bounds, and a gradient
+    for every decision, also where PPO's clip leaves none (CISPO, 2506.13585, equations 4 and 5, which bounds above
+    alone: low is 1)."""
+
+    low: float = 1.0
+    high: float = 4.0
+
+    def __post_init__(self) -> None:
+        require_range("Truncated", self.low, self.high)
+
+    def __call__(self, log_ratio: Tensor, advantage: Tensor, old: Tensor | None = None) -> Tensor:
+        assert advantage.ndim == 2 and old is not None, advantage.shape
+        weight = 1 + log_ratio.detach().expm1().clamp(-self.low, self.high)
+        return -weight * advantage * (old + log_ratio)
+
+    def clipped(self, log_ratio: Tensor, advantage: Tensor, old: Tensor | None = None) -> Tensor:
+        """Where the weight is bounded, which cuts no gradient, bool [B, N]."""
+        excess = log_ratio.expm1()
+        return (excess > self.high) | (excess < -self.low)
+
+
+@dataclass(frozen=True)
+class Ascent:
+    """-R, the reward itself in place of an advantage, or with a margin max(margin - R, 0), which leaves alone what is
+    good enough (ReFL, 2304.05977: a margin of 2). For methods with `backprop`, whose scores are rewards."""
+
+    margin: float | None = None
+    low = high = math.inf  # no range of the ratio
+
+    def __call__(self, log_ratio: Tensor, advantage: Tensor, old: Tensor | None = None) -> Tensor:
+        assert old is not None, "Ascent needs the old reward of every sample"
+        reward = old + log_ratio
+        return -reward if self.margin is None else (self.margin - reward).clamp(min=0)
+
+    def clipped(self, log_ratio: Tensor, advantage: Tensor, old: Tensor | None = None) -> Tensor:
+        assert old is not None, "Ascent needs the old reward of every sample"
+        return old + log_ratio >= (math.inf if self.margin is None else self.margin)
+
+
+def require_range(part: str, low: float, high: float) -> None:
+    if not 0 <= low <= 1 or not high >= 0:
+        raise ValueError(f"{part}: low is {low} and high {high}, expected 0 to 1 and 0 or more")
+
+
+def ppo(excess: Tensor, advantage: Tensor, lowest: float | Tensor, highest: float | Tensor) -> Tensor:
+    """max(-A r, -A clip(r)) of excess = r - 1 within lowest to highest.
+
+    Clipped as r - 1: next to 1 float32 has steps of 1.2e-7, too coarse for a clip range of 2e-6.
+    """
+    assert advantage.ndim == 2, advantage.shape
+    return -advantage - torch.minimum(advantage * excess, advantage * excess.clamp(lowest, highest))
+
+
+def cut(excess: Tensor, advantage: Tensor, lowest: float | Tensor, highest: float | Tensor) -> Tensor:
+    """Where `_ppo` has no gradient for a non-zero advantage, bool [B, N]."""
+    return ((advantage > 0) & (excess > highest)) | ((advantage < 0) & (excess < lowest))
