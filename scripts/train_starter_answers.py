@@ -247,7 +247,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("runs/starter_answers"))
     parser.add_argument("--pictures", type=int, default=5_000, help="rendered and decoded, half each, to train with")
-    parser.add_argument("--drawn", type=int, default=80, help="prompts of which the starter draws pictures")
+    parser.add_argument("--drawn", type=int, default=400, help="prompts of which the starter draws pictures")
     parser.add_argument("--test", type=int, default=300, help="rendered and decoded pictures each, to test with")
     parser.add_argument("--test-drawn", type=int, default=30, help="prompts of the drawn pictures to test with")
     parser.add_argument("--questions", type=int, default=6, help="per picture and epoch")

@@ -37,15 +37,17 @@ def test_clauses_of_geneval_become_questions():
         Question("Is there a dog in the picture?", "no", YES_NO)]
 
 
-@pytest.mark.parametrize("prompt, expected", [
-    ("a star", [("Is there a star in the picture?", "yes")]),
-    ("three black rings", [("How many rings are in the picture?", "three"), ("What color are the rings?", "black")]),
+@pytest.mark.parametrize("prompt, expected, others", [
+    ("a star", [("How many stars are in the picture?", "one")], "circle square triangle cross ring"),
+    ("three black rings", [("How many rings are in the picture?", "three"), ("What color are the rings?", "black")],
+     "circle square triangle star cross"),
     ("a drawing of a ring above a cross", [
-        ("Is there a ring in the picture?", "yes"),
-        ("Where is the ring, seen from the cross: left, right, above or below?", "above"),
-        ("Is there a cross in the picture?", "yes")])])
-def test_prompts_of_the_starters_world_become_questions(prompt, expected):
-    assert [(each.question, each.answer) for each in of_claims(parse(prompt))] == expected
+        ("How many rings are in the picture?", "one"), ("How many crosses are in the picture?", "one"),
+        ("Where is the ring, seen from the cross: left, right, above or below?", "above")],
+     "circle square triangle star")])
+def test_prompts_of_the_starters_world_become_questions(prompt, expected, others):
+    absent = [(f"Is there a {shape} in the picture?", "no") for shape in others.split()]
+    assert [(each.question, each.answer) for each in of_claims(parse(prompt))] == expected + absent
 
 
 @pytest.mark.parametrize("noun, many", [("dog", "dogs"), ("bus", "buses"), ("toothbrush", "toothbrushes"),
@@ -129,12 +131,14 @@ def test_a_judge_answers_questions_of_templates():
         reward = find("question_answers", {"by": "judge", "judge": {"url": server.url, **QUICK}})
         prompts = ["two stars", "three stars", "three red stars", "a star"]
         tally = Tally()
-        found = score({"qa": reward}, shades(2, 2, 3, 0), prompts, [{}] * 4, tally=tally)[:, 0]
+        own = {"questions": [{"question": "Is it red?", "answer": "yes"}]}
+        found = score({"qa": reward}, shades(2, 2, 3, 0), prompts, [{}, {}, {}, own], tally=tally)[:, 0]
     assert found[:3].tolist() == [1, 0, 1] and found[3].isnan() and tally.failed == {"qa": 1}
     assert "no answer to a question of the prompt 'a star'" in tally.said["qa"]
     asked = [parts(body, "text")[0] for _, _, body in server.seen]
-    assert len(asked) == 5 and ("How many stars are in the picture?\nChoose one of: zero, one, two, three, four. End "
-                                "with a line `Answer: CHOICE`.") in asked
+    # A number and five other shapes of three prompts, a colour, and one of its own.
+    assert len(asked) == 3 * 6 + 1 + 1 and ("How many stars are in the picture?\nChoose one of: zero, one, two, three, "
+                                            "four. End with a line `Answer: CHOICE`.") in asked
 
 
 def test_a_writer_is_asked_once_per_prompt_and_kept(tmp_path):

@@ -17,7 +17,7 @@ from flowgrpo.rewards.colours import NAMES
 from flowgrpo.rewards.judge_client import Answer, Endpoint, user
 from flowgrpo.rewards.judge_parse import conclusion, objects, refused
 from flowgrpo.rewards.wire import one_line
-from flowgrpo.starter.scenes import Claims
+from flowgrpo.starter.scenes import SHAPES, Claims
 
 NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
 PLACES = {"left of": "left", "right of": "right", "above": "above", "below": "below"}
@@ -77,7 +77,7 @@ def _of_clause(clause: dict[str, Any], include: Sequence[dict[str, Any]]) -> lis
     if count == 1:
         found = [Question(f"Is there {article(noun)} {noun} in the picture?", "yes")]
     else:
-        found = [Question(f"How many {plural(noun)} are in the picture?", number(count), _around(count))]
+        found = [_of_number(noun, count)]
     verb, named = ("is", noun) if count == 1 else ("are", plural(noun))
     if clause.get("color"):
         choices = tuple(dict.fromkeys((*NAMES, clause["color"])))
@@ -89,12 +89,21 @@ def _of_clause(clause: dict[str, Any], include: Sequence[dict[str, Any]]) -> lis
     return found
 
 
+def _of_number(noun: str, count: int) -> Question:
+    return Question(f"How many {plural(noun)} are in the picture?", number(count), _around(count))
+
+
 def of_claims(claims: Claims) -> list[Question]:
-    """The questions of a prompt of the starter's world."""
+    """The questions of a prompt of the starter's world, where nothing may be in a picture that its prompt does not say:
+    every claimed shape is counted, a single one too, and every other is asked for. Whether a ring is there would be
+    answered alike for one and for three."""
     include = [{"class": claim.shape, "count": claim.count, "color": claim.colour} for claim in claims.objects]
     if claims.relation:
         include[0]["position"] = [claims.relation, 1]
-    return of_clauses({"include": include})
+    others = [{"class": shape} for shape in SHAPES if shape not in {claim.shape for claim in claims.objects}]
+    counted = [_of_number(clause["class"], clause["count"]) for clause in include]
+    return counted + [each for each in of_clauses({"include": include, "exclude": others})
+                      if each.answer not in ("yes", *NUMBERS)]
 
 
 def of_list(entries: Any) -> list[Question]:
