@@ -238,7 +238,10 @@ def test_defaults():
     assert (draft.plan, draft.backprop, draft.surrogate) == (LastSteps(1), Unroll(), Ascent())
     assert (alignprop.plan, alignprop.backprop) == (RandomLast(0.16, 0.1), Unroll(checkpointing=True))
     assert refl.kernel == draft.kernel == FlowDDIM(0.0) and alignprop.kernel == FlowDDIM(1.0)
-    assert preset("tree_rpo", "draft") == preset("draft") and preset("draft", "sol_rl").preview is not None
+    for other in ("tree_rpo", "awm", "crd", "rpo", "diffusion_dpo", "reinflow", "expo", "b2_diffurl", "pref_grpo"):
+        for name in PRESETS:
+            assert preset(other, name) == preset(name), other
+    assert preset("draft", "sol_rl").preview == preset("sol_rl", "draft").preview is not None
 
 
 # --- refusals --------------------------------------------------------------------------------------------------------
@@ -250,6 +253,7 @@ def test_defaults():
     (dict(method="refl", parts={"roots": 1}), "roots: null"),
     (dict(method="refl", parts={"log_ratio": {"type": "Guard"}, "tail": 0.5}), "PlainRatio}, tail: 1.0"),
     (dict(method="draft", parts={"plan": {"count": 7}}), "at most the 6 steps"),
+    (dict(method="draft", parts={"times": {"type": "GridTimes"}}), "set parts: {times: {type: Recorded}}"),
     (dict(method="mix_grpo", parts={"surrogate": {"type": "Ascent"}}), "set parts.backprop: {type: Unroll}")])
 def test_parts_that_do_not_go_with_a_gradient_are_refused(options, told):
     with pytest.raises(UserError) as caught:

@@ -67,8 +67,10 @@ def rpo(method: Method = Method()) -> Method:
 
 def _forward(method: Method, times: Any, **parts: Any) -> Method:
     """A method of noised finals: rollouts without noise, each from its own, and what `parts` say."""
-    usual = {"plan": plans.NoSteps(), "roots": None, "log_ratio": objectives.Matching(), "lag": lag.Lag(),
-             "advantage": advantages.Advantage(scale="batch", order="rewards"), "step_weight": objectives.Uniform()}
+    usual = {"plan": plans.NoSteps(), "roots": None, "strides": (1,), "shaping": shaping.AsIs(),
+             "selection": selection.All(), "log_ratio": objectives.Matching(), "lag": lag.Lag(),
+             "advantage": advantages.Advantage(scale="batch", order="rewards"), "step_weight": objectives.Uniform(),
+             "tuning": layer_tuning.LayerTuning(), "backprop": None, "edit": None, "chain": None}
     return replace(method, times=times, **usual | parts)
 
 
@@ -100,9 +102,10 @@ def alignprop(method: Method = Method()) -> Method:
 def _backprop(method: Method, ending: Any) -> Method:
     """A method that follows the reward's gradient, on a deterministic rollout; what compares samples is not read."""
     return replace(method, backprop=ending, kernel=kernels.FlowDDIM(0.0), roots=None, strides=(1,), tail=1.0,
-                   advantage=advantages.Advantage(scale="group", order="rewards"), log_ratio=objectives.PlainRatio(),
-                   surrogate=objectives.Ascent(), step_weight=objectives.Uniform(), kl=objectives.GaussianKL(0.0),
-                   tuning=layer_tuning.LayerTuning())
+                   times=forward.Recorded(), lag=lag.Lag(), edit=None, chain=None, shaping=shaping.AsIs(),
+                   advantage=advantages.Advantage(scale="group", order="rewards"), selection=selection.All(),
+                   log_ratio=objectives.PlainRatio(), surrogate=objectives.Ascent(), step_weight=objectives.Uniform(),
+                   kl=objectives.GaussianKL(0.0), tuning=layer_tuning.LayerTuning())
 
 
 def drakes(method: Method = Method()) -> Method:
@@ -111,8 +114,7 @@ def drakes(method: Method = Method()) -> Method:
     Less the KL of the process to the base model's.
     """
     return replace(_backprop(method, relaxation.GumbelSoftmax()), kernel=tokens.Unmasking(order="random"),
-                   shaping=shaping.AsIs(), selection=selection.All(), reduction=reductions.PerDecision(),
-                   kl=objectives.SampledKL(0.0), reference=references.Base())
+                   reduction=reductions.PerDecision(), kl=objectives.SampledKL(0.0), reference=references.Base())
 
 
 def expo(method: Method = Method()) -> Method:
@@ -124,4 +126,5 @@ def expo(method: Method = Method()) -> Method:
                    strides=(1,), tail=1.0, advantage=paired.Paired(), log_ratio=objectives.PlainRatio(),
                    surrogate=actor_critic.ActorCritic(), step_weight=objectives.Uniform(),
                    kl=objectives.GaussianKL(0.01), tuning=layer_tuning.LayerTuning(), lag=lag.Lag(),
-                   times=forward.Recorded(), backprop=None, preview=None)
+                   times=forward.Recorded(), shaping=shaping.AsIs(), selection=selection.All(), backprop=None,
+                   chain=None, preview=None)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from flowgrpo import objectives
+from flowgrpo.samplers.forward import Recorded
 from flowgrpo.samplers.rollout import Exploration, Part, Seed, prompts_per_part
 from flowgrpo.samplers.scheduler import Noise, Task
 from flowgrpo.types import Scored, Transitions
@@ -145,7 +146,8 @@ def require(method: Any) -> None:
             "step_weight: {type: Uniform}": isinstance(method.step_weight, objectives.Uniform),
             "kl: {weight: 0}": not objectives.regularises(method.kl),
             "tuning: {weight: 0}": not method.tuning.weight,
-            "tail: 1.0": method.tail == 1, "strides: [1]": tuple(method.strides) == (1,)}
+            "tail: 1.0": method.tail == 1, "strides: [1]": tuple(method.strides) == (1,),
+            "times: {type: Recorded}": isinstance(method.times, Recorded)}
     if wrong := [cure for cure, fit in fits.items() if not fit]:
         raise ValueError(f"a method with `backprop` follows its reward's gradient alone, on one whole grid: set parts: "
                          f"{{{', '.join(wrong)}}}")
