@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from itertools import combinations
 
 import pytest
 import tiny
@@ -20,14 +21,14 @@ from flowgrpo.objectives.forward_process import CentredReward, GroupPreference, 
 from flowgrpo.objectives.ratios import Matching
 from flowgrpo.parts.lag import Lag, Lagging
 from flowgrpo.policies import memory
-from flowgrpo.samplers.forward import GridTimes, Recorded, Stratified, matching
+from flowgrpo.samplers.forward import GridTimes, RandomGridTimes, Recorded, Stratified, matching
 from flowgrpo.samplers.grids import shifted
 from flowgrpo.samplers.plans import NoSteps
 from flowgrpo.selection import All, BestWorst
 
 # surrogate, log-ratio, times, lag, KL, step weight, selection
 PUBLISHED = {
-    "diffusion_nft": (NegativeAware(1.0, 5.0), Matching(), GridTimes(share=0.99), Lag(slope=0.001, most=0.5), 1e-4,
+    "diffusion_nft": (NegativeAware(1.0, 5.0), Matching(), RandomGridTimes(0.99), Lag(slope=0.001, most=0.5), 1e-4,
                       Uniform(), All()),
     "awm": (Clip(1.0, 1.0), Matching(0.25), GridTimes(2, 1, 0.9), Lag(), 0.005, Sigma(), All()),
     "dgpo": (GroupPreference(100.0, 0.05, 0.05), Matching(), GridTimes(2, 0, 0.7, shared=True),
@@ -97,7 +98,27 @@ def test_stratified_times_fall_one_in_each_slice():
     assert abs(drawn.mean() - 0.5) < 0.03 and abs(drawn.var() - 1 / 12) < 0.01
 
 
-@pytest.mark.parametrize("times", [GridTimes(every=3), Stratified(3)])
+def test_random_grid_times_are_any_of_the_grid_with_one_probability():
+    found = places(RandomGridTimes(0.5), 4, 3000)
+    counts = {each: found.count(each) for each in set(found)}
+    assert set(counts) == set(combinations(range(4), 2))  # falling, none twice
+    assert all(count == pytest.approx(500, abs=4 * (3000 * 5 / 36) ** 0.5) for count in counts.values())
+    for share, size in ((0.6, 6), (0.99, 9)):  # the last time too, as often as all others
+        found = places(RandomGridTimes(share), 10, 2000)
+        assert {len(each) for each in found} == {size}
+        for step in range(10):
+            told = sum(step in each for each in found) / 2000
+            assert told == pytest.approx(size / 10, abs=4 * (size / 10 * (1 - size / 10) / 2000) ** 0.5)
+    assert set(places(RandomGridTimes(), 4, 5)) == {(0, 1, 2, 3)}
+
+
+def test_the_recipe_of_sol_rl_draws_six_of_all_ten_times():
+    method = with_parts(preset("sol_rl+diffusion_nft"), {"times": {"share": 0.6}})
+    found = places(method.times, 10, 200)
+    assert {len(each) for each in found} == {6} and {step for each in found for step in each} == set(range(10))
+
+
+@pytest.mark.parametrize("times", [GridTimes(every=3), RandomGridTimes(0.5), Stratified(3)])
 def test_times_are_functions_of_seed_and_epoch(times):
     drawn = [[times(shifted(12, 3.0), each, seed).tolist() for each in range(20)] for seed in (0, 0, 1)]
     assert drawn[0] == drawn[1] != drawn[2] and len({tuple(each) for each in drawn[0]}) > 10
@@ -107,6 +128,8 @@ def test_times_are_functions_of_seed_and_epoch(times):
     (lambda: GridTimes(every=0), "GridTimes: every is 0"), (lambda: GridTimes(share=1.1), "share 1.1, expected"),
     (lambda: Stratified(count=0), "Stratified: count is 0"), (lambda: Stratified(low=0.5, high=0.5), "low 0.5"),
     (lambda: GridTimes(start=3, share=0.5)(shifted(6, 3.0), 0, 0), "leave none of 6 steps"),
+    (lambda: RandomGridTimes(0.0), "RandomGridTimes: share is 0.0"),
+    (lambda: RandomGridTimes(0.1)(shifted(6, 3.0), 0, 0), "share 0.1 leaves none of 6 steps"),
     (lambda: Lag(start=0.5, most=0.4), "Lag: start is 0.5, most 0.4"), (lambda: Lag(slope=-1.0), "slope -1.0"),
 ])
 def test_impossible_fields_are_refused(make, told):
@@ -217,7 +240,7 @@ def noises(parts) -> torch.Tensor:
 
 def test_finals_are_noised_at_the_epochs_times():
     trainer, parts = noised_parts()
-    times = GridTimes(share=0.99)(trainer.explorer.grid, 0, 0)
+    times = RandomGridTimes(0.99)(trainer.explorer.grid, 0, 0)
     assert len(times) == 5
     for part in parts:
         assert [taken.step for taken in part.transitions] == list(range(5))

@@ -17,7 +17,7 @@ def diffusion_nft(method: Method = Method()) -> Method:
 
     The old policy lags behind and draws the samples.
     """
-    return _forward(method, forward.GridTimes(share=0.99), surrogate=forward_process.NegativeAware(),
+    return _forward(method, forward.RandomGridTimes(0.99), surrogate=forward_process.NegativeAware(),
                     lag=lag.Lag(slope=0.001, most=0.5), kl=objectives.OutputError(1e-4))
 
 

@@ -63,6 +63,30 @@ class GridTimes:
 
 
 @dataclass(frozen=True)
+class RandomGridTimes:
+    """int(share * T) of the T sigmas of the rollout's own grid, noisy or not, drawn anew each epoch: all are as likely
+    (DiffusionNFT, 2509.16117, its code, which draws for every sample by itself).
+
+    share: above 0 and at most 1; shared: one noise for the samples of a group.
+    """
+
+    share: float = 1.0
+    shared: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0 < self.share <= 1:
+            raise ValueError(f"RandomGridTimes: share is {self.share}, expected above 0 and at most 1")
+
+    def __call__(self, grid: Tensor, epoch: int, seed: int) -> Tensor:
+        steps = len(grid) - 1
+        count = int(self.share * steps)
+        if not count:
+            raise ValueError(f"RandomGridTimes: share {self.share} leaves none of {steps} steps: take a larger share "
+                             "or more steps")
+        return grid[sorted(random.Random(f"times/{seed}/{epoch}").sample(range(steps), count))]
+
+
+@dataclass(frozen=True)
 class Stratified:
     """`count` times between `low` and `high`, one drawn uniformly in each of as many equal slices, anew each epoch.
 
