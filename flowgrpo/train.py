@@ -111,6 +111,7 @@ class Trainer:
         has R scores in each.
         """
         conditioning, parts, scores = self.explorer.conditioning(batch), [], []
+        self.explorer.lagging.updates = self.update
         self.extremes = self.extremes if turn else Extremes(list(self.rewards))
         with ThreadPoolExecutor(1) as pool:
             for part, outputs in self.explorer.sample(conditioning, self.epoch, partial(self.total, batch),

@@ -146,7 +146,7 @@ def test_impossible_fields_are_refused(make, told):
     (Lag(start=0.25, slope=0.005, most=0.999), {0: 0.25, 10: 0.3, 200: 0.999}),
 ])
 def test_decays_by_hand(lag, expected):
-    assert {epoch: lag(epoch) for epoch in expected} == pytest.approx(expected)
+    assert {updates: lag(updates) for updates in expected} == pytest.approx(expected)
 
 
 class One:
@@ -162,13 +162,28 @@ class One:
 def test_the_old_policy_follows_once_per_epoch():
     one = One(8.0)
     lagging, found = Lagging(Lag(start=0.25, slope=0.25, most=0.75), one), []
-    for epoch, value in enumerate([8.0, 4.0, 0.0, 8.0]):
+    for epoch, (value, updates) in enumerate([(8.0, 0), (4.0, 1), (0.0, 2), (8.0, 4)]):
         one.value.fill_(value)
+        lagging.updates = updates
         lagging.begin(epoch)
         lagging.begin(epoch)  # an interrupted epoch is begun again
         found.append(lagging.held["w"].item())
     # 8, then 1/2 * 8 + 1/2 * 4, 3/4 * 6 + 1/4 * 0 and 3/4 * 4.5 + 1/4 * 8
     assert found == [8.0, 6.0, 4.5, 5.375]
+
+
+def test_the_decay_counts_updates_of_which_an_epoch_may_make_several():
+    trainer = tiny.trainer(method="crd", train__updates=2, train__lr=0.02)
+    first = trainer.policy.weights.snapshot()
+    for trainer.epoch in range(2):
+        trainer.run_epoch()
+        present = trainer.policy.weights.snapshot()
+    trainer.epoch = 2
+    held = trainer.explorer.lagging.held
+    trainer.sample(trainer.prompts[:2])
+    assert trainer.update == 4 and any(not torch.equal(held[key], first[key]) for key in first)
+    for key, old in trainer.explorer.lagging.held.items():
+        torch.testing.assert_close(old, (0.25 + 4 * 0.005) * held[key] + 0.73 * present[key])
 
 
 def test_without_a_lag_nothing_is_copied():
@@ -198,7 +213,7 @@ def test_rollouts_and_old_scores_are_the_old_policys():
 
 
 def test_a_resumed_run_has_the_same_old_policy(tmp_path):
-    options = dict(method="diffusion_nft", parts__lag={"start": 0.5, "most": 0.9}, train__lr=0.02)
+    options = dict(method="diffusion_nft", parts__lag={"start": 0.5, "slope": 0.1, "most": 0.9}, train__lr=0.02)
     trainer = tiny.trainer(**options)
     for trainer.epoch in range(2):
         trainer.run_epoch()

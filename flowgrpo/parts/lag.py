@@ -15,7 +15,8 @@ Snapshot = dict[str, Tensor]
 @dataclass(frozen=True)
 class Lag:
     """How slowly the old policy follows: after every epoch its weights become d * old + (1 - d) * present, with
-    d = min(start + slope * (epochs done - after), most), `start` before `after` (DiffusionNFT, 2509.16117, its code).
+    d = min(start + slope * (optimiser updates done - after), most), `start` before `after` (DiffusionNFT, 2509.16117,
+    its code).
 
     most 0 is no lag at all: the old policy is the present one of the rollout, and nothing is copied. draws: rollouts
     are the old policy's; otherwise the present one draws them, and the old one is only compared with.
@@ -32,15 +33,18 @@ class Lag:
             raise ValueError(f"Lag: start is {self.start}, most {self.most}, slope {self.slope} and after "
                              f"{self.after}, expected 0 <= start <= most <= 1, and 0 or more")
 
-    def __call__(self, epoch: int) -> float:
-        return min(self.start + self.slope * max(epoch - self.after, 0), self.most)
+    def __call__(self, updates: int) -> float:
+        return min(self.start + self.slope * max(updates - self.after, 0), self.most)
 
 
 class Lagging:
     """A policy's old weights, `held` on the CPU as they are in `epoch`; None without a lag.
 
-    weights: `adapters.Weights`, the present ones. Of a LoRA the factors A and B follow, each by itself.
+    weights: `adapters.Weights`, the present ones. Of a LoRA the factors A and B follow, each by itself. updates: how
+    many optimiser updates the run has made, told by whoever counts them.
     """
+
+    updates = 0
 
     def __init__(self, lag: Lag, weights: Any):
         self.lag, self.weights = lag, weights
@@ -54,7 +58,7 @@ class Lagging:
         if self.held is None:
             self.held, self.epoch = self.weights.snapshot(), epoch
         if epoch > self.epoch:
-            decay = self.lag(epoch)
+            decay = self.lag(self.updates)
             self.held = {key: now.lerp(self.held[key], decay) for key, now in self.weights.snapshot().items()}
             self.epoch = epoch
 
