@@ -11,7 +11,7 @@ import torch
 from flowgrpo import methods
 from flowgrpo.config import load
 from flowgrpo.geometry import geometry
-from flowgrpo.policies import build, frozen, tiny
+from flowgrpo.policies import build, check, frozen, tiny
 from flowgrpo.policies.causal_lm import CausalLM
 from flowgrpo.policies.pipeline import PipelinePolicy
 from flowgrpo.rewards.find import locate
@@ -73,6 +73,14 @@ def test_a_recipe_fits_its_pipeline(name):
     assert explorations and all(each.schedule.trained for each in explorations)
     if method.preview:
         require_choice(explorations, method.preview.pool)
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_a_recipe_can_be_checked_on_a_tiny_instance(name):
+    """In its own precision: a replay repeats the rollout bit for bit."""
+    told = check.report(PIPELINES[name][0], load(FOLDER / f"{name}.yaml"))
+    assert told["drivable"], told["reason"]
+    assert told["replay_error"] == told["first_log_ratio"] == 0 and told["lora_grad"] > 0
 
 
 @pytest.mark.parametrize("processes", [1, 8])

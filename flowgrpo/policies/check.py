@@ -20,10 +20,11 @@ from flowgrpo.method import Method
 from flowgrpo.policies import check_text, frozen, memory, tiny
 from flowgrpo.policies.adapters import Weights
 from flowgrpo.policies.conditioning import Conditioning
+from flowgrpo.policies.dtypes import DTYPES
 from flowgrpo.policies.load import load_pipeline
 from flowgrpo.policies.lora import loader
 from flowgrpo.policies.pictures import PICTURES
-from flowgrpo.policies.pipeline import PipelinePolicy
+from flowgrpo.policies.pipeline import PipelinePolicy, unlogged
 from flowgrpo.presets.steps import mix_grpo
 from flowgrpo.samplers import cost
 from flowgrpo.samplers.grids import shifted
@@ -113,7 +114,7 @@ def _drive(model: Any, recipe: Config | None, found: dict[str, Any]) -> None:
 
 
 def _loaded(model: str, config: Config) -> tuple[Any, dict[str, Any]]:
-    """The pipeline and the arguments of its call."""
+    """The pipeline, in the recipe's precision, and the arguments of its call."""
     known = tiny.factories()
     named = model in known or (model.isidentifier() and model.endswith("Pipeline"))
     if not named or Path(model).exists():
@@ -123,7 +124,9 @@ def _loaded(model: str, config: Config) -> tuple[Any, dict[str, Any]]:
 
     if model not in known and hasattr(diffusers, model):
         refuse(getattr(diffusers, model))
-    return tiny.make(model)
+    pipe, call = tiny.make(model)
+    with unlogged():  # of modules that loading, and not casting, would keep in fp32
+        return pipe.to(DTYPES[config.precision]), call
 
 
 def refuse(cls: type) -> None:
