@@ -17,6 +17,7 @@ from flowgrpo.cli import main
 from flowgrpo.config import Eval, load, validate
 from flowgrpo.data import Prompt
 from flowgrpo.errors import UserError
+from flowgrpo.evaluation import report
 from flowgrpo.policies.adapters import LORA_FILE
 from flowgrpo.run import run
 
@@ -86,6 +87,15 @@ def test_the_best_weights_are_what_is_saved_and_evaluated(both):
     assert not same(saved(config.folder), weights_of(config.folder, 6))
     assert summary["after"]["red"] == pytest.approx(lines[2]["held_out/red"], abs=1e-7)
     assert summary["after"]["red"] != pytest.approx(lines[5]["held_out/red"], abs=1e-7)
+
+
+def test_the_report_shows_the_decline_and_says_what_was_kept(both):
+    config, summary = both
+    found = report.data(config.folder)
+    [curve] = [series for chart in found["charts"] if chart["title"] == "aim" for series in chart["series"]]
+    assert (curve["x"], curve["y"]) == ([0, 1, 2, 3, 4, 5, 6], pytest.approx([0.0, *PEAK[:6]]))
+    assert found["sentences"][1] == {"tone": "plain", "text": "K" + summary["kept"][1:] + "."}
+    assert found["stages"][-1]["label"] == "after training"
 
 
 def test_a_checkpoint_holds_them(both):

@@ -120,8 +120,13 @@ def test_every_metric_is_in_one_chart(tmp_path):
     assert sorted(filter(None, drawn)) == sorted(KEYS)
     by_title = {chart["title"]: chart["series"] for chart in charts}
     assert [series["label"] for series in by_title["Mean ratio per step"]] == ["step_2", "step_10"]
-    assert by_title["scene"][1] == {"label": "held-out prompts", "x": [0, 2, 4], "y": [0.125, 0.5, 2.75 / 3]}
-    assert by_title["piqe"] == [{"label": "held-out prompts", "x": [0, 2, 4], "y": [0.5, 0.5, 0.25]}]
+    assert by_title["scene"][1] == {"label": "held-out prompts", "x": [0, 2, 4], "y": [0.125, 0.5, 0.5]}
+    assert by_title["piqe"] == [{"label": "held-out prompts", "x": [0, 2, 4], "y": [0.5, 0.5, 0.5]}]
+
+
+def test_the_end_is_a_point_of_the_curve_where_its_epoch_was_not_measured(tmp_path):
+    charts = {chart["title"]: chart["series"] for chart in report.data(make_run(tmp_path / "run", epochs=5))["charts"]}
+    assert charts["scene"][1] == {"label": "held-out prompts", "x": [0, 2, 4, 5], "y": [0.125, 0.5, 0.5, 2.75 / 3]}
 
 
 def test_phases_add_up_longest_first():

@@ -197,7 +197,7 @@ def finish(trainer, functions: dict[str, Any], folder: Path, base: Measured) -> 
     if first:
         draw_pairs(folder / "before_after.png", base, after)
         (folder / "summary.json").write_text(json.dumps(finite(summary), indent=2) + "\n")
-        album.stage(folder, "after", trainer.epoch, after)
+        album.stage(folder, "after", trainer.best.best.epoch if trainer.best.weights else trainer.epoch, after)
         album.last(folder, trainer)
         report.write(folder)
         print_report(summary, said, folder)

@@ -61,10 +61,11 @@ def data(run: Path) -> dict[str, Any]:
     config, lines, stages = load(run / "config.yaml"), metrics(run), read_stages(run)
     last = _read(run / album.FOLDER / "last.json")
     finished = bool(stages) and stages[-1]["name"] == "after"
-    found = changes(config, stages)
-    return {"title": config.name, "finished": finished, "sentences": sentences(config, lines, found, last, finished),
+    found, summary = changes(config, stages), _read(run / "summary.json") if finished else {}
+    return {"title": config.name, "finished": finished,
+            "sentences": sentences(config, lines, found, last, finished, summary.get("kept")),
             "changes": [vars(change) | {"way": change.way, "digits": change.digits} for change in found],
-            "tasks": _read(run / "summary.json").get("tasks", {}) if finished else {},
+            "tasks": summary.get("tasks", {}),
             "metrics": columns(lines), "charts": charts(config, lines, stages), "stages": thinned(stages),
             "extremes": {key: last.get(key, []) for key in ("best", "worst")} | {"epoch": last.get("epoch")},
             "phases": phases(lines), "machine": _read(run / album.FOLDER / "machine.json"), "config": config.yaml()}
@@ -93,7 +94,7 @@ def columns(lines: list[dict[str, Any]]) -> dict[str, list[Any]]:
 def read_stages(run: Path) -> list[dict[str, Any]]:
     """The held-out prompts through training, in order: before, epochs, after."""
     files = [file for file in (run / album.FOLDER).glob("*.json") if file.stem not in ("machine", "last")]
-    return sorted(map(_read, files), key=lambda stage: (stage["epoch"], stage["name"] == "after"))
+    return sorted(map(_read, files), key=lambda stage: (stage["name"] == "after", stage["epoch"]))
 
 
 def thinned(stages: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -162,8 +163,9 @@ def _reward(config: Config, name: str, lines: list[dict[str, Any]], stages: list
     """A reward's chart: its mean over the samples of each epoch, and that on the held-out prompts."""
     series = [{"label": "training samples", "key": f"reward/{name}/mean", "band": f"reward/{name}/std"}] \
         if any(f"reward/{name}/mean" in line for line in lines) else []
-    held = {line["epoch"]: line.get(f"held_out/{name}") for line in lines}
-    held |= {stage["epoch"]: mean(stage["scores"].get(name, [])) for stage in stages}
+    # the last stage comes first: it gives no other value to an epoch that was measured on the way
+    held = {stage["epoch"]: mean(stage["scores"].get(name, [])) for stage in reversed(stages)}
+    held |= {line["epoch"]: line[key] for line in lines if line.get(key := f"held_out/{name}") is not None}
     points = sorted((epoch, value) for epoch, value in held.items() if value is not None)
     if points:
         series.append({"label": "held-out prompts", "x": [x for x, _ in points], "y": [y for _, y in points]})

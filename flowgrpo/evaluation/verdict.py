@@ -68,14 +68,15 @@ def _change(name: str, weight: float | None, was: list[float | None], now: list[
 
 
 def sentences(config: Config, lines: list[dict[str, Any]], found: list[Change], last: dict[str, Any],
-              finished: bool) -> list[dict[str, str]]:
-    """The summary: {text, tone}, where the tone is plain, good or warn."""
+              finished: bool, kept: str | None = None) -> list[dict[str, str]]:
+    """The summary: {text, tone}, where the tone is plain, good or warn. kept: `kept` of summary.json."""
     wanted = _listed([name if weight == 1 else f"{name} (weight {weight:g})" for name, weight in
                       config.rewards.items()])
     line = lines[-1] if lines else {"epoch": 0, "evaluations": 0, "seconds": 0.0}
     told = [("plain", f"{config.model} {'was' if finished else 'is being'} aligned to {wanted} with {config.method}: "
                       f"{line['epoch']} of {config.train.epochs} epochs, {line['evaluations']:,} denoiser evaluations, "
                       f"{_duration(line['seconds'])}.")]
+    told += [("plain", f"{kept[0].upper()}{kept[1:]}.")] if kept else []
     if any(change.change is not None for change in found) and lines:
         told += [_moved(change) for change in found if change.change is not None]
         told += _hacking(found)
