@@ -187,7 +187,7 @@ def test_large_pages_are_tables_with_repeated_names(tmp_path, count, width, name
     one = Image.open(draw_grid(tmp_path / "b.png", heads, [row]))
     assert area(page, "#ff0000") == count * width * 190 ** 2
     assert page.width == one.width == 2 * grid.MARGIN + width * (192 + grid.BETWEEN_PICTURES) - grid.BETWEEN_PICTURES
-    head, card = grid._height(grid.HEADING) + 6, one.height - 2 * grid.MARGIN - grid._height(grid.HEADING) - 6
+    head, card = grid.HEADING.height + 6, one.height - 2 * grid.MARGIN - grid.HEADING.height - 6
     assert page.height == 2 * grid.MARGIN + names * head + count * (card + grid.BETWEEN_CARDS) - grid.BETWEEN_CARDS
 
 

@@ -134,7 +134,7 @@ def test_a_runs_page_shows_base_beside_tuned(tmp_path, model, change):
     page = np.asarray(Image.open(path))
     coloured = (page[None] == np.array([ImageColor.getrgb(grid.ROSE), ImageColor.getrgb(grid.FELL)])[:, None, None])
     assert coloured.all(-1).any() == (change > 0)  # a score's colour says that it changed
-    left, top, side = grid.MARGIN + 1, grid.MARGIN + grid._height(grid.HEADING) + 7, 158
+    left, top, side = grid.MARGIN + 1, grid.MARGIN + grid.HEADING.height + 7, 158
     base, tuned = (page[top:top + side, at:at + side] for at in (left, left + 160 + grid.BETWEEN_PICTURES))
     assert base.std() > 0 and (base == tuned).all() == (change == 0)
 

@@ -6,10 +6,11 @@ import math
 
 import pytest
 import torch
-from PIL import Image, ImageColor
+from PIL import Image, ImageColor, ImageDraw
 
-from flowgrpo.evaluation import grid
+from flowgrpo.evaluation import grid, lettering
 from flowgrpo.evaluation.grid import Row, contact, draw_grid
+from flowgrpo.evaluation.lettering import Font
 
 
 def flat(colour: tuple[float, float, float], height: int = 64, width: int = 64) -> torch.Tensor:
@@ -87,3 +88,53 @@ def test_a_contact_sheet_has_no_headings(tmp_path):
     assert area(sheet, "#ff0000") == area(titled, "#ff0000") == 6 * 190 ** 2
     assert sheet.width == titled.width and sheet.height < titled.height
     assert sheet.getpixel((grid.MARGIN + 1, grid.MARGIN + 1)) == (255, 0, 0)
+
+
+def drawn(text: str, font: Font = Font(24)) -> bytes:
+    """The pixels of a line."""
+    page = Image.new("L", (160, 40), 255)
+    font.draw(ImageDraw.Draw(page), (0, 0), text, "black")
+    return page.tobytes()
+
+
+LACKING = "\u0378"  # no letter has this number, so that no font has it
+SERIF = "\u2900"  # an arrow that DejaVu Serif has, which comes with matplotlib as DejaVu Sans does, which has it not
+
+
+@pytest.mark.parametrize("text", ["é", "ü", "ż", "Ж", "λ", "→", "“", SERIF])
+def test_letters_are_no_boxes(text):
+    assert drawn(text) != drawn(LACKING) != drawn("")
+
+
+@pytest.mark.parametrize("word", ["café", "Кошка", "γάτα", "naïve"])
+def test_each_letter_of_a_word_has_its_own_shape(word):
+    assert len({drawn(letter) for letter in word}) == len(set(word))
+    assert Font(24).getlength(word) == pytest.approx(sum(map(Font(24).getlength, word)), abs=2)  # kerning
+
+
+def test_a_line_may_need_two_fonts():
+    text, font = f"up {SERIF} down", Font(20)
+    pieces = ["up ", f"{SERIF} ", "down"]
+    assert font.getlength(text) == pytest.approx(sum(map(font.getlength, pieces)))
+    runs = list(font._runs(text))
+    assert [run for _, run in runs] == pieces and len({piece for piece, _ in runs}) == 2
+
+
+def test_a_mark_stays_with_its_letter():
+    assert [run for _, run in Font(20)._runs(f"e\u0301{SERIF}\u0301\ufe0f")] == ["e\u0301", f"{SERIF}\u0301\ufe0f"]
+
+
+def test_what_no_font_has_is_said_once(capsys, monkeypatch):
+    monkeypatch.setattr(lettering, "_lacking", set())
+    lettering._holder.cache_clear()
+    for text in (f"a {LACKING}", "\u0379", "é"):
+        drawn(text)
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "has the letter '\\u0378'" in said and "install a font" in said
+
+
+def test_chinese_is_wrapped_between_its_letters():
+    text = "一只猫坐在垫子上 near the river, 两只狗"
+    lines = grid._wrap(text, grid.CAPTION, 80)
+    assert 2 < len(lines) <= 4 and all(grid.CAPTION.getlength(line) <= 80 for line in lines)
+    assert "".join("".join(lines).split()) == "".join(text.split()) and "near" in " ".join(lines).split()

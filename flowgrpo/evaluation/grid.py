@@ -14,9 +14,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image, ImageDraw
 
 from flowgrpo.evaluation.clips import animate, as_image, moving, still
+from flowgrpo.evaluation.lettering import WORDS, Font
 
 if TYPE_CHECKING:
     import torch
@@ -29,7 +30,7 @@ BESIDE, REPEATED = 2, 6  # a page of more columns is a table, one card wide, wit
 ASPECT = 1.5  # width over height that a page comes as near to as whole cards allow
 PAPER, INK, FAINT, FRAME, WRITTEN = "#ffffff", "#1f2328", "#6b7280", "#d5d8dd", "#f4f5f7"
 ROSE, FELL = "#15803d", "#c0262d"
-HEADING, CAPTION, SCORE = (ImageFont.load_default(size) for size in (17, 14, 13))
+HEADING, CAPTION, SCORE = Font(16), Font(13), Font(12)
 
 
 @dataclass(frozen=True)
@@ -81,9 +82,9 @@ def _tile(image: torch.Tensor | str) -> Image.Image:
 def _written(text: str) -> Image.Image:
     """A text as a picture, its first LINES lines."""
     lines = [line for each in text.splitlines() or [""] for line in _wrap(each, CAPTION, LARGEST - 16, LINES)][:LINES]
-    page = Image.new("RGB", (LARGEST, 16 + len(lines) * _height(CAPTION)), WRITTEN)
+    page = Image.new("RGB", (LARGEST, 16 + len(lines) * CAPTION.height), WRITTEN)
     for number, line in enumerate(lines):
-        ImageDraw.Draw(page).text((8, 8 + number * _height(CAPTION)), line, INK, CAPTION)
+        CAPTION.draw(ImageDraw.Draw(page), (8, 8 + number * CAPTION.height), line, INK)
     return page
 
 
@@ -117,8 +118,8 @@ def _card(row: Row, pictures: Sequence[Image.Image], cell: tuple[int, int]) -> I
     caption = _wrap(row.caption, CAPTION, width)
     lines = max(len(scores) for scores in row.scores)
     below = cell[1] + 8
-    under = below + lines * _height(SCORE) + (6 if lines else 0)
-    card = Image.new("RGB", (width, under + len(caption) * _height(CAPTION)), PAPER)
+    under = below + lines * SCORE.height + (6 if lines else 0)
+    card = Image.new("RGB", (width, under + len(caption) * CAPTION.height), PAPER)
     pen = ImageDraw.Draw(card)
     for column, (picture, scores) in enumerate(zip(pictures, row.scores)):
         left = column * (cell[0] + BETWEEN_PICTURES)
@@ -126,9 +127,9 @@ def _card(row: Row, pictures: Sequence[Image.Image], cell: tuple[int, int]) -> I
         card.paste(picture, corner)
         pen.rectangle((*corner, corner[0] + picture.width - 1, corner[1] + picture.height - 1), outline=FRAME)
         for line, (name, value) in enumerate(scores.items()):
-            _score(pen, (left, below + line * _height(SCORE)), cell[0], name, value, row.scores[0].get(name, value))
+            _score(pen, (left, below + line * SCORE.height), cell[0], name, value, row.scores[0].get(name, value))
     for line, text in enumerate(caption):
-        pen.text((0, under + line * _height(CAPTION)), text, INK, CAPTION)
+        CAPTION.draw(pen, (0, under + line * CAPTION.height), text, INK)
     return card
 
 
@@ -138,8 +139,8 @@ def _score(pen: ImageDraw.ImageDraw, at: tuple[int, int], width: int, name: str,
     change = 0 if text == old or math.isnan(value) or math.isnan(before) else 1 if value > before else -1
     colour = {1: ROSE, 0: INK, -1: FELL}[change]
     left = at[0] + width - SCORE.getlength(text)
-    pen.text((left, at[1]), text, colour, SCORE)
-    pen.text(at, _shorten(name.rpartition("/")[2], SCORE, left - at[0] - 20), FAINT, SCORE)
+    SCORE.draw(pen, (left, at[1]), text, colour)
+    SCORE.draw(pen, at, _shorten(name.rpartition("/")[2], SCORE, left - at[0] - 20), FAINT)
     if change:
         x, y = left - 10, at[1] + 9
         pen.polygon([(x - 4, y + 3 * change), (x + 4, y + 3 * change), (x, y - 4 * change)], fill=colour)
@@ -156,7 +157,7 @@ def _page(cards: Sequence[Image.Image], columns: Sequence[str], cell: tuple[int,
     across = 1 if table else min(range(1, len(cards) + 1), key=lambda n: _misfit(cards, n))
     lines = [cards[start:start + across] for start in range(0, len(cards), across)]
     headed = range(0, len(lines), REPEATED if table else len(lines)) if columns else range(0)
-    head = _height(HEADING) + 6
+    head = HEADING.height + 6
     width = 2 * MARGIN + across * (cards[0].width + BETWEEN_CARDS) - BETWEEN_CARDS
     height = sum(max(card.height for card in line) + BETWEEN_CARDS for line in lines) - BETWEEN_CARDS
     page = Image.new("RGB", (width, 2 * MARGIN + len(headed) * head + height), PAPER)
@@ -183,29 +184,26 @@ def _misfit(cards: Sequence[Image.Image], across: int) -> float:
 
 def _headings(pen: ImageDraw.ImageDraw, at: tuple[int, int], columns: Sequence[str], width: int) -> None:
     for column, name in enumerate(columns):
-        middle = at[0] + column * (width + BETWEEN_PICTURES) + width // 2
-        pen.text((middle, at[1]), _shorten(name, HEADING, width), INK, HEADING, anchor="ma")
+        told = _shorten(name, HEADING, width)
+        left = at[0] + column * (width + BETWEEN_PICTURES) + (width - HEADING.getlength(told)) // 2
+        HEADING.draw(pen, (left, at[1]), told, INK)
 
 
-def _height(font: ImageFont.FreeTypeFont) -> int:
-    return round(font.size * 1.4)
-
-
-def _wrap(text: str, font: ImageFont.FreeTypeFont, width: int, most: int = 4) -> list[str]:
+def _wrap(text: str, font: Font, width: int, most: int = 4) -> list[str]:
     """Lines no wider than `width`, at most `most`; a word that is wider, and what does not fit, is shortened."""
     lines = [""]
-    for word in text.split():
-        joined = f"{lines[-1]} {word}".strip()
+    for word in WORDS.findall(" ".join(text.split())):
+        joined = (lines[-1] + word).strip()
         if not lines[-1] or font.getlength(joined) <= width:
             lines[-1] = joined
         else:
-            lines.append(word)
+            lines.append(word.strip())
     if len(lines) > most:
         lines[most - 1:] = [" ".join(lines[most - 1:])]
     return [_shorten(line, font, width) for line in lines]
 
 
-def _shorten(text: str, font: ImageFont.FreeTypeFont, width: float) -> str:
+def _shorten(text: str, font: Font, width: float) -> str:
     """The text, or so much of its beginning as fits with an ellipsis."""
     if font.getlength(text) <= width:
         return text
