@@ -125,6 +125,30 @@ def test_what_does_not_apply_is_left_out():
     assert rewards.find("gated", {"rewards": [RED]})(torch.full((1, 3, 2, 2), 2.0), [""], [{}]) == [None]
 
 
+BREAKING = """
+def red(images, prompts):
+    assert 0.5 not in images[:, 2].mean((1, 2)).tolist()
+    return images[:, 0].mean((1, 2))
+"""
+
+
+@pytest.mark.parametrize("name, args, expected", [
+    ("tiered", {"thresholds": [0.5]}, [2, NAN, 0.25]), ("gated", {"thresholds": [0.5]}, [1, NAN, 0]),
+    ("checklist", {"thresholds": [0.5, 0.5]}, [1, NAN, 0]), ("harmonic", {"share": 0}, [1, NAN, 0.25]),
+    ("ternary", {"right": 0.75, "wrong": 0.25}, [1, NAN, -1]), ("corrected", {"false_negative": 0.5}, [2, NAN, 0.5]),
+])
+def test_a_part_that_failed_leaves_no_score_and_is_counted(tmp_path, name, args, expected):
+    """Three pictures; the first part breaks on the second one, and its rule skips."""
+    (tmp_path / "breaking.py").write_text(BREAKING)
+    parts = [{"use": f"{tmp_path}/breaking.py:red", "on_error": "skip"}, GREEN]
+    reward = rewards.find(name, {"rewards": parts[:1 if name in ("ternary", "corrected") else 2], **args})
+    tally = rewards.Tally()
+    pictures = torch.tensor([[1, 1, 0], [1, 1, 0.5], [0.25, 0.25, 0]])[:, :, None, None].expand(-1, -1, 4, 4)
+    found = rewards.score({"it": reward}, pictures, [""] * 3, [{}] * 3, tally=tally)[:, 0]
+    same(found.double(), expected)
+    assert tally.failed == {"it": 1} and "AssertionError" in tally.said["it"]
+
+
 def test_compositions_compose():
     inner = {"use": "gated", "args": {"rewards": ["sharpness", {"use": "over_saturation"}], "thresholds": [0.0]}}
     found = scored(rewards.find("ternary", {"rewards": [inner], "right": 0, "wrong": -0.5}), (0.5, 0.5, 0.5), (1, 0, 0))

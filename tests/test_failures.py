@@ -101,6 +101,12 @@ def test_none_is_no_failure():
     assert not tally.failed
 
 
+def test_a_reward_says_itself_where_it_has_no_answer():
+    tally = Tally()
+    assert values(lambda images, prompts: [1, Failed("no idea"), None, 4], tally) == [1, None, None, 4]
+    assert tally.failed == {"mine": 1} and tally.said == {"mine": "no idea"}
+
+
 def test_rewards_of_groups_are_left_out_by_groups():
     def of_groups(images, prompts, metadata, group):
         assert len(prompts) % group == 0
@@ -148,7 +154,7 @@ def test_waits_double(monkeypatch):
         raise Failed("no")
 
     with pytest.raises(Failed):
-        settled(ask, [0], Retry(retry=8, wait=1.5), None)
+        settled(ask, [0], Retry(retry=8, wait=1.5))
     assert waits == [1.5, 3, 6, 12, 24, 48, 60, 60]
 
 

@@ -258,6 +258,10 @@ def level_of(body: dict) -> int:
     return opened(shown["url"]).getpixel((0, 0))[0]
 
 
+def answered(values: list) -> list:
+    return ["failed" if isinstance(value, Failed) else value for value in values]
+
+
 def test_every_output_has_its_own_score():
     def reply(body, number):
         return said(f"{parts(body, 'text')[0]}\nScore: {level_of(body) / 10}")
@@ -265,7 +269,7 @@ def test_every_output_has_its_own_score():
     outputs = shades(*range(0, 90, 10))
     with endpoint(reply) as server:
         judge = Judge(url=server.url, template="about {prompt}", concurrency=3, **QUICK)
-        assert judge(outputs, [f"p{i}" for i in range(9)]) == list(range(9)) and judge.take_unanswered() is None
+        assert judge(outputs, [f"p{i}" for i in range(9)]) == list(range(9))
     path, headers, body = server.seen[0]
     assert path == "/v1/chat/completions" and "Authorization" not in headers
     assert {key: body[key] for key in ("model", "temperature", "max_tokens")} == {
@@ -330,6 +334,27 @@ def test_an_answer_that_says_nothing_is_no_score_and_counted(reply, told):
         found = rewards.score({"j": judge}, shades(0, 255), ["a", "b"], [{}, {}], tally=tally)
     assert found[0, 0] == 3 and found[1, 0].isnan() and tally.failed == {"j": 1} and told in tally.said["j"]
     assert len(server.seen) == 2
+
+
+@pytest.mark.parametrize("name, given", [
+    ("gated", {"thresholds": [0.5]}), ("tiered", {"thresholds": [0.5]}), ("checklist", {"thresholds": [0.5, 0]})])
+def test_a_gate_does_not_open_where_its_judge_declines(name, given):
+    """Of three pictures the judge passes the first, declines the second, and marks the third too low."""
+    tally = Tally()
+    with endpoint(lambda body, number: said({9: "Score: 9", 5: REFUSAL, 0: "Score: 0"}[level_of(body)])) as server:
+        safe = {"use": "judge", "args": {"url": server.url, "scale": [0, 10], **QUICK}}
+        reward = rewards.find(name, {"rewards": [safe, lambda images, prompts: [0.25] * len(prompts)], **given})
+        found = rewards.score({"it": reward}, shades(9, 5, 0), ["a"] * 3, [{}] * 3, tally=tally)[:, 0].tolist()
+    assert found[::2] == {"gated": [0.25, 0], "tiered": [pytest.approx(1.15), 0], "checklist": [1, 0.5]}[name]
+    assert math.isnan(found[1]) and tally.failed == {"it": 1} and "can't rate" in tally.said["it"]
+
+
+def test_a_clip_whose_frame_the_judge_declines_has_no_score():
+    tally, clips = Tally(), shades(9, 9, 9, 5).unflatten(0, (2, 2))
+    with endpoint(lambda body, number: said(REFUSAL if level_of(body) == 5 else "Score: 9")) as server:
+        reward = rewards.find("frames", {"reward": "judge", "args": {"url": server.url, **QUICK}})
+        found = rewards.score({"it": reward}, clips, ["a"] * 2, [{}] * 2, tally=tally)[:, 0].tolist()
+    assert found[0] == 9 and math.isnan(found[1]) and tally.failed == {"it": 1}
 
 
 # --- faults ----------------------------------------------------------------------------------------------------------
@@ -469,8 +494,10 @@ def test_a_pair_without_an_answer_does_not_count():
 
     with endpoint(reply) as server:
         judge = JudgePairs(url=server.url, **QUICK)
-        assert judge(shades(1, 2), shades(3, 4), ["dog", "cat"]) == [None, 1]
-        assert judge.take_unanswered()[0] == 1
+        assert answered(judge(shades(1, 2), shades(3, 4), ["dog", "cat"])) == ["failed", 1]
+        tally = Tally()
+        found = rewards.score({"j": judge}, shades(1, 2), ["dog"] * 2, [{}] * 2, group=2, tally=tally)
+        assert found.isnan().all() and tally.failed == {"j": 2} and "gave no answer in the form" in tally.said["j"]
         assert judge(["a"], ["b"], ["cat"]) == [1]
         assert parts(server.seen[-1][2], "text")[:4] == ["Text 1:", "a", "Text 2:", "b"]
 
@@ -486,8 +513,8 @@ def test_criteria_of_the_recipe_and_of_the_prompt():
     entries = [{"criteria": ["is red", {"text": "has legs", "weight": 3}, "odd"]}, {}, {"criteria": ["mute"]}]
     with endpoint(reply) as server:
         plain = JudgeRubric(url=server.url, **QUICK)
-        assert plain(shades(1, 2, 3), ["p"] * 3, entries) == [0.25, None, None]
-        assert plain.take_unanswered()[0] == 1 and len(server.seen) == 2
+        assert answered(plain(shades(1, 2, 3), ["p"] * 3, entries)) == [0.25, None, "failed"]
+        assert len(server.seen) == 2
         always = JudgeRubric(url=server.url, criteria=["is sharp"], **QUICK)
         assert always(shades(1, 2), ["p"] * 2, entries[:2]) == [0.4, 1]
     assert "criterion is {'text': 'a', 'weight': 0}" in message(JudgeRubric, criteria=[{"text": "a", "weight": 0}])
@@ -499,7 +526,7 @@ def test_unified_reward_is_read_after_its_label():
     text = "cat (object): 1\nhat (object): 0\nFinal Score: 3.5"
     with endpoint([said(text), said("cat (object): 1")]) as server:
         reward = UnifiedReward(url=server.url, concurrency=1, **QUICK)
-        assert reward(shades(1, 2), ["a {cat}"] * 2) == [3.5, None]
+        assert answered(reward(shades(1, 2), ["a {cat}"] * 2)) == [3.5, "failed"]
     assert "Text Caption: [a {cat}]" in parts(server.seen[0][2], "text")[0]
 
 
@@ -510,7 +537,8 @@ def test_deqa_takes_probabilities_where_there_are_any():
                said("Sorry, it is good", logprobs={"content": [{"token": "good", "top_logprobs": top}]})]
     with endpoint(replies) as server:
         reward = DeQA(url=server.url, concurrency=1, **QUICK)
-        assert reward(shades(1, 2, 3, 4, 5), ["p"] * 5) == [pytest.approx(3.75, abs=1e-12), 4, 4, None, None]
+        found = answered(reward(shades(1, 2, 3, 4, 5), ["p"] * 5))
+        assert found == [pytest.approx(3.75, abs=1e-12), 4, 4, "failed", "failed"]
         DeQA(url=server.url, alternatives=0, **QUICK)(ONE, ["p"])
     assert server.seen[0][2]["logprobs"] is True and server.seen[0][2]["top_logprobs"] == 20
     assert "logprobs" not in server.seen[-1][2]

@@ -11,7 +11,7 @@ from test_model_rewards_blip import answering, normalised, pictures  # noqa: F40
 
 from flowgrpo.errors import UserError
 from flowgrpo.rewards import find, score
-from flowgrpo.rewards.failures import Tally
+from flowgrpo.rewards.failures import Failed, Tally
 from flowgrpo.rewards.judge_client import Answer
 from flowgrpo.rewards.question_answers import QuestionAnswers, chosen_in
 from flowgrpo.rewards.questions import Question, of_claims, of_clauses, of_list, plural, written_in
@@ -153,8 +153,8 @@ def test_a_writer_is_asked_once_per_prompt_and_kept(tmp_path):
                     "file": str(tmp_path / "kept" / "questions.jsonl")}
         reward = QuestionAnswers(**settings)
         prompts = ["two dogs run", "fog", "two dogs run"]
-        assert reward(shades(1, 2, 3), prompts, [{}] * 3) == [1, None, 1]
-        assert "no questions of the prompt 'fog'" in str(reward.take_unanswered()[1]) and not reward.take_unanswered()
+        first, fog, third = reward(shades(1, 2, 3), prompts, [{}] * 3)
+        assert first == third == 1 and "no questions of the prompt 'fog'" in str(fog) and isinstance(fog, Failed)
         assert len(server.seen) == 4  # two prompts, two pictures
         assert reward(shades(1), prompts[:1], [{}]) == [1] and len(server.seen) == 5
         assert QuestionAnswers(**settings)(shades(1), prompts[:1], [{}]) == [1] and len(server.seen) == 6

@@ -412,6 +412,17 @@ def test_only_what_fails_alone_is_left_out():
     assert found[::2] == [1, 3] and math.isnan(found[1]) and tally.failed == {"r": 1}
 
 
+def test_what_has_no_answer_over_there_has_none_here():
+    def shy(images, prompts):
+        return [Failed("a judge\ndeclined") if prompt == "bb" else None if prompt == "a" else 1 for prompt in prompts]
+
+    with serving(shy) as url:
+        tally = Tally()
+        found = rewards.score({"r": Remote(url, **QUICK)}, pictures(3), PROMPTS[:3], [{}] * 3, tally=tally)[:, 0]
+    assert found.isnan().tolist() == [True, True, False]
+    assert tally.failed == {"r": 1} and tally.said == {"r": "a judge declined"}
+
+
 def test_a_mistake_over_there_ends_the_run():
     def lacking(images, prompts):
         raise UserError("reward 'mine' needs a package")

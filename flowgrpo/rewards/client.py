@@ -74,8 +74,9 @@ class Remote:
         return self.info.group
 
     def __call__(self, outputs: Any, prompts: Sequence[str], metadata: Sequence[dict[str, Any]],
-                 group: int = 1) -> list[float | None]:
-        """B scores, None where the reward does not apply. outputs: as of any reward; group: the size of the groups."""
+                 group: int = 1) -> list[float | None | Failed]:
+        """B scores, None where the reward does not apply, Failed where it has no answer. outputs: as of any
+        reward; group: the size of the groups."""
         samples = [wire.packed(*sample, self.exact) for sample in zip(outputs, prompts, metadata)]
         pixels = outputs.shape[1:].numel() // 3 if hasattr(outputs, "shape") else 0
         try:
@@ -84,7 +85,7 @@ class Remote:
             raise UserError(f"reward {self.name!r}: {error}: start the server with a larger --max-mb or --max-batch, "
                             "or make the pictures or groups smaller") from None
 
-        def ask(part: range) -> list[float | None]:
+        def ask(part: range) -> list[float | None | Failed]:
             body = wire.request([samples[row] for row in part], group)
             return self._answer("POST", lambda url: url, body, lambda answer: wire.scores(answer, len(part)))
 

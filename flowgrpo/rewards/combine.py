@@ -3,8 +3,9 @@
     reward:
       gated: {args: {rewards: [safety, {use: ocr, args: {score: partial}}], thresholds: [0.5]}}
 
-Each part is a name, a rule as under `eval.rewards`, or a function. A weighted sum, a threshold, a rank and a route need
-none of this: they are in a recipe's rules.
+Each part is a name, a rule as under `eval.rewards`, or a function. Where a part failed (`on_error: skip`), or had no
+answer, there is no score: a gate does not open because its judge declines. A weighted sum, a threshold, a rank and
+a route need none of this: they are in a recipe's rules.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from flowgrpo.errors import UserError
 from flowgrpo.reward_rule import WatchRule
 from flowgrpo.rewards.about import MODALITIES, About, about
 from flowgrpo.rewards.beside_base import sees_base
+from flowgrpo.rewards.failures import Failed, first_failed, numbers
 
 # --- pure ------------------------------------------------------------------------------------------------------------
 
@@ -50,8 +52,8 @@ def gated(scores: Tensor, thresholds: Sequence[float]) -> Tensor:
 
 
 def ternary(score: Tensor, right: float, wrong: float) -> Tensor:
-    """1 from `right` on, -1 up to `wrong`, and 0 between and where there is no answer (NaN): abstaining costs less than
-    being wrong (TruthRL). [B] -> [B]."""
+    """1 from `right` on, -1 up to `wrong`, and 0 between and where the sample holds no answer (NaN): abstaining costs
+    less than being wrong (TruthRL). [B] -> [B]."""
     return (score >= right).to(score) - (score <= wrong).to(score)
 
 
@@ -93,7 +95,8 @@ LIKE_ITS_PARTS = About(modality="image/video/text", range=(None, None), needs=""
 class Combined:
     """Some rewards, scored together; a subclass says what becomes of their columns.
 
-    UserError as of a recipe's rules, and for a reward that compares the samples of a group.
+    None where the parts do not apply, Failed where one of them failed or had no answer. UserError as of a recipe's
+    rules, and for a reward that compares the samples of a group.
     """
 
     rewards: Sequence[Any]
@@ -117,11 +120,12 @@ class Combined:
         object.__setattr__(self, "base", any(map(sees_base, made.values())))
 
     def __call__(self, outputs: Any, prompts: Sequence[str], metadata: Sequence[dict],
-                 base: Any = None) -> list[float | None]:
-        from flowgrpo.rewards.score import score
+                 base: Any = None) -> list[float | None | Failed]:
+        from flowgrpo.rewards.score import columns
 
-        values = self.combined(score(self.made, outputs, prompts, metadata, base=base).double())
-        return [None if math.isnan(value) else value for value in values.tolist()]
+        rows = list(zip(*columns(self.made, outputs, prompts, metadata, base=base)))
+        values = self.combined(torch.tensor([numbers(row) for row in rows], dtype=torch.float64)).tolist()
+        return [first_failed(row) or (None if math.isnan(value) else value) for row, value in zip(rows, values)]
 
     def combined(self, scores: Tensor) -> Tensor:
         """The scores [B, R] of the parts, NaN where one does not apply, to values [B]."""
@@ -182,7 +186,7 @@ class Gated(Combined):
 
 @dataclass(frozen=True, eq=False)
 class Ternary(Combined):
-    """1 where a reward reaches `right`, -1 where it is at most `wrong`, 0 between and where it has no answer."""
+    """1 where a reward reaches `right`, -1 where it is at most `wrong`, 0 between and where it answers None."""
 
     right: float = 1.0
     wrong: float = 0.0

@@ -23,7 +23,8 @@ LONGEST_WAIT = 60.0  # seconds between two attempts
 
 
 class Failed(UserError):
-    """A reward raised, answered what is no score, or did not answer in time."""
+    """A reward raised, answered what is no score, or did not answer in time. A reward may also return one, in place of
+    a number, for a sample that it has no answer for."""
 
 
 class TimedOut(Failed):
@@ -37,14 +38,24 @@ class Tally:
         self.failed: Counter[str] = Counter()
         self.said: dict[str, str] = {}
 
-    def add(self, name: str, count: int, error: Failed) -> None:
-        self.failed[name] += count
+    def add(self, name: str, error: Failed) -> None:
+        self.failed[name] += 1
         self.said[name] = str(error)
 
 
-def settled(ask: Callable[[Sequence[int]], list[float]], rows: Sequence[int], policy: str | Retry,
-            skipped: Callable[[Sequence[int], Failed], None], unit: int = 1) -> list[float]:
-    """The scores `ask(rows)` under a failure policy; NaN for rows that are skipped, of which `skipped` is told.
+def first_failed(values: Sequence[float | Failed]) -> Failed | None:
+    """The first failure among scores."""
+    return next((value for value in values if isinstance(value, Failed)), None)
+
+
+def numbers(values: Sequence[float | Failed]) -> list[float]:
+    """The scores among these, NaN in place of failures."""
+    return [math.nan if isinstance(value, Failed) else value for value in values]
+
+
+def settled(ask: Callable[[Sequence[int]], list[float | Failed]], rows: Sequence[int], policy: str | Retry,
+            unit: int = 1) -> list[float | Failed]:
+    """The scores `ask(rows)` under a failure policy; in place of those of rows that are skipped, why they were.
 
     policy: "raise"; "skip", which after a failure asks again for every `unit` rows (1, or whole groups) on their own,
     so that only those that fail alone are left out, but not after a time-out, where each would take as long; or a
@@ -61,10 +72,9 @@ def settled(ask: Callable[[Sequence[int]], list[float]], rows: Sequence[int], po
     if then == "raise":
         raise last if attempts == 1 else type(last)(f"{last} (asked {attempts} times)") from last
     if len(rows) <= unit or isinstance(last, TimedOut):
-        skipped(rows, last)
-        return [math.nan] * len(rows)
+        return [last] * len(rows)
     return [value for start in range(0, len(rows), unit)
-            for value in settled(ask, rows[start:start + unit], "skip", skipped, unit)]
+            for value in settled(ask, rows[start:start + unit], "skip", unit)]
 
 
 def within(seconds: float | None, told: str, call: Callable[[], Any]) -> Any:

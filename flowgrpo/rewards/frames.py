@@ -13,13 +13,15 @@ from typing import Any
 
 from flowgrpo.errors import UserError
 from flowgrpo.rewards.about import About, about
+from flowgrpo.rewards.failures import Failed, first_failed
 
 LIFTS = ("mean", "min")
 
 
 @dataclass(frozen=True, eq=False)
 class Frames:
-    """The mean or the least score of a clip's frames by a reward of pictures; None where it has none for any frame.
+    """The mean or the least score of a clip's frames by a reward of pictures; None where it applies to no frame, Failed
+    where it failed on one.
 
     reward: a name, or a function; args: those that a named one is made with; every: of how many frames one is scored,
     from the first on. UserError as of `rewards.find`, and where the reward does not judge pictures one by one.
@@ -44,16 +46,20 @@ class Frames:
             raise UserError(f"reward 'frames': {self.reward!r} is no reward of single pictures: choose one that is")
         object.__setattr__(self, "reward", function)
 
-    def __call__(self, videos: Any, prompts: Sequence[str], metadata: Sequence[dict]) -> list[float | None]:
-        from flowgrpo.rewards.score import score
+    def __call__(self, videos: Any, prompts: Sequence[str], metadata: Sequence[dict]
+                 ) -> list[float | None | Failed]:
+        from flowgrpo.rewards.score import columns
 
         videos = videos[:, ::self.every]
         count = videos.shape[1]
         prompts, metadata = ([each for each in row for _ in range(count)] for row in (prompts, metadata))
-        found = score({"of frames": self.reward}, videos.flatten(0, 1), prompts, metadata).reshape(-1, count)
-        return [self._lifted([value for value in clip if not math.isnan(value)]) for clip in found.tolist()]
+        [found] = columns({"of frames": self.reward}, videos.flatten(0, 1), prompts, metadata)
+        return [self._lifted(found[at:at + count]) for at in range(0, len(found), count)]
 
-    def _lifted(self, values: list[float]) -> float | None:
+    def _lifted(self, values: list[float | Failed]) -> float | None | Failed:
+        if failed := first_failed(values):
+            return failed
+        values = [value for value in values if not math.isnan(value)]
         if not values:
             return None
         return min(values) if self.frames == "min" else sum(values) / len(values)

@@ -7,7 +7,7 @@
 
 Pointwise (`Judge`), two of a group against each other (`JudgePairs`) and by criteria (`JudgeRubric`). How answers are
 read is in judge_parse.py, the endpoint in judge_client.py, ready-made forms in judge_forms.py. An answer that says
-nothing, or declines, is None: no score. `score` counts it as a failure of that sample.
+nothing, or declines, is `Failed`: no score, and counted.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ LICENCE = "Apache-2.0, the model's"
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Asking(Endpoint):
-    """What judges have in common: a question, the outputs that go with it, and the count of answers that say nothing.
+    """What judges have in common: a question, and the outputs that go with it.
 
     template: the question, in which {prompt} stands for the prompt; or a file of it, PATH.txt. longest: pixels of a
     picture's longer side, larger ones are made smaller; encoding: png, or webp, which loses a little. frames: how many
@@ -52,27 +52,18 @@ class Asking(Endpoint):
         if self.encoding not in ENCODINGS or self.longest < 1 or self.frames < 1:
             raise UserError(f"a judge has encoding {self.encoding!r}, longest {self.longest}, frames {self.frames}: "
                             f"expected {' or '.join(ENCODINGS)}, and 1 or more")
-        self._set(_question=_read(self.template), _silent=[])
-
-    def take_unanswered(self) -> tuple[int, Failed] | None:
-        """How many answers said nothing since this was last asked, with the last of them; None where none did."""
-        with self._lock:
-            silent = self._silent[:]
-            self._silent.clear()
-        return (sum(count for count, _ in silent), Failed(silent[-1][1])) if silent else None
+        self._set(_question=_read(self.template))
 
     def _values(self, question: Callable[[int], list[dict[str, Any]]], read: Callable[[Answer, int], float | None],
-                count: int) -> list[float | None]:
-        """What `read(answer, i)` makes of the answers to `question(i)`, content parts, for i < count."""
+                count: int) -> list[float | Failed]:
+        """What `read(answer, i)` makes of the answers to `question(i)`, content parts, for i < count; Failed for None.
+        """
         found = self.ask(lambda i: user(question(i)), count)
         values = [None if each.refused else read(each, i) for i, each in enumerate(found)]
-        if missed := [each for each, value in zip(found, values) if value is None]:
-            with self._lock:
-                self._silent.append((len(missed), _told(missed[-1])))
-        return values
+        return [Failed(_told(each)) if value is None else value for each, value in zip(found, values)]
 
     def _pointwise(self, outputs: Any, prompts: Sequence[str],
-                   read: Callable[[Answer], float | None]) -> list[float | None]:
+                   read: Callable[[Answer], float | None]) -> list[float | Failed]:
         """A value per output, shown alone before the question."""
         def question(row: int) -> list[dict[str, Any]]:
             return [*self._parts(outputs[row]), _text(filled(self._question, prompt=prompts[row]))]
@@ -89,7 +80,7 @@ class Asking(Endpoint):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Judge(Asking):
-    """The score that a model behind an OpenAI-compatible endpoint gives an output; None where it gives none.
+    """The score that a model behind an OpenAI-compatible endpoint gives an output; Failed where it gives none.
 
     parse: how it is read, as of `judge_parse.parser`; scale: the lowest and highest mark, which become 0 and 1, None to
     leave them as they are. The rest is as of `Asking` and `Endpoint`.
@@ -105,7 +96,7 @@ class Judge(Asking):
         super().__post_init__()
         self._set(_parser=parser(self.parse, self.scale))
 
-    def __call__(self, outputs: Any, prompts: Sequence[str], metadata: Sequence[dict] = ()) -> list[float | None]:
+    def __call__(self, outputs: Any, prompts: Sequence[str], metadata: Sequence[dict] = ()) -> list[float | Failed]:
         return self._pointwise(outputs, prompts, lambda answer: None if answer.cut else self._parser(answer.text))
 
 
@@ -132,8 +123,8 @@ class JudgePairs(Asking):
         self._set(_parser=compared(self.parse), pairwise=Pairing(self.both_orders, self.comparisons, self.seed))
 
     def __call__(self, first: Any, second: Any, prompts: Sequence[str],
-                 metadata: Sequence[dict] = ()) -> list[float | None]:
-        """B values: 1 where the first is better, 0 where the second is, 0.5 at a tie, None for no answer."""
+                 metadata: Sequence[dict] = ()) -> list[float | Failed]:
+        """B values: 1 where the first is better, 0 where the second is, 0.5 at a tie, Failed for no answer."""
         noun = NOUNS[modality_of(first)]
 
         def question(row: int) -> list[dict[str, Any]]:
@@ -164,7 +155,8 @@ class JudgeRubric(Asking):
             raise UserError("a judge's template names no {criteria}, expected it where their list belongs")
         self._set(_always=weighted(self.criteria))
 
-    def __call__(self, outputs: Any, prompts: Sequence[str], metadata: Sequence[dict]) -> list[float | None]:
+    def __call__(self, outputs: Any, prompts: Sequence[str], metadata: Sequence[dict]
+                 ) -> list[float | None | Failed]:
         lists = [[*self._always, *weighted(entry.get(self.key, ()))] for entry in metadata]
         rows = [row for row, criteria in enumerate(lists) if criteria]
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from flowgrpo.rewards.about import About
+from flowgrpo.rewards.failures import Failed
 from flowgrpo.rewards.judge import LICENCE, Asking, Judge, JudgePairs, filled
 from flowgrpo.rewards.judge_client import Answer
 from flowgrpo.rewards.judge_parse import expected_level, level, refused
@@ -60,7 +61,7 @@ class DeQA(Asking):
         asked = {"logprobs": True, "top_logprobs": self.alternatives} if self.alternatives else {}
         self._set(extra=asked | self.extra)
 
-    def __call__(self, images: Any, prompts: Sequence[str], metadata: Sequence[dict] = ()) -> list[float | None]:
+    def __call__(self, images: Any, prompts: Sequence[str], metadata: Sequence[dict] = ()) -> list[float | Failed]:
         return self._pointwise(images, prompts, self._level)
 
     def _level(self, answer: Answer) -> float | None:

@@ -1,9 +1,9 @@
 """Pairwise judges: which of two outputs is the better one, as win rates within a group (Pref-GRPO, 2508.20751).
 
 A judge is a function or object called as `judge(first, second, prompts, metadata) -> B values` (`metadata` may be left
-out of its signature): 1 where the first is better, 0 where the second is, 0.5 at a tie or anything between, None where
-it has no answer. `@flowgrpo.judge("name")`, or an attribute `pairwise` that is True or a `Pairing`, makes it one. As a
-reward it gives every sample the share of its comparisons that it won.
+out of its signature): 1 where the first is better, 0 where the second is, 0.5 at a tie or anything between, None (or a
+`Failed`, which is counted) where it has no answer. `@flowgrpo.judge("name")`, or an attribute `pairwise` that is True
+or a `Pairing`, makes it one. As a reward it gives every sample the share of its comparisons that it won.
 
 Win rates are of whole groups. Any reward with an attribute `group = True` sees these: it is called as
 `reward(outputs, prompts, metadata, group)` with the outputs of whole groups, `group` of them after each other.
@@ -14,7 +14,7 @@ from __future__ import annotations
 import inspect
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from flowgrpo.errors import UserError
@@ -86,16 +86,17 @@ def sees_groups(reward: Any) -> bool:
     return pairing(reward) is not None or bool(getattr(reward, "group", False))
 
 
-def whole(name: str, function: Callable[..., Any], group: int) -> Callable[..., Any]:
+def whole(name: str, function: Callable[..., Any], group: int, lost: list[Failed]) -> Callable[..., Any]:
     """The reward as (outputs, prompts, metadata) -> B values: itself, or with the size of the groups that it sees.
-    UserError for one that sees groups where there are none."""
+    lost: is given the comparisons on which a judge has no answer. UserError for one that sees groups where there
+    are none."""
     if not sees_groups(function):
         return function
     if group < 2:
         raise UserError(f"reward {name!r} compares the samples of a group, but here every picture is scored alone: "
                         "choose a reward that scores one picture at a time")
     how = pairing(function)
-    grouped = function if how is None else WinRates(name, function, how)
+    grouped = function if how is None else WinRates(name, function, how, lost)
     return lambda outputs, prompts, metadata, **base: grouped(outputs, prompts, metadata, group, **base)
 
 
@@ -130,6 +131,7 @@ class WinRates:
     name: str
     judge: Callable[..., Any]
     pairing: Pairing = Pairing()
+    lost: list[Failed] = field(default_factory=list)
     group = True
 
     def __call__(self, outputs: Any, prompts: Sequence[str], metadata: Sequence[dict],
@@ -163,7 +165,14 @@ class WinRates:
         count = len(sides[0])
         pictures = [outputs[rows] if hasattr(outputs, "shape") else [outputs[row] for row in rows] for rows in sides]
         arguments = (*pictures, [prompt] * count, [metadata] * count)
-        return _answers(self.name, self.judge(*arguments[:_arity(self.name, self.judge)]), count, prompt)
+        return _answers(self.name, self._told(self.judge(*arguments[:_arity(self.name, self.judge)])), count, prompt)
+
+    def _told(self, values: Any) -> Any:
+        """The values, with None for a `Failed`, which is kept."""
+        if not isinstance(values, (list, tuple)):
+            return values
+        self.lost.extend(value for value in values if isinstance(value, Failed))
+        return [None if isinstance(value, Failed) else value for value in values]
 
 
 def _fitting(name: str, how: Pairing, group: int, prompt: str = "") -> list[tuple[int, int]]:

@@ -43,7 +43,7 @@ class QuestionAnswers:
     questions of its own, {"question", "answer", "choices"}; others are made of GenEval's metadata, of prompts of the
     starter's world, or by `writer`, arguments of the endpoint of a language model, and kept in `file`.
 
-    None for a picture with no answer. UserError for a prompt that no question can be made of.
+    Failed for a picture with no answer. UserError for a prompt that no question can be made of.
     """
 
     by: str = "vqa"
@@ -68,24 +68,18 @@ class QuestionAnswers:
         else:
             model = ByJudge(**self.judge) if self.by == "judge" else ByFolder(self.by, self.score)
         writer = None if self.writer is None else Writer(self.writer, self.file)
-        for name, value in (("_model", model), ("_writer", writer), ("_silent", [])):
+        for name, value in (("_model", model), ("_writer", writer)):
             object.__setattr__(self, name, value)
 
-    def __call__(self, images: Any, prompts: Sequence[str], metadata: Sequence[dict]) -> list[float | None]:
+    def __call__(self, images: Any, prompts: Sequence[str], metadata: Sequence[dict]) -> list[float | Failed]:
         questions = self._questions(prompts, metadata)
         asked = [(row, question) for row, own in enumerate(questions) for question in own]
         values: list[list[float]] = [[] for _ in prompts]
         for (row, _), value in zip(asked, self._model.right(images, asked), strict=True):
-            values[row] += [] if value is None else [value]
-        for prompt, own, found in zip(prompts, questions, values):
-            if not found:
-                self._silent.append(f"{'no answer to a question' if own else 'no questions'} of the prompt {prompt!r}")
-        return [sum(found) / len(found) if found else None for found in values]
-
-    def take_unanswered(self) -> tuple[int, Failed] | None:
-        """How many pictures had no answer since this was last asked, with the last of them; None where none had."""
-        silent, self._silent[:] = self._silent[:], []
-        return (len(silent), Failed(f"question_answers: {silent[-1]}")) if silent else None
+            values[row] += [] if value is None or isinstance(value, Failed) else [value]
+        return [sum(found) / len(found) if found else
+                Failed(f"question_answers: {'no answer to a question' if own else 'no questions'} of the prompt "
+                       f"{prompt!r}") for prompt, own, found in zip(prompts, questions, values)]
 
     def _questions(self, prompts: Sequence[str], metadata: Sequence[dict]) -> list[list[Question]]:
         found = [self._derived(prompt, entry) for prompt, entry in zip(prompts, metadata)]
@@ -137,7 +131,7 @@ class ByVqa:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ByJudge(Asking):
-    """Answers by a model behind an OpenAI-compatible endpoint: 1 for the right one, 0 for another, None for none."""
+    """Answers by a model behind an OpenAI-compatible endpoint: 1 for the right one, 0 for another, Failed for none."""
 
     template: str = "{question}\nChoose one of: {choices}. End with a line `Answer: CHOICE`."
 
@@ -146,7 +140,7 @@ class ByJudge(Asking):
         if "{question}" not in self._question:
             raise UserError("a judge's template names no {question}, expected it where the question belongs")
 
-    def right(self, images: Any, asked: Asked) -> list[float | None]:
+    def right(self, images: Any, asked: Asked) -> list[float | Failed]:
         def question(i: int) -> list[dict[str, Any]]:
             row, each = asked[i]
             text = filled(self._question, question=each.question, choices=", ".join(each.choices))

@@ -12,7 +12,7 @@ from flowgrpo.errors import UserError
 from flowgrpo.rewards.about import modality_of, require_modality
 from flowgrpo.rewards.beside_base import sees_base
 from flowgrpo.rewards.compose import Composed
-from flowgrpo.rewards.failures import Failed, Tally, guarded, settled, within
+from flowgrpo.rewards.failures import Failed, Tally, guarded, numbers, settled, within
 from flowgrpo.rewards.pairwise import sees_groups, whole
 
 if TYPE_CHECKING:
@@ -26,7 +26,8 @@ def score(
     """Score a batch of B outputs with each of R rewards -> [B, R] float32.
 
     NaN where a reward answered None, where its rule does not apply to the prompt, and where it failed and its rule says
-    to skip; `tally` counts these failures. Transforms are not applied here.
+    to skip or had no answer (`Failed` in place of a number); `tally` counts these failures. Transforms are not applied
+    here.
 
     rewards: functions, or `Composed` with their rules. outputs: what the rewards take, pictures [B, 3, H, W] in [0, 1],
     videos [B, F, 3, H, W], or a list of texts, whose number of tokens stands in their metadata as `completion_tokens`
@@ -40,6 +41,16 @@ def score(
     """
     import torch
 
+    found = [numbers(column) for column in columns(rewards, outputs, prompts, metadata, group, tally, base)]
+    return torch.tensor(found, dtype=torch.float32).reshape(len(found), len(prompts)).T.contiguous()
+
+
+def columns(
+    rewards: dict[str, Any], outputs: Any, prompts: Sequence[str], metadata: Sequence[dict[str, Any]],
+    group: int = 1, tally: Tally | None = None, base: Any = None,
+) -> list[list[float | Failed]]:
+    """As `score`, but R columns of B numbers, in which a failure stands where it happened: NaN says that a reward does
+    not apply, and nothing else."""
     from flowgrpo.types import Completion
 
     assert len(outputs) == len(prompts) == len(metadata), (len(outputs), len(prompts), len(metadata))
@@ -48,9 +59,8 @@ def score(
         metadata = [entry | {"completion_tokens": text.tokens} if isinstance(text, Completion) else entry
                     for text, entry in zip(outputs, metadata)]
     batch, tally = Batch(outputs, list(prompts), list(metadata), base), Tally() if tally is None else tally
-    columns = [_column(name, reward if isinstance(reward, Composed) else Composed(reward), batch, group, tally)
-               for name, reward in rewards.items()]
-    return torch.tensor(columns, dtype=torch.float32).reshape(len(columns), len(prompts)).T.contiguous()
+    return [_column(name, reward if isinstance(reward, Composed) else Composed(reward), batch, group, tally)
+            for name, reward in rewards.items()]
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,35 +82,32 @@ class Batch:
                      None if self.base is None else self.base[list(rows)])
 
 
-def _column(name: str, reward: Composed, batch: Batch, group: int, tally: Tally) -> list[float]:
+def _column(name: str, reward: Composed, batch: Batch, group: int, tally: Tally) -> list[float | Failed]:
     """B scores of one reward, asked for the samples that its rule applies to and that are not known yet."""
     rows = [i for i, entry in enumerate(batch.metadata) if reward.rule.applies(entry)]
     bases = batch.base if sees_base(reward) and batch.base is not None else [None] * len(batch.prompts)
     keys = {i: reward.kept.key(batch.outputs[i], batch.prompts[i], batch.metadata[i], bases[i])
             for i in (rows if reward.kept else ())}
     known = reward.kept.read(list(keys.values())) if keys else {}
-    values = {i: known[key] for i, key in keys.items() if key in known}
-    missing, failed = [i for i in rows if i not in values], set()
-
-    def skipped(those: Sequence[int], error: Failed) -> None:
-        failed.update(those)
-        tally.add(name, len(those), error)
-
-    if missing:
-        function = whole(name, reward.function, group)
+    values: dict[int, float | Failed] = {i: known[key] for i, key in keys.items() if key in known}
+    if missing := [i for i in rows if i not in values]:
+        lost: list[Failed] = []  # comparisons of a pairwise judge
+        function = whole(name, reward.function, group, lost)
         compared = sees_base(reward)
         found = settled(lambda those: _ask(name, function, batch.rows(those), reward.rule.timeout, compared), missing,
-                        reward.rule.on_error, skipped, group if sees_groups(reward.function) else 1)
+                        reward.rule.on_error, group if sees_groups(reward.function) else 1)
         values |= zip(missing, found)
-        if silent := getattr(reward.function, "take_unanswered", lambda: None)():  # a judge's, which are no score
-            tally.add(name, *silent)
+        for error in [value for value in found if isinstance(value, Failed)] + lost:
+            tally.add(name, error)
     if keys:
-        reward.kept.write({keys[i]: values[i] for i in missing if i not in failed})
+        reward.kept.write({keys[i]: values[i] for i in missing if not isinstance(values[i], Failed)})
     return [values.get(i, math.nan) for i in range(len(batch.prompts))]
 
 
-def _ask(name: str, function: Callable[..., Any], batch: Batch, timeout: float | None, compared: bool) -> list[float]:
-    """One call of a reward -> a number per sample, NaN for None; Failed where it has no such answer in time."""
+def _ask(name: str, function: Callable[..., Any], batch: Batch, timeout: float | None, compared: bool
+         ) -> list[float | Failed]:
+    """One call of a reward -> a number per sample, NaN for None; Failed is raised where it has no such answer in time,
+    and stands in place of a number where the reward says so."""
     import torch
 
     on = f"on {len(batch.prompts)} samples (first prompt of the batch: {batch.prompts[0]!r})"
@@ -131,8 +138,8 @@ def arity(name: str, function: Callable[..., Any], **further: Any) -> int:
                     + "".join(f", and {name}" for name in further))
 
 
-def _numbers(name: str, values: Any, prompts: Sequence[str]) -> list[float]:
-    """B floats, NaN for None; Failed where `values` is anything else."""
+def _numbers(name: str, values: Any, prompts: Sequence[str]) -> list[float | Failed]:
+    """B floats, NaN for None, or what failed; raises Failed where `values` is anything else."""
     count = len(prompts)
     expected = f"expected {count} numbers, one per sample (first prompt: {prompts[0]!r})"
     shape = getattr(values, "shape", None)
@@ -146,9 +153,9 @@ def _numbers(name: str, values: Any, prompts: Sequence[str]) -> list[float]:
     return [_number(name, value, prompt) for value, prompt in zip(values, prompts)]
 
 
-def _number(name: str, value: Any, prompt: str) -> float:
-    if value is None:
-        return math.nan
+def _number(name: str, value: Any, prompt: str) -> float | Failed:
+    if value is None or isinstance(value, Failed):
+        return math.nan if value is None else value
     if getattr(value, "shape", ()) != ():
         raise Failed(f"reward {name!r} returned the shape {list(value.shape)} for one sample, expected a number "
                      f"(prompt: {prompt!r})")

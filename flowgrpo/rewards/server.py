@@ -10,7 +10,6 @@ import asyncio
 import hmac
 import ipaddress
 import logging
-import math
 import socket
 from collections.abc import Callable
 from typing import Any
@@ -27,7 +26,7 @@ from flowgrpo.rewards import wire
 from flowgrpo.rewards.about import about
 from flowgrpo.rewards.failures import Failed
 from flowgrpo.rewards.pairwise import sees_groups
-from flowgrpo.rewards.score import score
+from flowgrpo.rewards.score import columns
 
 WAITING = 32  # requests that are read or wait; the next is told to come back
 DRAINED = 4  # times the limit of a request is read, and thrown away, so that its sender hears the refusal
@@ -149,8 +148,7 @@ def _scored(name: str, reward: Callable[..., Any], body: bytes, limits: wire.Lim
     where the reward fails on these samples; 500 where we do."""
     try:
         batch = wire.unpacked(body, limits)
-        found = score({name: reward}, batch.outputs, batch.prompts, batch.metadata, batch.group)[:, 0].tolist()
-        return {"format": wire.FORMAT, "scores": [None if math.isnan(value) else value for value in found]}
+        return wire.answer(*columns({name: reward}, batch.outputs, batch.prompts, batch.metadata, batch.group))
     except wire.TooLarge as error:
         refused = Refused(413, str(error))
     except Failed as error:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from flowgrpo.rewards.about import About
+from flowgrpo.rewards.failures import Failed
 from flowgrpo.rewards.judge import LICENCE, Asking, Judge, JudgeRubric
 from flowgrpo.rewards.text_keys import keys, several, spoken
 
@@ -28,7 +29,7 @@ class OfCompletions(Asking):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class TextJudge(OfCompletions, Judge):
-    """The score that a model gives a completion, beside the reference answer where there is one; None for no answer.
+    """The score that a model gives a completion, beside the reference answer where there is one; Failed for no answer.
 
     key: of the metadata, the reference, a text or a list of accepted ones, told after the prompt. thoughts: show the
     <think> part too. The rest is as of `judge.Judge`.
@@ -40,7 +41,7 @@ class TextJudge(OfCompletions, Judge):
     key: str = "answer"
     about = About(modality="text", range=(None, None), needs="server", licence=LICENCE)
 
-    def __call__(self, completions: Any, prompts: Sequence[str], metadata: Sequence[dict]) -> list[float | None]:
+    def __call__(self, completions: Any, prompts: Sequence[str], metadata: Sequence[dict]) -> list[float | Failed]:
         known = keys("text_judge", metadata, self.key, prompts, several)
         asked = [prompt if answers is None else f"{prompt}\nA right answer, for comparison: {' or '.join(answers)}"
                  for prompt, answers in zip(prompts, known)]

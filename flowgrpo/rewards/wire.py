@@ -1,7 +1,8 @@
 """What a reward's client and its server say to each other: JSON, with PNG or safetensors inside; never pickle.
 
     request   {"format": 1, "group": G, "samples": [{"prompt": "...", "metadata": {}, "png": "..."}, ...]}
-    answer    {"format": 1, "scores": [0.5, null]}    a number per sample, null where the reward does not apply
+    answer    {"format": 1, "scores": [0.5, null]}    a number per sample, null where the reward does not apply;
+              {"failed": {"1": "one line"}, ...}      besides, why by the place of a sample, where it had no answer
     refusal   {"error": "one line"}, with another status than 200
 
 A sample holds one of: `png`, base64 of an 8-bit RGB picture, or a list of them, the frames of a video; `safetensors`,
@@ -22,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from flowgrpo.errors import UserError
 from flowgrpo.rewards.about import About
-from flowgrpo.rewards.failures import Failed
+from flowgrpo.rewards.failures import Failed, numbers
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -117,16 +118,27 @@ def _size(sizes: Sequence[int], part: range) -> int:
     return 64 + sum(sizes[row] + 2 for row in part)
 
 
-def scores(body: bytes, count: int) -> list[float | None]:
+def answer(found: Sequence[float | Failed]) -> dict[str, Any]:
+    """The answer that holds these scores, NaN where the reward does not apply."""
+    failed = {str(place): one_line(each) for place, each in enumerate(found) if isinstance(each, Failed)}
+    told = [None if math.isnan(value) else value for value in numbers(found)]
+    return {"format": FORMAT, "scores": told} | ({"failed": failed} if failed else {})
+
+
+def scores(body: bytes, count: int) -> list[float | None | Failed]:
     """`count` scores of an answer. ValueError for another number of them, and for one that is no finite number."""
-    found = _object(body).get("scores")
+    told = _object(body)
+    found, failed = told.get("scores"), told.get("failed", {})
     if not isinstance(found, list) or len(found) != count:
         got = f"{len(found)} scores" if isinstance(found, list) else "no list of scores"
         raise ValueError(f"it sent {got}, expected {count}")
     for score in found:
         if score is not None and not (type(score) in (int, float) and abs(score) <= 3.4e38):
             raise ValueError(f"it sent the score {one_line(repr(score))}, expected a finite number or null")
-    return found
+    if not isinstance(failed, dict) or not all(isinstance(line, str) for line in failed.values()):
+        raise ValueError(f"it sent {one_line(repr(failed))} for what failed, expected a line by the place of a sample")
+    return [Failed(one_line(failed[str(place)])) if str(place) in failed else score
+            for place, score in enumerate(found)]
 
 
 def refusal(body: bytes) -> str | None:
