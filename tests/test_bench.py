@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
 import pytest
 import tiny
+import torch
 from test_recorded_pairs import pairs_file
 
 from flowgrpo.config import validate
@@ -17,6 +19,8 @@ from flowgrpo.run import run
 
 sys.path.append(str(Path(__file__).parent.parent / "scripts"))
 
+import bench_compile  # noqa: E402
+import bench_full_size  # noqa: E402
 import bench_methods  # noqa: E402
 import bench_overhead  # noqa: E402
 import bench_starter  # noqa: E402
@@ -136,3 +140,46 @@ def test_an_epochs_calls_of_the_denoiser_are_recorded_and_run_again():
     spent = trainer.policy.evaluations - before
     bench_overhead.bare(trainer, calls)
     assert trainer.policy.evaluations - before == 2 * spent
+
+
+# --- at full size ----------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("model, gigabytes", [("sd35_medium", 4.94), ("flux_dev", 23.80)])  # of the published files
+def test_full_size_is_that_of_the_published_weights(model, gigabytes):
+    with bench_full_size.made_on(torch.device("meta"), torch.bfloat16):
+        denoiser = bench_full_size.MODELS[model]().transformer
+    values = sum(each.numel() for each in denoiser.state_dict().values())
+    assert 2 * values / 1e9 == pytest.approx(gigabytes, abs=0.01) and denoiser.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("model", ["sd35_medium", "flux_dev"])
+def test_what_is_measured_at_full_size_runs_small(model, tmp_path, monkeypatch, capsys):
+    told = tmp_path / "told.json"
+    small = {"train.group": 2, "train.micro_batch": 2, "train.updates": 1, "picture": "{height: 32, width: 32}"}
+    options = [part for key, value in small.items() for part in ("--option", f"{key}={value}")]
+    monkeypatch.setattr(sys, "argv", ["bench_full_size.py", model, "--device", "cpu", "--repetitions", "1", "--layers",
+                                      "1", "--heads", "1", "--width", "32", "--json", str(told), *options])
+    bench_full_size.main()
+    lines = {line["what"]: line for line in json.loads(told.read_text())["lines"]}
+    assert lines.keys() == {"rollout", "the pipeline's own call", "decoding", "update"}
+    assert all(line["per_second"] == pytest.approx((1 if what == "update" else 4) / line["seconds"])
+               for what, line in lines.items())
+    shares = [lines[what]["outside_denoiser"] for what in ("rollout", "the pipeline's own call")]
+    assert all(0 < share < 1 for share in shares) and "outside the denoiser" in capsys.readouterr().out
+
+
+def test_the_share_outside_is_what_is_left_of_the_forwards():
+    """A clock whose stamps are counted by hand: a work of 10 in which two forwards take 2 and 3."""
+    module, stamps = torch.nn.Identity(), iter([0, 1, 3, 4, 7, 10])
+    clock = bench_full_size.Clock(torch.device("cpu"), [module])
+    clock.stamp = lambda: next(stamps)
+    assert clock.measured(lambda: (module(1), module(2))) == (10, 5)
+
+
+def test_compiled_and_plain_epochs_are_measured_in_turns(monkeypatch, capsys):
+    monkeypatch.setattr(torch._dynamo.config, "disable", True)  # compiling takes minutes
+    monkeypatch.setattr(sys, "argv", ["bench_compile.py", "--repetitions", "1", "--option", "train.group=2",
+                                      "--option", "train.micro_batch=4"])
+    bench_compile.main()
+    plain, compiled = capsys.readouterr().out.splitlines()[-2:]
+    assert plain.split()[0] == "plain" and plain.split()[3] == "1.00," and compiled.startswith("compiled ")
