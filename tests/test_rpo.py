@@ -7,10 +7,11 @@ import math
 import pytest
 import tiny
 import torch
+from accelerate import Accelerator
 from tables import close, f64
 from test_forward_objectives import column, noised, with_error
 from test_recorded_pairs import pairs_file
-from test_train import align, metrics
+from test_train import align, epoch, gradient, metrics
 
 from flowgrpo.advantages import Advantage
 from flowgrpo.config import load
@@ -18,9 +19,10 @@ from flowgrpo.errors import UserError
 from flowgrpo.methods import preset, resolve
 from flowgrpo.objectives.forward_process import Preference
 from flowgrpo.parts.shaping import BradleyTerry
-from flowgrpo.recorded_pairs import require
+from flowgrpo.recorded_pairs import in_place, require
 from flowgrpo.rewards.combine import Harmonic, harmonic
 from flowgrpo.samplers.forward import Stratified
+from flowgrpo.train import Trainer
 from flowgrpo.types import Context
 
 NAN = math.nan
@@ -121,6 +123,27 @@ def test_the_first_picture_of_every_group_is_the_subjects():
     loss = surrogate(torch.zeros(4, 1), column([0.0] * 4), noised(surrogate, [0.0] * 4, new, new, [7, 7, 2, 2],
                                                                   reference))
     close(loss, [[math.log(2) + 0.3], [math.log(2)], [math.log(2) + 0.5], [math.log(2)]])
+
+
+def test_what_is_left_of_a_pair_has_no_loss():
+    new, surrogate = with_error([0.3, 0.5, 0.8], grad=True), Preference(2.0, similarity=0.5)
+    loss = surrogate(torch.zeros(3, 1), column([0.0] * 3), noised(surrogate, [0.0] * 3, new, new, [7, 2, 2], new))
+    close(loss.detach(), [[0.0], [math.log(2) + 0.5], [math.log(2)]])
+    assert torch.autograd.grad(loss.sum(), new.logp)[0][0] == 0
+
+
+@pytest.mark.parametrize("missing", ["subject", "drawn", "none"])
+def test_a_pair_of_which_a_reward_is_missing_teaches_nothing(tmp_path, missing):
+    file = pairs_file(tmp_path, ("red", "a.png", "b.png"))
+    settings = tiny.config(preferences=file, labels="rewards", method="rpo", train__group=2, train__prompts=1)
+    left_out = ["subject", "drawn", "none"].index(missing)
+
+    def some(images, prompts):
+        return [None if i == left_out else score for i, score in enumerate(red(images, prompts).tolist())]
+
+    trainer = Trainer(settings, Accelerator(cpu=True), tiny.stir(tiny.policy()), {"red": some},
+                      in_place(settings, ([], [])))
+    assert (gradient(trainer, *epoch(trainer)).norm() > 0) == (missing == "none")
 
 
 # --- the preset ------------------------------------------------------------------------------------------------------

@@ -128,7 +128,8 @@ class Preference(OfNoised):
 
     d = e - e_reference, w the sample of the larger advantage and l the other, at one time; beta counts for mean errors.
     A pair of equal advantages has the value log 2 and no gradient. A sample's value is the mean over its pairs; the
-    mean over the samples is that over the pairs, and so is its gradient.
+    mean over the samples is that over the pairs, and so is its gradient. One that is alone, as the others have no
+    reward, has the value 0.
 
     similarity: the weight of a further term, e of the first sample of each group, as often as there are groups: of
     recorded pairs the picture of the subject, whichever is preferred (RPO, 2407.12164).
@@ -156,7 +157,8 @@ class Preference(OfNoised):
         value = 2 * value - value.detach()  # half of a pair's gradient is its partner's
         if not self.similarity:
             return value
-        first = ~(group & (places < old.rows[:, None])).any(1, keepdim=True)
+        before = (group & (places < old.rows[:, None])).any(1, keepdim=True)
+        first = ~before & others.any(1, keepdim=True)  # what is left of a pair may be either picture
         return value + self.similarity * first * group.sum(1, keepdim=True) * error(old.new)
 
 
