@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from flowgrpo import data, methods, rewards, state
-from flowgrpo.advantages import zero_variance
+from flowgrpo.advantages import weighted_sum, zero_variance
 from flowgrpo.anchor import Anchor
 from flowgrpo.best import Best
 from flowgrpo.config import Config
@@ -161,9 +161,8 @@ class Trainer:
                              [p.metadata for p in of])
 
     def weighted(self, scores: torch.Tensor) -> torch.Tensor:
-        """The weighted sums [P,G] of scores [P,G,R], after the rewards' transforms."""
-        shaped = rewards.transformed(self.rewards, scores)
-        return (shaped * torch.tensor(list(self.config.rewards.values()))).nansum(2)
+        """`weighted_sum` [P,G] of scores [P,G,R], after the rewards' transforms."""
+        return weighted_sum(rewards.transformed(self.rewards, scores), list(self.config.rewards.values()))
 
     def credit(self, parts: list[Part], grouped: torch.Tensor, texts: list[str]) -> Iterator[Part | None]:
         """`credit.credit` of this method: one's own parts with advantages, from the scores [groups,G,R] and the prompts

@@ -272,6 +272,24 @@ def test_a_sample_that_was_skipped_is_not_trained_on():
     assert trainer.reward_metrics(grouped)["reward/red/failed"] == 0 and trainer.reward_failures == {"red": 2}
 
 
+def test_a_skipped_reward_neither_raises_nor_lowers_a_samples_total():
+    """One reward is about -100 and fails on the third picture; its group's mean stands in, and the picture is not shown
+    as the best one."""
+    costly = missing(2)
+    trainer = tiny.trainer(reward={"cost": {"on_error": "skip"}, "red": 1.0}, parts__plan__size=2, rewards={
+        "cost": Composed(lambda images, prompts: costly(images, prompts) - 100, RewardRule(on_error="skip")),
+        "red": Composed(tiny.red)})
+    batch = trainer.prompts[:2]
+    _, _, grouped = trainer.sample(batch)
+    assert grouped.isnan().nonzero().tolist() == [[0, 2, 0]]
+    totals = trainer.weighted(grouped)
+    assert totals[0, 2] == pytest.approx((grouped[0, [0, 1, 3], 0].mean() + grouped[0, 2, 1]).item(), abs=1e-4)
+    totals[0, 2] = NAN
+    best = {prompt: total for total, prompt, *_ in trainer.extremes.best}
+    assert best == {prompt.text: pytest.approx(own[~own.isnan()].max().item(), abs=1e-4)
+                    for prompt, own in zip(batch, totals)}
+
+
 def test_an_epoch_without_any_reward_trains_nothing():
     trainer = tiny.trainer(rewards={"red": Composed(choking(*tiny.PROMPTS), RewardRule(on_error="skip"))})
     trainer.say = [].append

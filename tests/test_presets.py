@@ -364,6 +364,10 @@ def test_a_group_that_a_pool_cannot_give_is_told_before_the_run(options):
 def test_the_best_and_the_worst_of_a_pool_by_hand():
     scores = torch.tensor([[0.1, 0.9, 0.5, 0.7, 0.3], [1.0, 1.0, 0.0, 1.0, 0.0]])
     assert contrasting(scores, 4).tolist() == [[1, 3, 4, 0], [0, 1, 2, 4]]
+    nan = float("nan")
+    lost = torch.tensor([[nan, 0.9, nan, 0.7, 0.3], [0.1, nan, nan, nan, 0.2], [nan] * 5])
+    assert contrasting(lost, 2).tolist() == [[1, 4], [4, 0], [0, 4]]
+    assert contrasting(lost, 4).tolist() == [[1, 0, 3, 4], [4, 1, 3, 0], [0, 1, 3, 4]]
     for group in (3, 6):
         with pytest.raises(ValueError, match=f"a group of {group} cannot be the best and the worst of a pool of 5"):
             contrasting(scores, group)

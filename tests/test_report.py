@@ -232,6 +232,15 @@ def test_extremes_by_hand():
     assert decoded(told["best"][0]["picture"]).getpixel((0, 0)) == (round(255 * 7 / 8),) * 3
 
 
+def test_a_sample_that_lost_a_score_is_no_extreme():
+    """Of p the third and of q both lack what the others have; r has the first reward alone."""
+    found, nan = album.Extremes(["a", "b"]), math.nan
+    scores = torch.tensor([[0.5, 1], [0.2, 1], [0.9, nan], [nan, 1], [0.1, nan], [0.4, nan], [0.3, nan], [nan, nan]])
+    found.add([*"pppqqrrr"], ["text"] * 8, scores, torch.arange(8.0))
+    assert [(total, prompt) for total, prompt, *_ in found.best] == [(6, "r"), (1, "p")]
+    assert [(total, prompt) for total, prompt, *_ in found.worst] == [(0, "p"), (5, "r")]
+
+
 def test_only_the_most_extreme_are_kept():
     found = album.Extremes(["a"])
     totals = torch.tensor([3.0, 9, 1, 7, 5, 0, 8, 2, 6, 4])

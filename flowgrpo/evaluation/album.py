@@ -52,14 +52,17 @@ class Extremes:
     def add(self, prompts: Sequence[str], outputs: Any, scores: torch.Tensor, totals: torch.Tensor) -> None:
         """b samples: their prompts and outputs, scores [b,R], and the totals [b] by which they are compared.
 
-        A sample to which no reward applies is passed over.
+        A sample to which no reward applies is passed over, and so is one without a score that others of its prompt have.
         """
         rows: dict[str, list[int]] = {}
         for i, prompt in enumerate(prompts):
-            if not scores[i].isnan().all():
-                rows.setdefault(prompt, []).append(i)
-        sums = totals.tolist()
+            rows.setdefault(prompt, []).append(i)
+        sums, known = totals.tolist(), ~scores.isnan()
         for prompt, own in rows.items():
+            wanted = known[own].any(0)
+            own = [i for i in own if wanted.any() and (known[i] == wanted).all()]
+            if not own:
+                continue
             for kept, sign, at in ((self.best, 1, max(own, key=sums.__getitem__)),
                                    (self.worst, -1, min(reversed(own), key=sums.__getitem__))):
                 _insert(kept, sign, (sums[at], prompt, scores[at].tolist(), outputs[at]))

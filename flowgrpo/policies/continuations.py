@@ -63,7 +63,7 @@ def segmented(policy: CausalLM, asked: Asked, taken: Completions, segments: Tens
               starts: Sequence[tuple[int, int, int]], samples: int, decoding: Decoding, seed: Seed, group: int,
               micro_batch: int, judge: Callable[[list[str], int, Tensor], Tensor]) -> Segmented:
     """The completions, whole groups, with the values of the states before their segments: the mean reward of `samples`
-    continuations of each of `starts`, (row, segment, place). NaN for a row's first segment.
+    continuations of each of `starts`, (row, segment, place). NaN for a row's first segment, and where none has a reward.
 
     seed(prompt, sample): every continuation has its own, whatever else is sampled; judge(texts, n, prompts): the total
     rewards [., n] of texts of the prompts, n for each state.
@@ -82,5 +82,5 @@ def segmented(policy: CausalLM, asked: Asked, taken: Completions, segments: Tens
     if starts:
         row, segment, _ = torch.tensor(list(starts)).unbind(1)
         totals = judge(texts, samples, taken.prompts[row].repeat_interleave(samples))
-        values[row, segment] = totals.mean(1).to(values)
+        values[row, segment] = totals.nanmean(1).to(values)
     return Segmented(taken.ids, taken.prompts, taken.old, segments, values, correction=taken.correction)

@@ -52,14 +52,22 @@ def previews(policy, conditioning, grid: torch.Tensor, timesteps: torch.Tensor |
 
 def contrasting(scores: torch.Tensor, group: int) -> torch.Tensor:
     """Of the scores [P,pool] the places of the group/2 largest and the group/2 smallest: int64 [P,group], best first.
+    One without a score, NaN, is chosen only where the others are too few.
 
     UserError for an odd group or one that is larger than the pool.
     """
     if group % 2 or group > scores.shape[1]:
         raise UserError(f"a group of {group} cannot be the best and the worst of a pool of {scores.shape[1]}: "
                          "expected an even number, at most the pool")
-    ranked = scores.argsort(dim=1, descending=True, stable=True)
+    ranked = torch.stack([_ranked(row) for row in scores])
     return torch.cat([ranked[:, :group // 2], ranked[:, scores.shape[1] - group // 2:]], 1)
+
+
+def _ranked(scores: torch.Tensor) -> torch.Tensor:
+    """The places of scores [n], the largest first, and those of NaN, which sort as the largest, in the middle."""
+    ranked, lost = scores.argsort(descending=True, stable=True), int(scores.isnan().sum())
+    middle = (len(scores) + lost) // 2
+    return torch.cat([ranked[lost:middle], ranked[:lost], ranked[middle:]])
 
 
 def require_choice(explorations: Sequence[Exploration], pool: int) -> None:
