@@ -3,11 +3,15 @@
     python scripts/try_expo.py                       # about a quarter of an hour on one core
     python scripts/try_expo.py --train.epochs=80     # any KEY=VALUE of a configuration
 
-For every prompt 2N bases are drawn, and the first N of them are edited. Best of the N bases and their N edits stands
-against best of the 2N bases: chosen by the scorer, 2N calls each, and by the critic, which needs none. Differences are
-paired by prompt, with 95 % intervals. What limits them is told too: how well the critic ranks a prompt's bases, and the
-gain that it expects of an edit; and what the bound leaves room for, by edits that follow the gradient of `scene_soft`,
-a soft form of the reward itself, which no trained edit can read.
+Against the best of 2N bases of a prompt, by the scorer, stands with as many calls of the scorer:
+
+- the best of 2N pictures as EXPO's acting policy draws them, each the critic's choice of `candidates` bases and their
+  edits: of one base, which takes no more of the denoiser, and of CANDIDATES;
+- the best of N bases and their N edits, whatever the critic thinks of them.
+
+Differences are paired by prompt, with 95 % intervals. What limits them is told too: how well the critic ranks a
+prompt's bases, and the gain that it expects of an edit; and what the bound leaves room for, by edits that follow the
+gradient of `scene_soft`, a soft form of the reward itself, which no trained edit can read.
 """
 
 from __future__ import annotations
@@ -32,7 +36,7 @@ from flowgrpo.samplers import edits
 from flowgrpo.samplers.rollout import seeder
 from flowgrpo.train import Trainer
 
-N, PROMPTS, AT_ONCE, SEED = 4, 120, 12, 20_000
+N, CANDIDATES, PROMPTS, AT_ONCE, SEED = 4, 4, 120, 12, 20_000
 RECIPE = {"model": "starter", "method": "expo", "prompts": "starter", "tracker": "none", "device": "cpu",
           "reward": "scene_graded", "train.epochs": 40, "train.prompts": 12, "train.group": 16,
           "train.micro_batch": 96, "train.steps": 6, "train.shift": 1.5, "train.guidance": 2.0,
@@ -57,30 +61,36 @@ def trained(config) -> Trainer:
 @torch.no_grad()
 def compared(trainer: Trainer) -> dict[str, np.ndarray]:
     """Rewards of prompts: those of all bases [P, 2N], of the first N edited [P, N], by the networks ("edits") and by
-    the soft reward's gradient ("possible"), and the critic's choices [P];
+    the soft reward's gradient ("possible"), and of what the acting policy draws of one or several candidates [P, 2N];
     the critic's values of all bases [P, 2N] and the gains that it expects of the edits [P, N]."""
     policy, found = trainer.policy, defaultdict(list)
     chosen, seed = spread(trainer.held_out, PROMPTS), seeder(SEED, 0)
     for at in range(0, len(chosen), AT_ONCE):
         batch = chosen[at:at + AT_ONCE]
-        conditioning = trainer.explorer.conditioning(batch)
-        rows = torch.arange(len(batch)).repeat_interleave(2 * N)
-        generators = policy.generators(seed(at + int(row), i % (2 * N)) for i, row in enumerate(rows))
-        x = drawn(trainer, conditioning, rows, generators).unflatten(0, (-1, 2 * N))
-        first, own = x[:, :N].flatten(0, 1), conditioning.rows(rows[::2])
+        conditioning, owns = trainer.explorer.conditioning(batch), torch.arange(len(batch))
+        rows = owns.repeat_interleave(2 * N * CANDIDATES)
+        generators = policy.generators(seed(at + int(row), i % (2 * N * CANDIDATES)) for i, row in enumerate(rows))
+        every = drawn(trainer, conditioning, rows, generators).unflatten(0, (-1, CANDIDATES, 2 * N)).transpose(1, 2)
+        x, own = every[:, :, 0], conditioning.rows(owns.repeat_interleave(N))
+        first = x[:, :N].flatten(0, 1)
         edited = policy.editor.edit.applied(first, policy.editor.replay(own, first)).unflatten(0, (-1, N))
         possible = ascended(trainer, batch, conditioning, x[:, :N])
+        acts = {f"acting, of {n}": acting(trainer, conditioning, every[:, :, :n]) for n in (1, CANDIDATES)}
         scores = {name: scored(trainer, batch, conditioning, each)
-                  for name, each in (("bases", x), ("edits", edited), ("possible", possible))}
+                  for name, each in ({"bases": x, "edits": edited, "possible": possible} | acts).items()}
         _, values = edits.on_the_fly(policy.editor, conditioning, x[:, :N])
+        rows = owns.repeat_interleave(2 * N)
         plain = policy.editor.value(conditioning.rows(rows), x.flatten(0, 1)).unflatten(0, (-1, 2 * N))
-        both = torch.cat([scores["bases"][:, :N], scores["edits"]], 1)
-        scores["critic, N and edits"] = both.gather(1, values.argmax(1, keepdim=True))
-        scores["critic, 2N bases"] = scores["bases"].gather(1, plain.argmax(1, keepdim=True))
         scores |= {"values": plain, "expected": values[:, N:] - values[:, :N]}
         for name, value in scores.items():
             found[name].append(value.numpy())
     return {name: np.concatenate(each) for name, each in found.items()}
+
+
+def acting(trainer: Trainer, conditioning, x: torch.Tensor) -> torch.Tensor:
+    """What the critic chooses [P, m, *D] of each n bases x [P, m, n, *D] and their edits."""
+    rows = torch.arange(len(x)).repeat_interleave(x.shape[1])
+    return edits.on_the_fly(trainer.policy.editor, conditioning.rows(rows), x.flatten(0, 1))[0].view_as(x[:, :, 0])
 
 
 def ascended(trainer: Trainer, batch, conditioning, x: torch.Tensor, steps: int = 10, lr: float = 0.3) -> torch.Tensor:
@@ -128,21 +138,23 @@ def main() -> None:
     torch.set_num_threads(1)
     trainer = trained(load(None, RECIPE | options([each.lstrip("-") for each in sys.argv[1:]])))
     found = compared(trainer)
-    bases, edited = found["bases"], found["edits"]
-    best = [np.concatenate([bases[:, :N], each], 1).max(1) for each in (edited, found["possible"])] + [bases.max(1)]
+    bases, edited, best = found["bases"], found["edits"], found["bases"].max(1)
+    both = [np.concatenate([bases[:, :N], each], 1).max(1) for each in (edited, found["possible"])]
     print(told("one base", bases[:, 0]))
     print(told("its edit", edited[:, 0]))
     print(told("edit less its base", edited - bases[:, :N], False))
     print(told("    as the critic expects", found["expected"], False))
     print(told("the critic's rank correlation within a prompt", ranked(found["values"], bases), False))
-    print(told(f"best of {2 * N} bases, by the scorer", best[2]))
-    print(told(f"best of {N} bases and {N} edits, by the scorer", best[0]))
-    print(told("    difference", best[0] - best[2], False))
+    print(told(f"best of {2 * N} bases", best))
+    for n in (1, CANDIDATES):
+        acts = found[f"acting, of {n}"]
+        print(told(f"one picture of the acting policy, of {n}", acts[:, 0]))
+        print(told(f"best of {2 * N} of its pictures, of {n}", acts.max(1)))
+        print(told("    difference", acts.max(1) - best, False))
+    print(told(f"best of {N} bases and {N} edits", both[0]))
+    print(told("    difference", both[0] - best, False))
     print(told("edit by the soft reward less its base", found["possible"] - bases[:, :N], False))
-    print(told("    difference with such edits", best[1] - best[2], False))
-    print(told(f"best of {2 * N} bases, by the critic", found["critic, 2N bases"]))
-    print(told(f"best of {N} bases and {N} edits, by the critic", found["critic, N and edits"]))
-    print(told("    difference", found["critic, N and edits"] - found["critic, 2N bases"], False))
+    print(told("    difference with such edits", both[1] - best, False))
 
 
 if __name__ == "__main__":
