@@ -177,3 +177,10 @@ def _require_decisions(method: Method, noised: Exploration | None) -> None:
     if noised is not None and (method.strides != (1,) or method.tuning.weight):
         raise ValueError(f"strides are {list(method.strides)} and tuning.weight {method.tuning.weight}, but noised "
                          "finals have neither granularities nor a best path: expected [1] and 0")
+    of_steps = [cure for cure, found in {
+        "log_ratio: {type: Matching}": isinstance(method.log_ratio, objectives.Guard),
+        "step_weight: {type: Uniform}": isinstance(method.step_weight, objectives.InverseDelta)}.items() if found]
+    if noised is not None and of_steps:
+        raise ValueError("Guard and InverseDelta (the preset grpo_guard) go by the noise and length of recorded steps, "
+                         f"but times is {type(method.times).__name__}: leave grpo_guard out, or set parts: "
+                         f"{{{', '.join(of_steps)}}}")

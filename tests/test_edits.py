@@ -369,6 +369,7 @@ def test_a_run_saves_what_draws_its_pictures_and_resumes(tmp_path):
 @pytest.mark.parametrize("options, told", [
     (dict(method="expo", train__group=3), "train.group is 3"),
     (dict(method="expo+grpo_guard"), "the surrogate Clip trains no critic"),
+    (dict(method="expo+texforce"), "trains nothing of the pipeline: leave texforce out"),
     (dict(method="flow_grpo", parts={"surrogate": {"type": "ActorCritic"}}), "set parts.edit: {type: Edit}"),
     (dict(method="expo", parts={"preview": {"type": "Preview"}}), "trains that alone"),
     (dict(method="expo", parts={"times": {"type": "GridTimes"}}), "trains that alone"),

@@ -380,6 +380,9 @@ def test_a_better_matched_good_sample_is_what_every_method_reaches_for():
     (dict(method="mix_grpo", parts__surrogate={"type": "NegativeAware"}), "NegativeAware reads noised finals"),
     (dict(method="awm", parts__strides=[1, 2]), "strides are [1, 2]"),
     (dict(method="awm", parts__tuning={"weight": 0.1}), "tuning.weight 0.1"),
+    (dict(method="diffusion_nft+grpo_guard"), "set parts: {log_ratio: {type: Matching}, step_weight: {type: Uniform}}"),
+    (dict(method="diffusion_dpo", parts__step_weight={"type": "InverseDelta"}), "{step_weight: {type: Uniform}}"),
+    (dict(method="awm", parts__log_ratio={"type": "Guard"}), "recorded steps, but times is GridTimes"),
     (dict(method="awm", parts__times={"start": 5}), "leave none of 6 steps"),
     (dict(method="awm", parts__reference={"type": "Old"}, parts__kl__weight=0.0), "the reference Old is read by a KL"),
 ])

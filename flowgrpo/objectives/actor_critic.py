@@ -65,6 +65,9 @@ def require(method: Any, group: int) -> None:
     if group % 2:
         raise ValueError(f"train.group is {group}: half of the samples are bases, the others their edits: use an even "
                          "number")
+    if method.adapted.encoders:
+        raise ValueError("adapted.encoders is true, but a method with an edit trains nothing of the pipeline: leave "
+                         "texforce out, or set parts: {adapted: {encoders: false, denoisers: true}}")
     if method.backprop or method.preview or method.strides != (1,) or method.tuning.weight or method.lag.most \
             or method.noised(torch.linspace(1, 0, 9), group, 0, 0):
         raise ValueError("a method with an edit trains that alone, on plain rollouts: expected no backprop, preview or "
