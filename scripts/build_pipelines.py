@@ -35,11 +35,11 @@ def rows() -> list[dict[str, Any]]:
 
 
 def line(told: dict[str, Any]) -> str:
-    errors = [f"{told[key]:.0e}" if key in told else "" for key in ("replay_error", "first_log_ratio",
-                                                                    "gradient_error")]
-    cells = [told["model"], "yes" if told["drivable"] else "no", told.get("prediction", ""), told.get("guidance", ""),
-             told.get("prompts_per_call", ""), ", ".join(told.get("denoisers", [])),
-             ", ".join(told.get("lora_loader", [])), *errors, told["reason"] or ""]
+    errors = ["" if told[key] is None else f"{told[key]:.0e}" for key in ("replay_error", "first_log_ratio",
+                                                                          "gradient_error")]
+    cells = [told["model"], "yes" if told["drivable"] else "no", told["prediction"] or "", told["guidance"] or "",
+             told["prompts_per_call"] or "", ", ".join(told["denoisers"] or []),
+             ", ".join(told["lora_loader"] or []), *errors, told["reason"] or ""]
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 

@@ -10,7 +10,7 @@ import torch
 from diffusers import EDMEulerScheduler
 
 from flowgrpo.cli import main
-from flowgrpo.config import Adapter
+from flowgrpo.config import Adapter, Config
 from flowgrpo.errors import UserError
 from flowgrpo.policies import check
 from flowgrpo.policies.pipeline import PipelinePolicy
@@ -39,7 +39,7 @@ def test_a_pipeline_that_can_be_trained(model):
         "timesteps_per_call": "one per row", "latent_shape": [4, 8, 8],
         "picture_shape": [3, 16, 16], "replay_error": 0.0, "first_log_ratio": 0.0, "evaluations_per_picture": 10.0,
         "evaluations_per_picture_shared": 6.79}  # 10 - 3.5 * 11/12
-    assert told["lora_grad"] > 0
+    assert told["lora_grad"] > 0 and set(told) == {"model", "drivable", "reason", *check.FIELDS}
     assert told == check.report(model)
 
 
@@ -79,6 +79,25 @@ def test_pictures_are_conditioning():
 def test_a_class_that_cannot_be_driven_is_told_without_a_model(name, reason):
     told = check.report(name)
     assert not told["drivable"] and told["reason"].startswith(reason)
+
+
+def test_the_estimate_is_for_the_recipes_guidance_and_checkpointing():
+    def activations(**train):  # one prompt with 4096 samples at once, so that GiB are not 0
+        room = {"prompts": 1, "group": 4096, "micro_batch": 4096, "steps": 2} | train
+        told = check.report("StableDiffusion3Pipeline", Config(method="flow_grpo", train=room, adapter={"rank": 4}))
+        assert told["drivable"] and list(told["memory"]) == ["encode", "rollout", "decode", "update"]
+        return told["memory_parts"]["activations"]
+
+    plain, guided, both = activations(), activations(guidance=4.0), activations(guidance=4.0, checkpointing=True)
+    assert 1.9 < guided / plain < 2.1 and 0 < both < 0.2 * guided
+
+
+@pytest.mark.parametrize("name", ["OmniGenPipeline", "no/such/folder"])
+def test_what_is_unknown_of_a_pipeline_is_told_as_such(name, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    told = check.report(name)
+    assert not told["drivable"] and told["replay_error"] is None and told["memory"] is None
+    assert list(told) == ["model", "drivable", "reason", *check.FIELDS]
 
 
 def test_a_pipeline_that_does_not_load_cannot(tmp_path):

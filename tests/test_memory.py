@@ -6,6 +6,8 @@ import pytest
 import tiny
 import torch
 
+from flowgrpo.config import Memory
+from flowgrpo.geometry import geometry
 from flowgrpo.policies import memory
 from flowgrpo.samplers.grids import shifted
 from flowgrpo.samplers.kernels import FlowSDE
@@ -28,6 +30,7 @@ def test_parts_of_a_run_by_hand():
                                          for each in [*encoder.parameters(), *encoder.buffers()])
     assert parts["recorded states"] % (4 * 4 * 8 * 8) == 0  # a state is 4 x 8 x 8 numbers in fp32
     assert set(phases["encode"]) < set(phases["rollout"]) < set(parts)
+    assert set(phases["decode"]) - set(phases["rollout"]) == {"decoding"}
     assert memory.total({"a": 2**30, "b": 2**29}) == 1.5
 
 
@@ -55,3 +58,19 @@ def test_guidance_doubles_the_activations():
     plain, guided = (memory.memory(policy, tiny.config(), policy.encode(["red"]))["update"]["activations"]
                      for policy in (tiny.policy(guidance=guidance) for guidance in (1.0, 3.0)))
     assert 1.9 < guided / plain < 2.1
+
+
+def test_the_largest_number_of_bytes_at_a_time():
+    x = torch.ones(1000)
+    with memory.Peak() as seen:
+        for _ in range(5):
+            x = x * 2 + 1  # x, twice x, and the sum
+        assert x.view(10, 100)[2:].shape == (8, 100)  # the same storage
+    assert seen.most == 3 * 4000
+
+
+def test_decoding_picture_by_picture_takes_as_much_as_one_and_the_pictures():
+    whole, sliced = (memory.memory(policy, tiny.config(), policy.encode(["red"]))["decode"]["decoding"]
+                     for policy in (tiny.policy(memory=Memory(vae=vae)) for vae in ("whole", "sliced")))
+    rows, picture = geometry(tiny.config().train).micro_batch, 4 * 3 * 16 * 16
+    assert rows > 1 and rows * picture < sliced < whole

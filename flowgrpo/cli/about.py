@@ -28,8 +28,9 @@ def check(
     if as_json:
         typer.echo(json.dumps(told, indent=2, default=str))
     else:
-        width = max(len(key) for key in told)
-        for key, value in told.items():
+        known = {key: value for key, value in told.items() if value is not None}
+        width = max(len(key) for key in known)
+        for key, value in known.items():
             typer.echo(f"{key.replace('_', ' '):<{width}}  {_plain(value)}")
     if not told["drivable"]:
         raise typer.Exit(2)
@@ -42,7 +43,7 @@ def _plain(value: Any) -> str:
         return ", ".join(f"{key} {inner}" for key, inner in value.items())
     if isinstance(value, (list, tuple)):
         return ", ".join(map(str, value)) or "none"
-    return "-" if value is None else str(value)
+    return str(value)
 
 
 @app.command()

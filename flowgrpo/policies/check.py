@@ -40,6 +40,11 @@ RANK, GROUP = 4, 2
 SHARES, LARGEST_GRADIENT_ERROR = (1e-3, 1e-4), 0.01  # of small steps along the gradient
 LARGEST_LOG_RATIO = 1e-6  # above it a run in fp32 stops before its first update
 STEPS, SAMPLES = 10, 12  # of the example that tells the cost
+# What is told of a pipeline, beside `check_text.FIELDS` of a language model.
+FIELDS = ("pipeline", "scheduler", "prediction", "denoisers", "parameters", "lora_parameters", "lora_targets",
+          "lora_loader", "conditioning", "prompts_per_call", "guidance", "timesteps_per_call", "picture_shape",
+          "latent_shape", "replay_error", "first_log_ratio", "lora_grad", "gradient_error", "memory", "memory_parts",
+          "evaluations_per_picture", "evaluations_per_picture_shared")
 
 
 def report(model: Any, config: Config | None = None) -> dict[str, Any]:
@@ -47,15 +52,15 @@ def report(model: Any, config: Config | None = None) -> dict[str, Any]:
 
     model: `starter`, a directory, a hub id, the name of a class of diffusers or transformers (of which a tiny random
     instance is built), a loaded (pipeline, arguments of its call), or a loaded (language model, tokenizer or
-    processor). config: a recipe, for the pipeline's arguments, the adapter, the precision and the memory that it needs;
-    without one the defaults, in fp32.
+    processor). config: a recipe, for the pipeline's arguments, the adapter, the precision, guidance, checkpointing and
+    the memory that it needs; without one the defaults, in fp32.
 
-    Keys of a pipeline, as far as the check came: model, drivable; where it is not, reason (one line); pipeline,
-    scheduler, prediction, denoisers, parameters, lora_parameters, lora_targets; lora_loader (what loads a LoRA of each
-    denoiser into the stock pipeline); conditioning (arguments that differ from prompt to prompt), prompts_per_call,
-    guidance, timesteps_per_call (at the recipe's guidance; whether `train.pack` goes), picture_shape, latent_shape;
-    replay_error (largest difference of a transition's mean between rollout and replay), first_log_ratio (largest
-    |log ratio| of the replay, which has to be 0), lora_grad (norm of the adapter's gradient),
+    Keys of a pipeline, None where the check did not come that far: model, drivable; where it is not, reason (one line);
+    pipeline, scheduler, prediction, denoisers, parameters, lora_parameters, lora_targets; lora_loader (what loads a
+    LoRA of each denoiser into the stock pipeline); conditioning (arguments that differ from prompt to prompt),
+    prompts_per_call, guidance; and at the recipe's guidance: timesteps_per_call (whether `train.pack` goes),
+    picture_shape, latent_shape; replay_error (largest difference of a transition's mean between rollout and replay),
+    first_log_ratio (largest |log ratio| of the replay, which has to be 0), lora_grad (norm of the adapter's gradient),
     gradient_error (in fp32: how far a step along the gradient is from what it foretells, relative);
     memory (GiB by phase, for the recipe, see memory.py), memory_parts (GiB by part, of the update);
     evaluations_per_picture and evaluations_per_picture_shared: of a mix_grpo rollout with 10 steps and 12 pictures per
@@ -68,9 +73,11 @@ def report(model: Any, config: Config | None = None) -> dict[str, Any]:
     """
     named = model if isinstance(model, str) else type(model[0]).__name__
     found: dict[str, Any] = {"model": named, "drivable": False, "reason": None}
+    fields = FIELDS
     try:
         with torch.random.fork_rng():
             if check_text.is_text(model):
+                fields = check_text.FIELDS
                 check_text.drive(model, config, _device(), found)
             else:
                 _drive(model, config, found)
@@ -78,7 +85,7 @@ def report(model: Any, config: Config | None = None) -> dict[str, Any]:
     except Exception as error:  # whatever a stranger's pipeline raises is the answer
         told = " ".join(str(error).split()) or "no message"
         found["reason"] = told if isinstance(error, UserError) else f"{type(error).__name__}: {told}"
-    return found
+    return dict.fromkeys((*found, *fields)) | found
 
 
 def _drive(model: Any, recipe: Config | None, found: dict[str, Any]) -> None:
@@ -91,7 +98,7 @@ def _drive(model: Any, recipe: Config | None, found: dict[str, Any]) -> None:
     refuse(type(pipe))
     torch.manual_seed(0)  # of the adapter's first weights, so that a report can be repeated
     policy = PipelinePolicy(pipe, config.adapter, device=_device(), precision=config.precision, call=call,
-                            memory=config.memory)
+                            checkpointing=config.train.checkpointing, memory=config.memory)
     if not policy.denoisers:
         raise UserError(f"{type(pipe).__name__} has no denoiser: no module whose forward takes a time")
     found |= {"denoisers": list(policy.denoisers), **_sizes(policy, config.adapter.targets)}
@@ -100,9 +107,8 @@ def _drive(model: Any, recipe: Config | None, found: dict[str, Any]) -> None:
     found["conditioning"] = [name for name in ("prompt", "negative_prompt", *PICTURES) if name in policy.accepts]
     found["prompts_per_call"] = "one" if policy.apart else "any number"
     found["guidance"] = _guidance(policy, conditioning)
-    policy.guidance, trained = config.train.guidance, policy.guidance
+    policy.guidance = config.train.guidance
     found["timesteps_per_call"] = "one per row" if policy.vector(conditioning) else "one"
-    policy.guidance = trained
     _replayed(policy, conditioning, found)
     if policy.dtype == torch.float32:
         _differentiated(policy, conditioning, found)
@@ -156,7 +162,7 @@ def _sizes(policy: PipelinePolicy, targets: list[str]) -> dict[str, Any]:
 def _guidance(policy: PipelinePolicy, conditioning: Conditioning) -> str:
     """How the pipeline does guidance: what a step at scale 4 runs, beside one at scale 1, or at 0 where that is off."""
     rows, (grid, timesteps) = {}, memory.few_steps(policy, 2)
-    for policy.guidance in (4.0, 0.0, 1.0):  # ends at 1, which is what training starts from
+    for policy.guidance in (4.0, 0.0, 1.0):
         with _counted(policy) as batches:
             policy.run(Task(grid, range(1), timesteps=timesteps), conditioning, None, policy.generators([0]))
         rows[policy.guidance] = batches

@@ -26,6 +26,10 @@ from flowgrpo.types import Scored
 PROMPT, TOKENS, GROUP = "1+2=", 8, 2
 KINDS = {build.CAUSAL_LM: "causal language model", build.VISION_LM: "language model that reads images",
          build.MASKED_LM: "masked language model"}
+# What is told of a language model.
+FIELDS = ("kind", "class", "tokenizer", "vocabulary", "chat_template", "end_tokens", "pad_token", "parameters",
+          "trained_parameters", "lora_parameters", "lora_targets", "prompt_tokens", "shared_prefix", "head_alone",
+          "completion_tokens", "first_log_ratio", "lora_grad", "gradient_error", "memory", "memory_parts")
 
 
 def is_text(model: Any) -> bool:

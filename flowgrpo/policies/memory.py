@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Callable, Iterable
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from flowgrpo import methods
 from flowgrpo.config import Config
@@ -22,18 +25,21 @@ def memory(policy, config: Config, conditioning: Conditioning) -> dict[str, dict
 
     conditioning: of one prompt. The pipeline stays on the device as a whole, so its weights are in every phase, but for
     text encoders that wait elsewhere while nothing is encoded; recorded states that wait there are in none.
-    Activations are those that one row's forward keeps for the backward, without and with guidance as the policy has it,
-    times the micro-batch; the temporary memory of kernels is not counted. Phases: encode, rollout, update.
+    Activations are those that one row's forward keeps for the backward, with the policy's guidance and checkpointing,
+    times the micro-batch; the temporary memory of kernels is not counted, nor the one block that checkpointing computes
+    again at a time. Decoding is what a micro-batch takes at its fullest. Phases: encode, rollout, decode, update.
     """
     trained = sum(p.numel() for p in policy.weights.parameters()) * KEPT
     held = _weights(policy) | {"trained": trained}
-    state, activations = _one_row(policy, conditioning)
-    states = {"recorded states": state * _recorded(policy, config) if policy.states == policy.device else 0}
+    x, activations = _one_row(policy, conditioning)
+    states = {"recorded states": tensor_bytes([x]) * _recorded(policy, config) if policy.states == policy.device else 0}
     rows = geometry(config.train).micro_batch
     moments = {"adamw": 2 * trained, "adamw8bit": trained // 2}[config.train.optimizer]
     update = {"gradients and optimiser": trained + moments, "activations": activations * rows}
     later = held | ({} if policy.encoders.away is None else {"text encoders": 0})
-    return {"encode": held, "rollout": later | states, "update": later | states | update}
+    return {"encode": held, "rollout": later | states,
+            "decode": later | states | {"decoding": _decoding(policy, conditioning, x, rows)},
+            "update": later | states | update}
 
 
 def total(phase: dict[str, int]) -> float:
@@ -73,12 +79,12 @@ def few_steps(policy, steps: int) -> tuple[torch.Tensor, torch.Tensor | None]:
     return make_grid("shifted", whole, 3.0, policy.stock, policy.strength)
 
 
-def _one_row(policy, conditioning: Conditioning) -> tuple[int, int]:
-    """(bytes of one state, bytes that a replay of one row keeps for its backward)."""
+def _one_row(policy, conditioning: Conditioning) -> tuple[torch.Tensor, int]:
+    """(one state [1,*D], bytes that a replay of one row keeps for its backward)."""
     grid, timesteps = few_steps(policy, 2)
     x, _ = policy.run(Task(grid, range(1), timesteps=timesteps), conditioning, None, policy.generators([0]))
     modules = [part for part in policy.pipe.components.values() if isinstance(part, torch.nn.Module)]
-    return tensor_bytes([x]), kept(modules, lambda: policy.replay(conditioning, x, grid, 1, timesteps))
+    return x, kept(modules, lambda: policy.replay(conditioning, x, grid, 1, timesteps))
 
 
 def kept(modules: Iterable[torch.nn.Module], forward: Callable[[], torch.Tensor]) -> int:
@@ -98,6 +104,36 @@ def kept(modules: Iterable[torch.nn.Module], forward: Callable[[], torch.Tensor]
     with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         forward()
     return sum(sizes.values())
+
+
+def _decoding(policy, conditioning: Conditioning, x: torch.Tensor, rows: int) -> int:
+    """Bytes that decoding `rows` rows takes at its fullest: what one takes, and for the others what a second adds."""
+    def peak(count: int) -> int:
+        latents, of = torch.cat([x] * count), conditioning.rows(torch.zeros(count, dtype=torch.int64))
+        with Peak() as seen:
+            policy.decode(latents, of)
+        return seen.most
+
+    one, two = peak(1), peak(2)
+    return one + (two - one) * (rows - 1)
+
+
+class Peak(TorchDispatchMode):
+    """Inside, `most` is the largest number of bytes that newly made tensors took at a time."""
+
+    def __init__(self):
+        super().__init__()
+        self.most, self._alive = 0, {}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        made = function(*args, **(kwargs or {}))
+        for tensor in (each for each in tree_leaves(made) if torch.is_tensor(each)):
+            for storage in (part.untyped_storage() for part in _stored(tensor)):
+                if storage._cdata not in self._alive:
+                    self._alive[storage._cdata] = storage.nbytes()
+                    weakref.finalize(storage, self._alive.pop, storage._cdata, None)
+        self.most = max(self.most, sum(self._alive.values()))
+        return made
 
 
 def _recorded(policy, config: Config) -> int:
