@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from datetime import timedelta
@@ -15,6 +14,7 @@ from flowgrpo import best, checkpoint, data, methods, recorded_pairs, rewards, s
 from flowgrpo.config import Config, validate
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation import album, held_out
+from flowgrpo.evaluation.read_back import read_lines
 from flowgrpo.geometry import geometry
 from flowgrpo.parts import adapted
 from flowgrpo.policies import build, frozen, sharded
@@ -126,9 +126,9 @@ def start_tracker(accelerator, config: Config) -> None:
 def keep_lines(path: Path, epoch: int) -> None:
     """Drop the metrics of epochs that will be run (again), and a last line that a kill cut off."""
     if path.exists():
-        whole = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
-        kept = path.with_suffix(".tmp")
-        kept.write_text("".join(line for line in whole if json.loads(line)["epoch"] <= epoch))
+        told, kept = read_lines(path, "epoch"), path.with_suffix(".tmp")
+        whole = path.read_text().splitlines(keepends=True)
+        kept.write_text("".join(line for line, found in zip(whole, told) if found["epoch"] <= epoch))
         kept.replace(path)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -176,6 +177,29 @@ def test_a_reward_is_added_without_drawing_again(found, world, tmp_path):
     assert told[bright]["all prompts"] == found[0]["arms"]["tuned"][bright]["all prompts"]
     assert list(json.loads((folder / "settings.json").read_text())["rewards"]) == [
         bright, dark, f"{world}/fragile.py:fragile"] and config.trained.keys() == {bright}
+
+
+def test_a_damaged_picture_is_told_and_drawn_again_once_it_is_removed(found, world, tmp_path):
+    results, names, folder = found
+    given = {"source": str(world / "run"), "suite": str(world / "suite.jsonl"), "names": names[:1], "base": True,
+             "samples": 2, "output": shutil.copytree(folder, tmp_path / "out")}
+    file = tmp_path / "out" / "pictures" / "tuned" / "00002-01.png"
+    whole = file.read_bytes()
+    for damaged in (whole[:len(whole) // 2], b"", b"no picture"):
+        file.write_bytes(damaged)
+        with pytest.raises(UserError, match=r"00002-01.png is damaged \(.+\): remove it, and the same command draws"):
+            evaluate(**given)
+    file.unlink()
+    again = evaluate(**given)
+    assert file.read_bytes() == whole and again["arms"]["tuned"][names[0]] == results["arms"]["tuned"][names[0]]
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"rewards": 3}', ""])
+def test_damaged_settings_are_told(world, tmp_path, capsys, text):
+    (tmp_path / "settings.json").write_text(text)
+    code = main(["eval", str(world / "run"), "--suite", str(world / "suite.jsonl"), "--output", str(tmp_path)])
+    said = capsys.readouterr().err
+    assert code == 2 and said.count("\n") == 1 and "settings.json is damaged" in said and "another --output" in said
 
 
 @pytest.mark.parametrize("change, told", [

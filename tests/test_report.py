@@ -82,6 +82,28 @@ def test_a_line_that_is_still_being_written_waits(tmp_path):
     assert report.data(run)["metrics"]["epoch"] == [1, 2, 3, 4]
 
 
+@pytest.mark.parametrize("file, text, told", [
+    ("metrics.jsonl", '{"epoch": 1, "lo\n', "metrics.jsonl, line 1: damaged (Unterminated string"),
+    ("metrics.jsonl", '{"epoch": 1}\n', "line 1: damaged (expected an object with numbers under epoch, "),
+    ("metrics.jsonl", "[3]\n", "metrics.jsonl, line 1: damaged (expected an object"),
+    ("metrics.jsonl", b"\xff\xfe\n", "metrics.jsonl, line 1: damaged ('utf-8' codec"),
+    ("report/last.json", "{", "last.json is damaged (Expecting property name"),
+    ("report/last.json", "3", "last.json is damaged (expected an object, got 3)"),
+    ("report/after.json", '{"name": "after"}', "after.json is damaged (it has None under 'epoch')"),
+    ("report/machine.json", "", "machine.json is damaged (Expecting value"),
+    ("summary.json", b"\xff\xfe", "summary.json is damaged ('utf-8'"),
+])
+def test_a_damaged_file_is_told_in_one_line(tmp_path, capsys, file, text, told):
+    run = make_run(tmp_path / "run")
+    (run / file).write_bytes(text if isinstance(text, bytes) else text.encode())
+    assert main(["report", str(run)]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and told in said and "remove " in said
+    if file != "metrics.jsonl":
+        (run / file).unlink()
+        assert main(["report", str(run)]) == 0
+
+
 def test_foreign_text_is_no_markup_and_no_address(tmp_path):
     text = report.write(make_run(tmp_path / "run")).read_text()
     assert text.count("<script") == text.count("</script") == 2 and "<!--" not in text

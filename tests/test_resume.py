@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 
 from flowgrpo import checkpoint
 from flowgrpo.cli import main
+from flowgrpo.errors import UserError
 from flowgrpo.policies.adapters import LORA_FILE
 from flowgrpo.run import keep_lines
 from flowgrpo.signals import Stop, Stopped
@@ -190,6 +191,10 @@ def test_lines_of_epochs_that_come_again_are_dropped(tmp_path):
     keep_lines(path, 3)
     assert path.read_text() == '{"epoch": 1}\n{"epoch": 2}\n{"epoch": 3}\n'
     assert list(tmp_path.iterdir()) == [path]
+    path.write_text('{"epoch": 1}\n{"epo\n{"epoch": 3}\n')
+    with pytest.raises(UserError, match="metrics.jsonl, line 2: damaged .*: remove that line"):
+        keep_lines(path, 3)
+    assert path.read_text() == '{"epoch": 1}\n{"epo\n{"epoch": 3}\n'
 
 
 def test_a_stop_waits_for_its_check_and_a_second_one_does_not():

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 from PIL import Image
 
 from flowgrpo.evaluation.clips import LONGEST, SECONDS, SHORTEST, as_image, moving, still
+from flowgrpo.evaluation.read_back import read_object
 
 if TYPE_CHECKING:
     import torch
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 FOLDER = "report"
 SIDE = 320  # pixels of a kept picture's longer side, at most
 LOSSLESS = 128  # pixels up to which a picture is kept without loss
+MEND = "restore it, or remove it: then the report leaves out what it said"
 EXTREMES = 6  # best samples of an epoch, and as many worst ones
 PACKAGES = ("flowgrpo", "torch", "diffusers", "transformers", "peft")
 
@@ -111,7 +113,7 @@ def begin(run: Path, epoch: int, device: str, processes: int) -> None:
     if not epoch:
         shutil.rmtree(run / FOLDER, ignore_errors=True)
     for file in (run / FOLDER).glob("*.json"):
-        if json.loads(file.read_text(encoding="utf-8")).get("epoch", 0) > epoch or file.stem in ("after", "last"):
+        if file.stem in ("after", "last") or read_object(file, MEND).get("epoch", 0) > epoch:
             file.unlink()
     write(run / FOLDER / "machine.json", machine(device, processes))
 

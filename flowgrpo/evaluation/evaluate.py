@@ -206,10 +206,11 @@ def _make(plan: Plan, suite: Suite, functions: dict[str, Any], ledger: Ledger, k
 
 
 def _known(ledger: Ledger, plan: Plan, functions: dict[str, Any]) -> dict[Place, dict[str, float]]:
-    """The scores that stand: those that earlier calls lacked a base for are asked for again where there is one."""
+    """The scores that stand, of samples that are there; those that earlier calls lacked a base for are asked for again
+    where there is one."""
     again = {name for name, reward in functions.items() if plan.unchanged and rewards.sees_base(reward)}
     return {place: {name: value for name, value in scores.items() if name not in again or not math.isnan(value)}
-            for place, scores in ledger.read().items()}
+            for place, scores in ledger.read().items() if ledger.has(place)}
 
 
 def _score(places: Sequence[Place], suite: Suite, functions: dict[str, Any], ledger: Ledger,

@@ -24,6 +24,7 @@ from flowgrpo import data, rewards
 from flowgrpo.evaluation import album, report
 from flowgrpo.evaluation.clips import tall, untall
 from flowgrpo.evaluation.grid import Row, draw_grid
+from flowgrpo.evaluation.read_back import read_object
 from flowgrpo.log import finite
 from flowgrpo.processes import Processes
 from flowgrpo.reward_rule import WatchRule
@@ -135,7 +136,7 @@ def before(trainer, functions: dict[str, Any], folder: Path, reuse: bool) -> Mea
 
     path, evaluations = folder / "before.json", trainer.policy.evaluations
     settings = trainer.config.eval.model_dump(mode="json") | {"rewards": rules(functions)}
-    known = json.loads(path.read_text()) if reuse and path.exists() else {}
+    known = read_object(path, "remove it, and the base is measured again") if reuse and path.exists() else {}
     if known.get("settings") != settings:
         with trainer.policy.reference():
             found = _measure(trainer, functions, "held-out prompts, before")

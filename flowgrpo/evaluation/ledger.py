@@ -20,6 +20,7 @@ from PIL import Image, PngImagePlugin
 
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation.clips import as_image, save_clip, tall, untall
+from flowgrpo.evaluation.read_back import read_object
 
 SETTINGS = "settings.json"
 
@@ -43,7 +44,7 @@ class Ledger:
         path = self.folder / SETTINGS
         if not path.is_file():
             return
-        known = json.loads(path.read_text())
+        known = self._settings()
         for key, value in settings.items():
             was = known.get(key)
             if key == "rewards":  # others may be added
@@ -57,8 +58,11 @@ class Ledger:
         """Write the settings, with the rewards of earlier calls."""
         path = self.folder / SETTINGS
         self.folder.mkdir(parents=True, exist_ok=True)
-        known = json.loads(path.read_text())["rewards"] if path.is_file() else {}
+        known = self._settings()["rewards"] if path.is_file() else {}
         _replace(path, json.dumps(settings | {"rewards": known | settings["rewards"]}, indent=2) + "\n")
+
+    def _settings(self) -> dict[str, Any]:
+        return read_object(self.folder / SETTINGS, "give another --output, or remove that folder", rewards=dict)
 
     def read(self) -> dict[Place, dict[str, float]]:
         """The scores of all processes, of this call and those before; NaN where a reward does not apply."""
@@ -98,12 +102,17 @@ class Ledger:
         part.replace(path)
 
     def load(self, place: Place) -> torch.Tensor:
-        """A picture [3, H, W] or clip [F, 3, H, W] in [0, 1]."""
+        """A picture [3, H, W] or clip [F, 3, H, W] in [0, 1]. UserError where the file is damaged."""
         from torchvision.transforms.functional import to_tensor
 
-        with Image.open(self.picture(place)) as file:
-            frames = file.info.get("frames")
-            return untall(to_tensor(file.convert("RGB")), None if frames is None else int(frames))
+        path = self.picture(place)
+        try:
+            with Image.open(path) as file:
+                frames = file.info.get("frames")
+                return untall(to_tensor(file.convert("RGB")), None if frames is None else int(frames))
+        except (OSError, SyntaxError, ValueError) as error:  # as Pillow finds it
+            raise UserError(f"{path} is damaged ({' '.join(str(error).split())}): remove it, and the same command "
+                            "draws it again") from None
 
     def batch(self, places: Sequence[Place]) -> torch.Tensor:
         """Several pictures or clips of one size, as rewards take them."""
@@ -113,8 +122,8 @@ class Ledger:
 def entries(folder: Path, names: str) -> Iterator[dict[str, Any]]:
     """The lines of all files of such names, but for those that a kill cut off."""
     for file in sorted(folder.glob(names)):
-        for line in file.read_text(encoding="utf-8").split("\n"):
-            with contextlib.suppress(json.JSONDecodeError):
+        for line in file.read_bytes().split(b"\n"):
+            with contextlib.suppress(ValueError):
                 yield json.loads(line)
 
 

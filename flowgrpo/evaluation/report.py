@@ -15,6 +15,7 @@ from typing import Any
 from flowgrpo.config import Config, load
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation import album
+from flowgrpo.evaluation.read_back import read_lines, read_object
 from flowgrpo.evaluation.verdict import changes, mean, sentences
 
 FILE = "report.html"
@@ -58,8 +59,8 @@ def data(run: Path) -> dict[str, Any]:
     """All that a report shows. UserError for a folder that is not a run."""
     if not (run / "config.yaml").is_file():
         raise UserError(f"{run} is not a run: it has no config.yaml; expected a folder that `flowgrpo train` wrote")
-    config, lines, stages = load(run / "config.yaml"), metrics(run), read_stages(run)
-    last = _read(run / album.FOLDER / "last.json")
+    config, lines, stages = load(run / "config.yaml"), read_lines(run / "metrics.jsonl", *PLAIN), read_stages(run)
+    last = _read(run / album.FOLDER / "last.json", first_ratio=dict, best=list, worst=list)
     finished = bool(stages) and stages[-1]["name"] == "after"
     found, summary = changes(config, stages), _read(run / "summary.json") if finished else {}
     return {"title": config.name, "finished": finished,
@@ -78,13 +79,6 @@ def changed(run: Path) -> str:
     return f"{max(times, default=0)}-{len(times)}"
 
 
-def metrics(run: Path) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl, without a last one that is still being written."""
-    file = run / "metrics.jsonl"
-    text = file.read_text(encoding="utf-8") if file.is_file() else ""
-    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
-
-
 def columns(lines: list[dict[str, Any]]) -> dict[str, list[Any]]:
     """Each metric's values, epoch by epoch; None where an epoch has none."""
     keys = dict.fromkeys(key for line in lines for key in line)
@@ -94,7 +88,8 @@ def columns(lines: list[dict[str, Any]]) -> dict[str, list[Any]]:
 def read_stages(run: Path) -> list[dict[str, Any]]:
     """The held-out prompts through training, in order: before, epochs, after."""
     files = [file for file in (run / album.FOLDER).glob("*.json") if file.stem not in ("machine", "last")]
-    return sorted(map(_read, files), key=lambda stage: (stage["name"] == "after", stage["epoch"]))
+    stages = [_read(file, name=str, epoch=int, scores=dict, cards=list) for file in files]
+    return sorted(stages, key=lambda stage: (stage["name"] == "after", stage["epoch"]))
 
 
 def thinned(stages: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -106,8 +101,8 @@ def thinned(stages: list[dict[str, Any]]) -> list[dict[str, Any]]:
             for i in places]
 
 
-def _read(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+def _read(path: Path, **kinds: type) -> dict[str, Any]:
+    return read_object(path, album.MEND, **kinds) if path.is_file() else {}
 
 
 # --- what is drawn ---------------------------------------------------------------------------------------------------
@@ -124,7 +119,7 @@ ALONE = {"clip_fraction": ("Clip fraction", "share of the decisions that the cli
          "log_ratio_max": ("Largest |log ratio|", "of an epoch"), "grad_norm": ("Gradient norm", "before clipping"),
          "loss": ("Loss", ""), "kl": ("KL to the reference", ""),
          "skipped_updates": ("Skipped updates", "so far: the gradient was not finite")}
-PLAIN = ("epoch", "evaluations", "seconds")  # axes, no diagnostics
+PLAIN = ("epoch", "evaluations", "seconds")  # axes, no diagnostics; every line has them
 
 
 def charts(config: Config, lines: list[dict[str, Any]], stages: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -30,6 +30,8 @@ ENDINGS = (".jsonl", ".csv", ".tsv", ".txt")
 COMPBENCH = re.compile(r"(?:^|_)(3d_spatial|non_spatial|spatial|color|shape|texture|complex|numeracy)(_train|_val)?$")
 QUOTED = re.compile(r'"[^"]+"')
 KINDS = ("category", "subject", "type", "level")  # under which a question's category may stand
+WRITTEN = ("prompt", "tag", "Prompt", "Prompts", "Category", "Challenge", "item_id", "text",
+           "question_natural_language", "question")  # under which published formats have a text
 UNIGEN_TEXT, UNIGEN_FACTS = ("prompt_en", "prompt_zh", "prompt"), ("sub_dims_en", "sub_dims_zh", "sub_dims")
 
 
@@ -119,6 +121,8 @@ def _file(path: Path) -> Found:
     if not records:
         return "empty", []
     keys = set(records[0])
+    if any(holds(keys) for holds, _ in FORMATS):
+        _require_texts(path, records)
     for holds, read in FORMATS:
         if holds(keys):
             try:
@@ -127,6 +131,14 @@ def _file(path: Path) -> Found:
                 raise UserError(f"suite {path}: a record is not like the first one, which has {sorted(keys)} "
                                 f"({type(error).__name__}: {error})") from None
     return "flowgrpo", [Case(prompt, _own_category(prompt)) for prompt in data.load_prompts(path)]
+
+
+def _require_texts(path: Path, records: list[dict[str, Any]]) -> None:
+    """UserError where a record of a published format has something else in the place of a text."""
+    for number, record in enumerate(records, 1):
+        for key in WRITTEN:
+            if not isinstance(record.get(key, ""), str):
+                raise UserError(f"suite {path}, record {number}: expected a text under {key!r}, got {record[key]!r}")
 
 
 def _text(path: Path) -> str:
