@@ -21,7 +21,7 @@ from flowgrpo.presets import suited
 DOCS = Path(__file__).parent.parent / "docs"
 PARENT = "flow_grpo"
 METHODS = [*RECORDED, *(name for name in suited("flow") if not preset(name).records_steps),
-           "sol_rl+diffusion_nft", "offline_dpo", "learned_reward", "own_answers"]
+           "sol_rl+diffusion_nft", "texforce_both", "offline_dpo", "learned_reward", "own_answers"]
 
 
 def course(results: list[dict[str, Any]], method: str) -> list[tuple[float, float, float]]:

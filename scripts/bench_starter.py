@@ -50,6 +50,11 @@ LEARNED = {"method": "mix_grpo+grpo_guard", "reward": "{runs/starter_reward/rewa
 # Of what train_starter_answers.py teaches.
 ANSWERED = {"method": "mix_grpo+grpo_guard", "eval.rewards": "[scene]", "reward":
             "{question_answers: {args: {by: runs/starter_answers/answers, score: probability}}}"}
+# Of the text encoder and the denoiser together.
+BOTH = {"method": "mix_grpo+grpo_guard+texforce", "parts": "{adapted: {denoisers: true}}"}
+# A critic chooses every held-out picture from four bases, whose evaluations do not count, and their edits.
+EDITED = {"method": "expo", "train.lr": "1.0e-3", "train.inner_epochs": "2", "train.group": "16",
+          "parts": "{edit: {candidates: 4}}"}
 # On the four steps of a model of its own, which begins elsewhere.
 CONSISTENCY = {"model": "starter_consistency", "train.steps": "4", "train.grid": "stock", "eval.steps": "4",
                "eval.guidance": "1.0"}
@@ -65,7 +70,7 @@ SUBJECTS = PAIRS | {"preferences": "runs/starter_pairs/subjects.jsonl", "labels"
 # What a method needs beside its name; the published splits are those of a grid of 20 steps.
 OPTIONS = {"branch_grpo": {"parts": "{plan: {splits: [0, 1, 2, 3]}}"}, "refl": SOFT, "draft": SOFT, "alignprop": SOFT,
            "offline_dpo": OFFLINE, "rpo": SUBJECTS, "learned_reward": LEARNED, "own_answers": ANSWERED,
-           "rlcm": CONSISTENCY}
+           "rlcm": CONSISTENCY, "texforce_both": BOTH, "expo": EDITED}
 MEASURED = "scene"  # strict: every claim of the prompt is true
 
 
@@ -75,9 +80,13 @@ def epoch_cost(config: Config, epoch: int) -> int:
     Recorded pairs are not drawn; what it took to draw them once is no epoch's.
     """
     method, train = methods.resolve(config), config.train
-    explorations = method.explorations(shifted(train.steps, train.shift), train.group, train.shift, epoch, config.seed)
+    drawn = train.group // 2 if method.edit else train.group  # the other half are edits, by a network of their own
+    explorations = method.explorations(shifted(train.steps, train.shift), drawn, train.shift, epoch, config.seed)
+    doubled = 2 if train.guidance > 1 else 1
     if method.backprop:
-        return (2 if train.guidance > 1 else 1) * _backprop_cost(config, method.backprop, explorations[0], epoch)
+        return doubled * _backprop_cost(config, method.backprop, explorations[0], epoch)
+    if method.edit:
+        return doubled * cost.rollout(explorations, train.prompts)
     noised = method.noised(shifted(train.steps, train.shift), train.group, epoch, config.seed)
     own = kept(method, train.group)
     cut = getattr(method.surrogate, "of_groups", False) and (own * train.group > train.micro_batch or train.pack)
@@ -87,7 +96,7 @@ def epoch_cost(config: Config, epoch: int) -> int:
     spent += round(own * cost.update([noised] if noised else explorations, train.prompts, passes))
     spent += cost.update([noised], train.prompts, 1) if noised else 0  # the old scores, before samples are chosen
     spent += cost.preview(method.preview, train.prompts)
-    return (2 if train.guidance > 1 else 1) * spent
+    return doubled * spent
 
 
 def kept(method: Method, group: int) -> float:

@@ -69,6 +69,16 @@ def test_a_run_on_recorded_pairs_costs_what_was_foretold(tmp_path, method, parts
     assert summary["denoiser_evaluations"] == 7 * rows
 
 
+@pytest.mark.parametrize("guidance", [1.0, 3.0])
+def test_a_run_of_edits_costs_its_bases(tmp_path, guidance):
+    settings = config(tmp_path, "expo", 4, guidance)
+    settings = settings.model_copy(update={"train": settings.train.model_copy(update={"group": 4, "epochs": 2})})
+    # 2 prompts of 2 bases, with a grid of 10 steps
+    assert [bench_starter.epoch_cost(settings, epoch) for epoch in (0, 1)] == [4 * 10 * (2 if guidance > 1 else 1)] * 2
+    summary = run(settings, pipe=tiny.sd3(), functions={"bright": bright}, prompts=[Prompt(text) for text in "abc"])
+    assert summary["denoiser_evaluations"] == sum(bench_starter.epoch_cost(settings, epoch) for epoch in (0, 1))
+
+
 @pytest.mark.parametrize("entry", ["offline_dpo", "rpo"])
 def test_the_runs_on_recorded_pairs_fit_and_have_the_budgets_epochs(entry):
     settled = {"train.prompts": "6", "parts": "{}", "method": entry}
