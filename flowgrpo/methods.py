@@ -45,6 +45,9 @@ def with_parts(method: Method, parts: dict[str, Any]) -> Method:
 
 
 def _overlay(part: Any, changes: dict[str, Any], path: str) -> Any:
+    hint = "" if "type" in changes or isinstance(part, Method) else (
+        f" ({path} is {type(part).__name__}; a recipe's parts may be meant for another method: --parts={{}} leaves "
+        "them out)")
     if "type" in changes and not isinstance(part, Method):
         changes = dict(changes)
         cls = _named(part, changes.pop("type"), path)
@@ -57,7 +60,7 @@ def _overlay(part: Any, changes: dict[str, Any], path: str) -> Any:
     fields = {field.name: getattr(part, field.name) for field in dataclasses.fields(part)}
     for key in changes:
         if key not in fields:
-            raise UserError(f"unknown key {path}.{key}{nearest(key, list(fields))}")
+            raise UserError(f"unknown key {path}.{key}{nearest(key, list(fields))}{hint}")
         if dataclasses.is_dataclass(fields[key]) and not isinstance(changes[key], dict):
             raise UserError(f"{path}.{key}: got {changes[key]!r}, expected keys with values, such as "
                             f"{{type: {type(fields[key]).__name__}}}")

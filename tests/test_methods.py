@@ -11,6 +11,7 @@ import torch
 
 from flowgrpo import registry
 from flowgrpo.advantages import Advantage
+from flowgrpo.config import load
 from flowgrpo.errors import UserError
 from flowgrpo.log import Stats
 from flowgrpo.method import Method
@@ -225,6 +226,14 @@ def test_mistakes_in_parts_are_told_with_their_path(parts, told):
     assert str(caught.value).startswith(told) and "\n" not in str(caught.value)
 
 
+def test_parts_of_another_method_are_told_with_what_leaves_them_out():
+    with pytest.raises(UserError) as caught:
+        resolve(load("configs/starter.yaml", {"method": "diffusion_nft"}))
+    assert str(caught.value).startswith("unknown key parts.plan.size; there are: none (parts.plan is NoSteps; ")
+    assert "--parts={} leaves them out" in str(caught.value) and "\n" not in str(caught.value)
+    assert resolve(load("configs/starter.yaml", {"method": "diffusion_nft", "parts": "{}"})) == preset("diffusion_nft")
+
+
 @pytest.mark.parametrize("place", [field for field in registry.MODULES if "." not in field])
 def test_no_part_is_taken_in_the_place_of_another(place):
     other = [name for name, cls in registry.TYPES.items() if registry.PLACES[cls] != place]
@@ -237,7 +246,8 @@ def test_no_part_is_taken_in_the_place_of_another(place):
 def test_a_place_without_parts_takes_none():
     for path, parts in (("parts.roots", {"roots": {"type": "Clip"}}),
                         ("parts.surrogate.margin", {"surrogate": {"type": "Ascent", "margin": {"type": "Clip"}}})):
-        with pytest.raises(UserError, match=f"^{path}.type: Clip does not belong there; there are: no parts, but"):
+        told = f"^{path}.type: Clip does not belong there; there are: no parts, but a value"
+        with pytest.raises(UserError, match=told):
             with_parts(preset("flow_grpo"), parts)
     with pytest.raises(UserError, match="^unknown key parts.type"):
         with_parts(preset("flow_grpo"), {"type": "Clip"})
