@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import sys
 
@@ -92,6 +93,39 @@ def test_the_version_is_that_of_the_source(made):
     from flowgrpo import __version__
 
     assert version("scene", rewards.find("scene")).startswith(f"{__version__} ")
+
+
+PART = """
+def f(images, prompts=None):
+    return [LEVEL] * len(images)
+
+features = boxes = f
+"""
+
+
+@pytest.mark.parametrize("name, args", [
+    ("checklist", {"rewards": ["{}:f"], "thresholds": [0.5]}), ("harmonic", {"rewards": ["{}:f", "sharpness"]}),
+    ("gated", {"rewards": ["sharpness", {"use": "ternary", "args": {"rewards": ["{}:f"]}}], "thresholds": [0]}),
+    ("frames", {"reward": "{}:f"}), ("geneval", {"detector": "{}:boxes"}),
+    ("base_similarity", {"features": "{}:features"}),
+])
+def test_a_part_that_was_edited_is_another_reward(tmp_path, monkeypatch, name, args):
+    """The same names and arguments; the file that a part is in says 1, then 0."""
+    found = []
+    for level in ("1.0", "0.0", "1.0"):
+        monkeypatch.setattr(sys, "path", [*sys.path])
+        monkeypatch.setattr(sys, "modules", {**sys.modules})  # as of a new process
+        (tmp_path / "edit.py").write_text(PART.replace("LEVEL", level))
+        named = json.loads(json.dumps(args).replace("{}", f"{tmp_path}/edit.py"))
+        [reward] = rewards.compose({name: RewardRule(cache=True, args=named)}, str(tmp_path / "kept")).values()
+        found.append(reward.kept.identity)
+    assert found[0] == found[2] != found[1]
+
+
+def test_a_part_without_a_source_cannot_be_known_again():
+    reward = rewards.find("checklist", {"rewards": ["sharpness", eval("lambda images, prompts: [1.0]")]})
+    with pytest.raises(UserError, match="has no source file by which its scores could be known again"):
+        version("checklist", reward)
 
 
 def test_a_key_tells_its_parts_apart(made):

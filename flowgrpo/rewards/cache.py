@@ -1,7 +1,7 @@
 """Scores that were given before, by content: `rewards.sqlite` in the folder `cache`, shared by runs.
 
-The key is a hash of the reward's name, arguments and source file, the picture, the prompt and its metadata. What a
-reward reads besides (weights that changed under the same name, a server that was replaced) is not seen: delete the file
+The key is a hash of the reward's name, arguments and source file, those of the rewards and functions that it is made
+of (`made_of`, an attribute), the picture, the prompt and its metadata. What a reward reads besides (weights that changed under the same name, a server that was replaced) is not seen: delete the file
 then. SQLite locks it for each write, which a network file system may not honour: keep the folder on a local disk.
 """
 
@@ -66,8 +66,9 @@ class Scores:
 
 
 def version(name: str, function: Callable[..., Any]) -> str:
-    """The hash of a reward's source file, with the version of its package where that states one."""
-    thing = inspect.unwrap(function)
+    """The hash of a reward's source file, with the version of its package where that states one; then those of what it
+    is made of."""
+    thing = inspect.unwrap(getattr(function, "__func__", function))
     thing = thing if inspect.isfunction(thing) else type(thing)
     try:
         source = Path(inspect.getsourcefile(thing) or "").read_bytes()
@@ -75,7 +76,8 @@ def version(name: str, function: Callable[..., Any]) -> str:
         raise UserError(f"reward {name!r} has no source file by which its scores could be known again: set "
                         "cache: false") from None
     package = sys.modules.get(thing.__module__.partition(".")[0])
-    return f"{getattr(package, '__version__', '')} {hashlib.sha256(source).hexdigest()[:16]}"
+    own = f"{getattr(package, '__version__', '')} {hashlib.sha256(source).hexdigest()[:16]}"
+    return " ".join([own, *(version(name, part) for part in getattr(function, "made_of", ()))])
 
 
 def _content(output: Any) -> tuple[bytes, ...]:

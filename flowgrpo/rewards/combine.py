@@ -119,6 +119,10 @@ class Combined:
         object.__setattr__(self, "made", made)
         object.__setattr__(self, "base", any(map(sees_base, made.values())))
 
+    @property
+    def made_of(self) -> list[Any]:
+        return [part.function for part in self.made.values()]
+
     def __call__(self, outputs: Any, prompts: Sequence[str], metadata: Sequence[dict],
                  base: Any = None) -> list[float | None | Failed]:
         from flowgrpo.rewards.score import columns

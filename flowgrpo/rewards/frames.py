@@ -46,6 +46,10 @@ class Frames:
             raise UserError(f"reward 'frames': {self.reward!r} is no reward of single pictures: choose one that is")
         object.__setattr__(self, "reward", function)
 
+    @property
+    def made_of(self) -> list[Any]:
+        return [self.reward]
+
     def __call__(self, videos: Any, prompts: Sequence[str], metadata: Sequence[dict]
                  ) -> list[float | None | Failed]:
         from flowgrpo.rewards.score import columns

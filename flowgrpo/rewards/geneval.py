@@ -128,6 +128,10 @@ class GenEval:
         if isinstance(self.detector, str):
             object.__setattr__(self, "detector", detector(self.detector))
 
+    @property
+    def made_of(self) -> list[Any]:
+        return [self.detector]
+
     def __call__(self, images: Any, prompts: Sequence[str], metadata: Sequence[dict]) -> list[float | None]:
         rows = [i for i, wanted in enumerate(metadata) if wanted.get("include")]
         scores: list[float | None] = [None] * len(prompts)

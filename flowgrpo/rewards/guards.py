@@ -90,6 +90,10 @@ class BaseSimilarity:
     def __post_init__(self) -> None:
         object.__setattr__(self, "features", extractor(self.features))
 
+    @property
+    def made_of(self) -> list[Any]:
+        return [self.features]
+
     def __call__(self, images: Any, prompts: Sequence[str], metadata: Sequence[dict],
                  base: Tensor | None = None) -> list[float | None]:
         rows = [i for i, entry in enumerate(metadata) if self.key in entry or base is not None]
