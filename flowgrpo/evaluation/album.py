@@ -54,7 +54,8 @@ class Extremes:
     def add(self, prompts: Sequence[str], outputs: Any, scores: torch.Tensor, totals: torch.Tensor) -> None:
         """b samples: their prompts and outputs, scores [b,R], and the totals [b] by which they are compared.
 
-        A sample to which no reward applies is passed over, and so is one without a score that others of its prompt have.
+        A sample to which no reward applies is passed over, and so is one without a score that others of its prompt
+        have.
         """
         rows: dict[str, list[int]] = {}
         for i, prompt in enumerate(prompts):

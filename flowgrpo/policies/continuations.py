@@ -63,7 +63,7 @@ def segmented(policy: CausalLM, asked: Asked, taken: Completions, segments: Tens
               starts: Sequence[tuple[int, int, int]], samples: int, decoding: Decoding, seed: Seed, group: int,
               micro_batch: int, judge: Callable[[list[str], int, Tensor], Tensor]) -> Segmented:
     """The completions, whole groups, with the values of the states before their segments: the mean reward of `samples`
-    continuations of each of `starts`, (row, segment, place). NaN for a row's first segment, and where none has a reward.
+    continuations of each of `starts`, (row, segment, place). NaN for a row's first segment, and where none has one.
 
     seed(prompt, sample): every continuation has its own, whatever else is sampled; judge(texts, n, prompts): the total
     rewards [., n] of texts of the prompts, n for each state.

@@ -1,8 +1,9 @@
 """Scores that were given before, by content: `rewards.sqlite` in the folder `cache`, shared by runs.
 
 The key is a hash of the reward's name, arguments and source file, those of the rewards and functions that it is made
-of (`made_of`, an attribute), the picture, the prompt and its metadata. What a reward reads besides (weights that changed under the same name, a server that was replaced) is not seen: delete the file
-then. SQLite locks it for each write, which a network file system may not honour: keep the folder on a local disk.
+of (`made_of`, an attribute), the picture, the prompt and its metadata. What a reward reads besides (weights that
+changed under the same name, a server that was replaced) is not seen: delete the file then. SQLite locks it for each
+write, which a network file system may not honour: keep the folder on a local disk.
 """
 
 from __future__ import annotations
