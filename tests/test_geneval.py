@@ -7,6 +7,7 @@ import base64
 import io
 import json
 import math
+import os
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
@@ -210,6 +211,24 @@ def test_metadata_of_another_format_is_refused(clause, told):
         judged([], {"include": [clause]})
 
 
+def test_a_class_that_the_detector_does_not_know_is_refused():
+    def dogs(images):
+        return [[Detection((0, 0, 4, 4), "dog", 0.95)] for _ in images]
+
+    def scored(*names: str) -> list:
+        return GenEval(detector=dogs)(torch.zeros(1, 3, 8, 8), [PROMPT], [{
+            "include": [{"class": name, "count": 1} for name in names]}])
+
+    assert scored("dog") == [1] and scored("unicorn") == [0]  # nothing is known of what it can find
+    dogs.labels = OBJECTS
+    assert scored("dog") == [1]
+    with pytest.raises(UserError, match=f"of the prompt '{PROMPT}' has the clause .*: the detector knows no class "
+                                        r"'persn': did you mean 'person'\?"):
+        scored("dog", "persn")
+    model = torch.nn.Identity()
+    assert detectors.Torchvision(model=model, categories=("N/A", "mouse")).labels == ("computer mouse",)
+
+
 def test_other_scores_and_detectors_are_refused(tmp_path):
     with pytest.raises(UserError, match="score is 'loose', expected strict, graded"):
         rewards.find("geneval", {"score": "loose"})
@@ -242,6 +261,56 @@ def test_every_category_of_torchvisions_weights_has_one_of_these_names():
 
     names = {detectors.named(name) for name in Weights.DEFAULT.meta["categories"]}
     assert names - {"__background__", "N/A"} == set(OBJECTS)
+
+
+class Command:
+    """A pickle that runs a command when it is read."""
+
+    def __init__(self, command: str) -> None:
+        self.command = command
+
+    def __reduce__(self):
+        return os.system, (self.command,)
+
+
+LIGHT = "ssdlite320_mobilenet_v3_large"
+LIGHT_FILE = "ssdlite320_mobilenet_v3_large_coco-a79551df.pth"
+
+
+@pytest.mark.parametrize("name, file", [
+    ("fasterrcnn_resnet50_fpn_v2", "fasterrcnn_resnet50_fpn_v2_coco-dd69338a.pth"), (LIGHT, LIGHT_FILE)])
+@pytest.mark.parametrize("zipped", [False, True])
+def test_a_file_of_weights_runs_nothing(tmp_path, monkeypatch, name, file, zipped):
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    checkpoints = tmp_path / "hub" / "checkpoints"
+    checkpoints.mkdir(parents=True)
+    torch.save({"a": Command(f"touch {tmp_path}/ran")}, checkpoints / file, _use_new_zipfile_serialization=zipped)
+    with pytest.raises(UserError, match=f"detector '{name}': {checkpoints}/{file} holds no weights of it") as told:
+        detectors.detector(name)
+    assert not (tmp_path / "ran").exists() and "\n" not in str(told.value)
+    assert detectors.WEIGHTS_ONLY not in os.environ
+
+
+def test_the_weights_in_the_cache_are_read(tmp_path, monkeypatch):
+    from torchvision.models import get_model
+
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    checkpoints = tmp_path / "hub" / "checkpoints"
+    checkpoints.mkdir(parents=True)
+    state = get_model(LIGHT, weights=None, weights_backbone=None).state_dict()
+    torch.save(state, checkpoints / LIGHT_FILE)
+    found = detectors.detector(LIGHT).model.state_dict()
+    assert all(torch.equal(value.cpu(), state[name]) for name, value in found.items())
+
+
+def test_weights_that_cannot_be_fetched_are_told_where_to_put(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    for proxy in ("https_proxy", "HTTPS_PROXY"):
+        monkeypatch.setenv(proxy, "http://127.0.0.1:9")  # nothing listens there
+    monkeypatch.delenv("no_proxy", raising=False)
+    with pytest.raises(UserError, match=f"its weights cannot be downloaded .*: put https://download.pytorch.org/models/"
+                                        f"{LIGHT_FILE} at {tmp_path}/hub/checkpoints/{LIGHT_FILE}"):
+        detectors.detector(LIGHT)
 
 
 def test_a_model_of_torchvision():

@@ -1,8 +1,8 @@
 """Object detectors for GenEval's rules: which of the 80 COCO objects are where.
 
-A detector is any function of pictures [B, 3, H, W] in [0, 1] that returns a list of `Detection`s for each of them. In a
-recipe it is a name: one of torchvision's COCO models, `path/to/FastestDet.onnx`, `http://host:port/path`, or
-`path/to/file.py:function`.
+A detector is any function of pictures [B, 3, H, W] in [0, 1] that returns a list of `Detection`s for each of them; one
+with an attribute `labels` says what it can find. In a recipe it is a name: one of torchvision's COCO models,
+`path/to/FastestDet.onnx`, `http://host:port/path`, or `path/to/file.py:function`.
 """
 
 from __future__ import annotations
@@ -10,9 +10,12 @@ from __future__ import annotations
 import base64
 import io
 import json
+import os
+import pickle
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -35,6 +38,7 @@ toaster,sink,refrigerator,book,clock,vase,scissors,teddy bear,hair drier,toothbr
 ALIASES = {"mouse": "computer mouse", "remote": "tv remote", "keyboard": "computer keyboard", "motorbike": "motorcycle",
            "aeroplane": "airplane", "sofa": "couch", "pottedplant": "potted plant", "diningtable": "dining table",
            "tvmonitor": "tv", "hair dryer": "hair drier", "racket": "tennis racket"}
+WEIGHTS_ONLY = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"  # torch's switch against what is no tensor
 OVERLAP = 0.35  # FastestDet's own suppression
 AT_ONCE = 8  # pictures in one call of torchvision's models
 LARGEST = 2**24  # bytes of an answer
@@ -91,15 +95,38 @@ class Torchvision:
                                 "path/to/file.py:function")
             weights = get_model_weights(self.name).DEFAULT
             object.__setattr__(self, "categories", tuple(weights.meta["categories"]))
-            object.__setattr__(self, "model", get_model(self.name, weights=weights))
+            with _reading(self.name, weights.url):
+                object.__setattr__(self, "model", get_model(self.name, weights=weights))
         device = self.device or ("cuda" if torch.cuda.is_available() else "cpu")
         object.__setattr__(self, "device", device)
         self.model.eval().to(device)
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        return tuple(named(category) for category in self.categories if category not in ("__background__", "N/A"))
 
     def __call__(self, images: Tensor) -> list[list[Detection]]:
         return [[Detection(tuple(box), named(self.categories[label]), score) for box, label, score in
                  zip(*(found[key].tolist() for key in ("boxes", "labels", "scores")))]
                 for some in images.float().split(AT_ONCE) for found in self.model(list(some.to(self.device)))]
+
+
+@contextmanager
+def _reading(name: str, url: str) -> Iterator[None]:
+    """While torchvision fetches and reads a file of weights: of its pickle nothing but tensors is made. torchvision
+    itself would run what stands in the file, in the cache too, and checks the hash of a downloaded one alone."""
+    file, before = Path(torch.hub.get_dir()) / "checkpoints" / Path(url).name, os.environ.get(WEIGHTS_ONLY)
+    os.environ[WEIGHTS_ONLY] = "1"
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"detector {name!r}: its weights cannot be downloaded ({error}): put {url} at {file}") from None
+    except (pickle.UnpicklingError, EOFError, RuntimeError) as error:
+        raise UserError(f"detector {name!r}: {file} holds no weights of it ({type(error).__name__}): delete it, and it "
+                        f"is downloaded anew from {url}") from None
+    finally:
+        os.environ.pop(WEIGHTS_ONLY)
+        os.environ.update({WEIGHTS_ONLY: before} if before is not None else {})
 
 
 @dataclass(frozen=True)
@@ -112,6 +139,7 @@ class FastestDet:
     path: str
     least: float = 0.1  # score of what is passed on
     size: int = 352  # of its training, in pixels
+    labels = OBJECTS
 
     def __post_init__(self) -> None:
         if not Path(self.path).is_file():

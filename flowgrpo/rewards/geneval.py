@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from flowgrpo.config import nearest
 from flowgrpo.errors import UserError
 from flowgrpo.rewards.about import About
 from flowgrpo.rewards.colours import NAMES, colour
@@ -138,7 +139,7 @@ class GenEval:
         if not rows:
             return scores
         for i in rows:
-            require_judgeable(metadata[i], prompts[i])
+            require_judgeable(metadata[i], prompts[i], getattr(self.detector, "labels", None))
         rules = Rules(self.threshold, self.counting_threshold, self.max_objects, self.position_threshold)
         judge = getattr(rules, self.score)
         found = [[Detection(*one) for one in picture] for picture in self.detector(images[rows])]
@@ -147,12 +148,15 @@ class GenEval:
         return scores
 
 
-def require_judgeable(wanted: dict[str, Any], prompt: str) -> None:
-    """UserError for metadata that is not in GenEval's format."""
+def require_judgeable(wanted: dict[str, Any], prompt: str, labels: Sequence[str] | None = None) -> None:
+    """UserError for metadata that is not in GenEval's format, and for a class that is none of the detector's labels."""
     for place, clause in enumerate(wanted["include"] + list(wanted.get("exclude", ()))):
         told = f"the metadata of the prompt {prompt!r} has the clause {clause}"
         if not {"class", "count"} <= set(clause) or clause["count"] < 1:
             raise UserError(f"{told}: expected a class and a count of 1 or more")
+        if labels is not None and clause["class"] not in labels:
+            raise UserError(f"{told}: the detector knows no class {clause['class']!r}"
+                            f"{nearest(clause['class'], list(labels))}")
         if clause.get("color", NAMES[0]) not in NAMES:
             raise UserError(f"{told}: expected a colour of {', '.join(NAMES)}")
         relation, target = clause.get("position", (RELATIONS[0], 0))
