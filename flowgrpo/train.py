@@ -53,7 +53,8 @@ class Trainer:
         self.geometry = geometry(config.train, self.processes.count)
         self.clock, self.stop, self.say = Clock(), Stop(), print
         self.scoring = Lock()  # rewards are called by one thread at a time
-        self.explorer = make_explorer(config, policy, self.method, self.geometry, self.processes, self.clock)
+        self.explorer = make_explorer(config, policy, self.method, self.geometry, self.processes, self.clock,
+                                      first=self.prompts[0])
         self.processes.agree(policy.weights.parameters())
         self.optimizer = make_optimizer(config.train, policy.weights.parameters())
         self.ema = policy.weights.snapshot() if config.train.ema else None

@@ -13,6 +13,7 @@ count; how many do is in the first line.
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from statistics import mean
 
 import torch
@@ -31,7 +32,8 @@ def scores(trainer: Trainer, prompts: list, pool: int, steps: int, precision: st
     """The weighted rewards of every noise of the pool, [prompts, pool]."""
     config, policy = trainer.config, trainer.policy
     conditioning = policy.encode([prompt.text for prompt in prompts])
-    grid = make_grid(config.train.grid, steps, config.train.shift, policy.stock, policy.strength)
+    grid = make_grid(config.train.grid, steps, config.train.shift, policy.stock, policy.strength,
+                     partial(policy.stock_grid, conditioning))
     with quantised(policy, precision):
         finals = previews(policy, conditioning, *grid, pool, trainer.geometry.micro_batch, seeder(seed, 0))
     rows = torch.arange(len(prompts)).repeat_interleave(pool)

@@ -64,11 +64,12 @@ def test_a_recipe_fits_its_pipeline(name):
     assert process(pipe.scheduler) == kind
     method = methods.resolve(config, kind)
     frozen.require(config, methods.resolve(config), "cpu")
-    policy = PipelinePolicy(pipe, config.adapter, call=call | {k: v for k, v in config.call.items() if k not in call},
-                            memory=config.memory)
+    further = {key: value for key, value in config.call.items() if key not in (*call, "height", "width")}
+    policy = PipelinePolicy(pipe, config.adapter, call=call | further, memory=config.memory)
     assert {key.split(".")[0] for key in policy.weights.named} == set(policy.denoisers)
     train = config.train
-    grid, timesteps = make_grid(train.grid, train.steps, train.shift, pipe.scheduler, policy.strength)
+    grid, timesteps = make_grid(train.grid, train.steps, train.shift, pipe.scheduler, policy.strength,
+                                lambda steps: policy.stock_grid(policy.encode(["a cat"]), steps))
     explorations = method.explorations(grid, train.group, train.shift, 0, config.seed, timesteps)
     assert explorations and all(each.schedule.trained for each in explorations)
     if method.preview:

@@ -26,7 +26,6 @@ from flowgrpo.policies.adapters import lora_layers
 from flowgrpo.policies.blend import Branches, blended, guided
 from flowgrpo.policies.load import denoisers, load_pipeline
 from flowgrpo.policies.lora import LORA_FILE
-from flowgrpo.samplers import grids
 from flowgrpo.samplers.scheduler import PolicyScheduler, Task
 
 STEPS = 64  # sigmas that fp32 holds exactly, times 1000 too
@@ -192,7 +191,8 @@ def test_guided_latents_are_linear_in_the_weight_after_one_step(make):
 @pytest.mark.parametrize("rank", [2, 0])
 def test_a_policys_own_sampler_is_guided_as_the_stock_pipeline_is(rank):
     policy = tiny.stir(tiny.policy(rank=rank, guidance=3.0))
-    conditioning, grid = policy.encode(["red", "a cat"]), grids.stock(policy.stock, 3)
+    conditioning = policy.encode(["red", "a cat"])
+    grid = policy.stock_grid(conditioning, 3)
 
     def ran() -> tuple[torch.Tensor, int]:
         before = policy.evaluations

@@ -123,12 +123,13 @@ def test_models_that_do_not_load(recipe, model, tmp_path, capsys):
 
 
 def test_a_scheduler_without_a_grid_of_its_own(recipe, model, tmp_path, capsys):
-    dynamic = tmp_path / "dynamic"
-    shutil.copytree(model, dynamic)
-    file = dynamic / "scheduler" / "scheduler_config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"use_dynamic_shifting": True}))
-    line = told(capsys, recipe, f"--model={dynamic}", "--train.grid=stock")
-    assert "train.grid 'stock': " in line and "train.grid: shifted" in line
+    second = tmp_path / "second_order"
+    shutil.copytree(model, second)
+    for file in (second / "model_index.json", second / "scheduler" / "scheduler_config.json"):
+        file.write_text(file.read_text().replace("FlowMatchEulerDiscreteScheduler", "FlowMatchHeunDiscreteScheduler"))
+    line = told(capsys, recipe, f"--model={second}", "--train.grid=stock")
+    assert "train.grid 'stock': FlowMatchHeunDiscreteScheduler sets 8 sigmas" in line and "train.grid: shifted" in line
+    assert not (tmp_path / "runs").exists()
 
 
 def test_a_reward_file_that_does_not_import(recipe, capsys):

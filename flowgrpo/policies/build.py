@@ -8,6 +8,7 @@ from typing import Any
 
 from flowgrpo import methods
 from flowgrpo.config import Adapter, Config
+from flowgrpo.data import Prompt
 from flowgrpo.errors import UserError
 from flowgrpo.starter import FOLDERS
 
@@ -152,8 +153,9 @@ def _require_plain(config: Config) -> None:
         raise UserError(f"{asked[0]} is set, which is about denoisers: leave it out for a language model")
 
 
-def make_explorer(config: Config, policy: Any, *rest: Any):
-    """What samples and replays the policy: the arguments are those of `explorer.Explorer`."""
+def make_explorer(config: Config, policy: Any, *rest: Any, first: Prompt | None = None):
+    """What samples and replays the policy: the arguments are those of `explorer.Explorer`; first: of a pipeline alone.
+    """
     if policy.process == "masks" and rest[0].backprop:
         from flowgrpo.policies.relaxed_explorer import RelaxedExplorer
 
@@ -176,11 +178,11 @@ def make_explorer(config: Config, policy: Any, *rest: Any):
     if config.preferences is not None:
         from flowgrpo.policies.pair_explorer import PairExplorer
 
-        return PairExplorer(config, policy, *rest)
+        return PairExplorer(config, policy, *rest, first)
     if hasattr(policy, "editor"):
         from flowgrpo.policies.edit_policy import EditExplorer
 
-        return EditExplorer(config, policy, *rest)
+        return EditExplorer(config, policy, *rest, first)
     from flowgrpo.policies.explorer import Explorer
 
-    return Explorer(config, policy, *rest)
+    return Explorer(config, policy, *rest, first)

@@ -38,13 +38,14 @@ class Explorer:
     """A pipeline under a method: its grid, its initial noises, its rollouts and their replays.
 
     rollout_evaluations: rows that went through a denoiser to sample, on all processes; saved_evaluations: how many more
-    they would have been if no two pictures shared anything.
+    they would have been if no two pictures shared anything. first: a prompt that the pipeline is asked with for its own
+    grid.
     """
 
     def __init__(self, config: Config, policy: PipelinePolicy, method: Method, geometry: Geometry, processes: Processes,
-                 clock: Clock):
+                 clock: Clock, first: Prompt):
         self.config, self.policy, self.method, self.geometry = config, policy, method, geometry
-        self.processes, self.clock = processes, clock
+        self.processes, self.clock, self.first = processes, clock, first
         self.encode = Encoder(policy, Path(config.cache) if config.cache and not policy.live else None)
         self.grid, self.timesteps = self.make_grid(config.train.steps)
         self.rollout_evaluations = self.saved_evaluations = 0
@@ -58,8 +59,9 @@ class Explorer:
             require_torchao(method.preview.precision)
 
     def make_grid(self, steps: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-        train = self.config.train
-        return make_grid(train.grid, steps, train.shift, self.policy.stock, self.policy.strength)
+        train, policy = self.config.train, self.policy
+        return make_grid(train.grid, steps, train.shift, policy.stock, policy.strength,
+                         lambda steps: policy.stock_grid(self.conditioning([self.first]), steps))
 
     def conditioning(self, batch: list[Prompt]) -> Conditioning:
         """What the pipeline reads of these prompts, encoded once."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable, Iterable
+from functools import partial
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -32,7 +33,8 @@ def memory(policy, config: Config, conditioning: Conditioning) -> dict[str, dict
     trained = sum(p.numel() for p in policy.weights.parameters()) * KEPT
     held = _weights(policy) | {"trained": trained}
     x, activations = _one_row(policy, conditioning)
-    states = {"recorded states": tensor_bytes([x]) * _recorded(policy, config) if policy.states == policy.device else 0}
+    kept_here = policy.states == policy.device
+    states = {"recorded states": tensor_bytes([x]) * _recorded(policy, config, conditioning) if kept_here else 0}
     rows = geometry(config.train).micro_batch
     moments = {"adamw": 2 * trained, "adamw8bit": trained // 2}[config.train.optimizer]
     update = {"gradients and optimiser": trained + moments, "activations": activations * rows}
@@ -136,12 +138,13 @@ class Peak(TorchDispatchMode):
         return made
 
 
-def _recorded(policy, config: Config) -> int:
+def _recorded(policy, config: Config, conditioning: Conditioning) -> int:
     """How many states the rollout of an epoch keeps: around every trained step, with its mean where the loss reads it,
     and at the end."""
     train = config.train
     method = methods.resolve(config, policy.process)
-    grid, timesteps = make_grid(train.grid, train.steps, train.shift, policy.stock, policy.strength)
+    grid, timesteps = make_grid(train.grid, train.steps, train.shift, policy.stock, policy.strength,
+                                partial(policy.stock_grid, conditioning))
     explorations = method.explorations(grid, train.group, train.shift, 0, config.seed, timesteps)
     noised = method.noised(grid, train.group, 0, config.seed)
     if noised is not None:  # its states, targets and old velocities, and the finals of the part that is sampled

@@ -33,7 +33,9 @@ from flowgrpo.policies.memo import Memo
 from flowgrpo.policies.pictures import PICTURES, stay_apart
 from flowgrpo.policies.recompute import recomputed
 from flowgrpo.policies.seeded import seeded
+from flowgrpo.policies.until_set import until_set
 from flowgrpo.policies.vector import copies
+from flowgrpo.samplers import grids
 from flowgrpo.samplers.scheduler import PolicyScheduler, Record, Task
 from flowgrpo.starter import FOLDERS
 
@@ -348,6 +350,21 @@ class PipelinePolicy:
         self._announce(sharded.RUN, steps)
         return self._drive(conditioning, None, guidance, generator=generators, num_inference_steps=steps,
                            output_type=output_type)[0].float().cpu()
+
+    @torch.no_grad()
+    def stock_grid(self, conditioning: Conditioning, steps: int) -> torch.Tensor:
+        """The sigmas [steps+1] that the stock pipeline samples the first of these prompts with: its scheduler's, as the
+        pipeline sets them, with its own sigmas and the shift of the picture's size. UserError where they are no grid.
+        """
+        row, generators = conditioning.rows(torch.tensor([0])), self.generators([0])
+        try:
+            with until_set(self.stock):
+                self._drive(row, None, self.guidance, generator=generators, num_inference_steps=steps,
+                            output_type="latent")
+            return grids.stock(self.stock, steps)
+        except ValueError as error:
+            raise UserError(f"train.grid 'stock': {error} (train.grid: shifted asks nothing of the scheduler)"
+                            ) from None
 
     def _drive(self, conditioning: Conditioning, task: Task | None, guidance: float, **options):
         """Call the pipeline, once, or for each row where it takes one alone: (what it returns, the task's record)."""

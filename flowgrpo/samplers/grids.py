@@ -5,9 +5,6 @@ A variance-preserving process has T+1 rising alpha-bars instead, and the timeste
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -25,23 +22,17 @@ def shifted(steps: int, shift: float) -> Tensor:
     return _shift(torch.linspace(1, 0, steps + 1, dtype=torch.float64), shift)
 
 
-def stock(scheduler: object, steps: int, mu: float | None = None, sigmas: Sequence[float] | None = None) -> Tensor:
-    """The grid that a diffusers flow scheduler sets for itself, as it is (float32); the scheduler is left untouched.
+def stock(scheduler: object, steps: int) -> Tensor:
+    """The grid that a diffusers flow scheduler has set for itself, as it is (float32).
 
-    mu and sigmas are passed on to `set_timesteps` where given. A pipeline that hands its scheduler its own sigmas
-    (FLUX, Qwen-Image: linspace(1, 1/steps, steps)) gets another grid than the scheduler alone: pass them too.
+    Set by its pipeline it is the one that the pipeline samples with: many hand their scheduler sigmas of their own
+    (FLUX, Qwen-Image: linspace(1, 1/steps, steps)) and a mu that depends on the picture's size.
     Raises ValueError for a scheduler whose sigmas do not run from 1 to 0 in `steps` steps.
     """
-    fresh = type(scheduler).from_config(scheduler.config)
-    name = type(scheduler).__name__
-    given = {key: value for key, value in (("mu", mu), ("sigmas", sigmas)) if value is not None}
-    if unknown := given.keys() - inspect.signature(fresh.set_timesteps).parameters.keys():
-        raise ValueError(f"{name}.set_timesteps takes no {' or '.join(sorted(unknown))}: leave it out")
-    fresh.set_timesteps(steps, **given)
-    grid = getattr(fresh, "sigmas", None)
+    name, grid = type(scheduler).__name__, getattr(scheduler, "sigmas", None)
     if grid is None:
         raise ValueError(f"{name} has no sigmas: a grid needs a flow-matching scheduler")
-    if fresh.config.get("invert_sigmas"):
+    if scheduler.config.get("invert_sigmas"):
         grid = 1 - grid
     if len(grid) != steps + 1 or grid[0] > 1 or grid[-1] != 0 or not (grid.diff() < 0).all():
         raise ValueError(

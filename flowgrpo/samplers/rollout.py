@@ -398,17 +398,20 @@ def seeder(run_seed: int, epoch: int) -> Seed:
         (run_seed, epoch, prompt, sample + 1 if sample >= -1 else 2**32 + sample)).generate_state(1, np.uint64)[0] >> 1)
 
 
-def make_grid(kind: str, steps: int, shift: float, scheduler, strength: float = 1.0):
+def make_grid(kind: str, steps: int, shift: float, scheduler, strength: float = 1.0,
+              stock: Callable[[int], torch.Tensor] | None = None):
     """The grid [T+1] and its timesteps [T], of T = int(steps * strength): a pipeline that starts from a picture or a
-    video leaves out the first steps. UserError where none is left."""
-    whole, timesteps = _whole_grid(kind, steps, shift, scheduler)
+    video leaves out the first steps. stock: the pipeline's own sigmas [steps+1], of which the kind "stock" is made.
+    UserError where no step is left."""
+    whole, timesteps = _whole_grid(kind, steps, shift, scheduler, stock)
     skipped = steps - min(int(steps * strength), steps)
     if skipped == steps:
         raise UserError(f"a strength of {strength} leaves none of {steps} steps: take more steps or a larger strength")
     return whole[skipped:], None if timesteps is None else timesteps[skipped:]
 
 
-def _whole_grid(kind: str, steps: int, shift: float, scheduler) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _whole_grid(kind: str, steps: int, shift: float, scheduler, stock: Callable[[int], torch.Tensor] | None
+                ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The grid [steps+1] and its timesteps. Of a flow: sigmas, `shifted` or the pipeline's `stock` ones, and None. Of a
     variance-preserving process, whatever the kind: alpha-bars of the scheduler's own spacing and timesteps [steps].
     UserError where the scheduler has none."""
@@ -417,9 +420,4 @@ def _whole_grid(kind: str, steps: int, shift: float, scheduler) -> tuple[torch.T
             return grids.alpha_bars(scheduler, steps)
         except ValueError as error:
             raise UserError(str(error)) from None
-    if kind == "shifted":
-        return grids.shifted(steps, shift), None
-    try:
-        return grids.stock(scheduler, steps), None
-    except ValueError as error:
-        raise UserError(f"train.grid 'stock': {error} (train.grid: shifted asks nothing of the scheduler)") from None
+    return (grids.shifted(steps, shift) if kind == "shifted" else stock(steps)), None

@@ -235,6 +235,9 @@ class PolicyScheduler:
         every = grid * self.config.num_train_timesteps
         if self.process == "vp":  # a task without steps comes without timesteps
             every = torch.zeros(1, dtype=torch.int64) if task.timesteps is None else task.timesteps
+        elif timesteps is not None and mu is not None:  # CogView4's network reads times from before their shift
+            back = 1 / mu if self.config.time_shift_type == "linear" else -mu
+            every = self.time_shift(back, 1.0, grid) * self.config.num_train_timesteps
         every = every.to(device)
         # A pipeline that reads sigmas counts its own steps. An idle step stands at the place of the first.
         self.sigmas = torch.cat([grid[first:first + 1]] * self.idle + [grid[first:task.steps.stop + 1]])
