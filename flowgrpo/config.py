@@ -100,8 +100,8 @@ class Train(Section):
     steps: int = Field(10, ge=2, description="denoising steps of a rollout")
     guidance: float = Field(1.0, ge=0, description="guidance scale of the rollout and of its replay")
     grid: Literal["shifted", "stock"] = Field("shifted", description="shift(linspace(1, 0)), or what the pipeline's "
-                                          "own call samples with (its sigmas, its shift by the picture's size); a model "
-                                          "that predicts noise has its own always")
+                                          "own call samples with (its sigmas, its shift by the picture's size); a "
+                                          "model that predicts noise has its own always")
     shift: float = Field(3.0, gt=0, description="the shift of the `shifted` grid")
     lr: float = Field(3e-4, gt=0, description="learning rate of AdamW")
     warmup: int = Field(0, ge=0, description="optimiser steps of linear warm-up")
