@@ -6,7 +6,9 @@ A prompt file is one of
   rewards receive; those for text look for `answer` there), `image` (a path, relative to the prompt file) and `weight`
   (a positive number). Lines of GSM8K, with `question` and `answer` alone, are read as they are: the question is the
   prompt, and what stands after #### in the answer, without thousands separators, is metadata.answer;
-- `.csv`: the same names as columns; `metadata` cells hold JSON, empty cells count as absent.
+- `.csv`: the same names as columns; `metadata` cells hold JSON, empty cells count as absent;
+- `.parquet` (of the hub's datasets; extra `parquet`): the same names as columns; other columns go into the metadata,
+  columns of bytes, such as pictures, are left out.
 """
 
 from __future__ import annotations
@@ -51,15 +53,16 @@ class Prompt:
 
 
 def load_prompts(path: str | Path) -> list[Prompt]:
-    """Read a .txt, .jsonl or .csv file; UserError names the file and the line of a mistake."""
+    """Read a .txt, .jsonl, .csv or .parquet file; UserError names the file and the line of a mistake."""
     path = Path(path)
-    readers = {".txt": _read_txt, ".jsonl": _read_jsonl, ".csv": _read_csv}
+    readers = {".txt": _read_txt, ".jsonl": _read_jsonl, ".csv": _read_csv, ".parquet": _read_parquet}
     if path.suffix not in readers:
-        raise UserError(f"prompts {path}: expected a .txt, .jsonl or .csv file, got {path.suffix or 'no ending'!r}")
+        raise UserError(f"prompts {path}: expected a .txt, .jsonl, .csv or .parquet file, got "
+                        f"{path.suffix or 'no ending'!r}")
     if not path.is_file():
         raise UserError(f"prompts {path}: no such file")
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        text = path.read_text(encoding="utf-8-sig") if path.suffix != ".parquet" else ""
     except UnicodeDecodeError as error:
         raise UserError(f"prompts {path}: not UTF-8 text ({error.reason} at byte {error.start})") from None
     prompts = [_prompt(record, path, line) for line, record in readers[path.suffix](text, path)]
@@ -111,6 +114,39 @@ def _read_csv(text: str, path: Path) -> Records:
             yield line, record
     except csv.Error as error:
         raise _wrong(path, reader.line_num, f"not valid CSV: {error}") from None
+
+
+def rows(path: Path) -> list[dict[str, Any]]:
+    """The rows of a .parquet file, without columns that hold bytes. UserError where pyarrow is missing."""
+    from flowgrpo.rewards.needs import needed
+
+    parquet = needed("pyarrow.parquet", "parquet", str(path))
+    try:
+        columns = [field.name for field in parquet.read_schema(path) if "binary" not in str(field.type)]
+        return parquet.read_table(path, columns=columns).to_pylist()
+    except (OSError, ValueError) as error:  # pyarrow's own are of the latter
+        raise UserError(f"{path}: not a .parquet file that can be read ({' '.join(str(error).split())[:200]})"
+                        ) from None
+
+
+def _read_parquet(_: str, path: Path) -> Records:
+    for line, row in enumerate(rows(path), 1):
+        if "prompt" not in row and row.keys() != GSM8K:
+            raise _wrong(path, line, f"expected the column 'prompt', got {', '.join(row)}")
+        yield line, _gsm8k(row, path, line) if row.keys() == GSM8K else _with_facts(_known(row), path, line)
+
+
+def _with_facts(row: dict[str, Any], path: Path, line: int) -> dict[str, Any]:
+    """A row as one of our records: what is in no column of ours is metadata."""
+    told = row.pop("metadata", {})
+    told = _json(told, path, line) if isinstance(told, str) else told
+    if isinstance(told, dict):
+        told = {key: row.pop(key) for key in [*row] if key not in KEYS} | _known(told)
+    return row | {"metadata": told}
+
+
+def _known(row: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in row.items() if value is not None}
 
 
 def _json(text: str, path: Path, line: int) -> Any:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import runpy
+import sys
 from collections import Counter
 from pathlib import Path
 
+import pyarrow
 import pytest
+from pyarrow import parquet
 
 from flowgrpo.config import Config
 from flowgrpo.data import STARTER, Prompt, draw, load_prompts, resolve, split
@@ -61,6 +64,41 @@ def test_gsm8k_is_read_as_it_is(tmp_path):
                                   Prompt("He owes $2.50 twice.", metadata={"answer": "-5"})]
 
 
+def table(path: Path, rows: list[dict]) -> Path:
+    parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    return path
+
+
+def test_parquet_holds_the_same(tmp_path):
+    rows = [{"prompt": "a cat", "negative_prompt": "blurry", "metadata": {"task": "one", "n": 2}, "weight": 2.5,
+             "level": "easy", "image": {"bytes": b"no path", "path": "x"}, "raw": b"bytes"},
+            {"prompt": "a dog, big", "metadata": {"task": "two"}}]
+    assert load_prompts(table(tmp_path / "p.parquet", rows)) == [
+        Prompt("a cat", "blurry", {"level": "easy", "task": "one", "n": 2}, None, 2.5),
+        Prompt("a dog, big", metadata={"task": "two"})]
+    rows = [{"prompt": "a cat", "metadata": '{"n": 2}'}]
+    assert load_prompts(table(tmp_path / "p.parquet", rows)) == [Prompt("a cat", metadata={"n": 2})]
+    rows = [{"question": "3 and 4?", "answer": "3+4\n#### 7"}]
+    assert load_prompts(table(tmp_path / "p.parquet", rows)) == [Prompt("3 and 4?", metadata={"answer": "7"})]
+
+
+def test_mistakes_in_parquet_are_told(tmp_path):
+    file = table(tmp_path / "p.parquet", [{"text": "a", "url": "b"}])
+    assert message(load_prompts, file) == f"prompts {file}, line 1: expected the column 'prompt', got text, url"
+    file = table(tmp_path / "p.parquet", [{"prompt": "a"}, {"prompt": None}])
+    assert "line 2: expected a text under 'prompt', got None" in message(load_prompts, file)
+    file = table(tmp_path / "p.parquet", [{"prompt": "a", "metadata": "{"}])
+    assert "line 1: not valid JSON" in message(load_prompts, file)
+    assert "not a .parquet file that can be read" in message(load_prompts, write(tmp_path, "q.parquet", "prompt\n"))
+
+
+def test_without_pyarrow_parquet_says_what_to_install(tmp_path, monkeypatch):
+    file = table(tmp_path / "p.parquet", [{"prompt": "a"}])
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    assert message(load_prompts, file).startswith(f"{file} needs pyarrow.parquet (") and \
+        message(load_prompts, file).endswith("pip install 'flowgrpo[parquet]'")
+
+
 @pytest.mark.parametrize("name, text, told", [
     ("p.jsonl", '{"question": "a", "answer": "it is 5"}', "line 1: expected a solution that ends with '#### number' "
                                                           "under 'answer', got 'it is 5'"),
@@ -71,7 +109,7 @@ def test_gsm8k_is_read_as_it_is(tmp_path):
     ("p.csv", "", "the file holds no prompt"),
     ("p.csv", "prompt\n", "the file holds no prompt"),
     ("p.jsonl", "", "the file holds no prompt"),
-    ("p.json", "[]", "expected a .txt, .jsonl or .csv file, got '.json'"),
+    ("p.json", "[]", "expected a .txt, .jsonl, .csv or .parquet file, got '.json'"),
     ("p.txt", b"\xff\xfe", "not UTF-8 text"),
     ("p.jsonl", '{"prompt": "a"}\n{"prompt": }', "line 2: not valid JSON: Expecting value (column 12)"),
     ("p.jsonl", '\n"a cat"', "line 2: expected an object with the key 'prompt', got 'a cat'"),

@@ -7,7 +7,9 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+import pyarrow
 import pytest
+from pyarrow import parquet
 
 from flowgrpo import data
 from flowgrpo.errors import UserError
@@ -104,6 +106,8 @@ def test_a_broken_suite_is_told(tmp_path, name, text, told):
 @pytest.mark.parametrize("name, told", [
     ("GenEval", "does not come with flowgrpo: give the path of evaluation_metadata.jsonl, or a hub dataset's id"),
     ("nothing", "no suite 'nothing': expected starter, starter_video, starter_text, geneval_coco, a file"),
+    ("./no/such/file.csv", "no suite './no/such/file.csv': expected starter"),
+    ("some/birds/folder", "no suite 'some/birds/folder': expected .* alone or with one of its files behind it"),
     ("no/file.csv", "no suite 'no/file.csv': expected starter"),
 ])
 def test_a_suite_that_is_not_there_is_told(name, told):
@@ -126,6 +130,44 @@ def test_a_hub_dataset_is_read_from_its_files(tmp_path, monkeypatch):
     assert (suite.name, suite.form, suite.categories) == ("birds", "drawbench", {"Birds": [0]})
     with pytest.raises(UserError, match="no suite 'some/fish': it is no path, and as a hub dataset it does not load"):
         load_suite("some/fish")
+
+
+    (folder / "snapshots" / "abc" / "more").mkdir()
+    (folder / "snapshots" / "abc" / "more" / "fish.csv").write_text("Prompts,Category\nA cod.,Fish\n")
+    for name in ("some/birds/more/fish.csv", "some/birds:more/fish.csv"):
+        suite = load_suite(name)
+        assert (suite.name, suite.categories) == ("fish", {"Fish": [0]})
+    with pytest.raises(UserError, match="no suite 'some/birds:no.csv': the hub dataset some/birds has no file no.csv"):
+        load_suite("some/birds:no.csv")
+
+
+def test_a_folder_as_datasets_lie_on_the_hub(tmp_path):
+    """Splits in parquet, with a licence and a README beside them."""
+    (tmp_path / "data").mkdir()
+    for split, text in (("train", "An owl."), ("test", "A hen."), ("train-a", "A cow.")):
+        rows = [{"Prompts": text, "Category": "Birds", "picture": b"..."}]
+        parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "data" / f"{split}-00000-of-00001.parquet")
+    for name in ("LICENSE.txt", "README.txt", "NOTICE-1.txt"):
+        (tmp_path / name).write_text("Permission is granted.\nProvided that.\n")
+    suite = load_suite(str(tmp_path))
+    assert suite.form == "drawbench" and [prompt.text for prompt in suite.prompts] == ["A hen.", "A cow."]
+    (tmp_path / "license_plates.csv").write_text("Prompts,Category\nA duck.,Birds\n")
+    assert [prompt.text for prompt in load_suite(str(tmp_path)).prompts] == ["A duck."]
+
+
+@pytest.mark.parametrize("name, rows, form, expected", [
+    ("geneval", [{"tag": "counting", "include": [{"class": "owl", "count": 2}], "prompt": "two owls"}], "geneval",
+     [("two owls", {"tag": "counting", "include": [{"class": "owl", "count": 2}]}, ("counting",))]),
+    ("questions", [{"question": "3 and 4?", "answer": "3+4\n#### 7"}], "questions",
+     [("3 and 4?", {"answer": "7"}, ())]),
+    ("own", [{"prompt": "an owl", "category": "birds", "n": 1}], "flowgrpo",
+     [("an owl", {"category": "birds", "n": 1}, ("birds",))]),
+])
+def test_parquet_has_the_formats_of_the_others(tmp_path, name, rows, form, expected):
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / f"{name}.parquet")
+    suite = load_suite(str(tmp_path / f"{name}.parquet"))
+    assert suite.form == form
+    assert [(case.prompt.text, case.prompt.metadata, case.categories) for case in suite.cases] == expected
 
 
 def test_files_of_several_formats_are_no_suite(tmp_path):

@@ -15,7 +15,8 @@ from flowgrpo.cli.root import app
 def evaluate(
     source: Annotated[str, typer.Argument(metavar="MODEL_OR_RUN", help="A model as for sample, or a finished run.")],
     suite: Annotated[str, typer.Option(metavar="NAME|PATH", help="starter, starter_video, starter_text, "
-                                       "geneval_coco, a published suite's file or folder, or a hub dataset's id.")],
+                                       "geneval_coco, a published suite's file or folder, a hub dataset's id, or one "
+                                       "of its files (OWNER/NAME/FILE).")],
     output: Annotated[Path, typer.Option(help="The folder of samples, scores and tables; the same again goes on.")],
     rewards: Annotated[str, typer.Option(metavar="A,B", help="Rewards; without: those of the run.")] = "",
     lora: Annotated[Path | None, typer.Option(help="A finished run, a folder with a LoRA, or its file.")] = None,

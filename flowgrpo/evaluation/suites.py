@@ -1,6 +1,7 @@
 """Suites of prompts with categories: published ones in their own formats, and those that ship.
 
-A suite is a file, a folder of files, a hub dataset's id, or the name of one that ships. Its format is told by its
+A suite is a file, a folder of files, a hub dataset's id or one of its files (`org/name/file.csv`, `org/name:file.csv`),
+or the name of one that ships. Its format is told by its
 content: the keys of its records, or for plain lines of text the words in it, and where these tell nothing, its name.
 """
 
@@ -26,7 +27,10 @@ PUBLISHED = {"geneval": "evaluation_metadata.jsonl", "drawbench": "its .csv, or 
              "partiprompts": "PartiPrompts.tsv", "t2i_compbench": "the folder of its *_val.txt files",
              "unigenbench": "test_prompts_en.csv", "dpg": "its folder of .txt files, or dpg_bench.csv",
              "ocr": "Flow-GRPO's dataset/ocr/test.txt"}
-ENDINGS = (".jsonl", ".csv", ".tsv", ".txt")
+ENDINGS = (".jsonl", ".csv", ".tsv", ".txt", ".parquet")
+ABOUT = re.compile(r"(licen[cs]es?|copying|notice|readme|citation)([-.]\w+)*", re.IGNORECASE)  # no prompts
+TRAINING = re.compile(r"(^|[-_])train(-\d+-of-\d+)?$")
+HUB = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:[:/]([^:]+))?")
 COMPBENCH = re.compile(r"(?:^|_)(3d_spatial|non_spatial|spatial|color|shape|texture|complex|numeracy)(_train|_val)?$")
 QUOTED = re.compile(r'"[^"]+"')
 KINDS = ("category", "subject", "type", "level")  # under which a question's category may stand
@@ -72,34 +76,42 @@ def load_suite(name: str) -> Suite:
         if name.lower() in PUBLISHED:
             raise UserError(f"the suite {name!r} does not come with flowgrpo: give the path of "
                             f"{PUBLISHED[name.lower()]}, or a hub dataset's id")
-        if not re.fullmatch(r"[\w.-]+/[\w.-]+", name) or path.suffix in ENDINGS:
+        found = HUB.fullmatch(name)
+        if not found or (path.suffix in ENDINGS) != bool(found[2]):
             raise UserError(f"no suite {name!r}: expected {', '.join(SHIPPED)}, a file ({', '.join(ENDINGS)}), a "
-                            f"folder of such files, or a hub dataset's id")
-        path = _download(name)
+                            f"folder of such files, or a hub dataset's id, alone or with one of its files behind it")
+        path = _download(name, found[1], found[2])
     form, cases = _folder(path) if path.is_dir() else _file(path)
     if not cases:
         raise UserError(f"suite {path}: it holds no prompt")
-    return Suite(name if name in SHIPPED else Path(name).stem, form, tuple(cases))
+    return Suite(name if name in SHIPPED else Path(name.replace(":", "/")).stem, form, tuple(cases))
 
 
-def _download(name: str) -> Path:
+def _download(name: str, dataset: str, file: str | None) -> Path:
+    """The files of a hub dataset that may hold prompts, or the one that is named."""
     from huggingface_hub import snapshot_download
 
+    wanted = [file] if file else [f"*{end}" for end in ENDINGS]
     try:
-        return Path(snapshot_download(name, repo_type="dataset", allow_patterns=[f"*{end}" for end in ENDINGS]))
+        folder = Path(snapshot_download(dataset, repo_type="dataset", allow_patterns=wanted))
     except Exception as error:
         raise UserError(f"no suite {name!r}: it is no path, and as a hub dataset it does not load "
                         f"({' '.join(str(error).split())[:200]})") from None
+    if file and not (folder / file).is_file():
+        raise UserError(f"no suite {name!r}: the hub dataset {dataset} has no file {file}")
+    return folder / (file or "")
 
 
 Found = tuple[str, list[Case]]  # the format and the cases
 
 
 def _folder(path: Path) -> Found:
-    """All files of a folder; of files that are named *_train and *_val the latter, of one-line texts a prompt each."""
-    files = sorted(file for file in path.rglob("*") if file.suffix in ENDINGS)
-    if any(file.stem.endswith("_val") for file in files):
-        files = [file for file in files if file.stem.endswith("_val")]
+    """All files of a folder but licences and the like; of files that are named *_train and *_val the latter, of splits
+    those that are not for training; .parquet where there is nothing else; of one-line texts a prompt each."""
+    files = sorted(file for file in path.rglob("*") if file.suffix in ENDINGS and not ABOUT.fullmatch(file.stem))
+    for wanted in (lambda file: file.suffix != ".parquet", lambda file: file.stem.endswith("_val"),
+                   lambda file: not TRAINING.search(file.stem)):
+        files = list(filter(wanted, files)) or files
     if not files:
         raise UserError(f"suite {path}: the folder holds no file that ends in {', '.join(ENDINGS)}")
     texts = [_lines(_text(file)) if file.suffix == ".txt" else [] for file in files]
@@ -153,6 +165,8 @@ def _lines(text: str) -> list[str]:
 
 
 def _records(path: Path) -> list[dict[str, Any]]:
+    if path.suffix == ".parquet":
+        return data.rows(path)
     text = _text(path)
     if path.suffix == ".jsonl":
         return [_object(path, number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
