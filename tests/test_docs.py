@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import re
+import shlex
 import sys
 from pathlib import Path
 
 import pytest
+import typer
 import yaml
 
 from flowgrpo import methods, registry
+from flowgrpo.cli import app, train
 from flowgrpo.config import load
 
 ROOT = Path(__file__).parent.parent
@@ -72,6 +75,42 @@ def test_tests_that_a_page_names_exist(name):
     assert named and PAGES[name].count("::") == len(named)
     for file, test in named:
         assert f"def {test}(" in (ROOT / "tests" / file).read_text(encoding="utf-8"), f"{file} has no {test}"
+
+
+COMMAND = r"(?:[^`\n]*-m )?flowgrpo [a-z-]+(?: [^`\n]*)?"  # `python -m flowgrpo`, `accelerate launch -m flowgrpo` too
+STAND_INS = {"N": "1", "RECIPE": "configs/starter.yaml", "--KEY=VALUE": "--train.lr=1e-4", "...": None}
+
+
+def command_lines() -> list[str]:
+    """Those of all code blocks, and of README.md's text those with arguments: `flowgrpo check` alone is a name."""
+    blocks = [block for file in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+              for language, block in re.findall(r"^```(.*?)\n(.*?)^```$", file.read_text(encoding="utf-8"), re.S | re.M)
+              if not language]
+    text = re.sub(r"^```.*?^```", "", (ROOT / "README.md").read_text(encoding="utf-8"), flags=re.S | re.M)
+    inline = [line for line in re.findall(f"`({COMMAND})`", text) if not re.fullmatch("flowgrpo [a-z-]+", line)]
+    return inline + [line for block in blocks for line in re.findall(f"^{COMMAND}$", block, re.M)]
+
+
+def test_command_lines_are_found():
+    assert {line.split()[1] for line in command_lines() if line.startswith("flowgrpo ")} == {
+        "train", "sample", "grid", "eval", "report", "export", "check", "score", "train-reward", "serve-reward"}
+    assert any(line.startswith("accelerate launch") for line in command_lines())
+
+
+@pytest.mark.parametrize("line", command_lines())
+def test_command_lines_that_are_shown_parse(line):
+    words = shlex.split(line.partition("flowgrpo ")[2], comments=True)
+    name, *arguments = [STAND_INS.get(word, word) for word in words if STAND_INS.get(word, word)]
+    context = typer.main.get_command(app).commands[name].make_context(name, arguments)
+    if name == "train":
+        recipe, _ = train._parse(context.params["arguments"])
+        assert recipe is not None and load(ROOT / recipe)
+
+
+def test_scripts_that_are_named_exist():
+    for file in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]:
+        named = re.findall(r"scripts/\w+\.py", file.read_text(encoding="utf-8"))
+        assert [name for name in named if not (ROOT / name).is_file()] == [], file
 
 
 def test_links_of_the_documents_lead_to_files():
