@@ -17,6 +17,7 @@ from PIL import Image
 from test_compare import make_run, stock
 
 from flowgrpo.cli import main
+from flowgrpo.cli.options import asked_rewards
 from flowgrpo.config import load
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation import findings, statistics
@@ -224,6 +225,32 @@ def test_mistakes_are_told_before_anything_is_drawn(world, tmp_path, options, to
     with pytest.raises(UserError, match=told):
         evaluate(output=tmp_path / "out", **given)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_plain_model_is_scored_by_rewards_with_arguments(world, model, tmp_path):
+    """A file of rules, in place of names: one with arguments, under a label of its own, and one that fails on a fog."""
+    (tmp_path / "level.py").write_text("class Level:\n    def __init__(self, level):\n        self.level = level\n\n"
+                                       "    def __call__(self, images, prompts):\n        assert 'fog' not in prompts\n"
+                                       "        return [self.level] * len(prompts)\n")
+    (tmp_path / "rules.yaml").write_text(f"level:\n  use: {tmp_path}/level.py:Level\n  args: {{level: 0.25}}\n"
+                                         "  on_error: skip\nsharpness: {}\n")
+    results = evaluate(str(model), str(world / "suite.jsonl"), asked_rewards(str(tmp_path / "rules.yaml")),
+                       tmp_path / "out", steps=1)
+    assert set(results["failed"]) == {"level", "sharpness"} and results["failed"]["level"] == 1
+    scores = Ledger(tmp_path / "out", 0).read()
+    assert [scores[Place("base", i, 0)]["level"] for i in range(4)] == [0.25] * 4
+
+
+@pytest.mark.parametrize("text, told", [
+    ("", "expected rewards with their rules, such as geneval"), ("- ocr\n", "expected keys with values at the top"),
+    ("ocr: {argz: {}}\n", "rules.yaml: unknown key 'eval.rewards.ocr.argz': did you mean 'args'"),
+    (None, "expected a YAML file"),
+])
+def test_a_broken_file_of_rewards_is_told(tmp_path, text, told):
+    if text is not None:
+        (tmp_path / "rules.yaml").write_text(text)
+    with pytest.raises(UserError, match=told):
+        asked_rewards(str(tmp_path / "rules.yaml"))
 
 
 def launch(arguments: list[str]) -> list[subprocess.Popen]:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from flowgrpo.cli.options import RLG, weights_of
+from flowgrpo.cli.options import RLG, asked_rewards, weights_of
 from flowgrpo.cli.root import app
 
 
@@ -18,7 +18,8 @@ def evaluate(
                                        "geneval_coco, a published suite's file or folder, a hub dataset's id, or one "
                                        "of its files (OWNER/NAME/FILE).")],
     output: Annotated[Path, typer.Option(help="The folder of samples, scores and tables; the same again goes on.")],
-    rewards: Annotated[str, typer.Option(metavar="A,B", help="Rewards; without: those of the run.")] = "",
+    rewards: Annotated[str, typer.Option(metavar="A,B|FILE.yaml", help="Rewards, or a file of them with their args, as "
+                                         "under eval.rewards; without: those of the run.")] = "",
     lora: Annotated[Path | None, typer.Option(help="A finished run, a folder with a LoRA, or its file.")] = None,
     base: Annotated[bool, typer.Option("--base", help="Draw the base too, and compare.")] = False,
     samples: Annotated[int, typer.Option(min=1, help="Pictures or texts per prompt; of several, pass@k is told.")] = 1,
@@ -40,10 +41,9 @@ def evaluate(
     from flowgrpo.evaluation import evaluate as evaluation
     from flowgrpo.evaluation import findings
 
-    names = [name.strip() for name in rewards.split(",") if name.strip()]
-    results = evaluation.evaluate(source, suite, names, output, lora=lora, base=base, samples=samples, steps=steps,
-                                  guidance=guidance, seed=seed, features=features, rlg=weights, batch=batch,
-                                  temperature=temperature, max_tokens=max_tokens)
+    results = evaluation.evaluate(source, suite, asked_rewards(rewards), output, lora=lora, base=base, samples=samples,
+                                  steps=steps, guidance=guidance, seed=seed, features=features, rlg=weights,
+                                  batch=batch, temperature=temperature, max_tokens=max_tokens)
     if results:  # of several processes the first has them
         findings.show(results)
         written = ["table.md", "results.json", "grid.png", *(["rlg.png"] if len(weights) > 1 else [])]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from flowgrpo.errors import UserError
@@ -27,6 +28,18 @@ def weights_of(text: str | None) -> list[float]:
     if not all(0 <= weight < float("inf") for weight in found):
         raise UserError(f"--rlg: got {text!r}, expected numbers from 0 up")
     return found
+
+
+def asked_rewards(text: str) -> list[str] | dict[str, Any]:
+    """Rewards as --rewards names them: `A,B`, or a YAML file of rules by name, as under `eval.rewards`."""
+    if not text.endswith((".yaml", ".yml")):
+        return [name.strip() for name in text.split(",") if name.strip()]
+    from flowgrpo import config
+
+    rules = config.read_yaml(Path(text))
+    if not rules:
+        raise UserError(f"{text}: expected rewards with their rules, such as geneval: {{args: {{score: graded}}}}")
+    return config.validate({"eval": {"rewards": rules}}, where=text).eval.rewards
 
 
 def made_with(reward: str, args: str) -> dict[str, Any]:

@@ -75,15 +75,16 @@ class Plan:
                 "rlg": self.rlg}
 
 
-def evaluate(source: str, suite: str, names: Sequence[str], output: str | Path, *, lora: str | Path | None = None,
-             base: bool = False, samples: int = 1, steps: int | None = None, guidance: float | None = None,
+def evaluate(source: str, suite: str, names: Sequence[str] | dict[str, WatchRule], output: str | Path, *,
+             lora: str | Path | None = None, base: bool = False, samples: int = 1, steps: int | None = None, guidance: float | None = None,
              seed: int = 0, features: str | Callable = "pixels", rlg: Sequence[float] = (), batch: int | None = None,
              temperature: float | None = None, max_tokens: int | None = None) -> dict[str, Any]:
     """Draw a suite, score it, and write its samples, `results.json`, `table.md` and `grid.png` to the folder `output`;
     returns the results.
 
     source: a model, or a run (then its model with its result, and its `eval` steps and guidance); suite: as of
-    `load_suite`; names: rewards, of which a run's own keep their rules; without any those of the run. lora: weights to
+    `load_suite`; names: rewards, of which a run's own keep their rules, or rules by name; without any those of the run.
+    lora: weights to
     load into a model; base: draw the model without them too, from the same seeds, and compare. samples: per prompt;
     features: what the distance of a prompt's pictures is taken of, as of `rewards.guards.Diversity`. rlg: draw
     the tuned pictures with base + rlg * (tuned - base); of several numbers each is drawn, and `rlg.png` shows the
@@ -159,13 +160,14 @@ def _require_fitting(medium: Medium, of_pictures: dict[str, Any], of_texts: dict
             raise UserError(f"--{name}: is of {of}, and the model draws {medium.unit}s: leave it out")
 
 
-def _functions(config: Config | None, names: Sequence[str]) -> dict[str, Any]:
+def _functions(config: Config | None, names: Sequence[str] | dict[str, WatchRule]) -> dict[str, Any]:
     rules: dict[str, WatchRule] = config.trained | config.watched if config else {}
-    asked = list(names) or list(rules)
+    given = names if isinstance(names, dict) else {name: rules.get(name, WatchRule()) for name in names}
+    asked = given or rules
     if not asked:
         raise UserError("--rewards: expected the names of rewards, such as --rewards scene (`flowgrpo rewards` lists "
                         "them)")
-    made = rewards.compose({name: rules.get(name, WatchRule()) for name in asked}, config.cache if config else None)
+    made = rewards.compose(asked, config.cache if config else None)
     # Of a run's own, those that see groups are left out; one that is asked for by name is refused.
     own = {name: made.pop(name) for name in asked if config and not names and name in config.trained}
     return pairwise.measured(own, made)
