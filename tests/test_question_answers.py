@@ -44,10 +44,22 @@ def test_clauses_of_geneval_become_questions():
     ("a drawing of a ring above a cross", [
         ("How many rings are in the picture?", "one"), ("How many crosses are in the picture?", "one"),
         ("Where is the ring, seen from the cross: left, right, above or below?", "above")],
-     "circle square triangle star")])
+     "circle square triangle star"),
+    ("a red star and a blue star", [("How many stars are in the picture?", "two")],
+     "circle square triangle cross ring"),
+    ("two red stars and a ring", [
+        ("How many stars are in the picture?", "two"), ("How many rings are in the picture?", "one"),
+        ("What color are the stars?", "red")], "circle square triangle cross")])
 def test_prompts_of_the_starters_world_become_questions(prompt, expected, others):
     absent = [(f"Is there a {shape} in the picture?", "no") for shape in others.split()]
     assert [(each.question, each.answer) for each in of_claims(parse(prompt))] == expected + absent
+
+
+def test_a_place_beside_a_class_that_comes_twice_is_not_asked_for():
+    found = of_clauses({"include": [{"class": "dog", "count": 1}, {"class": "dog", "count": 2, "color": "red"},
+                                    {"class": "cat", "count": 1, "position": ["left of", 0]}]})
+    assert [(each.question, each.answer) for each in found] == [
+        ("How many dogs are in the picture?", "three"), ("Is there a cat in the picture?", "yes")]
 
 
 @pytest.mark.parametrize("noun, many", [("dog", "dogs"), ("bus", "buses"), ("toothbrush", "toothbrushes"),

@@ -17,6 +17,7 @@ from flowgrpo.evaluation.suites import SHIPPED, load_suite
 from flowgrpo.rewards.colours import NAMES
 from flowgrpo.rewards.detectors import OBJECTS
 from flowgrpo.rewards.geneval import require_judgeable
+from flowgrpo.rewards.questions import Question, of_list
 
 sys.path.append(str(Path(__file__).parent.parent / "scripts"))
 
@@ -25,9 +26,9 @@ import build_suites  # noqa: E402
 GENEVAL = '{"tag": "counting", "include": [{"class": "owl", "count": 2}], "exclude": [], "prompt": "two owls"}\n'
 UNIGEN = ('index,prompt_en,sub_dims_en\n0,"A red, round hat.","{""Subjects"": ""Object"", ""Testpoints"": '
           '[""Attribute - Color"", ""Attribute - Shape"", ""Style""]}"\n')
-DPG = ("item_id,text,proposition_id,category_broad,question_natural_language\n"
-       "vrd3,A hat on a hen.,1,entity,Is there a hat?\nvrd3,A hat on a hen.,2,relation,Is it on a hen?\n"
-       "12,A bell.,1,entity,Is there a bell?\n")
+DPG = ("item_id,text,proposition_id,dependency,category_broad,question_natural_language\n"
+       "vrd3,A hat on a hen.,1,0,entity,Is there a hat?\nvrd3,A hat on a hen.,2,1,relation,Is it on a hen?\n"
+       "12,A bell.,1,0,entity,Is there a bell?\n")
 
 
 def loaded(folder, name: str, text: str):
@@ -48,8 +49,11 @@ def loaded(folder, name: str, text: str):
     ("any.jsonl", '{"id": "vrd3", "prompt": "A hat."}\n{"id": "7", "prompt": "A bell."}\n', "dpg",
      [("A hat.", {"id": "vrd3"}, ("vrd",)), ("A bell.", {"id": "7"}, ("dpg",))]),
     ("any.csv", DPG, "dpg", [
-        ("A hat on a hen.", {"id": "vrd3", "questions": ["Is there a hat?", "Is it on a hen?"]}, ("vrd",)),
-        ("A bell.", {"id": "12", "questions": ["Is there a bell?"]}, ("dpg",))]),
+        ("A hat on a hen.", {"id": "vrd3", "questions": [
+            {"question": "Is there a hat?", "answer": "yes", "proposition_id": "1", "dependency": "0"},
+            {"question": "Is it on a hen?", "answer": "yes", "proposition_id": "2", "dependency": "1"}]}, ("vrd",)),
+        ("A bell.", {"id": "12", "questions": [
+            {"question": "Is there a bell?", "answer": "yes", "proposition_id": "1", "dependency": "0"}]}, ("dpg",))]),
     ("test.txt", 'A sign with "Hello You" on it\n\nA mug, "Tea"\n', "ocr",
      [('A sign with "Hello You" on it', {"text": "Hello You"}, ()), ('A mug, "Tea"', {"text": "Tea"}, ())]),
     ("t2i_compbench_3d_spatial_val.txt", "an owl behind a hat\n", "t2i_compbench",
@@ -71,6 +75,12 @@ def test_a_folder_of_files_is_one_suite(tmp_path):
     suite = load_suite(str(tmp_path))
     assert [prompt.text for prompt in suite.prompts] == ["a blue owl", "a red hen", "a round hat"]
     assert suite.categories == {"color": [0, 1], "shape": [2]}
+
+
+def test_the_questions_of_dpg_are_those_that_a_reward_asks(tmp_path):
+    suite, _ = loaded(tmp_path, "any.csv", DPG)
+    assert [of_list(prompt.metadata["questions"]) for prompt in suite.prompts] == [
+        [Question("Is there a hat?", "yes"), Question("Is it on a hen?", "yes")], [Question("Is there a bell?", "yes")]]
 
 
 def test_a_folder_of_one_line_files_is_dpgs(tmp_path):

@@ -224,13 +224,17 @@ def _dpg(records: list[dict[str, Any]]) -> Found:
 
 
 def _dpg_questions(records: list[dict[str, Any]]) -> Found:
-    """Columns item_id, text, question_natural_language, ..., a line per question: a prompt with its `questions`."""
+    """Columns item_id, text, question_natural_language, ..., a line per question, whose answer is yes: a prompt with
+    its `questions`, as `question_answers` takes them. Of each its number and those it depends on are kept, where told.
+    """
     cases: dict[str, Case] = {}
     for record in records:
         name = record["item_id"]
         if name not in cases:
             cases[name] = Case(Prompt(record["text"].strip(), metadata={"id": name, "questions": []}), (_source(name),))
-        cases[name].prompt.metadata["questions"].append(record["question_natural_language"])
+        kept = {key: record[key] for key in ("proposition_id", "dependency") if record.get(key)}
+        cases[name].prompt.metadata["questions"].append(
+            {"question": record["question_natural_language"].strip(), "answer": "yes"} | kept)
     return "dpg", list(cases.values())
 
 

@@ -60,37 +60,43 @@ def plural(noun: str) -> str:
 def of_clauses(metadata: dict[str, Any]) -> list[Question]:
     """The questions of GenEval's clauses: {"include": [{"class", "count", "color", "position"}], "exclude": [...]}.
 
-    Of a class that is included the question for its number says what its exclusion would.
+    Of a class that is included the question for its number says what its exclusion would. Of one that several clauses
+    include only the number of all is asked for: "the star" would be any of a red and a blue one.
     """
     include, found = metadata["include"], []
+    clauses: dict[str, list[dict[str, Any]]] = {}
     for clause in include:
-        found += _of_clause(clause, include)
-    included = {clause["class"] for clause in include}
+        clauses.setdefault(clause["class"], []).append(clause)
+    for noun, own in clauses.items():
+        found += _of_clause(own[0], include, clauses) if len(own) == 1 else \
+            [_how_many(noun, sum(each.get("count", 1) for each in own))]
     for clause in metadata.get("exclude", ()):
-        if clause["class"] not in included:
+        if clause["class"] not in clauses:
             found.append(Question(f"Is there {article(clause['class'])} {clause['class']} in the picture?", "no"))
     return found
 
 
-def _of_clause(clause: dict[str, Any], include: Sequence[dict[str, Any]]) -> list[Question]:
+def _how_many(noun: str, count: int) -> Question:
+    return Question(f"How many {plural(noun)} are in the picture?", number(count), _around(count))
+
+
+def _of_clause(clause: dict[str, Any], include: Sequence[dict[str, Any]],
+               clauses: dict[str, list[dict[str, Any]]]) -> list[Question]:
     noun, count = clause["class"], clause.get("count", 1)
     if count == 1:
         found = [Question(f"Is there {article(noun)} {noun} in the picture?", "yes")]
     else:
-        found = [_of_number(noun, count)]
+        found = [_how_many(noun, count)]
     verb, named = ("is", noun) if count == 1 else ("are", plural(noun))
     if clause.get("color"):
         choices = tuple(dict.fromkeys((*NAMES, clause["color"])))
         found.append(Question(f"What color {verb} the {named}?", clause["color"], choices))
-    if clause.get("position"):
-        relation, other = clause["position"][0], include[clause["position"][1]]["class"]
+    relation, target = clause.get("position") or (None, 0)
+    other = include[target]["class"]
+    if relation and len(clauses[other]) == 1:
         found.append(Question(f"Where {verb} the {named}, seen from the {other}: left, right, above or below?",
                               PLACES[relation], tuple(PLACES.values())))
     return found
-
-
-def _of_number(noun: str, count: int) -> Question:
-    return Question(f"How many {plural(noun)} are in the picture?", number(count), _around(count))
 
 
 def of_claims(claims: Claims) -> list[Question]:
@@ -100,8 +106,10 @@ def of_claims(claims: Claims) -> list[Question]:
     include = [{"class": claim.shape, "count": claim.count, "color": claim.colour} for claim in claims.objects]
     if claims.relation:
         include[0]["position"] = [claims.relation, 1]
-    others = [{"class": shape} for shape in SHAPES if shape not in {claim.shape for claim in claims.objects}]
-    counted = [_of_number(clause["class"], clause["count"]) for clause in include]
+    shapes = dict.fromkeys(claim.shape for claim in claims.objects)
+    others = [{"class": shape} for shape in SHAPES if shape not in shapes]
+    counted = [_how_many(shape, sum(claim.count for claim in claims.objects if claim.shape == shape))
+               for shape in shapes]
     return counted + [each for each in of_clauses({"include": include, "exclude": others})
                       if each.answer not in ("yes", *NUMBERS)]
 
