@@ -76,9 +76,10 @@ class Plan:
 
 
 def evaluate(source: str, suite: str, names: Sequence[str] | dict[str, WatchRule], output: str | Path, *,
-             lora: str | Path | None = None, base: bool = False, samples: int = 1, steps: int | None = None, guidance: float | None = None,
-             seed: int = 0, features: str | Callable = "pixels", rlg: Sequence[float] = (), batch: int | None = None,
-             temperature: float | None = None, max_tokens: int | None = None) -> dict[str, Any]:
+             lora: str | Path | None = None, base: bool = False, samples: int = 1, steps: int | None = None,
+             guidance: float | None = None, seed: int = 0, features: str | Callable = "pixels",
+             rlg: Sequence[float] = (), batch: int | None = None, temperature: float | None = None,
+             max_tokens: int | None = None) -> dict[str, Any]:
     """Draw a suite, score it, and write its samples, `results.json`, `table.md` and `grid.png` to the folder `output`;
     returns the results.
 
