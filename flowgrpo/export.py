@@ -1,4 +1,4 @@
-"""A finished run in the forms that others take: a LoRA in the kohya layout, a whole merged pipeline, a model card.
+"""A finished run in the forms that others take: a LoRA as ComfyUI reads it, a whole merged pipeline, a model card.
 
 The run's own file is diffusers' format already. Everything here is made from what the run's folder holds.
 """
@@ -6,21 +6,20 @@ The run's own file is diffusers' format already. Everything here is made from wh
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from flowgrpo import layer_names
 from flowgrpo.config import Config, load
 from flowgrpo.errors import UserError
 from flowgrpo.policies.adapters import LORA_FILE
 
-# What ComfyUI and the kohya scripts call the parts of a diffusers pipeline; what follows are diffusers' module names.
-PREFIXES = {"unet": "lora_unet", "transformer": "lora_transformer", "text_encoder": "lora_te1",
-            "text_encoder_2": "lora_te2"}
-SIDES = {".lora_A.weight": ".lora_down.weight", ".lora_B.weight": ".lora_up.weight",
-         ".lora_magnitude_vector": ".dora_scale"}  # peft's names, and the layout's
+SIDES = {".lora_A.weight": ".lora_down.weight", ".lora_B.weight": ".lora_up.weight"}  # peft's names, and the layout's
 CARD = "README.md"
+SECOND = "transformer_2"  # the expert of the steps with little noise
 
 
 def finished(run: Path) -> tuple[Config, dict[str, Any]]:
@@ -32,34 +31,43 @@ def finished(run: Path) -> tuple[Config, dict[str, Any]]:
     return load(run / "config.yaml"), json.loads((run / "summary.json").read_text(encoding="utf-8"))
 
 
-def kohya(run: Path, output: Path) -> Path:
-    """Write the run's LoRA in the layout of the kohya scripts, which ComfyUI and most web interfaces read.
+def kohya(run: Path, output: Path) -> list[Path]:
+    """Write the run's LoRA as ComfyUI reads it, in the layout of the kohya scripts; returns the files: `output`, or of
+    two experts (Wan 2.2), which ComfyUI loads apart, one for each, `..._high_noise` and `..._low_noise`.
 
-    Every layer becomes `PART_MODULE.lora_down.weight`, `.lora_up.weight` and `.alpha`, dots of the module's name as
-    underscores; a layer's scale is alpha / rank there, so that alpha is the live scale times the rank (rsLoRA's too).
-    U-Nets are `lora_unet_...`, transformers `lora_transformer_...`, with diffusers' module names. UserError for a run
-    without a LoRA, or with a denoiser that has no name in that layout.
+    Every layer becomes `NAME.lora_down.weight`, `.lora_up.weight` and `.alpha`, NAME what `layer_names` says; a layer's
+    scale is alpha / rank there, so that alpha is the live scale times the rank (rsLoRA's too). UserError for a run
+    without a LoRA, with a part that has no name in ComfyUI, or with a DoRA, whose lengths ComfyUI relates to the base's
+    weights and peft to the tuned ones.
     """
     from safetensors.torch import save_file
 
-    layers: dict[str, torch.Tensor] = {}
-    for part, (tensors, adapter) in lora(run).items():
-        if part not in PREFIXES:
-            raise UserError(f"the kohya layout has no name for {part!r}: it knows {', '.join(PREFIXES)}")
-        layers |= _kohya(PREFIXES[part], tensors, adapter)
+    parts = lora(run)
+    if any(adapter.get("use_dora") for _, adapter in parts.values()):
+        raise UserError(f"the LoRA of {run} has lengths of its own (adapter.dora), which ComfyUI scales otherwise: use "
+                        "--form merged")
+    known = layer_names.classes(load(run / "config.yaml").model)
+    layers = {part: _kohya(layer_names.namer(part, known), *found) for part, found in parts.items()}
+    files = {output: layers}
+    if SECOND in layers:
+        rest = {part: found for part, found in layers.items() if part != SECOND}
+        files = {output.with_stem(f"{output.stem}_high_noise"): rest,
+                 output.with_stem(f"{output.stem}_low_noise"): {SECOND: layers[SECOND]}}
     output.parent.mkdir(parents=True, exist_ok=True)
-    save_file(layers, output, metadata={"format": "pt"})
-    return output
+    for file, own in files.items():
+        save_file({key: value for found in own.values() for key, value in found.items()}, file, {"format": "pt"})
+    return list(files)
 
 
-def _kohya(prefix: str, tensors: dict[str, torch.Tensor], adapter: dict[str, Any]) -> dict[str, torch.Tensor]:
+def _kohya(name: Callable[[str], str], tensors: dict[str, torch.Tensor], adapter: dict[str, Any]
+           ) -> dict[str, torch.Tensor]:
     """One part's tensors under the names of the layout."""
     layers: dict[str, torch.Tensor] = {}
     for key, tensor in tensors.items():
-        [(side, name)] = [(side, name) for side, name in SIDES.items() if key.endswith(side)]
-        layer = f"{prefix}_{key.removesuffix(side).replace('.', '_')}"
-        layers[layer + name] = tensor.contiguous()
-        if side == ".lora_A.weight":
+        [(ending, side)] = [(ending, side) for ending, side in SIDES.items() if key.endswith(ending)]
+        layer = name(key.removesuffix(ending))
+        layers[layer + side] = tensor.contiguous()
+        if ending == ".lora_A.weight":
             rank = tensor.shape[0]
             layers[f"{layer}.alpha"] = torch.tensor(scale(adapter, rank) * rank)
     return layers

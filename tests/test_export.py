@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 import tiny
 import torch
 from safetensors.torch import load_file
 
-from flowgrpo import export
+from flowgrpo import export, layer_names
 from flowgrpo.config import Adapter, validate
 from flowgrpo.errors import UserError
 from flowgrpo.policies.adapters import LORA_FILE
-from flowgrpo.policies.load import load_pipeline
+from flowgrpo.policies.load import denoisers, load_pipeline
+from flowgrpo.policies.lora import merge
+from flowgrpo.policies.pipeline import PipelinePolicy
 from flowgrpo.policies.tiny import make
 
 SUMMARY = {"before": {"bright": 0.25}, "after": {"bright": 0.5},
@@ -59,7 +62,7 @@ def latents(pipe, **call) -> torch.Tensor:
 
 
 def test_the_kohya_file_of_a_unet_does_what_the_runs_own_does(unet, tmp_path):
-    file = export.kohya(unet, tmp_path / "kohya.safetensors")
+    [file] = export.kohya(unet, tmp_path / "kohya.safetensors")
     made = []
     for lora in (None, unet / LORA_FILE, file):
         pipe = load_pipeline(str(unet / "model"))
@@ -71,7 +74,7 @@ def test_the_kohya_file_of_a_unet_does_what_the_runs_own_does(unet, tmp_path):
 
 
 def test_the_kohya_layers_of_a_transformer_give_the_same_change(sd3, tmp_path):
-    layers, own = load_file(export.kohya(sd3, tmp_path / "kohya.safetensors")), load_file(sd3 / LORA_FILE)
+    layers, own = load_file(*export.kohya(sd3, tmp_path / "kohya.safetensors")), load_file(sd3 / LORA_FILE)
     for name in {key.rpartition(".lora_A")[0] for key in own if ".lora_A" in key}:
         layer = "lora_transformer_" + name.removeprefix("transformer.").replace(".", "_")
         down, up, alpha = (layers[f"{layer}.{end}"] for end in ("lora_down.weight", "lora_up.weight", "alpha"))
@@ -83,14 +86,120 @@ def test_the_kohya_layers_of_a_transformer_give_the_same_change(sd3, tmp_path):
 def test_a_lora_in_pefts_own_format_is_merged_and_has_the_kohya_layout(pixart, tmp_path):
     assert not (pixart / LORA_FILE).exists()
     base, merged = (load_pipeline(str(folder)) for folder in (pixart / "model", export.merged(pixart, tmp_path / "m")))
-    layers = load_file(export.kohya(pixart, tmp_path / "kohya.safetensors"))
+    layers = load_file(*export.kohya(pixart, tmp_path / "kohya.safetensors"))
     before, after = base.transformer.state_dict(), merged.transformer.state_dict()
     changed = {key for key in before if not torch.equal(before[key], after[key])}
     for key in changed:
-        layer = "lora_transformer_" + key.removesuffix(".weight").replace(".", "_")
+        layer = "transformer." + key.removesuffix(".weight")
         down, up, alpha = (layers.pop(f"{layer}.{end}") for end in ("lora_down.weight", "lora_up.weight", "alpha"))
         torch.testing.assert_close(after[key] - before[key], up @ down * alpha / len(down), rtol=1e-4, atol=1e-6)
     assert changed and not layers and set(before) == set(after)
+
+
+# What ComfyUI's loader calls a layer of each family, and with it the first trained one of a tiny pipeline.
+NAMES = {
+    "StableDiffusionXLPipeline": ("unet.down_blocks.0.attentions.0.transformer_blocks.0.attn1.to_out.0",
+                                  "lora_unet_down_blocks_0_attentions_0_transformer_blocks_0_attn1_to_out_0"),
+    "StableDiffusion3Pipeline": ("transformer.transformer_blocks.1.attn.add_q_proj",
+                                 "lora_transformer_transformer_blocks_1_attn_add_q_proj"),
+    "FluxPipeline": ("transformer.single_transformer_blocks.0.attn.to_q",
+                     "lora_transformer_single_transformer_blocks_0_attn_to_q"),
+    "Flux2Pipeline": ("transformer.transformer_blocks.0.attn.to_out.0",
+                      "lora_transformer_transformer_blocks_0_attn_to_out_0"),
+    "ChromaPipeline": ("transformer.transformer_blocks.0.attn.to_add_out",
+                       "lora_transformer_transformer_blocks_0_attn_to_add_out"),
+    "AuraFlowPipeline": ("transformer.joint_transformer_blocks.0.attn.to_q",
+                         "transformer.joint_transformer_blocks.0.attn.to_q"),
+    "PixArtSigmaPipeline": ("transformer.transformer_blocks.0.attn2.to_v",
+                            "transformer.transformer_blocks.0.attn2.to_v"),
+    "QwenImagePipeline": ("transformer.transformer_blocks.0.attn.add_k_proj",
+                          "diffusion_model.transformer_blocks.0.attn.add_k_proj"),
+    "ZImagePipeline": ("transformer.layers.0.attention.to_out.0", "diffusion_model.layers.0.attention.to_out.0"),
+    "LTXPipeline": ("transformer.transformer_blocks.0.attn1.to_out.0",
+                    "diffusion_model.transformer_blocks.0.attn1.to_out.0"),
+    "WanPipeline": ("transformer.blocks.0.attn2.to_out.0", "diffusion_model.blocks.0.cross_attn.o"),
+}
+
+
+def lora_run(folder, name: str, **adapter):
+    """The folder of a run that trained a LoRA of the tiny pipeline `name`, which was loaded from Python."""
+    pipe, call = make(name)
+    tiny.stir(PipelinePolicy(pipe, Adapter(**{"rank": 2, "alpha": 3.0} | adapter), call=call)).weights.save(folder)
+    (folder / "config.yaml").write_text(validate({"model": type(pipe).__name__, "reward": "bright"}).yaml())
+    return folder
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_family_has_the_names_that_comfyui_maps(name, tmp_path):
+    ours, theirs = NAMES[name]
+    (tensors, adapter), = export.lora(lora_run(tmp_path, name)).values()
+    layers = load_file(*export.kohya(tmp_path, tmp_path / "out" / "kohya.safetensors"))
+    ours = ours.partition(".")[2]
+    assert torch.equal(layers[f"{theirs}.lora_down.weight"], tensors[f"{ours}.lora_A.weight"])
+    assert torch.equal(layers[f"{theirs}.lora_up.weight"], tensors[f"{ours}.lora_B.weight"])
+    assert layers[f"{theirs}.alpha"] == 3 and adapter["lora_alpha"] == 3
+    prefix = re.match(r"lora_unet_|lora_transformer_|transformer\.|diffusion_model\.", theirs)[0]
+    modules = {re.sub(r"\.(lora_down\.weight|lora_up\.weight|alpha)$", "", key) for key in layers}
+    assert all(module.startswith(prefix) for module in modules) and len(layers) == 3 * len(modules)
+
+
+def merged_weights(name: str, *files, **options) -> dict[str, torch.Tensor]:
+    """The denoisers' weights of a tiny pipeline after diffusers has read the files."""
+    pipe, _ = make(name)
+    for file, option in zip(files, options.get("into", ({}, {}))):
+        pipe.load_lora_weights(file.parent, weight_name=file.name, **option)
+    for module in denoisers(pipe).values():
+        merge(module)
+    return {f"{part}.{key}": value for part, module in denoisers(pipe).items()
+            for key, value in module.state_dict().items()}
+
+
+@pytest.mark.parametrize("name", ["QwenImagePipeline", "ZImagePipeline", "WanPipeline", "WanPipeline (2.2)",
+                                  "WanImageToVideoPipeline"])
+def test_what_is_written_for_comfyui_is_read_by_diffusers_too(name, tmp_path):
+    """Every layer, as diffusers' own tables of other people's names have it."""
+    run = lora_run(tmp_path, name)
+    found = export.kohya(run, tmp_path / "kohya.safetensors")
+    assert len(found) == (2 if name in ("WanPipeline (2.2)", "WanImageToVideoPipeline") else 1)
+    own, into = [run / LORA_FILE], [{}, {"load_into_transformer_2": True}]
+    if len(found) == 2:  # of two experts
+        assert [file.name for file in found] == ["kohya_high_noise.safetensors", "kohya_low_noise.safetensors"]
+        own.append(run / "transformer_2" / LORA_FILE)
+    base, expected = merged_weights(name), merged_weights(name, *own, into=into)
+    read = merged_weights(name, *found, into=into)
+    assert any(not torch.equal(base[key], expected[key]) for key in base)
+    for key in base:
+        torch.testing.assert_close(read[key], expected[key], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("part, cls, layer, name", [
+    ("text_encoder", "CLIPTextModel", "encoder.layers.0.mlp.fc1", "lora_te1_text_model_encoder_layers_0_mlp_fc1"),
+    ("text_encoder_2", "CLIPTextModelWithProjection", "text_model.encoder.layers.3.self_attn.q_proj",
+     "lora_te2_text_model_encoder_layers_3_self_attn_q_proj"),
+    ("text_encoder_3", "T5EncoderModel", "encoder.block.0.layer.0.SelfAttention.q",
+     "lora_te3_encoder_block_0_layer_0_SelfAttention_q")])
+def test_names_of_text_encoders(part, cls, layer, name):
+    assert layer_names.namer(part, {"transformer": "SD3Transformer2DModel", part: cls})(layer) == name
+
+
+@pytest.mark.parametrize("part, known, told", [
+    ("transformer", {"transformer": "SanaTransformer2DModel"}, "no name for the transformer (SanaTransformer2DModel)"),
+    ("transformer", {"transformer": "HunyuanVideoTransformer3DModel"}, "pytorch_lora_weights.safetensors"),
+    ("text_encoder", {"transformer": "PixArtTransformer2DModel", "text_encoder": "T5EncoderModel"}, "--form merged"),
+    ("text_encoder", {"unet": "UNet2DConditionModel", "text_encoder": "ChatGLMModel"}, "no name for the text_encoder"),
+    ("prior", {}, "of an unknown class")])
+def test_what_comfyui_has_no_name_for_is_refused(part, known, told):
+    with pytest.raises(UserError, match=re.escape(told)):
+        layer_names.namer(part, known)
+
+
+def test_layers_and_models_that_cannot_be_named_are_refused(tmp_path):
+    with pytest.raises(UserError, match="Wan's layer condition_embedder.time_proj is not known"):
+        layer_names.namer("transformer", {"transformer": "WanTransformer3DModel"})("condition_embedder.time_proj")
+    with pytest.raises(UserError, match="the parts of the model .* cannot be told"):
+        layer_names.classes(str(tmp_path))
+    with pytest.raises(UserError, match="adapter.dora"):
+        export.kohya(lora_run(tmp_path, "FluxPipeline", dora=True), tmp_path / "out.safetensors")
 
 
 @pytest.mark.parametrize("adapter, rank, expected", [

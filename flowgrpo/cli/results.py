@@ -16,8 +16,9 @@ ExportForm = Literal["kohya", "merged", "card"]
 @app.command()
 def export(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a finished run.")],
-    form: Annotated[ExportForm, typer.Option(help="kohya: a LoRA as ComfyUI reads it; merged: a whole pipeline; card: "
-                                                  "README.md in the run's folder.")] = "kohya",
+    form: Annotated[ExportForm, typer.Option(help="kohya: a LoRA for ComfyUI, where it has names for the model's "
+                                                  "layers; merged: a whole pipeline; card: README.md in the run's "
+                                                  "folder.")] = "kohya",
     output: Annotated[Path | None, typer.Option(help="The file or folder; without: in the run's folder.")] = None,
     push_to_hub: Annotated[str | None, typer.Option(metavar="OWNER/NAME", help="Upload the run with its card.")] = None,
     private: Annotated[bool, typer.Option("--private", help="A repository that only you see.")] = False,
@@ -30,9 +31,11 @@ def export(
         typer.echo(forms.push(run, push_to_hub, private))
     elif form == "card":
         typer.echo(forms.card(run))
+    elif form == "merged":
+        typer.echo(forms.merged(run, output or run / "merged"))
     else:
-        written = output or run / {"kohya": "kohya.safetensors", "merged": "merged"}[form]
-        typer.echo(getattr(forms, form)(run, written))
+        for path in forms.kohya(run, output or run / "kohya.safetensors"):
+            typer.echo(path)
 
 
 @app.command()
