@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from dataclasses import replace
 
 import pytest
@@ -54,6 +55,23 @@ def gradient(trainer, parts, conditioning, count=None) -> torch.Tensor:
     for part in parts:
         trainer.backward(part, conditioning, tiny.step_weights(trainer, parts), count or decisions(parts), Stats())
     return torch.cat([p.grad.flatten() for p in trainer.policy.weights.parameters() if p.grad is not None])
+
+
+# --- one epoch -------------------------------------------------------------------------------------------------------
+
+def test_a_part_is_scored_while_the_next_one_is_sampled():
+    """The reward of the first part does not answer before the denoiser works on the second one."""
+    decoded, begun, scored = threading.Event(), threading.Event(), []
+
+    def patient(images, prompts):
+        scored.append((begun.wait(60), len(prompts)))  # a trainer that waits for it here would never begin
+        return tiny.red(images, prompts)
+
+    trainer = tiny.trainer(rewards={"red": patient})
+    trainer.policy.pipe.vae.decoder.register_forward_hook(lambda *_: decoded.set())
+    trainer.policy.pipe.transformer.register_forward_pre_hook(lambda *_: begun.set() if decoded.is_set() else None)
+    parts, _, scores = trainer.sample(trainer.prompts[:2])
+    assert len(parts) == 2 and scored == [(True, 4), (True, 4)] and scores.isfinite().all()
 
 
 # --- one whole run ---------------------------------------------------------------------------------------------------
