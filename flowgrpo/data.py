@@ -5,7 +5,8 @@ A prompt file is one of
 - `.jsonl`: one object per line with `prompt` and, where wanted, `negative_prompt`, `metadata` (an object that the
   rewards receive; those for text look for `answer` there), `image` (a path, relative to the prompt file) and `weight`
   (a positive number). Lines of GSM8K, with `question` and `answer` alone, are read as they are: the question is the
-  prompt, and what stands after #### in the answer, without thousands separators, is metadata.answer;
+  prompt, and what stands after #### in the answer, without thousands separators, is metadata.answer. So are lines of
+  GenEval, with `prompt`, `tag` and `include`: what stands beside the prompt is its metadata;
 - `.csv`: the same names as columns; `metadata` cells hold JSON, empty cells count as absent;
 - `.parquet` (of the hub's datasets; extra `parquet`): the same names as columns; other columns go into the metadata,
   columns of bytes, such as pictures, are left out.
@@ -28,7 +29,7 @@ from flowgrpo.config import Config, nearest
 from flowgrpo.errors import UserError
 
 KEYS = ("prompt", "negative_prompt", "metadata", "image", "weight")
-GSM8K = {"question", "answer"}
+GSM8K, GENEVAL = {"question", "answer"}, {"prompt", "tag", "include"}
 STARTER = Path(__file__).parent / "starter"
 # What the names of their files begin with.
 PACKAGED = {"starter": "", "starter_video": "video_", "starter_text": "text_"}
@@ -84,7 +85,12 @@ def _read_jsonl(text: str, path: Path) -> Records:
     for line, record in enumerate(text.split("\n"), 1):
         if record.strip():
             found = _json(record, path, line)
-            yield line, _gsm8k(found, path, line) if isinstance(found, dict) and found.keys() == GSM8K else found
+            keys = found.keys() if isinstance(found, dict) else set()
+            if keys == GSM8K:
+                found = _gsm8k(found, path, line)
+            elif GENEVAL <= keys and "metadata" not in keys:
+                found = {"prompt": found.pop("prompt"), "metadata": found}
+            yield line, found
 
 
 def _gsm8k(record: dict[str, Any], path: Path, line: int) -> dict[str, Any]:

@@ -202,10 +202,11 @@ def _rows(network: Film | ClipHead, pairs: Sequence[Pair], told: str) -> Rows:
 def _picture(file: Path) -> Tensor:
     """[3, H, W] in [0, 1]."""
     from PIL import Image
-    from torchvision.transforms.functional import to_tensor
+
+    from flowgrpo.rewards.pixels import tensor_of
 
     try:
-        return to_tensor(Image.open(file).convert("RGB"))
+        return tensor_of(Image.open(file))
     except (OSError, ValueError) as error:
         raise UserError(f"{file} cannot be read ({' '.join(str(error).split())[:120]}): expected a picture") from None
 

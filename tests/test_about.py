@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import struct
 import subprocess
 import sys
+import zlib
 
 import pytest
 import torch
@@ -171,7 +173,26 @@ def test_videos_and_texts_are_scored_likewise(files, tmp_path, capsys):
     assert scores(shown(capsys, "score", "mine.py:Length", "answer.txt", "--json", "--args", "{per: 2}")) == [2]
 
 
+def test_grey_of_sixteen_bits_is_read(files, capsys):
+    import numpy as np
+    from PIL import Image
+
+    Image.fromarray(np.full((4, 4), 40000, np.uint16)).save("deep.png")
+    found = scores(shown(capsys, "score", "mine.py:level", "deep.png", "--json"))
+    assert found == pytest.approx([40000 / 65535], abs=1e-6)
+
+
+def png_head(width: int, height: int) -> bytes:
+    """A PNG that says its size, and holds no pixel."""
+    head = b"IHDR" + struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0)
+    data = b"IDAT"
+    return b"\x89PNG\r\n\x1a\n" + b"".join(
+        struct.pack(">I", len(chunk) - 4) + chunk + struct.pack(">I", zlib.crc32(chunk)) for chunk in (head, data))
+
+
 @pytest.mark.parametrize("arguments, line", [
+    (["mine.py:level", "huge.png"], "huge.png cannot be read (Image size (400000000 pixels) exceeds limit"),
+    (["gated", "0.png"], "reward 'gated' needs args: {rewards: ...}: give them in its rule, or to `flowgrpo score` by"),
     (["scen", "0.png"], "unknown reward 'scen': did you mean 'scene'?"),
     (["mine.py:level"], "IMAGES..."),
     (["mine.py:level", "no.png"], "no file at no.png"),
@@ -186,4 +207,5 @@ def test_videos_and_texts_are_scored_likewise(files, tmp_path, capsys):
 ])
 def test_mistakes_are_told(files, tmp_path, arguments, line, capsys):
     (tmp_path / "empty").mkdir()
+    (tmp_path / "huge.png").write_bytes(png_head(20_000, 20_000))
     assert line in told(capsys, "score", *arguments)

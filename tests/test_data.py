@@ -99,12 +99,20 @@ def test_without_pyarrow_parquet_says_what_to_install(tmp_path, monkeypatch):
         message(load_prompts, file).endswith("pip install 'flowgrpo[parquet]'")
 
 
+def test_geneval_is_read_as_it_is(tmp_path):
+    facts = {"tag": "counting", "include": [{"class": "owl", "count": 2}], "exclude": [{"class": "owl", "count": 3}]}
+    file = write(tmp_path, "evaluation_metadata.jsonl", json.dumps(facts | {"prompt": "a photo of two owls"}))
+    assert load_prompts(file) == [Prompt("a photo of two owls", metadata=facts)]
+
+
 @pytest.mark.parametrize("name, text, told", [
     ("p.jsonl", '{"question": "a", "answer": "it is 5"}', "line 1: expected a solution that ends with '#### number' "
                                                           "under 'answer', got 'it is 5'"),
     ("p.jsonl", '{"question": "a", "answer": "#### "}', "expected a solution that ends with '#### number'"),
     ("p.jsonl", '{"question": 3, "answer": "#### 4"}', "line 1: expected a text under 'prompt', got 3"),
     ("p.jsonl", '{"question": "a"}', "line 1: unknown key 'question'"),
+    ("p.jsonl", '{"prompt": "a", "tag": "b"}', "line 1: unknown key 'tag'"),
+    ("p.jsonl", '{"prompt": "a", "tag": "b", "include": [], "metadata": {}}', "line 1: unknown key 'tag'"),
     ("p.txt", "\n \n", "the file holds no prompt"),
     ("p.csv", "", "the file holds no prompt"),
     ("p.csv", "prompt\n", "the file holds no prompt"),

@@ -11,6 +11,7 @@ from scipy import ndimage
 from torchvision.utils import save_image
 
 from flowgrpo import rewards
+from flowgrpo.errors import UserError
 from flowgrpo.rewards.jpeg import jpeg_compressibility, jpeg_incompressibility
 from flowgrpo.rewards.piqe import distortion, piqe
 from flowgrpo.rewards.pixels import eight_bit, grey
@@ -82,6 +83,12 @@ def test_sharpness_by_hand():
     columns = np.indices((6, 6))[1] % 2 * 255.0
     slope = np.indices((6, 6))[1] * 51.0
     assert scored(sharpness, checkers, columns, slope) == pytest.approx([16, 4, 0], abs=1e-5)
+
+
+@pytest.mark.parametrize("height, width", [(1, 1), (2, 9), (9, 2)])
+def test_a_picture_without_an_inside_has_no_sharpness(height, width):
+    with pytest.raises(UserError, match=f"got pictures of {width} x {height} pixels, expected 3 x 3 or more"):
+        scored(sharpness, np.zeros((height, width)))
 
 
 def test_sharpness_is_the_variance_of_scipys_laplacian():

@@ -49,6 +49,11 @@ def test_cosines_of_pictures_and_their_subjects(model, tmp_path):
         assert itself(subjects[0][None], ["a"], [{"chosen": paths[0]}]) == pytest.approx([1.0], abs=1e-6)
 
 
+def test_weights_that_cannot_be_had_are_told_of_this_reward():
+    with pytest.raises(UserError, match="^reward 'subject_score': ViT-B-32 with the weights /no/file cannot be loaded"):
+        SubjectScore("subject", "ViT-B-32", "/no/file")
+
+
 def test_a_subject_that_cannot_be_read_is_told(model, tmp_path):
     reward = SubjectScore(device="cpu", parts=(model, None))
     with pytest.raises(UserError, match="reward 'subject_score': .*none.png cannot be read as a picture"):

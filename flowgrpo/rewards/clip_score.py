@@ -34,20 +34,21 @@ class ClipScore:
     batch: int = 32
     parts: Any = field(default=None, repr=False)
     prepare: Preparation = field(init=False, repr=False)
+    reward = "clip_score"  # of which mistakes are told
     about = About(modality="image", range=(0, 2.5), needs="clip", licence="Apache-2.0, MIT weights")
 
     def __post_init__(self) -> None:
         if self.score not in SCORES:
-            raise UserError(f"reward 'clip_score': score is {self.score!r}, expected {' or '.join(SCORES)}")
+            raise UserError(f"reward {self.reward!r}: score is {self.score!r}, expected {' or '.join(SCORES)}")
         device = placed(self.device)
         model, tokenizer = self.parts or self._loaded()
         object.__setattr__(self, "device", device)
         object.__setattr__(self, "parts", (model.eval().to(device), tokenizer))
-        object.__setattr__(self, "prepare", wanted(model))
+        object.__setattr__(self, "prepare", wanted(model, self.reward))
 
     def _loaded(self) -> tuple[Any, Any]:
-        open_clip = needed("open_clip", "clip", "reward 'clip_score'")
-        with loading(f"reward 'clip_score': {self.model} with the weights {self.pretrained}",
+        open_clip = needed("open_clip", "clip", f"reward {self.reward!r}")
+        with loading(f"reward {self.reward!r}: {self.model} with the weights {self.pretrained}",
                      "open_clip.list_pretrained() names them all; args: {pretrained: FILE} takes a file of yours"):
             model = open_clip.create_model(self.model, pretrained=self.pretrained, require_pretrained=True)
             return model, open_clip.get_tokenizer(self.model)
@@ -75,13 +76,13 @@ def cosines(model: Any, tokenizer: Any, pictures: Tensor, prompts: list[str]) ->
     return (shown * model.encode_text(tokenizer(prompts).to(pictures.device), normalize=True)).sum(-1)
 
 
-def wanted(model: Any) -> Preparation:
+def wanted(model: Any, reward: str) -> Preparation:
     """How a model of open_clip wants its pictures. UserError for one that does not want them bicubic or square."""
     told = getattr(model.visual, "preprocess_cfg", {})
     size = told.get("size", model.visual.image_size)
     sizes = {size} if isinstance(size, int) else set(size)
     if len(sizes) > 1 or told.get("interpolation", "bicubic") != "bicubic":
-        raise UserError(f"reward 'clip_score': this model takes pictures of {size} pixels, scaled "
+        raise UserError(f"reward {reward!r}: this model takes pictures of {size} pixels, scaled "
                         f"{told.get('interpolation')}: expected one that takes squares, scaled bicubic")
     known = {"mean": told.get("mean"), "deviation": told.get("std"), "fit": told.get("resize_mode")}
     return Preparation(sizes.pop(), **{key: value for key, value in known.items() if value is not None})

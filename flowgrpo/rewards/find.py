@@ -116,8 +116,8 @@ def find(name: str, arguments: dict[str, Any] | None = None) -> Callable[..., An
     function, for arguments that it does not take, and for what cannot be called.
     """
     found = locate(name)
-    if arguments:
-        _require_arguments(name, found, arguments)
+    if arguments or _is_made(found):
+        _require_arguments(name, found, arguments or {})
     if _is_made(found):
         found = guarded(f"reward {name!r} cannot be made", found, **arguments or {})
     if not callable(found):
@@ -153,11 +153,16 @@ def _require_arguments(name: str, found: Any, arguments: dict[str, Any]) -> None
         raise UserError(f"reward {name!r} takes no args: it is not a class, got {', '.join(arguments)}")
     try:
         inspect.signature(found).bind(**arguments)
-    except TypeError as error:
+    except TypeError:
         taken = inspect.signature(found).parameters
+        lacking = [key for key, each in taken.items() if key not in arguments and each.default is each.empty
+                   and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
         wrong = next((key for key in arguments if key not in taken), None)
-        raise UserError(f"reward {name!r}: args {error}" if wrong is None else
+        raise UserError(f"reward {name!r} needs args: {{{', '.join(f'{key}: ...' for key in lacking)}}}: give them in "
+                        "its rule, or to `flowgrpo score` by --args" if wrong is None else
                         f"reward {name!r} takes no argument {wrong!r}{nearest(wrong, list(taken))}") from None
+    except ValueError:  # compiled classes may tell no signature
+        pass
 
 
 def _entry_points() -> dict[str, EntryPoint]:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from flowgrpo.errors import UserError
 from flowgrpo.rewards.about import About
-from flowgrpo.rewards.pixels import grey
+from flowgrpo.rewards.pixels import grey, tensor_of
 
 LICENCE = "Apache-2.0"
 SMALL = 16  # side of the pictures that `pixels` compares
@@ -109,10 +109,10 @@ class BaseSimilarity:
 
 def _read(path: str, size: tuple[int, int]) -> Tensor:
     from PIL import Image
-    from torchvision.transforms.functional import resize, to_tensor
+    from torchvision.transforms.functional import resize
 
     try:
-        picture = to_tensor(Image.open(Path(path)).convert("RGB"))
+        picture = tensor_of(Image.open(Path(path)))
     except OSError as error:
         raise UserError(f"reward 'base_similarity': the base model's picture {path} cannot be read ({error})") from None
     return picture if picture.shape[-2:] == tuple(size) else resize(picture, list(size), antialias=True)

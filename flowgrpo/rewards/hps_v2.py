@@ -39,7 +39,7 @@ class HpsV2:
         model, tokenizer = self.parts or self._loaded()
         object.__setattr__(self, "device", device)
         object.__setattr__(self, "parts", (model.eval().to(device), tokenizer))
-        object.__setattr__(self, "prepare", Preparation(wanted(model).size, "longest"))
+        object.__setattr__(self, "prepare", Preparation(wanted(model, "hps_v2").size, "longest"))
 
     def _loaded(self) -> tuple[Any, Any]:
         open_clip = needed("open_clip", "clip", "reward 'hps_v2'")

@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 import torch
 from torch import Tensor
 
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
 LUMA = (0.299, 0.587, 0.114)  # ITU-R BT.601
+
+
+def tensor_of(image: Image) -> Tensor:
+    """A picture [3, H, W] in [0, 1]. Grey of 16 bits keeps its levels, which `convert("RGB")` would cut off at 255."""
+    from torchvision.transforms.functional import to_tensor
+
+    if not image.mode.startswith("I;16"):
+        return to_tensor(image.convert("RGB"))
+    return torch.from_numpy(np.array(image, dtype=np.float32) / 65535).expand(3, -1, -1)
 
 
 def eight_bit(pictures: Tensor) -> np.ndarray:

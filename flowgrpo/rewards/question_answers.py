@@ -32,6 +32,12 @@ BY, SCORES = ("vqa", "judge"), ("share", "probability")
 Asked = list[tuple[int, Question]]  # the row of a picture, and what is asked of it
 
 
+class Answering(VqaScore):
+    """The model in the process; what is wrong with it is told of the reward that was asked for."""
+
+    reward, within = "question_answers", "vqa"
+
+
 @dataclass(frozen=True, eq=False, kw_only=True)
 class QuestionAnswers:
     """The share of the prompt's questions that a model answers rightly of the picture.
@@ -64,7 +70,7 @@ class QuestionAnswers:
         if self.file is not None and self.writer is None:
             raise UserError("reward 'question_answers': file keeps what a writer wrote: give writer, or leave it out")
         if self.by == "vqa":
-            model: Any = ByVqa(VqaScore(**{"question": "Question: {} Short answer:"} | self.vqa), self.score)
+            model: Any = ByVqa(Answering(**{"question": "Question: {} Short answer:"} | self.vqa), self.score)
         else:
             model = ByJudge(**self.judge) if self.by == "judge" else ByFolder(self.by, self.score)
         writer = None if self.writer is None else Writer(self.writer, self.file)

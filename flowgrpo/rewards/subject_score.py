@@ -12,7 +12,14 @@ from torch import Tensor
 from flowgrpo.errors import UserError
 from flowgrpo.rewards.about import About
 from flowgrpo.rewards.clip_score import ClipScore
+from flowgrpo.rewards.pixels import tensor_of
 from flowgrpo.rewards.vision import batched
+
+
+class SubjectClip(ClipScore):
+    """The model; what is wrong with it is told of the reward that was asked for."""
+
+    reward = "subject_score"
 
 
 @dataclass(frozen=True)
@@ -34,7 +41,7 @@ class SubjectScore:
     about = About(modality="image", range=(-1, 1), needs="clip", licence="Apache-2.0, MIT weights")
 
     def __post_init__(self) -> None:
-        clip = ClipScore(self.model, self.pretrained, device=self.device, batch=self.batch, parts=self.parts)
+        clip = SubjectClip(self.model, self.pretrained, device=self.device, batch=self.batch, parts=self.parts)
         object.__setattr__(self, "clip", clip)
 
     def __call__(self, images: Any, prompts: Sequence[str], metadata: Sequence[dict[str, Any]]) -> list[float | None]:
@@ -55,10 +62,9 @@ class SubjectScore:
 
 def _read(path: str) -> Tensor:
     from PIL import Image
-    from torchvision.transforms.functional import to_tensor
 
     try:
         with Image.open(path) as found:
-            return to_tensor(found.convert("RGB"))
+            return tensor_of(found)
     except OSError as error:
         raise UserError(f"reward 'subject_score': {path} cannot be read as a picture ({error})") from None

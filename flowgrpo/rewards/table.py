@@ -81,19 +81,20 @@ def _read(path: Path) -> torch.Tensor | str:
     """A picture [3,H,W] in [0, 1], a video [F,3,H,W], or a text."""
     import torch
     from PIL import Image, ImageSequence, UnidentifiedImageError
-    from torchvision.transforms.functional import to_tensor
+
+    from flowgrpo.rewards.pixels import tensor_of
 
     try:
         if path.suffix == ".txt":
             return path.read_text(encoding="utf-8")
         if path.is_dir():
-            frames = [to_tensor(Image.open(file).convert("RGB")) for file in sorted(path.iterdir())]
+            frames = [tensor_of(Image.open(file)) for file in sorted(path.iterdir())]
             return torch.stack(frames)
         picture = Image.open(path)
-        frames = [to_tensor(frame.convert("RGB")) for frame in ImageSequence.Iterator(picture)]
+        frames = [tensor_of(frame) for frame in ImageSequence.Iterator(picture)]
         return torch.stack(frames) if len(frames) > 1 else frames[0]
     except FileNotFoundError:
         raise UserError(f"no file at {path}") from None
-    except (UnidentifiedImageError, OSError, UnicodeDecodeError, RuntimeError) as error:
+    except (UnidentifiedImageError, Image.DecompressionBombError, OSError, UnicodeDecodeError, RuntimeError) as error:
         raise UserError(f"{path} cannot be read ({' '.join(str(error).split())[:120]}): expected a picture, a folder "
                         "of frames of one size, or a .txt file") from None

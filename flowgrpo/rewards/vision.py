@@ -101,12 +101,15 @@ def loading(what: str, fix: str) -> Iterator[None]:
         raise UserError(f"{what} cannot be loaded ({' '.join(str(error).split())[:160]}): {fix}") from None
 
 
-def pretrained(reward: str, kind: Any, name: str, revision: str | None, option: str, **more: Any) -> Any:
+def pretrained(reward: str, kind: Any, name: str, revision: str | None, option: str, within: str = "",
+               **more: Any) -> Any:
     """A model or tokenizer of transformers from a folder or the hub, without running code from there.
 
-    option: the argument of the reward that names it, for the UserError where it cannot be had.
+    option: the argument of the reward that names it, inside the argument `within` where that is given, for the
+    UserError where it cannot be had.
     """
-    with loading(f"reward {reward!r}: {name}", f"fetch it and give its folder as args: {{{option}: FOLDER}}"):
+    given = f"{{{within}: {{{option}: FOLDER}}}}" if within else f"{{{option}: FOLDER}}"
+    with loading(f"reward {reward!r}: {name}", f"fetch it and give its folder as args: {given}"):
         return kind.from_pretrained(name, revision=revision, trust_remote_code=False, **more)
 
 

@@ -41,25 +41,27 @@ class VqaScore:
     device: str | None = None
     batch: int = 8
     parts: Any = field(default=None, repr=False)
+    reward, within = "vqa_score", ""  # of which mistakes are told, and the argument of it that holds these
     about = About(modality="image", range=(0, 1), needs="", licence="Apache-2.0, MIT weights")
 
     def __post_init__(self) -> None:
         if "{}" not in self.question:
-            raise UserError(f"reward 'vqa_score': question is {self.question!r}, expected one with {{}} for the prompt")
+            raise UserError(f"reward {self.reward!r}: question is {self.question!r}, expected one with {{}} for the "
+                            "prompt")
         device = placed(self.device)
         model, *tokenizers = self.parts or self._loaded()
         if getattr(model.config, "use_decoder_only_language_model", True):
-            raise UserError(f"reward 'vqa_score': {self.model} is no InstructBLIP on an encoder-decoder: expected one "
-                            "such as Salesforce/instructblip-flan-t5-xl")
+            raise UserError(f"reward {self.reward!r}: {self.model} is no InstructBLIP on an encoder-decoder: expected "
+                            "one such as Salesforce/instructblip-flan-t5-xl")
         object.__setattr__(self, "device", device)
         object.__setattr__(self, "parts", (model.eval().to(device), *tokenizers))
 
     def _loaded(self) -> tuple[Any, Any, Any]:
         from transformers import InstructBlipForConditionalGeneration, InstructBlipProcessor
 
-        model = pretrained("vqa_score", InstructBlipForConditionalGeneration, self.model, self.revision, "model",
-                           dtype=precision("vqa_score", self.dtype))
-        processor = pretrained("vqa_score", InstructBlipProcessor, self.model, self.revision, "model")
+        model = pretrained(self.reward, InstructBlipForConditionalGeneration, self.model, self.revision, "model",
+                           self.within, dtype=precision(self.reward, self.dtype))
+        processor = pretrained(self.reward, InstructBlipProcessor, self.model, self.revision, "model", self.within)
         return model, processor.tokenizer, processor.qformer_tokenizer
 
     def __call__(self, images: Any, prompts: Sequence[str]) -> Tensor:
