@@ -114,20 +114,29 @@ def scale(adapter: dict[str, Any], rank: int) -> float:
 def merged(run: Path, output: Path) -> Path:
     """Write the whole pipeline with the run's weights in it, in the run's precision: a directory for `from_pretrained`.
 
-    The LoRA is added to the weights in fp32 and rounded once. UserError where the model or the weights do not load.
+    The LoRA is added to the weights in fp32 and rounded once; what diffusers keeps in fp32 (parts of Wan) stays so.
+    UserError where the model or the weights do not load.
     """
     from flowgrpo.evaluation.compare import load_tuned
-    from flowgrpo.policies.dtypes import DTYPES
     from flowgrpo.policies.load import load_pipeline
     from flowgrpo.policies.lora import merge
 
     config, _ = finished(run)
+    stock = _modules(load_pipeline(config.model, config.precision, config.trust_remote_code))
+    kinds = {name: {key: value.dtype for key, value in module.state_dict().items()} for name, module in stock.items()}
+    del stock  # before the whole is loaded again
     pipe = load_pipeline(config.model, "fp32", config.trust_remote_code)
     load_tuned(pipe, run)
-    for part in (each for each in pipe.components.values() if isinstance(each, torch.nn.Module)):
-        merge(part)
-    pipe.to(DTYPES[config.precision]).save_pretrained(output, safe_serialization=True)
+    for name, module in _modules(pipe).items():
+        merge(module)
+        for key, value in module.state_dict(keep_vars=True).items():
+            value.data = value.data.to(kinds[name][key])
+    pipe.save_pretrained(output, safe_serialization=True)
     return output
+
+
+def _modules(pipe: Any) -> dict[str, torch.nn.Module]:
+    return {name: part for name, part in pipe.components.items() if isinstance(part, torch.nn.Module)}
 
 
 def card(run: Path) -> Path:

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from flowgrpo import export, layer_names
 from flowgrpo.config import Adapter, validate
 from flowgrpo.errors import UserError
+from flowgrpo.evaluation.compare import load_tuned
 from flowgrpo.policies.adapters import LORA_FILE
 from flowgrpo.policies.load import denoisers, load_pipeline
 from flowgrpo.policies.lora import merge
@@ -24,13 +25,14 @@ SUMMARY = {"before": {"bright": 0.25}, "after": {"bright": 0.5},
            "epochs": 2, "updates": 2, "denoiser_evaluations": 1234, "seconds": 3.0, "seed": 7}
 
 
-def make_run(folder, pipe, call, rank: int = 2, alpha: float | None = 3.0):
+def make_run(folder, pipe, call, rank: int = 2, alpha: float | None = 3.0, **options):
     """A finished run's folder; the trained weights are far from the base's."""
     model = tiny.save(pipe, folder / "model")
     policy = tiny.stir(tiny.policy(load_pipeline(str(model)), rank, alpha, call=call))
     policy.weights.save(folder)
+    adapter = Adapter(rank=rank, alpha=alpha).model_dump()
     config = validate({"name": "mine", "model": str(model), "method": "mix_grpo+grpo_guard", "reward": {"bright": 2.0},
-                       "seed": 7, "picture": {"call": call}, "adapter": Adapter(rank=rank, alpha=alpha).model_dump()})
+                       "seed": 7, "picture": {"call": call}, "adapter": adapter, **options})
     (folder / "config.yaml").write_text(config.yaml())
     (folder / "summary.json").write_text(json.dumps(SUMMARY))
     lines = [{"evaluations": 10 * i, "reward/bright/mean": 0.1 * i, "reward/bright/std": 1.0} for i in (1, 2, 3)]
@@ -217,6 +219,26 @@ def test_a_merged_pipeline_draws_what_the_lora_draws(sd3, tmp_path):
     expected = latents(tuned, **tiny.CALL)
     torch.testing.assert_close(latents(merged, **tiny.CALL), expected, rtol=1e-4, atol=1e-5)
     assert (latents(base, **tiny.CALL) - expected).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("rank", [2, 0])
+def test_a_merged_wan_in_bf16_keeps_in_fp32_what_the_stock_model_keeps(rank, tmp_path):
+    run = make_run(tmp_path, *make("WanPipeline"), rank=rank, precision="bf16")
+    stock = load_pipeline(str(run / "model"), "bf16").transformer.state_dict()
+    exact = load_pipeline(str(run / "model")).transformer.state_dict()
+    written = load_file(export.merged(run, tmp_path / "merged") / "transformer" / "diffusion_pytorch_model.safetensors")
+    kept = {key for key, value in stock.items() if value.dtype == torch.float32}
+    assert any("scale_shift_table" in key for key in kept) and any("time_embedder" in key for key in kept)
+    assert {key: value.dtype for key, value in written.items()} == {key: value.dtype for key, value in stock.items()}
+    if rank:
+        for key in kept:
+            assert torch.equal(written[key], exact[key])
+    else:  # all weights were trained: none is rounded before it is written
+        own = load_file(run / "transformer" / "diffusion_pytorch_model.safetensors")
+        assert all(torch.equal(written[key], own[key].to(stock[key].dtype)) for key in own)
+        tuned = load_pipeline(str(run / "model"), "bf16")
+        load_tuned(tuned, run)
+        assert all(torch.equal(value, written[key]) for key, value in tuned.transformer.state_dict().items())
 
 
 def test_the_card_says_what_the_run_says(sd3):

@@ -112,7 +112,7 @@ def load_tuned(pipe: Any, path: Path) -> None:
         for name in trained:
             module = getattr(pipe, name)
             with _told(f"{path / name} does not load into {type(pipe).__name__}"):
-                tuned = type(module).from_pretrained(path / name).to(module.device, module.dtype)
+                tuned = type(module).from_pretrained(path / name, torch_dtype=module.dtype).to(module.device)
                 pipe.register_modules(**{name: tuned})
     elif (path / "edit.safetensors").is_file():
         raise UserError(f"{path} holds an edit policy, which no stock pipeline loads: draw with "
