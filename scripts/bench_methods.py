@@ -87,7 +87,9 @@ each method's published ones, and none was tuned but where it is said. One numbe
 seen: the weight of `tree_rpo`'s supervised term, which is ours and not its paper's, from 1e-2, which blanked all
 pictures within ten epochs, to 1e-4. With one update per batch `flow_dppo`'s mask never acts: its runs are those of its
 host. `refl`, `draft` and `alignprop` follow the gradient of `scene_soft`; `learned_reward` is `mix_grpo+grpo_guard` on
-what `scripts/train_starter_reward.py` taught a network; `offline_dpo` and `rpo` draw nothing and train on the pairs of
+what `scripts/train_starter_reward.py` taught a network, `own_answers` on what `scripts/train_starter_answers.py` did;
+`texforce_both` is that method with the text encoder's LoRA beside the denoiser's; `expo` leaves the denoiser alone, and
+its held-out pictures are the critic's choices, each of four bases and their edits; `offline_dpo` and `rpo` draw nothing and train on the pairs of
 `scripts/make_starter_pairs.py`; all others train on `scene` and `scene_graded`. Those pairs cost 21,600 evaluations
 outside of the budget, beta, times and learning rate of these two were found by trial, and of `rpo`'s pairs one picture
 is a rendered scene, so that it is shown right ones ([more](preferences.md#on-the-starter)). `rlcm` begins with
