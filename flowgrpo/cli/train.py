@@ -20,7 +20,7 @@ def train(
                                                     "held-out reward: eval.best.")] = None,
     method: Annotated[str | None, typer.Option(help="Presets joined by +, such as mix_grpo+grpo_guard.")] = None,
     reward: Annotated[str | None, typer.Option(help="A reward's name, or path/to/file.py:function.")] = None,
-    prompts: Annotated[str | None, typer.Option(help="A .txt, .jsonl or .csv file.")] = None,
+    prompts: Annotated[str | None, typer.Option(help="A .txt, .jsonl, .csv or .parquet file.")] = None,
     model: Annotated[str | None, typer.Option(help="starter, a local directory, or a hub id.")] = None,
     output: Annotated[str | None, typer.Option(help="The folder that holds the runs.")] = None,
     seed: Annotated[str | None, typer.Option(metavar="INTEGER", help="Seed of the run.")] = None,
