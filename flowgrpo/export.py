@@ -19,6 +19,10 @@ from flowgrpo.policies.adapters import LORA_FILE
 
 SIDES = {".lora_A.weight": ".lora_down.weight", ".lora_B.weight": ".lora_up.weight"}  # peft's names, and the layout's
 CARD = "README.md"
+# What is uploaded of a run's folder, as huggingface_hub's filter reads it: an asterisk stands for slashes too.
+SENT = ["*.safetensors", "*adapter_config.json", "*.png", "*.webp", CARD, "config.yaml", "summary.json",
+        "metrics.jsonl", "unet/*", "transformer*/*", "model/*"]
+KEPT = ["checkpoints/*", "before/*", "samples/*", "events/*", "merged/*"]
 SECOND = "transformer_2"  # the expert of the steps with little noise
 
 
@@ -143,11 +147,11 @@ def card(run: Path) -> Path:
     """Write the run's model card, `README.md`, with a picture of its curves; returns the card's path."""
     config, summary = finished(run)
     curves(run, run / "curves.png")
-    (run / CARD).write_text(_card(config, summary), encoding="utf-8")
+    (run / CARD).write_text(_card(config, summary, (run / "before_after.webp").is_file()), encoding="utf-8")
     return run / CARD
 
 
-def _card(config: Config, summary: dict[str, Any]) -> str:
+def _card(config: Config, summary: dict[str, Any], moving: bool) -> str:
     asked, pictures = summary["evaluation"], summary["evaluation"]["prompts"]
     tags = ["flowgrpo", "reinforcement-learning", *(["lora"] if config.adapter.rank else [])]
     scores = "\n".join(f"| {name} | {summary['before'][name]:.3f} | {summary['after'][name]:.3f} | "
@@ -172,7 +176,7 @@ denoiser evaluations, {summary['seconds']:,.0f} seconds, seed {summary['seed']}.
 
 ![Rewards over training](curves.png)
 
-![The same prompts and seeds before and after](before_after.png)
+![The same prompts and seeds before and after](before_after.{"webp" if moving else "png"})
 
 ```yaml
 {config.yaml().rstrip()}
@@ -214,9 +218,7 @@ def push(run: Path, repository: str, private: bool) -> str:
     try:
         hub = HfApi()
         hub.create_repo(repository, private=private, exist_ok=True)
-        return str(hub.upload_folder(repo_id=repository, folder_path=run, allow_patterns=[
-            "*.safetensors", "*.png", CARD, "config.yaml", "summary.json", "metrics.jsonl", "unet/*", "transformer*/*"],
-            ignore_patterns=["checkpoints/*", "before/*", "samples/*", "events/*"]))
+        return str(hub.upload_folder(repo_id=repository, folder_path=run, allow_patterns=SENT, ignore_patterns=KEPT))
     except Exception as error:  # whatever a network and its libraries raise
         told = " ".join(str(error).split())[:200] or type(error).__name__
         raise UserError(f"the upload to {repository} failed: {told}; log in with `hf auth login`") from None
