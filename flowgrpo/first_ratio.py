@@ -47,7 +47,8 @@ class FirstRatio:
                 f"log-probabilities are computed again as the replay does: {left:.1e}")
         if not left <= self.limit:  # a NaN is not
             raise UserError(f"the first |log ratio| is {left:.1e}, expected at most {self.limit:.1e}: replay and "
-                            "rollout disagree; look for dropout, a random module or a guidance that differs")
+                            "rollout disagree; look for dropout, a random module or a guidance that differs, and try "
+                            "without train.checkpointing")
         return parts
 
     def _again(self, parts, conditioning) -> list[Part]:

@@ -205,7 +205,8 @@ def _replayed(policy: PipelinePolicy, conditioning: Conditioning, found: dict[st
     found["lora_grad"] = gradient_norm(modules, policy.weights)
     if not found["first_log_ratio"] <= LARGEST_LOG_RATIO:
         raise UserError(f"replay and rollout disagree: |log ratio| {found['first_log_ratio']:.1e}, expected at most "
-                        f"{LARGEST_LOG_RATIO:.0e}; look for dropout or a random module")
+                        f"{LARGEST_LOG_RATIO:.0e}; look for dropout or a random module"
+                        + ", and try without train.checkpointing" * policy.checkpointing)
 
 
 def gradient_norm(modules: Sequence[torch.nn.Module], weights: Weights) -> float:

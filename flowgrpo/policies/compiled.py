@@ -11,16 +11,20 @@ import torch
 KINDS = 64  # of graphs that one block may have: per shape, grad mode, adapter on or off
 
 
+def blocks(module: torch.nn.Module) -> list[torch.nn.Module]:
+    """A denoiser's blocks, the entries of its module lists."""
+    return [block for each in module.children() if isinstance(each, torch.nn.ModuleList) for block in each]
+
+
 def compile_blocks(module: torch.nn.Module, backend: str = "inductor") -> int:
-    """Compile the blocks of a denoiser, the entries of its module lists; returns how many. Without a list, all of it.
+    """Compile the blocks of a denoiser; returns how many. Without one, all of it.
 
     Nothing is compiled before the first call. `compile_repeated_blocks` of diffusers raises where a class does not name
     its blocks, as SD3's.
     """
     limit = "recompile_limit" if hasattr(torch._dynamo.config, "recompile_limit") else "cache_size_limit"
     setattr(torch._dynamo.config, limit, max(KINDS, getattr(torch._dynamo.config, limit)))
-    lists = [child for child in module.children() if isinstance(child, torch.nn.ModuleList)]
-    blocks = [block for each in lists for block in each] or [module]
-    for block in blocks:
+    found = blocks(module) or [module]
+    for block in found:
         block.compile(backend=backend)
-    return len(blocks)
+    return len(found)

@@ -31,7 +31,7 @@ from flowgrpo.policies.load import denoisers
 from flowgrpo.policies.loading import Idle
 from flowgrpo.policies.memo import Memo
 from flowgrpo.policies.pictures import PICTURES, stay_apart
-from flowgrpo.policies.recompute import recomputed
+from flowgrpo.policies.recompute import checkpoint_blocks, recomputed
 from flowgrpo.policies.seeded import seeded
 from flowgrpo.policies.until_set import until_set
 from flowgrpo.policies.vector import copies
@@ -107,7 +107,7 @@ class PipelinePolicy:
                                  later=denoisers(pipe) if shared_out else ())
         decode_in_parts(pipe, memory.vae)
         if checkpointing and getattr(getattr(pipe, "vae", None), "_supports_gradient_checkpointing", False):
-            pipe.vae.enable_gradient_checkpointing()  # of pictures in a graph
+            checkpoint_blocks(pipe.vae, self._attention)  # of pictures in a graph
         self.denoisers = denoisers(pipe)
         frozen = {name: part for name, part in pipe.components.items() if isinstance(part, torch.nn.Module)}
         for module in frozen.values():
@@ -152,7 +152,7 @@ class PipelinePolicy:
 
         module.register_forward_pre_hook(count, with_kwargs=True)
         if self.checkpointing:
-            module.enable_gradient_checkpointing()
+            checkpoint_blocks(module, self._attention, self.compiled)
 
     def pictures(self, count: int, images: Sequence[Any] | None = None) -> dict[str, list[Any]]:
         """The reference pictures of `count` prompts by the name of the pipeline's argument.
@@ -454,8 +454,7 @@ class PipelinePolicy:
         return torch.autocast(self.device.type, self.dtype)
 
     def _attention(self):
-        # Checkpointing computes the forward again during the backward, outside of here, and must find the same kernel.
-        return contextlib.nullcontext() if self.checkpointing else plain_on_cpu(self.device)
+        return plain_on_cpu(self.device)
 
     @contextlib.contextmanager
     def reference(self, held: Sequence[dict[str, torch.Tensor]] = ()) -> Iterator[None]:

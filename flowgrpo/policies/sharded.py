@@ -17,6 +17,7 @@ from torch import distributed
 
 from flowgrpo.config import Config
 from flowgrpo.errors import UserError
+from flowgrpo.policies.compiled import blocks
 from flowgrpo.signals import Stopped
 
 # What a process is about to do, the most pressing last. Who looks at a reference, with the LoRA off, comes before who
@@ -57,8 +58,7 @@ def shard(module: torch.nn.Module, device: torch.device, whole: Iterable[torch.n
     for parameter in kept:
         parameter.data = parameter.data.to(device)
     mesh = init_device_mesh(device.type, (distributed.get_world_size(),))
-    lists = [child for child in module.children() if isinstance(child, torch.nn.ModuleList)]
-    for part in [*(block for each in lists for block in each), module]:
+    for part in [*blocks(module), module]:
         # Nothing stays collected between calls, the root neither: reading a state dict, as the process that saves does
         # alone, gives it up, and the next call would find it here and not there.
         fully_shard(part, mesh=mesh, ignored_params=kept, reshard_after_forward=True)
