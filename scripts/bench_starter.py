@@ -67,10 +67,16 @@ OFFLINE = PAIRS | {"method": "diffusion_dpo", "preferences": "runs/starter_pairs
 SUBJECTS = PAIRS | {"preferences": "runs/starter_pairs/subjects.jsonl", "labels": "rewards", "eval.rewards": "[scene]",
                     "parts": "{shaping: {scale: 10.0}, times: {count: 2, low: 0.3}}",
                     "reward": "{train: {use: harmonic, args: {rewards: [sharpness, scene_graded], share: 0}}}"}
+# Two passes over every batch: in one, a policy that has not moved, a mask or clip never acts.
+TWICE = {"train.inner_epochs": "2"}
+PREVIEW = {"parts": "{preview: {pool: 48, steps: 4}}"}  # smaller than published
 # What a method needs beside its name; the published splits are those of a grid of 20 steps.
 OPTIONS = {"branch_grpo": {"parts": "{plan: {splits: [0, 1, 2, 3]}}"}, "refl": SOFT, "draft": SOFT, "alignprop": SOFT,
            "offline_dpo": OFFLINE, "rpo": SUBJECTS, "learned_reward": LEARNED, "own_answers": ANSWERED,
-           "rlcm": CONSISTENCY, "texforce_both": BOTH, "expo": EDITED}
+           "rlcm": CONSISTENCY, "texforce_both": BOTH, "expo": EDITED,
+           "flow_grpo_twice": TWICE | {"method": "flow_grpo"},
+           "flow_dppo_twice": TWICE | {"method": "flow_grpo+flow_dppo"}, "flow_grpo+sol_rl": PREVIEW,
+           "sol_rl+diffusion_nft": PREVIEW}
 MEASURED = "scene"  # strict: every claim of the prompt is true
 
 
@@ -90,8 +96,8 @@ def epoch_cost(config: Config, epoch: int) -> int:
     noised = method.noised(shifted(train.steps, train.shift), train.group, epoch, config.seed)
     own = kept(method, train.group)
     cut = getattr(method.surrogate, "of_groups", False) and (own * train.group > train.micro_batch or train.pack)
-    reads = 1 + (method.kl.weight > 0 or method.compares_with_reference) + cut
-    passes = train.inner_epochs * reads + (epoch == 0)
+    reference = method.kl.weight > 0 or method.compares_with_reference  # whose scores serve all inner epochs
+    passes = train.inner_epochs * (1 + cut) + reference + (epoch == 0)
     spent = 0 if config.preferences else cost.rollout(explorations, train.prompts)
     spent += round(own * cost.update([noised] if noised else explorations, train.prompts, passes))
     spent += cost.update([noised], train.prompts, 1) if noised else 0  # the old scores, before samples are chosen

@@ -88,6 +88,53 @@ def test_the_runs_on_recorded_pairs_fit_and_have_the_budgets_epochs(entry):
     assert bench_starter.epochs_for(found, 40_000) == (35, (35 * 3 + 1) * 2 * 192)
 
 
+@pytest.mark.parametrize("method", ["flow_grpo", "dgpo"])
+def test_a_second_pass_costs_what_was_foretold(tmp_path, method):
+    settings = config(tmp_path, method, 2)
+    settings = settings.model_copy(update={"train": settings.train.model_copy(update={"inner_epochs": 2})})
+    foretold = sum(bench_starter.epoch_cost(settings, epoch) for epoch in range(3))
+    prompts = [Prompt(text) for text in ("a", "b", "c", "d", "e")]
+    assert run(settings, pipe=tiny.sd3(), functions={"bright": bright}, prompts=prompts)[
+        "denoiser_evaluations"] == foretold
+
+
+def entry(method: str, **more):
+    """The configuration of an entry of the benchmark, but for its length."""
+    settled = {"train.prompts": "6", "parts": "{}", "method": method} | bench_starter.OPTIONS.get(method, {}) | more
+    return bench_starter.load(bench_starter.RECIPE, settled)
+
+
+@pytest.mark.parametrize("name", bench_methods.METHODS)
+def test_every_entry_fits_and_some_say_what_they_change(name):
+    found = entry(name)
+    method, preset = bench_starter.methods.resolve(found), bench_starter.methods.preset(found.method)
+    if "sol_rl" in name:
+        assert (method.preview.pool, method.preview.steps) == (48, 4)
+        assert (preset.preview.pool, preset.preview.steps) == (96, 6)
+    assert found.train.inner_epochs == (2 if name.endswith("_twice") else 1)
+
+
+def test_passes_over_a_batch_are_all_that_tells_the_twice_apart():
+    grpo, dppo = entry("flow_grpo_twice"), entry("flow_dppo_twice")
+    assert (grpo.method, dppo.method) == ("flow_grpo", "flow_grpo+flow_dppo")
+    assert grpo == entry("flow_grpo", **{"train.inner_epochs": "2"}) == dppo.model_copy(update={"method": grpo.method})
+
+
+def test_runs_from_before_the_published_defaults_stand_and_others_do_not(tmp_path):
+    for name, stands in (("flow_grpo+sol_rl", True), ("sol_rl+diffusion_nft", True), ("branch_grpo", False)):
+        found = entry(name, output=str(tmp_path), name=name)
+        found.folder.mkdir(parents=True)
+        (found.folder / "summary.json").write_text('{"denoiser_evaluations": 7}')
+        for parts, accepted in ((found.parts, True), ({}, stands), ({"tail": 0.5}, False)):
+            written = found.model_copy(update={"parts": parts})
+            (found.folder / "config.yaml").write_text(written.yaml(), encoding="utf-8")
+            if accepted:
+                assert bench_starter.train(found, 7) == {"denoiser_evaluations": 7}
+            else:
+                with pytest.raises(SystemExit, match="was made with another recipe"):
+                    bench_starter.train(found, 7)
+
+
 def test_the_fewest_epochs_that_reach_a_budget(tmp_path):
     # 2 prompts of 3 rows: the step at which they part costs 2, another one 6. Rollout 2 + 9 * 6, replay of the window
     # 2 + 3 * 6, and in the first epoch once more for the first ratio.

@@ -23,7 +23,8 @@ from flowgrpo.train import decisions
 # What a preset needs beside the six steps and four samples of tests/tiny.py: room for its splits.
 SIZES = {"branch_grpo": dict(train__steps=12, train__group=16, train__micro_batch=32),
          "tree_rpo": dict(train__group=16, train__micro_batch=32),
-         "b2_diffurl": dict(train__group=16, train__micro_batch=32)}
+         "b2_diffurl": dict(train__group=16, train__micro_batch=32),
+         "mix_grpo+sol_rl": dict(parts__preview__pool=12, parts__preview__steps=2)}
 PRESETS = ("ddpo", "tempflow_grpo", "granular_grpo", "branch_grpo", "tree_rpo", "pref_grpo", "b2_diffurl",
            "mix_grpo+sol_rl")
 
@@ -331,6 +332,10 @@ def test_sol_rl_starts_from_the_very_noises_that_previewed_best_and_worst():
         ranked = previewed(trainer, conditioning, prompt, shifted(2, 3.0), pool=9).argsort(descending=True)
         chosen = [*ranked[:2], *ranked[-2:]]
         assert part.transitions[0].step == 0 and torch.equal(part.transitions[0].x, noises(prompt, chosen))
+
+
+def test_sol_rls_published_pool():
+    assert preset("sol_rl").preview == Preview(96, 6) and preset("sol_rl").roots is None
 
 
 def test_sol_rl_scores_its_pictures_anew():

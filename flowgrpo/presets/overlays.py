@@ -26,7 +26,7 @@ def sol_rl(method: Method = Method()) -> Method:
 
     The host's samples each start from a noise of their own and do not branch. As published: sol_rl+diffusion_nft.
     """
-    return replace(method, preview=preview.Preview(pool=48, steps=4), roots=None)
+    return replace(method, preview=preview.Preview(pool=96, steps=6), roots=None)
 
 
 def texforce(method: Method = Method()) -> Method:

@@ -26,8 +26,8 @@ class Preview:
     linear weights meanwhile, "full" or, by torchao, "int8", "fp8" or "nvfp4" (policies/quantised.py).
     """
 
-    pool: int = 48
-    steps: int = 4
+    pool: int = 96
+    steps: int = 6
     precision: str = "full"
 
     def __post_init__(self) -> None:
