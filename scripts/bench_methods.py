@@ -96,9 +96,9 @@ its held-out pictures are the critic's choices, each of four bases and their edi
 and train on the pairs of `scripts/make_starter_pairs.py`; all others train on `scene` and `scene_graded`. Those pairs
 cost 21,600 evaluations outside of the budget, beta, times and learning rate of these two were found by trial, and of
 `rpo`'s pairs one picture is a rendered scene, so that it is shown right ones ([more](preferences.md#on-the-starter)).
-`rlcm` begins with
-`starter_consistency` and its four steps: its gain is over that model. Accuracy is strict, on {prompts} held-out
-prompts, with the card's sampler. The runs are of one machine, two at a time and beside other work: seconds are rough.
+`rlcm` begins with `starter_consistency` and its four steps: its gain is over that model. Accuracy is strict, on
+{prompts} held-out prompts, with the card's sampler. The runs are of one machine, two at a time and beside other work:
+seconds are rough.
 {fewer}
 ![Held-out accuracy against evaluations and seconds](benchmark.png)
 
