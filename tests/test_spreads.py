@@ -120,6 +120,15 @@ def test_the_value_of_a_state_is_the_mean_reward_of_its_continuations():
     assert told[0] == told[1] and told[0][1] == [0] * 6 + [1] * 3  # however many go through the model at once
     assert len(set(told[0][0])) > 3
 
+    def skipping(texts, group, prompts):
+        scored = torch.tensor([[False, True, True], [False] * 3, [True] * 3])
+        return judge(texts, group, prompts).where(scored, math.nan)
+
+    found = segmented(own, asked, taken, segments, starts_of(segments, mask), 3, Decoding(),
+                      lambda prompt, sample: 1000 * prompt + sample, 2, 9, skipping)
+    means = torch.tensor([[-1, 1.5, -1], [-1, -1, -1], [-1, 7, -1], [-1, -1, -1]])  # of continuations with a reward
+    assert torch.equal(found.values.nan_to_num(-1), means)
+
 
 @pytest.mark.parametrize("method, options", [("spo_chain", {"parts": {"spread": {"interval": 1, "samples": 2}}}),
                                              ("spo_tree", {"parts": tiny_text.PARTS["spo_tree"]}),
