@@ -4,6 +4,7 @@ import torch
 from diffusers import StableDiffusion3Pipeline
 
 from flowgrpo.config import Adapter
+from flowgrpo.policies import tiny as pipelines
 from flowgrpo.policies.conditioning import Conditioning, Encoder, _write, fingerprint, join
 from flowgrpo.policies.pipeline import PipelinePolicy
 from tests.tiny import CALL, sd3
@@ -68,6 +69,15 @@ def test_a_second_run_reads_the_first_ones_from_disk_bit_for_bit(tmp_path):
     assert counted == []
     assert second.per_prompt == first.per_prompt and second.prompts == first.prompts
     assert all(torch.equal(a, b) for a, b in zip(tensors(first), tensors(second), strict=True))
+
+
+def test_a_pipeline_whose_prompts_are_all_on_disk_is_still_tried(tmp_path):
+    """The pipeline sets the first frame of its state itself, so that a state has to be put in place."""
+    for _ in range(2):
+        pipe, call = pipelines.make("HunyuanVideoImageToVideoPipeline (token_replace)")
+        live = PipelinePolicy(pipe, Adapter(rank=2), call=call)
+        Encoder(live, tmp_path)(["red"], [""])
+        assert live.loads
 
 
 def test_other_encoders_do_not_share_the_folder():

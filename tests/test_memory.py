@@ -18,8 +18,11 @@ from flowgrpo.samplers.solvers import Euler
 
 def test_parts_of_a_run_by_hand():
     policy = tiny.policy()
-    phases = memory.memory(policy, tiny.config(), policy.encode(["red"]))
+    conditioning, found = policy.encode(["red"]), geometry(tiny.config().train)
+    phases = memory.memory(policy, tiny.config(), conditioning)
     parts = phases["update"]
+    prompt = sum(value.numel() * 4 for call in conditioning.calls for value in call if value is not None)
+    assert parts["prompt embeddings"] == prompt * (found.prompts + found.micro_batch)
     lora = sum(parameter.numel() for parameter in policy.weights.parameters())
     whole = sum(p.numel() for p in policy.pipe.transformer.parameters())
     assert parts["trained"] == 4 * lora and parts["gradients and optimiser"] == 12 * lora

@@ -1,5 +1,7 @@
 """Encoded prompts, kept: every prompt is encoded once per run, or once for all runs that share a folder.
 
+They wait in the CPU's memory, or in the folder alone, and only those of a batch are on the device.
+
 Prompts are encoded one at a time, so that the values do not depend on which prompts happened to be drawn together; a
 resumed run, or one with another batch, sees the same numbers.
 """
@@ -8,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from uuid import uuid4
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
+from torch.utils._pytree import tree_map_only
 
 from flowgrpo.errors import UserError
 from flowgrpo.policies.memo import digest
@@ -49,42 +52,54 @@ class Conditioning:
         return replace(self, prompts=_rows(self.prompts, picked), negatives=_rows(self.negatives, picked), calls=calls,
                        inputs={name: _rows(values, picked) for name, values in self.inputs.items()})
 
+    def to(self, device: torch.device | str) -> Conditioning:
+        """The same with all tensors on the device."""
+        return self.mapped(lambda tensor: tensor.to(device))
+
+    def mapped(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Conditioning:
+        """The same with every tensor changed."""
+        return replace(self, calls=tree_map_only(torch.Tensor, change, self.calls))
+
 
 def _rows(value: torch.Tensor | list[Any], picked: list[int]) -> torch.Tensor | list[Any]:
     return value[picked] if torch.is_tensor(value) else [value[i] for i in picked]
 
 
 class Encoder:
-    """policy.encode with a memory, on disk too with a `folder`: `encoder(prompts, negatives) -> Conditioning`."""
+    """policy.encode with a memory, on disk with a `folder`: `encoder(prompts, negatives) -> Conditioning`."""
 
     def __init__(self, policy, folder: Path | None = None):
         self.policy = policy
         self.folder = folder / fingerprint(policy) if folder else None
         self._known: dict[tuple[str, str, str | None], Conditioning] = {}
+        self._values: dict[str, torch.Tensor] = {}  # by content: what prompts share, a negative one, is there once
 
     def __call__(self, prompts: list[str], negatives: list[str],
                  images: Sequence[str | None] | None = None) -> Conditioning:
         """images: the file of each prompt's reference picture, or None."""
         images = images or [None] * len(prompts)
         parts = [self._one(*row) for row in zip(prompts, negatives, images, strict=True)]
-        if len({_shapes(part) for part in parts}) == 1:
-            return join(parts)
-        # Some pipelines (Qwen-Image) pad to the longest prompt of a batch: what has another length is encoded together.
-        return self.policy.encode(prompts, negatives, images)
+        if len({_shapes(part) for part in parts}) > 1:
+            # Some pipelines (Qwen-Image) pad to the longest prompt of a batch: other lengths are encoded together.
+            return self.policy.encode(prompts, negatives, images)
+        found = join(parts).to(self.policy.device)
+        self.policy.settle(found)
+        return found
 
     def _one(self, prompt: str, negative: str, image: str | None) -> Conditioning:
+        """What is known of a prompt, on the CPU."""
         key = prompt, negative, image
-        if key not in self._known:
-            pictures = self.policy.pictures(1, [image])
-            name = _digest(json.dumps([prompt, negative, digest(pictures)] if pictures else [prompt, negative]))
-            path = self.folder / f"{name}.safetensors" if self.folder else None
-            if path and path.exists():
-                self._known[key] = replace(_read(path, prompt, negative, self.policy.device), inputs=pictures)
-            else:
-                self._known[key] = self.policy.encode([prompt], [negative], [image])
-                if path:
-                    _write(path, self._known[key])
-        return self._known[key]
+        if key in self._known:
+            return self._known[key]
+        pictures = self.policy.pictures(1, [image])
+        name = _digest(json.dumps([prompt, negative, digest(pictures)] if pictures else [prompt, negative]))
+        path = self.folder / f"{name}.safetensors" if self.folder else None
+        if path and path.exists():
+            return replace(_read(path, prompt, negative), inputs=pictures)
+        found = self.policy.encode([prompt], [negative], [image]).to("cpu")
+        if not path or not _write(path, found):
+            self._known[key] = found = found.mapped(lambda tensor: self._values.setdefault(digest(tensor), tensor))
+        return found
 
 
 def join(parts: list[Conditioning]) -> Conditioning:
@@ -126,23 +141,25 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-def _write(path: Path, conditioning: Conditioning) -> None:
-    """Tensors as `call.value`, of lists their one element; what is neither tensor nor None is not kept on disk."""
+def _write(path: Path, conditioning: Conditioning) -> bool:
+    """Tensors as `call.value`, of lists their one element; False for what is neither tensor nor None, which is not kept
+    on disk."""
     values = {f"{c}.{v}": value for c, call in enumerate(conditioning.calls) for v, value in enumerate(call)}
     lists = [key for key, value in values.items() if isinstance(value, list)]
     values |= {key: values[key][0] for key in lists}
     if any(value is not None and not torch.is_tensor(value) for value in values.values()):
-        return
+        return False
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.name}.{uuid4().hex}.tmp")  # another process may write the same prompt
     tensors = {key: value.cpu().contiguous() for key, value in values.items() if value is not None}
     save_file(tensors, temporary, {"form": json.dumps([conditioning.per_prompt, lists, conditioning.apart,
                                                        conditioning.bare])})
     temporary.replace(path)
+    return True
 
 
-def _read(path: Path, prompt: str, negative: str, device: torch.device) -> Conditioning:
-    with safe_open(path, "pt", device=str(device)) as file:
+def _read(path: Path, prompt: str, negative: str) -> Conditioning:
+    with safe_open(path, "pt") as file:
         per_prompt, lists, apart, bare = json.loads(file.metadata()["form"])
         values = {key: file.get_tensor(key) for key in file.keys()}
     values |= {key: [values.get(key)] for key in lists}

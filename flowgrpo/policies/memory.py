@@ -38,7 +38,9 @@ def memory(policy, config: Config, conditioning: Conditioning) -> dict[str, dict
     rows = geometry(config.train).micro_batch
     moments = {"adamw": 2 * trained, "adamw8bit": trained // 2}[config.train.optimizer]
     update = {"gradients and optimiser": trained + moments, "activations": activations * rows}
+    prompt = tensor_bytes(each for each in tree_leaves(conditioning.calls) if torch.is_tensor(each))
     later = held | ({} if policy.encoders.away is None else {"text encoders": 0})
+    later["prompt embeddings"] = prompt * (geometry(config.train).prompts + rows)  # of the batch, and of one call
     return {"encode": held, "rollout": later | states,
             "decode": later | states | {"decoding": _decoding(policy, conditioning, x, rows)},
             "update": later | states | update}

@@ -188,15 +188,17 @@ class PipelinePolicy:
         if self.turns and self.apart:
             raise UserError(f"memory.shard is true, but {type(self.pipe).__name__} takes one prompt per call, so that "
                             "processes would not call it alike: use memory.shard: false")
-        if self.loads is None:
-            self._try_latents(conditioning)
+        self.settle(conditioning)
         return conditioning
 
     def _skipped(self, rows: int) -> None:
         self.evaluations -= rows
 
-    def _try_latents(self, conditioning: Conditioning) -> None:
-        """Find out whether the scheduler sees the state that is given as `latents`."""
+    @torch.no_grad()
+    def settle(self, conditioning: Conditioning) -> None:
+        """Find out, once, whether the scheduler sees the state that is given as `latents`."""
+        if self.loads is not None:
+            return
         self.loads, before, row = False, self.evaluations, conditioning.rows(torch.tensor([0]))
         alphas, times = torch.tensor([0.9, 0.5]), torch.tensor([900, 500])
         task = Task(alphas, range(1), replay=True, timesteps=times if self.process == "vp" else None)
