@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 import tiny_text
 import torch
+import yaml
+from diffusers import FlowMatchEulerDiscreteScheduler
 
 from flowgrpo import methods
 from flowgrpo.config import load
 from flowgrpo.geometry import geometry
+from flowgrpo.objectives.forward_process import NegativeAware
 from flowgrpo.policies import build, check, frozen, tiny
 from flowgrpo.policies.causal_lm import CausalLM
 from flowgrpo.policies.pipeline import PipelinePolicy
 from flowgrpo.rewards.find import locate
+from flowgrpo.samplers.kernels import CPS
 from flowgrpo.samplers.predictions import process
 from flowgrpo.samplers.preview import require_choice
 from flowgrpo.samplers.rollout import make_grid
@@ -71,7 +76,8 @@ def test_a_recipe_fits_its_pipeline(name):
     grid, timesteps = make_grid(train.grid, train.steps, train.shift, pipe.scheduler, policy.strength,
                                 lambda steps: policy.stock_grid(policy.encode(["a cat"]), steps))
     explorations = method.explorations(grid, train.group, train.shift, 0, config.seed, timesteps)
-    assert explorations and all(each.schedule.trained for each in explorations)
+    noised = method.noised(grid, train.group, 0, config.seed)
+    assert explorations and all(each.schedule.trained for each in (explorations if noised is None else [noised]))
     if method.preview:
         require_choice(explorations, method.preview.pool)
 
@@ -82,6 +88,31 @@ def test_a_recipe_can_be_checked_on_a_tiny_instance(name):
     told = check.report(PIPELINES[name][0], load(FOLDER / f"{name}.yaml"))
     assert told["drivable"], told["reason"]
     assert told["replay_error"] == told["first_log_ratio"] == 0 and told["lora_grad"] > 0
+
+
+def test_sana_is_trained_as_sol_rl_was():
+    """NVlabs/Sana's set-up: 96 noises seen in 6 steps, of which 24 are trained by DiffusionNFT at 6 of 10 times."""
+    config = load(FOLDER / "sana.yaml")
+    method, train = methods.resolve(config, "flow"), config.train
+    assert (method.preview.pool, method.preview.steps, train.group, train.steps) == (96, 6, 24, 10)
+    assert (train.prompts, train.guidance, train.lr, config.adapter.rank) == (48, 1.0, 3e-4, 32)
+    assert method.surrogate == NegativeAware(beta=1.0) and method.kl.weight == 1e-4
+    times = method.noised(make_grid("shifted", 10, 3.0, FlowMatchEulerDiscreteScheduler())[0], 24, 0, 0)
+    assert len(times.schedule.trained) == 6
+
+
+def test_flow_grpos_average_forgets_as_much_as_published():
+    """0.9 at every eighth update, here at every one."""
+    assert load(FOLDER / "sd35_medium.yaml").train.ema ** 8 == pytest.approx(0.9, abs=1e-3)
+
+
+def test_the_fast_variant_of_sd35_is_told_with_the_parts_that_make_it():
+    """As the comment says: CPS 0.8 and no KL, where the recipe's own parts would go on acting."""
+    text = (FOLDER / "sd35_medium.yaml").read_text(encoding="utf-8")
+    parts = yaml.safe_load(re.search(r"parts (\{kernel: .*\}\})", text)[1])
+    config = load(FOLDER / "sd35_medium.yaml").model_copy(update={"method": "flow_grpo_fast", "parts": parts})
+    method = methods.resolve(config, "flow")
+    assert method.kernel == CPS(0.8) and method.kl.weight == 0
 
 
 @pytest.mark.parametrize("processes", [1, 8])
@@ -96,5 +127,5 @@ def test_its_batch_can_be_dealt_out_to_one_process_and_to_eight(name, processes)
 def test_it_says_whose_set_up_it_is_and_what_to_change(name):
     text = (FOLDER / f"{name}.yaml").read_text(encoding="utf-8")
     said = "".join(line for line in text.splitlines(True) if line.startswith("#"))
-    assert "24 GB" in said and "Several GPUs" in said
+    assert "24 GB" in said and "80 GB" in said and "Several GPUs" in said
     assert "published" in said or any(source in said for source in ("2305.", "2505.", "2507.", "2604.", "its code"))
