@@ -24,9 +24,10 @@ COUNTED = NUMBERS[:7]  # up to two more than a prompt asks for
 
 @dataclass(frozen=True)
 class Thing:
-    """An object in a picture; its centre is (x, y) in pixels, y down. colour: None for none of the palette."""
+    """What is in a picture; its centre is (x, y) in pixels, y down. shape: None for a blob that is none of the six;
+    colour: None for none of the palette."""
 
-    shape: str
+    shape: str | None
     colour: str | None
     centre: tuple[float, float]
 
@@ -35,8 +36,8 @@ Things = Sequence[Thing]
 
 
 def things(reading: Reading) -> list[Thing]:
-    """The objects of a picture; blobs that have no shape are none."""
-    return [Thing(each.shape, each.colour, each.centre) for each in reading.objects if each.shape]
+    """All that is in a picture."""
+    return [Thing(each.shape, each.colour, each.centre) for each in reading.objects]
 
 
 def asked() -> list[Question]:
@@ -53,13 +54,14 @@ def asked() -> list[Question]:
 _NOUN = "|".join((*PLURALS, *SHAPES))  # the longer first
 _FORMS = {
     "exists": rf"Is there an? (?:({'|'.join(COLOURS)}) )?({_NOUN}) in the picture\?",
+    "total": r"How many things are in the picture\?",
     "count": rf"How many ({_NOUN}) are in the picture\?",
     "colour": rf"What color (?:is|are) the ({_NOUN})\?",
     "where": rf"Where (?:is|are) the ({_NOUN}), seen from the ({_NOUN}): left, right, above or below\?",
     "related": rf"Is the ({_NOUN}) ({'|'.join(RELATIONS)}) the ({_NOUN})\?"}
 KINDS = tuple(_FORMS)
-CHOICES = {"exists": ("yes", "no"), "count": COUNTED, "colour": NAMES, "where": tuple(PLACES.values()),
-           "related": ("yes", "no")}  # all that a network learns to choose from
+CHOICES = {"exists": ("yes", "no"), "total": COUNTED, "count": COUNTED, "colour": NAMES,
+           "where": tuple(PLACES.values()), "related": ("yes", "no")}  # all that a network learns to choose from
 
 
 def read_question(text: str) -> tuple[str, Callable[[Things], str | None]]:
@@ -74,6 +76,10 @@ def read_question(text: str) -> tuple[str, Callable[[Things], str | None]]:
 
 def _exists(seen: Things, colour: str | None, shape: str) -> str:
     return "yes" if any(each.shape == shape and colour in (None, each.colour) for each in seen) else "no"
+
+
+def _total(seen: Things) -> str | None:
+    return COUNTED[len(seen)] if len(seen) < len(COUNTED) else None
 
 
 def _count(seen: Things, shape: str) -> str | None:
@@ -98,4 +104,5 @@ def _related(seen: Things, shape: str, relation: str, other: str) -> str | None:
     return None if found is None else "yes" if found == PLACES[relation] else "no"
 
 
-_ANSWERS = {"exists": _exists, "count": _count, "colour": _colour, "where": _where, "related": _related}
+_ANSWERS = {"exists": _exists, "total": _total, "count": _count, "colour": _colour, "where": _where,
+            "related": _related}

@@ -40,7 +40,8 @@ from flowgrpo.rewards.scene import read, scene
 from flowgrpo.starter import scenes
 
 ANSWERS = tuple(dict.fromkeys(choice for choices in CHOICES.values() for choice in choices))
-WORTH = {"exists": 0.25, "count": 0.2, "colour": 0.2, "where": 0.25, "related": 0.1}  # shares of the questions
+# The shares of the questions.
+WORTH = {"exists": 0.2, "total": 0.15, "count": 0.2, "colour": 0.15, "where": 0.25, "related": 0.05}
 POSITIVE = 0.65  # the share of a kind's questions that are about what is there
 WIDTH, LAYERS, LONGEST = 96, 2, 20  # of the text encoder; tokens of a question
 HELD = 20  # one prompt of so many is kept to choose the epoch by

@@ -37,22 +37,24 @@ def test_clauses_of_geneval_become_questions():
         Question("Is there a dog in the picture?", "no", YES_NO)]
 
 
-@pytest.mark.parametrize("prompt, expected, others", [
-    ("a star", [("How many stars are in the picture?", "one")], "circle square triangle cross ring"),
-    ("three black rings", [("How many rings are in the picture?", "three"), ("What color are the rings?", "black")],
+@pytest.mark.parametrize("prompt, number, expected, others", [
+    ("a star", "one", [("How many stars are in the picture?", "one")], "circle square triangle cross ring"),
+    ("three black rings", "three", [
+        ("How many rings are in the picture?", "three"), ("What color are the rings?", "black")],
      "circle square triangle star cross"),
-    ("a drawing of a ring above a cross", [
+    ("a drawing of a ring above a cross", "two", [
         ("How many rings are in the picture?", "one"), ("How many crosses are in the picture?", "one"),
         ("Where is the ring, seen from the cross: left, right, above or below?", "above")],
      "circle square triangle star"),
-    ("a red star and a blue star", [("How many stars are in the picture?", "two")],
+    ("a red star and a blue star", "two", [("How many stars are in the picture?", "two")],
      "circle square triangle cross ring"),
-    ("two red stars and a ring", [
+    ("two red stars and a ring", "three", [
         ("How many stars are in the picture?", "two"), ("How many rings are in the picture?", "one"),
         ("What color are the stars?", "red")], "circle square triangle cross")])
-def test_prompts_of_the_starters_world_become_questions(prompt, expected, others):
+def test_prompts_of_the_starters_world_become_questions(prompt, number, expected, others):
     absent = [(f"Is there a {shape} in the picture?", "no") for shape in others.split()]
-    assert [(each.question, each.answer) for each in of_claims(parse(prompt))] == expected + absent
+    total = [("How many things are in the picture?", number)]
+    assert [(each.question, each.answer) for each in of_claims(parse(prompt))] == total + expected + absent
 
 
 def test_a_place_beside_a_class_that_comes_twice_is_not_asked_for():
@@ -148,8 +150,8 @@ def test_a_judge_answers_questions_of_templates():
     assert found[:3].tolist() == [1, 0, 1] and found[3].isnan() and tally.failed == {"qa": 1}
     assert "no answer to a question of the prompt 'a star'" in tally.said["qa"]
     asked = [parts(body, "text")[0] for _, _, body in server.seen]
-    # A number and five other shapes of three prompts, a colour, and one of its own.
-    assert len(asked) == 3 * 6 + 1 + 1 and ("How many stars are in the picture?\nChoose one of: zero, one, two, three, "
+    # Two numbers and five other shapes of three prompts, a colour, and one of its own.
+    assert len(asked) == 3 * 7 + 1 + 1 and ("How many stars are in the picture?\nChoose one of: zero, one, two, three, "
                                             "four. End with a line `Answer: CHOICE`.") in asked
 
 

@@ -101,17 +101,17 @@ def _of_clause(clause: dict[str, Any], include: Sequence[dict[str, Any]],
 
 def of_claims(claims: Claims) -> list[Question]:
     """The questions of a prompt of the starter's world, where nothing may be in a picture that its prompt does not say:
-    every claimed shape is counted, a single one too, and every other is asked for. Whether a ring is there would be
-    answered alike for one and for three."""
+    all things are counted, and every claimed shape, a single one too, and every other shape is asked for. Whether a
+    ring is there would be answered alike for one and for three."""
     include = [{"class": claim.shape, "count": claim.count, "color": claim.colour} for claim in claims.objects]
     if claims.relation:
         include[0]["position"] = [claims.relation, 1]
-    shapes = dict.fromkeys(claim.shape for claim in claims.objects)
-    others = [{"class": shape} for shape in SHAPES if shape not in shapes]
-    counted = [_how_many(shape, sum(claim.count for claim in claims.objects if claim.shape == shape))
-               for shape in shapes]
-    return counted + [each for each in of_clauses({"include": include, "exclude": others})
-                      if each.answer not in ("yes", *NUMBERS)]
+    counts = {claim.shape: sum(each.count for each in claims.objects if each.shape == claim.shape)
+              for claim in claims.objects}
+    others = [{"class": shape} for shape in SHAPES if shape not in counts]
+    return [_how_many("thing", sum(counts.values())), *(_how_many(shape, count) for shape, count in counts.items()),
+            *(each for each in of_clauses({"include": include, "exclude": others})
+              if each.answer not in ("yes", *NUMBERS))]
 
 
 def of_list(entries: Any) -> list[Question]:
