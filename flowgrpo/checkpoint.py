@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
+from flowgrpo import disk
 from flowgrpo.errors import UserError
 
 
@@ -25,6 +26,7 @@ def save(folder: Path, epoch: int, tensors: dict[str, torch.Tensor], state: dict
     temporary.mkdir(parents=True)
     save_file({key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()},
               temporary / "state.safetensors")
+    disk.readable(temporary)
     (temporary / "state.json").write_text(json.dumps(state, indent=1))
     shutil.rmtree(target, ignore_errors=True)
     temporary.rename(target)

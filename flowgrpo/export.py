@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from flowgrpo import layer_names
+from flowgrpo import disk, layer_names
 from flowgrpo.config import Config, load
 from flowgrpo.errors import UserError
 from flowgrpo.policies.adapters import LORA_FILE
@@ -47,20 +47,22 @@ def kohya(run: Path, output: Path) -> list[Path]:
     from safetensors.torch import save_file
 
     parts = lora(run)
+    disk.require_file(output)
     if any(adapter.get("use_dora") for _, adapter in parts.values()):
         raise UserError(f"the LoRA of {run} has lengths of its own (adapter.dora), which ComfyUI scales otherwise: use "
                         "--form merged")
     known = layer_names.classes(load(run / "config.yaml").model)
     layers = {part: _kohya(layer_names.namer(part, known), *found) for part, found in parts.items()}
-    files = {output: layers}
+    written = {output: layers}
     if SECOND in layers:
         rest = {part: found for part, found in layers.items() if part != SECOND}
-        files = {output.with_stem(f"{output.stem}_high_noise"): rest,
-                 output.with_stem(f"{output.stem}_low_noise"): {SECOND: layers[SECOND]}}
+        written = {output.with_stem(f"{output.stem}_high_noise"): rest,
+                   output.with_stem(f"{output.stem}_low_noise"): {SECOND: layers[SECOND]}}
     output.parent.mkdir(parents=True, exist_ok=True)
-    for file, own in files.items():
+    for file, own in written.items():
         save_file({key: value for found in own.values() for key, value in found.items()}, file, {"format": "pt"})
-    return list(files)
+        disk.readable(file)
+    return list(written)
 
 
 def _kohya(name: Callable[[str], str], tensors: dict[str, torch.Tensor], adapter: dict[str, Any]
@@ -126,6 +128,7 @@ def merged(run: Path, output: Path) -> Path:
     from flowgrpo.policies.lora import merge
 
     config, _ = finished(run)
+    disk.require_folder(output)
     stock = _modules(load_pipeline(config.model, config.precision, config.trust_remote_code))
     kinds = {name: {key: value.dtype for key, value in module.state_dict().items()} for name, module in stock.items()}
     del stock  # before the whole is loaded again
@@ -136,6 +139,7 @@ def merged(run: Path, output: Path) -> Path:
         for key, value in module.state_dict(keep_vars=True).items():
             value.data = value.data.to(kinds[name][key])
     pipe.save_pretrained(output, safe_serialization=True)
+    disk.readable(output)
     return output
 
 

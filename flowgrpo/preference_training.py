@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn.functional import softplus
 from tqdm import tqdm
 
+from flowgrpo import disk
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation.statistics import Interval, interval
 from flowgrpo.preference_pairs import Pair, aspects
@@ -142,6 +143,7 @@ def train(trained: Sequence[Pair], held: Sequence[Pair], output: Path, settings:
     """
     if (output / FILE).exists():
         raise UserError(f"{output} holds a reward already: name another folder, or remove that one")
+    disk.require_folder(output)
     names, device = aspects(trained, held), _device(settings.device)
     torch.manual_seed(settings.seed)
     network = _network(settings, len(names), device)

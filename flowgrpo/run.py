@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from flowgrpo import best, checkpoint, data, methods, recorded_pairs, rewards, state
+from flowgrpo import best, checkpoint, data, disk, methods, recorded_pairs, rewards, state
 from flowgrpo.config import Config, validate
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation import album, held_out
@@ -72,6 +72,8 @@ def run(config: Config, resume: bool = False, *, pipe=None, functions: dict[str,
     last = checkpoint.latest(folder / "checkpoints") if resume else None
     if resume and last is None:
         raise UserError(f"--resume: no checkpoint in {folder / 'checkpoints'}: expected one that an earlier run left")
+    if accelerator.is_main_process:
+        disk.require_folder(folder)
     if config.eval.weights == "ema" and not config.train.ema:
         raise UserError("eval.weights is 'ema', but train.ema is 0: set train.ema to a decay such as 0.9")
     best.require(config.eval, measured)

@@ -33,7 +33,8 @@ def _flowgrpo(
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command line -> exit code: 0, 2 after a person's mistake, 130 after an interruption."""
+    """Run the command line -> exit code: 0, 2 after a person's mistake or a file's failure, 130 after an interruption.
+    """
     os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")  # its import tells of optional packages it half supports
     try:
         return app(arguments, prog_name="flowgrpo", standalone_mode=False) or 0
@@ -43,6 +44,10 @@ def main(arguments: list[str] | None = None) -> int:
         told = str(error)
     except UsageError as error:
         told = error.format_message()
+    except OSError as error:
+        if error.filename is None:
+            raise
+        told = f"{os.fsdecode(error.filename)}: {error.strerror}"
     finally:
         _leave_group()
     if told:  # Typer's error for a call without a command is the help it has shown

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from flowgrpo import checkpoint, data, methods, rewards
+from flowgrpo import checkpoint, data, disk, methods, rewards
 from flowgrpo.config import Config
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation import compare, texts
@@ -56,6 +56,7 @@ def columns(run: str | Path, kind: str, values: Sequence[str], prompts: str | Pa
     """
     run, output = Path(run), Path(output)
     config = compare.run_config(run)
+    disk.require_file(output)
     written = build.writes(config.model, config)
     if written and kind not in OF_TEXTS:
         raise UserError(f"--columns {kind}: is of denoisers, and {run} trained a language model; expected one of "

@@ -16,7 +16,7 @@ import torch
 from PIL import Image
 from tqdm import tqdm
 
-from flowgrpo import data, rewards
+from flowgrpo import data, disk, rewards
 from flowgrpo.config import Config, load
 from flowgrpo.data import Prompt
 from flowgrpo.errors import UserError
@@ -43,6 +43,7 @@ def sample(model: str, lora: str | Path | None, prompts: list[str], count: int, 
     """
     from torchvision.utils import save_image
 
+    disk.require_folder(output)
     pipe = make_pipeline(model, "bf16")
     asked = call_arguments(model, None if lora is None else Path(lora), steps, guidance)
     with contextlib.nullcontext() if lora is None else tuned(pipe, Path(lora), rlg):
@@ -66,6 +67,7 @@ def grid(run: str | Path, prompts: str | Path | None, count: int, seed: int, out
     """
     run = Path(run)
     config = run_config(run)
+    disk.require_file(output)
     chosen = spread(data.load_prompts(prompts) if prompts else data.resolve(config)[1], count)
     functions = pairwise.measured(*(rewards.compose(rules, config.cache) for rules in (config.trained, config.watched)))
     pipe = make_pipeline(config.model, config.precision, config.trust_remote_code)

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from flowgrpo import rewards
+from flowgrpo import disk, rewards
 from flowgrpo.config import Config
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation import compare, findings, held_out, media, sweep, texts
@@ -96,12 +96,13 @@ def evaluate(source: str, suite: str, names: Sequence[str] | dict[str, WatchRule
     for a folder that holds another evaluation.
     """
     plan = make_plan(source, lora, base, samples, steps, guidance, seed, rlg, temperature, max_tokens)
-    apart = plan.medium.apart(features)
+    processes, apart = _processes(), plan.medium.apart(features)
+    if processes.first:
+        disk.require_folder(output)
     chosen, functions = load_suite(suite), _functions(plan.config, names)
     if plan.medium.modality:
         rewards.require_modality(functions, plan.medium.modality)
     rewards.require_routes(functions, [prompt.metadata for prompt in chosen.prompts])
-    processes = _processes()
     ledger = plan.medium.ledger(Path(output), processes.rank)
     settings = plan.told() | {"suite": digest([str(case) for case in chosen.cases]),
                               "rewards": held_out.rules(functions)}

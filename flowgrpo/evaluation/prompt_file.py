@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from flowgrpo import disk
 from flowgrpo.data import Prompt, load_prompts
 from flowgrpo.evaluation import media
 from flowgrpo.evaluation.evaluate import Plan, digest, make_plan
@@ -31,6 +32,7 @@ def sample(source: str, prompts: str | Path, output: str | Path, *, lora: str | 
     those of `evaluate`. UserError as there, and for a folder with samples that were made in another way.
     """
     plan = make_plan(source, lora, False, count, steps, guidance, seed, [] if rlg is None else [rlg], temperature)
+    disk.require_folder(output)
     given, [arm] = load_prompts(prompts), plan.arms
     ledger = plan.medium.ledger(Path(output))
     settings = plan.told() | {"prompt file": digest([repr(prompt) for prompt in given]), "rewards": {}}

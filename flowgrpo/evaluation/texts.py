@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from flowgrpo import data, rewards
+from flowgrpo import data, disk, rewards
 from flowgrpo.config import Config
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation.compare import run_config
@@ -54,6 +54,7 @@ def grid(run: Path, prompts: Path | None, count: int, seed: int, output: Path) -
     prompts: a prompt file, or None for the run's held-out prompts. UserError for a folder without finished weights.
     """
     config = run_config(run)
+    disk.require_file(output)
     chosen = spread(data.load_prompts(prompts) if prompts else data.resolve(config)[1], count)
     functions = pairwise.measured(*(rewards.compose(rules, config.cache) for rules in (config.trained, config.watched)))
     draw_pairs(output, *(_measured(config, lora, chosen, functions) for lora in (None, run)))

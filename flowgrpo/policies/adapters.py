@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from flowgrpo import disk
 from flowgrpo.errors import UserError
 from flowgrpo.log import quiet
 from flowgrpo.policies.lora import (
@@ -152,6 +153,7 @@ class Weights:
         if not self.adapter.rank:
             for name, module in self.modules.items():
                 module.save_pretrained(folder / name, safe_serialization=True)
+                disk.readable(folder / name)
             return f"saved all weights of {', '.join(self.modules)} to {folder}"
         by = {name: loader(self.pipe, name) for name in self.modules}
         if named := [name for name, how in by.items() if how == PIPELINE]:
@@ -161,6 +163,8 @@ class Weights:
                 save_stock(self.pipe, folder / name, {"transformer": name})
             elif by[name] == PEFT:
                 save_peft(self.modules[name], folder / name)
+        for place in (folder / LORA_FILE, *(folder / name for name in self.modules)):
+            disk.readable(place)
         self._verify(folder)
         where = folder / LORA_FILE if named else folder
         return f"saved {where}; read back by {', '.join(sorted(set(by.values())))}: same weights, same scale"

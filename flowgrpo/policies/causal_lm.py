@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from flowgrpo import disk
 from flowgrpo.config import Adapter, Text
 from flowgrpo.errors import UserError
 from flowgrpo.log import quiet
@@ -323,10 +324,12 @@ class TextWeights(Weights):
         module = self.modules["model"]
         if not self.adapter.rank:
             module.save_pretrained(folder / "model")
+            disk.readable(folder / "model")
             self.pipe.save_pretrained(folder / "model")
             return f"saved all weights to {folder / 'model'}"
         with quiet():
             module.save_pretrained(folder)
+            disk.readable(folder / "adapter_model.safetensors")
             module.load_adapter(str(folder), adapter_name="check")
         try:
             for key, layer in self._layers().items():

@@ -21,6 +21,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch.utils._pytree import tree_map_only
 
+from flowgrpo import disk
 from flowgrpo.errors import UserError
 from flowgrpo.policies.memo import digest
 
@@ -154,6 +155,7 @@ def _write(path: Path, conditioning: Conditioning) -> bool:
     tensors = {key: value.cpu().contiguous() for key, value in values.items() if value is not None}
     save_file(tensors, temporary, {"form": json.dumps([conditioning.per_prompt, lists, conditioning.apart,
                                                        conditioning.bare])})
+    disk.readable(temporary)
     temporary.replace(path)
     return True
 

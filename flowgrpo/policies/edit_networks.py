@@ -16,6 +16,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from flowgrpo import disk
 from flowgrpo.config import Adapter
 from flowgrpo.errors import UserError
 from flowgrpo.policies.adapters import Weights
@@ -135,6 +136,7 @@ class EditWeights(Weights):
         folder.mkdir(parents=True, exist_ok=True)
         made = {"edit": json.dumps(asdict(self.editor.edit)), "sizes": json.dumps(self.editor.sizes)}
         save_file({key: value.contiguous() for key, value in self.snapshot().items()}, folder / FILE, made)
+        disk.readable(folder / FILE)
         again = dict(load_editor(folder).networks.named_parameters())
         if not all(torch.equal(again[key], value) for key, value in self.snapshot().items()):
             raise RuntimeError(f"{folder / FILE} does not give the weights back as they were saved")

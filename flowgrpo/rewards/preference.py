@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from flowgrpo import disk
 from flowgrpo.config import nearest
 from flowgrpo.errors import UserError
 from flowgrpo.rewards.about import About
@@ -130,6 +131,7 @@ def save(folder: Path, network: Film | ClipHead, known: Description) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     save_file({key: value.detach().cpu().clone() for key, value in network.state_dict().items()},
               folder / WEIGHTS)
+    disk.readable(folder / WEIGHTS)
     if isinstance(network, Film):
         network.text.config.save_pretrained(folder / TEXT)
         network.tokenizer.save_pretrained(folder / TOKENIZER)

@@ -1,0 +1,49 @@
+"""Places that are written to: whether they can be, before there is work to lose, and who may read what is there."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from pathlib import Path
+
+from flowgrpo.errors import UserError
+
+
+def require_folder(path: str | Path) -> None:
+    """UserError where no file can be written below the folder `path`, which need not exist, and is not left behind."""
+    _try(Path(path), Path(path))
+
+
+def require_file(path: str | Path) -> None:
+    """UserError where the file `path` cannot be written; it is not changed, and its folders are not left behind."""
+    _try(Path(path), Path(path).parent)
+
+
+def _try(path: Path, folder: Path) -> None:
+    made: list[Path] = []
+    try:
+        made = [each for each in (folder, *folder.parents) if not each.exists()]
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+        if path != folder and path.exists():
+            path.open("ab").close()
+    except OSError as error:
+        kind = "folder" if path == folder else "file"
+        raise UserError(f"{path} cannot be written ({error.strerror}): expected a {kind} that can, name another one"
+                        ) from None
+    finally:
+        for each in made:
+            with contextlib.suppress(OSError):
+                each.rmdir()
+
+
+def readable(place: Path) -> None:
+    """Give safetensors files, which are written for their owner alone, the mode that every other new file has: of the
+    file `place`, or of all in that folder and the folders in it."""
+    mask = os.umask(0o077)  # it cannot be asked for without being set
+    os.umask(mask)
+    for file in (place, *place.rglob("*.safetensors")):
+        if file.is_file():
+            file.chmod(0o666 & ~mask)
