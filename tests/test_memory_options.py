@@ -208,6 +208,29 @@ def test_pictures_are_decoded_one_by_one(how):
     assert seen[-3:] == [1, 1, 1]
 
 
+def test_the_starters_pictures_are_decoded_tile_by_tile():
+    """Of its autoencoder diffusers thinks that a picture has 8 times the size of its latents."""
+    pipe = load_pipeline("starter")
+    pipe.vae.tile_sample_min_size = 64
+    whole = PipelinePolicy(pipe, None, guidance=2.0)
+    conditioning, tiles = whole.encode(["two red circles"]), []
+    grid = shifted(8, 3.0)
+    latents = whole.run(Task(grid, range(8)), conditioning, None, whole.generators([0]))[0].repeat(1, 1, 2, 2)
+    expected = whole.decode(latents, conditioning)
+    tiled = PipelinePolicy(pipe, None, guidance=2.0, memory=Memory(vae="tiled"))
+    pipe.vae.decoder.register_forward_hook(lambda _, args, out: tiles.append((args[0].shape[-1], out.shape[-1])))
+    found = tiled.decode(latents, conditioning)
+    assert found.shape == expected.shape == (1, 3, 128, 128) and len(tiles) == 9 and tiles[0] == (16, 64)
+    assert (found - expected).abs().mean() < 0.1 * expected.std() and expected.std() > 0.1
+    torch.testing.assert_close(found[..., :32, :32], expected[..., :32, :32], rtol=0, atol=1e-3)
+
+
+def test_an_autoencoder_of_sound_has_no_tiles_and_hinders_none():
+    pipe, _ = pipelines.make("LTX2Pipeline")
+    frozen.decode_in_parts(pipe, "tiled")
+    assert pipe.vae.use_tiling and pipe.vae.use_slicing and not hasattr(pipe.audio_vae, "use_tiling")
+
+
 def test_an_autoencoder_without_parts_is_told():
     pipe = types.SimpleNamespace(components={"vae": torch.nn.Identity()})
     with pytest.raises(UserError, match="no slicing: use whole"):

@@ -116,9 +116,12 @@ def decode_in_parts(pipe: Any, how: str) -> None:
     vaes = [part for name, part in pipe.components.items() if isinstance(part, torch.nn.Module)
             and ("vae" in name or name == "vqgan")]
     for option in ["slicing"] + ["tiling"] * (how == "tiled"):
-        able = [vae for vae in vaes if hasattr(vae, f"enable_{option}")]
+        able = [vae for vae in vaes if hasattr(vae, f"use_{option}")]  # all have the method, which then raises
         if not able:
             raise UserError(f"memory.vae is {how!r}, but the autoencoder of {type(pipe).__name__} has no {option}: use "
                             f"{'whole' if option == 'slicing' else 'sliced'}")
         for vae in able:
             getattr(vae, f"enable_{option}")()
+            if type(vae).__name__ == "AutoencoderTiny":  # which takes its pictures for 8 times its latents
+                factor = vae.config.upsampling_scaling_factor ** (len(vae.config.num_decoder_blocks) - 1)
+                vae.spatial_scale_factor, vae.tile_latent_min_size = factor, vae.tile_sample_min_size // factor
