@@ -75,6 +75,7 @@ def test_pictures_are_conditioning():
     ("HiDreamImagePipeline", "the gradient is off by "),
     ("OmniGenPipeline", "OmniGenPipeline has no encode_prompt"),
     ("StableDiffusion4Pipeline", "no tiny 'StableDiffusion4Pipeline' can be built: did you mean"),
+    ("StableDiffusionPipelin", "no tiny 'StableDiffusionPipelin' can be built: did you mean 'StableDiffusionPipel"),
 ])
 def test_a_class_that_cannot_be_driven_is_told_without_a_model(name, reason):
     told = check.report(name)
@@ -121,6 +122,15 @@ def test_a_frozen_adapter_is_found_out():
     policy.pipe.transformer.register_forward_hook(lambda _, args, out: (out[0].detach() + zero,))
     with pytest.raises(UserError, match="the gradient that reaches the adapter has the norm 0.0"):
         check._replayed(policy, policy.encode(["a"]), {})
+
+
+def test_of_a_class_without_a_tiny_instance_nothing_is_known(capsys):
+    assert main(["check", "FluxImg2ImgPipeline"]) == 2
+    assert capsys.readouterr().out.splitlines() == [
+        "model     FluxImg2ImgPipeline", "drivable  unknown",
+        "reason    there is no tiny instance of FluxImg2ImgPipeline, so that nothing is known of it: give a directory "
+        "or a hub id of such a pipeline"]
+    assert check.report("FluxImg2ImgPipeline")["drivable"] is None
 
 
 def test_the_command_exits_with_2_where_it_cannot(model, tmp_path, capsys):

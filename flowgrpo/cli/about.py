@@ -20,7 +20,7 @@ def check(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Tell whether a pipeline or a language model can be trained, what it needs, and why not; exit code 2 where it
-    cannot."""
+    cannot, or where that is unknown."""
     from flowgrpo import config
     from flowgrpo.policies.check import report
 
@@ -29,6 +29,7 @@ def check(
         typer.echo(json.dumps(told, indent=2, default=str))
     else:
         known = {key: value for key, value in told.items() if value is not None}
+        known = {"model": told["model"], "drivable": "unknown"} | known
         width = max(len(key) for key in known)
         for key, value in known.items():
             typer.echo(f"{key.replace('_', ' '):<{width}}  {_plain(value)}")

@@ -5,6 +5,7 @@ Of language models: check_text.py.
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -34,11 +35,13 @@ from flowgrpo.samplers.predictions import prediction
 from flowgrpo.samplers.rollout import Exploration, explore, replay, seeder
 from flowgrpo.samplers.scheduler import Task
 from flowgrpo.samplers.solvers import Euler
+from flowgrpo.starter import FOLDERS
 
 PROMPT = "a red circle"
 RANK, GROUP = 4, 2
 SHARES, LARGEST_GRADIENT_ERROR = (1e-3, 1e-4), 0.01  # of small steps along the gradient
 LARGEST_LOG_RATIO = 1e-6  # above it a run in fp32 stops before its first update
+LIKE = 0.8  # from which likeness on a name is a misspelt one, and not a hub id
 STEPS, SAMPLES = 10, 12  # of the example that tells the cost
 # What is told of a pipeline, beside `check_text.FIELDS` of a language model.
 FIELDS = ("pipeline", "scheduler", "prediction", "denoisers", "parameters", "lora_parameters", "lora_targets",
@@ -55,13 +58,14 @@ def report(model: Any, config: Config | None = None) -> dict[str, Any]:
     processor). config: a recipe, for the pipeline's arguments, the adapter, the precision, guidance, checkpointing and
     the memory that it needs; without one the defaults, in fp32.
 
-    Keys of a pipeline, None where the check did not come that far: model, drivable; where it is not, reason (one line);
-    pipeline, scheduler, prediction, denoisers, parameters, lora_parameters, lora_targets; lora_loader (what loads a
-    LoRA of each denoiser into the stock pipeline); conditioning (arguments that differ from prompt to prompt),
-    prompts_per_call, guidance; and at the recipe's guidance: timesteps_per_call (whether `train.pack` goes),
-    picture_shape, latent_shape; replay_error (largest difference of a transition's mean between rollout and replay),
-    first_log_ratio (largest |log ratio| of the replay, which has to be 0), lora_grad (norm of the adapter's gradient),
-    gradient_error (in fp32: how far a step along the gradient is from what it foretells, relative);
+    Keys of a pipeline, None where the check did not come that far: model, drivable (None of a diffusers class that has
+    no tiny instance); where it is not, reason (one line); pipeline, scheduler, prediction, denoisers, parameters,
+    lora_parameters, lora_targets; lora_loader (what loads a LoRA of each denoiser into the stock pipeline);
+    conditioning (arguments that differ from prompt to prompt), prompts_per_call, guidance; and at the recipe's
+    guidance: timesteps_per_call (whether `train.pack` goes), picture_shape, latent_shape; replay_error (largest
+    difference of a transition's mean between rollout and replay), first_log_ratio (largest |log ratio| of the replay,
+    which has to be 0), lora_grad (norm of the adapter's gradient), gradient_error (in fp32: how far a step along the
+    gradient is from what it foretells, relative);
     memory (GiB by phase, for the recipe, see memory.py), memory_parts (GiB by part, of the update);
     evaluations_per_picture and evaluations_per_picture_shared: of a mix_grpo rollout with 10 steps and 12 pictures per
     prompt at guidance 1, on average over the window's places, without and with a shared prefix.
@@ -82,6 +86,8 @@ def report(model: Any, config: Config | None = None) -> dict[str, Any]:
             else:
                 _drive(model, config, found)
         found["drivable"] = True
+    except Unknown as error:
+        found |= {"drivable": None, "reason": str(error)}
     except Exception as error:  # whatever a stranger's pipeline raises is the answer
         told = " ".join(str(error).split()) or "no message"
         found["reason"] = told if isinstance(error, UserError) else f"{type(error).__name__}: {told}"
@@ -119,20 +125,32 @@ def _drive(model: Any, recipe: Config | None, found: dict[str, Any]) -> None:
     found |= _cost() | _memory(policy, config, conditioning)
 
 
+class Unknown(UserError):
+    """Nothing can be told of a model, for want of it."""
+
+
 def _loaded(model: str, config: Config) -> tuple[Any, dict[str, Any]]:
     """The pipeline, in the recipe's precision, and the arguments of its call."""
     known = tiny.factories()
-    named = model in known or (model.isidentifier() and model.endswith("Pipeline"))
-    if not named or Path(model).exists():
-        pipe = load_pipeline(model, config.precision, weights=config.memory.weights)
-        return pipe, config.model_copy(update={"model": model}).call
+    if Path(model).exists() or model in FOLDERS or not (model in known or model.isidentifier()):
+        return _read(model, config)
     import diffusers
 
     if model not in known and hasattr(diffusers, model):
         refuse(getattr(diffusers, model))
+        raise Unknown(f"there is no tiny instance of {model}, so that nothing is known of it: give a directory or a "
+                      "hub id of such a pipeline")
+    close = difflib.get_close_matches(model, [*known, *FOLDERS], n=1, cutoff=LIKE)
+    if model not in known and not model.endswith("Pipeline") and not close:
+        return _read(model, config)
     pipe, call = tiny.make(model)
     with unlogged():  # of modules that loading, and not casting, would keep in fp32
         return pipe.to(DTYPES[config.precision]), call
+
+
+def _read(model: str, config: Config) -> tuple[Any, dict[str, Any]]:
+    pipe = load_pipeline(model, config.precision, weights=config.memory.weights)
+    return pipe, config.model_copy(update={"model": model}).call
 
 
 def refuse(cls: type) -> None:
