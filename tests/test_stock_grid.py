@@ -9,6 +9,7 @@ import tiny
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 
+from flowgrpo.policies import memory
 from flowgrpo.policies.tiny import make
 from flowgrpo.samplers.scheduler import Task
 
@@ -80,3 +81,9 @@ def test_a_run_trains_on_it():
     trainer = tiny.trainer(tiny.policy(tiny.flux()), train__grid="stock")
     torch.testing.assert_close(trainer.explorer.grid, sampled("FluxPipeline", 6), rtol=0, atol=1e-7)
     assert trainer.run_epoch()["log_ratio_max"] < 1e-6
+
+
+def test_the_memory_of_a_run_is_told_on_it():
+    policy, grids = tiny.policy(tiny.flux()), ("stock", "shifted")
+    own, other = (memory.memory(policy, tiny.config(train__grid=grid), policy.encode(["red"])) for grid in grids)
+    assert own == other and own["rollout"]["recorded states"] > 0
