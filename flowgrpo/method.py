@@ -48,7 +48,7 @@ class Method:
     adapted: which modules are trained; chain: how recorded steps become one decision (None: each is its own);
     draws: how the texts of a group are drawn; spread: how the advantage of a text is spread over its tokens;
     curriculum: which prompts an epoch begins with; redraw: which of their groups are replaced by other prompts;
-    value: the value model of a language model (None: none).
+    value: the value model of a language model, or how the critic of edits learns (None: none).
 
     Of a language model the kernel is a `tokens.Decoding`, of a masked one an `Unmasking`, and what is about denoising
     (plan, solver, tail, roots, strides, preview, times, adapted, chain, edit) is not read; its backprop is a

@@ -32,6 +32,7 @@ from flowgrpo.parts import (
     lookahead,
     paired,
     pooled,
+    recall,
     redraws,
     reductions,
     references,
@@ -81,7 +82,7 @@ MODULES: dict[str, tuple[ModuleType, ...]] = {
     "spread": (spreads,),
     "curriculum": (curriculum, knapsack),
     "redraw": (redraws, hints),
-    "value": (critic,)}
+    "value": (critic, recall)}
 # What parts return or hold.
 _RECORDS = {plans.Schedule, lookahead.Branch, backprop.Unfinished, backprop.Valued, chains.Chain, edits.Edits,
             edits.Seen, edits.Beside}

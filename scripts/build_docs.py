@@ -170,7 +170,7 @@ PLACES = {"kernel": "the Gaussian transition of a step that draws noise; of a la
           "curriculum": "which prompts an epoch begins with",
           "redraw": "which groups are replaced by other prompts",
           "chain": "how the recorded steps of a sample become one decision",
-          "value": "a language model's value model, whose advantages are per token",
+          "value": "a language model's value model, whose advantages are per token, or how the critic of edits learns",
           "edit": "how a small policy edits the final latents of a model that stays as it is"}
 PAPER = re.compile(r"\b\d{4}\.\d{5}\b")
 

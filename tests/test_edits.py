@@ -21,6 +21,7 @@ from flowgrpo.methods import preset, resolve
 from flowgrpo.objectives import GaussianKL
 from flowgrpo.objectives.actor_critic import ActorCritic
 from flowgrpo.parts.paired import Paired
+from flowgrpo.parts.recall import Recall
 from flowgrpo.policies.conditioning import Conditioning
 from flowgrpo.policies.edit_networks import Editor, EditWeights, load_editor, tokens, untokens
 from flowgrpo.policies.edit_policy import EditPolicy
@@ -167,7 +168,7 @@ def test_the_loss_by_hand():
     torch.testing.assert_close(loss(ratio, advantage, seen), torch.tensor([[-2.2 + 0.125], [1.05 + 2.0]]).double(),
                                rtol=0, atol=1e-7)
     assert loss.clipped(ratio, advantage).tolist() == [[True], [False]]
-    for fields in ({"critic": 0.0}, {"low": -1.0}, {"through": -1.0}, {"ratio": -1.0}, {"ratio": 0.0}):
+    for fields in ({"critic": -0.1}, {"low": -1.0}, {"through": -1.0}, {"ratio": -1.0}, {"ratio": 0.0}):
         with pytest.raises(ValueError):
             ActorCritic(**fields)
 
@@ -383,5 +384,6 @@ def test_parts_that_do_not_go_with_an_edit_are_refused(options, told):
 def test_defaults():
     expo = preset("expo")
     assert (expo.edit, expo.surrogate, expo.advantage) == (Edit(), ActorCritic(1e-3, 1e-3, 0.5), Paired())
+    assert expo.value == Recall()
     assert expo.kl == GaussianKL(0.01) and not expo.records_steps and preset("tree_rpo", "expo") == replace(
         expo, shaping=preset("tree_rpo").shaping)

@@ -30,8 +30,8 @@ class ActorCritic:
 
     def __post_init__(self) -> None:
         require_range("ActorCritic", self.low, self.high)
-        if not self.critic > 0:
-            raise ValueError(f"ActorCritic: critic is {self.critic}, expected above 0, the weight of the critic's loss")
+        if not self.critic >= 0:
+            raise ValueError(f"ActorCritic: critic is {self.critic}, expected 0 or more, the weight of its loss")
         if min(self.through, self.ratio) < 0 or not self.through + self.ratio > 0:
             raise ValueError(f"ActorCritic: through is {self.through} and ratio {self.ratio}, expected 0 or more and "
                              "one of them above 0: nothing else trains the edit")
@@ -62,6 +62,9 @@ def require(method: Any, group: int) -> None:
     if not reads:
         raise ValueError(f"the surrogate {type(method.surrogate).__name__} trains no critic, which chooses between a "
                          "base and its edit: use ActorCritic")
+    if not method.surrogate.critic and method.value is None:
+        raise ValueError("surrogate.critic is 0 and there is no value part: the critic would learn nothing, set "
+                         "parts.value: {type: Recall}")
     if group % 2:
         raise ValueError(f"train.group is {group}: half of the samples are bases, the others their edits: use an even "
                          "number")

@@ -17,6 +17,7 @@ from torch.nn.functional import one_hot
 
 from flowgrpo import checkpoint
 from flowgrpo.geometry import Geometry
+from flowgrpo.parts.recall import Recall, Recalling
 from flowgrpo.parts.spreads import Evenly
 from flowgrpo.processes import Processes
 from flowgrpo.samplers.rollout import Part
@@ -158,15 +159,21 @@ class Critic:
         checkpoint.load_optimizer(self.optimizer, state)
 
 
-def make_critic(method: Any, policy: Any, geometry: Geometry, processes: Processes) -> NoCritic | Critic:
+def make_critic(method: Any, policy: Any, geometry: Geometry, processes: Processes) -> NoCritic | Critic | Recalling:
     """The value model that a method asks for."""
     if method.value is None:
         return NoCritic()
+    if isinstance(method.value, Recall):
+        return Recalling(method.value, policy.editor, processes)
     return Critic(method.value, policy, method.kernel, geometry, processes)
 
 
 def require(method: Any) -> None:
-    """ValueError where a method with a value model has no tokens for it."""
+    """ValueError where a method with a value model has no tokens for it, or no edits."""
+    if isinstance(method.value, Recall):
+        if method.edit is None:
+            raise ValueError("value is Recall, which trains the critic of edits: leave it out, or use expo")
+        return
     if method.value is not None and (not method.for_tokens or method.backprop):
         raise ValueError(f"value is {type(method.value).__name__}, which reads a language model's tokens and their "
                          "log-probabilities: leave it out, or use ppo or trace_rl_value")

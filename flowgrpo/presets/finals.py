@@ -8,7 +8,7 @@ from typing import Any
 from flowgrpo import advantages, objectives, selection
 from flowgrpo.method import Method
 from flowgrpo.objectives import actor_critic, forward_process
-from flowgrpo.parts import lag, layer_tuning, paired, reductions, references, shaping
+from flowgrpo.parts import lag, layer_tuning, paired, recall, reductions, references, shaping
 from flowgrpo.samplers import backprop, edits, forward, kernels, plans, relaxation, tokens
 
 
@@ -102,7 +102,7 @@ def alignprop(method: Method = Method()) -> Method:
 def _backprop(method: Method, ending: Any) -> Method:
     """A method that follows the reward's gradient, on a deterministic rollout; what compares samples is not read."""
     return replace(method, backprop=ending, kernel=kernels.FlowDDIM(0.0), roots=None, strides=(1,), tail=1.0,
-                   times=forward.Recorded(), lag=lag.Lag(), edit=None, chain=None, shaping=shaping.AsIs(),
+                   times=forward.Recorded(), lag=lag.Lag(), edit=None, value=None, chain=None, shaping=shaping.AsIs(),
                    advantage=advantages.Advantage(scale="group", order="rewards"), selection=selection.All(),
                    log_ratio=objectives.PlainRatio(), surrogate=objectives.Ascent(), step_weight=objectives.Uniform(),
                    kl=objectives.GaussianKL(0.0), tuning=layer_tuning.LayerTuning())
@@ -127,4 +127,4 @@ def expo(method: Method = Method()) -> Method:
                    surrogate=actor_critic.ActorCritic(), step_weight=objectives.Uniform(),
                    kl=objectives.GaussianKL(0.01), tuning=layer_tuning.LayerTuning(), lag=lag.Lag(),
                    times=forward.Recorded(), shaping=shaping.AsIs(), selection=selection.All(), backprop=None,
-                   chain=None, preview=None)
+                   chain=None, preview=None, value=recall.Recall())
