@@ -11,6 +11,7 @@ import torch
 
 from flowgrpo import advantages, objectives, selection
 from flowgrpo.errors import UserError
+from flowgrpo.objectives import forward_process
 from flowgrpo.parts import (
     adapted,
     curriculum,
@@ -113,14 +114,23 @@ class Method:
             return self
         if process == "flow":
             return self._with_form({there: here for here, there in _FORMS.items()})
-        if not isinstance(self.times, forward.Recorded):
-            raise UserError(f"this model is variance-preserving (it predicts noise or v), but {self.times} noises the "
-                            "finals of flow matching alone: use a method that trains recorded steps, such as ddpo")
+        if isinstance(self.times, forward.Recorded):
+            return self._on_vp()
+        for part, kind in ((self.times, forward.Stratified), (self.surrogate, forward_process.Preference)):
+            if not isinstance(part, kind):
+                raise UserError(f"this model is variance-preserving (it predicts noise or v), but {part} is about "
+                                f"noised finals of flow matching alone, expected {kind.__name__}: use diffusion_dpo as "
+                                "it is, or a method that trains recorded steps, such as ddpo")
+        # A rollout that draws nothing on its way has no use for a kernel.
+        return (replace(self, kernel=kernels.DDIM(0.0)) if isinstance(self.plan, plans.NoSteps) else self)._on_vp()
+
+    def _on_vp(self) -> Method:
         takes = {"kernel": (type(self.kernel) in (*_FORMS, *_FORMS.values()), "{type: FlowDDIM, eta: 1.0}"),
                  "solver": (isinstance(self.solver, solvers.Euler), "{type: Euler}"),
                  "tail": (self.tail == 1, "1.0"), "strides": (max(self.strides) == 1, "[1]"),
-                 # 1 / (grid[i] - grid[i+1]) is negative on alpha-bars
-                 "step_weight": (not isinstance(self.step_weight, objectives.InverseDelta), "{type: Uniform}")}
+                 # 1 / (grid[i] - grid[i+1]) is negative on alpha-bars, which are no sigmas
+                 "step_weight": (not isinstance(self.step_weight, (objectives.InverseDelta, objectives.Sigma)),
+                                 "{type: Uniform}")}
         cures = {name: cure for name, (fits, cure) in takes.items() if not fits}
         if cures:
             got = ", ".join(f"{name} {getattr(self, name)}" for name in cures)
@@ -150,10 +160,14 @@ class Method:
                                      self.reads_means, timesteps))
         return found
 
-    def noised(self, grid: torch.Tensor, group: int, epoch: int, seed: int) -> Exploration | None:
-        """When an epoch noises its finals; None where it trains recorded steps. ValueError where no time is left."""
+    def noised(self, grid: torch.Tensor, group: int, epoch: int, seed: int, alphas: torch.Tensor | None = None
+               ) -> Exploration | None:
+        """When an epoch noises its finals; None where it trains recorded steps. ValueError where no time is left.
+
+        alphas: the alpha-bars of all timesteps, of a variance-preserving process alone.
+        """
         times = self.times(grid, epoch, seed)
-        return None if times is None else forward.exploration(times, group, self.solver, self.reads_means)
+        return None if times is None else forward.exploration(times, group, self.solver, self.reads_means, alphas)
 
     @property
     def compares_with_reference(self) -> bool:

@@ -82,7 +82,8 @@ class Explorer:
 
     def noised(self, epoch: int) -> Exploration | None:
         """The times at which an epoch's finals are noised and trained; None where its recorded steps are."""
-        return self.method.noised(self.grid, self.config.train.group, epoch, self.config.seed)
+        alphas = self.policy.stock.alphas_cumprod.cpu() if self.policy.process == "vp" else None
+        return self.method.noised(self.grid, self.config.train.group, epoch, self.config.seed, alphas)
 
     def seeds(self, epoch: int, turn: int = 0, prompts: int | None = None) -> Seed:
         """An epoch's seeds: of the first of one's own prompts, by its place among those of all processes, behind those

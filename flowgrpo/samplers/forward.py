@@ -3,6 +3,9 @@
 After a rollout by any solver the final state x0 of every leaf is noised at the epoch's times t, x_t = (1-t) x0 + t eps,
 and the model's velocity there is compared with its target eps - x0. Written as a transition, "from x_t to eps - x0"
 under N(v, 1), it is recorded, replayed and scored like any other.
+
+A variance-preserving process noises x_t = sqrt(a) x0 + sqrt(1-a) eps at a timestep of alpha-bar a, and the target of
+the model's noise is eps (Diffusion-DPO, 2311.12908, equation 14).
 """
 
 from __future__ import annotations
@@ -123,21 +126,23 @@ def noised(policy, conditioning, part: Part, exploration: Exploration, micro_bat
     seed: of the leaves, as in the rollout; their noise is another draw. Each leaf has its own at every time, or with
     `shared` that of its group.
     """
-    (x0,), group = part.finals, exploration.group
+    (x0,), group, vp = part.finals, exploration.group, exploration.timesteps is not None
     leaves = [-1 if shared else row % group for row in range(len(x0))]
     noise = Noise(policy.generators(_forked(seed(int(p), leaf)) for p, leaf in zip(part.prompts, leaves, strict=True)))
     rows, means = torch.arange(len(x0)), exploration.keep_means
     transitions = tuple(_noised(k, *states, part.prompts, rows, means) for k, states in enumerate(
-        _states(x0, noise(x0), t, policy.states) for t in exploration.grid[:-1].tolist()))
+        _states(x0, noise(x0), t, policy.states, vp) for t in exploration.grid[:-1].tolist()))
     part = replace(part, exploration=exploration, transitions=transitions)
     with policy.sampling():
         return rescored(part, replay(policy, conditioning, part, micro_batch, pack))
 
 
-def _states(x0: Tensor, noise: Tensor, t: float, device: torch.device) -> tuple[Tensor, Tensor]:
-    """x_t and its target, [b,*D], rounded as the network sees them, where recorded states wait."""
+def _states(x0: Tensor, noise: Tensor, t: float, device: torch.device, vp: bool) -> tuple[Tensor, Tensor]:
+    """x_t and its target, [b,*D], rounded as the network sees them, where recorded states wait; t: sigma, or the
+    alpha-bar of a variance-preserving process."""
     clean = x0.float()
-    return tuple(state.to(x0.dtype).to(device) for state in ((1 - t) * clean + t * noise, noise - clean))
+    states = (t**0.5 * clean + (1 - t)**0.5 * noise, noise) if vp else ((1 - t) * clean + t * noise, noise - clean)
+    return tuple(state.to(x0.dtype).to(device) for state in states)
 
 
 def _noised(k: int, x: Tensor, target: Tensor, prompts: Tensor, rows: Tensor, means: bool) -> Transitions:
@@ -147,11 +152,18 @@ def _noised(k: int, x: Tensor, target: Tensor, prompts: Tensor, rows: Tensor, me
     return Transitions(k, x, prompts, rows, target, unscored)
 
 
-def exploration(times: Tensor, group: int, solver: Callable, keep_means: bool) -> Exploration:
-    """Noised finals as an exploration: a grid of the times, at each of which every leaf has one transition."""
-    every = tuple(range(len(times)))
+def exploration(times: Tensor, group: int, solver: Callable, keep_means: bool, alphas: Tensor | None = None
+                ) -> Exploration:
+    """Noised finals as an exploration: a grid of the times, at each of which every leaf has one transition.
+
+    alphas: [N], the alpha-bars of a variance-preserving process' timesteps: a time t is then timestep int(t N).
+    """
+    every, timesteps = tuple(range(len(times))), None
+    if alphas is not None:
+        timesteps = (times * len(alphas)).long().clamp(max=len(alphas) - 1)
+        times = alphas[timesteps]
     return Exploration(torch.cat([times, times.new_zeros(1)]), Schedule(every, every), matching, solver, group, group,
-                       keep_means=keep_means)
+                       keep_means=keep_means, timesteps=timesteps)
 
 
 def _forked(seed: int) -> int:
