@@ -34,6 +34,7 @@ from flowgrpo.parts.critic import make_critic
 from flowgrpo.parts.reductions import PerDecision, reduced
 from flowgrpo.policies.build import make_explorer
 from flowgrpo.processes import Processes
+from flowgrpo.queued import queued
 from flowgrpo.rewards.pairwise import pairing
 from flowgrpo.samplers.rollout import Part
 from flowgrpo.signals import Stop, Stopped
@@ -224,12 +225,12 @@ class Trainer:
         reference = self.anchor.scores(part, lambda part: self.explorer.replay(part, conditioning))
         beside = self.explorer.beside(part, conditioning, reference)
         for batch, (k, rows, new) in enumerate(self.explorer.replay(part, conditioning)):
-            taken, advantage = part.transitions[k], part.advantage(k, rows).to(device)
+            taken, advantage = part.transitions[k], queued(part.advantage(k, rows), device)
             old = taken.old.rows(rows).to(device)
             log_ratio, read = method.log_ratio(new, old), beside(batch, k, rows, new, old)
             loss = method.surrogate(log_ratio, advantage, read) * weights[taken.step]
             if taken.correction is not None:
-                loss = loss * taken.correction[rows].to(device)
+                loss = loss * queued(taken.correction[rows], device)
             penalty = kl(new, reference[batch].to(device)) if kl.weight else None
             loss = loss if penalty is None else loss + penalty
             if taken.goal is not None:

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flowgrpo.queued import queued
+
 
 def wide(*tensors: Tensor) -> tuple[Tensor, ...]:
     """The tensors in the one dtype they all fit in, float32 at least (half becomes float32, float64 stays)."""
@@ -69,8 +71,8 @@ class Scored:
 
     def to(self, device: torch.device) -> Scored:
         """The score with its large parts on the device; std and slope, a number or a few, stay where they are."""
-        mean, entropy = (each if each is None else each.to(device) for each in (self.mean, self.entropy))
-        return Scored(self.logp.to(device), self.mask.to(device), mean, self.std, self.slope, entropy)
+        mean, entropy = (each if each is None else queued(each, device) for each in (self.mean, self.entropy))
+        return Scored(queued(self.logp, device), queued(self.mask, device), mean, self.std, self.slope, entropy)
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,7 +86,7 @@ class Goal:
         return Goal(self.mean[at], self.weight[at])
 
     def to(self, device: torch.device) -> Goal:
-        return Goal(self.mean.to(device), self.weight.to(device))
+        return Goal(queued(self.mean, device), queued(self.weight, device))
 
 
 @dataclass(frozen=True, eq=False)

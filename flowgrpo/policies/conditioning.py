@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_map_only
 from flowgrpo import disk
 from flowgrpo.errors import UserError
 from flowgrpo.policies.memo import digest
+from flowgrpo.queued import queued
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ class Conditioning:
 
 
 def _rows(value: torch.Tensor | list[Any], picked: list[int]) -> torch.Tensor | list[Any]:
-    return value[picked] if torch.is_tensor(value) else [value[i] for i in picked]
+    return value[queued(torch.tensor(picked), value.device)] if torch.is_tensor(value) else [value[i] for i in picked]
 
 
 class Encoder:

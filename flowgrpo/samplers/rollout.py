@@ -18,6 +18,7 @@ import torch
 
 from flowgrpo import gaussian
 from flowgrpo.errors import UserError
+from flowgrpo.queued import queued
 from flowgrpo.samplers import grids
 from flowgrpo.samplers.kernels import scaled
 from flowgrpo.samplers.plans import Schedule
@@ -248,7 +249,7 @@ class _Grower:
         for rows in torch.arange(len(nodes.prompts)).split(self.micro_batch):
             own = nodes.generators[rows[0]:rows[-1] + 1]
             task = exploration.task(start, stop, Noise(own))
-            x, x0 = (None if value is None else value[rows.to(value.device)] for value in (nodes.x, nodes.x0))
+            x, x0 = (None if value is None else value[queued(rows, value.device)] for value in (nodes.x, nodes.x0))
             state, record = self.policy.run(task, self.conditioning.rows(nodes.prompts[rows]), x, own, x0)
             states.append(state)
             records.append(record)
@@ -262,7 +263,7 @@ class _Grower:
         width = math.prod(n for later, n in self.exploration.splits.items() if later > step)  # leaves below a child
         drawn, records = [], []
         for rows in torch.arange(len(nodes.prompts)).split(self.micro_batch):
-            x = nodes.x[rows.to(nodes.x.device)]
+            x = nodes.x[queued(rows, nodes.x.device)]
             with self.policy.sampling():
                 v = self.policy.replay(self.conditioning.rows(nodes.prompts[rows]), x, grid, step,
                                        self.exploration.timesteps).detach()
@@ -342,7 +343,7 @@ def _batches(sizes: list[int], micro_batch: int, pack: bool) -> list[list[tuple[
 def _evaluated(policy, conditioning, part: Part, batch: list[tuple[int, range]]) -> tuple[torch.Tensor, torch.Tensor]:
     """The states [b,*D] of a batch and the model's output [b,*D]."""
     exploration, taken = part.exploration, [(part.transitions[k], states) for k, states in batch]
-    x = _cat([each.x[states.start:states.stop] for each, states in taken]).to(policy.device)
+    x = queued(_cat([each.x[states.start:states.stop] for each, states in taken]), policy.device)
     prompts = torch.cat([each.prompts[states.start:states.stop] for each, states in taken])
     step = taken[0][0].step if len(taken) == 1 else torch.tensor([each.step for each, states in taken for _ in states])
     return x, policy.replay(conditioning.rows(prompts), x, exploration.grid, step, exploration.timesteps)
@@ -353,10 +354,10 @@ def _scored(part: Part, taken: Transitions, states: range, x: torch.Tensor, v: t
     [b,*D]."""
     exploration, device = part.exploration, x.device
     low, high = torch.searchsorted(taken.parent, torch.tensor([states.start, states.stop])).tolist()
-    of = (taken.parent[low:high] - states.start).to(device)
+    of = queued(taken.parent[low:high] - states.start, device)
     transition = exploration.transition(x, v, exploration.grid, taken.step).rows(of)
     slope = exploration.slope(taken.step) if exploration.keep_means else None
-    x_next = taken.x_next[low:high].to(device)
+    x_next = queued(taken.x_next[low:high], device)
     return slice(low, high), score(transition, x_next, exploration.keep_means, slope)
 
 

@@ -16,6 +16,7 @@ import torch
 from diffusers.utils.torch_utils import randn_tensor
 
 from flowgrpo import gaussian
+from flowgrpo.queued import queued
 from flowgrpo.samplers.kernels import DDIM, denoised, predict_x0
 from flowgrpo.samplers.predictions import as_noise, process
 from flowgrpo.samplers.solvers import Euler
@@ -49,8 +50,7 @@ class Noise:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         drawn = randn_tensor(x.shape, generator=self.generators, device=torch.device("cpu"), dtype=torch.float32)
-        # From pinned memory the copy is queued, and the host does not wait for the steps before.
-        return drawn.pin_memory().to(x.device, non_blocking=True) if x.device.type == "cuda" else drawn.to(x.device)
+        return queued(drawn, x.device)
 
     def row(self, i: int) -> Noise:
         return Noise(self.generators[i:i + 1])
@@ -93,7 +93,7 @@ class Task:
 
     def of_state(self, values: torch.Tensor, x: torch.Tensor, i: int) -> torch.Tensor:
         """The value of step i among the grid's or the timesteps' `values`, or of each row's own, beside x."""
-        return values[i] if self.rows is None else values[self.rows].to(x.device).view(-1, *[1] * (x.ndim - 1))
+        return values[i] if self.rows is None else queued(values[self.rows], x.device).view(-1, *[1] * (x.ndim - 1))
 
     def row(self, i: int) -> Task:
         """The task of the i-th row alone."""
@@ -231,19 +231,19 @@ class PolicyScheduler:
         self._pending = [None] * self.idle + list(task.steps)
         self.num_inference_steps = len(self._pending)
         grid = 1 - task.grid if self.inverted else task.grid
-        grid = grid.to(device, torch.float32)
+        grid = queued(grid.float(), device)
         every = grid * self.config.num_train_timesteps
         if self.process == "vp":  # a task without steps comes without timesteps
             every = torch.zeros(1, dtype=torch.int64) if task.timesteps is None else task.timesteps
         elif timesteps is not None and mu is not None:  # CogView4's network reads times from before their shift
             back = 1 / mu if self.config.time_shift_type == "linear" else -mu
             every = self.time_shift(back, 1.0, grid) * self.config.num_train_timesteps
-        every = every.to(device)
+        every = queued(every, device)
         # A pipeline that reads sigmas counts its own steps. An idle step stands at the place of the first.
         self.sigmas = torch.cat([grid[first:first + 1]] * self.idle + [grid[first:task.steps.stop + 1]])
         self.timesteps = torch.cat([every[first:first + 1]] * self.idle + [every[first:task.steps.stop]])
         if task.rows is not None:
-            vector = every[task.rows.to(every.device)].repeat(task.copies)
+            vector = every[queued(task.rows, every.device)].repeat(task.copies)
             self.timesteps = vector.expand(len(self._pending), -1)
         if self.halved:
             self.timesteps = torch.cat([self.timesteps, self.timesteps])
