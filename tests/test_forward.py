@@ -299,7 +299,8 @@ def test_what_noised_finals_hold_is_foretold():
     trainer, parts = noised_parts()
     held = [tensor for part in parts for taken in part.transitions
             for tensor in (taken.x, taken.x_next, taken.old.mean)] + [part.finals[0] for part in parts]
-    assert sum(len(tensor) for tensor in held) == memory._recorded(trainer.policy, trainer.config) == 8 * (5 * 3 + 1)
+    assert sum(len(tensor) for tensor in held) == memory._recorded(
+        trainer.policy, trainer.config, trainer.explorer.conditioning(trainer.prompts[:2])) == 8 * (5 * 3 + 1)
 
 
 # --- runs ------------------------------------------------------------------------------------------------------------
