@@ -1,8 +1,10 @@
-"""What tests with tables worked by hand share: float64 values, random and given, and a comparison to 1e-10."""
+"""What tests with tables worked by hand share: float64 values, random and given, a comparison to 1e-10, and grids."""
 
 from __future__ import annotations
 
 import torch
+
+from flowgrpo.samplers import grids
 
 
 def f64(values: list) -> torch.Tensor:
@@ -16,3 +18,9 @@ def close(actual: torch.Tensor, expected: list, atol: float = 1e-10) -> None:
 
 def draw(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def stock(scheduler, steps: int, **asked) -> torch.Tensor:
+    """The grid that a scheduler sets when nobody but `asked` tells it anything."""
+    scheduler.set_timesteps(steps, **asked)
+    return grids.stock(scheduler, steps)

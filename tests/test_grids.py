@@ -10,8 +10,9 @@ from diffusers import (
     FlowMatchEulerDiscreteScheduler,
     FlowMatchHeunDiscreteScheduler,
 )
+from tables import stock
 
-from flowgrpo.samplers.grids import compress_tail, shifted, stock, thinned
+from flowgrpo.samplers.grids import compress_tail, shifted, thinned
 
 F64 = torch.float64
 
@@ -37,38 +38,33 @@ def test_shifted_refuses_impossible_settings(steps, shift):
         shifted(steps, shift)
 
 
-def set_alone(scheduler, steps: int, **asked) -> torch.Tensor:
-    scheduler.set_timesteps(steps, **asked)
-    return stock(scheduler, steps)
-
-
 def test_stock_of_sd3_shifts_twice():
     scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0)
-    grid = set_alone(scheduler, 10)
+    grid = stock(scheduler, 10)
     close(grid, [1, 0.960, 0.913, 0.858, 0.790, 0.707, 0.602, 0.465, 0.278, 0.009, 0], 5e-4)
     assert torch.equal(grid, scheduler.sigmas) and grid is not scheduler.sigmas
 
 
 def test_stock_of_flux_with_its_pipelines_sigmas_is_one_shift_by_exp_mu():
     scheduler = FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True)
-    grid = set_alone(scheduler, 10, mu=1.15, sigmas=[1 - i / 10 for i in range(10)])
+    grid = stock(scheduler, 10, mu=1.15, sigmas=[1 - i / 10 for i in range(10)])
     torch.testing.assert_close(grid.double(), shifted(10, math.exp(1.15)), rtol=0, atol=1e-6)
     # The scheduler alone spaces its times down to 1/1000 and not to 1/10.
-    assert set_alone(scheduler, 10, mu=1.15)[-2] < 0.01 < grid[-2]
+    assert stock(scheduler, 10, mu=1.15)[-2] < 0.01 < grid[-2]
 
 
 def test_stock_refuses_schedulers_that_are_no_first_order_flow():
     with pytest.raises(ValueError, match="DDIMScheduler has no sigmas"):
-        set_alone(DDIMScheduler(), 10)
+        stock(DDIMScheduler(), 10)
     with pytest.raises(ValueError, match="DPMSolverMultistepScheduler sets 11 sigmas from 157.4 to 0 for 10 steps"):
-        set_alone(DPMSolverMultistepScheduler(), 10)
+        stock(DPMSolverMultistepScheduler(), 10)
     with pytest.raises(ValueError, match="FlowMatchHeunDiscreteScheduler sets 20 sigmas"):
-        set_alone(FlowMatchHeunDiscreteScheduler(), 10)
+        stock(FlowMatchHeunDiscreteScheduler(), 10)
 
 
 def test_stock_of_inverted_sigmas_runs_from_noise_to_data_too():
-    grid = set_alone(FlowMatchEulerDiscreteScheduler(invert_sigmas=True, shift=3.0), 10)
-    torch.testing.assert_close(grid, set_alone(FlowMatchEulerDiscreteScheduler(shift=3.0), 10), rtol=0, atol=1e-6)
+    grid = stock(FlowMatchEulerDiscreteScheduler(invert_sigmas=True, shift=3.0), 10)
+    torch.testing.assert_close(grid, stock(FlowMatchEulerDiscreteScheduler(shift=3.0), 10), rtol=0, atol=1e-6)
 
 
 def test_compress_tail_by_hand():

@@ -11,9 +11,10 @@ from diffusers import (
     FlowMatchEulerDiscreteScheduler,
     UniPCMultistepScheduler,
 )
+from tables import stock
 
 from flowgrpo.gaussian import log_prob, sample
-from flowgrpo.samplers.grids import shifted, stock
+from flowgrpo.samplers.grids import shifted
 from flowgrpo.samplers.kernels import CPS, DDIM, ODE, DanceSDE, FlowDDIM, FlowSDE, predict_x0, scaled
 
 F64 = torch.float64

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
+from tables import stock
 
 from flowgrpo.gaussian import kl, log_prob
 from flowgrpo.objectives import (
@@ -16,7 +17,7 @@ from flowgrpo.objectives import (
     PlainRatio,
     Uniform,
 )
-from flowgrpo.samplers.grids import shifted, stock
+from flowgrpo.samplers.grids import shifted
 from flowgrpo.samplers.kernels import CPS, DanceSDE, FlowDDIM, FlowSDE
 from flowgrpo.types import Gaussian, Scored
 

@@ -8,6 +8,7 @@ import pytest
 import tiny
 import torch
 from diffusers import CogVideoXDPMScheduler, FlowMatchEulerDiscreteScheduler, LCMScheduler
+from tables import stock
 
 from flowgrpo.samplers import grids
 from flowgrpo.samplers.kernels import CPS, DanceSDE, FlowSDE, predict_x0
@@ -50,22 +51,17 @@ class Toy:
             self.states.append(self.scheduler.step(self.velocities[-1], t, self.states[-1], return_dict=False)[0])
 
 
-def stock_grid(pipe):
-    pipe.scheduler.set_timesteps(STEPS)
-    return grids.stock(pipe.scheduler, STEPS)
-
-
 @pytest.mark.parametrize("guidance", [1.0, 4.0])
 def test_without_noise_it_gives_the_stock_pipelines_latents(pipe, guidance):
     scheduler = PolicyScheduler.over(pipe.scheduler)
-    scheduler.follow(Task(stock_grid(pipe), range(STEPS)))
+    scheduler.follow(Task(stock(pipe.scheduler, STEPS), range(STEPS)))
     torch.testing.assert_close(latents(pipe, scheduler, guidance=guidance), latents(pipe, guidance=guidance),
                                rtol=0, atol=1e-5)
 
 
 def test_the_pipelines_number_of_steps_is_not_read(pipe):
     scheduler = PolicyScheduler.over(pipe.scheduler)
-    scheduler.follow(Task(stock_grid(pipe), range(STEPS)))
+    scheduler.follow(Task(stock(pipe.scheduler, STEPS), range(STEPS)))
     torch.testing.assert_close(latents(pipe, scheduler, steps=2), latents(pipe), rtol=0, atol=1e-5)
 
 

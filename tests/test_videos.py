@@ -14,7 +14,6 @@ from flowgrpo.config import Adapter
 from flowgrpo.errors import UserError
 from flowgrpo.policies.pipeline import PipelinePolicy
 from flowgrpo.policies.tiny import videos
-from flowgrpo.samplers.grids import stock
 from flowgrpo.samplers.kernels import FlowSDE
 from flowgrpo.samplers.plans import Schedule
 from flowgrpo.samplers.rollout import Exploration, explore, make_grid, replay, seeder
@@ -143,12 +142,6 @@ def test_inverted_sigmas_by_hand():
         assert x.item() == expected
     # At time 250, three quarters of the state are noise.
     assert scheduler.add_noise(torch.tensor([8.0]), torch.tensor([4.0]), torch.tensor(250.0)).item() == 5.0
-
-
-def test_the_stock_grid_of_inverted_sigmas_falls():
-    upright, inverted = (stock(FlowMatchEulerDiscreteScheduler(shift=3.0, invert_sigmas=flag), 4)
-                         for flag in (False, True))
-    torch.testing.assert_close(inverted, upright, rtol=0, atol=1e-6)
 
 
 # --- pictures and videos to start from -------------------------------------------------------------------------------
