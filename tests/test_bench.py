@@ -120,21 +120,6 @@ def test_passes_over_a_batch_are_all_that_tells_the_twice_apart():
     assert grpo == entry("flow_grpo", **{"train.inner_epochs": "2"}) == dppo.model_copy(update={"method": grpo.method})
 
 
-def test_runs_from_before_the_published_defaults_stand_and_others_do_not(tmp_path):
-    for name, stands in (("flow_grpo+sol_rl", True), ("sol_rl+diffusion_nft", True), ("branch_grpo", False)):
-        found = entry(name, output=str(tmp_path), name=name)
-        found.folder.mkdir(parents=True)
-        (found.folder / "summary.json").write_text('{"denoiser_evaluations": 7}')
-        for parts, accepted in ((found.parts, True), ({}, stands), ({"tail": 0.5}, False)):
-            written = found.model_copy(update={"parts": parts})
-            (found.folder / "config.yaml").write_text(written.yaml(), encoding="utf-8")
-            if accepted:
-                assert bench_starter.train(found, 7) == {"denoiser_evaluations": 7}
-            else:
-                with pytest.raises(SystemExit, match="was made with another recipe"):
-                    bench_starter.train(found, 7)
-
-
 def test_the_fewest_epochs_that_reach_a_budget(tmp_path):
     # 2 prompts of 3 rows: the step at which they part costs 2, another one 6. Rollout 2 + 9 * 6, replay of the window
     # 2 + 3 * 6, and in the first epoch once more for the first ratio.

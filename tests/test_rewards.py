@@ -182,7 +182,7 @@ def test_a_function_of_a_file_is_found(tmp_path, monkeypatch):
     ("def f(:", "r.py:f", "does not import: SyntaxError: invalid syntax (r.py, line 1)"),
     ("import sys\nsys.exit(3)", "r.py:f", "does not import: SystemExit: 3 (r.py, line 2)"),
     ("f = 3", "r.py:f", "is of type int: expected a function of (images, prompts, metadata)"),
-    ("class f:\n    def __init__(self, path): ...", "r.py:f", "cannot be made: TypeError: "),
+    ("class f:\n    def __init__(self, path): ...", "r.py:f", "needs args: {path: ...}"),
 ])
 def test_broken_files_are_told(text, name, told, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path])

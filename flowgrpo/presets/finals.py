@@ -70,7 +70,8 @@ def _forward(method: Method, times: Any, **parts: Any) -> Method:
     usual = {"plan": plans.NoSteps(), "roots": None, "strides": (1,), "shaping": shaping.AsIs(),
              "selection": selection.All(), "log_ratio": objectives.Matching(), "lag": lag.Lag(),
              "advantage": advantages.Advantage(scale="batch", order="rewards"), "step_weight": objectives.Uniform(),
-             "tuning": layer_tuning.LayerTuning(), "backprop": None, "edit": None, "chain": None}
+             "tuning": layer_tuning.LayerTuning(), "backprop": None, "edit": None, "chain": None,
+             "value": None}
     return replace(method, times=times, **usual | parts)
 
 
