@@ -68,7 +68,7 @@ def plot(results: list[dict[str, Any]], path: Path) -> None:
     for place, method in enumerate(dict.fromkeys(found["method"] for found in results)):
         evaluations, seconds, accuracy = zip(*course(results, method))
         style = {"color": "black", "lw": 2.5} if method == PARENT else {
-            "color": f"C{place % 10}", "lw": 1.3, "ls": ("-", "--", ":")[place // 10]}
+            "color": f"C{place % 10}", "lw": 1.3, "ls": ("-", "--", ":", "-.")[place // 10 % 4]}
         left.plot(evaluations, accuracy, marker=".", label=method, **style)
         right.plot(seconds, accuracy, marker=".", **style)
     left.set(xlabel="denoiser evaluations", ylabel=f"held-out accuracy ({MEASURED}, strict)")

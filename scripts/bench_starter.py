@@ -201,8 +201,10 @@ def plot(results: list[dict[str, Any]], base: dict[str, Any], path: Path) -> Non
     matplotlib.use("agg")
     from matplotlib import pyplot
 
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4), width_ratios=(3, 2), layout="constrained")
-    for place, method in enumerate(dict.fromkeys(found["method"] for found in results)):
+    names = dict.fromkeys(found["method"] for found in results)
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, max(4, 0.3 * len(names))), width_ratios=(3, 2),
+                                            layout="constrained")
+    for place, method in enumerate(names):
         runs = [found for found in results if found["method"] == method]
         for run in runs:
             at, reward = zip(*run["curve"])
@@ -212,7 +214,7 @@ def plot(results: list[dict[str, Any]], base: dict[str, Any], path: Path) -> Non
         right.plot(mean(scores), place, "|", color=f"C{place}", ms=22, mew=2)
     right.axvline(base["best"], color="black", lw=1, ls="--", label=f"base, guidance {base['best_guidance']:g}")
     right.set(xlabel="held-out accuracy (strict)", yticks=range(place + 1), ylim=(place + 0.5, -0.5),
-              yticklabels=dict.fromkeys(found["method"] for found in results))
+              yticklabels=names)
     left.set(xlabel="denoiser evaluations", ylabel="training reward (mean over 10 epochs)")
     left.legend(frameon=False)
     right.legend(frameon=False)
