@@ -1,6 +1,6 @@
 """EXPO on the starter: train the edit policy and its critic, then compare at equal scorer calls on held-out prompts.
 
-    python scripts/try_expo.py                       # about a quarter of an hour on one core
+    python scripts/try_expo.py --train.steps=2       # bases of two steps; about half an hour on one core
     python scripts/try_expo.py --train.epochs=80     # any KEY=VALUE of a configuration
 
 Against the best of 2N bases of a prompt, by the scorer, stands with as many calls of the scorer:
