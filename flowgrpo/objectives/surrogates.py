@@ -212,6 +212,7 @@ class Ascent:
 
 
 def require_range(part: str, low: float, high: float) -> None:
+    """ValueError where 1 - low to 1 + high is no range of a ratio; part: whose fields these are."""
     if not 0 <= low <= 1 or not high >= 0:
         raise ValueError(f"{part}: low is {low} and high {high}, expected 0 to 1 and 0 or more")
 

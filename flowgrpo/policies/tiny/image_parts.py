@@ -23,6 +23,7 @@ def t5(tokens, width: int = 16):
 
 
 def flux_transformer(**options: Any):
+    """A double and a single block of width 16, for packed latents of 16 channels; options: of its configuration."""
     from diffusers import FluxTransformer2DModel
 
     return FluxTransformer2DModel(**dict(
@@ -31,6 +32,7 @@ def flux_transformer(**options: Any):
 
 
 def flux2_transformer(guidance_embeds: bool):
+    """A double and a single block of width 32, for packed latents of 16 channels."""
     from diffusers import Flux2Transformer2DModel
 
     return Flux2Transformer2DModel(
@@ -40,6 +42,7 @@ def flux2_transformer(guidance_embeds: bool):
 
 
 def flux2_vae():
+    """An AutoencoderKLFlux2 that halves the side: latents of 4 channels."""
     from diffusers import AutoencoderKLFlux2
 
     return AutoencoderKLFlux2(
@@ -48,6 +51,7 @@ def flux2_vae():
 
 
 def qwen_transformer():
+    """One block of width 32, for packed latents of 16 channels."""
     from diffusers import QwenImageTransformer2DModel
 
     return QwenImageTransformer2DModel(
@@ -56,6 +60,7 @@ def qwen_transformer():
 
 
 def qwen_vae():
+    """An AutoencoderKLQwenImage that halves the side: latents of 4 channels."""
     from diffusers import AutoencoderKLQwenImage
 
     return AutoencoderKLQwenImage(base_dim=4, z_dim=4, dim_mult=[1, 1], num_res_blocks=1, temperal_downsample=[False],
@@ -63,6 +68,7 @@ def qwen_vae():
 
 
 def patch_vae():
+    """An AutoencoderKLWan on patches of 16 by 16 pixels: latents of 4 channels."""
     from diffusers import AutoencoderKLWan
 
     return AutoencoderKLWan(base_dim=4, z_dim=4, dim_mult=[1, 1, 1], num_res_blocks=1, in_channels=768,
@@ -74,6 +80,7 @@ VISION_TOKENS = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision
 
 
 def qwen_vl(tokens):
+    """A Qwen2.5-VL of two layers of width 16; its tokenizer has VISION_TOKENS."""
     from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
     image, video, start, end = (tokens.convert_tokens_to_ids(token) for token in VISION_TOKENS)
@@ -89,6 +96,7 @@ def qwen_vl(tokens):
 
 
 def qwen_processor(tokens):
+    """The processor beside `qwen_vl`, for pictures of up to 56 by 56 pixels' area."""
     from transformers import Qwen2VLImageProcessor, Qwen2VLProcessor, Qwen2VLVideoProcessor
 
     small = {"min_pixels": 28 * 28, "max_pixels": 56 * 56}
@@ -104,17 +112,20 @@ def with_language_model(kind, denoiser, model=None, **options: Any):
 
 
 def shifted_scheduler():
+    """Flow matching with a shift of 3."""
     from diffusers import FlowMatchEulerDiscreteScheduler
 
     return FlowMatchEulerDiscreteScheduler(shift=3.0)
 
 
 def dynamic_scheduler():
+    """Flow matching whose shift follows the picture's size."""
     from diffusers import FlowMatchEulerDiscreteScheduler
 
     return FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True)
 
 
 def silent(pipe):
+    """The pipeline without its progress bar."""
     pipe.set_progress_bar_config(disable=True)
     return pipe
