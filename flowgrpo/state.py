@@ -15,7 +15,7 @@ from flowgrpo.errors import UserError
 if TYPE_CHECKING:
     from flowgrpo.train import Trainer
 
-COUNTERS = ("epoch", "update", "skipped", "seconds", "reward_wait_seconds", "reward_failures")
+COUNTERS = ("epoch", "update", "skipped", "seconds", "reward_wait_seconds")
 SAMPLING = ("rollout_evaluations", "saved_evaluations")
 
 
@@ -24,8 +24,9 @@ def counters(trainer: Trainer) -> dict[str, Any]:
     [evaluations] = trainer.processes.total([trainer.policy.evaluations])
     return {key: getattr(trainer, key) for key in COUNTERS} | {
         key: getattr(trainer.explorer, key) for key in SAMPLING} | {
-        "evaluations": evaluations, "first_log_ratio": trainer.first_ratio.found,
-        "rescore": trainer.first_ratio.rescore, "memory": copy.deepcopy(trainer.memory)}
+        "reward_failures": trainer.scoring.reward_failures, "evaluations": evaluations,
+        "first_log_ratio": trainer.first_ratio.found, "rescore": trainer.first_ratio.rescore,
+        "memory": copy.deepcopy(trainer.memory)}
 
 
 def save(trainer: Trainer, folder: Path) -> None:
@@ -69,6 +70,7 @@ def restore(trainer: Trainer, folder: Path) -> None:
         setattr(trainer, key, state[key])
     for key in SAMPLING:
         setattr(trainer.explorer, key, state[key])
+    trainer.scoring.reward_failures = state["reward_failures"]
     trainer.policy.evaluations = state["evaluations"] if trainer.processes.first else 0
     trainer.first_ratio.found, trainer.first_ratio.rescore = state["first_log_ratio"], state["rescore"]
     trainer.memory.clear()

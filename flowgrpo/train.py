@@ -11,13 +11,11 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from threading import Lock
 from typing import Any
 
 import torch
 
-from flowgrpo import data, methods, rewards, state
-from flowgrpo.advantages import weighted_sum, zero_variance
+from flowgrpo import data, methods, state
 from flowgrpo.anchor import Anchor
 from flowgrpo.best import Best
 from flowgrpo.config import Config
@@ -25,7 +23,6 @@ from flowgrpo.credit import credit
 from flowgrpo.drawn import Drawn, moved
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation import held_out, report
-from flowgrpo.evaluation.album import Extremes
 from flowgrpo.first_ratio import FirstRatio
 from flowgrpo.geometry import geometry
 from flowgrpo.log import Clock, Log, Stats
@@ -35,8 +32,8 @@ from flowgrpo.parts.reductions import PerDecision, reduced
 from flowgrpo.policies.build import make_explorer
 from flowgrpo.processes import Processes
 from flowgrpo.queued import queued
-from flowgrpo.rewards.pairwise import pairing
 from flowgrpo.samplers.rollout import Part
+from flowgrpo.scoring import Scoring
 from flowgrpo.signals import Stop, Stopped
 from flowgrpo.types import Context
 
@@ -46,14 +43,14 @@ class Trainer:
 
     def __init__(self, config: Config, accelerator, policy: Any, train_rewards: dict[str, Any],
                  prompts: tuple[list[data.Prompt], list[data.Prompt]]):
-        self.config, self.accelerator, self.policy, self.rewards = config, accelerator, policy, train_rewards
+        self.config, self.accelerator, self.policy = config, accelerator, policy
         self.prompts, self.held_out = prompts
         self.method = methods.resolve(config, policy.process)
         self.processes = Processes(accelerator)
         self.processes.turns = policy.turns
         self.geometry = geometry(config.train, self.processes.count)
+        self.scoring = Scoring(train_rewards, config.rewards, self.geometry.group, self.processes)
         self.clock, self.stop, self.say = Clock(), Stop(), print
-        self.scoring = Lock()  # rewards are called by one thread at a time
         self.explorer = make_explorer(config, policy, self.method, self.geometry, self.processes, self.clock,
                                       first=self.prompts[0])
         self.processes.agree(policy.weights.parameters())
@@ -66,7 +63,6 @@ class Trainer:
         self.critic = make_critic(self.method, policy, self.geometry, self.processes)
         self.epoch = self.update = self.skipped = 0
         self.seconds = self.reward_wait_seconds = 0.0
-        self.reward_failures, self.tally, self.extremes = {}, rewards.Tally(), Extremes(list(train_rewards))
         self.marked = state.counters(self)
 
     # --- one epoch, read from top to bottom --------------------------------------------------------------------------
@@ -79,7 +75,7 @@ class Trainer:
         drawn, parts, conditioning = self.draw()
         batch, grouped = drawn.compared()
         credited = self.credit(parts, grouped, [prompt.key for prompt in batch])
-        return self.reward_metrics(drawn.first) | drawn.metrics() | self.learn(credited, conditioning)
+        return self.scoring.metrics(drawn.first, self.say) | drawn.metrics() | self.learn(credited, conditioning)
 
     def draw(self) -> tuple[Drawn, list[Part], Any]:
         """Sample the epoch's prompts, and those by which the method replaces some: (all groups, one's own parts, the
@@ -94,7 +90,7 @@ class Trainer:
                 found, conditioning, scores = self.sample(self.processes.own(batch), drawn.turn)
             parts += [moved(part, before) if before else part for part in found]
             scores = self.processes.gather(scores)
-            drawn.add(batch, scores, self.weighted(scores[..., :len(self.rewards)]))
+            drawn.add(batch, scores, self.scoring.weighted(scores[..., :len(self.scoring.functions)]))
             batch = drawn.replace(self.method.redraw(drawn))
         self.method.curriculum.learn(self.memory, drawn)
         return drawn, parts, self.explorer.conditioning(drawn.own()) if drawn.turn > 1 else conditioning
@@ -112,65 +108,27 @@ class Trainer:
         Returns (the parts, the prompts' conditioning, scores [groups,G,R]); what is finished in several granularities
         has R scores in each.
         """
-        conditioning, parts, scores = self.explorer.conditioning(batch), [], []
+        conditioning, parts, scores, scoring = self.explorer.conditioning(batch), [], [], self.scoring
         self.explorer.lagging.updates = self.update
-        self.extremes = self.extremes if turn else Extremes(list(self.rewards))
+        if not turn:
+            scoring.begin()
         with ThreadPoolExecutor(1) as pool:
-            for part, outputs in self.explorer.sample(conditioning, self.epoch, partial(self.total, batch),
-                                                      partial(self.value, batch), turn):
+            for part, outputs in self.explorer.sample(conditioning, self.epoch, partial(scoring.total, batch),
+                                                      partial(scoring.value, batch), turn):
                 self.stop.check()
                 parts.append(part)
-                base = self.base(part, conditioning)
-                scores += [pool.submit(self.judge, batch, part.prompts, each, base) for each in outputs]
+                base = self.explorer.base(part, conditioning) if scoring.compares else None
+                scores += [pool.submit(scoring.judge, batch, part.prompts, each, base) for each in outputs]
             with self.clock("reward"):
                 found, strides = [score.result() for score in scores], len(self.method.strides)
         columns = [torch.cat(found[stride::strides]) for stride in range(strides)]
         return parts, conditioning, torch.cat(columns, 1).unflatten(0, (-1, self.geometry.group))
 
-    def base(self, part: Part, conditioning) -> torch.Tensor | None:
-        """The base model's pictures beside a part's, where a reward compares with them."""
-        compared = any(map(rewards.sees_base, self.rewards.values()))
-        return self.explorer.base(part, conditioning) if compared else None
-
-    def judge(self, batch: list[data.Prompt], rows: torch.Tensor, outputs: Any,
-              base: torch.Tensor | None = None) -> torch.Tensor:
-        """`score` of samples that are trained on; the best and the worst of them are kept to be shown."""
-        scores = self.score(batch, rows, outputs, self.geometry.group, base)
-        totals = self.weighted(scores.unflatten(0, (-1, self.geometry.group))).flatten()
-        self.extremes.add([batch[p].text for p in rows], outputs, scores, totals)
-        return scores
-
-    def score(self, batch: list[data.Prompt], rows: torch.Tensor, outputs: Any, group: int,
-              base: torch.Tensor | None = None) -> torch.Tensor:
-        """The rewards [b,R] of outputs of the prompts `rows` [b], which are whole groups of the given size; base: the
-        base model's outputs."""
-        of = [batch[p] for p in rows]
-        with self.scoring:
-            return rewards.score(self.rewards, outputs, [p.text for p in of], [p.metadata for p in of], group,
-                                 self.tally, base)
-
-    def total(self, batch: list[data.Prompt], outputs: Any, group: int, rows: torch.Tensor | None = None
-              ) -> torch.Tensor:
-        """The weighted sum of rewards [.,group] of outputs of the prompts `rows`, group for each; None: of all in turn.
-        """
-        rows = torch.arange(len(batch)).repeat_interleave(group) if rows is None else rows
-        return self.weighted(self.score(batch, rows, outputs, group).unflatten(0, (-1, group)))
-
-    def value(self, batch: list[data.Prompt], rows: torch.Tensor, pictures: torch.Tensor) -> torch.Tensor:
-        """The weighted sum of rewards [b] of pictures of the prompts `rows` [b], with its gradient."""
-        of = [batch[p] for p in rows]
-        return rewards.value(self.rewards, self.config.rewards, pictures, [p.text for p in of],
-                             [p.metadata for p in of])
-
-    def weighted(self, scores: torch.Tensor) -> torch.Tensor:
-        """`weighted_sum` [P,G] of scores [P,G,R], after the rewards' transforms."""
-        return weighted_sum(rewards.transformed(self.rewards, scores), list(self.config.rewards.values()))
-
     def credit(self, parts: list[Part], grouped: torch.Tensor, texts: list[str]) -> Iterator[Part | None]:
         """`credit.credit` of this method: one's own parts with advantages, from the scores [groups,G,R] and the prompts
         of all processes."""
-        weights = list(self.config.rewards.values()) * len(self.method.strides)
-        return credit(self.method, parts, rewards.transformed(self.rewards, grouped), weights,
+        weights = list(self.scoring.weights.values()) * len(self.method.strides)
+        return credit(self.method, parts, self.scoring.shaped(grouped), weights,
                       self.context(parts, texts), self.processes.own)
 
     def context(self, parts: list[Part], texts: list[str]) -> Context:
@@ -182,8 +140,7 @@ class Trainer:
         longest = sum(taken.old.logp.shape[1] for taken in parts[0].transitions)
         return Context([texts[first + p] for first in range(0, len(texts), share) for p in places], logp, lengths,
                        longest, self.epoch, self.config.train.epochs, self.memory,
-                       [pairing(function) is not None for function in self.rewards.values()] * len(self.method.strides),
-                       deducted)
+                       self.scoring.paired * len(self.method.strides), deducted)
 
     def learn(self, parts: Iterable[Part | None], conditioning) -> dict[str, Any]:
         """Replay what was recorded and follow the method's loss: `updates` optimiser steps per inner epoch.
@@ -266,31 +223,6 @@ class Trainer:
 
     # --- around the epochs -------------------------------------------------------------------------------------------
 
-    def reward_metrics(self, grouped: torch.Tensor) -> dict[str, float]:
-        """Per reward, before its transforms, its mean and deviation and on how many samples it failed; after them, of
-        the groups that it applies to, the share whose pictures all score the same. Of scores [groups,G,R] in several
-        granularities those of the first, the whole grid, are told."""
-        metrics, failed = {}, self.take_failures()
-        shaped = rewards.transformed(self.rewards, grouped)
-        for name, scores, compared in zip(self.config.rewards, grouped.unbind(-1), shaped.unbind(-1)):
-            present = scores[~scores.isnan()]
-            spread = present.std().item() if len(present) > 1 else 0.0
-            groups = compared[~compared.isnan().all(1)]
-            metrics |= {f"reward/{name}/mean": present.mean().item(), f"reward/{name}/std": spread,
-                        f"reward/{name}/failed": failed[name],
-                        f"reward/{name}/zero_variance_groups": zero_variance(groups).float().mean().item()}
-        self.reward_wait_seconds += self.clock.seconds["reward"]
-        return metrics
-
-    def take_failures(self) -> dict[str, int]:
-        """On how many samples each reward failed in this epoch, on all processes; they are said and added up."""
-        tally, self.tally, names = self.tally, rewards.Tally(), list(self.config.rewards)
-        failed = dict(zip(names, self.processes.total([tally.failed[name] for name in names])))
-        self.reward_failures = {name: self.reward_failures.get(name, 0) + count for name, count in failed.items()}
-        for name, said in tally.said.items():
-            self.say(f"left out: {failed[name]} samples that a reward failed on; the last: {said}")
-        return failed
-
     def train(self, folder: Path, measured: dict[str, Any]) -> None:
         """Run the remaining epochs; save on the way, at the end, and when asked to stop."""
         train = self.config.train
@@ -301,6 +233,7 @@ class Trainer:
             with self.stop:
                 while self.epoch < train.epochs and not self.best.stopped:
                     metrics = self.run_epoch() | self.clock.take()
+                    self.reward_wait_seconds += metrics["seconds/reward"]
                     self.seconds = before + time.perf_counter() - start
                     self.epoch += 1
                     self.marked = state.counters(self)

@@ -36,7 +36,8 @@ def largest(trainer: Trainer, epochs: list[int]) -> float:
     batch = trainer.prompts[:: max(1, len(trainer.prompts) // shape.prompts)][:shape.prompts]
     conditioning = trainer.explorer.conditioning(batch)
     for epoch in epochs:
-        parts = [part for part, _ in trainer.explorer.sample(conditioning, epoch, partial(trainer.total, batch))]
+        sampled = trainer.explorer.sample(conditioning, epoch, partial(trainer.scoring.total, batch))
+        parts = [part for part, _ in sampled]
         trainer.first_ratio.found = None
         trainer.first_ratio(parts, conditioning, print)
         found.append(trainer.first_ratio.found)

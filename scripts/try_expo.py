@@ -119,7 +119,7 @@ def scored(trainer: Trainer, batch, conditioning, x: torch.Tensor) -> torch.Tens
     """The reward [P, n] of the pictures of latents [P, n, *D]."""
     rows = torch.arange(len(x)).repeat_interleave(x.shape[1])
     pictures = trainer.explorer.decode(x.flatten(0, 1), conditioning.rows(rows))
-    return trainer.score(batch, rows, pictures, x.shape[1]).view(len(x), -1)
+    return trainer.scoring.score(batch, rows, pictures, x.shape[1]).view(len(x), -1)
 
 
 def ranked(values: np.ndarray, known: np.ndarray) -> np.ndarray:

@@ -264,12 +264,13 @@ def test_a_sample_that_was_skipped_is_not_trained_on():
     expected = combine(grouped[:, :, :1], [1.0])
     found = torch.stack([part.advantages[0] for part in credited])
     torch.testing.assert_close(found.flatten(), expected.flatten()[[0, 1, 3, 4, 6, 7]])
-    metrics = trainer.reward_metrics(grouped)
-    assert metrics["reward/red/failed"] == 2 and trainer.reward_failures == {"red": 2}
+    metrics = trainer.scoring.metrics(grouped, said.append)
+    assert metrics["reward/red/failed"] == 2 and trainer.scoring.reward_failures == {"red": 2}
     assert metrics["reward/red/mean"] == pytest.approx(grouped.nanmean().item())
     assert metrics["reward/red/zero_variance_groups"] == 0
     assert len(said) == 1 and said[0].startswith("left out: 2 samples that a reward failed on; the last: reward 'red'")
-    assert trainer.reward_metrics(grouped)["reward/red/failed"] == 0 and trainer.reward_failures == {"red": 2}
+    again = trainer.scoring.metrics(grouped, said.append)
+    assert again["reward/red/failed"] == 0 and trainer.scoring.reward_failures == {"red": 2}
 
 
 def test_a_skipped_reward_neither_raises_nor_lowers_a_samples_total():
@@ -282,10 +283,10 @@ def test_a_skipped_reward_neither_raises_nor_lowers_a_samples_total():
     batch = trainer.prompts[:2]
     _, _, grouped = trainer.sample(batch)
     assert grouped.isnan().nonzero().tolist() == [[0, 2, 0]]
-    totals = trainer.weighted(grouped)
+    totals = trainer.scoring.weighted(grouped)
     assert totals[0, 2] == pytest.approx((grouped[0, [0, 1, 3], 0].mean() + grouped[0, 2, 1]).item(), abs=1e-4)
     totals[0, 2] = NAN
-    best = {prompt: total for total, prompt, *_ in trainer.extremes.best}
+    best = {prompt: total for total, prompt, *_ in trainer.scoring.extremes.best}
     assert best == {prompt.text: pytest.approx(own[~own.isnan()].max().item(), abs=1e-4)
                     for prompt, own in zip(batch, totals)}
 
@@ -309,7 +310,7 @@ def test_transforms_are_trained_on_and_the_reward_is_told():
     places = grouped[..., 0].argsort(1).argsort(1).double()[..., None] / 3
     found = torch.stack([part.advantages[0] for part in credited])
     torch.testing.assert_close(found.double(), combine(places, [1.0]), rtol=0, atol=1e-5)
-    assert trainer.reward_metrics(grouped)["reward/red/mean"] == pytest.approx(grouped.mean().item())
+    assert trainer.scoring.metrics(grouped, [].append)["reward/red/mean"] == pytest.approx(grouped.mean().item())
 
 
 def test_a_run_tells_what_it_waited_for_and_what_failed(tmp_path):

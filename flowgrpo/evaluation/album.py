@@ -143,7 +143,7 @@ def last(run: Path, trainer: Any) -> None:
     first = trainer.first_ratio
     write(run / FOLDER / "last.json", {
         "epoch": trainer.epoch, "first_ratio": {"found": first.found, "limit": first.limit, "rescored": first.rescore},
-        **trainer.extremes.told()})
+        **trainer.scoring.extremes.told()})
 
 
 def write(path: Path, told: Any) -> None:

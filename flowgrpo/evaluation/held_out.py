@@ -193,7 +193,7 @@ def finish(trainer, functions: dict[str, Any], folder: Path, base: Measured) -> 
         "rollout_evaluations_saved_by_sharing": trainer.explorer.saved_evaluations,
         "max_first_log_ratio": trainer.first_ratio.found, "skipped_updates": trainer.skipped,
         "reward_wait_seconds": round(trainer.reward_wait_seconds, 1),
-        "reward_failures": {"trained": trainer.reward_failures, "before": base.failed, "after": after.failed},
+        "reward_failures": {"trained": trainer.scoring.reward_failures, "before": base.failed, "after": after.failed},
         "rewards": {"trained": config.rewards, "measured": list(functions)}}
     if first:
         draw_pairs(folder / "before_after.png", base, after)
