@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,22 @@ def pick_device(name: str) -> str:
     return name
 
 
+@dataclass(frozen=True, eq=False)
+class Ready:
+    """What a run needs that is neither model nor weights, looked through.
+
+    device: of this process; trained, measured: rewards by name; split: training and held-out prompts; last: the
+    checkpoint to go on from, or None.
+    """
+
+    device: str | torch.device
+    accelerator: Any
+    trained: dict[str, Any]
+    measured: dict[str, Any]
+    split: tuple[list[data.Prompt], list[data.Prompt]]
+    last: Path | None
+
+
 def run(config: Config, resume: bool = False, *, pipe=None, functions: dict[str, Any] | None = None,
         prompts: list[data.Prompt] | None = None) -> dict[str, Any]:
     """Align a model as `config` says; returns the summary that is also written to `summary.json`.
@@ -46,10 +63,33 @@ def run(config: Config, resume: bool = False, *, pipe=None, functions: dict[str,
     """
     from accelerate.utils import set_seed
 
-    # Whatever a person can get wrong is looked at before anything is loaded or written.
+    ready, folder = check(config, resume, pipe, functions, prompts), config.folder
+    set_seed(config.seed)
+    policy = build.make_policy(config, ready.device, pipe)
+    rewards.require_modality(ready.trained | ready.measured, policy.modality)
+    rewards.require_base(ready.trained | ready.measured, policy.modality)
+    trainer = Trainer(config, ready.accelerator, policy, ready.trained, ready.split)
+    if ready.last:
+        state.restore(trainer, ready.last)
+    if trainer.processes.first:
+        prepare(config, trainer.epoch, resumed=ready.last is not None)
+        album.begin(folder, trainer.epoch, str(ready.device), trainer.processes.count)
+    start_tracker(ready.accelerator, config)
+    try:
+        before = held_out.before(trainer, ready.measured, folder, reuse=ready.last is not None)
+        if trainer.processes.first:
+            album.stage(folder, "before", 0, before)
+        trainer.train(folder, ready.measured)
+        return held_out.finish(trainer, ready.measured, folder, before)
+    finally:
+        ready.accelerator.end_training()
+
+
+def check(config: Config, resume: bool = False, pipe=None, functions: dict[str, Any] | None = None,
+          prompts: list[data.Prompt] | None = None) -> Ready:
+    """Look at whatever a person can get wrong before anything is loaded or written. UserError for the first mistake."""
     device = pick_device(config.device)
-    process = build.process(build.kind(config, pipe))
-    method = methods.resolve(config, process)
+    method = methods.resolve(config, build.process(build.kind(config, pipe)))
     accelerator = make_accelerator(config, device)  # first: it chooses the GPU that rewards will find
     if accelerator.num_processes > 1:
         device = accelerator.device
@@ -58,45 +98,26 @@ def run(config: Config, resume: bool = False, *, pipe=None, functions: dict[str,
     sharded.require(config, method)
     recorded_pairs.require(config, method)
     adapted.require(config, method)
-    train_rewards = rewards.compose(config.trained, config.cache, functions)
-    pairwise.require(train_rewards, config.train.group, *([method.preview.pool] if method.preview else []))
+    trained = rewards.compose(config.trained, config.cache, functions)
+    pairwise.require(trained, config.train.group, *([method.preview.pool] if method.preview else []))
     if method.backprop:
-        rewards.require_gradient(train_rewards)
+        rewards.require_gradient(trained)
     further = rewards.compose(config.watched, config.cache, functions)
-    measured = pairwise.measured(train_rewards, further)
+    measured = pairwise.measured(trained, further)
     split = data.resolve(config) if prompts is None else data.split(prompts, config.held_out, data.SPLIT_SEED)
     split = recorded_pairs.in_place(config, split)
-    for routed, side in zip((train_rewards, further), split):
+    for routed, side in zip((trained, further), split):
         rewards.require_routes(routed, [prompt.metadata for prompt in side])
-    folder = config.folder
-    last = checkpoint.latest(folder / "checkpoints") if resume else None
+    last = checkpoint.latest(config.folder / "checkpoints") if resume else None
     if resume and last is None:
-        raise UserError(f"--resume: no checkpoint in {folder / 'checkpoints'}: expected one that an earlier run left")
+        raise UserError(f"--resume: no checkpoint in {config.folder / 'checkpoints'}: expected one that an earlier "
+                        "run left")
     if accelerator.is_main_process:
-        disk.require_folder(folder)
+        disk.require_folder(config.folder)
     if config.eval.weights == "ema" and not config.train.ema:
         raise UserError("eval.weights is 'ema', but train.ema is 0: set train.ema to a decay such as 0.9")
     best.require(config.eval, measured)
-
-    set_seed(config.seed)
-    policy = build.make_policy(config, device, pipe)
-    rewards.require_modality(train_rewards | measured, policy.modality)
-    rewards.require_base(train_rewards | measured, policy.modality)
-    trainer = Trainer(config, accelerator, policy, train_rewards, split)
-    if last:
-        state.restore(trainer, last)
-    if trainer.processes.first:
-        prepare(config, trainer.epoch, resumed=last is not None)
-        album.begin(folder, trainer.epoch, str(device), trainer.processes.count)
-    start_tracker(accelerator, config)
-    try:
-        before = held_out.before(trainer, measured, folder, reuse=last is not None)
-        if trainer.processes.first:
-            album.stage(folder, "before", 0, before)
-        trainer.train(folder, measured)
-        return held_out.finish(trainer, measured, folder, before)
-    finally:
-        accelerator.end_training()
+    return Ready(device, accelerator, trained, measured, split, last)
 
 
 def make_accelerator(config: Config, device: str):
