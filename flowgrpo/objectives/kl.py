@@ -6,7 +6,6 @@ not read, and may be None.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,8 +17,30 @@ from flowgrpo.objectives.schedules import Constant
 from flowgrpo.types import Context, Scored
 
 
+class Penalty:
+    """weight * distance(new, reference), [B, N], of a part with a weight and a schedule."""
+
+    weight: float
+    schedule: Any
+
+    def __post_init__(self) -> None:
+        if not self.weight >= 0:
+            raise ValueError(f"{type(self).__name__}: weight is {self.weight}, expected 0 or more")
+        self.schedule.silent(self.weight)  # refuses a weight that it could not change
+
+    def __call__(self, new: Scored, reference: Scored | None) -> Tensor:
+        if self.weight == 0:
+            return torch.zeros_like(new.logp)
+        assert reference is not None, "a KL of positive weight needs the reference's score"
+        return self.weight * self.distance(new, reference)
+
+    def distance(self, new: Scored, reference: Scored) -> Tensor:
+        """Of every decision, [B, N]."""
+        raise NotImplementedError
+
+
 @dataclass(frozen=True)
-class GaussianKL:
+class GaussianKL(Penalty):
     """weight * KL to the reference policy per decision, [B, N]; its gradient reaches the new mean (Flow-GRPO,
     2505.05470, and DPOK, 2305.16381: the sum over steps of KL(new || reference) on the policy's own samples).
 
@@ -29,15 +50,12 @@ class GaussianKL:
     weight: float = 0.0
     schedule: Any = Constant()
 
-    def __post_init__(self) -> None:
-        _require_weight(self)
-
-    def __call__(self, new: Scored, reference: Scored | None) -> Tensor:
-        return _weighted(self, new, reference, divergence)
+    def distance(self, new: Scored, reference: Scored) -> Tensor:
+        return divergence(new, reference)
 
 
 @dataclass(frozen=True)
-class OutputError:
+class OutputError(Penalty):
     """weight * mean squared difference of the model's outputs, [B, N]: every step counts the same, whatever its noise
     (DPOK's released code, 2305.16381, which calls it KL: of predicted noises, guidance applied, with weights 0.01 and
     0.1 where advantages count 10 and 1000 times).
@@ -48,11 +66,8 @@ class OutputError:
     weight: float = 0.0
     schedule: Any = Constant()
 
-    def __post_init__(self) -> None:
-        _require_weight(self)
-
-    def __call__(self, new: Scored, reference: Scored | None) -> Tensor:
-        return _weighted(self, new, reference, output_error)
+    def distance(self, new: Scored, reference: Scored) -> Tensor:
+        return output_error(new, reference)
 
 
 def k1(new: Tensor, reference: Tensor) -> Tensor:
@@ -83,7 +98,7 @@ ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3}
 
 
 @dataclass(frozen=True)
-class SampledKL:
+class SampledKL(Penalty):
     """weight * an estimate of the KL to the reference policy from the samples' log-probabilities alone, [B, N]
     (`k1`, `k2` or `k3`).
 
@@ -96,13 +111,12 @@ class SampledKL:
     schedule: Any = Constant()
 
     def __post_init__(self) -> None:
-        _require_weight(self)
+        super().__post_init__()
         if self.estimator not in ESTIMATORS:
             raise ValueError(f"SampledKL: estimator is {self.estimator!r}, expected one of {', '.join(ESTIMATORS)}")
 
-    def __call__(self, new: Scored, reference: Scored | None) -> Tensor:
-        estimate = ESTIMATORS[self.estimator]
-        return _weighted(self, new, reference, lambda new, reference: estimate(new.logp, reference.logp))
+    def distance(self, new: Scored, reference: Scored) -> Tensor:
+        return ESTIMATORS[self.estimator](new.logp, reference.logp)
 
 
 def regularises(kl: Any) -> bool:
@@ -113,16 +127,3 @@ def regularises(kl: Any) -> bool:
 def in_epoch(kl: Any, context: Context) -> Any:
     """The KL at the weight that its schedule gives it in the context's epoch."""
     return replace(kl, weight=kl.schedule(kl.weight, context), schedule=Constant())
-
-
-def _require_weight(kl: Any) -> None:
-    if not kl.weight >= 0:
-        raise ValueError(f"{type(kl).__name__}: weight is {kl.weight}, expected 0 or more")
-    kl.schedule.silent(kl.weight)  # refuses a weight that it could not change
-
-
-def _weighted(kl: Any, new: Scored, reference: Scored | None, distance: Callable[[Scored, Scored], Tensor]) -> Tensor:
-    if kl.weight == 0:
-        return torch.zeros_like(new.logp)
-    assert reference is not None, "a KL of positive weight needs the reference's score"
-    return kl.weight * distance(new, reference)

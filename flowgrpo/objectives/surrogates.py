@@ -18,8 +18,23 @@ from flowgrpo.objectives.divergence import divergence
 from flowgrpo.types import Scored
 
 
+class Ranged:
+    """PPO's clipped surrogate as a loss, max(-A r, -A clip(r)) with r = exp(log_ratio): [B, N]; A is the advantage."""
+
+    def __call__(self, log_ratio: Tensor, advantage: Tensor, old: Tensor | None = None) -> Tensor:
+        return ppo(log_ratio.expm1(), advantage, *self.bounds(advantage, old))
+
+    def clipped(self, log_ratio: Tensor, advantage: Tensor, old: Tensor | None = None) -> Tensor:
+        """Where the clip cuts the gradient, bool [B, N]: a ratio out of range on the side that A pushes it to."""
+        return cut(log_ratio.expm1(), advantage, *self.bounds(advantage, old))
+
+    def bounds(self, advantage: Tensor, old: Tensor | None) -> tuple[float | Tensor, float | Tensor]:
+        """The least and the greatest r - 1 that are not clipped, numbers, [B, 1] or [B, N]."""
+        raise NotImplementedError
+
+
 @dataclass(frozen=True)
-class Clip:
+class Clip(Ranged):
     """PPO's clipped surrogate as a loss, max(-A r, -A clip(r, 1-low, 1+high)) with r = exp(log_ratio): [B, N].
 
     The advantage A is [B, N] or [B, 1]. 0 <= low <= 1, high >= 0.
@@ -29,18 +44,14 @@ class Clip:
     high: float = 1e-4
 
     def __post_init__(self) -> None:
-        require_range("Clip", self.low, self.high)
+        require_range(type(self).__name__, self.low, self.high)
 
-    def __call__(self, log_ratio: Tensor, advantage: Tensor, old: Tensor | None = None) -> Tensor:
-        return ppo(log_ratio.expm1(), advantage, -self.low, self.high)
-
-    def clipped(self, log_ratio: Tensor, advantage: Tensor, old: Tensor | None = None) -> Tensor:
-        """Where the clip cuts the gradient, bool [B, N]: a ratio out of range on the side that A pushes it to."""
-        return cut(log_ratio.expm1(), advantage, -self.low, self.high)
+    def bounds(self, advantage: Tensor, old: Tensor | None) -> tuple[float, float]:
+        return -self.low, self.high
 
 
 @dataclass(frozen=True)
-class AdaptiveClip:
+class AdaptiveClip(Ranged):
     """`Clip` whose upper bound grows with the advantage, r <= 1 + low + (high - low) sigmoid(sensitivity * A)
     (LayerTuning, 2509.23352, a reconstruction).
 
@@ -57,43 +68,33 @@ class AdaptiveClip:
             raise ValueError(f"AdaptiveClip: low is {self.low}, high {self.high} and sensitivity {self.sensitivity}, "
                              "expected low <= high and 0 or more")
 
-    def __call__(self, log_ratio: Tensor, advantage: Tensor, old: Tensor | None = None) -> Tensor:
-        return ppo(log_ratio.expm1(), advantage, *self._range(advantage))
-
-    def clipped(self, log_ratio: Tensor, advantage: Tensor, old: Tensor | None = None) -> Tensor:
-        return cut(log_ratio.expm1(), advantage, *self._range(advantage))
-
-    def _range(self, advantage: Tensor) -> tuple[Tensor, Tensor]:
-        """The bounds of r - 1, each as the advantage [B, N] or [B, 1]."""
+    def bounds(self, advantage: Tensor, old: Tensor | None) -> tuple[Tensor, Tensor]:
         highest = self.low + (self.high - self.low) * torch.sigmoid(self.sensitivity * advantage)
         return torch.full_like(highest, -self.low), highest
 
 
 @dataclass(frozen=True)
-class DualClip:
+class DualClip(Clip):
     """`Clip` whose loss for A < 0 is at most -dual * A, with no gradient beyond: where r passes dual (1912.09729; in
     place of a KL in RIFT, 2505.03344, with ranges of 0.2). One bad sample that became likely cannot rule the update."""
 
-    low: float = 1e-4
-    high: float = 1e-4
     dual: float = 3.0
 
     def __post_init__(self) -> None:
-        require_range("DualClip", self.low, self.high)
+        super().__post_init__()
         if not self.dual > 1:
             raise ValueError(f"DualClip: dual is {self.dual}, expected above 1, the ratio of an unchanged policy")
 
     def __call__(self, log_ratio: Tensor, advantage: Tensor, old: Tensor | None = None) -> Tensor:
-        loss = ppo(log_ratio.expm1(), advantage, -self.low, self.high)
+        loss = super().__call__(log_ratio, advantage)
         return torch.where(advantage < 0, torch.minimum(loss, -self.dual * advantage), loss)
 
     def clipped(self, log_ratio: Tensor, advantage: Tensor, old: Tensor | None = None) -> Tensor:
-        excess = log_ratio.expm1()
-        return cut(excess, advantage, -self.low, self.high) | ((advantage < 0) & (excess > self.dual - 1))
+        return super().clipped(log_ratio, advantage) | ((advantage < 0) & (log_ratio.expm1() > self.dual - 1))
 
 
 @dataclass(frozen=True)
-class DynamicClip:
+class DynamicClip(Ranged):
     """`Clip` for tokens, wider where the old policy found the token unlikely (DCPO, 2509.02333).
 
     With q = exp(old) the range of r is 1/2 + sqrt(max(1 - 4 low / q, 0)) / 2 to 1/2 + sqrt(1 + 4 high / q) / 2, at most
@@ -109,14 +110,7 @@ class DynamicClip:
         if not self.cap > 1:
             raise ValueError(f"DynamicClip: cap is {self.cap}, expected above 1 (infinity for none)")
 
-    def __call__(self, log_ratio: Tensor, advantage: Tensor, old: Tensor | None = None) -> Tensor:
-        return ppo(log_ratio.expm1(), advantage, *self._range(old))
-
-    def clipped(self, log_ratio: Tensor, advantage: Tensor, old: Tensor | None = None) -> Tensor:
-        return cut(log_ratio.expm1(), advantage, *self._range(old))
-
-    def _range(self, old: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The bounds of r - 1, each [B, N]."""
+    def bounds(self, advantage: Tensor, old: Tensor | None) -> tuple[Tensor, Tensor]:
         assert old is not None, "DynamicClip needs the old log-probability of every decision"
         q = old.exp()
         lowest = ((1 - 4 * self.low / q).clamp(min=0).sqrt() - 1) / 2
@@ -125,7 +119,7 @@ class DynamicClip:
 
 
 @dataclass(frozen=True)
-class DivergenceMask:
+class DivergenceMask(Ranged):
     """-A r, without a gradient where the policy is far from the old one and the update leads further away (Flow-DPPO,
     2606.11025): where the divergence mean((mean_new - mean_old)^2) / (2 std^2) is at least `bound`, and A > 0 with
     r > 1, or A < 0 with r < 1. It is a `Clip` whose range is open, or closed, by the divergence."""
@@ -137,15 +131,9 @@ class DivergenceMask:
         if not self.bound > 0:
             raise ValueError(f"DivergenceMask: bound is {self.bound}, expected above 0")
 
-    def __call__(self, log_ratio: Tensor, advantage: Tensor, old: Tensor | None = None) -> Tensor:
-        return ppo(log_ratio.expm1(), advantage, *self._range(old))
-
-    def clipped(self, log_ratio: Tensor, advantage: Tensor, old: Tensor | None = None) -> Tensor:
-        return cut(log_ratio.expm1(), advantage, *self._range(old))
-
-    def _range(self, divergence: Tensor | None) -> tuple[Tensor, Tensor]:
-        assert divergence is not None, "DivergenceMask needs the divergence of every decision"
-        width = torch.where(divergence >= self.bound, 0.0, math.inf)
+    def bounds(self, advantage: Tensor, old: Tensor | None) -> tuple[Tensor, Tensor]:
+        assert old is not None, "DivergenceMask needs the divergence of every decision"
+        width = torch.where(old >= self.bound, 0.0, math.inf)
         return -width, width
 
 
@@ -227,5 +215,5 @@ def ppo(excess: Tensor, advantage: Tensor, lowest: float | Tensor, highest: floa
 
 
 def cut(excess: Tensor, advantage: Tensor, lowest: float | Tensor, highest: float | Tensor) -> Tensor:
-    """Where `_ppo` has no gradient for a non-zero advantage, bool [B, N]."""
+    """Where `ppo` has no gradient for a non-zero advantage, bool [B, N]."""
     return ((advantage > 0) & (excess > highest)) | ((advantage < 0) & (excess < lowest))
