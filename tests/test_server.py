@@ -37,7 +37,8 @@ from flowgrpo.cli import main
 from flowgrpo.errors import UserError
 from flowgrpo.reward_rule import Retry, RewardRule
 from flowgrpo.rewards import About, Composed, Failed, Tally, wire
-from flowgrpo.rewards.client import TOKEN, Places, Remote, Unanswered, addresses, side_by_side, token
+from flowgrpo.rewards.client import TOKEN, Remote, addresses, token
+from flowgrpo.rewards.exchange import Places, Unanswered, side_by_side
 from flowgrpo.rewards.failures import TimedOut
 from flowgrpo.rewards.server import application, served
 from flowgrpo.rewards.wire import Limits, TooLarge

@@ -5,34 +5,19 @@ What goes over the wire is in wire.py, the server in server.py.
 
 from __future__ import annotations
 
-import itertools
 import os
-import random
-import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn
 from urllib.parse import unquote, urlsplit
 
 from flowgrpo.errors import UserError
 from flowgrpo.rewards import wire
 from flowgrpo.rewards.about import About
-from flowgrpo.rewards.exchange import exchange
-from flowgrpo.rewards.failures import LONGEST_WAIT, Failed, TimedOut
-from flowgrpo.rewards.needs import needed
+from flowgrpo.rewards.exchange import Service, Unanswered, side_by_side
+from flowgrpo.rewards.failures import Failed, TimedOut
 
 TOKEN = "FLOWGRPO_REWARD_TOKEN"  # the environment variable
-CONNECT = 10.0  # seconds in which a server that is there accepts a connection
-REST = 30.0  # seconds for which a URL that failed is asked only if all others failed as well
-LONGEST_ANSWER = 2**24  # bytes
-T = TypeVar("T")
-
-
-class Unanswered(Exception):
-    """One attempt that led to no proper answer: another may."""
 
 
 class Remote:
@@ -54,14 +39,10 @@ class Remote:
         if not (timeout > 0 and retries >= 0 and wait >= 0):
             raise UserError(f"reward {urls!r}: got timeout {timeout}, retries {retries}, wait {wait}, expected a "
                             "timeout above 0 and the others not below")
-        self._httpx = needed("httpx", "server", f"reward {urls!r}")
-        self.name, self._urls, self._token = urls, addresses(urls), token(token_file)
-        self.timeout, self.retries, self.wait, self.exact = timeout, retries, wait, exact
-        self._places, self._random = Places(self._urls), random.Random()  # the run's own random numbers stay untouched
-        self._http = self._httpx.Client(
-            headers={"Accept-Encoding": "identity", "Content-Type": "application/json"}
-            | ({"Authorization": f"Bearer {self._token}"} if self._token else {}),
-            timeout=self._httpx.Timeout(timeout, connect=min(timeout, CONNECT)), trust_env=False)
+        self.name, self._urls, self._token, self.exact = urls, addresses(urls), token(token_file), exact
+        headers = {"Authorization": f"Bearer {self._token}"} if self._token else {}
+        self._service = Service(f"reward {urls!r}", self._urls, timeout, retries, wait,
+                                {"Accept-Encoding": "identity"} | headers, unpacked=False)
         self.info = self._asked_for_info()
 
     @property
@@ -87,13 +68,15 @@ class Remote:
 
         def ask(part: range) -> list[float | None | Failed]:
             body = wire.request([samples[row] for row in part], group)
-            return self._answer("POST", lambda url: url, body, lambda answer: wire.scores(answer, len(part)))
+            return self._service.asked(lambda url: self._service.request(
+                "POST", url, body, lambda answer: wire.scores(answer, len(part)), self._refused))
 
         return [score for found in side_by_side(ask, parts, len(self._urls)) for score in found]
 
     def _asked_for_info(self) -> wire.Info:
         try:
-            info = self._answer("GET", lambda url: f"{url.rpartition('/')[0]}/info", None, wire.Info.read)
+            info = self._service.asked(lambda url: self._service.request(
+                "GET", f"{url.rpartition('/')[0]}/info", None, wire.Info.read, self._refused))
         except TimedOut as error:
             raise UserError(f"{error}: is `flowgrpo serve-reward` running there?") from None
         for url in self._urls:
@@ -102,109 +85,19 @@ class Remote:
                                 "another")
         return info
 
-    def _answer(self, method: str, at: Callable[[str], str], body: bytes | None, read: Callable[[bytes], T]) -> T:
-        """What `read` makes of the answer of the first URL that gives a proper one; TimedOut where none does."""
-        attempts = self.retries + len(self._urls)
-        for attempt in range(attempts):
-            if attempt:
-                wait = self.wait * 2 ** (attempt - 1) * self._random.uniform(0.5, 1.5)
-                time.sleep(min(wait, LONGEST_WAIT))
-            try:
-                with self._places.turn() as url:
-                    return self._attempt(method, at(url), body, read)
-            except Unanswered as error:
-                last = error
-        raise TimedOut(f"reward {self.name!r}: {last} (asked {attempts} times)")
-
-    def _attempt(self, method: str, url: str, body: bytes | None, read: Callable[[bytes], T]) -> T:
-        try:
-            status, _, answer = exchange(self._http, method, url, body, self.timeout, LONGEST_ANSWER, unpacked=False)
-            if status == 200:
-                return read(answer)
-        except self._httpx.ConnectTimeout:
-            raise Unanswered(f"{url} took no connection within {min(self.timeout, CONNECT):g} s") from None
-        except self._httpx.TimeoutException:
-            raise Unanswered(f"{url} gave no answer within {self.timeout:g} s") from None
-        except self._httpx.TransportError as error:
-            raise Unanswered(f"{url} gave no answer ({type(error).__name__}: {error})") from None
-        except ValueError as error:
-            raise Unanswered(f"{url} gave no proper answer: {error}") from None
-        raise self._refused(url, status, wire.refusal(answer))
-
-    def _refused(self, url: str, status: int, line: str | None) -> Exception:
-        """The error for a status: of the reward, of a person, or one that another attempt may not meet. A refusal that
-        is not in our format comes from something in between, and may pass."""
+    def _refused(self, url: str, status: int, _headers: Any, answer: bytes) -> NoReturn:
+        """Raise the error for a status: of the reward, of a person, or one that another attempt may not meet. A refusal
+        that is not in our format comes from something in between, and may pass."""
         if status in (401, 403):
             how = "another token" if self._token else f"a token: set {TOKEN}, or token_file in its args"
-            return UserError(f"reward {self.name!r}: {url} expects {how}")
+            raise UserError(f"reward {self.name!r}: {url} expects {how}")
+        line = wire.refusal(answer)
         told = f"{url} answered {status}" + (f": {line}" if line else "")
         if status == 422 and line:
-            return Failed(f"reward {self.name!r}: {told}")
+            raise Failed(f"reward {self.name!r}: {told}")
         if status == 413 or (line and 400 <= status < 500 and status not in (408, 429)):
-            return UserError(f"reward {self.name!r}: {told}")
-        return Unanswered(told)
-
-
-@dataclass(eq=False)
-class _Place:
-    url: str
-    busy: int = 0  # requests under way
-    turn: int = 0  # the number of its last request
-    rests_until: float = 0.0
-
-
-class Places:
-    """URLs in turn: the least busy one is next, and among equals that which was asked the longest ago. One that gave no
-    answer rests, and is asked again before that only where all of them rest."""
-
-    def __init__(self, urls: Sequence[str]) -> None:
-        self._places, self._turns, self._lock = [_Place(url) for url in urls], itertools.count(1), threading.Lock()
-
-    @contextmanager
-    def turn(self) -> Iterator[str]:
-        """The next URL; one in whose turn `Unanswered` is raised rests from then on."""
-        with self._lock:
-            now = time.monotonic()
-            place = min(self._places, key=lambda each: (max(each.rests_until - now, 0), each.busy, each.turn))
-            place.busy, place.turn = place.busy + 1, next(self._turns)
-        try:
-            yield place.url
-            place.rests_until = 0.0
-        except Unanswered:
-            place.rests_until = time.monotonic() + REST
-            raise
-        finally:
-            with self._lock:
-                place.busy -= 1
-
-
-def side_by_side(call: Callable[[range], T], parts: Sequence[range], lanes: int) -> list[T]:
-    """`call` of every part, in order, up to `lanes` of them at the same time; the first error is raised.
-
-    The threads do not keep the run from ending, which those of an executor would.
-    """
-    lanes = min(lanes, len(parts))
-    if lanes <= 1:
-        return [call(part) for part in parts]
-    found: dict[int, T] = {}
-    errors: list[BaseException] = []
-
-    def lane(first: int) -> None:
-        for i in range(first, len(parts), lanes):
-            try:
-                if not errors:
-                    found[i] = call(parts[i])
-            except BaseException as error:
-                errors.append(error)
-
-    threads = [threading.Thread(target=lane, args=(first,), daemon=True) for first in range(lanes)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
-    return [found[i] for i in range(len(parts))]
+            raise UserError(f"reward {self.name!r}: {told}")
+        raise Unanswered(told)
 
 
 def is_address(name: str) -> bool:

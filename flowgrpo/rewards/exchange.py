@@ -1,27 +1,160 @@
-"""One request of a reward's client, whose answer neither takes for ever nor fills the memory."""
+"""Asking one of several URLs over HTTP: in turn, again after a while, for answers that neither take for ever nor fill
+the memory."""
 
 from __future__ import annotations
 
+import itertools
+import random
+import threading
 import time
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from flowgrpo.rewards.failures import LONGEST_WAIT, TimedOut
+from flowgrpo.rewards.needs import needed
+from flowgrpo.rewards.wire import one_line
+
+CONNECT = 10.0  # seconds in which a server that is there accepts a connection
+REST = 30.0  # seconds for which a URL that failed is asked only if all others failed as well
+LONGEST_ANSWER = 2**24  # bytes
+T = TypeVar("T")
 
 
-def exchange(http: Any, method: str, url: str, body: bytes | None, timeout: float, longest: int, unpacked: bool
-             ) -> tuple[int, Any, bytes]:
-    """Status, headers and body of one answer.
+class Unanswered(Exception):
+    """One attempt that led to no proper answer: another may."""
 
-    http: an httpx.Client; timeout: seconds until the whole answer is there, which httpx counts per piece; longest: of
-    the body, in bytes; unpacked: whether a compressed body is unpacked, and counted so. ValueError for a longer body,
-    httpx.ReadTimeout for a later one, and what httpx raises.
+
+class Later(Unanswered):
+    """An attempt that was told to come back after some seconds."""
+
+    def __init__(self, told: str, seconds: float) -> None:
+        super().__init__(told)
+        self.seconds = seconds
+
+
+@dataclass(eq=False)
+class _Place:
+    url: str
+    busy: int = 0  # requests under way
+    turn: int = 0  # the number of its last request
+    rests_until: float = 0.0
+
+
+class Places:
+    """URLs in turn: the least busy one is next, and among equals that which was asked the longest ago. One that gave no
+    answer rests, and is asked again before that only where all of them rest."""
+
+    def __init__(self, urls: Sequence[str]) -> None:
+        self._places, self._turns, self._lock = [_Place(url) for url in urls], itertools.count(1), threading.Lock()
+
+    @contextmanager
+    def turn(self) -> Iterator[str]:
+        """The next URL; one in whose turn `Unanswered` is raised rests from then on."""
+        with self._lock:
+            now = time.monotonic()
+            place = min(self._places, key=lambda each: (max(each.rests_until - now, 0), each.busy, each.turn))
+            place.busy, place.turn = place.busy + 1, next(self._turns)
+        try:
+            yield place.url
+            place.rests_until = 0.0
+        except Unanswered:
+            place.rests_until = time.monotonic() + REST
+            raise
+        finally:
+            with self._lock:
+                place.busy -= 1
+
+
+class Service:
+    """URLs that answer alike.
+
+    who: with whose name errors begin; timeout: seconds for one request; retries: further attempts, after every URL was
+    asked once; wait: seconds before the first of them, doubled for each next, times a random number from 0.5 to 1.5;
+    headers: of every request; unpacked: whether a compressed answer is unpacked; connections: at the same time.
     """
-    import httpx
 
-    until, told = time.monotonic() + timeout, bytearray()
-    with http.stream(method, url, content=body) as response:
-        for some in response.iter_bytes() if unpacked else response.iter_raw():
-            told += some
-            if len(told) > longest:
-                raise ValueError(f"it sent more than {longest} bytes")
-            if time.monotonic() > until:
-                raise httpx.ReadTimeout("")
-    return response.status_code, response.headers, bytes(told)
+    def __init__(self, who: str, urls: Sequence[str], timeout: float, retries: int, wait: float,
+                 headers: dict[str, str], unpacked: bool, connections: int = 100) -> None:
+        self._httpx = needed("httpx", "server", who)
+        self.who, self.timeout, self.wait, self.unpacked = who, timeout, wait, unpacked
+        self.attempts, self._places = retries + len(urls), Places(urls)
+        self._random = random.Random()  # the run's own random numbers stay untouched
+        self._http = self._httpx.Client(
+            headers={"Content-Type": "application/json"} | headers, trust_env=False,
+            timeout=self._httpx.Timeout(timeout, connect=min(timeout, CONNECT)),
+            limits=self._httpx.Limits(max_connections=connections))
+
+    def asked(self, attempt: Callable[[str], T]) -> T:
+        """What `attempt(url)` gives for the first URL that gives a proper answer; TimedOut where none does."""
+        last = Unanswered("never asked")
+        for number in range(self.attempts):
+            if number:
+                wait = self.wait * 2.0 ** (number - 1) * self._random.uniform(0.5, 1.5)
+                time.sleep(min(max(wait, getattr(last, "seconds", 0.0)), LONGEST_WAIT))
+            try:
+                with self._places.turn() as url:
+                    return attempt(url)
+            except Unanswered as error:
+                last = error
+        raise TimedOut(f"{self.who}: {last} (asked {self.attempts} times)")
+
+    def request(self, method: str, url: str, body: bytes | None, read: Callable[[bytes], T],
+                refused: Callable[[str, int, Any, bytes], T]) -> T:
+        """What `read` makes of an answer, or of one whose status is not 200 `refused(url, status, headers, answer)`.
+        Unanswered where none came, or `read` raises ValueError."""
+        try:
+            status, headers, answer = self._exchange(method, url, body)
+            if status == 200:
+                return read(answer)
+        except self._httpx.ConnectTimeout:
+            raise Unanswered(f"{url} took no connection within {min(self.timeout, CONNECT):g} s") from None
+        except self._httpx.TimeoutException:
+            raise Unanswered(f"{url} gave no answer within {self.timeout:g} s") from None
+        except self._httpx.TransportError as error:
+            raise Unanswered(f"{url} gave no answer ({type(error).__name__}: {one_line(error)})") from None
+        except ValueError as error:
+            raise Unanswered(f"{url} gave no proper answer: {one_line(error)}") from None
+        return refused(url, status, headers, answer)
+
+    def _exchange(self, method: str, url: str, body: bytes | None) -> tuple[int, Any, bytes]:
+        """Status, headers and body of an answer, which has to be there in time as a whole: httpx counts per piece."""
+        until, told = time.monotonic() + self.timeout, bytearray()
+        with self._http.stream(method, url, content=body) as response:
+            for some in response.iter_bytes() if self.unpacked else response.iter_raw():
+                told += some
+                if len(told) > LONGEST_ANSWER:
+                    raise ValueError(f"it sent more than {LONGEST_ANSWER} bytes")
+                if time.monotonic() > until:
+                    raise self._httpx.ReadTimeout("")
+        return response.status_code, response.headers, bytes(told)
+
+
+def side_by_side(call: Callable[[range], T], parts: Sequence[range], lanes: int) -> list[T]:
+    """`call` of every part, in order, up to `lanes` of them at the same time; the first error is raised.
+
+    The threads do not keep the run from ending, which those of an executor would.
+    """
+    lanes = min(lanes, len(parts))
+    if lanes <= 1:
+        return [call(part) for part in parts]
+    found: dict[int, T] = {}
+    errors: list[BaseException] = []
+
+    def lane(first: int) -> None:
+        for i in range(first, len(parts), lanes):
+            try:
+                if not errors:
+                    found[i] = call(parts[i])
+            except BaseException as error:
+                errors.append(error)
+
+    threads = [threading.Thread(target=lane, args=(first,), daemon=True) for first in range(lanes)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return [found[i] for i in range(len(parts))]

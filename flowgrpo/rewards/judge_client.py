@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-import random
 import threading
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
@@ -15,10 +13,9 @@ from email.utils import parsedate_to_datetime
 from typing import Any
 
 from flowgrpo.errors import UserError
-from flowgrpo.rewards.client import CONNECT, LONGEST_ANSWER, Places, Unanswered, addresses, side_by_side
-from flowgrpo.rewards.exchange import exchange
-from flowgrpo.rewards.failures import LONGEST_WAIT, Failed, TimedOut
-from flowgrpo.rewards.needs import needed
+from flowgrpo.rewards.client import addresses
+from flowgrpo.rewards.exchange import Later, Service, Unanswered, side_by_side
+from flowgrpo.rewards.failures import Failed
 from flowgrpo.rewards.wire import one_line
 
 FILTERED = ("content_filter", "content_policy_violation")  # codes of a refusal
@@ -33,14 +30,6 @@ class Answer:
     refused: bool = False
     cut: bool = False
     tokens: tuple[tuple[str, dict[str, float]], ...] = ()
-
-
-class Later(Unanswered):
-    """An attempt that was told to come back after some seconds."""
-
-    def __init__(self, told: str, seconds: float) -> None:
-        super().__init__(told)
-        self.seconds = seconds
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -71,13 +60,9 @@ class Endpoint:
         if not (self.concurrency >= 1 and self.timeout > 0 and self.retries >= 0 and self.wait >= 0):
             raise UserError(f"a judge has concurrency {self.concurrency}, timeout {self.timeout}, retries "
                             f"{self.retries}, wait {self.wait}: expected 1 or more, above 0, and the others 0 or more")
-        httpx = needed("httpx", "server", "a judge")
-        urls = addresses(self.url)
-        self._set(_httpx=httpx, _count=len(urls), _places=Places(urls), _random=random.Random(), _served={},
-                  _lock=threading.Lock(), _http=httpx.Client(
-                      headers={"Content-Type": "application/json"} | _authorisation(self.key_env), trust_env=False,
-                      timeout=httpx.Timeout(self.timeout, connect=min(self.timeout, CONNECT)),
-                      limits=httpx.Limits(max_connections=self.concurrency)))
+        self._set(_served={}, _lock=threading.Lock(), _service=Service(
+            "a judge", addresses(self.url), self.timeout, self.retries, self.wait, _authorisation(self.key_env),
+            unpacked=True, connections=self.concurrency))
 
     def _set(self, **values: Any) -> None:
         for name, value in values.items():
@@ -93,49 +78,27 @@ class Endpoint:
         return side_by_side(one, [range(i, i + 1) for i in range(count)], self.concurrency)
 
     def _answered(self, body: dict[str, Any]) -> Answer:
-        attempts, last = self.retries + self._count, Unanswered("never asked")
-        for attempt in range(attempts):
-            if attempt:
-                self._pause(last, attempt)
-            try:
-                with self._places.turn() as url:
-                    named = {"model": self.model or self._only_model(url)} | body
-                    return self._attempt("POST", f"{url}/chat/completions", named, answer)
-            except Unanswered as error:
-                last = error
-        raise TimedOut(f"a judge: {last} (asked {attempts} times)")
+        def attempt(url: str) -> Answer:
+            named = {"model": self.model or self._only_model(url)} | body
+            return self._service.request("POST", f"{url}/chat/completions", json.dumps(named).encode(), answer,
+                                         self._refused)
 
-    def _pause(self, last: Unanswered, attempt: int) -> None:
-        wait = self.wait * 2.0 ** (attempt - 1) * self._random.uniform(0.5, 1.5)
-        time.sleep(min(max(wait, getattr(last, "seconds", 0.0)), LONGEST_WAIT))
+        return self._service.asked(attempt)
 
     def _only_model(self, url: str) -> str:
         """The one model that is served at a URL."""
         with self._lock:
             if url not in self._served:
-                names = self._attempt("GET", f"{url}/models", None, _models)
+                names = self._service.request("GET", f"{url}/models", None, _models, self._refused)
                 if len(names) != 1:
                     raise UserError(f"a judge: {url} serves {len(names)} models: set model to one of "
                                     f"{one_line(', '.join(names)) or 'them'}")
                 self._served[url] = names[0]
             return self._served[url]
 
-    def _attempt(self, method: str, url: str, body: dict[str, Any] | None, read: Callable[[bytes], Any]) -> Any:
-        try:
-            sent = None if body is None else json.dumps(body).encode()
-            status, headers, told = exchange(self._http, method, url, sent, self.timeout, LONGEST_ANSWER, unpacked=True)
-            if status == 200:
-                return read(told)
-        except self._httpx.TimeoutException:
-            raise Unanswered(f"{url} gave no answer within {self.timeout:g} s") from None
-        except self._httpx.TransportError as error:
-            raise Unanswered(f"{url} gave no answer ({type(error).__name__}: {one_line(error)})") from None
-        except ValueError as error:
-            raise Unanswered(f"{url} gave no proper answer: {one_line(error)}") from None
-        return self._refused(url, status, headers.get("retry-after"), _error(told))
-
-    def _refused(self, url: str, status: int, after: str | None, error: dict[str, Any]) -> Answer:
+    def _refused(self, url: str, status: int, headers: Any, body: bytes) -> Answer:
         """A refusal of the service; else the error for a status: of a person, of this request, or one that passes."""
+        after, error = headers.get("retry-after"), _error(body)
         told = f"{url} answered {status}" + (f": {one_line(error['message'])}" if error.get("message") else "")
         if status in (401, 403):
             how = f"the key in {self.key_env} is not accepted" if self.key_env else "set key_env to the name of the " \

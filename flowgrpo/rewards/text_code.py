@@ -10,7 +10,7 @@ from typing import Any
 
 from flowgrpo.errors import UserError
 from flowgrpo.rewards.about import About
-from flowgrpo.rewards.client import side_by_side
+from flowgrpo.rewards.exchange import side_by_side
 from flowgrpo.rewards.text_keys import LICENCE, keys, spoken
 from flowgrpo.rewards.text_sandbox import Bounds, isolation, run
 
