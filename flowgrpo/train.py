@@ -161,7 +161,9 @@ class Trainer:
                             self.backward(part, conditioning, weights, count, stats)
                     self.processes.add_gradients(self.policy.weights.parameters())
                     self.step_optimizer(stats)
-        metrics = stats.summary(self.processes) | getattr(self.explorer, "metrics", dict)() | self.critic.fit()
+        with self.clock("update"):
+            fitted = self.critic.fit()
+        metrics = stats.summary(self.processes) | self.explorer.metrics() | fitted
         return metrics | {"skipped_updates": self.skipped} | self.anchor.end(self.epoch, metrics.get("kl"))
 
     def shares(self, parts: list[Part]) -> list[tuple[list[Part], int]]:

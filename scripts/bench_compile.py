@@ -9,22 +9,17 @@ compiled epoch. Only the ratio is worth comparing: the seconds are those of the 
 
 from __future__ import annotations
 
-import argparse
 import time
 from functools import partial
 
 from bench_overhead import epoch, in_turns
-from common import RECIPE, make_trainer, options
+from common import RECIPE, make_trainer, measuring, options
 
 from flowgrpo.config import load
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repetitions", type=int, default=7)
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--option", action="append", default=[], metavar="KEY=VALUE", help="override of the recipe")
-    args = parser.parse_args()
+    args = measuring(__doc__).parse_args()
     settled = {"train.prompts": "2", "device": args.device} | options(args.option)
     trainers = {name: make_trainer(load(RECIPE, settled | {"train.compile": compiled}))
                 for name, compiled in (("plain", "false"), ("compiled", "true"))}

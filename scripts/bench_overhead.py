@@ -11,7 +11,6 @@ seconds are those of the machine and its load.
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -20,7 +19,7 @@ from statistics import median
 from typing import Any
 
 import torch
-from common import RECIPE, make_trainer, options
+from common import RECIPE, make_trainer, measuring, options
 
 from flowgrpo import data
 from flowgrpo.config import load
@@ -89,11 +88,7 @@ def in_turns(work: dict[str, Callable[[], None]], repetitions: int, device: torc
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repetitions", type=int, default=7)
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--option", action="append", default=[], metavar="KEY=VALUE", help="override of the recipe")
-    args = parser.parse_args()
+    args = measuring(__doc__).parse_args()
     config = load(RECIPE, {"train.prompts": "2", "device": args.device} | options(args.option))
     trainer = make_trainer(config)
     epoch(trainer)  # the first one also checks the ratio, and warms everything up

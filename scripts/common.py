@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 
 from flowgrpo import data, rewards
@@ -18,6 +19,15 @@ def make_trainer(config: Config) -> Trainer:
     device = pick_device(config.device)
     return Trainer(config, make_accelerator(config, device), make_policy(config, device),
                    rewards.compose(config.trained, config.cache), data.resolve(config))
+
+
+def measuring(said: str) -> argparse.ArgumentParser:
+    """The parser of a script that measures the recipe; said: its description."""
+    parser = argparse.ArgumentParser(description=said, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repetitions", type=int, default=7)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--option", action="append", default=[], metavar="KEY=VALUE", help="override of the recipe")
+    return parser
 
 
 def options(given: list[str]) -> dict[str, str]:

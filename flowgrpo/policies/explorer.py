@@ -206,3 +206,7 @@ class Explorer:
             return of[i].transition(x, v, grid, i)
 
         return dict(zip(steps, self.method.step_weight(transition, grid, steps).tolist()))
+
+    def metrics(self) -> dict[str, float]:
+        """What an epoch's sampling adds to its metrics."""
+        return {}

@@ -117,3 +117,7 @@ class TextExplorer:
     def step_weights(self, parts: list[Part], epoch: int) -> dict[int, float]:
         """Tokens are one step."""
         return {0: 1.0}
+
+    def metrics(self) -> dict[str, float]:
+        """What an epoch's sampling adds to its metrics."""
+        return {}
