@@ -28,10 +28,10 @@ def credit(method: Method, parts: list[Part], rewards: Tensor, weights: list[flo
     rows `own` takes out of what all have.
     """
     less = rewards if context.deducted is None else rewards - context.deducted[..., None].to(rewards)
-    shaped = method.shaping(less, context)
+    shaped, totals = method.shaping(less, context), own(weighted_sum(rewards, weights))
+    weights = [1.0] if getattr(method.shaping, "merges", False) else weights
     advantage = method.advantage(shaped, weights, context)
     leaves = method.selection(advantage, context) & ~rewards.isnan().all(2)
-    totals = own(weighted_sum(rewards, weights))
     advantage_of, kept_of = {1: own(advantage)}, {1: own(leaves)}  # by the number of samples below a transition
     for part in parts:
         at, advantages, kept = slice(part.groups.start, part.groups.stop), [], []

@@ -15,6 +15,7 @@ import torch
 from flowgrpo import disk, layer_names
 from flowgrpo.config import Config, load
 from flowgrpo.errors import UserError
+from flowgrpo.policies import edit_networks
 from flowgrpo.policies.adapters import LORA_FILE
 
 SIDES = {".lora_A.weight": ".lora_down.weight", ".lora_B.weight": ".lora_up.weight"}  # peft's names, and the layout's
@@ -94,7 +95,9 @@ def lora(run: Path) -> dict[str, tuple[dict[str, torch.Tensor], dict[str, Any]]]
         adapter = json.loads(told.read_text(encoding="utf-8"))
         found[told.parent.name] = load_file(told.with_name("adapter_model.safetensors")), adapter
     if not found:
-        raise UserError(f"no LoRA in {run}: a run with adapter.rank 0 has whole weights, which need no export")
+        why = "it holds an edit policy, which no stock pipeline loads" if (run / edit_networks.FILE).is_file() else \
+            "a run with adapter.rank 0 has whole weights, which need no export"
+        raise UserError(f"no LoRA in {run}: {why}")
     return found
 
 
@@ -151,13 +154,14 @@ def card(run: Path) -> Path:
     """Write the run's model card, `README.md`, with a picture of its curves; returns the card's path."""
     config, summary = finished(run)
     curves(run, run / "curves.png")
-    (run / CARD).write_text(_card(config, summary, (run / "before_after.webp").is_file()), encoding="utf-8")
+    lora = config.adapter.rank > 0 and not (run / edit_networks.FILE).is_file()
+    (run / CARD).write_text(_card(config, summary, (run / "before_after.webp").is_file(), lora), encoding="utf-8")
     return run / CARD
 
 
-def _card(config: Config, summary: dict[str, Any], moving: bool) -> str:
+def _card(config: Config, summary: dict[str, Any], moving: bool, lora: bool) -> str:
     asked, pictures = summary["evaluation"], summary["evaluation"]["prompts"]
-    tags = ["flowgrpo", "reinforcement-learning", *(["lora"] if config.adapter.rank else [])]
+    tags = ["flowgrpo", "reinforcement-learning", *(["lora"] if lora else [])]
     scores = "\n".join(f"| {name} | {summary['before'][name]:.3f} | {summary['after'][name]:.3f} | "
                        f"{'yes' if name in config.rewards else 'no'} |" for name in summary["before"])
     return f"""---

@@ -20,18 +20,23 @@ from flowgrpo.gaussian import log_prob
 from flowgrpo.method import OF_TEXT, Method
 from flowgrpo.objectives import actor_critic, completion, forward_process, tokenwise
 from flowgrpo.parts import critic, redraws, references, spreads
-from flowgrpo.presets import PRESETS
+from flowgrpo.presets import HOSTS, PRESETS
 from flowgrpo.samplers import backprop, chains, noise_net, plans, relaxation
 from flowgrpo.samplers.grids import shifted
 from flowgrpo.samplers.rollout import Exploration
 
 
 def preset(*names: str) -> Method:
-    """Stack presets from left to right: preset("mix_grpo", "grpo_guard") or preset("mix_grpo+grpo_guard")."""
-    method = Method()
-    for name in (part.strip() for joined in names for part in joined.split("+")):
+    """Stack presets from left to right: preset("mix_grpo", "grpo_guard") or preset("mix_grpo+grpo_guard"). UserError
+    for an unknown one, and for two of which each says what is trained."""
+    method, asked = Method(), [part.strip() for joined in names for part in joined.split("+")]
+    for name in asked:
         if name not in PRESETS:
             raise UserError(f"unknown method {name!r}{nearest(name, list(PRESETS))}")
+    if len(hosts := [name for name in asked if name in HOSTS]) > 1:
+        raise UserError(f"method {'+'.join(names)}: {hosts[0]} and {hosts[1]} each say what is trained: name one of "
+                        "them, and beside it presets that change one thing, such as grpo_guard")
+    for name in asked:
         try:
             method = PRESETS[name](method)
         except ValueError as error:
@@ -107,6 +112,9 @@ def resolve(config: Config, process: str = "flow") -> Method:
         if isinstance(method.reference, references.Teacher):
             raise ValueError("the reference Teacher is a language model: use Base")
         actor_critic.require(method, train.group)
+        if train.pack and (method.backprop or method.chain or method.edit):
+            raise ValueError("train.pack puts recorded steps into one call, and these have none of their own: set it "
+                             "to false")
         if not isinstance(method.reference, references.Base) and not objectives.regularises(method.kl) \
                 and not method.compares_with_reference:
             raise ValueError(f"the reference {type(method.reference).__name__} is read by a KL alone, whose weight is "

@@ -8,6 +8,7 @@ from typing import Any
 from flowgrpo import data
 from flowgrpo.config import Config
 from flowgrpo.errors import UserError
+from flowgrpo.parts.shaping import BradleyTerry
 from flowgrpo.preference_pairs import OVERALL, load_pairs
 
 Prompts = list[data.Prompt]
@@ -46,9 +47,12 @@ def require(config: Config, method: Any) -> None:
             raise UserError(f"method {config.method} pulls to the first picture of recorded pairs, and none are there: "
                             "set preferences to a file of pairs, or parts.surrogate.similarity: 0")
         return
-    if method.for_tokens or method.backprop is not None or method.records_steps:
+    if method.for_tokens or method.backprop is not None or method.edit is not None or method.records_steps:
         raise UserError(f"preferences is set, so that no picture is drawn, but method {config.method} trains steps of "
-                        "drawing one: use a method of noised finals, such as diffusion_dpo")
+                        "drawing one, or edits of drawn ones: use a method of noised finals, such as diffusion_dpo")
+    if config.labels == "file" and isinstance(method.shaping, BradleyTerry):
+        raise UserError(f"labels is 'file', but method {config.method} draws labels from rewards, and would turn some "
+                        "of the file's round: set labels: rewards, or parts.shaping: {type: AsIs}")
     if method.preview:
         raise UserError(f"preferences is set, so that no picture is drawn, but method {config.method} chooses among "
                         "previews of drawn ones: leave sol_rl out")

@@ -140,7 +140,8 @@ class Trainer:
         longest = sum(taken.old.logp.shape[1] for taken in parts[0].transitions)
         return Context([texts[first + p] for first in range(0, len(texts), share) for p in places], logp, lengths,
                        longest, self.epoch, self.config.train.epochs, self.memory,
-                       self.scoring.paired * len(self.method.strides), deducted)
+                       self.scoring.paired * len(self.method.strides), deducted,
+                       list(self.scoring.weights.values()) * len(self.method.strides))
 
     def learn(self, parts: Iterable[Part | None], conditioning) -> dict[str, Any]:
         """Replay what was recorded and follow the method's loss: `updates` optimiser steps per inner epoch.

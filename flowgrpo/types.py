@@ -262,7 +262,8 @@ class Context:
     its tokens, and longest, how many it could have; epoch, counted from 0, and epochs, those of the run; memory: what
     parts remember from epoch to epoch, JSON-able and kept in the checkpoint; each uses one key of its own; win_rates:
     which of the R rewards are win rates within their group already, those of a judge (empty: none); deducted: [P, G],
-    what every reward of a sample is lowered by before all else (None: nothing).
+    what every reward of a sample is lowered by before all else (None: nothing); weights: of the R rewards (empty: 1
+    each).
     """
 
     prompts: Sequence[str] = ()
@@ -274,3 +275,4 @@ class Context:
     memory: dict[str, Any] = field(default_factory=dict)
     win_rates: Sequence[bool] = ()
     deducted: Tensor | None = None
+    weights: Sequence[float] = ()

@@ -141,6 +141,27 @@ def test_a_page_is_the_same_every_time_and_has_scores(runs, tmp_path):
     assert numbers == [f"{picture.mean() / 255:.3f}" for picture in page.pictures]  # `bright`, of enlarged pixels
 
 
+BESIDE = """
+def far(images, prompts, base=None):
+    return (images - base).abs().mean((1, 2, 3))
+
+
+far.base = True
+"""
+
+
+def test_a_reward_that_compares_with_the_base_sees_that_of_its_column(runs, model, tmp_path):
+    """With the base's own weights the distance is 0 at every guidance, with the run's it is not."""
+    for change in (0.0, 0.3):
+        run = make_run(tmp_path / f"run{change}", model, change)
+        (run / "far.py").write_text(BESIDE)
+        told = (run / "config.yaml").read_text().replace("bright.py:bright", "far.py:far")
+        (run / "config.yaml").write_text(told)
+        page, _ = drawn(run, "guidance", ["1", "4.5"], run)
+        values = [float(text) for tag, text in page.texts if tag == "dd"]
+        assert len(values) == 4 and (values == [0.0] * 4 if not change else min(values) > 0)
+
+
 @pytest.mark.parametrize("kind, values, told", [
     ("checkpoints", ["7"], r"has none of epoch 7; there are: 1, 20 \(train.keep"),
     ("checkpoints", ["x"], "got 'x' in --values, expected whole numbers from 0 up"),

@@ -17,6 +17,7 @@ from flowgrpo.data import Prompt
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation.compare import load_tuned
 from flowgrpo.evaluation.statistics import interval
+from flowgrpo.export import card, kohya
 from flowgrpo.methods import preset, resolve
 from flowgrpo.objectives import GaussianKL
 from flowgrpo.objectives.actor_critic import ActorCritic
@@ -363,6 +364,9 @@ def test_a_run_saves_what_draws_its_pictures_and_resumes(tmp_path):
         assert torch.equal(again.weights.snapshot()[key], value)
     with pytest.raises(UserError, match="an edit policy, which no stock pipeline loads"):
         load_tuned(tiny.sd3(), folder)
+    with pytest.raises(UserError, match="no LoRA in .*: it holds an edit policy, which no stock pipeline loads"):
+        kohya(folder, tmp_path / "out.safetensors")
+    assert "lora" not in card(folder).read_text().partition("tags:")[2].partition("\n")[0]
     with pytest.raises(UserError, match="no edit policy at"):
         load_editor(tmp_path)
 
@@ -370,6 +374,8 @@ def test_a_run_saves_what_draws_its_pictures_and_resumes(tmp_path):
 @pytest.mark.parametrize("options, told", [
     (dict(method="expo", train__group=3), "train.group is 3"),
     (dict(method="expo+grpo_guard"), "the surrogate Clip trains no critic"),
+    (dict(method="expo+knapsack_rl"), "the advantage Pooled gives bases some, which no policy drew"),
+    (dict(method="expo", parts={"advantage": {"type": "Advantage"}}), "{type: Paired}, or surrogate: {ratio: 0,"),
     (dict(method="expo+texforce"), "trains nothing of the pipeline: leave texforce out"),
     (dict(method="flow_grpo", parts={"surrogate": {"type": "ActorCritic"}}), "set parts.edit: {type: Edit}"),
     (dict(method="expo", parts={"preview": {"type": "Preview"}}), "trains that alone"),
@@ -385,5 +391,4 @@ def test_defaults():
     expo = preset("expo")
     assert (expo.edit, expo.surrogate, expo.advantage) == (Edit(), ActorCritic(1e-3, 1e-3, 0.5), Paired())
     assert expo.value == Recall()
-    assert expo.kl == GaussianKL(0.01) and not expo.records_steps and preset("tree_rpo", "expo") == replace(
-        expo, shaping=preset("tree_rpo").shaping)
+    assert expo.kl == GaussianKL(0.01) and not expo.records_steps

@@ -215,7 +215,7 @@ def test_segments_are_valued_by_the_trainer_and_keep_the_engines_weights():
     made = trainer(method="spo_chain", parts__spread__interval=2, parts__spread__samples=2)
     batch = made.prompts[:2]
     asked = made.explorer.conditioning(batch)
-    [taken] = next(made.explorer.sample(asked, 0, partial(made.total, batch)))[0].transitions
+    [taken] = next(made.explorer.sample(asked, 0, partial(made.scoring.total, batch)))[0].transitions
     assert isinstance(taken, Segmented) and taken.values.isfinite().any()
     assert taken.correction.shape == taken.ids.shape and not (taken.correction == 1).all()
     assert torch.equal(taken.rows(torch.tensor([1])).correction, taken.correction[1:2])

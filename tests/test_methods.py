@@ -174,6 +174,13 @@ def test_presets_stack_from_left_to_right():
     assert preset(" mix_grpo + grpo_guard ") == preset("mix_grpo", "grpo_guard")
     assert preset() == Method()
     assert preset("grpo_guard", "mix_grpo").log_ratio == Guard()
+    for names in (["diffusion_nft+ddpo"], ["draft", "mix_grpo"], ["tree_rpo", "grpo_guard+tree_rpo"]):
+        with pytest.raises(UserError, match=r"and .* each say what is trained: name one of them"):
+            preset(*names)
+    for name in ("draft", "reinflow", "expo"):
+        assert resolve(tiny.config(method=name, parts={}))
+        with pytest.raises(UserError, match="train.pack puts recorded steps into one call"):
+            resolve(tiny.config(method=name, parts={}, train__pack=True))
 
 
 def test_means_are_read_by_a_kl_by_guard_and_by_layer_tuning_only():

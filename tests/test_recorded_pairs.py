@@ -93,8 +93,10 @@ def test_the_files_verdicts_as_a_reward():
 
 
 @pytest.mark.parametrize("options, told", [
-    ({"method": "flow_grpo"}, "method flow_grpo trains steps of drawing one: use a method of noised finals, such as"),
+    ({"method": "flow_grpo"}, "method flow_grpo trains steps of drawing one, or edits"),
     ({"method": "draft"}, "method draft trains steps of drawing one"),
+    ({"method": "expo"}, "method expo trains steps of drawing one, or edits of drawn ones: use a method of noised"),
+    ({"method": "rpo"}, "labels is 'file', but method rpo draws labels from rewards"),
     ({"method": "sol_rl+diffusion_dpo"}, "chooses among previews of drawn ones: leave sol_rl out"),
     ({"method": "diffusion_dpo", "train.group": 4}, "train.group is 4, but preferences brings pairs: set train.group"),
     ({"method": "diffusion_dpo", "preferences": None, "labels": "rewards"}, "labels is 'rewards', but no pairs are"),

@@ -163,6 +163,20 @@ def test_the_network_is_left_out_at_inference_and_of_the_lora(tmp_path):
     torch.testing.assert_close(found, before, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("rank", [2, 0])
+def test_the_base_has_the_noise_that_the_run_began_with(rank):
+    made = tiny.trainer(method="reinflow", adapter__rank=rank)
+    kept = made.policy.weights.snapshot()
+    with torch.no_grad():
+        for parameter in made.policy.weights.parameters():
+            parameter += 1.0
+    moved = made.policy.weights.snapshot()
+    with made.policy.reference():
+        inside = made.policy.weights.snapshot()
+    assert all(torch.equal(inside[key], kept[key]) for key in kept if rank == 0 or key.startswith("noise."))
+    assert all(torch.equal(value, moved[key]) for key, value in made.policy.weights.snapshot().items())
+
+
 def test_a_checkpoint_brings_the_network_back(tmp_path):
     made = trainer(train__ema=0.5)
     made.run_epoch()

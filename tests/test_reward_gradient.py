@@ -47,6 +47,22 @@ def test_they_say_so_themselves():
         require_gradient({"red": Composed(red, RewardRule(transform=["log"]))})
 
 
+@pytest.mark.parametrize("rule", [RewardRule(on_error="skip"), RewardRule(timeout=5.0)])
+def test_failures_cannot_be_passed_over(rule):
+    with pytest.raises(UserError, match="reward 'red' has on_error or timeout"):
+        require_gradient({"red": Composed(red, rule)})
+
+
+def test_what_raises_is_told_in_one_line_with_its_place():
+    """The usual mistake: numpy takes no tensor that carries a graph."""
+    pictures = torch.rand(2, 3, 2, 2).requires_grad_()
+    with pytest.raises(UserError) as caught:
+        value({"odd": lambda images, prompts: images.numpy()}, {"odd": 1.0}, pictures, ["x", "y"], [{}, {}])
+    told = str(caught.value)
+    assert told.startswith("reward 'odd' raised on 2 samples that carry a graph (first prompt: 'x'): RuntimeError:")
+    assert "test_reward_gradient.py, line" in told and "\n" not in told
+
+
 @pytest.mark.parametrize("returned, told", [
     (lambda images: [1.0, 2.0], "returned a list"),
     (lambda images: images.mean((2, 3)), r"returned the shape \[2, 3\]"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import tiny
@@ -13,8 +14,9 @@ from test_forward_objectives import column, noised, with_error
 from test_recorded_pairs import pairs_file
 from test_train import align, epoch, gradient, metrics
 
-from flowgrpo.advantages import Advantage
+from flowgrpo.advantages import Advantage, combine
 from flowgrpo.config import load
+from flowgrpo.credit import credit
 from flowgrpo.errors import UserError
 from flowgrpo.methods import preset, resolve
 from flowgrpo.objectives.forward_process import Preference
@@ -22,8 +24,10 @@ from flowgrpo.parts.shaping import BradleyTerry
 from flowgrpo.recorded_pairs import in_place, require
 from flowgrpo.rewards.combine import Harmonic, harmonic
 from flowgrpo.samplers.forward import Stratified
+from flowgrpo.samplers.rollout import Part
+from flowgrpo.selection import All
 from flowgrpo.train import Trainer
-from flowgrpo.types import Context
+from flowgrpo.types import Context, Scored, Transitions
 
 NAN = math.nan
 
@@ -74,6 +78,30 @@ def test_labels_are_drawn_as_bradley_and_terry_say(one, two, scale):
     assert torch.equal(labels.sum(1), torch.ones(pairs, 1, dtype=torch.float64))
     wanted = 1 / (1 + math.exp(scale * (two - one)))
     assert labels[:, 0].mean().item() == pytest.approx(wanted, abs=4 * (wanted * (1 - wanted) / pairs) ** 0.5)
+
+
+@pytest.mark.parametrize("weights", [[1.0, 1.0], [2.0, 0.5], [1.0, -1.0]])
+def test_several_rewards_are_labelled_by_their_weighted_sum(weights):
+    """Differences of 0.5 and -0.2. The label takes their place as the one reward, whatever the weights add up to."""
+    pairs, context = 40_000, Context(epoch=3, weights=weights)
+    labels = BradleyTerry()(f64([[0.7, 0.1], [0.2, 0.3]]).expand(pairs, 2, 2), context)
+    assert labels.shape == (pairs, 2, 1) and torch.equal(labels.unique(), f64([0, 1]))
+    wanted = 1 / (1 + math.exp(-(weights[0] * 0.5 - weights[1] * 0.2)))
+    assert labels[:, 0].mean().item() == pytest.approx(wanted, abs=4 * (wanted * (1 - wanted) / pairs) ** 0.5)
+
+
+@pytest.mark.parametrize("weights", [[1.0, 1.0], [1.0, -1.0]])
+def test_the_label_is_the_advantages_reward(weights):
+    """Scores so far apart that the labels are sure: the first sample is above where the first reward is larger."""
+    scores = torch.stack([f64([[9e3, 0], [0, 9e3]]), f64([[1.0, 0], [1, 0]])], 2)
+    method = replace(preset("rpo"), selection=All())
+    ones = torch.zeros(4, 1)
+    taken = Transitions(0, torch.zeros(4, 1), torch.tensor([0, 0, 1, 1]), torch.arange(4), torch.zeros(4, 1),
+                        Scored(ones, ones == 0))
+    part = Part(range(2), taken.prompts, None, (taken,), ())
+    [found] = credit(method, [part], scores, weights, Context(["a", "b"], weights=weights), lambda values: values)
+    expected = combine(f64([[1, 0], [0, 1]])[..., None], [1.0], "batch", "rewards")
+    close(found.advantages[0], expected.flatten().tolist())
 
 
 def test_labels_of_larger_groups_are_one_order_and_agree_with_pairs():

@@ -66,9 +66,13 @@ def columns(run: str | Path, kind: str, values: Sequence[str], prompts: str | Pa
     chosen = KINDS[kind](Column("tuned", run, seed, asked), list(values))
     shown = spread(data.load_prompts(prompts) if prompts else data.resolve(config)[1], count)
     functions = pairwise.measured(*(rewards.compose(rules, config.cache) for rules in (config.trained, config.watched)))
-    drawn = (_written if written else _drawn)(config, run, chosen, shown)
+    drawn = _written(config, run, chosen, shown) if written else _drawn(config, run, chosen, shown)
+    bases: list[Any] = [None] * len(chosen)
+    if any(map(rewards.sees_base, functions.values())):
+        of_base = _drawn(config, run, [replace(column, weights=None, rlg=None) for column in chosen], shown)
+        bases = [torch.stack(samples) for samples in of_base]
     scores = [rewards.score(functions, samples if written else torch.stack(samples), [p.text for p in shown],
-                            [p.metadata for p in shown]) for samples in drawn]
+                            [p.metadata for p in shown], base=base) for samples, base in zip(drawn, bases)]
     rows = [Row(prompt.text, [pictures[i] for pictures in drawn],
                 [dict(zip(functions, values[i].tolist())) for values in scores]) for i, prompt in enumerate(shown)]
     names, title = [column.name for column in chosen], f"{config.name}: {kind}"

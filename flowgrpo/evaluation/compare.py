@@ -22,6 +22,7 @@ from flowgrpo.data import Prompt
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation.clips import save_clip
 from flowgrpo.evaluation.held_out import Measured, draw_pairs, spread
+from flowgrpo.policies import edit_networks
 from flowgrpo.policies.blend import Branches
 from flowgrpo.policies.load import denoisers, load_pipeline, text_encoders
 from flowgrpo.policies.lora import LORA_FILE, load_lora
@@ -116,7 +117,7 @@ def load_tuned(pipe: Any, path: Path) -> None:
             with _told(f"{path / name} does not load into {type(pipe).__name__}"):
                 tuned = type(module).from_pretrained(path / name, torch_dtype=module.dtype).to(module.device)
                 pipe.register_modules(**{name: tuned})
-    elif (path / "edit.safetensors").is_file():
+    elif (path / edit_networks.FILE).is_file():
         raise UserError(f"{path} holds an edit policy, which no stock pipeline loads: draw with "
                         "flowgrpo.policies.edit_policy.EditPolicy(pipe, path)")
     else:

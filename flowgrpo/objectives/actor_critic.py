@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from flowgrpo.objectives.surrogates import cut, ppo, require_range
+from flowgrpo.parts.paired import Paired
 from flowgrpo.samplers.edits import Seen
 
 
@@ -62,6 +63,9 @@ def require(method: Any, group: int) -> None:
     if not reads:
         raise ValueError(f"the surrogate {type(method.surrogate).__name__} trains no critic, which chooses between a "
                          "base and its edit: use ActorCritic")
+    if method.surrogate.ratio and not isinstance(method.advantage, Paired):
+        raise ValueError(f"the advantage {type(method.advantage).__name__} gives bases some, which no policy drew: set "
+                         "parts.advantage: {type: Paired}, or surrogate: {ratio: 0, through: 1}")
     if not method.surrogate.critic and method.value is None:
         raise ValueError("surrogate.critic is 0 and there is no value part: the critic would learn nothing, set "
                          "parts.value: {type: Recall}")

@@ -19,7 +19,8 @@ class Recall:
     """The critic of edits is trained off-policy, as EXPO's (2507.07986): after an epoch's updates `steps` steps of
     AdamW with `lr`, each on `batch` of the `kept` newest samples, bases and edits alike.
 
-    EXPO takes 20 such steps per step of its environment; the defaults read every sample about as often.
+    EXPO takes 20 such steps per step of its environment; the defaults read every sample about as often. The samples
+    lie in main memory and in every checkpoint: of FLUX at 1024 x 1024, 0.5 MB each in bf16, 8192 are 4 GB.
     """
 
     kept: int = 8192
@@ -44,11 +45,12 @@ class Recalling:
 
     def __call__(self, parts: list[Part], asked: Any) -> list[Part]:
         """The parts as they are; their samples are remembered."""
-        told = prompt_tokens(asked).cpu()
-        for part in parts:
-            [taken] = part.transitions
-            states = self.editor.edit.applied(taken.x[taken.parent], taken.x_next).cpu()
-            self.remember(states, told, taken.prompts[taken.parent], taken.rewards.float().cpu())
+        taken = [each for part in parts for each in part.transitions]
+        if taken:
+            states = [self.editor.edit.applied(each.x[each.parent], each.x_next).cpu() for each in taken]
+            self.remember(torch.cat(states), prompt_tokens(asked).cpu(),
+                          torch.cat([each.prompts[each.parent] for each in taken]),
+                          torch.cat([each.rewards.float().cpu() for each in taken]))
         return parts
 
     def remember(self, states: Tensor, prompts: Tensor, of: Tensor, rewards: Tensor) -> None:

@@ -1,4 +1,5 @@
-"""What rewards become before they are compared: `shape(rewards [P, G, R], context=None) -> [P, G, R]`.
+"""What rewards become before they are compared: `shape(rewards [P, G, R], context=None) -> [P, G, R]`, or [P, G, 1] of
+what `merges` them.
 
 NaN, a reward that does not apply to a sample, stays NaN.
 """
@@ -12,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flowgrpo.advantages import sample_logp
+from flowgrpo.advantages import sample_logp, weighted_sum
 from flowgrpo.types import Context, wide
 
 LABELS = 2407_12164  # sets the draw of labels apart from others of an epoch
@@ -97,21 +98,24 @@ class BradleyTerry:
     """Labels drawn from rewards, anew each epoch: of two samples the first is above the second with the probability
     sigmoid(scale * (r_1 - r_2)) of Bradley and Terry (RPO, 2407.12164, its code).
 
-    A label is the share of the other samples of the group that a sample is above; of more than two they are one order,
-    drawn as Plackett and Luce do, which is the same for any two of them. The draw depends on the epoch alone.
+    r is the weighted sum of the rewards, whose place the label takes: [P, G, 1]. It is the share of the other samples
+    of the group that a sample is above; of more than two they are one order, drawn as Plackett and Luce do, which is
+    the same for any two of them. The draw depends on the epoch alone.
     """
 
     scale: float = 1.0
+    merges = True  # of several rewards one comes, whose weight is 1
 
     def __post_init__(self) -> None:
         if not 0 < self.scale < math.inf:
             raise ValueError(f"BradleyTerry: scale is {self.scale}, expected above 0")
 
     def __call__(self, rewards: Tensor, context: Context | None = None) -> Tensor:
-        (rewards,) = wide(rewards)
-        draw = np.random.default_rng((LABELS, context.epoch if context else 0))
-        noise = torch.from_numpy(draw.gumbel(size=tuple(rewards.shape))).to(rewards)
-        return lifted(self.scale * rewards + noise)  # a difference of two Gumbels is logistic
+        context = context or Context()
+        (totals,) = wide(weighted_sum(rewards, context.weights or [1.0] * rewards.shape[2])[..., None])
+        draw = np.random.default_rng((LABELS, context.epoch))
+        noise = torch.from_numpy(draw.gumbel(size=tuple(totals.shape))).to(totals)
+        return lifted(self.scale * totals + noise)  # a difference of two Gumbels is logistic
 
 
 def unlikely(rewards: Tensor, logp: Tensor, beta: float) -> Tensor:

@@ -47,7 +47,8 @@ class Weights:
     """Trainable parameters of a pipeline's modules, its denoisers or text encoders.
 
     With `adapter.rank` >= 1 a LoRA by peft, in fp32, its A gaussian and its B zero, so that it starts as the base. With
-    rank 0 all of the modules' weights, in fp32, and the first weights are kept on the CPU as the reference.
+    rank 0 all of the modules' weights, in fp32. The first weights of what no adapter can switch off are kept on the CPU
+    as the reference.
     """
 
     def __init__(self, pipe, modules: dict[str, torch.nn.Module], adapter):
@@ -56,7 +57,7 @@ class Weights:
             self._add_lora(name, module) if adapter.rank else module.float().requires_grad_(True)
         self.named = {f"{name}.{key}": parameter for name, module in modules.items()
                       for key, parameter in module.named_parameters() if parameter.requires_grad}
-        self._first = None if adapter.rank else {k: p.detach().cpu().clone() for k, p in self.named.items()}
+        self._first = {} if adapter.rank else self.snapshot()
 
     def _add_lora(self, name: str, module: torch.nn.Module) -> None:
         from peft import LoraConfig
@@ -82,8 +83,7 @@ class Weights:
         """Train a module with the others that is none of the pipeline's: checkpoints hold it, `save` leaves it out."""
         added = {f"{name}.{key}": parameter for key, parameter in module.named_parameters()}
         self.named |= added
-        if self._first is not None:
-            self._first |= {key: parameter.detach().cpu().clone() for key, parameter in added.items()}
+        self._first |= {key: parameter.detach().cpu().clone() for key, parameter in added.items()}
 
     def parameters(self) -> list[torch.nn.Parameter]:
         return list(self.named.values())
@@ -91,11 +91,7 @@ class Weights:
     @contextlib.contextmanager
     def base(self) -> Iterator[None]:
         """Inside, the modules are those of the base model."""
-        if self._first is not None:
-            with self.swapped(self._first):
-                yield
-            return
-        with switched_off(self._layers().values()):
+        with switched_off(self._layers().values()), self.swapped(self._first):
             yield
 
     @contextlib.contextmanager
@@ -127,8 +123,8 @@ class Weights:
 
     @contextlib.contextmanager
     def swapped(self, values: dict[str, torch.Tensor]) -> Iterator[None]:
-        """Inside, the parameters hold `values` (a moving average, the first weights)."""
-        kept = {key: parameter.detach().clone() for key, parameter in self.named.items()}
+        """Inside, the parameters that `values` names hold them (a moving average, the first weights)."""
+        kept = {key: self.named[key].detach().clone() for key in values}
         self.load(values)
         try:
             yield
@@ -137,8 +133,8 @@ class Weights:
 
     @torch.no_grad()
     def load(self, values: dict[str, torch.Tensor]) -> None:
-        for key, parameter in self.named.items():
-            parameter.copy_(values[key])
+        for key, value in values.items():
+            self.named[key].copy_(value)
 
     def snapshot(self) -> dict[str, torch.Tensor]:
         return {key: parameter.detach().cpu().clone() for key, parameter in self.named.items()}

@@ -15,6 +15,8 @@ PRESETS: dict[str, Callable[..., Method]] = {
     name: found for module in (steps, overlays, finals, texts, text_overlays, masked)
     for name, found in vars(module).items()
     if inspect.isfunction(found) and found.__module__ == module.__name__ and not name.startswith("_")}
+# Those that say what is sampled and trained of a denoiser; the others change one thing of one of them.
+HOSTS = {name for name, found in PRESETS.items() if found.__module__ in (steps.__name__, finals.__name__)}
 
 
 def suited(process: str) -> list[str]:

@@ -8,7 +8,7 @@ from typing import Any
 from flowgrpo import advantages, objectives, selection
 from flowgrpo.method import Method
 from flowgrpo.objectives import actor_critic, forward_process
-from flowgrpo.parts import lag, layer_tuning, paired, recall, reductions, references, shaping
+from flowgrpo.parts import lag, paired, recall, reductions, references, shaping
 from flowgrpo.samplers import backprop, edits, forward, kernels, plans, relaxation, tokens
 
 
@@ -67,11 +67,8 @@ def rpo(method: Method = Method()) -> Method:
 
 def _forward(method: Method, times: Any, **parts: Any) -> Method:
     """A method of noised finals: rollouts without noise, each from its own, and what `parts` say."""
-    usual = {"plan": plans.NoSteps(), "roots": None, "strides": (1,), "shaping": shaping.AsIs(),
-             "selection": selection.All(), "log_ratio": objectives.Matching(), "lag": lag.Lag(),
-             "advantage": advantages.Advantage(scale="batch", order="rewards"), "step_weight": objectives.Uniform(),
-             "tuning": layer_tuning.LayerTuning(), "backprop": None, "edit": None, "chain": None,
-             "value": None}
+    usual = {"plan": plans.NoSteps(), "roots": None, "log_ratio": objectives.Matching(),
+             "advantage": advantages.Advantage(scale="batch", order="rewards"), "step_weight": objectives.Uniform()}
     return replace(method, times=times, **usual | parts)
 
 
@@ -101,12 +98,10 @@ def alignprop(method: Method = Method()) -> Method:
 
 
 def _backprop(method: Method, ending: Any) -> Method:
-    """A method that follows the reward's gradient, on a deterministic rollout; what compares samples is not read."""
-    return replace(method, backprop=ending, kernel=kernels.FlowDDIM(0.0), roots=None, strides=(1,), tail=1.0,
-                   times=forward.Recorded(), lag=lag.Lag(), edit=None, value=None, chain=None, shaping=shaping.AsIs(),
-                   advantage=advantages.Advantage(scale="group", order="rewards"), selection=selection.All(),
-                   log_ratio=objectives.PlainRatio(), surrogate=objectives.Ascent(), step_weight=objectives.Uniform(),
-                   kl=objectives.GaussianKL(0.0), tuning=layer_tuning.LayerTuning())
+    """A method that follows the reward's gradient, on a deterministic rollout."""
+    return replace(method, backprop=ending, kernel=kernels.FlowDDIM(0.0), roots=None,
+                   advantage=advantages.Advantage(scale="group", order="rewards"), log_ratio=objectives.PlainRatio(),
+                   surrogate=objectives.Ascent(), step_weight=objectives.Uniform(), kl=objectives.GaussianKL(0.0))
 
 
 def drakes(method: Method = Method()) -> Method:
@@ -115,7 +110,8 @@ def drakes(method: Method = Method()) -> Method:
     Less the KL of the process to the base model's.
     """
     return replace(_backprop(method, relaxation.GumbelSoftmax()), kernel=tokens.Unmasking(order="random"),
-                   reduction=reductions.PerDecision(), kl=objectives.SampledKL(0.0), reference=references.Base())
+                   shaping=shaping.AsIs(), selection=selection.All(), reduction=reductions.PerDecision(),
+                   kl=objectives.SampledKL(0.0), reference=references.Base())
 
 
 def expo(method: Method = Method()) -> Method:
@@ -124,8 +120,6 @@ def expo(method: Method = Method()) -> Method:
     The edit is trained by policy gradient, each against its own base; by surrogate.through along the critic's gradient.
     """
     return replace(method, edit=edits.Edit(), kernel=kernels.FlowDDIM(0.0), plan=plans.NoSteps(), roots=None,
-                   strides=(1,), tail=1.0, advantage=paired.Paired(), log_ratio=objectives.PlainRatio(),
+                   advantage=paired.Paired(), log_ratio=objectives.PlainRatio(),
                    surrogate=actor_critic.ActorCritic(), step_weight=objectives.Uniform(),
-                   kl=objectives.GaussianKL(0.01), tuning=layer_tuning.LayerTuning(), lag=lag.Lag(),
-                   times=forward.Recorded(), shaping=shaping.AsIs(), selection=selection.All(), backprop=None,
-                   chain=None, preview=None, value=recall.Recall())
+                   kl=objectives.GaussianKL(0.01), value=recall.Recall())

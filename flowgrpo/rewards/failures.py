@@ -117,7 +117,7 @@ def guarded(what: str, call: Callable[..., Any], *arguments: Any, error_type: ty
         raise error_type(f"{what}: {told}{_place(error)}") from error
 
 
-_OURS = tuple(str(Path(__file__).with_name(name)) for name in ("failures.py", "find.py", "score.py"))
+_OURS = tuple(str(Path(__file__).with_name(name)) for name in ("failures.py", "find.py", "gradient.py", "score.py"))
 _FOREIGN = ("<frozen", *_OURS, *{sysconfig.get_path(kind) for kind in ("stdlib", "purelib", "platlib")})
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from flowgrpo.errors import UserError
 from flowgrpo.rewards.beside_base import sees_base
 from flowgrpo.rewards.compose import Composed
+from flowgrpo.rewards.failures import guarded
 from flowgrpo.rewards.score import arity
 
 if TYPE_CHECKING:
@@ -37,14 +38,17 @@ def require_gradient(rewards: dict[str, Any]) -> None:
         if getattr(rule, "transform", ()):
             raise UserError(f"reward {name!r} has a transform, which a method that follows its gradient does not see: "
                             "take the transform away")
+        if rule is not None and (rule.on_error != "raise" or rule.timeout):
+            raise UserError(f"reward {name!r} has on_error or timeout, but a method that follows its gradient needs "
+                            "every answer, and waits for it: take them away")
 
 
 def value(rewards: dict[str, Any], weights: dict[str, float], pictures: Tensor, prompts: Sequence[str],
           metadata: Sequence[dict[str, Any]]) -> Tensor:
     """The weighted sum [B] of differentiable rewards of pictures [B, ...], in one graph with them.
 
-    A reward whose rule leaves a sample out adds nothing there. UserError for what is no tensor [B] of finite numbers
-    with a gradient.
+    A reward whose rule leaves a sample out adds nothing there. UserError where one raises, and for what is no tensor
+    [B] of finite numbers with a gradient.
     """
     held = getattr(pictures, "weights", pictures)
     total = held.new_zeros(len(pictures))
@@ -53,7 +57,8 @@ def value(rewards: dict[str, Any], weights: dict[str, float], pictures: Tensor, 
         rows = [i for i, entry in enumerate(metadata) if rule is None or rule.applies(entry)]
         if rows:
             own = pictures[rows], [prompts[i] for i in rows], [metadata[i] for i in rows]
-            found = _checked(name, function(*own[:arity(name, function)]), own[0])
+            told = f"reward {name!r} raised on {len(rows)} samples that carry a graph (first prompt: {own[1][0]!r})"
+            found = _checked(name, guarded(told, function, *own[:arity(name, function)]), own[0])
             total = total.index_add(0, held.new_tensor(rows).long(), weights[name] * found.to(total))
     return total
 
