@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -11,11 +10,10 @@ from typing import Any
 
 import torch
 
-from flowgrpo import best, checkpoint, data, disk, methods, recorded_pairs, rewards, state
+from flowgrpo import best, checkpoint, data, disk, earlier, methods, recorded_pairs, rewards, state
 from flowgrpo.config import Config, validate
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation import album, held_out
-from flowgrpo.evaluation.read_back import read_lines
 from flowgrpo.geometry import geometry
 from flowgrpo.parts import adapted
 from flowgrpo.policies import build, frozen, sharded
@@ -42,7 +40,7 @@ class Ready:
     """What a run needs that is neither model nor weights, looked through.
 
     device: of this process; trained, measured: rewards by name; split: training and held-out prompts; last: the
-    checkpoint to go on from, or None.
+    checkpoint to go on from, or None; changes: of the configuration since then, to be told.
     """
 
     device: str | torch.device
@@ -51,6 +49,7 @@ class Ready:
     measured: dict[str, Any]
     split: tuple[list[data.Prompt], list[data.Prompt]]
     last: Path | None
+    changes: list[str]
 
 
 def run(config: Config, resume: bool = False, *, pipe=None, functions: dict[str, Any] | None = None,
@@ -72,7 +71,7 @@ def run(config: Config, resume: bool = False, *, pipe=None, functions: dict[str,
     if ready.last:
         state.restore(trainer, ready.last)
     if trainer.processes.first:
-        prepare(config, trainer.epoch, resumed=ready.last is not None)
+        prepare(config, trainer.epoch, ready.last is not None, ready.changes)
         album.begin(folder, trainer.epoch, str(ready.device), trainer.processes.count)
     start_tracker(ready.accelerator, config)
     try:
@@ -112,12 +111,13 @@ def check(config: Config, resume: bool = False, pipe=None, functions: dict[str, 
     if resume and last is None:
         raise UserError(f"--resume: no checkpoint in {config.folder / 'checkpoints'}: expected one that an earlier "
                         "run left")
+    changes = earlier.require_same(config, last) if last else []
     if accelerator.is_main_process:
         disk.require_folder(config.folder)
     if config.eval.weights == "ema" and not config.train.ema:
         raise UserError("eval.weights is 'ema', but train.ema is 0: set train.ema to a decay such as 0.9")
     best.require(config.eval, measured)
-    return Ready(device, accelerator, trained, measured, split, last)
+    return Ready(device, accelerator, trained, measured, split, last, changes)
 
 
 def make_accelerator(config: Config, device: str):
@@ -130,29 +130,22 @@ def make_accelerator(config: Config, device: str):
                        project_dir=str(config.folder), kwargs_handlers=[patience])
 
 
-def prepare(config: Config, epoch: int, resumed: bool) -> None:
-    """The run's folder, without what an earlier run, or this one after that epoch, has left in it."""
+def prepare(config: Config, epoch: int, resumed: bool, changes: list[str]) -> None:
+    """The run's folder, without what an earlier run has left in it, or this one after that epoch."""
     folder = config.folder
-    if not resumed:
-        shutil.rmtree(folder / "checkpoints", ignore_errors=True)  # they would be taken for ours
+    if not resumed and (moved := earlier.set_aside(folder)):
+        print(f"{folder} held an earlier run, which is now {moved}")
+    for change in changes:
+        print(f"resumed with {change}")
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.yaml").write_text(config.yaml(), encoding="utf-8")
-    keep_lines(folder / "metrics.jsonl", epoch)
+    earlier.keep_lines(folder / "metrics.jsonl", epoch)
 
 
 def start_tracker(accelerator, config: Config) -> None:
     """Open the tracker, after every check, so that a refused run leaves no empty one."""
     if config.tracker != "none":
         accelerator.init_trackers("flowgrpo" if config.tracker == "wandb" else "events")
-
-
-def keep_lines(path: Path, epoch: int) -> None:
-    """Drop the metrics of epochs that will be run (again), and a last line that a kill cut off."""
-    if path.exists():
-        told, kept = read_lines(path, "epoch"), path.with_suffix(".tmp")
-        whole = path.read_text().splitlines(keepends=True)
-        kept.write_text("".join(line for line, found in zip(whole, told) if found["epoch"] <= epoch))
-        kept.replace(path)
 
 
 def align(model, rewards="scene_graded", prompts="starter", method: str = "mix_grpo", **options: Any) -> dict[str, Any]:

@@ -325,7 +325,7 @@ def main():
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--clips", type=int, default=16_000)
     parser.add_argument("--ae-steps", type=int, default=1_500)
-    parser.add_argument("--decoder-steps", type=int, default=1_000)
+    parser.add_argument("--decoder-steps", type=int, default=2_000)
     parser.add_argument("--ae-batch", type=int, default=32)
     parser.add_argument("--guidance", type=float, nargs="+", default=[1.0, 2.0, 3.0, 4.0, 6.0],
                         help="of the report at the end")

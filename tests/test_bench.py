@@ -60,7 +60,8 @@ def test_a_run_on_recorded_pairs_costs_what_was_foretold(tmp_path, method, parts
     file = pairs_file(tmp_path, *((text, "a.png", "b.png") for text in texts))
     settings = config(tmp_path, method, micro_batch, **parts)
     settings = settings.model_copy(update={
-        "preferences": file, "train": settings.train.model_copy(update={"group": 2, "epochs": 2})})
+        "preferences": file, "labels": "rewards" if method == "rpo" else "file",
+        "train": settings.train.model_copy(update={"group": 2, "epochs": 2})})
     # 2 pairs, so 4 rows at each time: the old score, the reference's, the policy's own, and this once more for the
     # first ratio; no rollout.
     rows = 4 * parts.get("times", {}).get("count", 4)

@@ -17,9 +17,9 @@ from safetensors.torch import load_file
 
 from flowgrpo import checkpoint
 from flowgrpo.cli import main
+from flowgrpo.earlier import keep_lines
 from flowgrpo.errors import UserError
 from flowgrpo.policies.adapters import LORA_FILE
-from flowgrpo.run import keep_lines
 from flowgrpo.signals import Stop, Stopped
 
 REWARD = '''
@@ -146,12 +146,34 @@ def test_a_run_may_be_given_more_epochs(finished):
     assert [line["epoch"] for line in lines(run)] == list(range(1, EPOCHS + 2))
 
 
-def test_a_new_run_of_the_same_name_starts_anew(finished, uninterrupted):
-    """Checkpoints of the earlier run, with higher numbers, are neither kept nor gone on from."""
+def test_a_new_run_of_the_same_name_starts_anew_and_loses_nothing(finished, capsys):
+    """Checkpoints of the earlier run, with higher numbers, are not gone on from; its folder has another name."""
     command, run = finished
+    files = {path.relative_to(run): path.read_bytes() for path in run.rglob("*") if path.is_file()}
     assert main([*command, "--train.epochs=3"]) == 0
+    aside = run.with_name(f"{run.name}.1")
+    assert f"{run} held an earlier run, which is now {aside}" in capsys.readouterr().out
+    assert {path.relative_to(aside): path.read_bytes() for path in aside.rglob("*") if path.is_file()} == files
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["epoch-00002", "epoch-00003"]
     assert [line["epoch"] for line in lines(run)] == [1, 2, 3]
+    assert main([*command, "--train.epochs=1"]) == 0
+    assert [(run.parent / f"{run.name}.{number}").is_dir() for number in (1, 2, 3)] == [True, True, False]
+
+
+def test_what_was_changed_since_is_told(finished, capsys):
+    command, run = finished
+    assert main([*command, "--resume", "--train.micro_batch=3", "--seed=4", "--eval.every=0"]) == 0
+    told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("resumed with")]
+    assert told[-2:] == ["resumed with seed: 4, was 0", "resumed with train.micro_batch: 3, was 4"]
+    assert all(line.startswith(("resumed with reward:", "resumed with prompts:")) for line in told[:-2])  # moved files
+
+
+def test_other_prompts_measure_the_base_again(finished):
+    command, run = finished
+    before = json.loads((run / "before.json").read_text())
+    (run.parent / "other.txt").write_text("\n".join(f"another {text}" for text in tiny.PROMPTS))
+    assert main([*command, "--resume", f"--prompts={run.parent}/other.txt"]) == 0
+    assert json.loads((run / "before.json").read_text())["scores"] != before["scores"]
 
 
 def test_another_evaluation_measures_the_base_again(finished):
@@ -162,8 +184,11 @@ def test_another_evaluation_measures_the_base_again(finished):
 
 
 @pytest.mark.parametrize("options, told", [
-    (["--adapter.rank=3"], "holds other weights than are trained now"),
-    (["--adapter.targets=[to_q]"], "holds other weights than are trained now"),
+    (["--adapter.rank=3"], "--resume: adapter.rank is 3, but the run in "),
+    (["--adapter.targets=[to_q]"], "--resume: adapter.targets is ['to_q'], but the run in "),
+    (["--adapter.alpha=1"], "--resume: adapter.alpha is 1.0, but the run in "),
+    (["--method=mix_grpo_flash"], "--resume: method is 'mix_grpo_flash', but the run in "),
+    (["--train.epochs=2"], "--resume: train.epochs is 2, but 6 are done"),
     (["--name=other"], "--resume: no checkpoint in "),
 ])
 def test_what_does_not_fit_is_told(finished, options, told, capsys):

@@ -21,6 +21,7 @@ from PIL import Image
 from tqdm import tqdm
 
 from flowgrpo import data, rewards
+from flowgrpo.config import Config
 from flowgrpo.evaluation import album, report
 from flowgrpo.evaluation.clips import tall, untall
 from flowgrpo.evaluation.grid import Row, draw_grid
@@ -135,7 +136,7 @@ def before(trainer, functions: dict[str, Any], folder: Path, reuse: bool) -> Mea
     from torchvision.transforms.functional import to_tensor
 
     path, evaluations = folder / "before.json", trainer.policy.evaluations
-    settings = trainer.config.eval.model_dump(mode="json") | {"rewards": rules(functions)}
+    settings = measured_how(trainer.config, spread(trainer.held_out, trainer.config.eval.prompts), functions)
     known = read_object(path, "remove it, and the base is measured again") if reuse and path.exists() else {}
     if known.get("settings") != settings:
         with trainer.policy.reference():
@@ -149,6 +150,14 @@ def before(trainer, functions: dict[str, Any], folder: Path, reuse: bool) -> Mea
             for file in sorted((folder / "before").glob("*.png"))]
     return Measured([p for p in prompts for _ in range(trainer.config.eval.samples)], known["scores"],
                     known["texts"] or (torch.stack(kept) if kept else torch.empty(0)), known["failed"])
+
+
+def measured_how(config: Config, prompts: list[data.Prompt], functions: dict[str, Any]) -> dict[str, Any]:
+    """What the base's scores depend on, as it comes back from JSON."""
+    of = config.model_dump(mode="json", include={"model", "precision", "negative_prompt", "picture", "text"})
+    told = of | config.eval.model_dump(mode="json") | {
+        "rewards": rules(functions), "shown": [[p.text, p.negative, p.image, p.metadata] for p in prompts]}
+    return json.loads(json.dumps(told, default=str))
 
 
 def rules(functions: dict[str, Any]) -> dict[str, Any]:

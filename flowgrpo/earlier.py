@@ -1,0 +1,73 @@
+"""What a run's folder holds of an earlier run: it is gone on from as it was, or set aside, and never lost."""
+
+from __future__ import annotations
+
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from flowgrpo import checkpoint
+from flowgrpo.config import Config, load
+from flowgrpo.errors import UserError
+from flowgrpo.evaluation.read_back import read_lines
+
+# What makes a checkpoint's weights, and the state that goes with them, mean something else.
+FIXED = ("model", "method", "preferences", "adapter.rank", "adapter.alpha", "adapter.dora", "adapter.rslora",
+         "adapter.targets", "adapter.encoder_targets")
+APART = ("name", "output")  # where the run lies
+
+
+def require_same(config: Config, last: Path) -> list[str]:
+    """What was changed since the run that left the checkpoint `last`, such as "train.lr: 0.001, was 0.0005".
+
+    UserError where that does not go with its weights, or takes back epochs.
+    """
+    epoch, told = int(last.name.removeprefix("epoch-")), []
+    if epoch > config.train.epochs:
+        raise UserError(f"--resume: train.epochs is {config.train.epochs}, but {epoch} are done: expected as many, or "
+                        "more")
+    file = config.folder / "config.yaml"
+    was = _flat(load(file).model_dump(mode="json")) if file.is_file() else {}
+    for key, value in _flat(config.model_dump(mode="json")).items():
+        if key in APART or key not in was or was[key] == value:
+            continue
+        if key in FIXED:
+            raise UserError(f"--resume: {key} is {value!r}, but the run in {config.folder} began with {was[key]!r}: "
+                            "keep it, or give the run another name")
+        told.append(f"{key}: {value}, was {was[key]}")
+    return told
+
+
+def _flat(nested: dict[str, Any], above: str = "") -> dict[str, Any]:
+    """The values of sections under dotted keys; what a person names (parts, rewards) stays whole."""
+    found = {}
+    for key, value in nested.items():
+        if isinstance(value, dict) and f"{above}{key}" in ("adapter", "train", "eval", "memory", "text", "picture"):
+            found |= _flat(value, f"{above}{key}.")
+        else:
+            found[f"{above}{key}"] = value
+    return found
+
+
+def set_aside(folder: Path) -> Path | None:
+    """Rename the folder of a run that has saved something; returns the new name, None where there was nothing.
+
+    UserError where it cannot be renamed.
+    """
+    if not (folder / "summary.json").is_file() and checkpoint.latest(folder / "checkpoints") is None:
+        return None
+    free = next(name for number in count(1) if not (name := folder.with_name(f"{folder.name}.{number}")).exists())
+    try:
+        return folder.rename(free)
+    except OSError as error:
+        raise UserError(f"{folder} holds an earlier run and cannot be renamed to {free} ({error.strerror}): give this "
+                        "one another name, or --resume that one") from None
+
+
+def keep_lines(path: Path, epoch: int) -> None:
+    """Drop the metrics of epochs that will be run (again), and a last line that a kill cut off."""
+    if path.exists():
+        told, kept = read_lines(path, "epoch"), path.with_suffix(".tmp")
+        whole = path.read_text().splitlines(keepends=True)
+        kept.write_text("".join(line for line, found in zip(whole, told) if found["epoch"] <= epoch))
+        kept.replace(path)
