@@ -66,7 +66,7 @@ def detached(value: Any) -> Any:
 
 def bare(trainer: Trainer, calls: list[Call], fused: bool = False) -> None:
     """The recorded calls alone."""
-    with nullcontext() if fused else plain_on_cpu(trainer.policy.device), trainer.policy._precision():
+    with nullcontext() if fused else plain_on_cpu(trainer.policy.device), trainer.policy.driver.arithmetic():
         for module, args, kwargs, backward in calls:
             with torch.set_grad_enabled(backward):
                 out = module(*args, **kwargs)[0]

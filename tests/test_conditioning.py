@@ -77,7 +77,7 @@ def test_a_pipeline_whose_prompts_are_all_on_disk_is_still_tried(tmp_path):
         pipe, call = pipelines.make("HunyuanVideoImageToVideoPipeline (token_replace)")
         live = PipelinePolicy(pipe, Adapter(rank=2), call=call)
         Encoder(live, tmp_path)(["red"], [""])
-        assert live.loads
+        assert live.driver.loads
 
 
 def test_other_encoders_do_not_share_the_folder():

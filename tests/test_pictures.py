@@ -100,7 +100,7 @@ def test_pipelines_that_share_their_pictures_among_prompts_are_called_for_each()
     together, apart = policy(), policy("Flux2KleinPipeline")
     for live in (together, apart):
         live.encode(["a"])
-    assert (together.apart, apart.apart) == (False, True)
+    assert (together.encode_prompt.apart, apart.encode_prompt.apart) == (False, True)
 
 
 def test_the_other_picture_is_the_negative():

@@ -112,7 +112,7 @@ def test_the_recorded_density_is_that_of_the_renoised_prediction(process):
         output = policy.replay(rows, taken.x_next, exploration.grid, STEPS - 1, exploration.timesteps)
     data, noise = (1.0, at) if process == "flow" else (math.sqrt(at), math.sqrt(1 - at))
     torch.testing.assert_close(part.finals[0], (taken.x_next - noise * output) / data, rtol=0, atol=1e-4)
-    assert stock is not policy.scheduler
+    assert stock is not policy.driver.scheduler
 
 
 def test_the_kernel_is_the_same_gaussian_as_by_hand():

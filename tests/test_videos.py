@@ -170,7 +170,7 @@ def test_a_strength_that_leaves_nothing_is_told():
 def test_an_idle_step_costs_no_evaluation(name):
     policy, conditioning = policy_of(name), encoded(name)
     policy.guidance = 1.0
-    assert policy.loads
+    assert policy.driver.loads
     before = policy.evaluations
     state, _ = policy.run(Task(GRID, range(2)), conditioning, None, policy.generators([1, 2]))
     assert policy.evaluations - before == 2 * 2

@@ -22,6 +22,7 @@ from flowgrpo.errors import UserError
 from flowgrpo.log import quiet
 from flowgrpo.policies.adapters import Weights
 from flowgrpo.policies.dtypes import DTYPES
+from flowgrpo.policies.seeded import generators
 from flowgrpo.policies.teacher import Teachers
 from flowgrpo.policies.text_recompute import recompute
 from flowgrpo.samplers.tokens import Decoding, Draw, decided, score, uniforms
@@ -69,6 +70,7 @@ class CausalLM:
     """
 
     process, modality, unit, turns = "tokens", "text", "tokens", None
+    generators = staticmethod(generators)
 
     def __init__(self, model, tokenizer, adapter: Adapter | None, text: Text, *, device="cpu", precision="fp32",
                  checkpointing=False):
@@ -305,11 +307,6 @@ class CausalLM:
         if self.dtype == torch.float32:
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, self.dtype)
-
-    @staticmethod
-    def generators(seeds) -> list[torch.Generator]:
-        """One CPU generator per row, so that draws do not depend on device, process or micro-batch."""
-        return [torch.Generator().manual_seed(int(seed)) for seed in seeds]
 
 
 class TextWeights(Weights):

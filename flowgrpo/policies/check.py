@@ -21,11 +21,12 @@ from flowgrpo.method import Method
 from flowgrpo.policies import check_text, frozen, memory, tiny
 from flowgrpo.policies.adapters import Weights
 from flowgrpo.policies.conditioning import Conditioning
+from flowgrpo.policies.driver import unlogged
 from flowgrpo.policies.dtypes import DTYPES
 from flowgrpo.policies.load import load_pipeline
 from flowgrpo.policies.lora import loader
 from flowgrpo.policies.pictures import PICTURES
-from flowgrpo.policies.pipeline import PipelinePolicy, unlogged
+from flowgrpo.policies.pipeline import PipelinePolicy
 from flowgrpo.presets.steps import mix_grpo
 from flowgrpo.samplers import cost
 from flowgrpo.samplers.grids import shifted
@@ -111,7 +112,7 @@ def _drive(model: Any, recipe: Config | None, found: dict[str, Any]) -> None:
     found["lora_loader"] = list(dict.fromkeys(loader(pipe, name) for name in policy.denoisers))
     conditioning = policy.encode([PROMPT])
     found["conditioning"] = [name for name in ("prompt", "negative_prompt", *PICTURES) if name in policy.accepts]
-    found["prompts_per_call"] = "one" if policy.apart else "any number"
+    found["prompts_per_call"] = "one" if policy.encode_prompt.apart else "any number"
     found["guidance"] = _guidance(policy, conditioning)
     policy.guidance = config.train.guidance
     found["timesteps_per_call"] = "one per row" if policy.vector(conditioning) else "one"

@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_map_only
 from flowgrpo import disk
 from flowgrpo.errors import UserError
 from flowgrpo.policies.memo import digest
+from flowgrpo.policies.pictures import pictures_of
 from flowgrpo.queued import queued
 
 
@@ -62,6 +63,10 @@ class Conditioning:
         """The same with every tensor changed."""
         return replace(self, calls=tree_map_only(torch.Tensor, change, self.calls))
 
+    def shapes(self) -> tuple[tuple[int, ...] | None, ...]:
+        """Of the values of all calls; None for what is no tensor."""
+        return tuple(tuple(value.shape) if torch.is_tensor(value) else None for call in self.calls for value in call)
+
 
 def _rows(value: torch.Tensor | list[Any], picked: list[int]) -> torch.Tensor | list[Any]:
     return value[queued(torch.tensor(picked), value.device)] if torch.is_tensor(value) else [value[i] for i in picked]
@@ -81,7 +86,7 @@ class Encoder:
         """images: the file of each prompt's reference picture, or None."""
         images = images or [None] * len(prompts)
         parts = [self._one(*row) for row in zip(prompts, negatives, images, strict=True)]
-        if len({_shapes(part) for part in parts}) > 1:
+        if len({part.shapes() for part in parts}) > 1:
             # Some pipelines (Qwen-Image) pad to the longest prompt of a batch: other lengths are encoded together.
             return self.policy.encode(prompts, negatives, images)
         found = join(parts).to(self.policy.device)
@@ -93,7 +98,7 @@ class Encoder:
         key = prompt, negative, image
         if key in self._known:
             return self._known[key]
-        pictures = self.policy.pictures(1, [image])
+        pictures = pictures_of(self.policy, 1, [image])
         name = _digest(json.dumps([prompt, negative, digest(pictures)] if pictures else [prompt, negative]))
         path = self.folder / f"{name}.safetensors" if self.folder else None
         if path and path.exists():
@@ -118,10 +123,6 @@ def join(parts: list[Conditioning]) -> Conditioning:
                         calls, first.per_prompt,
                         {name: [each for part in parts for each in part.inputs[name]] for name in first.inputs},
                         first.apart, first.bare)
-
-
-def _shapes(part: Conditioning) -> tuple:
-    return tuple(tuple(value.shape) if torch.is_tensor(value) else None for call in part.calls for value in call)
 
 
 def _stack(values: list) -> torch.Tensor | list:

@@ -1,18 +1,40 @@
-"""Reference pictures of several prompts in one call of a pipeline: does each prompt see its own?"""
+"""Reference pictures of prompts, several of them in one call of a pipeline: does each prompt see its own?"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from flowgrpo.errors import UserError
 from flowgrpo.samplers.rollout import make_grid
 from flowgrpo.samplers.scheduler import Task
 
 # Arguments of a pipeline's call that belong to a prompt.
 PICTURES = ("image", "image_reference", "mask_image", "control_image", "last_image", "video")
 SHARE = 0.1  # of the difference that another picture makes: what company may change, in half precision
+
+
+def pictures_of(policy, count: int, images: Sequence[Any] | None = None) -> dict[str, list[Any]]:
+    """The reference pictures of `count` prompts by the name of the pipeline's argument.
+
+    images: of each prompt a picture, its file, or None for that of the policy's `call`. UserError where the pipeline
+    takes none.
+    """
+    from PIL import Image
+
+    found = {name: [value] * count for name, value in policy.given.items()}
+    if any(image is not None for image in images or ()):
+        if "image" not in policy.accepts:
+            raise UserError(f"{type(policy.pipe).__name__} takes no image, but a prompt brings one: leave it out")
+        opened = [Image.open(each).convert("RGB") if isinstance(each, (str, Path)) else each for each in images]
+        found["image"] = [policy.given.get("image") if each is None else each for each in opened]
+        if any(each is None for each in found["image"]):
+            raise UserError("some prompts of a batch bring an `image` and others do not: give all one, or none")
+    return found
 
 
 def stay_apart(policy, twice) -> bool:
@@ -27,7 +49,7 @@ def stay_apart(policy, twice) -> bool:
 
     def step(conditioning) -> torch.Tensor:
         seeds = [7] * len(conditioning.prompts)
-        return policy.run(task, policy.encoded(conditioning), None, policy.generators(seeds))[0]
+        return policy.run(task, policy.encode_prompt(conditioning, policy.guidance), None, policy.generators(seeds))[0]
 
     together, alone = step(pair), [step(pair.rows(torch.tensor([i]))) for i in range(2)]
     if together.shape[1:] != alone[0].shape[1:] or alone[0].shape != alone[1].shape:

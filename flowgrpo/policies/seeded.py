@@ -1,12 +1,19 @@
-"""Stock schedulers that draw noise, seeded by the call's generators, whether or not a pipeline hands these on."""
+"""Generators of rows, and stock schedulers that draw noise from them, whether or not a pipeline hands these on."""
 
 from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any
+
+import torch
+
+
+def generators(seeds: Iterable[int]) -> list[torch.Generator]:
+    """One CPU generator per row, so that what is drawn does not depend on device, process or micro-batch."""
+    return [torch.Generator().manual_seed(int(seed)) for seed in seeds]
 
 
 @contextlib.contextmanager

@@ -179,7 +179,7 @@ class PolicyScheduler:
 
     order = 1
     quirk = Quirk()
-    halved = False  # the pipeline leaves out the first half of the timesteps that it is told (see policies/pipeline.py)
+    halved = False  # the pipeline leaves out the first half of the timesteps that it is told (see policies/driver.py)
     init_noise_sigma = 1.0  # the state is that of the process, whatever scaling the stock class works in
 
     @staticmethod
