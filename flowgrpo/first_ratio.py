@@ -9,7 +9,8 @@ import torch
 
 from flowgrpo.errors import UserError
 from flowgrpo.objectives import Clip
-from flowgrpo.samplers.rollout import Part, rescored
+from flowgrpo.samplers.replay import rescored
+from flowgrpo.samplers.rollout import Part
 
 UNCLIPPED = 1e-4  # the range that stands for that of a surrogate without a clip, whose gradient no ratio enters
 

@@ -23,8 +23,9 @@ from scipy.stats import kendalltau, spearmanr
 from flowgrpo.config import load
 from flowgrpo.evaluation.held_out import spread
 from flowgrpo.policies.quantised import quantised
+from flowgrpo.samplers.grids import make_grid
 from flowgrpo.samplers.preview import PRECISIONS, contrasting, previews
-from flowgrpo.samplers.rollout import make_grid, seeder
+from flowgrpo.samplers.rollout import seeder
 from flowgrpo.train import Trainer
 
 

@@ -18,7 +18,8 @@ from flowgrpo.samplers import cost
 from flowgrpo.samplers.grids import shifted
 from flowgrpo.samplers.kernels import FlowSDE
 from flowgrpo.samplers.plans import Schedule
-from flowgrpo.samplers.rollout import Exploration, explore, replay, seeder
+from flowgrpo.samplers.replay import replay
+from flowgrpo.samplers.rollout import Exploration, explore, seeder
 from flowgrpo.samplers.solvers import Euler
 
 

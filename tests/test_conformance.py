@@ -21,9 +21,11 @@ from flowgrpo.policies.load import denoisers
 from flowgrpo.policies.lora import load_lora
 from flowgrpo.policies.pictures import other
 from flowgrpo.policies.pipeline import PipelinePolicy
+from flowgrpo.samplers.grids import make_grid
 from flowgrpo.samplers.kernels import FlowDDIM
 from flowgrpo.samplers.plans import Schedule
-from flowgrpo.samplers.rollout import Exploration, explore, make_grid, replay, seeder
+from flowgrpo.samplers.replay import replay
+from flowgrpo.samplers.rollout import Exploration, explore, seeder
 from flowgrpo.samplers.scheduler import Task
 from flowgrpo.samplers.solvers import Euler
 

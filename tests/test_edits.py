@@ -29,7 +29,8 @@ from flowgrpo.policies.edit_policy import EditPolicy
 from flowgrpo.run import run
 from flowgrpo.samplers import edits
 from flowgrpo.samplers.edits import Edit
-from flowgrpo.samplers.rollout import Part, replay, seeder
+from flowgrpo.samplers.replay import replay
+from flowgrpo.samplers.rollout import Part, seeder
 from flowgrpo.samplers.solvers import Euler
 from flowgrpo.types import Context
 

@@ -17,7 +17,8 @@ from flowgrpo.objectives import ESTIMATORS, GaussianKL, OutputError, SampledKL, 
 from flowgrpo.objectives.schedules import Adaptive, Constant, Linear
 from flowgrpo.samplers.kernels import CPS, DDIM, DanceSDE, FlowDDIM, FlowSDE
 from flowgrpo.samplers.plans import Schedule
-from flowgrpo.samplers.rollout import Exploration, score
+from flowgrpo.samplers.replay import score
+from flowgrpo.samplers.rollout import Exploration
 from flowgrpo.samplers.solvers import Euler
 from flowgrpo.train import decisions
 from flowgrpo.types import Context, Gaussian, Scored

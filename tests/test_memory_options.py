@@ -28,7 +28,8 @@ from flowgrpo.run import run
 from flowgrpo.samplers.grids import shifted
 from flowgrpo.samplers.kernels import FlowSDE
 from flowgrpo.samplers.plans import Schedule
-from flowgrpo.samplers.rollout import Exploration, explore, replay, seeder
+from flowgrpo.samplers.replay import replay
+from flowgrpo.samplers.rollout import Exploration, explore, seeder
 from flowgrpo.samplers.scheduler import Task
 from flowgrpo.samplers.solvers import Euler
 

@@ -15,10 +15,11 @@ from flowgrpo.log import Stats
 from flowgrpo.policies.tiny import make
 from flowgrpo.policies.tiny.unets import lcm
 from flowgrpo.policies.vector import copies
-from flowgrpo.samplers.grids import shifted
+from flowgrpo.samplers.grids import make_grid, shifted
 from flowgrpo.samplers.kernels import FlowSDE
 from flowgrpo.samplers.plans import Schedule
-from flowgrpo.samplers.rollout import Exploration, explore, make_grid, replay, rescored, seeder
+from flowgrpo.samplers.replay import replay, rescored
+from flowgrpo.samplers.rollout import Exploration, explore, seeder
 from flowgrpo.samplers.solvers import Euler
 from flowgrpo.train import decisions
 

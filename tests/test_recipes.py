@@ -19,10 +19,10 @@ from flowgrpo.policies import build, check, frozen, tiny
 from flowgrpo.policies.causal_lm import CausalLM
 from flowgrpo.policies.pipeline import PipelinePolicy
 from flowgrpo.rewards.find import locate
+from flowgrpo.samplers.grids import make_grid
 from flowgrpo.samplers.kernels import CPS
 from flowgrpo.samplers.predictions import process
 from flowgrpo.samplers.preview import require_choice
-from flowgrpo.samplers.rollout import make_grid
 
 FOLDER = Path(__file__).parents[1] / "configs"
 # The pipeline class of each recipe's model, and the process of its scheduler.

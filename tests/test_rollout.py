@@ -17,7 +17,8 @@ from flowgrpo.samplers import cost
 from flowgrpo.samplers.grids import compress_tail, shifted, thinned
 from flowgrpo.samplers.kernels import FlowSDE
 from flowgrpo.samplers.plans import AllSteps, RandomSubset, Schedule, Sliding
-from flowgrpo.samplers.rollout import Exploration, explore, replay, rescored, seeder
+from flowgrpo.samplers.replay import replay, rescored
+from flowgrpo.samplers.rollout import Exploration, explore, seeder
 from flowgrpo.samplers.scheduler import Task
 from flowgrpo.samplers.solvers import DPMSolver2M, Euler
 

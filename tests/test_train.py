@@ -21,7 +21,8 @@ from flowgrpo.log import Stats
 from flowgrpo.policies.adapters import LORA_FILE
 from flowgrpo.run import run
 from flowgrpo.samplers.plans import Schedule
-from flowgrpo.samplers.rollout import replay, seeder
+from flowgrpo.samplers.replay import replay
+from flowgrpo.samplers.rollout import seeder
 from flowgrpo.train import chunks, decisions, rate
 
 

@@ -14,9 +14,11 @@ from flowgrpo.config import Adapter
 from flowgrpo.errors import UserError
 from flowgrpo.policies.pipeline import PipelinePolicy
 from flowgrpo.policies.tiny import videos
+from flowgrpo.samplers.grids import make_grid
 from flowgrpo.samplers.kernels import FlowSDE
 from flowgrpo.samplers.plans import Schedule
-from flowgrpo.samplers.rollout import Exploration, explore, make_grid, replay, seeder
+from flowgrpo.samplers.replay import replay
+from flowgrpo.samplers.rollout import Exploration, explore, seeder
 from flowgrpo.samplers.scheduler import PolicyScheduler, Task
 from flowgrpo.samplers.solvers import Euler
 

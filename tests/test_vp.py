@@ -26,11 +26,12 @@ from flowgrpo.methods import preset, resolve, with_parts
 from flowgrpo.objectives import InverseDelta
 from flowgrpo.policies import check
 from flowgrpo.policies.tiny.unets import lcm
-from flowgrpo.samplers.grids import alpha_bars
+from flowgrpo.samplers.grids import alpha_bars, make_grid
 from flowgrpo.samplers.kernels import CPS, DDIM, VPCPS, DanceSDE, FlowDDIM, FlowSDE, denoised
 from flowgrpo.samplers.plans import Schedule
 from flowgrpo.samplers.predictions import as_noise, prediction, process
-from flowgrpo.samplers.rollout import Exploration, explore, make_grid, replay, seeder
+from flowgrpo.samplers.replay import replay
+from flowgrpo.samplers.rollout import Exploration, explore, seeder
 from flowgrpo.samplers.scheduler import PolicyScheduler, Task
 from flowgrpo.samplers.solvers import DPMSolver2M, Euler
 

@@ -33,7 +33,8 @@ from flowgrpo.samplers.grids import shifted
 from flowgrpo.samplers.kernels import FlowDDIM
 from flowgrpo.samplers.plans import Schedule
 from flowgrpo.samplers.predictions import prediction
-from flowgrpo.samplers.rollout import Exploration, explore, replay, seeder
+from flowgrpo.samplers.replay import replay
+from flowgrpo.samplers.rollout import Exploration, explore, seeder
 from flowgrpo.samplers.scheduler import Task
 from flowgrpo.samplers.solvers import Euler
 from flowgrpo.starter import FOLDERS

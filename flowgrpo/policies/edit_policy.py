@@ -16,7 +16,9 @@ from flowgrpo.policies.explorer import Explorer
 from flowgrpo.policies.pipeline import PipelinePolicy
 from flowgrpo.samplers import edits
 from flowgrpo.samplers.edits import Edit
-from flowgrpo.samplers.rollout import Exploration, Part, Seed, make_grid, replay
+from flowgrpo.samplers.grids import make_grid
+from flowgrpo.samplers.replay import replay
+from flowgrpo.samplers.rollout import Exploration, Part, Seed
 from flowgrpo.samplers.scheduler import Task
 from flowgrpo.types import Scored
 

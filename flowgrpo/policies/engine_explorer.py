@@ -15,7 +15,8 @@ from flowgrpo.policies import engines
 from flowgrpo.policies.causal_lm import Asked, CausalLM, Sampled
 from flowgrpo.policies.text_explorer import TextExplorer
 from flowgrpo.samplers.mismatch import Mismatch
-from flowgrpo.samplers.rollout import Part, prompts_per_part, rescored
+from flowgrpo.samplers.replay import rescored
+from flowgrpo.samplers.rollout import Part, prompts_per_part
 
 
 class EngineExplorer(TextExplorer):

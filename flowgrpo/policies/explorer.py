@@ -26,8 +26,10 @@ from flowgrpo.policies.quantised import quantised, require_torchao
 from flowgrpo.processes import Processes
 from flowgrpo.samplers import backprop, chains, cost, forward, noise_net
 from flowgrpo.samplers.base_pictures import BasePictures
+from flowgrpo.samplers.grids import make_grid
 from flowgrpo.samplers.preview import chosen, contrasting, previews, require_choice
-from flowgrpo.samplers.rollout import Exploration, Part, Seed, explore, make_grid, replay, seeder
+from flowgrpo.samplers.replay import replay
+from flowgrpo.samplers.rollout import Exploration, Part, Seed, explore, seeder
 from flowgrpo.types import Scored
 
 # The total reward [P,N] of pictures [P*N,...], N for each prompt in turn.

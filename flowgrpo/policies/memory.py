@@ -15,7 +15,8 @@ from flowgrpo import methods
 from flowgrpo.config import Config
 from flowgrpo.geometry import geometry
 from flowgrpo.policies.conditioning import Conditioning
-from flowgrpo.samplers.rollout import Exploration, make_grid
+from flowgrpo.samplers.grids import make_grid
+from flowgrpo.samplers.rollout import Exploration
 from flowgrpo.samplers.scheduler import Task
 
 KEPT = 4  # bytes of a number in fp32: what is trained, its gradient, AdamW's two moments

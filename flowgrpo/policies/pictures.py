@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from flowgrpo.errors import UserError
-from flowgrpo.samplers.rollout import make_grid
+from flowgrpo.samplers.grids import make_grid
 from flowgrpo.samplers.scheduler import Task
 
 # Arguments of a pipeline's call that belong to a prompt.

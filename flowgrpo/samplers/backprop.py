@@ -116,7 +116,7 @@ def valued(part: Part, pictures: torch.Tensor, value: Value, device: torch.devic
 
 def replay(policy, conditioning, part: Valued, ending: Any, micro_batch: int) -> Iterator[tuple[int, slice, Scored]]:
     """What the present weights make of a part's states: (0, rows, their rewards as Scored [b,1], with gradients where
-    they are enabled), one batch at a time, as `rollout.replay`."""
+    they are enabled), one batch at a time, as `replay.replay`."""
     [taken] = part.transitions
     for start in range(0, len(taken.x), micro_batch):
         rows = slice(start, start + micro_batch)

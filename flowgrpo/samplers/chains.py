@@ -57,7 +57,7 @@ def joined(part: Part, joint: Joint) -> Part:
 
 def replay(policy, conditioning, part: Part, joint: Joint, micro_batch: int) -> Iterator[tuple[int, slice, Scored]]:
     """Score a part's chains under the policy's present weights: (0, rows, Scored [b,1], with gradients where they are
-    enabled, in one graph of all steps), one batch at a time, as `rollout.replay`."""
+    enabled, in one graph of all steps), one batch at a time, as `replay.replay`."""
     [chain] = part.transitions
     for start in range(0, len(chain.x), micro_batch):
         rows = slice(start, start + micro_batch)

@@ -20,7 +20,8 @@ from torch import Tensor
 
 from flowgrpo import gaussian
 from flowgrpo.samplers.plans import Schedule
-from flowgrpo.samplers.rollout import Exploration, Part, Seed, replay, rescored
+from flowgrpo.samplers.replay import replay, rescored
+from flowgrpo.samplers.rollout import Exploration, Part, Seed
 from flowgrpo.samplers.scheduler import Noise
 from flowgrpo.types import Gaussian, Scored, Transitions, wide
 

@@ -5,10 +5,38 @@ A variance-preserving process has T+1 rising alpha-bars instead, and the timeste
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
-from flowgrpo.samplers.predictions import prediction
+from flowgrpo.errors import UserError
+from flowgrpo.samplers.predictions import prediction, process
+
+
+def make_grid(kind: str, steps: int, shift: float, scheduler, strength: float = 1.0,
+              stock: Callable[[int], Tensor] | None = None):
+    """The grid [T+1] and its timesteps [T], of T = int(steps * strength): a pipeline that starts from a picture or a
+    video leaves out the first steps. stock: the pipeline's own sigmas [steps+1], of which the kind "stock" is made.
+    UserError where no step is left."""
+    whole, timesteps = _whole_grid(kind, steps, shift, scheduler, stock)
+    skipped = steps - min(int(steps * strength), steps)
+    if skipped == steps:
+        raise UserError(f"a strength of {strength} leaves none of {steps} steps: take more steps or a larger strength")
+    return whole[skipped:], None if timesteps is None else timesteps[skipped:]
+
+
+def _whole_grid(kind: str, steps: int, shift: float, scheduler, stock: Callable[[int], Tensor] | None
+                ) -> tuple[Tensor, Tensor | None]:
+    """The grid [steps+1] and its timesteps. Of a flow: sigmas, `shifted` or the pipeline's `stock` ones, and None. Of a
+    variance-preserving process, whatever the kind: alpha-bars of the scheduler's own spacing and timesteps [steps].
+    UserError where the scheduler has none."""
+    if process(scheduler) == "vp":
+        try:
+            return alpha_bars(scheduler, steps)
+        except ValueError as error:
+            raise UserError(str(error)) from None
+    return (shifted(steps, shift) if kind == "shifted" else stock(steps)), None
 
 
 def shifted(steps: int, shift: float) -> Tensor:

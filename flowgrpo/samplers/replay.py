@@ -1,0 +1,96 @@
+"""Replay: the recorded transitions of a part, scored under the policy's present weights."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+
+from flowgrpo import gaussian
+from flowgrpo.queued import queued
+from flowgrpo.samplers.rollout import Part, cat
+from flowgrpo.types import Gaussian, Scored, Transitions
+
+
+def replay(policy, conditioning, part: Part, micro_batch: int, pack: bool = False
+           ) -> Iterator[tuple[int, slice, Scored]]:
+    """Score a part's recorded transitions under the policy's present weights, one batch of one step at a time.
+
+    Yields (k, rows, new): new is Scored [b,1] of the transitions `rows` of the k-th recorded step, with gradients where
+    they are enabled. A state is evaluated once for all transitions that left it.
+
+    pack: states of several steps go through the denoiser together where that saves calls; the policy has to take a
+    vector of timesteps. The gradient of such a batch reaches the weights once, when its last scores have been consumed:
+    call `backward` on what was yielded before asking for more, and ask to the end.
+    """
+    for batch in _batches([len(taken.x) for taken in part.transitions], micro_batch, pack):
+        x, v = _evaluated(policy, conditioning, part, batch)
+        # Scores of several steps share one graph of the denoiser, which can be gone through once: their gradients are
+        # gathered where its output is.
+        gathered = v.detach().requires_grad_() if len(batch) > 1 and v.requires_grad else v
+        sizes = [len(states) for _, states in batch]
+        for (k, states), *own in zip(batch, x.split(sizes), gathered.split(sizes), strict=True):
+            yield k, *_scored(part, part.transitions[k], states, *own)
+        if gathered is not v and gathered.grad is not None:
+            v.backward(gathered.grad)
+
+
+def _batches(sizes: list[int], micro_batch: int, pack: bool) -> list[list[tuple[int, range]]]:
+    """What the denoiser evaluates together: (recorded step, its states) of one step, or of several where that saves
+    calls. sizes: the states of every recorded step."""
+    if not pack or sum(-(-size // micro_batch) for size in sizes) == -(-sum(sizes) // micro_batch):
+        return [[(k, range(size)[at:at + micro_batch])] for k, size in enumerate(sizes)
+                for at in range(0, size, micro_batch)]
+    every = [(k, state) for k, size in enumerate(sizes) for state in range(size)]
+    batches = [every[at:at + micro_batch] for at in range(0, len(every), micro_batch)]
+    steps = [[list(of) for _, of in itertools.groupby(batch, key=lambda each: each[0])] for batch in batches]
+    return [[(of[0][0], range(of[0][1], of[-1][1] + 1)) for of in batch] for batch in steps]
+
+
+def _evaluated(policy, conditioning, part: Part, batch: list[tuple[int, range]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """The states [b,*D] of a batch and the model's output [b,*D]."""
+    exploration, taken = part.exploration, [(part.transitions[k], states) for k, states in batch]
+    x = queued(cat([each.x[states.start:states.stop] for each, states in taken]), policy.device)
+    prompts = torch.cat([each.prompts[states.start:states.stop] for each, states in taken])
+    step = taken[0][0].step if len(taken) == 1 else torch.tensor([each.step for each, states in taken for _ in states])
+    return x, policy.replay(conditioning.rows(prompts), x, exploration.grid, step, exploration.timesteps)
+
+
+def _scored(part: Part, taken: Transitions, states: range, x: torch.Tensor, v: torch.Tensor) -> tuple[slice, Scored]:
+    """The transitions of one step that left its `states`, which are x [b,*D], and their score under the model output v
+    [b,*D]."""
+    exploration, device = part.exploration, x.device
+    low, high = torch.searchsorted(taken.parent, torch.tensor([states.start, states.stop])).tolist()
+    of = queued(taken.parent[low:high] - states.start, device)
+    transition = exploration.transition(x, v, exploration.grid, taken.step).rows(of)
+    slope = exploration.slope(taken.step) if exploration.keep_means else None
+    x_next = queued(taken.x_next[low:high], device)
+    return slice(low, high), score(transition, x_next, exploration.keep_means, slope)
+
+
+def rescored(part: Part, replayed: Iterator[tuple[int, slice, Scored]]) -> Part:
+    """The part with its old scores as its replay computes them, in the replay's own grad mode; they wait where the old
+    ones did."""
+    found: list[list[Scored]] = [[] for _ in part.transitions]
+    for k, _, new in replayed:
+        # Detached one by one: no two graphs are held at once.
+        old = part.transitions[k].old
+        mean = None if new.mean is None else new.mean.detach().to(old.mean.device)
+        found[k].append(Scored(new.logp.detach(), new.mask, mean, new.std))
+    transitions = tuple(replace(taken, old=_joined(scores)) for taken, scores in zip(part.transitions, found))
+    return replace(part, transitions=transitions)
+
+
+def score(transition: Gaussian, x_next: torch.Tensor, keep_means: bool, slope: torch.Tensor | None = None) -> Scored:
+    """The density of the next states [b,*D] under the transition: Scored [b,1]."""
+    logp = gaussian.log_prob(transition, x_next)[:, None]
+    kept = (transition.mean[:, None], transition.std.reshape(1), slope) if keep_means else (None, None)
+    return Scored(logp, torch.ones_like(logp, dtype=torch.bool), *kept)
+
+
+def _joined(scores: list[Scored]) -> Scored:
+    mean = None if scores[0].mean is None else torch.cat([each.mean for each in scores])
+    return Scored(torch.cat([each.logp for each in scores]), torch.cat([each.mask for each in scores]), mean,
+                  scores[0].std)
