@@ -9,8 +9,10 @@ import torch
 from PIL import Image, ImageColor
 
 from flowgrpo.config import Adapter, validate
+from flowgrpo.data import Prompt
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation import compare, grid
+from flowgrpo.policies import tiny as pipelines
 from flowgrpo.policies.adapters import LORA_FILE
 from flowgrpo.policies.load import load_pipeline
 from flowgrpo.policies.pipeline import PipelinePolicy
@@ -107,8 +109,8 @@ def test_all_weights_are_loaded_too(tmp_path, model):
 
 
 @pytest.mark.parametrize("model, steps, guidance, expected", [
-    ("starter", None, None, {"num_inference_steps": 20, "guidance_scale": 2.0, "max_sequence_length": 1}),
-    ("starter", 4, 0.0, {"num_inference_steps": 4, "guidance_scale": 0.0, "max_sequence_length": 1}),
+    ("starter", None, None, {"num_inference_steps": 20, "guidance": 2.0, "max_sequence_length": 1}),
+    ("starter", 4, 0.0, {"num_inference_steps": 4, "guidance": 0.0, "max_sequence_length": 1}),
     ("other", None, None, {}),
     ("other", 4, None, {"num_inference_steps": 4}),
 ])
@@ -124,6 +126,31 @@ def test_defaults(model, steps, guidance, expected):
 ])
 def test_what_a_runs_pipeline_is_called_with(raw, expected):
     assert validate(raw).call == expected
+
+
+@pytest.mark.parametrize("name, more", [
+    ("QwenImagePipeline", {}), ("QwenImagePipeline", {"guidance_scale": 2.0}),  # which only an embedded guidance reads
+    ("HunyuanSkyreelsImageToVideoPipeline", {}),
+    ("FluxPipeline", {"true_cfg_scale": 2.0}), ("StableDiffusion3Pipeline", {})])
+def test_guidance_is_the_scale_that_a_run_evaluates_with(name, more):
+    pipe, call = pipelines.make(name)
+    policy = PipelinePolicy(pipe, None, call=call | more)
+    conditioning = policy.encode(["red"], ["old"])
+    pictures = []
+    for guidance in (1.0, 4.0):
+        asked = compare.call_arguments("other", None, 2, guidance) | call | more
+        pictures.append(compare.draw_one(pipe, Prompt("red"), 0, asked, "old"))
+        expected = policy.generate(conditioning, policy.generators([0]), 2, guidance)[0]
+        torch.testing.assert_close(pictures[-1], expected, rtol=0, atol=1e-5)
+    assert (pictures[0] - pictures[1]).abs().max() > 1e-4
+
+
+def test_what_a_person_asks_for_goes_before_a_runs_picture_settings(tmp_path):
+    config = {"model": "x", "picture": {"height": 64, "call": {"num_inference_steps": 7, "true_cfg_scale": 2.0}}}
+    (tmp_path / "config.yaml").write_text(validate(config).yaml())
+    asked = {"height": 64, "num_inference_steps": 7, "true_cfg_scale": 2.0}
+    assert compare.call_arguments("x", tmp_path, None, None) == asked
+    assert compare.call_arguments("x", tmp_path, 3, 4.0) == asked | {"num_inference_steps": 3, "guidance": 4.0}
 
 
 @pytest.mark.parametrize("change", [0.0, 0.5])

@@ -17,6 +17,7 @@ from flowgrpo.data import Prompt
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation.compare import draw_one
 from flowgrpo.evaluation.together import Together
+from flowgrpo.policies import tiny as pipelines
 
 PROMPTS = [Prompt("a cat"), Prompt("a cat"), Prompt("two dogs", negative="blue"), Prompt("red")]
 SEEDS = [3, 4, 5, 6]
@@ -55,6 +56,19 @@ def test_pictures_of_one_call_are_those_of_single_calls(make, call):
     assert pipe.calls == [3]
     torch.testing.assert_close(torch.stack(again), torch.stack(expected[:3]), rtol=0, atol=1e-5)
     assert (expected[0] - expected[1]).abs().max() > 1e-3
+
+
+def test_true_guidance_counts_in_one_call_too():
+    pipe, call = pipelines.make("QwenImagePipeline")
+    found = []
+    for guidance in (1.0, 4.0):
+        asked = {"num_inference_steps": 2, "guidance": guidance} | call
+        together = Together()
+        found.append(torch.stack(together.draw(pipe, PROMPTS[1:3], SEEDS[1:3], asked, "green")))
+        expected = [draw_one(pipe, *each, asked, "green") for each in zip(PROMPTS[1:3], SEEDS[1:3])]
+        assert together.works
+        torch.testing.assert_close(found[-1], torch.stack(expected), rtol=0, atol=1e-4)
+    assert (found[0] - found[1]).abs().max() > 1e-3
 
 
 class OnePrompt:

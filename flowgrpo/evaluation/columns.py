@@ -115,7 +115,7 @@ def _seeds(tuned: Column, values: list[str]) -> list[Column]:
 
 
 def _guidance(tuned: Column, values: list[str]) -> list[Column]:
-    return _called(tuned, "guidance", "guidance_scale", values, float)
+    return _called(tuned, "guidance", "guidance", values, float)
 
 
 def _steps(tuned: Column, values: list[str]) -> list[Column]:

@@ -24,6 +24,7 @@ from flowgrpo.evaluation.clips import save_clip
 from flowgrpo.evaluation.held_out import Measured, draw_pairs, spread
 from flowgrpo.policies import edit_networks
 from flowgrpo.policies.blend import Branches
+from flowgrpo.policies.guidance import guidance_argument
 from flowgrpo.policies.load import denoisers, load_pipeline, text_encoders
 from flowgrpo.policies.lora import LORA_FILE, load_lora
 from flowgrpo.policies.seeded import seeded
@@ -170,11 +171,21 @@ def make_pipeline(model: str, precision: str, trust_remote_code: bool = False,
 
 
 def call_arguments(model: str, lora: Path | None, steps: int | None, guidance: float | None) -> dict[str, Any]:
-    """The arguments of the pipeline's calls beside prompt and seed; what is absent is left to the pipeline."""
-    given = {"num_inference_steps": steps, "guidance_scale": guidance}
+    """The arguments of the pipeline's calls beside prompt and seed, the guidance scale as `guidance`, whatever the
+    pipeline calls it; what is absent is left to the pipeline."""
+    given = {"num_inference_steps": steps, "guidance": guidance}
     asked = EVAL.get(model, {}) | CALLS.get(model, {})
-    asked |= {key: value for key, value in given.items() if value is not None}
-    return asked | (run_config(lora).call if lora is not None and (lora / "config.yaml").is_file() else {})
+    asked |= run_config(lora).call if lora is not None and (lora / "config.yaml").is_file() else {}
+    return asked | {key: value for key, value in given.items() if value is not None}
+
+
+def call(pipe: Any, asked: dict[str, Any], **own: Any) -> torch.Tensor:
+    """What a call of the pipeline gives. asked: as of `call_arguments`; own: prompts, generators and the like. What the
+    pipeline does not take is left out."""
+    accepted, arguments = inspect.signature(pipe.__call__).parameters, asked | own
+    if "guidance" in asked:
+        arguments[guidance_argument(accepted, asked, denoisers(pipe).values())] = asked["guidance"]
+    return pipe(**{key: value for key, value in arguments.items() if key in accepted}, return_dict=False)[0]
 
 
 def _draw(pipe: Any, prompts: list[Prompt], count: int, seed: int, asked: dict[str, Any],
@@ -192,13 +203,11 @@ def draw_one(pipe: Any, prompt: Prompt, seed: int, asked: dict[str, Any], negati
     asked: further arguments of the call, as of `call_arguments`; negative: for a prompt without one of its own.
     UserError for a pipeline that makes something else.
     """
-    accepted = inspect.signature(pipe.__call__).parameters
-    arguments = asked | {"prompt": prompt.text, "generator": torch.Generator().manual_seed(seed), "output_type": "pt",
-                         "negative_prompt": negative if prompt.negative is None else prompt.negative}
-    if prompt.image:
-        arguments["image"] = Image.open(prompt.image).convert("RGB")
-    with seeded(pipe.scheduler, arguments["generator"]):
-        made = pipe(**{key: value for key, value in arguments.items() if key in accepted}, return_dict=False)[0]
+    generator = torch.Generator().manual_seed(seed)
+    image = {"image": Image.open(prompt.image).convert("RGB")} if prompt.image else {}
+    with seeded(pipe.scheduler, generator):
+        made = call(pipe, asked, prompt=prompt.text, generator=generator, output_type="pt", **image,
+                    negative_prompt=negative if prompt.negative is None else prompt.negative)
     if made.ndim not in (4, 5):
         raise UserError(f"{type(pipe).__name__} gives {list(made.shape)}: only pictures [1, 3, H, W] and clips "
                         "[1, F, 3, H, W] can be drawn")

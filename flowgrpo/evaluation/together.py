@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,7 +10,7 @@ from tqdm import tqdm
 
 from flowgrpo.data import Prompt
 from flowgrpo.errors import UserError
-from flowgrpo.evaluation.compare import draw_one
+from flowgrpo.evaluation.compare import call, draw_one
 
 SHARE = 0.1  # of the difference between two pictures: what company may change, in half precision
 # What a pipeline for one prompt raises; if it is something else, drawing alone raises it again.
@@ -68,12 +67,9 @@ def _same(found: Sequence[torch.Tensor], alone: torch.Tensor) -> bool:
 def _drawn(pipe: Any, prompts: Sequence[Prompt], seeds: Sequence[int], asked: dict[str, Any],
            negative: str) -> torch.Tensor:
     """What one call gives, [B, ...]. ValueError where it is not of as many pictures or clips as there are prompts."""
-    accepted = inspect.signature(pipe.__call__).parameters
-    arguments = asked | {"prompt": [prompt.text for prompt in prompts], "output_type": "pt",
-                         "generator": [torch.Generator().manual_seed(seed) for seed in seeds],
-                         "negative_prompt": [negative if prompt.negative is None else prompt.negative
-                                             for prompt in prompts]}
-    made = pipe(**{key: value for key, value in arguments.items() if key in accepted}, return_dict=False)[0]
+    made = call(pipe, asked, prompt=[prompt.text for prompt in prompts], output_type="pt",
+                generator=[torch.Generator().manual_seed(seed) for seed in seeds],
+                negative_prompt=[negative if prompt.negative is None else prompt.negative for prompt in prompts])
     if made.ndim not in (4, 5) or len(made) != len(prompts):
         raise ValueError(f"expected {len(prompts)} pictures or clips, got {list(made.shape)}")
     return made.float().cpu()

@@ -15,6 +15,7 @@ import torch
 
 from flowgrpo.policies.attention import plain_on_cpu
 from flowgrpo.policies.conditioning import Conditioning
+from flowgrpo.policies.guidance import guidance_argument
 from flowgrpo.policies.load import denoisers
 from flowgrpo.policies.loading import Idle
 from flowgrpo.policies.memo import Memo
@@ -100,8 +101,8 @@ class Driver:
         if conditioning.apart and options.get("generator"):
             options["generator"] = options["generator"][0]
         inputs = {name: values[0] if conditioning.apart else values for name, values in conditioning.inputs.items()}
-        arguments = dict(self.call, **inputs, **_texts(conditioning), return_dict=False, **self._scale(guidance),
-                         **options)
+        scale = {guidance_argument(self.accepts, self.call, self.denoisers.values()): guidance}
+        arguments = dict(self.call, **inputs, **_texts(conditioning), return_dict=False, **scale, **options)
         pipe.encode_prompt = encode
         try:
             with self.arithmetic(), self.attention(), self._remembering(task, inputs), self._idling(task), \
@@ -130,12 +131,6 @@ class Driver:
         # The first calls have no idle step, but show what the denoisers return.
         watched = task is not None and (self.scheduler.idle or self.loads is None)
         return self._idle() if watched else contextlib.nullcontext()
-
-    def _scale(self, guidance: float) -> dict[str, float]:
-        """The guidance argument: true CFG where the pipeline has it and the model has no guidance embedded."""
-        embedded = any(getattr(module.config, "guidance_embeds", False) for module in self.denoisers.values())
-        true = "true_cfg_scale" in self.accepts and "true_cfg_scale" not in self.call and not embedded
-        return {"true_cfg_scale" if true else "guidance_scale": guidance}
 
     def _remembering(self, task: Task | None, inputs: dict[str, Any]):
         return self._memo() if task is not None and inputs else contextlib.nullcontext()

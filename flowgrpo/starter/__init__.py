@@ -20,6 +20,6 @@ FOLDERS = {"starter": Path(__file__).parent / "model", "starter_video": Path(__f
 # A LoRA and a scheduler that make another model of the folder's.
 MERGED = {"starter_consistency": Path(__file__).parent / "consistency"}
 CALLS = {"starter": CALL, "starter_video": VIDEO_CALL, "starter_consistency": CALL}
-EVAL = {"starter": {"num_inference_steps": EVAL_STEPS, "guidance_scale": EVAL_GUIDANCE},
-        "starter_video": {"num_inference_steps": EVAL_STEPS, "guidance_scale": VIDEO_GUIDANCE},
-        "starter_consistency": {"num_inference_steps": CONSISTENCY_STEPS, "guidance_scale": 1.0}}
+EVAL = {"starter": {"num_inference_steps": EVAL_STEPS, "guidance": EVAL_GUIDANCE},
+        "starter_video": {"num_inference_steps": EVAL_STEPS, "guidance": VIDEO_GUIDANCE},
+        "starter_consistency": {"num_inference_steps": CONSISTENCY_STEPS, "guidance": 1.0}}
