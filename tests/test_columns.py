@@ -6,6 +6,7 @@ import base64
 import io
 import re
 import shutil
+import weakref
 from html.parser import HTMLParser
 
 import numpy as np
@@ -122,6 +123,20 @@ def test_checkpoints_go_from_the_base_to_the_result(runs, tmp_path):
     chosen, heads = drawn(runs[0], "checkpoints", ["20", "0"], tmp_path)
     assert heads[:2] == ["epoch 20", "base"]
     assert (chosen.pictures[0] == last).all() and (chosen.pictures[1] == base).all()
+
+
+def test_a_pipeline_is_gone_before_the_next_is_loaded(runs, tmp_path, monkeypatch):
+    load, alive = compare.make_pipeline, []
+
+    def watched(*given, **options):
+        assert not any(module() for module in alive)
+        pipe = load(*given, **options)
+        alive.append(weakref.ref(pipe.transformer))
+        return pipe
+
+    monkeypatch.setattr(compare, "make_pipeline", watched)
+    drawn(runs[0], "checkpoints", [], tmp_path, count=1)
+    assert len(alive) == 2  # the base leaves room for the first checkpoint, and nothing else for the second
 
 
 def test_runs_stand_beside_each_other(runs, tmp_path):

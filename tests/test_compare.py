@@ -8,10 +8,11 @@ import tiny
 import torch
 from PIL import Image, ImageColor
 
+from flowgrpo.cli import main
 from flowgrpo.config import Adapter, validate
 from flowgrpo.data import Prompt
 from flowgrpo.errors import UserError
-from flowgrpo.evaluation import compare, grid
+from flowgrpo.evaluation import columns, compare, grid
 from flowgrpo.policies import tiny as pipelines
 from flowgrpo.policies.adapters import LORA_FILE
 from flowgrpo.policies.load import load_pipeline
@@ -26,7 +27,7 @@ def model(tmp_path_factory):
     return tiny.save(tiny.sd3(), tmp_path_factory.mktemp("model") / "tiny")
 
 
-def make_run(folder, model, change: float, rank: int = 2, **picture):
+def make_run(folder, model, change: float, rank: int = 2, **options):
     """A run's folder as training leaves it, with weights that differ from the base by `change`."""
     pipe = load_pipeline(str(model))
     policy = PipelinePolicy(pipe, Adapter(rank=rank), call=tiny.CALL)
@@ -40,7 +41,7 @@ def make_run(folder, model, change: float, rank: int = 2, **picture):
     (folder / "prompts.txt").write_text("".join(f"picture {i}\n" for i in range(20)))
     config = {"model": str(model), "reward": f"{folder}/bright.py:bright", "prompts": f"{folder}/prompts.txt",
               "picture": {"call": tiny.CALL}, "eval": {"steps": 2, "guidance": 1.5}, "adapter": {"rank": rank}}
-    (folder / "config.yaml").write_text(validate(config).yaml())
+    (folder / "config.yaml").write_text(validate(config | options).yaml())
     return folder
 
 
@@ -201,3 +202,59 @@ def test_a_lora_that_does_not_fit_is_told(tmp_path, model, content, told):
     with pytest.raises(UserError, match=told) as error:
         drawn(tmp_path, model, file)
     assert "\n" not in str(error.value)
+
+
+# --- memory ----------------------------------------------------------------------------------------------------------
+
+LOW = {"weights": "int8", "encoders": "cpu", "vae": "tiled"}
+
+
+def test_a_pipeline_takes_the_memory_that_its_run_takes(model):
+    pipe = compare.make_pipeline(str(model), "bf16", memory=validate({"memory": LOW}).memory)
+    assert any(hasattr(parameter, "qdata") for parameter in pipe.transformer.parameters())
+    assert pipe.vae.use_slicing and pipe.vae.use_tiling
+    plain = compare.make_pipeline(str(model), "bf16")
+    assert not any(hasattr(parameter, "qdata") for parameter in plain.transformer.parameters())
+    assert not plain.vae.use_slicing and not plain.vae.use_tiling
+    low, full = (compare.draw_one(each, Prompt("red"), 0, tiny.CALL | {"num_inference_steps": 2})
+                 for each in (pipe, plain))
+    assert 0 < (low - full).abs().mean() < 0.05
+
+
+def test_every_command_draws_with_the_memory_of_the_run(tmp_path, model):
+    low, full = make_run(tmp_path / "low", model, 0.3, memory=LOW), make_run(tmp_path / "full", model, 0.3)
+    config = compare.run_config(low)
+    pipe = load_pipeline(str(model), weights="int8")
+    compare.load_tuned(pipe, low)
+    prompt, seed_of = compare.data.resolve(config)[1][0], seeder(0, 0)
+    asked = {"num_inference_steps": 2, "guidance": 1.5, **tiny.CALL}
+    expected = compare.draw_one(pipe, prompt, seed_of(0, 0), asked)
+    page = columns._drawn(config, low, [columns.Column("tuned", low, 0, asked)], [prompt])
+    assert torch.equal(page[0][0], expected)
+    [other] = drawn(tmp_path / "f", model, full, [prompt.text], seed=0)
+    [ours] = drawn(tmp_path / "l", model, low, [prompt.text], seed=0)
+    assert np.abs(ours - np.asarray(grid._picture(expected, 16))).max() <= 1 < np.abs(ours - other).max()
+    (tmp_path / "suite.txt").write_text(prompt.text)
+    assert main(["eval", str(low), "--suite", str(tmp_path / "suite.txt"), "--output", str(tmp_path / "e")]) == 0
+    assert (pixels(tmp_path / "e" / "pictures" / "tuned" / "00000-00.png") == ours).all()
+    pages = [compare.grid(run, None, 1, 0, tmp_path / f"{run.name}.png") for run in (low, full)]
+    assert (pixels(pages[0]) != pixels(pages[1])).any()
+
+
+COMMANDS = [["sample", "MODEL", "--prompt", "red", "--output", "out"], ["grid", "RUN"],
+            ["sample", "MODEL", "--prompts", "RUN/prompts.txt", "--output", "out"],
+            ["grid", "RUN", "--columns", "seeds"], ["eval", "RUN", "--suite", "RUN/prompts.txt", "--output", "out"]]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_too_little_memory_is_told_in_one_line(tmp_path, model, monkeypatch, capsys, command):
+    run = make_run(tmp_path / "run", model, 0.3)
+
+    def large(self, prompt=None, generator=None, **options):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nGPU 0 has a total capacity")
+
+    monkeypatch.setattr("diffusers.StableDiffusion3Pipeline.__call__", large)
+    monkeypatch.chdir(tmp_path)
+    assert main([word.replace("MODEL", str(model)).replace("RUN", str(run)) for word in command]) == 2
+    told = [line for line in capsys.readouterr().err.splitlines() if line.startswith("flowgrpo: error")]
+    assert told[0].startswith("flowgrpo: error: out of memory (CUDA out of memory. Tried to allocate 2.00 GiB.): set")

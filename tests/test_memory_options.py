@@ -182,6 +182,19 @@ def test_text_encoders_are_there_whenever_they_run_and_away_otherwise():
     assert not policy.encoders.here and len(seen) > 10 and all(seen)
 
 
+def test_text_encoders_come_for_a_stock_pipelines_own_call():
+    pipe, seen = tiny.sd3(), []
+    asked = dict(num_inference_steps=2, output_type="pt", return_dict=False, **tiny.CALL)
+    plain = pipe("red", generator=torch.Generator().manual_seed(0), **asked)[0]
+    encoders = frozen.Encoders(pipe, torch.device("cpu"), "cpu")
+    encoders.attend(pipe)
+    for encoder in encoders.modules:
+        encoder.register_forward_pre_hook(lambda *_: seen.append(encoders.here))
+    pipe.transformer.register_forward_pre_hook(lambda *_: seen.append(not encoders.here))
+    assert torch.equal(pipe("red", generator=torch.Generator().manual_seed(0), **asked)[0], plain)
+    assert not encoders.here and len(seen) >= 6 and all(seen)
+
+
 def test_text_encoders_come_once_for_a_row_of_prompts():
     policy, moves = tiny.policy(memory=Memory(encoders="cpu")), []
     policy.encode(["red"])  # looks at the pipeline, too

@@ -7,6 +7,7 @@ A kind is a function from a run and the values that a person gave to columns; wh
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -45,6 +46,7 @@ class Column:
     rlg: float | None = None
 
 
+@compare.memory_told()
 def columns(run: str | Path, kind: str, values: Sequence[str], prompts: str | Path | None, count: int, seed: int,
             output: str | Path) -> list[Path]:
     """Draw `count` prompts in columns of that kind, with the run's rewards below each picture, as a PNG (with clips a
@@ -157,7 +159,9 @@ def _drawn(config: Config, run: Path, chosen: Sequence[Column], prompts: Sequenc
     for column in chosen:
         if pipe is None or loaded not in (None, column.weights):
             precision = config.precision if config.adapter.rank else "fp32"
-            pipe, loaded = compare.make_pipeline(config.model, precision, config.trust_remote_code), None
+            pipe = branches = loaded = None
+            gc.collect()  # two models at once may be one too many
+            pipe = compare.make_pipeline(config.model, precision, config.trust_remote_code, memory=config.memory)
         if column.weights != loaded:
             if column.rlg is None:
                 _load(pipe, config, run, column.weights)

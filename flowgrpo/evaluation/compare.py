@@ -17,13 +17,14 @@ from PIL import Image
 from tqdm import tqdm
 
 from flowgrpo import data, disk, rewards
-from flowgrpo.config import Config, load
+from flowgrpo.config import Config, Memory, load
 from flowgrpo.data import Prompt
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation.clips import save_clip
 from flowgrpo.evaluation.held_out import Measured, draw_pairs, spread
 from flowgrpo.policies import edit_networks
 from flowgrpo.policies.blend import Branches
+from flowgrpo.policies.frozen import Encoders, decode_in_parts, require_quantiser
 from flowgrpo.policies.guidance import guidance_argument
 from flowgrpo.policies.load import denoisers, load_pipeline, text_encoders
 from flowgrpo.policies.lora import LORA_FILE, load_lora
@@ -33,22 +34,36 @@ from flowgrpo.samplers.rollout import seeder
 from flowgrpo.starter import CALLS, EVAL
 
 
+@contextlib.contextmanager
+def memory_told() -> Iterator[None]:
+    """Inside, or in a function that it decorates, a device's lack of memory is told in one line."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise UserError(f"out of memory ({str(error).splitlines()[0]}): set memory.weights, memory.encoders or "
+                        "memory.vae in the config.yaml of a pipeline's run, free the device, or use the CPU "
+                        "(CUDA_VISIBLE_DEVICES=-1)") from error
+
+
+@memory_told()
 def sample(model: str, lora: str | Path | None, prompts: list[str], count: int, seed: int, steps: int | None,
            guidance: float | None, output: str | Path, rlg: float | None = None) -> list[Path]:
     """Draw `count` pictures per prompt and write them to the folder `output`, clips as animated WebP; returns their
     paths, in order.
 
-    lora: a finished run (its `picture` settings are kept), a folder with a LoRA, or its file; None draws with the base.
-    steps and guidance: None takes the pipeline's own defaults, for a starter those of its card. rlg: draw with
-    base + rlg * (tuned - base), see policies/blend.py. A picture depends on the seed, the number of its prompt and its
-    number among the prompt's, and on nothing else. UserError for a model or weights that do not load.
+    lora: a finished run (its `picture` and `memory` settings are kept), a folder with a LoRA, or its file; None draws
+    with the base. steps and guidance: None takes the pipeline's own defaults, for a starter those of its card. rlg:
+    draw with base + rlg * (tuned - base), see policies/blend.py. A picture depends on the seed, the number of its
+    prompt and its number among the prompt's, and on nothing else. UserError for a model or weights that do not load.
     """
     from torchvision.utils import save_image
 
     disk.require_folder(output)
-    pipe = make_pipeline(model, "bf16")
-    asked = call_arguments(model, None if lora is None else Path(lora), steps, guidance)
-    with contextlib.nullcontext() if lora is None else tuned(pipe, Path(lora), rlg):
+    run = None if lora is None else Path(lora)
+    memory = run_config(run).memory if run and (run / "config.yaml").is_file() else Memory()
+    pipe = make_pipeline(model, "bf16", memory=memory)
+    asked = call_arguments(model, run, steps, guidance)
+    with contextlib.nullcontext() if run is None else tuned(pipe, run, rlg):
         pictures = _draw(pipe, [Prompt(text) for text in prompts], count, seed, asked)
     clips, folder = pictures[0].ndim == 4, Path(output)
     paths = [folder / name for name in _names(prompts, count, "webp" if clips else "png")]
@@ -58,6 +73,7 @@ def sample(model: str, lora: str | Path | None, prompts: list[str], count: int, 
     return paths
 
 
+@memory_told()
 def grid(run: str | Path, prompts: str | Path | None, count: int, seed: int, output: str | Path,
          rlg: float | None = None) -> Path:
     """Draw base and tuned pictures of `count` prompts side by side, with the run's rewards below; returns `output`.
@@ -72,7 +88,7 @@ def grid(run: str | Path, prompts: str | Path | None, count: int, seed: int, out
     disk.require_file(output)
     chosen = spread(data.load_prompts(prompts) if prompts else data.resolve(config)[1], count)
     functions = pairwise.measured(*(rewards.compose(rules, config.cache) for rules in (config.trained, config.watched)))
-    pipe = make_pipeline(config.model, config.precision, config.trust_remote_code)
+    pipe = make_pipeline(config.model, config.precision, config.trust_remote_code, memory=config.memory)
     asked = call_arguments(config.model, run, config.eval.steps, config.eval.guidance)
     found = []
     for state in (contextlib.nullcontext, lambda: tuned(pipe, run, rlg)):
@@ -162,12 +178,23 @@ def run_config(run: Path) -> Config:
     return load(run / "config.yaml")
 
 
-def make_pipeline(model: str, precision: str, trust_remote_code: bool = False,
-                  device: torch.device | None = None) -> Any:
-    """The pipeline on a GPU (without `device` the first) in `precision`, or on the CPU in fp32."""
-    if not torch.cuda.is_available():
-        return load_pipeline(model, "fp32", trust_remote_code)
-    return load_pipeline(model, precision, trust_remote_code).to(device or "cuda")
+def make_pipeline(model: str, precision: str, trust_remote_code: bool = False, device: torch.device | None = None,
+                  memory: Memory = Memory()) -> Any:
+    """The pipeline on a GPU (without `device` the first) in `precision`, or on the CPU in fp32.
+
+    memory: as of the run, how the denoiser's weights are kept, where text encoders wait, and how pictures are decoded;
+    4-bit weights need a GPU, and are full ones on the CPU. UserError where a package for them is absent.
+    """
+    gpu = torch.cuda.is_available()
+    weights = "full" if memory.weights == "nf4" and not gpu else memory.weights
+    require_quantiser(weights)
+    pipe = load_pipeline(model, precision if gpu else "fp32", trust_remote_code, weights)
+    away = None if memory.encoders == "keep" else "cpu"
+    encoders = Encoders(pipe, torch.device(device or "cuda") if gpu else torch.device("cpu"), away)
+    if away is not None:
+        encoders.attend(pipe)
+    decode_in_parts(pipe, memory.vae)
+    return pipe
 
 
 def call_arguments(model: str, lora: Path | None, steps: int | None, guidance: float | None) -> dict[str, Any]:

@@ -75,6 +75,7 @@ class Plan:
                 "rlg": self.rlg}
 
 
+@compare.memory_told()
 def evaluate(source: str, suite: str, names: Sequence[str] | dict[str, WatchRule], output: str | Path, *,
              lora: str | Path | None = None, base: bool = False, samples: int = 1, steps: int | None = None,
              guidance: float | None = None, seed: int = 0, features: str | Callable = "pixels",

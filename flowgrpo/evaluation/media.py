@@ -40,9 +40,9 @@ class Painter:
     def draw(self, arm: str, prompts: Sequence[Prompt], places: Sequence[Place]) -> list[torch.Tensor]:
         """Pictures [3, H, W] or clips [F, 3, H, W] in [0, 1]."""
         if self.pipe is None:
-            config = self.plan.config
-            self.pipe = compare.make_pipeline(self.plan.model, config.precision if config else "bf16",
-                                              config.trust_remote_code if config else False, self.device)
+            config = self.plan.config or Config(precision="bf16")
+            self.pipe = compare.make_pipeline(self.plan.model, config.precision, config.trust_remote_code, self.device,
+                                              config.memory)
         weight = self.plan.arms[arm]
         if weight and not self.tuned:
             self._tune()

@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from flowgrpo import disk
 from flowgrpo.data import Prompt, load_prompts
-from flowgrpo.evaluation import media
+from flowgrpo.evaluation import compare, media
 from flowgrpo.evaluation.evaluate import Plan, digest, make_plan
 from flowgrpo.evaluation.ledger import Ledger, Place
 
@@ -21,6 +21,7 @@ FILE = "prompts.jsonl"
 KEYS = {media.PICTURES: "base_image", media.TEXTS: "base_text"}
 
 
+@compare.memory_told()
 def sample(source: str, prompts: str | Path, output: str | Path, *, lora: str | None = None, count: int = 1,
            seed: int = 0, steps: int | None = None, guidance: float | None = None, rlg: float | None = None,
            batch: int | None = None, temperature: float | None = None, key: str | None = None) -> Path:

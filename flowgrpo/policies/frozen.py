@@ -6,6 +6,7 @@ memory as a whole; a LoRA on it is in fp32 and its file the same as ever.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 from collections.abc import Iterable
 from typing import Any
@@ -37,7 +38,7 @@ def require(config: Config, method: Any, device: str | torch.device, loaded: boo
 
 def _require_quantisable(config: Config, method: Any, device: torch.device, loaded: bool) -> None:
     told = f"memory.weights is {config.memory.weights!r}"
-    _require_package(told, PACKAGES[config.memory.weights])
+    require_quantiser(config.memory.weights)
     if loaded:
         raise UserError(f"{told}, but the pipeline is loaded already: quantise it when you load it, with 'full' here")
     if not config.adapter.rank:
@@ -48,6 +49,12 @@ def _require_quantisable(config: Config, method: Any, device: torch.device, load
         raise UserError(f"{told}, and parts.preview.precision {method.preview.precision!r}: weights are quantised once")
     if config.memory.weights == "nf4" and device.type == "cpu":
         raise UserError(f"{told}, which diffusers loads onto a GPU alone: use int8 here")
+
+
+def require_quantiser(weights: str) -> None:
+    """UserError where the package for such weights is absent."""
+    if weights != "full":
+        _require_package(f"memory.weights is {weights!r}", PACKAGES[weights])
 
 
 def _require_package(told: str, package: str) -> None:
@@ -93,6 +100,20 @@ class Encoders:
         for part in named.values() if away is not None or later else ():
             if away is None or part not in self.modules:
                 part.to(device)
+
+    def attend(self, pipe: Any) -> None:
+        """Have the stock pipeline's own calls bring the encoders for their prompts, and send them away behind that."""
+        encode = pipe.encode_prompt
+
+        @functools.wraps(encode)
+        def attended(*args, **kwargs):
+            self.come()
+            try:
+                return encode(*args, **kwargs)
+            finally:
+                self.leave()
+
+        pipe.encode_prompt = attended
 
     def come(self) -> None:
         if not self.here:
