@@ -3,10 +3,11 @@
 A prompt file is one of
 - `.txt`: one prompt per line; blank lines are passed over;
 - `.jsonl`: one object per line with `prompt` and, where wanted, `negative_prompt`, `metadata` (an object that the
-  rewards receive; those for text look for `answer` there), `image` (a path, relative to the prompt file) and `weight`
-  (a positive number). Lines of GSM8K, with `question` and `answer` alone, are read as they are: the question is the
-  prompt, and what stands after #### in the answer, without thousands separators, is metadata.answer. So are lines of
-  GenEval, with `prompt`, `tag` and `include`: what stands beside the prompt is its metadata;
+  rewards receive; those for text look for `answer` there), `image` (a path, relative to the prompt file; rewards find
+  the picture's full path under `image` in the metadata) and `weight` (a positive number). Lines of GSM8K, with
+  `question` and `answer` alone, are read as they are: the question is the prompt, and what stands after #### in the
+  answer, without thousands separators, is metadata.answer. So are lines of GenEval, with `prompt`, `tag` and `include`:
+  what stands beside the prompt is its metadata;
 - `.csv`: the same names as columns; `metadata` cells hold JSON, empty cells count as absent;
 - `.parquet` (of the hub's datasets; extra `parquet`): the same names as columns; other columns go into the metadata,
   columns of bytes, such as pictures, are left out.
@@ -39,13 +40,20 @@ SPLIT_SEED = 0  # the run's seed does not choose the held-out prompts: runs that
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt; `image` is the path of a reference picture, `weight` its relative frequency in training."""
+    """One prompt; `image` is the path of a reference picture, `weight` its relative frequency in training.
+
+    The metadata tell the full path of the picture under `image`, unless they have such a key of their own.
+    """
 
     text: str
     negative: str | None = None
     metadata: dict[str, Any] = field(default_factory=dict, hash=False)
     image: str | None = None
     weight: float = 1.0
+
+    def __post_init__(self) -> None:
+        if isinstance(self.image, str):
+            object.__setattr__(self, "metadata", {"image": str(Path(self.image).resolve())} | self.metadata)
 
     @property
     def key(self) -> str:

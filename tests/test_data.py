@@ -55,6 +55,18 @@ def test_jsonl_and_csv_hold_the_same(tmp_path):
     assert load_prompts(write(tmp_path, "p.csv", table)) == expected
 
 
+def test_metadata_tell_the_full_path_of_a_prompts_picture(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own").mkdir()
+    write(tmp_path / "own", "cat.png", b"")
+    lines = [{"prompt": "a", "image": "cat.png", "metadata": {"n": 2}},
+             {"prompt": "b", "image": "cat.png", "metadata": {"image": "mine"}}, {"prompt": "c"}]
+    write(tmp_path / "own", "p.jsonl", "\n".join(map(json.dumps, lines)))
+    found = load_prompts("own/p.jsonl")
+    assert [p.metadata for p in found] == [{"n": 2, "image": str(tmp_path / "own" / "cat.png")}, {"image": "mine"}, {}]
+    assert found[0].key == "a\nown/cat.png"  # by which prompts are held out: the same on every machine
+
+
 def test_gsm8k_is_read_as_it_is(tmp_path):
     lines = [{"question": "Ann has 3 pens and buys 1200 more. How many?",
               "answer": "3+1200=<<3+1200=1203>>\n#### 1,203"},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from inspect import signature
 from pathlib import Path
 
 import pytest
@@ -13,12 +14,14 @@ from diffusers import FlowMatchEulerDiscreteScheduler
 
 from flowgrpo import methods
 from flowgrpo.config import load
+from flowgrpo.data import Prompt
 from flowgrpo.geometry import geometry
 from flowgrpo.objectives.forward_process import NegativeAware
 from flowgrpo.policies import build, check, frozen, tiny
 from flowgrpo.policies.causal_lm import CausalLM
 from flowgrpo.policies.pipeline import PipelinePolicy
 from flowgrpo.rewards.find import locate
+from flowgrpo.rewards.subject_score import SubjectScore
 from flowgrpo.samplers.grids import make_grid
 from flowgrpo.samplers.kernels import CPS
 from flowgrpo.samplers.predictions import process
@@ -99,6 +102,14 @@ def test_sana_is_trained_as_sol_rl_was():
     assert method.surrogate == NegativeAware(beta=1.0) and method.kl.weight == 1e-4
     times = method.noised(make_grid("shifted", 10, 3.0, FlowMatchEulerDiscreteScheduler())[0], 24, 0, 0)
     assert len(times.schedule.trained) == 6
+
+
+def test_edits_are_rewarded_for_their_likeness_to_the_prompts_picture():
+    config = load(FOLDER / "flux_kontext.yaml")
+    args = config.trained["subject_score"].args
+    assert config.rewards == {"geneval": 0.5, "subject_score": 0.5}
+    assert set(args) <= set(signature(SubjectScore).parameters)
+    assert args["key"] in Prompt("make it red", image="a.png").metadata
 
 
 def test_flow_grpos_average_forgets_as_much_as_published():

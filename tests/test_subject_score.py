@@ -8,7 +8,9 @@ from PIL import Image
 from test_model_rewards import TINY, by_pil, pictures
 from torchvision.transforms.functional import to_tensor
 
+from flowgrpo.data import load_prompts
 from flowgrpo.errors import UserError
+from flowgrpo.rewards.score import score
 from flowgrpo.rewards.subject_score import SubjectScore
 
 
@@ -47,6 +49,19 @@ def test_cosines_of_pictures_and_their_subjects(model, tmp_path):
     itself = SubjectScore("chosen", device="cpu", parts=(model, None))
     with torch.no_grad():
         assert itself(subjects[0][None], ["a"], [{"chosen": paths[0]}]) == pytest.approx([1.0], abs=1e-6)
+
+
+def test_a_prompts_picture_is_a_subject_wherever_the_run_is(model, tmp_path, monkeypatch):
+    for name, seed in (("a", 1), ("b", 2)):
+        saved(tmp_path / f"{name}.png", pictures(1, 32, 32, seed=seed)[0])
+    (tmp_path / "prompts.csv").write_text("prompt,image\nred,a.png\nblue,b.png\n")
+    monkeypatch.chdir(tmp_path)
+    prompts = load_prompts("prompts.csv")
+    monkeypatch.chdir("/")
+    shown, reward = to_tensor(Image.open(tmp_path / "a.png")), SubjectScore("image", device="cpu", parts=(model, None))
+    with torch.no_grad():
+        found = score({"like": reward}, torch.stack([shown] * 2), ["red", "blue"], [p.metadata for p in prompts])
+    assert found[0].item() == pytest.approx(1.0, abs=1e-6) and found[1].item() < 0.99
 
 
 def test_weights_that_cannot_be_had_are_told_of_this_reward():

@@ -26,8 +26,9 @@ class SubjectClip(ClipScore):
 class SubjectScore:
     """CLIP-I: the cosine of the embeddings of a picture and of the subject's picture that its prompt brings.
 
-    The path of the latter stands in the metadata under `key`; None for a prompt without one. Of recorded pairs
-    `chosen` names it too. model, pretrained, device, batch, parts: as of `ClipScore`. UserError for a file that cannot
+    The path of the latter stands in the metadata under `key`, relative to the working folder; None for a prompt without
+    one. Under `image` stands the picture that a prompt brings to an editing pipeline; of recorded pairs `chosen` names
+    the subject too. model, pretrained, device, batch, parts: as of `ClipScore`. UserError for a file that cannot
     be read, and where open_clip or the weights are missing.
     """
 
