@@ -112,6 +112,23 @@ def test_edits_are_rewarded_for_their_likeness_to_the_prompts_picture():
     assert args["key"] in Prompt("make it red", image="a.png").metadata
 
 
+# Of models that do not fit into 24 GB in bf16: billions of weights of their denoisers and of their text encoders.
+BILLIONS = {"flux_dev": (11.9, 4.9), "flux_kontext": (11.9, 4.9), "qwen_image": (20.4, 8.3), "wan21_14b": (14.3, 5.7),
+            "wan22": (28.6, 5.7), "hunyuan_video": (12.8, 7.7), "skyreels_i2v": (12.8, 7.7)}
+NF4 = (4 + 32 / 64) / 8  # bytes: 4 bits, and of 64 weights a scale in fp32
+
+
+@pytest.mark.parametrize("name", BILLIONS)
+def test_where_nf4_is_told_to_fit_the_text_encoders_in_bf16_fit_beside_it(name):
+    """While prompts are encoded, unless every prompt is said to be in a cache."""
+    lines = (FOLDER / f"{name}.yaml").read_text(encoding="utf-8").splitlines()
+    said = re.split(r"(\d+) GB: ", " ".join(line[2:] for line in lines if line.startswith("#")))
+    told = {int(size): text for size, text in zip(said[1::2], said[2::2])}
+    sizes = [size for size, text in told.items() if "nf4" in text and "cache" not in text]
+    denoisers, encoders = BILLIONS[name]
+    assert sizes and all((denoisers * NF4 + encoders * 2) * 1e9 < size * 2**30 for size in sizes)
+
+
 def test_flow_grpos_average_forgets_as_much_as_published():
     """0.9 at every eighth update, here at every one."""
     assert load(FOLDER / "sd35_medium.yaml").train.ema ** 8 == pytest.approx(0.9, abs=1e-3)
