@@ -162,7 +162,7 @@ def card(run: Path) -> Path:
 def _card(config: Config, summary: dict[str, Any], moving: bool, lora: bool) -> str:
     asked, pictures = summary["evaluation"], summary["evaluation"]["prompts"]
     tags = ["flowgrpo", "reinforcement-learning", *(["lora"] if lora else [])]
-    scores = "\n".join(f"| {name} | {summary['before'][name]:.3f} | {summary['after'][name]:.3f} | "
+    scores = "\n".join(f"| {name} | {_mean(summary['before'][name])} | {_mean(summary['after'][name])} | "
                        f"{'yes' if name in config.rewards else 'no'} |" for name in summary["before"])
     return f"""---
 base_model: {config.model}
@@ -192,6 +192,11 @@ denoiser evaluations, {summary['seconds']:,.0f} seconds, seed {summary['seed']}.
 """
 
 
+def _mean(value: float | None) -> str:
+    """A reward's mean; it has none where it applied to no held-out prompt."""
+    return "-" if value is None else f"{value:.3f}"
+
+
 def _weighted(rewards: dict[str, float]) -> str:
     return " + ".join(f"`{name}`" if weight == 1 else f"{weight:g} `{name}`" for name, weight in rewards.items())
 
@@ -205,16 +210,24 @@ def curves(run: Path, path: Path) -> None:
 
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
-    for kind, style in (("reward/", "-"), ("held_out/", "o")):
-        names = dict.fromkeys(key for line in lines for key in line
-                              if key.startswith(kind) and (kind != "reward/" or key.endswith("/mean")))
-        for name in names:
-            points = [(line["evaluations"], line[name]) for line in lines if line.get(name) is not None]
-            axes.plot(*zip(*points), style, lw=1.2, ms=5, label=name.removesuffix("/mean"))
+    for name, found in points(lines).items():
+        axes.plot(*zip(*found), "o" if name.startswith("held_out/") else "-", lw=1.2, ms=5, label=name)
     axes.set(xlabel="denoiser evaluations", ylabel="mean reward")
     axes.legend(frameon=False)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
+
+
+def points(lines: list[dict[str, Any]]) -> dict[str, list[tuple[int, float]]]:
+    """The (evaluations, mean) of every reward in the lines of `metrics.jsonl`, without those where it applied to
+    nothing, as `reward/NAME` of what was trained on and `held_out/NAME`."""
+    found: dict[str, list[tuple[int, float]]] = {}
+    for line in lines:
+        for key, value in line.items():
+            mean = key.startswith("reward/") and key.endswith("/mean")
+            if (mean or key.startswith("held_out/")) and value is not None:
+                found.setdefault(key.removesuffix("/mean"), []).append((line["evaluations"], value))
+    return found
 
 
 def push(run: Path, repository: str, private: bool) -> str:

@@ -250,6 +250,19 @@ def test_the_card_says_what_the_run_says(sd3):
     assert (sd3 / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_reward_that_applied_to_no_held_out_prompt_has_no_mean_in_the_card(tmp_path):
+    (tmp_path / "config.yaml").write_text(validate({"model": "starter", "reward": {"bright": 1, "dark": 1}}).yaml())
+    told = SUMMARY | {"before": {"bright": None, "dark": 0.5}, "after": {"bright": 0.25, "dark": None}}
+    (tmp_path / "summary.json").write_text(json.dumps(told))
+    lines = [{"evaluations": 5, "reward/bright/mean": None, "reward/dark/mean": 0.5, "reward/dark/std": 1.0},
+             {"evaluations": 9, "reward/bright/mean": None, "reward/dark/mean": None, "held_out/dark": 0.75},
+             {"evaluations": 14, "held_out/dark": 1.0, "loss": 2.0}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    text = export.card(tmp_path).read_text()
+    assert "| bright | - | 0.250 | yes |" in text and "| dark | 0.500 | - | yes |" in text
+    assert export.points(lines) == {"reward/dark": [(5, 0.5)], "held_out/dark": [(9, 0.75), (14, 1.0)]}
+
+
 def test_the_card_of_a_video_run_shows_its_clips(sd3):
     clip = sd3 / "before_after.webp"
     try:
