@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import sys
+from flowgrpo.console import plain_console
 
 
 def print_table(heads: list[str], rows: list[list[str]]) -> None:
     """A table with a line per row, at least three columns wide; the third is kept narrow."""
     from rich import box
-    from rich.console import Console
     from rich.table import Table
 
     table = Table(*heads, box=box.SIMPLE_HEAD, pad_edge=False)
     table.columns[0].no_wrap, table.columns[2].max_width = True, 20
     for row in rows:
         table.add_row(*row)
-    Console(width=None if sys.stdout.isatty() else 200).print(table, markup=False)  # a pipe has no edge
+    plain_console().print(table)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
+from flowgrpo.console import plain_console
 from flowgrpo.evaluation.statistics import CONFIDENCE, drift, interval, wins
 from flowgrpo.evaluation.suites import Suite
 
@@ -128,10 +128,9 @@ def markdown(results: dict[str, Any]) -> str:
 
 def show(results: dict[str, Any]) -> None:
     """Print the tables."""
-    from rich.console import Console
     from rich.table import Table
 
-    console = Console(width=None if sys.stdout.isatty() else 200)  # a pipe has no edge
+    console = plain_console()
     for reward in next(iter(results["arms"].values())):
         heads, lines = table(results, reward)
         drawn = Table(title=title(results, reward), caption=methods(results, reward))
@@ -139,6 +138,6 @@ def show(results: dict[str, Any]) -> None:
             drawn.add_column(head, justify="left" if head == "category" else "right")
         for line in lines:
             drawn.add_row(*line, style="bold" if line[0] == ALL else "")
-        console.print(drawn, markup=False)
+        console.print(drawn)
     for line in notes(results):
-        console.print(line, highlight=False, markup=False)
+        console.print(line, highlight=False)

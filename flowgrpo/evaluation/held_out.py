@@ -22,6 +22,7 @@ from tqdm import tqdm
 
 from flowgrpo import data, rewards
 from flowgrpo.config import Config
+from flowgrpo.console import plain_console
 from flowgrpo.evaluation import album, report
 from flowgrpo.evaluation.clips import tall, untall
 from flowgrpo.evaluation.grid import Row, draw_grid
@@ -48,11 +49,11 @@ class Measured:
         return {name: _mean(values) for name, values in self.scores.items()}
 
     def by_task(self, name: str) -> dict[str, float]:
-        """The mean of one reward per `task` in the prompts' metadata; empty where they have none."""
+        """The mean of one reward per `task` in the prompts' metadata, as text; empty where they have none."""
         tasks = defaultdict(list)
         for prompt, score in zip(self.prompts, self.scores[name]):
             if "task" in prompt.metadata:
-                tasks[prompt.metadata["task"]].append(score)
+                tasks[str(prompt.metadata["task"])].append(score)
         return {task: _mean(values) for task, values in tasks.items()}
 
 
@@ -252,10 +253,9 @@ def sample_pictures(trainer, functions: dict[str, Any], folder: Path) -> dict[st
 
 def print_report(summary: dict[str, Any], said: str, folder: Path) -> None:
     """The table that ends a run: held-out accuracy per task, before and after."""
-    from rich.console import Console
     from rich.table import Table
 
-    console = Console()
+    console = plain_console()
     for name in summary["before"]:
         table = Table(title=f"{name} on {summary['evaluation']['prompts']} held-out {summary['evaluation']['of']}")
         for heading in ("task", "before", "after", "change"):
