@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import re
 import tempfile
 from pathlib import Path
 
 from flowgrpo.errors import UserError
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def require_folder(path: str | Path) -> None:
@@ -37,6 +41,17 @@ def _try(path: Path, folder: Path) -> None:
         for each in made:
             with contextlib.suppress(OSError):
                 each.rmdir()
+
+
+def refusal(error: Exception) -> str | None:
+    """What a person is told of an error by which the system refused a file, or had no room for it; None of others."""
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{os.fsdecode(error.filename)}: {error.strerror}"
+    told = re.search(r"\(os error (\d+)\)", str(error))  # libraries in Rust, such as safetensors, say it so
+    number = getattr(error, "errno", None) or (int(told[1]) if told else None)
+    if number not in FULL:
+        return None
+    return f"a file cannot be written whole ({os.strerror(number)}): make room for it; `train` goes on with --resume"
 
 
 def readable(place: Path) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import resource
 import stat
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import tiny
@@ -15,6 +17,8 @@ from test_export import make_run
 from flowgrpo import checkpoint, disk
 from flowgrpo.cli import main
 from flowgrpo.errors import UserError
+from flowgrpo.evaluation import album
+from flowgrpo.log import Log
 from flowgrpo.policies.tiny import make
 
 RECIPE = Path(__file__).parents[1] / "configs" / "starter.yaml"
@@ -90,6 +94,39 @@ def test_grids_are_tried_before_the_model_is_loaded(options, run, file, capsys):
 def test_what_the_disk_refuses_later_is_one_line_too(run, capsys):
     (run / "README.md").mkdir()
     assert told(capsys, "export", run, "--form", "card") == f"flowgrpo: error: {run / 'README.md'}: Is a directory\n"
+
+
+@pytest.fixture
+def small():
+    """No file may grow beyond 512 bytes: a disk that is full, which says EFBIG for ENOSPC."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (512, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("write", [
+    lambda folder: album.write(folder / "x.json", ["x" * 600]),
+    lambda folder: Log(folder, SimpleNamespace(is_main_process=True), 1, 0).epoch(1, {"x": "x" * 9000}, {}),
+    lambda folder: checkpoint.save(folder, 1, {"x": torch.ones(600)}, {}, 1),
+    lambda folder: tiny.policy().weights.save(folder)])
+def test_a_full_disk_is_told(write, small, tmp_path, capsys):
+    with pytest.raises(Exception) as caught:
+        write(tmp_path)
+    assert disk.refusal(caught.value).startswith("a file cannot be written whole (File too large): make room")
+
+
+@pytest.mark.parametrize("form", ["card", "kohya"])
+def test_a_full_disk_is_one_line(form, tmp_path, capsys, request):
+    made = make_run(tmp_path / "run", tiny.sd3(), tiny.CALL)
+    request.getfixturevalue("small")
+    assert "a file cannot be written whole (File too large): make room" in told(
+        capsys, "export", made, "--form", form, *(["--output", tmp_path / "x.safetensors"] if form == "kohya" else []))
+
+
+@pytest.mark.parametrize("error", [ConnectionError(111, "refused"), ValueError("os error 28"), KeyError("x")])
+def test_other_errors_are_not_the_disks(error):
+    assert disk.refusal(error) is None
 
 
 @pytest.fixture(params=[0o022, 0o007])

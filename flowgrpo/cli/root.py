@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from flowgrpo import __version__
+from flowgrpo import __version__, disk
 from flowgrpo.errors import UserError
 
 UsageError = typer.BadParameter.__base__  # of every mistake that Typer itself finds; not exported by it
@@ -44,10 +44,10 @@ def main(arguments: list[str] | None = None) -> int:
         told = str(error)
     except UsageError as error:
         told = error.format_message()
-    except OSError as error:
-        if error.filename is None:
+    except Exception as error:
+        told = disk.refusal(error)
+        if told is None:
             raise
-        told = f"{os.fsdecode(error.filename)}: {error.strerror}"
     finally:
         _leave_group()
     if told:  # Typer's error for a call without a command is the help it has shown
