@@ -180,7 +180,8 @@ class Config(Section):
     output: str = Field("runs", description="the folder of all runs")
     seed: int = Field(0, ge=0, lt=2**32, description="of noise, order of prompts, adapter's first weights")
     device: Literal["auto", "cuda", "mps", "cpu"] = Field("auto", description="`auto`: the first that is there")
-    precision: Literal["fp32", "bf16", "fp16"] = Field("fp32", description="of frozen weights and of the arithmetic")
+    precision: Literal["fp32", "bf16", "fp16"] = Field("fp32", description="of frozen weights and of the arithmetic; "
+                                                       "with fp16 the loss is scaled")
     tracker: Literal["tensorboard", "wandb", "none"] = Field("tensorboard", description="beside `metrics.jsonl`")
     trust_remote_code: bool = Field(False, description="run code that comes with a model from a hub")
     picture: Picture = Picture()

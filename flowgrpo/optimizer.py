@@ -1,4 +1,4 @@
-"""The optimiser of a run."""
+"""The optimiser of a run, and what keeps its gradients from vanishing in fp16."""
 
 from __future__ import annotations
 
@@ -18,3 +18,9 @@ def make_optimizer(train: Train, parameters: Sequence[torch.nn.Parameter]) -> to
 
         return AdamW8bit(parameters, **options)
     return torch.optim.AdamW(parameters, fused=parameters[0].device.type == "cuda", **options)
+
+
+def make_scaler(precision: str, device: torch.device) -> torch.amp.GradScaler:
+    """Of fp16 alone: the loss is scaled up, since the gradients of millions of decisions and latents lie below what
+    fp16 can hold, and the gradients down again; where they overflow the step is skipped and the scale halved."""
+    return torch.amp.GradScaler(device.type, enabled=precision == "fp16")

@@ -26,7 +26,7 @@ def counters(trainer: Trainer) -> dict[str, Any]:
         key: getattr(trainer.explorer, key) for key in SAMPLING} | {
         "reward_failures": trainer.scoring.reward_failures, "evaluations": evaluations,
         "first_log_ratio": trainer.first_ratio.found, "rescore": trainer.first_ratio.rescore,
-        "memory": copy.deepcopy(trainer.memory)}
+        "loss_scale": trainer.scaler.state_dict(), "memory": copy.deepcopy(trainer.memory)}
 
 
 def save(trainer: Trainer, folder: Path) -> None:
@@ -73,6 +73,8 @@ def restore(trainer: Trainer, folder: Path) -> None:
     trainer.scoring.reward_failures = state["reward_failures"]
     trainer.policy.evaluations = state["evaluations"] if trainer.processes.first else 0
     trainer.first_ratio.found, trainer.first_ratio.rescore = state["first_log_ratio"], state["rescore"]
+    if trainer.scaler.is_enabled() and state.get("loss_scale"):
+        trainer.scaler.load_state_dict(state["loss_scale"])
     trainer.memory.clear()
     trainer.memory |= copy.deepcopy(state["memory"])
     trainer.marked = state

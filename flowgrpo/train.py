@@ -26,7 +26,7 @@ from flowgrpo.evaluation import held_out, report
 from flowgrpo.first_ratio import FirstRatio
 from flowgrpo.geometry import geometry
 from flowgrpo.log import Clock, Log, Stats
-from flowgrpo.optimizer import make_optimizer
+from flowgrpo.optimizer import make_optimizer, make_scaler
 from flowgrpo.parts.critic import make_critic
 from flowgrpo.parts.reductions import PerDecision, reduced
 from flowgrpo.policies.build import make_explorer
@@ -55,6 +55,7 @@ class Trainer:
                                       first=self.prompts[0])
         self.processes.agree(policy.weights.parameters())
         self.optimizer = make_optimizer(config.train, policy.weights.parameters())
+        self.scaler = make_scaler(config.precision, policy.device)
         self.ema = policy.weights.snapshot() if config.train.ema else None
         self.best = Best(config.eval)
         self.memory: dict[str, Any] = {}  # what parts of the method remember between epochs
@@ -195,21 +196,27 @@ class Trainer:
             loss = loss if penalty is None else loss + penalty
             if taken.goal is not None:
                 loss = loss + method.tuning(new, taken.goal.rows(rows).to(device))
-            self.policy.backward(reduced(loss, method.reduction(new.mask), count))
+            self.policy.backward(self.scaler.scale(reduced(loss, method.reduction(new.mask), count)))
             stats.add(taken.step, new.mask, log_ratio, method.surrogate.clipped(log_ratio, advantage, read), loss,
                       None if penalty is None else penalty / kl.weight)
 
     def step_optimizer(self, stats: Stats) -> None:
         """Clip and step; a gradient that is not finite is skipped and counted."""
         train, parameters = self.config.train, self.policy.weights.parameters()
+        followed = any(parameter.grad is not None for parameter in parameters)  # not where no sample is trained
+        if followed:
+            self.scaler.unscale_(self.optimizer)
         norm = torch.nn.utils.clip_grad_norm_(parameters, train.clip_grad)
         stats.norms.append(norm)
         if not torch.isfinite(norm):
             self.skipped += 1
+            self.scaler.update()
             return
         for group in self.optimizer.param_groups:
             group["lr"] = train.lr * rate(self.update, self.total_updates, train)
-        self.optimizer.step()
+        if followed:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
         self.update += 1
         if self.ema is not None:
             for key, parameter in self.policy.weights.named.items():

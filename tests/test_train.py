@@ -13,12 +13,13 @@ from safetensors.torch import load_file
 
 import flowgrpo
 from flowgrpo import checkpoint
-from flowgrpo.config import load
+from flowgrpo.config import Adapter, load
 from flowgrpo.data import SPLIT_SEED, Prompt, split
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation.held_out import EVAL_SEED
 from flowgrpo.log import Stats
 from flowgrpo.policies.adapters import LORA_FILE
+from flowgrpo.policies.pipeline import PipelinePolicy
 from flowgrpo.run import run
 from flowgrpo.samplers.plans import Schedule
 from flowgrpo.samplers.replay import replay
@@ -56,6 +57,32 @@ def gradient(trainer, parts, conditioning, count=None) -> torch.Tensor:
     for part in parts:
         trainer.backward(part, conditioning, tiny.step_weights(trainer, parts), count or decisions(parts), Stats())
     return torch.cat([p.grad.flatten() for p in trainer.policy.weights.parameters() if p.grad is not None])
+
+
+def test_a_gradient_too_small_for_fp16_is_followed():
+    """Divided by as many decisions as a large run has, it would be 0 in fp16; it is what it is of few, but smaller."""
+    policy = PipelinePolicy(tiny.sd3().to(torch.float16), Adapter(rank=2), precision="fp16", call=tiny.CALL)
+    trainer = tiny.trainer(tiny.stir(policy), precision="fp16", parts__plan__size=1)
+    parts, conditioning, grouped = trainer.sample(trainer.prompts[:1])
+    credited = list(trainer.credit(parts, grouped, conditioning.prompts))
+    of_few, of_many = (gradient(trainer, credited, conditioning, count) for count in (10**4, 10**6))
+    torch.testing.assert_close(of_many * 100, of_few, rtol=0.1, atol=0.02 * of_few.abs().max().item())
+    assert of_many.norm() / trainer.scaler.get_scale() < 6e-8  # the smallest number of fp16
+    before = trainer.policy.weights.snapshot()
+    trainer.step_optimizer(Stats())
+    assert any(not torch.equal(before[key], each) for key, each in trainer.policy.weights.snapshot().items())
+    assert (trainer.update, trainer.skipped) == (1, 0)
+
+
+def test_a_gradient_that_overflows_fp16_halves_the_scale():
+    policy = PipelinePolicy(tiny.sd3().to(torch.float16), Adapter(rank=2), precision="fp16", call=tiny.CALL)
+    trainer = tiny.trainer(policy, precision="fp16")
+    scale = trainer.scaler.get_scale()
+    for parameter in trainer.policy.weights.parameters():
+        parameter.grad = torch.full_like(parameter, torch.inf)
+    trainer.scaler.scale(torch.zeros(()))
+    trainer.step_optimizer(Stats())
+    assert (trainer.update, trainer.skipped, trainer.scaler.get_scale()) == (0, 1, scale / 2)
 
 
 # --- one epoch -------------------------------------------------------------------------------------------------------
