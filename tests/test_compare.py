@@ -13,6 +13,7 @@ from flowgrpo.config import Adapter, validate
 from flowgrpo.data import Prompt
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation import columns, compare, grid
+from flowgrpo.evaluation.clips import as_image
 from flowgrpo.policies import tiny as pipelines
 from flowgrpo.policies.adapters import LORA_FILE
 from flowgrpo.policies.load import load_pipeline
@@ -201,6 +202,57 @@ def test_a_lora_that_does_not_fit_is_told(tmp_path, model, content, told):
         save_file({key: torch.zeros(shape) for key, shape in content.items()}, file)
     with pytest.raises(UserError, match=told) as error:
         drawn(tmp_path, model, file)
+    assert "\n" not in str(error.value)
+
+
+# --- pictures to start from ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def moving(tmp_path_factory):
+    """A folder with an image-to-video model and two pictures, and what makes its clips small."""
+    folder = tmp_path_factory.mktemp("moving")
+    pipe, call = pipelines.make("WanImageToVideoPipeline")
+    pipe.save_pretrained(folder / "model")
+    for colour in ("red", "blue"):
+        Image.new("RGB", (16, 16), colour).save(folder / f"{colour}.png")
+    return folder, {key: value for key, value in call.items() if key != "image"}
+
+
+def test_a_picture_on_the_command_line_is_what_a_pipeline_starts_from(moving, tmp_path, monkeypatch):
+    folder, small = moving
+    model = str(folder / "model")
+    monkeypatch.setitem(compare.CALLS, model, small)
+    pipe, first = load_pipeline(model), []
+    for colour in ("red", "blue"):
+        picture, output = str(folder / f"{colour}.png"), tmp_path / colour
+        assert main(["sample", model, "--prompt", "a cat", "--image", picture, "--steps", "2", "--guidance", "2",
+                     "--output", str(output)]) == 0
+        asked = small | {"num_inference_steps": 2, "guidance": 2.0}
+        expected = compare.draw_one(pipe, Prompt("a cat", image=picture), seeder(0, 0)(0, 0), asked)
+        [file] = output.iterdir()
+        first.append(np.asarray(Image.open(file).convert("RGB")).astype(int))
+        assert (first[-1] == np.asarray(as_image(expected[0]))).all()
+    assert (first[0] != first[1]).any()
+
+
+@pytest.mark.parametrize("options, told", [
+    ([], ["WanImageToVideoPipeline takes an image, and fails without one (", "): give `sample` an --image FILE, or"]),
+    (["--image", "nowhere.png"], ["cannot read the picture nowhere.png (No such file or directory)"]),
+    (["--image", "config.json"], ["cannot read the picture config.json (it is damaged, or no picture)"])])
+def test_a_picture_that_is_missing_is_told(moving, tmp_path, monkeypatch, capsys, options, told):
+    monkeypatch.chdir(moving[0] / "model" / "transformer")
+    assert main(["sample", str(moving[0] / "model"), "--prompt", "red", "--output", str(tmp_path), *options]) == 2
+    [line] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("flowgrpo: error")]
+    assert all(part in line for part in told)
+
+
+@pytest.mark.parametrize("name", ["QwenImageEditPipeline", "WanImageToVideoPipeline"])
+def test_a_prompt_without_the_picture_that_a_pipeline_needs_is_told(name):
+    pipe, call = pipelines.make(name)
+    asked = {key: value for key, value in call.items() if key != "image"}
+    with pytest.raises(UserError, match=f"{name} takes an image, and fails without one") as error:
+        compare.draw_one(pipe, Prompt("red"), 0, asked | {"num_inference_steps": 1})
     assert "\n" not in str(error.value)
 
 

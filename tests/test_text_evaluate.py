@@ -175,7 +175,7 @@ def test_a_picture_is_shown_on_the_command_line(tmp_path, capsys):
     assert main(["sample", "starter_text", "--prompt", "1+2=", "--image", red]) == 2
     assert "takes no image" in capsys.readouterr().err
     assert main(["sample", "starter", "--prompt", "a red circle", "--image", red]) == 2
-    assert "--image: is for a language model" in capsys.readouterr().err
+    assert "--image: StableDiffusion3Pipeline takes no image" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("options, told", [

@@ -31,7 +31,8 @@ def sample(
     output: Annotated[Path, typer.Option(help="The folder for the PNG files.")] = Path("samples"),
     temperature: Annotated[float | None, typer.Option(min=0, help="Of a language model; 0 takes the likeliest token. "
                                                       "Without: the run's, or 0 for one text, 1 for several.")] = None,
-    image: Annotated[Path | None, typer.Option(help="A picture for a language model that reads images.")] = None,
+    image: Annotated[Path | None, typer.Option(help="A picture: what a pipeline starts from, or a language model "
+                                               "reads.")] = None,
     batch: Annotated[int | None, typer.Option(min=1, help="With --prompts: samples per call of the model. Without: 1 "
                                               "picture, 8 texts.")] = None,
     key: Annotated[str | None, typer.Option(metavar="NAME", help="With --prompts: what prompts.jsonl calls a sample "
@@ -65,12 +66,9 @@ def sample(
                                  str(image) if image else None):
             typer.echo(text)
         return
-    if image is not None:
-        raise UserError("--image: is for a language model that reads images; a pipeline's picture stands in a prompt "
-                        "file, for train and eval")
     from flowgrpo.evaluation import compare
 
-    for path in compare.sample(model, lora, prompt, count, seed, steps, guidance, output, weight):
+    for path in compare.sample(model, lora, prompt, count, seed, steps, guidance, output, weight, image):
         typer.echo(path)
 
 

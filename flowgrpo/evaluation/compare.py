@@ -47,24 +47,30 @@ def memory_told() -> Iterator[None]:
 
 @memory_told()
 def sample(model: str, lora: str | Path | None, prompts: list[str], count: int, seed: int, steps: int | None,
-           guidance: float | None, output: str | Path, rlg: float | None = None) -> list[Path]:
+           guidance: float | None, output: str | Path, rlg: float | None = None,
+           image: str | Path | None = None) -> list[Path]:
     """Draw `count` pictures per prompt and write them to the folder `output`, clips as animated WebP; returns their
     paths, in order.
 
     lora: a finished run (its `picture` and `memory` settings are kept), a folder with a LoRA, or its file; None draws
     with the base. steps and guidance: None takes the pipeline's own defaults, for a starter those of its card. rlg:
-    draw with base + rlg * (tuned - base), see policies/blend.py. A picture depends on the seed, the number of its
-    prompt and its number among the prompt's, and on nothing else. UserError for a model or weights that do not load.
+    draw with base + rlg * (tuned - base), see policies/blend.py. image: the file of a picture that all prompts start
+    from. A picture depends on the seed, the number of its prompt and its number among the prompt's, and on nothing
+    else. UserError for a model or weights that do not load, and for a picture that is not read.
     """
     from torchvision.utils import save_image
 
     disk.require_folder(output)
+    given = [Prompt(text, image=None if image is None else str(image)) for text in prompts]
+    _brought(given[0])
     run = None if lora is None else Path(lora)
     memory = run_config(run).memory if run and (run / "config.yaml").is_file() else Memory()
     pipe = make_pipeline(model, "bf16", memory=memory)
+    if image is not None and "image" not in inspect.signature(pipe.__call__).parameters:
+        raise UserError(f"--image: {type(pipe).__name__} takes no image: leave it out")
     asked = call_arguments(model, run, steps, guidance)
     with contextlib.nullcontext() if run is None else tuned(pipe, run, rlg):
-        pictures = _draw(pipe, [Prompt(text) for text in prompts], count, seed, asked)
+        pictures = _draw(pipe, given, count, seed, asked)
     clips, folder = pictures[0].ndim == 4, Path(output)
     paths = [folder / name for name in _names(prompts, count, "webp" if clips else "png")]
     folder.mkdir(parents=True, exist_ok=True)
@@ -228,17 +234,37 @@ def draw_one(pipe: Any, prompt: Prompt, seed: int, asked: dict[str, Any], negati
     """A picture [3, H, W] or clip [F, 3, H, W] in [0, 1], by one call of the pipeline with noise of that seed.
 
     asked: further arguments of the call, as of `call_arguments`; negative: for a prompt without one of its own.
-    UserError for a pipeline that makes something else.
+    UserError for a pipeline that makes something else, and for one that needs a picture where none is given.
     """
-    generator = torch.Generator().manual_seed(seed)
-    image = {"image": Image.open(prompt.image).convert("RGB")} if prompt.image else {}
-    with seeded(pipe.scheduler, generator):
+    generator, image = torch.Generator().manual_seed(seed), _brought(prompt)
+    with seeded(pipe.scheduler, generator), _picture_missed(pipe, asked | image):
         made = call(pipe, asked, prompt=prompt.text, generator=generator, output_type="pt", **image,
                     negative_prompt=negative if prompt.negative is None else prompt.negative)
     if made.ndim not in (4, 5):
         raise UserError(f"{type(pipe).__name__} gives {list(made.shape)}: only pictures [1, 3, H, W] and clips "
                         "[1, F, 3, H, W] can be drawn")
     return made[0].float().cpu()
+
+
+def _brought(prompt: Prompt) -> dict[str, Image.Image]:
+    """The prompt's picture as an argument of a call, where it has one. UserError where its file is not read."""
+    try:
+        return {"image": Image.open(prompt.image).convert("RGB")} if prompt.image else {}
+    except OSError as error:
+        raise UserError(f"cannot read the picture {prompt.image} ({error.strerror or 'it is damaged, or no picture'})"
+                        ) from None
+
+
+@contextlib.contextmanager
+def _picture_missed(pipe: Any, given: dict[str, Any]) -> Iterator[None]:
+    """Say of a call without a picture, to a pipeline that takes one, that it may be why it failed."""
+    try:
+        yield
+    except (AttributeError, TypeError, ValueError) as error:
+        if "image" in given or "image" not in inspect.signature(pipe.__call__).parameters:
+            raise
+        raise UserError(f"{type(pipe).__name__} takes an image, and fails without one ({' '.join(str(error).split())}):"
+                        " give `sample` an --image FILE, or every prompt of the file an `image`") from error
 
 
 def _names(prompts: list[str], count: int, ending: str = "png") -> list[str]:
