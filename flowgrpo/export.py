@@ -1,6 +1,7 @@
-"""A finished run in the forms that others take: a LoRA as ComfyUI reads it, a whole merged pipeline, a model card.
+"""A finished run in the forms that others take: a LoRA as ComfyUI reads it, a whole merged model, a model card.
 
-The run's own file is diffusers' format already. Everything here is made from what the run's folder holds.
+The run's own file is diffusers' format already, or of a language model peft's. Everything here is made from what the
+run's folder holds.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ CARD = "README.md"
 SENT = ["*.safetensors", "*adapter_config.json", "*.png", "*.webp", CARD, "config.yaml", "summary.json",
         "metrics.jsonl", "unet/*", "transformer*/*", "model/*"]
 KEPT = ["checkpoints/*", "before/*", "samples/*", "events/*", "merged/*"]
+TOKENS = "tokens"  # what is counted of a language model
 SECOND = "transformer_2"  # the expert of the steps with little noise
 
 
@@ -94,6 +96,9 @@ def lora(run: Path) -> dict[str, tuple[dict[str, torch.Tensor], dict[str, Any]]]
     for told in sorted(run.glob("*/adapter_config.json")):
         adapter = json.loads(told.read_text(encoding="utf-8"))
         found[told.parent.name] = load_file(told.with_name("adapter_model.safetensors")), adapter
+    if (run / "adapter_config.json").is_file():
+        raise UserError(f"the LoRA of {run} is of a language model, which ComfyUI does not load: use --form merged, or "
+                        "the folder as it is with peft")
     if not found:
         why = "it holds an edit policy, which no stock pipeline loads" if (run / edit_networks.FILE).is_file() else \
             "a run with adapter.rank 0 has whole weights, which need no export"
@@ -121,17 +126,42 @@ def scale(adapter: dict[str, Any], rank: int) -> float:
 
 
 def merged(run: Path, output: Path) -> Path:
-    """Write the whole pipeline with the run's weights in it, in the run's precision: a directory for `from_pretrained`.
+    """Write the whole pipeline or language model with the run's weights in it, in the run's precision: a directory for
+    `from_pretrained`.
 
     The LoRA is added to the weights in fp32 and rounded once; what diffusers keeps in fp32 (parts of Wan) stays so.
     UserError where the model or the weights do not load.
     """
+    config, summary = finished(run)
+    disk.require_folder(output)
+    (_merged_language_model if summary["unit"] == TOKENS else _merged_pipeline)(config, run, output)
+    disk.readable(output)
+    return output
+
+
+def _merged_language_model(config: Config, run: Path, output: Path) -> None:
+    from peft import PeftModel
+
+    from flowgrpo.policies import build
+    from flowgrpo.policies.dtypes import DTYPES
+
+    own = {} if config.adapter.rank else {"model": str(run / "model")}
+    model, reader = build.load_language(config.model_copy(update={"precision": "fp32"} | own))
+    if config.adapter.rank:  # by peft: after transformers' load_adapter all weights are saved under peft's names
+        try:
+            model = PeftModel.from_pretrained(model, str(run)).merge_and_unload()
+        except (RuntimeError, ValueError) as error:
+            told = " ".join(str(error).split())[:200]
+            raise UserError(f"the LoRA of {run} does not load into {type(model).__name__}: {told}") from None
+    model.to(DTYPES[config.precision]).save_pretrained(output)
+    reader.save_pretrained(output)
+
+
+def _merged_pipeline(config: Config, run: Path, output: Path) -> None:
     from flowgrpo.evaluation.compare import load_tuned
     from flowgrpo.policies.load import load_pipeline
     from flowgrpo.policies.lora import merge
 
-    config, _ = finished(run)
-    disk.require_folder(output)
     stock = _modules(load_pipeline(config.model, config.precision, config.trust_remote_code))
     kinds = {name: {key: value.dtype for key, value in module.state_dict().items()} for name, module in stock.items()}
     del stock  # before the whole is loaded again
@@ -142,8 +172,6 @@ def merged(run: Path, output: Path) -> Path:
         for key, value in module.state_dict(keep_vars=True).items():
             value.data = value.data.to(kinds[name][key])
     pipe.save_pretrained(output, safe_serialization=True)
-    disk.readable(output)
-    return output
 
 
 def _modules(pipe: Any) -> dict[str, torch.nn.Module]:
@@ -153,20 +181,21 @@ def _modules(pipe: Any) -> dict[str, torch.nn.Module]:
 def card(run: Path) -> Path:
     """Write the run's model card, `README.md`, with a picture of its curves; returns the card's path."""
     config, summary = finished(run)
-    curves(run, run / "curves.png")
+    curves(run, run / "curves.png", summary["unit"])
     lora = config.adapter.rank > 0 and not (run / edit_networks.FILE).is_file()
     (run / CARD).write_text(_card(config, summary, (run / "before_after.webp").is_file(), lora), encoding="utf-8")
     return run / CARD
 
 
 def _card(config: Config, summary: dict[str, Any], moving: bool, lora: bool) -> str:
-    asked, pictures = summary["evaluation"], summary["evaluation"]["prompts"]
+    asked, writes = summary["evaluation"], summary["unit"] == TOKENS
+    library = ("peft" if lora else "transformers") if writes else "diffusers"
     tags = ["flowgrpo", "reinforcement-learning", *(["lora"] if lora else [])]
     scores = "\n".join(f"| {name} | {_mean(summary['before'][name])} | {_mean(summary['after'][name])} | "
                        f"{'yes' if name in config.rewards else 'no'} |" for name in summary["before"])
     return f"""---
 base_model: {config.model}
-library_name: diffusers
+library_name: {library}
 tags: [{', '.join(tags)}]
 ---
 
@@ -178,9 +207,9 @@ tags: [{', '.join(tags)}]
 |---|---:|---:|---|
 {scores}
 
-Means over {pictures} pictures of held-out prompts, with the pipeline's own scheduler ({asked['steps']} steps, guidance
-{asked['guidance']:g}). {summary['epochs']} epochs, {summary['updates']} updates, {summary['denoiser_evaluations']:,}
-denoiser evaluations, {summary['seconds']:,.0f} seconds, seed {summary['seed']}.
+Means over {asked['prompts']} held-out {asked['of']}{"" if writes else ", with the pipeline's own scheduler"}.
+{summary['epochs']} epochs, {summary['updates']} updates, {summary['denoiser_evaluations']:,} {summary['unit']},
+{summary['seconds']:,.0f} seconds, seed {summary['seed']}.
 
 ![Rewards over training](curves.png)
 
@@ -201,8 +230,8 @@ def _weighted(rewards: dict[str, float]) -> str:
     return " + ".join(f"`{name}`" if weight == 1 else f"{weight:g} `{name}`" for name, weight in rewards.items())
 
 
-def curves(run: Path, path: Path) -> None:
-    """Draw the mean of every reward of a run over its denoiser evaluations, held-out ones as dots."""
+def curves(run: Path, path: Path, unit: str) -> None:
+    """Draw the mean of every reward of a run over what is counted of it, held-out ones as dots; unit: of the count."""
     import matplotlib
 
     matplotlib.use("agg")
@@ -212,7 +241,7 @@ def curves(run: Path, path: Path) -> None:
     figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
     for name, found in points(lines).items():
         axes.plot(*zip(*found), "o" if name.startswith("held_out/") else "-", lw=1.2, ms=5, label=name)
-    axes.set(xlabel="denoiser evaluations", ylabel="mean reward")
+    axes.set(xlabel=unit, ylabel="mean reward")
     axes.legend(frameon=False)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)

@@ -22,8 +22,9 @@ from flowgrpo.policies.pipeline import PipelinePolicy
 from flowgrpo.policies.tiny import make
 
 SUMMARY = {"before": {"bright": 0.25}, "after": {"bright": 0.5},
-           "evaluation": {"prompts": 4, "steps": 2, "guidance": 1.0},
-           "epochs": 2, "updates": 2, "denoiser_evaluations": 1234, "seconds": 3.0, "seed": 7}
+           "evaluation": {"prompts": 4, "steps": 2, "guidance": 1.0, "of": "pictures (2 steps, guidance 1)"},
+           "epochs": 2, "updates": 2, "denoiser_evaluations": 1234, "unit": "denoiser evaluations", "seconds": 3.0,
+           "seed": 7}
 
 
 def make_run(folder, pipe, call, rank: int = 2, alpha: float | None = 3.0, **options):
@@ -246,7 +247,8 @@ def test_the_card_says_what_the_run_says(sd3):
     text = export.card(sd3).read_text()
     assert text.startswith(f"---\nbase_model: {sd3 / 'model'}\nlibrary_name: diffusers\n")
     assert "with `mix_grpo+grpo_guard` to 2 `bright`" in text and "| bright | 0.250 | 0.500 | yes |" in text
-    assert "1,234" in text and "alpha: 3.0" in text
+    assert "Means over 4 held-out pictures (2 steps, guidance 1), with the pipeline's own scheduler.\n" in text
+    assert "1,234 denoiser evaluations" in text and "alpha: 3.0" in text
     assert (sd3 / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 

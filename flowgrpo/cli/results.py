@@ -17,8 +17,8 @@ ExportForm = Literal["kohya", "merged", "card"]
 def export(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a finished run.")],
     form: Annotated[ExportForm, typer.Option(help="kohya: a LoRA for ComfyUI, where it has names for the model's "
-                                                  "layers; merged: a whole pipeline; card: README.md in the run's "
-                                                  "folder.")] = "kohya",
+                                                  "layers; merged: a whole pipeline or language model; card: "
+                                                  "README.md in the run's folder.")] = "kohya",
     output: Annotated[Path | None, typer.Option(help="The file or folder; without: in the run's folder.")] = None,
     push_to_hub: Annotated[str | None, typer.Option(metavar="OWNER/NAME", help="Upload the run with its card.")] = None,
     private: Annotated[bool, typer.Option("--private", help="A repository that only you see.")] = False,
