@@ -264,16 +264,23 @@ class Trainer:
             raise UserError(f"out of memory ({str(error).splitlines()[0]}): lower train.micro_batch (now "
                             f"{train.micro_batch}) or set train.checkpointing: true; --resume goes on from the last "
                             "checkpoint") from None
-        except (Stopped, UserError):
+        except Stopped:
+            if self.save_whole(folder):
+                self.say(f"stopped after epoch {self.epoch}, saved in {folder}; --resume goes on")
+            raise
+        except UserError:
             self.save_whole(folder)
             raise
         finally:
             log.close()
 
-    def save_whole(self, folder: Path) -> None:
-        """Save an interrupted run, unless the broken epoch has already changed the weights: it will be run again."""
-        if self.update == self.marked["update"]:
+    def save_whole(self, folder: Path) -> bool:
+        """Save an interrupted run, unless the broken epoch has already changed the weights: it will be run again.
+        Whether it was saved."""
+        whole = self.update == self.marked["update"]
+        if whole:
             state.save(self, folder)
+        return whole
 
 
 def decisions(parts: list[Part], reduction: Any = PerDecision()) -> int:

@@ -103,14 +103,16 @@ def test_after_a_kill(model, uninterrupted, tmp_path):
     assert [line["evaluations"] for line in lines(run)] == [line["evaluations"] for line in lines(uninterrupted)]
 
 
-def test_after_a_kind_request_the_last_whole_epoch_is_saved(model, uninterrupted, tmp_path):
+def test_after_a_kind_request_the_last_whole_epoch_is_saved(model, uninterrupted, tmp_path, capsys):
     command = arguments(model, tmp_path)
     (tmp_path / "plan").write_text(f"8 {int(signal.SIGTERM)}")  # in the fourth epoch
     before = signal.getsignal(signal.SIGTERM)
     assert main(command) == 130
     assert signal.getsignal(signal.SIGTERM) is before
+    said = capsys.readouterr().out.splitlines()[-1]
     done = [line["epoch"] for line in lines(tmp_path / "run")]
     assert done in ([1, 2, 3], [1, 2, 3, 4])
+    assert said == f"stopped after epoch {done[-1]}, saved in {tmp_path / 'run'}; --resume goes on"
     assert checkpoint.latest(tmp_path / "run" / "checkpoints").name == f"epoch-{done[-1]:05d}"
     assert main([*command, "--resume"]) == 0
     assert_same(tmp_path / "run", uninterrupted)
