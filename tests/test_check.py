@@ -114,13 +114,21 @@ def test_a_random_denoiser_is_found_out():
     found = {}
     with pytest.raises(UserError, match=r"replay and rollout disagree: \|log ratio\| "):
         check._replayed(policy, policy.encode(["a"]), found)
+        check._require_equal(policy, found)
     assert found["first_log_ratio"] > 1e-6 and found["replay_error"] > 0
+
+
+def test_a_replay_is_compared_with_the_pipelines_own_loop(capsys):
+    told = check.report("FluxInpaintPipeline")  # whose loop puts its picture back in, with another noise in a replay
+    assert told["first_log_ratio"] > 0.01 and told["replay_error"] > 0.1 and not told["drivable"]
+    assert main(["check", "StableDiffusionInpaintPipeline (4 channels)"]) == 2
+    assert "does not go on from the middle of its loop" in capsys.readouterr().out
 
 
 def test_a_frozen_adapter_is_found_out():
     policy = PipelinePolicy(tiny.sd3(), Adapter(rank=4), call=tiny.CALL)
-    zero = 0 * policy.weights.parameters()[0].sum()
-    policy.pipe.transformer.register_forward_hook(lambda _, args, out: (out[0].detach() + zero,))
+    first = policy.weights.parameters()[0]
+    policy.pipe.transformer.register_forward_hook(lambda _, args, out: (out[0].detach() + 0 * first.sum(),))
     with pytest.raises(UserError, match="the gradient that reaches the adapter has the norm 0.0"):
         check._replayed(policy, policy.encode(["a"]), {})
 

@@ -16,7 +16,8 @@ Factory = Callable[[int], tuple[Any, dict[str, Any]]]
 
 
 # Classes that cannot be driven; `check` tells why.
-UNFIT = ("HiDreamImagePipeline", "OmniGenPipeline")
+UNFIT = ("FluxInpaintPipeline", "HiDreamImagePipeline", "OmniGenPipeline", "QwenImageInpaintPipeline",
+         "StableDiffusionInpaintPipeline (4 channels)")
 
 
 def factories() -> dict[str, Factory]:

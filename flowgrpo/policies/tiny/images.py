@@ -72,6 +72,13 @@ def kontext(seed: int = 0):
     return flux(seed, FluxKontextPipeline), call
 
 
+def flux_inpaint(seed: int = 0):
+    """A FluxInpaintPipeline, which puts the picture back in after every step where the mask is black."""
+    from diffusers import FluxInpaintPipeline
+
+    return flux(seed, FluxInpaintPipeline), FLUX_CALL | _masked()
+
+
 def flux2(seed: int = 0):
     """A Flux2Pipeline with embedded guidance; the language model's layers stand beside each other."""
     from diffusers import Flux2Pipeline
@@ -91,12 +98,30 @@ def klein(seed: int = 0):
     return pipe, FLUX2_CALL | {"image": picture(64)}
 
 
-def qwen_image(seed: int = 0):
+def _masked() -> dict[str, Any]:
+    """What an inpainting pipeline takes: a picture, the right half of which is to be drawn, from noise alone."""
+    from PIL import Image
+
+    mask = Image.new("L", (16, 16))
+    mask.paste(255, (8, 0, 16, 16))
+    return {"image": picture(), "mask_image": mask, "strength": 1.0}
+
+
+def qwen_image(seed: int = 0, kind=None):
     """A QwenImagePipeline: two calls per step, rescaled guidance, prompts padded to each other."""
     from diffusers import QwenImagePipeline
 
     torch.manual_seed(seed)
-    return with_language_model(QwenImagePipeline, qwen_transformer(), vae=qwen_vae()), {"height": 16, "width": 16}
+    pipe = with_language_model(kind or QwenImagePipeline, qwen_transformer(), vae=qwen_vae())
+    return pipe, {"height": 16, "width": 16}
+
+
+def qwen_inpaint(seed: int = 0):
+    """A QwenImageInpaintPipeline, which puts the picture back in after every step where the mask is black."""
+    from diffusers import QwenImageInpaintPipeline
+
+    pipe, call = qwen_image(seed, QwenImageInpaintPipeline)
+    return pipe, call | _masked()
 
 
 def qwen_edit(seed: int = 0, kind=None):
@@ -249,9 +274,11 @@ FACTORIES = {
     "StableDiffusion3Pipeline": lambda seed=0: (sd3(seed), SD3_CALL),
     "FluxPipeline": lambda seed=0: (flux(seed), FLUX_CALL),
     "FluxKontextPipeline": kontext,
+    "FluxInpaintPipeline": flux_inpaint,
     "Flux2Pipeline": flux2,
     "Flux2KleinPipeline": klein,
     "QwenImagePipeline": qwen_image,
+    "QwenImageInpaintPipeline": qwen_inpaint,
     "QwenImageEditPipeline": qwen_edit,
     "QwenImageEditPlusPipeline": qwen_edit_plus,
     "HiDreamImagePipeline": hidream,

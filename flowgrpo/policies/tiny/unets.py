@@ -87,12 +87,14 @@ def lcm_sd15(seed: int = 0):
     return sd15(lcm(), seed, LatentConsistencyModelPipeline, unet=_unet(time_cond_proj_dim=8))
 
 
-def inpaint(seed: int = 0):
-    """A StableDiffusionInpaintPipeline whose U-Net reads mask and masked picture as further channels."""
+def inpaint(seed: int = 0, channels: int = 9):
+    """A StableDiffusionInpaintPipeline whose U-Net reads mask and masked picture as further channels; with 4 channels
+    it reads the state alone, and the pipeline puts the picture back in after every step."""
     from diffusers import StableDiffusionInpaintPipeline
 
     torch.manual_seed(seed)
-    return sd15(None, seed, StableDiffusionInpaintPipeline, unet=_unet(in_channels=9))
+    pipe = sd15(None, seed, StableDiffusionInpaintPipeline, unet=_unet(in_channels=channels))
+    return pipe, {"image": _picture(), "mask_image": _mask()}
 
 
 def controlnet(seed: int = 0):
@@ -264,7 +266,8 @@ FACTORIES = {
     "StableDiffusionXLPipeline": lambda seed: (sdxl(seed, add_watermarker=False), {}),
     "KolorsPipeline": lambda seed: (kolors(seed), {"max_sequence_length": 16}),
     "LatentConsistencyModelPipeline": lambda seed: (lcm_sd15(seed), {}),
-    "StableDiffusionInpaintPipeline": lambda seed: (inpaint(seed), {"image": _picture(), "mask_image": _mask()}),
+    "StableDiffusionInpaintPipeline": inpaint,
+    "StableDiffusionInpaintPipeline (4 channels)": lambda seed: inpaint(seed, 4),
     "StableDiffusionControlNetPipeline": lambda seed: (controlnet(seed), {"image": _picture()}),
     "StableDiffusionPAGPipeline": _pag,
     "StableDiffusionXLPAGPipeline": _pag_xl,
