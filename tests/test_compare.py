@@ -168,6 +168,16 @@ def test_a_runs_page_shows_base_beside_tuned(tmp_path, model, change):
     assert base.std() > 0 and (base == tuned).all() == (change == 0)
 
 
+def test_a_reward_that_cannot_judge_the_prompts_loses_no_picture(tmp_path, model, capsys):
+    whole = Image.open(compare.grid(make_run(tmp_path / "whole", model, 0.3), None, 2, 0, tmp_path / "whole.png"))
+    run = make_run(tmp_path / "run", model, 0.3)
+    (run / "bright.py").write_text("def bright(images, prompts):\n    raise KeyError(prompts[0])\n")
+    for page in (compare.grid(run, None, 2, 0, tmp_path / "page.png"),
+                 columns.columns(run, "seeds", ["0"], None, 2, 0, tmp_path / "columns.png")[0]):
+        assert "left out: reward " in capsys.readouterr().err and Image.open(page).size[0] > 100
+    assert Image.open(tmp_path / "page.png").size == whole.size
+
+
 def test_a_page_of_other_prompts_and_seeds(tmp_path, model):
     run = make_run(tmp_path / "run", model, 0.3)
     (tmp_path / "p.jsonl").write_text('{"prompt": "a dog"}\n{"prompt": "a cat", "negative_prompt": "blue"}\n')

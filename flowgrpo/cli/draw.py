@@ -91,14 +91,16 @@ def grid(
                                                             "tuned.")] = None,
     values: Annotated[str, typer.Option(metavar="A,B", help="Of the columns: epochs, folders of runs, numbers.")] = "",
     rlg: Annotated[str | None, typer.Option(metavar="W", help=RLG)] = None,
-    output: Annotated[Path | None, typer.Option(help="The PNG file; without: grid.png in the run's folder.")] = None,
+    output: Annotated[Path | None, typer.Option(help="The PNG file, of texts the .md; without: grid.png in the run's "
+                                               "folder.")] = None,
 ) -> None:
     """Draw before and after: the base and a run's LoRA on the same prompts and seeds. Or, with --columns, a page of
     several columns as PNG and HTML, of texts as Markdown and HTML."""
     if not run.is_dir():
         raise UserError(f"no run at {run}: expected the folder that `flowgrpo train` wrote")
     if output is not None and output.suffix.lower() == ".html":
-        raise UserError(f"--output {output}: expected the name of the PNG; the HTML page of --columns lies beside it")
+        raise UserError(f"--output {output}: expected the name of the PNG, or of texts the .md; the HTML page of "
+                        "--columns lies beside it")
     weight = one_weight(rlg)
     if columns is None:
         if values:

@@ -19,6 +19,7 @@ from flowgrpo import checkpoint, data, disk, methods, rewards
 from flowgrpo.config import Config
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation import compare, texts
+from flowgrpo.evaluation.captions import captions
 from flowgrpo.evaluation.grid import Row, draw_grid
 from flowgrpo.evaluation.held_out import spread
 from flowgrpo.evaluation.page import write_page, write_table
@@ -73,8 +74,8 @@ def columns(run: str | Path, kind: str, values: Sequence[str], prompts: str | Pa
     if any(map(rewards.sees_base, functions.values())):
         of_base = _drawn(config, run, [replace(column, weights=None, rlg=None) for column in chosen], shown)
         bases = [torch.stack(samples) for samples in of_base]
-    scores = [rewards.score(functions, samples if written else torch.stack(samples), [p.text for p in shown],
-                            [p.metadata for p in shown], base=base) for samples, base in zip(drawn, bases)]
+    scores = [captions(functions, samples if written else torch.stack(samples), shown, base)
+              for samples, base in zip(drawn, bases)]
     rows = [Row(prompt.text, [pictures[i] for pictures in drawn],
                 [dict(zip(functions, values[i].tolist())) for values in scores]) for i, prompt in enumerate(shown)]
     names, title = [column.name for column in chosen], f"{config.name}: {kind}"

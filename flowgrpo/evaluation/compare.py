@@ -20,6 +20,7 @@ from flowgrpo import data, disk, rewards
 from flowgrpo.config import Config, Memory, load
 from flowgrpo.data import Prompt
 from flowgrpo.errors import UserError
+from flowgrpo.evaluation.captions import captions
 from flowgrpo.evaluation.clips import save_clip
 from flowgrpo.evaluation.held_out import Measured, draw_pairs, spread
 from flowgrpo.policies import edit_networks
@@ -64,6 +65,8 @@ def sample(model: str, lora: str | Path | None, prompts: list[str], count: int, 
     given = [Prompt(text, image=None if image is None else str(image)) for text in prompts]
     _brought(given[0])
     run = None if lora is None else Path(lora)
+    if run:
+        require_weights(run)
     memory = run_config(run).memory if run and (run / "config.yaml").is_file() else Memory()
     pipe = make_pipeline(model, "bf16", memory=memory)
     if image is not None and "image" not in inspect.signature(pipe.__call__).parameters:
@@ -91,6 +94,7 @@ def grid(run: str | Path, prompts: str | Path | None, count: int, seed: int, out
     """
     run = Path(run)
     config = run_config(run)
+    require_weights(run)
     disk.require_file(output)
     chosen = spread(data.load_prompts(prompts) if prompts else data.resolve(config)[1], count)
     functions = pairwise.measured(*(rewards.compose(rules, config.cache) for rules in (config.trained, config.watched)))
@@ -100,8 +104,7 @@ def grid(run: str | Path, prompts: str | Path | None, count: int, seed: int, out
     for state in (contextlib.nullcontext, lambda: tuned(pipe, run, rlg)):
         with state():
             pictures = torch.stack(_draw(pipe, chosen, 1, seed, asked, config.negative_prompt))
-        scores = rewards.score(functions, pictures, [p.text for p in chosen], [p.metadata for p in chosen],
-                               base=found[0].pictures if found else pictures)
+        scores = captions(functions, pictures, chosen, found[0].pictures if found else pictures)
         found.append(Measured(chosen, dict(zip(functions, scores.T.tolist())), pictures))
     draw_pairs(Path(output), *found, ("before", "after" if rlg is None else f"rlg {rlg:g}"))
     return Path(output)
@@ -140,13 +143,22 @@ def load_tuned(pipe: Any, path: Path) -> None:
             with _told(f"{path / name} does not load into {type(pipe).__name__}"):
                 tuned = type(module).from_pretrained(path / name, torch_dtype=module.dtype).to(module.device)
                 pipe.register_modules(**{name: tuned})
-    elif (path / edit_networks.FILE).is_file():
+    else:
+        require_weights(path)
+        raise UserError(f"{path} holds no weights of {type(pipe).__name__}: was it trained on another model?")
+
+
+def require_weights(path: Path) -> None:
+    """UserError where no weights lie at a path, or those of edits, before anything is drawn."""
+    if path.is_file() or (path / LORA_FILE).is_file() or any(
+            file for name in ("adapter_config.json", "config.json") for file in path.glob(f"*/{name}")):
+        return
+    if (path / edit_networks.FILE).is_file():
         raise UserError(f"{path} holds an edit policy, which no stock pipeline loads: draw with "
                         "flowgrpo.policies.edit_policy.EditPolicy(pipe, path)")
-    else:
-        hint = "the run has not finished: --resume it" if (path / "config.yaml").is_file() else \
-            "expected a finished run, a folder with a LoRA, or its file"
-        raise UserError(f"no weights at {path} ({LORA_FILE} is missing): {hint}")
+    hint = "the run has not finished: --resume it" if (path / "config.yaml").is_file() else \
+        "expected a finished run, a folder with a LoRA, or its file"
+    raise UserError(f"no weights at {path} ({LORA_FILE} is missing): {hint}")
 
 
 def _load_lora(pipe: Any, file: Path) -> None:
