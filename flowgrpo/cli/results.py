@@ -16,26 +16,32 @@ ExportForm = Literal["kohya", "merged", "card"]
 @app.command()
 def export(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a finished run.")],
-    form: Annotated[ExportForm, typer.Option(help="kohya: a LoRA for ComfyUI, where it has names for the model's "
-                                                  "layers; merged: a whole pipeline or language model; card: "
-                                                  "README.md in the run's folder.")] = "kohya",
+    form: Annotated[ExportForm | None, typer.Option(
+        help="kohya: a LoRA for ComfyUI, where it has names for the model's layers; merged: a whole pipeline or "
+             "language model; card: README.md in the run's folder. Without: kohya, but before an upload none.")] = None,
     output: Annotated[Path | None, typer.Option(help="The file or folder; without: in the run's folder.")] = None,
-    push_to_hub: Annotated[str | None, typer.Option(metavar="OWNER/NAME", help="Upload the run with its card.")] = None,
+    push_to_hub: Annotated[str | None, typer.Option(
+        metavar="OWNER/NAME", help="Upload the run with its card, and with --form kohya that file.")] = None,
     private: Annotated[bool, typer.Option("--private", help="A repository that only you see.")] = False,
 ) -> None:
     """Write a run's result in another form, or upload it."""
     from flowgrpo import export as forms
 
     forms.finished(run)
-    if push_to_hub:
-        typer.echo(forms.push(run, push_to_hub, private))
-    elif form == "card":
+    if push_to_hub and (output or form == "merged"):
+        raise UserError("--push-to-hub uploads the run's folder, without a merged model or an --output elsewhere: "
+                        f"write these first, without --push-to-hub, and then `hf upload {push_to_hub} PATH`")
+    if output and form == "card":
+        raise UserError("--form card writes README.md into the run's folder: leave out --output")
+    if form == "card":
         typer.echo(forms.card(run))
     elif form == "merged":
         typer.echo(forms.merged(run, output or run / "merged"))
-    else:
+    elif form or not push_to_hub:
         for path in forms.kohya(run, output or run / "kohya.safetensors"):
             typer.echo(path)
+    if push_to_hub:
+        typer.echo(forms.push(run, push_to_hub, private))
 
 
 @app.command()
