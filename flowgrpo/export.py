@@ -231,7 +231,8 @@ def _weighted(rewards: dict[str, float]) -> str:
 
 
 def curves(run: Path, path: Path, unit: str) -> None:
-    """Draw the mean of every reward of a run over what is counted of it, held-out ones as dots; unit: of the count."""
+    """Draw the mean of every reward of a run over what is counted of it, a colour each, held-out means as dots; unit:
+    of the count."""
     import matplotlib
 
     matplotlib.use("agg")
@@ -239,8 +240,12 @@ def curves(run: Path, path: Path, unit: str) -> None:
 
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
-    for name, found in points(lines).items():
-        axes.plot(*zip(*found), "o" if name.startswith("held_out/") else "-", lw=1.2, ms=5, label=name)
+    colours: dict[str, str] = {}
+    for key, found in points(lines).items():
+        kind, _, reward = key.partition("/")
+        colour, name = colours.setdefault(reward, f"C{len(colours)}"), reward.rpartition("/")[2]
+        axes.plot(*zip(*found), "o" if kind == "held_out" else "-", color=colour, lw=1.2, ms=5,
+                  label=f"{name}, held out" if kind == "held_out" else name)
     axes.set(xlabel=unit, ylabel="mean reward")
     axes.legend(frameon=False)
     figure.savefig(path, dpi=120)
