@@ -9,8 +9,8 @@ A prompt file is one of
   answer, without thousands separators, is metadata.answer. So are lines of GenEval, with `prompt`, `tag` and `include`:
   what stands beside the prompt is its metadata;
 - `.csv`: the same names as columns; `metadata` cells hold JSON, empty cells count as absent;
-- `.parquet` (of the hub's datasets; extra `parquet`): the same names as columns; other columns go into the metadata,
-  columns of bytes, such as pictures, are left out.
+- `.parquet` (of the hub's datasets; extra `parquet`): the same names as columns. Other columns go into the metadata, as
+  those of `.csv` do; columns of bytes, such as pictures, are left out.
 """
 
 from __future__ import annotations
@@ -122,10 +122,7 @@ def _read_csv(text: str, path: Path) -> Records:
             if None in record:
                 raise _wrong(path, line, f"{len(reader.fieldnames) + len(record[None])} cells under "
                                          f"{len(reader.fieldnames)} headings: quote prompts that hold a comma")
-            record = {key: cell for key, cell in record.items() if cell}
-            if "metadata" in record:
-                record["metadata"] = _json(record["metadata"], path, line)
-            yield line, record
+            yield line, _with_facts({key: cell for key, cell in record.items() if cell}, path, line)
     except csv.Error as error:
         raise _wrong(path, reader.line_num, f"not valid CSV: {error}") from None
 
@@ -153,10 +150,12 @@ def _read_parquet(_: str, path: Path) -> Records:
 def _with_facts(row: dict[str, Any], path: Path, line: int) -> dict[str, Any]:
     """A row as one of our records: what is in no column of ours is metadata."""
     told = row.pop("metadata", {})
-    told = _json(told, path, line) if isinstance(told, str) else told
-    if isinstance(told, dict):
-        told = {key: row.pop(key) for key in [*row] if key not in KEYS} | _known(told)
-    return row | {"metadata": told}
+    if isinstance(told, str):
+        told = _json(told, path, line)
+    elif isinstance(told, dict):
+        told = _known(told)  # a structure has the keys of all rows
+    facts = {key: row.pop(key) for key in [*row] if key not in KEYS}
+    return row | {"metadata": facts | told if isinstance(told, dict) else told}
 
 
 def _known(row: dict[str, Any]) -> dict[str, Any]:

@@ -53,6 +53,9 @@ def test_jsonl_and_csv_hold_the_same(tmp_path):
     table = ('prompt,negative_prompt,metadata,image,weight\n'
              'a cat,blurry,"{""task"": ""one"", ""n"": 2}",cat.png,2.5\n"a dog, big",,,,\n')
     assert load_prompts(write(tmp_path, "p.csv", table)) == expected
+    table = 'prompt,task,metadata,kind\na cat,one,"{""n"": 2, ""kind"": null}",x\n"a dog, big",two,,\n'
+    assert load_prompts(write(tmp_path, "p.csv", table)) == [
+        Prompt("a cat", metadata={"task": "one", "n": 2, "kind": None}), Prompt("a dog, big", metadata={"task": "two"})]
 
 
 def test_metadata_tell_the_full_path_of_a_prompts_picture(tmp_path, monkeypatch):
@@ -143,7 +146,7 @@ def test_geneval_is_read_as_it_is(tmp_path):
     ("p.jsonl", '{"prompt": "a", "weight": NaN}', "line 1: expected a positive number under 'weight', got nan"),
     ("p.jsonl", '{"prompt": "a", "weight": true}', "line 1: expected a positive number under 'weight', got True"),
     ("p.csv", "text\na cat\n", "line 1: expected the heading 'prompt' in the first line, got ['text']"),
-    ("p.csv", "prompt,wieght\na,1\n", "line 2: unknown key 'wieght': did you mean 'weight'?"),
+    ("p.csv", "prompt,task,metadata\na,b,3\n", "line 2: expected an object under 'metadata', got 3"),
     ("p.csv", "prompt\na cat, big\n", "line 2: 2 cells under 1 headings"),
     ("p.csv", "prompt,weight\na,1\nb,heavy\n", "line 3: expected a positive number under 'weight', got 'heavy'"),
     ("p.csv", "prompt,metadata\na,{\n", "line 2: not valid JSON"),

@@ -14,6 +14,7 @@ import yaml
 from flowgrpo import methods, registry
 from flowgrpo.cli import app, train
 from flowgrpo.config import load
+from flowgrpo.data import load_prompts
 
 ROOT = Path(__file__).parent.parent
 sys.path.append(str(ROOT / "scripts"))
@@ -105,6 +106,17 @@ def test_command_lines_that_are_shown_parse(line):
     if name == "train":
         recipe, _ = train._parse(context.params["arguments"])
         assert recipe is not None and load(ROOT / recipe)
+
+
+def test_the_prompt_files_that_are_shown_hold_the_same(tmp_path):
+    found = []
+    for language, block in re.findall(r"^```(json|csv)\n(.*?)^```$", (ROOT / "docs" / "prompts.md").read_text(
+            encoding="utf-8"), re.S | re.M):
+        file = tmp_path / f"p.{language.replace('json', 'jsonl')}"
+        file.write_text(block)
+        found.append(load_prompts(file))
+    lines, table = found
+    assert lines == table and lines[0].metadata == {"task": "counting", "count": 2} and lines[1].negative == "blurry"
 
 
 def test_scripts_that_are_named_exist():
