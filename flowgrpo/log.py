@@ -40,6 +40,8 @@ def finite(value: Any) -> Any:
     """The value with null for what JSON has no number for: the mean of a reward that applied to no sample."""
     if isinstance(value, dict):
         return {key: finite(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [finite(inner) for inner in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

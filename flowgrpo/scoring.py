@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from threading import Lock
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from flowgrpo import rewards
 from flowgrpo.advantages import weighted_sum, zero_variance
 from flowgrpo.data import Prompt
+from flowgrpo.errors import UserError
 from flowgrpo.evaluation.album import Extremes
 from flowgrpo.processes import Processes
 from flowgrpo.rewards.pairwise import pairing
@@ -29,6 +31,7 @@ class Scoring:
         self.paired = [pairing(function) is not None for function in functions.values()]
         self.reward_failures: dict[str, int] = {}
         self._tally, self._lock = rewards.Tally(), Lock()
+        self._unscored = False  # whether an epoch without any score was told
         self.begin()
 
     def begin(self) -> None:
@@ -84,6 +87,23 @@ class Scoring:
                         f"reward/{name}/failed": failed[name],
                         f"reward/{name}/zero_variance_groups": zero_variance(groups).float().mean().item()}
         return metrics
+
+    def require_scores(self, metrics: dict[str, float], prompt: str, epoch: int, say: Callable[[str], None]) -> None:
+        """UserError where no sample of the first epoch, 0, has a score, though none was left out as a failure. Of later
+        epochs it is said, once.
+
+        prompt: one of the epoch's, to be told.
+        """
+        means, failed = ([metrics[f"reward/{name}/{what}"] for name in self.functions] for what in ("mean", "failed"))
+        if not all(map(math.isnan, means)):
+            return
+        told = " or ".join(map(repr, self.functions))
+        if not epoch and not any(failed):
+            raise UserError(f"no sample of the first epoch had a score from {told}: expected prompts to which it "
+                            f"applies, with the metadata that it asks for, got such as {prompt[:60]!r}")
+        if not self._unscored:
+            say(f"no sample of epoch {epoch + 1} had a score from {told}: nothing is trained in such epochs")
+        self._unscored = True
 
     def _take_failures(self, say: Callable[[str], None]) -> dict[str, int]:
         """On how many samples each reward failed in this epoch, on all processes; they are said and added up."""

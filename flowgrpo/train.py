@@ -75,8 +75,10 @@ class Trainer:
         """
         drawn, parts, conditioning = self.draw()
         batch, grouped = drawn.compared()
+        metrics = self.scoring.metrics(drawn.first, self.say)
+        self.scoring.require_scores(metrics, drawn.prompts[0].text, self.epoch, self.say)
         credited = self.credit(parts, grouped, [prompt.key for prompt in batch])
-        return self.scoring.metrics(drawn.first, self.say) | drawn.metrics() | self.learn(credited, conditioning)
+        return metrics | drawn.metrics() | self.learn(credited, conditioning)
 
     def draw(self) -> tuple[Drawn, list[Part], Any]:
         """Sample the epoch's prompts, and those by which the method replaces some: (all groups, one's own parts, the

@@ -300,6 +300,20 @@ def test_an_epoch_without_any_reward_trains_nothing():
     assert all(torch.equal(before[key], value) for key, value in trainer.policy.weights.snapshot().items())
 
 
+def test_a_first_epoch_without_any_score_stops_and_a_later_one_is_said_once():
+    """Nothing failed: the rewards do not apply to these prompts."""
+    rewards_of_none = dict.fromkeys(["red", "blue"], lambda images, prompts: [None] * len(prompts))
+    trainer = tiny.trainer(rewards=rewards_of_none, reward=dict.fromkeys(rewards_of_none, 1.0))
+    told, said = message(trainer.run_epoch), []
+    assert told.startswith("no sample of the first epoch had a score from 'red' or 'blue': expected prompts to which")
+    assert any(repr(prompt) in told for prompt in tiny.PROMPTS) and trainer.update == 0
+    trainer.say, before = said.append, trainer.policy.weights.snapshot()
+    for trainer.epoch in (1, 2):
+        assert trainer.run_epoch()["loss"] == 0.0
+    assert said == ["no sample of epoch 2 had a score from 'red' or 'blue': nothing is trained in such epochs"]
+    assert all(torch.equal(before[key], value) for key, value in trainer.policy.weights.snapshot().items())
+
+
 def test_transforms_are_trained_on_and_the_reward_is_told():
     rule = RewardRule(transform=["rank"])
     trainer = tiny.trainer(rewards={"red": Composed(tiny.red, rule)}, method="mix_grpo", parts__plan__size=2)
@@ -326,7 +340,7 @@ def test_a_run_tells_what_it_waited_for_and_what_failed(tmp_path):
     assert written["reward_wait_seconds"] == summary["reward_wait_seconds"] >= 0 and line["seconds/reward"] >= 0
     assert written["reward_failures"]["trained"] == {"red": line["reward/red/failed"], "all": 0}
     held = json.loads((tmp_path / "run" / "before.json").read_text())["scores"]["red"]
-    assert written["reward_failures"]["before"] == {"red": sum(map(math.isnan, held)), "all": 0, "held": 0}
+    assert written["reward_failures"]["before"] == {"red": held.count(None), "all": 0, "held": 0}
     assert written["rewards"]["trained"] == {"red": 1.0, "all": 1.0}
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 from pathlib import Path
 
 import pytest
@@ -50,3 +52,15 @@ def test_names_in_other_tables_are_text_too(name, capsys):
                    "failed": {}, "tries": {}, "diversity": {}, "drift": []})
     title, *rest = capsys.readouterr().out.splitlines()
     assert f"{name} on {name} (3 prompts, 1 per prompt)" in title and "\n".join(rest).count(name) == 4
+
+
+def test_scores_that_do_not_apply_are_a_dash_in_the_table_and_null_in_the_file(tmp_path, capsys):
+    before, after = measured(math.nan, math.nan, 0.5, tasks="aab"), measured(math.nan, math.nan, math.nan, tasks="aab")
+    held_out.print_report(summary(before, after), "", tmp_path)
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in capsys.readouterr().out.splitlines()
+            if line.startswith("│")]
+    assert rows == [["a", "-", "-", "-"], ["b", "0.500", "-", "-"], ["all", "0.500", "-", "-"]]
+    held_out.write_before(tmp_path, before, {})
+    told = json.loads((tmp_path / "before.json").read_text(), parse_constant=pytest.fail)
+    assert told["scores"] == {"[b]": [None, None, 0.5]}
+    assert Measured(before.prompts, told["scores"], torch.empty(0)).mean() == before.mean() == {"[b]": 0.5}

@@ -38,12 +38,19 @@ EVAL_SEED = 20_000  # evaluation noise does not depend on the run's seed, so tha
 @dataclass(frozen=True)
 class Measured:
     """Held-out scores: prompts [N], scores by reward name [N], pictures [n,3,H,W], clips [n,F,3,H,W] or texts of some,
-    evenly over them; failed: on how many of the N each reward failed, where its rule says to skip these."""
+    evenly over them; failed: on how many of the N each reward failed, where its rule says to skip these.
+
+    A score that does not apply is NaN, and may be given as the null that JSON has for it.
+    """
 
     prompts: list[data.Prompt]
     scores: dict[str, list[float]]
     pictures: torch.Tensor | list[str]
     failed: dict[str, int] = field(default_factory=dict)
+
+    def __post_init__(self):
+        object.__setattr__(self, "scores", {name: [math.nan if value is None else value for value in values]
+                                            for name, values in self.scores.items()})
 
     def mean(self) -> dict[str, float]:
         return {name: _mean(values) for name, values in self.scores.items()}
@@ -179,7 +186,7 @@ def write_before(folder: Path, found: Measured, settings: dict[str, Any]) -> Non
         for i, picture in enumerate(found.pictures):
             save_image(tall(picture), folder / "before" / f"{i:03d}.png")
     told = {"settings": settings, "scores": found.scores, "failed": found.failed, "frames": frames, "texts": texts}
-    (folder / "before.json").write_text(json.dumps(told))
+    (folder / "before.json").write_text(json.dumps(finite(told)))
 
 
 def finish(trainer, functions: dict[str, Any], folder: Path, base: Measured) -> dict[str, Any]:
@@ -263,8 +270,10 @@ def print_report(summary: dict[str, Any], said: str, folder: Path) -> None:
         tasks = summary["tasks"][name]
         lines = [(task, tasks["before"][task], tasks["after"][task]) for task in tasks["before"]]
         for task, old, new in [*lines, ("all", summary["before"][name], summary["after"][name])]:
-            table.add_row(task, f"{old:.3f}", f"{new:.3f}", f"{new - old:+.3f}", end_section=task != "all" and
-                          task == lines[-1][0], style="bold" if task == "all" else "")
+            cells = ["-" if math.isnan(value) else format(value, how)
+                     for value, how in ((old, ".3f"), (new, ".3f"), (new - old, "+.3f"))]
+            table.add_row(task, *cells, end_section=task != "all" and task == lines[-1][0],
+                          style="bold" if task == "all" else "")
         console.print(table)
     first = "-" if summary["max_first_log_ratio"] is None else f"{summary['max_first_log_ratio']:.1e}"
     console.print(f"{summary['seconds']:.0f} s, {summary['denoiser_evaluations']:,} {summary['unit']} "
