@@ -15,8 +15,7 @@ from flowgrpo.config import Config, validate
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation import album, held_out
 from flowgrpo.geometry import geometry
-from flowgrpo.parts import adapted
-from flowgrpo.policies import build, frozen, sharded
+from flowgrpo.policies import build
 from flowgrpo.processes import require_replicated
 from flowgrpo.rewards import pairwise
 from flowgrpo.train import Trainer
@@ -93,10 +92,7 @@ def check(config: Config, resume: bool = False, pipe=None, functions: dict[str, 
     if accelerator.num_processes > 1:
         device = accelerator.device
     geometry(config.train, accelerator.num_processes)
-    frozen.require(config, method, device, loaded=pipe is not None)
-    sharded.require(config, method)
-    recorded_pairs.require(config, method)
-    adapted.require(config, method)
+    build.require(config, method, device, loaded=pipe is not None)
     trained = rewards.compose(config.trained, config.cache, functions)
     pairwise.require(trained, config.train.group, *([method.preview.pool] if method.preview else []))
     if method.backprop:

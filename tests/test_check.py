@@ -12,6 +12,7 @@ from diffusers import EDMEulerScheduler
 from flowgrpo.cli import main
 from flowgrpo.config import Adapter, Config
 from flowgrpo.errors import UserError
+from flowgrpo.parts.adapted import Adapted
 from flowgrpo.policies import check
 from flowgrpo.policies.pipeline import PipelinePolicy
 from flowgrpo.samplers import cost
@@ -92,6 +93,40 @@ def test_the_estimate_is_for_the_recipes_guidance_and_checkpointing():
 
     plain, guided, both = activations(), activations(guidance=4.0), activations(guidance=4.0, checkpointing=True)
     assert 1.9 < guided / plain < 2.1 and 0 < both < 0.2 * guided
+
+
+def test_of_a_dora_the_gradients_error_is_left_out_and_that_is_said(capsys, tmp_path):
+    (tmp_path / "recipe.yaml").write_text("adapter: {rank: 4, dora: true}\n")
+    assert main(["check", "StableDiffusion3Pipeline", "--recipe", str(tmp_path / "recipe.yaml")]) == 0
+    told = capsys.readouterr().out
+    assert "gradient error" not in told and "the gradient's error is left out: with adapter.dora peft holds" in told
+    text = check.report("Qwen3ForCausalLM", Config(method="grpo", adapter={"rank": 4, "dora": True}))
+    assert text["drivable"] and text["gradient_error"] is None and "adapter.dora" in text["notes"][0]
+
+
+def test_a_recipe_that_trains_the_text_encoder_is_told_of_that():
+    told = check.report("StableDiffusionPipeline", Config(method="ddpo+texforce", adapter={"rank": 4}))
+    pipe = tiny.sd15()
+    trained = PipelinePolicy(pipe, Adapter(rank=4), adapted=Adapted(denoisers=False, encoders=True))
+    assert told["drivable"] and told["lora_parameters"] == sum(p.numel() for p in trained.weights.parameters())
+    assert told["lora_targets"] == ["q_proj", "k_proj", "v_proj", "out_proj"]  # a CLIP's
+    assert told["lora_loader"] == ["load_lora_weights"]
+    assert told["parameters"] == sum(p.numel() for p in pipe.unet.parameters())
+
+
+@pytest.mark.parametrize("options, reason", [
+    ({"memory": {"shard": True}, "adapter": {"rank": 4, "dora": True}}, "memory.shard is true, which does not go with"),
+    ({"memory": {"encoders": "cpu"}, "method": "flow_grpo+texforce"}, "text encoders are trained "),
+    ({"labels": "rewards"}, "labels is 'rewards', but no pairs are there"),
+])
+def test_what_training_refuses_of_a_recipe_check_refuses_too(options, reason):
+    told = check.report("StableDiffusion3Pipeline", Config(**options))
+    assert not told["drivable"] and told["reason"].startswith(reason)
+
+
+def test_the_memory_of_a_run_that_is_shared_out_is_said_to_be_that_of_one_process():
+    told = check.report("StableDiffusion3Pipeline", Config(memory={"shard": True}, adapter={"rank": 4}))
+    assert told["drivable"] and told["notes"][0].startswith("memory is of one process that holds all weights")
 
 
 @pytest.mark.parametrize("name", ["OmniGenPipeline", "no/such/folder"])

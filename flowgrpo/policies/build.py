@@ -6,10 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-from flowgrpo import methods
+from flowgrpo import methods, recorded_pairs
 from flowgrpo.config import Adapter, Config
 from flowgrpo.data import Prompt
 from flowgrpo.errors import UserError
+from flowgrpo.parts import adapted
+from flowgrpo.policies import frozen, sharded
 from flowgrpo.starter import FOLDERS
 
 PIPELINE, CAUSAL_LM, VISION_LM, MASKED_LM = "pipeline", "causal_lm", "vision_lm", "masked_lm"
@@ -42,6 +44,14 @@ def writes(model: str, config: Config | None = None) -> bool:
     if config is None and model not in FOLDERS and "/" in model and not Path(model).exists():
         return bool(_on_hub(model))
     return kind(Config(model=model) if config is None else config) != PIPELINE
+
+
+def require(config: Config, method: Any, device: Any, loaded: bool = False) -> None:
+    """UserError for options that do not go together, or not with the device. loaded: the model is not read by us."""
+    frozen.require(config, method, device, loaded)
+    sharded.require(config, method)
+    recorded_pairs.require(config, method)
+    adapted.require(config, method)
 
 
 def process(kind: str) -> str:
@@ -81,7 +91,7 @@ def reads_images(described: dict[str, Any]) -> bool:
 def make_policy(config: Config, device: Any, loaded: Any = None):
     """The policy of a configuration, of a loaded pipeline or (model, tokenizer or processor) where one is given."""
     if kind(config, loaded) != PIPELINE:
-        _require_plain(config)
+        require_plain(config)
         return language_policy(config, loaded or load_language(config), config.adapter, device)
     from flowgrpo.policies.load import load_pipeline
     from flowgrpo.policies.pipeline import PipelinePolicy
@@ -144,7 +154,7 @@ def language_policy(config: Config, loaded: tuple, adapter: Adapter | None, devi
     return CausalLM(*loaded, adapter, config.text, **settings)
 
 
-def _require_plain(config: Config) -> None:
+def require_plain(config: Config) -> None:
     """UserError for options that a language model does not read, which would be silently without effect."""
     unread = {"memory": config.memory != type(config.memory)(), "picture": config.picture != type(config.picture)(),
               "train.compile": config.train.compile, "train.pack": config.train.pack, "cache": config.cache is not None,

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 
 from flowgrpo import methods
-from flowgrpo.config import Config
+from flowgrpo.config import Adapter, Config
 from flowgrpo.errors import UserError
 from flowgrpo.method import Method
-from flowgrpo.policies import check_text, frozen, memory, midway, tiny
+from flowgrpo.policies import build, check_text, memory, midway, tiny
 from flowgrpo.policies.adapters import Weights
 from flowgrpo.policies.conditioning import Conditioning
 from flowgrpo.policies.driver import unlogged
@@ -48,7 +48,7 @@ STEPS, SAMPLES = 10, 12  # of the example that tells the cost
 FIELDS = ("pipeline", "scheduler", "prediction", "denoisers", "parameters", "lora_parameters", "lora_targets",
           "lora_loader", "conditioning", "prompts_per_call", "guidance", "timesteps_per_call", "picture_shape",
           "latent_shape", "replay_error", "first_log_ratio", "lora_grad", "gradient_error", "memory", "memory_parts",
-          "evaluations_per_picture", "evaluations_per_picture_shared")
+          "evaluations_per_picture", "evaluations_per_picture_shared", "notes")
 
 
 def report(model: Any, config: Config | None = None) -> dict[str, Any]:
@@ -61,15 +61,16 @@ def report(model: Any, config: Config | None = None) -> dict[str, Any]:
 
     Keys of a pipeline, None where the check did not come that far: model, drivable (None of a diffusers class that has
     no tiny instance); where it is not, reason (one line); pipeline, scheduler, prediction, denoisers, parameters,
-    lora_parameters, lora_targets; lora_loader (what loads a LoRA of each denoiser into the stock pipeline);
+    lora_parameters, lora_targets; lora_loader (what loads a LoRA of each trained module into the stock pipeline);
     conditioning (arguments that differ from prompt to prompt), prompts_per_call, guidance; and at the recipe's
     guidance: timesteps_per_call (whether `train.pack` goes), picture_shape, latent_shape; replay_error (largest
     difference of a transition's mean between rollout and replay), first_log_ratio (largest |log ratio| of the replay,
     which has to be 0), lora_grad (norm of the adapter's gradient), gradient_error (in fp32: how far a step along the
-    gradient is from what it foretells, relative);
+    gradient is from what it foretells, relative; not of a DoRA);
     memory (GiB by phase, for the recipe, see memory.py), memory_parts (GiB by part, of the update);
     evaluations_per_picture and evaluations_per_picture_shared: of a mix_grpo rollout with 10 steps and 12 pictures per
-    prompt at guidance 1, on average over the window's places, without and with a shared prefix.
+    prompt at guidance 1, on average over the window's places, without and with a shared prefix; notes: what the
+    recipe's options leave untold.
 
     Keys of a language model beside those of the same names: kind, class, tokenizer, vocabulary, chat_template (whether
     there is one), end_tokens, pad_token, prompt_tokens, completion_tokens (of a prompt and the longest of two
@@ -86,7 +87,7 @@ def report(model: Any, config: Config | None = None) -> dict[str, Any]:
                 check_text.drive(model, config, _device(), found)
             else:
                 _drive(model, config, found)
-        found["drivable"] = True
+        found |= {"drivable": True, "notes": _notes(config) or None}
     except Unknown as error:
         found |= {"drivable": None, "reason": str(error)}
     except Exception as error:  # whatever a stranger's pipeline raises is the answer
@@ -95,21 +96,32 @@ def report(model: Any, config: Config | None = None) -> dict[str, Any]:
     return dict.fromkeys((*found, *fields)) | found
 
 
+def _notes(config: Config | None) -> list[str]:
+    if config is None:
+        return []
+    untold = {"the gradient's error is left out: with adapter.dora peft holds the norms of the weights constant in the "
+              "backward": config.adapter.dora,
+              "memory is of one process that holds all weights: memory.shard leaves each its share of the denoisers":
+              config.memory.shard}
+    return [note for note, told in untold.items() if told]
+
+
 def _drive(model: Any, recipe: Config | None, found: dict[str, Any]) -> None:
     """Fill `found` step by step; raises what stops the pipeline."""
     config = recipe or Config(adapter={"rank": RANK})
-    frozen.require(config, methods.resolve(config), _device())
+    method = methods.resolve(config)
+    build.require(config, method, _device())
     pipe, call = _loaded(model, config) if isinstance(model, str) else model
     found |= {"pipeline": type(pipe).__name__, "scheduler": type(pipe.scheduler).__name__,
               "prediction": prediction(pipe.scheduler)}
     refuse(type(pipe))
     torch.manual_seed(0)  # of the adapter's first weights, so that a report can be repeated
     policy = PipelinePolicy(pipe, config.adapter, device=_device(), precision=config.precision, call=call,
-                            checkpointing=config.train.checkpointing, memory=config.memory)
+                            checkpointing=config.train.checkpointing, memory=config.memory, adapted=method.adapted)
     if not policy.denoisers:
         raise UserError(f"{type(pipe).__name__} has no denoiser: no module whose forward takes a time")
-    found |= {"denoisers": list(policy.denoisers), **_sizes(policy, config.adapter.targets)}
-    found["lora_loader"] = list(dict.fromkeys(loader(pipe, name) for name in policy.denoisers))
+    found |= {"denoisers": list(policy.denoisers), **_sizes(policy, config.adapter)}
+    found["lora_loader"] = list(dict.fromkeys(loader(pipe, name) for name in policy.weights.modules))
     conditioning = policy.encode([PROMPT])
     found["conditioning"] = [name for name in ("prompt", "negative_prompt", *PICTURES) if name in policy.accepts]
     found["prompts_per_call"] = "one" if policy.encode_prompt.apart else "any number"
@@ -119,7 +131,7 @@ def _drive(model: Any, recipe: Config | None, found: dict[str, Any]) -> None:
     _replayed(policy, conditioning, found, min(GROUP, config.train.micro_batch))
     midway.require(policy, conditioning)
     _require_equal(policy, found)
-    if policy.dtype == torch.float32:
+    if policy.dtype == torch.float32 and not config.adapter.dora:
         _differentiated(policy, conditioning, found)
     with TemporaryDirectory() as folder:
         policy.weights.save(Path(folder))  # reads the file back, and raises where it is not the same
@@ -172,11 +184,12 @@ def _device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def _sizes(policy: PipelinePolicy, targets: list[str]) -> dict[str, Any]:
-    names = {key.split(".lora_")[0] for key in policy.weights.named}
-    sizes = [parameter.numel() for module in policy.denoisers.values() for parameter in module.parameters()]
-    added = sum(parameter.numel() for parameter in policy.weights.parameters())
-    return {"parameters": sum(sizes) - added, "lora_parameters": added,
+def _sizes(policy: PipelinePolicy, adapter: Adapter) -> dict[str, Any]:
+    names, ours = {key.split(".lora_")[0] for key in policy.weights.named}, set(policy.weights.parameters())
+    sizes = [p.numel() for module in policy.denoisers.values() for p in module.parameters()
+             if not adapter.rank or p not in ours]
+    targets = dict.fromkeys([*adapter.targets, *adapter.encoder_targets])
+    return {"parameters": sum(sizes), "lora_parameters": sum(p.numel() for p in ours),
             "lora_targets": [target for target in targets if any(name.endswith("." + target) for name in names)]}
 
 

@@ -29,7 +29,7 @@ KINDS = {build.CAUSAL_LM: "causal language model", build.VISION_LM: "language mo
 # What is told of a language model.
 FIELDS = ("kind", "class", "tokenizer", "vocabulary", "chat_template", "end_tokens", "pad_token", "parameters",
           "trained_parameters", "lora_parameters", "lora_targets", "prompt_tokens", "shared_prefix", "head_alone",
-          "completion_tokens", "first_log_ratio", "lora_grad", "gradient_error", "memory", "memory_parts")
+          "completion_tokens", "first_log_ratio", "lora_grad", "gradient_error", "memory", "memory_parts", "notes")
 
 
 def is_text(model: Any) -> bool:
@@ -50,6 +50,8 @@ def drive(model: Any, recipe: Config | None, device: str, found: dict[str, Any])
     kind = build.kind(config, loaded)
     found |= {"kind": KINDS[kind], "class": type(loaded[0]).__name__}
     method = methods.resolve(config, build.process(kind))
+    build.require(config, method, device)
+    build.require_plain(config)
     torch.manual_seed(0)  # of the adapter's first weights, so that a report can be repeated
     policy = build.language_policy(_brief(config), loaded, config.adapter, device)
     found |= _reader(policy) | _sizes(policy, config)
@@ -61,7 +63,7 @@ def drive(model: Any, recipe: Config | None, device: str, found: dict[str, Any])
     [(part, _)] = explorer.sample(asked, 0, None)
     _replayed(explorer, part, asked, found)
     found["lora_grad"] = gradient_norm([policy.model], policy.weights)
-    if policy.dtype == torch.float32:
+    if policy.dtype == torch.float32 and not config.adapter.dora:
         given = _given(policy, part)
         found["gradient_error"] = gradient_error(lambda: _size(explorer, given, asked), policy.weights)
         require_exact(found)
