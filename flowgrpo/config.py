@@ -169,7 +169,8 @@ class Config(Section):
                                               description="a reward, or rewards with their weights or rules")
     prompts: str = Field("starter", description="`starter`, `starter_video`, `starter_text`, or a .txt, .jsonl, .csv "
                                               "or .parquet file")
-    held_out: float | str = Field(0.1, description="share of the prompts that is never trained on, or a file of them")
+    held_out: float | str = Field(0.1, description="share of the prompts that is never trained on, or a file of "
+                                                 "them; packaged prompts bring their own, and take no share")
     preferences: str | None = Field(None, min_length=1, description="a .jsonl of pairs of pictures that are trained "
                                                                     "on: none is drawn; see docs/preferences.md")
     labels: Literal["file", "rewards"] = Field("file", description="who says which picture of such a pair is better; "

@@ -99,6 +99,8 @@ def check(config: Config, resume: bool = False, pipe=None, functions: dict[str, 
         rewards.require_gradient(trained)
     further = rewards.compose(config.watched, config.cache, functions)
     measured = pairwise.measured(trained, further)
+    if prompts is None:
+        data.require_no_share(config)
     split = data.resolve(config) if prompts is None else data.split(prompts, config.held_out, data.SPLIT_SEED)
     split = recorded_pairs.in_place(config, split)
     for routed, side in zip((trained, further), split):

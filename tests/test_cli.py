@@ -81,6 +81,7 @@ def test_options_are_parted_from_the_recipe(arguments, expected):
     (["no.yaml"], "no recipe at no.yaml"),
     (["--prompts", "no.txt"], "prompts no.txt: no such file"),
     (["--held_out", "no.txt"], "prompts no.txt: no such file"),
+    (["--prompts=starter_text", "--held_out=0.3"], "held_out: got 0.3, but prompts: starter_text brings held-out"),
     (["--reward", "scene_grade"], "unknown reward 'scene_grade': did you mean 'scene_graded'?"),
     (["--reward", "no.py:f"], "reward 'no.py:f': no file at no.py"),
     (["--eval.rewards", "[scenne]"], "unknown reward 'scenne': did you mean 'scene'?"),

@@ -70,6 +70,7 @@ def _check_inputs(settings: Any) -> None:
     """Find mistakes in prompts and rewards before torch or a model is loaded."""
     from flowgrpo import data, recorded_pairs, rewards
 
+    data.require_no_share(settings)
     recorded_pairs.in_place(settings, data.resolve(settings))
     for label, rule in (settings.trained | settings.watched).items():
         rewards.locate(rule.use or label)
