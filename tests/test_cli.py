@@ -133,6 +133,10 @@ def test_an_interruption_exits_with_130(tmp_path):
     (["grid"], "RUN"),
     (["grid", "no/run"], "no run at no/run"),
     (["check"], "MODEL"),
+    (["sample", "startr", "--prompt", "x"], "no model 'startr', and no folder of that name: did you mean 'starter'?"),
+    (["train", "--model=starter_vidoe"], "did you mean 'starter_video'?"),
+    (["train", "--model=startr_text", "--method=grpo", "--prompts=starter_text", "--reward=exact_match"],
+     "did you mean 'starter_text'?"),
 ])
 def test_mistakes_in_other_commands_are_told(arguments, line, capsys):
     assert line in told(capsys, *arguments)

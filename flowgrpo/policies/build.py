@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 from pathlib import Path
 from typing import Any
@@ -22,12 +23,13 @@ _PROCESSES = {PIPELINE: "flow", CAUSAL_LM: "tokens", VISION_LM: "tokens", MASKED
 def kind(config: Config, loaded: Any = None) -> str:
     """PIPELINE for a diffusers pipeline, else which language model: CAUSAL_LM, VISION_LM for one that reads images, or
     MASKED_LM. A folder's files say which, or what is loaded; of a hub id it is what the method is for, so that nothing
-    is asked of the hub. UserError for a folder that is neither."""
+    is asked of the hub. UserError for a folder that is neither, and for a packaged model's name that is misspelt."""
     if loaded is not None:
         return _of_language(loaded[0].config.to_dict() | {"architectures": [type(loaded[0]).__name__]}) \
             if isinstance(loaded, tuple) else PIPELINE
     folder = Path(FOLDERS.get(config.model, config.model))
     if not folder.is_dir():
+        _require_no_slip(config.model)
         method = methods.with_parts(methods.preset(config.method), config.parts)
         return (CAUSAL_LM if method.fits("tokens") else MASKED_LM) if method.for_tokens else PIPELINE
     if (folder / "model_index.json").is_file():
@@ -36,6 +38,13 @@ def kind(config: Config, loaded: Any = None) -> str:
         return _of_language(_described(folder))
     raise UserError(f"cannot load the model {config.model!r}: the folder has neither a model_index.json (a diffusers "
                     "pipeline) nor a config.json (a language model)")
+
+
+def _require_no_slip(model: str) -> None:
+    """UserError for what is nearly the name of a packaged model, and not the owner/name of one on the hub."""
+    near = [] if "/" in model else difflib.get_close_matches(model, FOLDERS, n=1, cutoff=0.75)
+    if near:
+        raise UserError(f"no model {model!r}, and no folder of that name: did you mean {near[0]!r}?")
 
 
 def writes(model: str, config: Config | None = None) -> bool:
