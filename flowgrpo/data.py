@@ -286,10 +286,10 @@ def _walk(n: int, count: int, epoch: int, seed: int) -> np.ndarray:
 def require_no_share(config: Config) -> None:
     """UserError for packaged prompts and a share of them to hold out, which would be without effect; a run's saved
     configuration says the usual share."""
-    if config.prompts in PACKAGED and config.held_out != Config.model_fields["held_out"].default \
-            and not isinstance(config.held_out, str):
-        raise UserError(f"held_out: got {config.held_out!r}, but prompts: {config.prompts} brings held-out prompts of its "
-                        "own: leave it out, or name a file")
+    usual = config.held_out == Config.model_fields["held_out"].default
+    if config.prompts in PACKAGED and isinstance(config.held_out, float) and not usual:
+        raise UserError(f"held_out: got {config.held_out!r}, but prompts: {config.prompts} brings held-out prompts of "
+                        "its own: leave it out, or name a file")
 
 
 def resolve(config: Config) -> tuple[list[Prompt], list[Prompt]]:

@@ -155,16 +155,38 @@ def align(model, rewards="scene_graded", prompts="starter", method: str = "mix_g
     own names). prompts: a file, or a list of strings. options: configuration keys, sections as dictionaries, such as
     `train={"epochs": 50}`. Returns the run's summary, the content of `summary.json`.
     """
-    weighted = rewards if isinstance(rewards, dict) else {rewards: 1.0}
-    names = [key if isinstance(key, str) else getattr(key, "__name__", type(key).__name__) for key in weighted]
+    weighted = [*rewards.items()] if isinstance(rewards, dict) else [(rewards, 1.0)]
+    _require_types(model, [reward for reward, _ in weighted], prompts)
+    names = [key if isinstance(key, str) else getattr(key, "__name__", type(key).__name__) for key, _ in weighted]
     if len(set(names)) < len(names):
         raise UserError(f"rewards {', '.join(names)}: two have the same name, expected functions of different names")
-    functions = {name: key for name, key in zip(names, weighted) if callable(key)}
+    functions = {name: key for name, (key, _) in zip(names, weighted) if callable(key)}
     loaded = not isinstance(model, (str, Path))
     listed = not isinstance(prompts, (str, Path))
     called = type(model[0] if isinstance(model, tuple) else model).__name__
-    config = validate({"method": method, "reward": dict(zip(names, weighted.values())),
+    config = validate({"method": method, "reward": {name: rule for name, (_, rule) in zip(names, weighted)},
                        "model": called if loaded else str(model),
                        "prompts": "a list" if listed else str(prompts), **options})
     return run(config, pipe=model if loaded else None, functions=functions,
                prompts=[data.Prompt(text) for text in prompts] if listed else None)
+
+
+def _require_types(model, named: list, prompts) -> None:
+    """UserError for arguments of `align` that are nothing that it takes; named: the rewards."""
+    pair = isinstance(model, tuple) and len(model) == 2 and hasattr(model[0], "config")
+    if not (isinstance(model, (str, Path)) or pair or hasattr(model, "components")):
+        raise UserError(f"model: got {_short(model)}, expected a name, a folder, a loaded pipeline, or a tuple of a "
+                        "loaded language model and its tokenizer or processor")
+    if wrong := [each for each in named if not (isinstance(each, str) or callable(each))]:
+        raise UserError(f"rewards: got {_short(wrong[0])}, expected a name, a function, or a dictionary of these to "
+                        "weights, such as {'scene': 1.0}")
+    if isinstance(prompts, (str, Path)):
+        return
+    wrong = [each for each in prompts if not isinstance(each, str)] if isinstance(prompts, (list, tuple)) else [prompts]
+    if wrong:
+        raise UserError(f"prompts: got {_short(wrong[0])}, expected a file, or a list of texts")
+
+
+def _short(value: Any) -> str:
+    """What somebody gave, in a line: its type, and the beginning of what it is."""
+    return f"{type(value).__name__} {' '.join(repr(value).split())[:60]}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import tiny
@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 import flowgrpo
-from flowgrpo import checkpoint
+from flowgrpo import checkpoint, data
 from flowgrpo.config import Adapter, load
 from flowgrpo.data import SPLIT_SEED, Prompt, split
 from flowgrpo.errors import UserError
@@ -500,6 +500,40 @@ def test_align_takes_several_rewards_and_a_prompt_file(tmp_path):
 def test_rewards_of_one_name_are_told(tmp_path):
     with pytest.raises(UserError, match="two have the same name"):
         flowgrpo.align(tiny.sd3(), {lambda i, p: [0.0]: 1.0, lambda i, p: [1.0]: 1.0}, ["a", "b"], **small(tmp_path))
+
+
+@dataclass
+class Bright:
+    """A reward that cannot be a key of a dictionary."""
+
+    channel: int = 0
+
+    def __call__(self, images, prompts):
+        return images[:, self.channel].mean((1, 2))
+
+
+@pytest.mark.parametrize("given, told", [
+    ({"rewards": ["scene", "red"]}, "rewards: got list ['scene', 'red'], expected a name, a function, or a dictionary"),
+    ({"rewards": {3: 1.0}}, "rewards: got int 3, expected a name"),
+    ({"rewards": None}, "rewards: got NoneType None, expected a name"),
+    ({"rewards": {}}, "the options: reward: got {}, expected at least 1 item"),
+    ({"rewards": Bright(), "prompts": ["a", 3]}, "prompts: got int 3, expected a file, or a list of texts"),
+    ({"prompts": None}, "prompts: got NoneType None, expected a file"),
+    ({"prompts": [data.Prompt("a")]}, "prompts: got Prompt Prompt(text='a'"),
+    ({"model": 3}, "model: got int 3, expected a name, a folder, a loaded pipeline, or a tuple of"),
+    ({"model": ("gpt", "gpt")}, "model: got tuple ('gpt', 'gpt'), expected a name"),
+    ({"model": torch.nn.Linear(1, 1)}, "model: got Linear Linear(in_features=1"),
+])
+def test_arguments_of_another_type_are_told(given, told, tmp_path):
+    with pytest.raises(UserError) as caught:
+        flowgrpo.align(**{"model": "starter", "output": str(tmp_path)} | given)
+    assert str(caught.value).startswith(told) and "\n" not in str(caught.value)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_reward_need_not_be_hashable(tmp_path):
+    with pytest.raises(UserError, match="no model 'startr', and no folder of that name: did you mean 'starter'"):
+        flowgrpo.align("startr", Bright(), ["a", "b"], **small(tmp_path))
 
 
 def test_a_run_of_all_weights(tmp_path):
