@@ -99,7 +99,8 @@ def test_stock_diffusers_draws_the_same():
     for each in (pipe, load_pipeline(NAME)):
         torch.manual_seed(0)
         drawn.append(each("three red stars", generator=torch.Generator().manual_seed(1), output_type="latent",
-                          **EVAL[NAME], **CALL).images)
+                          num_inference_steps=EVAL[NAME]["num_inference_steps"], guidance_scale=EVAL[NAME]["guidance"],
+                          **CALL).images)
     torch.testing.assert_close(*drawn, rtol=0, atol=1e-4)
 
 
