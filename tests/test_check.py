@@ -6,14 +6,14 @@ import json
 
 import pytest
 import tiny
+import tiny_text
 import torch
 from diffusers import EDMEulerScheduler
 
 from flowgrpo.cli import main
 from flowgrpo.config import Adapter, Config
 from flowgrpo.errors import UserError
-from flowgrpo.parts.adapted import Adapted
-from flowgrpo.policies import check
+from flowgrpo.policies import check, memory
 from flowgrpo.policies.pipeline import PipelinePolicy
 from flowgrpo.samplers import cost
 from flowgrpo.samplers.grids import shifted
@@ -22,6 +22,10 @@ from flowgrpo.samplers.plans import Schedule
 from flowgrpo.samplers.replay import replay
 from flowgrpo.samplers.rollout import Exploration, explore, seeder
 from flowgrpo.samplers.solvers import Euler
+
+
+def exhausted(*_):
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
 
 @pytest.fixture(scope="module")
@@ -104,19 +108,8 @@ def test_of_a_dora_the_gradients_error_is_left_out_and_that_is_said(capsys, tmp_
     assert text["drivable"] and text["gradient_error"] is None and "adapter.dora" in text["notes"][0]
 
 
-def test_a_recipe_that_trains_the_text_encoder_is_told_of_that():
-    told = check.report("StableDiffusionPipeline", Config(method="ddpo+texforce", adapter={"rank": 4}))
-    pipe = tiny.sd15()
-    trained = PipelinePolicy(pipe, Adapter(rank=4), adapted=Adapted(denoisers=False, encoders=True))
-    assert told["drivable"] and told["lora_parameters"] == sum(p.numel() for p in trained.weights.parameters())
-    assert told["lora_targets"] == ["q_proj", "k_proj", "v_proj", "out_proj"]  # a CLIP's
-    assert told["lora_loader"] == ["load_lora_weights"]
-    assert told["parameters"] == sum(p.numel() for p in pipe.unet.parameters())
-
-
 @pytest.mark.parametrize("options, reason", [
     ({"memory": {"shard": True}, "adapter": {"rank": 4, "dora": True}}, "memory.shard is true, which does not go with"),
-    ({"memory": {"encoders": "cpu"}, "method": "flow_grpo+texforce"}, "text encoders are trained "),
     ({"labels": "rewards"}, "labels is 'rewards', but no pairs are there"),
 ])
 def test_what_training_refuses_of_a_recipe_check_refuses_too(options, reason):
@@ -158,6 +151,29 @@ def test_a_replay_is_compared_with_the_pipelines_own_loop(capsys):
     assert told["first_log_ratio"] > 0.01 and told["replay_error"] > 0.1 and not told["drivable"]
     assert main(["check", "StableDiffusionInpaintPipeline (4 channels)"]) == 2
     assert "does not go on from the middle of its loop" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("exhaust", [lambda *_: torch.empty(2**58), exhausted])  # bytes that no machine has
+@pytest.mark.parametrize("make", [lambda: (tiny.sd3(), tiny.CALL), tiny_text.model])
+def test_where_memory_runs_out_nothing_is_known(make, exhaust):
+    loaded = make()
+    getattr(loaded[0], "transformer", loaded[0]).register_forward_pre_hook(exhaust)
+    told = check.report(loaded, device="cpu")
+    assert told["drivable"] is None and told["weights"] == 0.0  # GiB, rounded
+    assert told["reason"].startswith("memory ran out on cpu, where the weights alone take 0.0 GiB, so that nothing is ")
+    assert ("memory.encoders" in told["reason"]) == ("pipeline" in told)
+
+
+def test_the_weights_are_counted():
+    # A float32 weight of 2**27 numbers, not touched, and so in no memory, is half a GiB.
+    assert memory.held([torch.nn.Linear(2**14, 2**13, bias=False, device="meta"), None, "tokenizer"]) == 0.5
+
+
+def test_the_device_is_asked_for(capsys):
+    assert main(["check", "StableDiffusion3Pipeline", "--device", "cpu"]) == 0
+    capsys.readouterr()
+    assert main(["check", "StableDiffusion3Pipeline", "--device", "tpu"]) == 2
+    assert "--device is 'tpu', but the check runs on " in capsys.readouterr().err
 
 
 def test_a_frozen_adapter_is_found_out():

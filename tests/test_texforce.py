@@ -11,10 +11,11 @@ import torch
 from safetensors.torch import load_file
 
 from flowgrpo import checkpoint, methods, run, state
-from flowgrpo.config import Adapter
+from flowgrpo.config import Adapter, Config
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation.compare import load_branches, load_tuned
 from flowgrpo.parts.adapted import Adapted
+from flowgrpo.policies import check
 from flowgrpo.policies.adapters import LORA_FILE
 from flowgrpo.policies.lora import merge
 from flowgrpo.policies.pipeline import PipelinePolicy
@@ -40,6 +41,18 @@ def trainer(name: str, adapted=ALONE, **options):
 def weights(policy) -> dict[str, torch.Tensor]:
     return {f"{name}.{key}": value.clone() for name, module in policy.pipe.components.items()
             if isinstance(module, torch.nn.Module) for key, value in module.state_dict().items()}
+
+
+def test_a_recipe_that_trains_the_text_encoder_is_told_of_that():
+    told = check.report("StableDiffusionPipeline", Config(method=HOST["sd15"], adapter={"rank": 4}))
+    pipe = tiny.sd15()
+    trained = PipelinePolicy(pipe, Adapter(rank=4), adapted=ALONE)
+    assert told["drivable"] and told["lora_parameters"] == sum(p.numel() for p in trained.weights.parameters())
+    assert told["lora_targets"] == ["q_proj", "k_proj", "v_proj", "out_proj"]  # a CLIP's
+    assert told["lora_loader"] == ["load_lora_weights"]
+    assert told["parameters"] == sum(p.numel() for p in pipe.unet.parameters())
+    told = check.report("StableDiffusion3Pipeline", Config(method=HOST["sd3"], memory={"encoders": "cpu"}))
+    assert not told["drivable"] and told["reason"].startswith("text encoders are trained ")
 
 
 # --- what is trained -------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ def check(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="starter, a local directory, a hub id, or the name of a "
                                          "pipeline's or language model's class, for a tiny random instance.")],
     recipe: Annotated[str | None, typer.Option(help="A YAML recipe, for its adapter, precision and memory.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; without it cuda where it is there.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Tell whether a pipeline or a language model can be trained, what it needs, and why not; exit code 2 where it
@@ -24,7 +25,7 @@ def check(
     from flowgrpo import config
     from flowgrpo.policies.check import report
 
-    told = report(model, config.load(recipe) if recipe else None)
+    told = report(model, config.load(recipe) if recipe else None, device)
     if as_json:
         typer.echo(json.dumps(told, indent=2, default=str))
     else:

@@ -45,23 +45,25 @@ SHARES, LARGEST_GRADIENT_ERROR = (1e-3, 1e-4), 0.01  # of small steps along the 
 LIKE = 0.8  # from which likeness on a name is a misspelt one, and not a hub id
 STEPS, SAMPLES = 10, 12  # of the example that tells the cost
 # What is told of a pipeline, beside `check_text.FIELDS` of a language model.
-FIELDS = ("pipeline", "scheduler", "prediction", "denoisers", "parameters", "lora_parameters", "lora_targets",
-          "lora_loader", "conditioning", "prompts_per_call", "guidance", "timesteps_per_call", "picture_shape",
-          "latent_shape", "replay_error", "first_log_ratio", "lora_grad", "gradient_error", "memory", "memory_parts",
-          "evaluations_per_picture", "evaluations_per_picture_shared", "notes")
+FIELDS = ("pipeline", "scheduler", "prediction", "weights", "denoisers", "parameters", "lora_parameters",
+          "lora_targets", "lora_loader", "conditioning", "prompts_per_call", "guidance", "timesteps_per_call",
+          "picture_shape", "latent_shape", "replay_error", "first_log_ratio", "lora_grad", "gradient_error", "memory",
+          "memory_parts", "evaluations_per_picture", "evaluations_per_picture_shared", "notes")
 
 
-def report(model: Any, config: Config | None = None) -> dict[str, Any]:
+def report(model: Any, config: Config | None = None, device: str | None = None) -> dict[str, Any]:
     """Drive `model` through a rollout, a replay and a gradient.
 
     model: `starter`, a directory, a hub id, the name of a class of diffusers or transformers (of which a tiny random
     instance is built), a loaded (pipeline, arguments of its call), or a loaded (language model, tokenizer or
     processor). config: a recipe, for the pipeline's arguments, the adapter, the precision, guidance, checkpointing and
-    the memory that it needs; without one the defaults, in fp32.
+    the memory that it needs; without one the defaults, in fp32. device: cpu, cuda, or None for cuda where it is there;
+    UserError where it is not.
 
     Keys of a pipeline, None where the check did not come that far: model, drivable (None of a diffusers class that has
-    no tiny instance); where it is not, reason (one line); pipeline, scheduler, prediction, denoisers, parameters,
-    lora_parameters, lora_targets; lora_loader (what loads a LoRA of each trained module into the stock pipeline);
+    no tiny instance, and where memory ran out); where it is not, reason (one line); pipeline, scheduler, prediction,
+    weights (GiB of all parts), denoisers, parameters, lora_parameters, lora_targets; lora_loader (what loads a LoRA of
+    each trained module into the stock pipeline);
     conditioning (arguments that differ from prompt to prompt), prompts_per_call, guidance; and at the recipe's
     guidance: timesteps_per_call (whether `train.pack` goes), picture_shape, latent_shape; replay_error (largest
     difference of a transition's mean between rollout and replay), first_log_ratio (largest |log ratio| of the replay,
@@ -79,21 +81,37 @@ def report(model: Any, config: Config | None = None) -> dict[str, Any]:
     """
     named = model if isinstance(model, str) else type(model[0]).__name__
     found: dict[str, Any] = {"model": named, "drivable": False, "reason": None}
-    fields = FIELDS
+    fields, device = FIELDS, _device(device)
     try:
         with torch.random.fork_rng():
             if check_text.is_text(model):
                 fields = check_text.FIELDS
-                check_text.drive(model, config, _device(), found)
+                check_text.drive(model, config, device, found)
             else:
-                _drive(model, config, found)
+                _drive(model, config, device, found)
         found |= {"drivable": True, "notes": _notes(config) or None}
     except Unknown as error:
         found |= {"drivable": None, "reason": str(error)}
     except Exception as error:  # whatever a stranger's pipeline raises is the answer
         told = " ".join(str(error).split()) or "no message"
-        found["reason"] = told if isinstance(error, UserError) else f"{type(error).__name__}: {told}"
+        if _without_room(error):
+            found |= {"drivable": None, "reason": _room(found, device)}
+        else:
+            found["reason"] = told if isinstance(error, UserError) else f"{type(error).__name__}: {told}"
     return dict.fromkeys((*found, *fields)) | found
+
+
+def _without_room(error: Exception) -> bool:
+    """Whether memory ran out, of which torch has no class of its own on the CPU."""
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "DefaultCPUAllocator" in str(error)
+
+
+def _room(found: dict[str, Any], device: str) -> str:
+    weights = f", where the weights alone take {found['weights']} GiB" if "weights" in found else ""
+    options = "" if "kind" in found else ", memory.weights: int8, memory.encoders: cpu, smaller pictures"
+    return (f"memory ran out on {device}{weights}, so that nothing is known: give a --recipe with precision: bf16, "
+            f"train.checkpointing, train.micro_batch: 1{options}, or take "
+            + ("--device cpu" if device == "cuda" else "a machine with more"))
 
 
 def _notes(config: Config | None) -> list[str]:
@@ -106,17 +124,17 @@ def _notes(config: Config | None) -> list[str]:
     return [note for note, told in untold.items() if told]
 
 
-def _drive(model: Any, recipe: Config | None, found: dict[str, Any]) -> None:
+def _drive(model: Any, recipe: Config | None, device: str, found: dict[str, Any]) -> None:
     """Fill `found` step by step; raises what stops the pipeline."""
     config = recipe or Config(adapter={"rank": RANK})
     method = methods.resolve(config)
-    build.require(config, method, _device())
+    build.require(config, method, device)
     pipe, call = _loaded(model, config) if isinstance(model, str) else model
     found |= {"pipeline": type(pipe).__name__, "scheduler": type(pipe.scheduler).__name__,
-              "prediction": prediction(pipe.scheduler)}
+              "prediction": prediction(pipe.scheduler), "weights": memory.held(pipe.components.values())}
     refuse(type(pipe))
     torch.manual_seed(0)  # of the adapter's first weights, so that a report can be repeated
-    policy = PipelinePolicy(pipe, config.adapter, device=_device(), precision=config.precision, call=call,
+    policy = PipelinePolicy(pipe, config.adapter, device=device, precision=config.precision, call=call,
                             checkpointing=config.train.checkpointing, memory=config.memory, adapted=method.adapted)
     if not policy.denoisers:
         raise UserError(f"{type(pipe).__name__} has no denoiser: no module whose forward takes a time")
@@ -180,8 +198,11 @@ def _memory(policy: PipelinePolicy, config: Config, conditioning: Conditioning) 
             "memory_parts": {name: memory.total({name: size}) for name, size in phases["update"].items()}}
 
 
-def _device() -> str:
-    return "cuda" if torch.cuda.is_available() else "cpu"
+def _device(asked: str | None) -> str:
+    present = ["cuda"] * torch.cuda.is_available() + ["cpu"]
+    if asked and asked not in present:
+        raise UserError(f"--device is {asked!r}, but the check runs on {' or '.join(present)} here: take one of these")
+    return asked or present[0]
 
 
 def _sizes(policy: PipelinePolicy, adapter: Adapter) -> dict[str, Any]:

@@ -27,9 +27,10 @@ PROMPT, TOKENS, GROUP = "1+2=", 8, 2
 KINDS = {build.CAUSAL_LM: "causal language model", build.VISION_LM: "language model that reads images",
          build.MASKED_LM: "masked language model"}
 # What is told of a language model.
-FIELDS = ("kind", "class", "tokenizer", "vocabulary", "chat_template", "end_tokens", "pad_token", "parameters",
-          "trained_parameters", "lora_parameters", "lora_targets", "prompt_tokens", "shared_prefix", "head_alone",
-          "completion_tokens", "first_log_ratio", "lora_grad", "gradient_error", "memory", "memory_parts", "notes")
+FIELDS = ("kind", "class", "weights", "tokenizer", "vocabulary", "chat_template", "end_tokens", "pad_token",
+          "parameters", "trained_parameters", "lora_parameters", "lora_targets", "prompt_tokens", "shared_prefix",
+          "head_alone", "completion_tokens", "first_log_ratio", "lora_grad", "gradient_error", "memory",
+          "memory_parts", "notes")
 
 
 def is_text(model: Any) -> bool:
@@ -48,7 +49,7 @@ def drive(model: Any, recipe: Config | None, device: str, found: dict[str, Any])
     config = config.model_copy(update={"model": model if isinstance(model, str) else type(model[0]).__name__})
     loaded = _loaded(model, config)
     kind = build.kind(config, loaded)
-    found |= {"kind": KINDS[kind], "class": type(loaded[0]).__name__}
+    found |= {"kind": KINDS[kind], "class": type(loaded[0]).__name__, "weights": memory.held(loaded)}
     method = methods.resolve(config, build.process(kind))
     build.require(config, method, device)
     build.require_plain(config)

@@ -52,6 +52,12 @@ def total(phase: dict[str, int]) -> float:
     return round(sum(phase.values()) / 2**30, 3)
 
 
+def held(parts: Iterable[object]) -> float:
+    """GiB of the weights of those parts of a model that have any."""
+    modules = [part for part in parts if isinstance(part, torch.nn.Module)]
+    return total({"": tensor_bytes(each for part in modules for each in [*part.parameters(), *part.buffers()])})
+
+
 def _weights(policy) -> dict[str, int]:
     """Bytes of the frozen weights: text encoders, denoisers, VAE, and the rest."""
     own = {id(parameter) for parameter in policy.weights.parameters()}
