@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import time
 import warnings
 from collections import defaultdict
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from flowgrpo.finite import finite
 from flowgrpo.processes import Processes
 
 
@@ -34,15 +34,6 @@ def quiet() -> Iterator[None]:
     finally:
         for each, level in levels:
             each.set_verbosity(level)
-
-
-def finite(value: Any) -> Any:
-    """The value with null for what JSON has no number for: the mean of a reward that applied to no sample."""
-    if isinstance(value, dict):
-        return {key: finite(inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [finite(inner) for inner in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 class Log:

@@ -23,6 +23,7 @@ from flowgrpo.errors import UserError
 from flowgrpo.evaluation import findings, statistics
 from flowgrpo.evaluation.evaluate import evaluate
 from flowgrpo.evaluation.ledger import Ledger, Place
+from flowgrpo.finite import finite
 
 SUITE = [("a dog", "animals"), ("a cat", "animals"), ("a hat", "things"), ("a cup", "things"), ("fog", "weather")]
 DARK = "def dark(images, prompts):\n    return (1 - images.flatten(1).mean(1)).tolist()\n"
@@ -151,7 +152,7 @@ def test_a_picture_is_the_stock_pipelines(world, model, tmp_path):
 
 def test_what_is_written(found):
     results, names, folder = found
-    assert json.loads((folder / "results.json").read_text()) == findings.plain(results)
+    assert json.loads((folder / "results.json").read_text()) == finite(results)
     text = (folder / "table.md").read_text()
     for name in names:
         heads, lines = findings.table(results, name)
@@ -286,7 +287,7 @@ def test_two_processes_share_it_and_a_killed_one_goes_on(world, tmp_path):
     assert "all prompts" in whole[0][0] and "all prompts" not in whole[1][0]
     assert drawn.items() <= {file: file.stat().st_mtime_ns for file in drawn}.items()
     alone = evaluate(str(world / "run"), str(tmp_path / "suite.txt"), [f"{world}/fragile.py:fragile"], tmp_path / "one")
-    assert json.loads((tmp_path / "out" / "results.json").read_text())["arms"] == findings.plain(alone)["arms"]
+    assert json.loads((tmp_path / "out" / "results.json").read_text())["arms"] == finite(alone)["arms"]
     assert len(Ledger(tmp_path / "out").read()) == 20
 
 

@@ -22,6 +22,7 @@ from flowgrpo.data import Prompt
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation import compare, findings, sweep
 from flowgrpo.evaluation.evaluate import evaluate
+from flowgrpo.finite import finite
 from flowgrpo.policies.adapters import lora_layers
 from flowgrpo.policies.blend import Branches, blended, guided
 from flowgrpo.policies.load import denoisers, load_pipeline
@@ -314,8 +315,8 @@ def test_one_weight_is_compared_with_the_base(swept, lora_run, capsys, tmp_path)
     assert main(["eval", str(lora_run), "--suite", str(folder / "suite.txt"), "--output", str(tmp_path / "one"),
                  "--samples", "2", "--base", "--rlg", "2"]) == 0
     told = json.loads((tmp_path / "one" / "results.json").read_text())
-    assert told["arms"]["tuned"] == findings.plain(results["arms"]["rlg-2"]) and told["rlg"] == 2
-    assert told["arms"]["base"] == findings.plain(results["arms"]["rlg-0"]) and told["compared"]
+    assert told["arms"]["tuned"] == finite(results["arms"]["rlg-2"]) and told["rlg"] == 2
+    assert told["arms"]["base"] == finite(results["arms"]["rlg-0"]) and told["compared"]
     capsys.readouterr()
     for options, line in [(["--base", "--rlg", "0,1"], "--base: several weights of --rlg are told side by side"),
                           (["--rlg", "1,1"], "--rlg: got a weight twice in 1, 1"),

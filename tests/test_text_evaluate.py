@@ -15,12 +15,13 @@ from test_evaluate import launch
 
 from flowgrpo.cli import main
 from flowgrpo.errors import UserError
-from flowgrpo.evaluation import findings, texts
+from flowgrpo.evaluation import texts
 from flowgrpo.evaluation.evaluate import evaluate
 from flowgrpo.evaluation.ledger import Place
 from flowgrpo.evaluation.media import written_apart
 from flowgrpo.evaluation.suites import load_suite
 from flowgrpo.evaluation.text_ledger import TextLedger
+from flowgrpo.finite import finite
 from flowgrpo.samplers.rollout import seeder
 from flowgrpo.types import Completion
 
@@ -102,7 +103,7 @@ def test_means_are_those_of_the_texts(found):
     table = (folder / "table.md").read_text()
     assert "| sum | 2 |" in table and f"{short}, tuned: pass@1 " in table and "distance between the texts of" in table
     assert (folder / "grid.png").is_file() and json.loads((folder / "results.json").read_text()) == \
-        findings.plain(results)
+        finite(results)
 
 
 def test_a_killed_evaluation_goes_on_and_a_reward_is_added(world, found, tmp_path):
@@ -115,7 +116,7 @@ def test_a_killed_evaluation_goes_on_and_a_reward_is_added(world, found, tmp_pat
     given = dict(source=str(world / "run"), suite=str(world / "suite.jsonl"), output=tmp_path, base=True,
                  samples=SAMPLES)
     again = evaluate(names=names, **given)
-    assert findings.plain(again) == findings.plain(results)
+    assert finite(again) == finite(results)
     whole = (tmp_path / "texts-0.jsonl").read_text()
     assert whole.startswith(kept) and len(whole) > len(kept)
     more = evaluate(names=[f"{world}/long.py:long"], **given)
@@ -131,7 +132,7 @@ def test_two_processes_share_it(world, found):
     whole = [(process.communicate(timeout=500)[0], process.returncode) for process in launch(arguments)]
     assert [code for _, code in whole] == [0, 0], whole
     assert "pass@4" in whole[0][0] and "pass@4" not in whole[1][0]
-    assert json.loads((world / "both" / "results.json").read_text())["arms"] == findings.plain(results)["arms"]
+    assert json.loads((world / "both" / "results.json").read_text())["arms"] == finite(results)["arms"]
     counts = [len((world / "both" / f"texts-{rank}.jsonl").read_text().splitlines()) for rank in range(2)]
     assert counts == [12, 12]
 

@@ -13,7 +13,6 @@ import base64
 import importlib.metadata
 import io
 import json
-import math
 import os
 import platform
 import shutil
@@ -26,6 +25,7 @@ from PIL import Image
 
 from flowgrpo.evaluation.clips import LONGEST, SECONDS, SHORTEST, as_image, moving, still
 from flowgrpo.evaluation.read_back import read_object
+from flowgrpo.finite import finite
 
 if TYPE_CHECKING:
     import torch
@@ -72,7 +72,7 @@ class Extremes:
 
     def told(self) -> dict[str, list[dict[str, Any]]]:
         """Both lists for JSON, the most extreme sample first."""
-        return {side: [{"prompt": prompt, "scores": _known(dict(zip(self.names, scores))), **shown(output)}
+        return {side: [{"prompt": prompt, "scores": finite(dict(zip(self.names, scores))), **shown(output)}
                        for _, prompt, scores, output in kept]
                 for side, kept in (("best", self.best), ("worst", self.worst))}
 
@@ -133,8 +133,8 @@ def stage(run: Path, name: str, epoch: int, found: Measured) -> None:
     """Keep what was measured on the held-out prompts after so many epochs, as the stage of that name."""
     from flowgrpo.evaluation.held_out import cards
 
-    pictures = [{"prompt": text, "scores": _known(scores), **shown(picture)} for text, picture, scores in cards(found)]
-    write(run / FOLDER / f"{name}.json", {"name": name, "epoch": epoch, "scores": _known(found.scores),
+    pictures = [{"prompt": text, "scores": finite(scores), **shown(picture)} for text, picture, scores in cards(found)]
+    write(run / FOLDER / f"{name}.json", {"name": name, "epoch": epoch, "scores": finite(found.scores),
                                           "cards": pictures})
 
 
@@ -152,12 +152,3 @@ def write(path: Path, told: Any) -> None:
     temporary = path.with_suffix(".tmp")
     temporary.write_text(json.dumps(told, allow_nan=False), encoding="utf-8")
     temporary.replace(path)
-
-
-def _known(value: Any) -> Any:
-    """The value with null for a score that does not apply, for which JSON has no number."""
-    if isinstance(value, dict):
-        return {key: _known(inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [_known(inner) for inner in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

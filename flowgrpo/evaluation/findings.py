@@ -50,15 +50,6 @@ def _over_categories(each: dict[str, dict[str, Any]]) -> float:
     return sum(means) / len(means) if means else math.nan
 
 
-def plain(value: Any) -> Any:
-    """The value with null for what JSON has no number for."""
-    if isinstance(value, dict):
-        return {key: plain(inner) for key, inner in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [plain(inner) for inner in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
 def table(results: dict[str, Any], reward: str) -> tuple[list[str], list[list[str]]]:
     """The headings and lines of one reward's table: a line per category, the last of all prompts."""
     arms, compared = results["arms"], results["compared"].get(reward)

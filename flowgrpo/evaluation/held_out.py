@@ -27,7 +27,7 @@ from flowgrpo.evaluation import album, report
 from flowgrpo.evaluation.clips import tall, untall
 from flowgrpo.evaluation.grid import Row, draw_grid
 from flowgrpo.evaluation.read_back import read_object
-from flowgrpo.log import finite
+from flowgrpo.finite import finite
 from flowgrpo.processes import Processes
 from flowgrpo.reward_rule import WatchRule
 from flowgrpo.samplers.rollout import seeder
