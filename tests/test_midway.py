@@ -6,10 +6,10 @@ import pytest
 import tiny
 import torch
 
-from flowgrpo.config import Adapter
+from flowgrpo.config import Adapter, Config
 from flowgrpo.data import Prompt
 from flowgrpo.errors import UserError
-from flowgrpo.policies import midway
+from flowgrpo.policies import check, midway
 from flowgrpo.policies.pipeline import PipelinePolicy
 from flowgrpo.policies.tiny import make
 
@@ -27,22 +27,20 @@ def policy(name: str, dtype: torch.dtype = torch.float32) -> PipelinePolicy:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["FluxInpaintPipeline", "QwenImageInpaintPipeline"])
 def test_training_is_refused_where_replays_would_see_another_background(name, dtype):
-    trainer = tiny.trainer(policy(name, dtype), method="flow_grpo")
     with pytest.raises(UserError, match=f"{name[:-8]}{TOLD}"):
-        trainer.explorer.conditioning(PROMPTS)
+        tiny.trainer(policy(name, dtype), method="flow_grpo")
 
 
 def test_where_replays_are_right_only_methods_that_share_steps_are_refused():
     alone = tiny.trainer(policy(FOUR), method="ddpo").explorer
-    assert not alone.goes_on()
     [part, *_] = [part for part, _ in alone.sample(alone.conditioning(PROMPTS), 0, None)]
     ratios = [(new.logp - part.transitions[k].old.logp[rows]).abs().max()
               for k, rows, new in alone.replay(part, alone.conditioning(PROMPTS))]
     assert max(ratios) <= 1e-6
-    shared = tiny.trainer(policy(FOUR), method="ddpo", parts__roots=1).explorer
-    assert shared.goes_on()
     with pytest.raises(UserError, match=f"StableDiffusionInpaint{TOLD}"):
-        shared.conditioning(PROMPTS)
+        tiny.trainer(policy(FOUR), method="ddpo", parts__roots=1)
+    told = [check.report(FOUR, Config(method="ddpo", parts=parts))["drivable"] for parts in ({}, {"roots": 1})]
+    assert told == [True, False] and not check.report(FOUR)["drivable"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

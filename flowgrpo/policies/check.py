@@ -147,7 +147,7 @@ def _drive(model: Any, recipe: Config | None, device: str, found: dict[str, Any]
     policy.guidance = config.train.guidance
     found["timesteps_per_call"] = "one per row" if policy.vector(conditioning) else "one"
     _replayed(policy, conditioning, found, min(GROUP, config.train.micro_batch))
-    midway.require(policy, conditioning)
+    midway.require(policy, conditioning, recipe is None or _goes_on(method, config))
     _require_equal(policy, found)
     if policy.dtype == torch.float32 and not config.adapter.dora:
         _differentiated(policy, conditioning, found)
@@ -261,6 +261,12 @@ def _replayed(policy: PipelinePolicy, conditioning: Conditioning, found: dict[st
     found["replay_error"], found["first_log_ratio"] = (torch.stack(each).max().item() for each in (errors, ratios))
     modules = [module for module in policy.pipe.components.values() if isinstance(module, torch.nn.Module)]
     found["lora_grad"] = gradient_norm(modules, policy.weights)
+
+
+def _goes_on(method: Method, config: Config) -> bool:
+    train = config.train
+    grid = shifted(train.steps, train.shift)
+    return midway.goes_on(method, method.explorations(grid, train.group, train.shift, 0, config.seed))
 
 
 def _require_equal(policy: PipelinePolicy, found: dict[str, Any]) -> None:

@@ -45,8 +45,6 @@ class Explorer:
     grid.
     """
 
-    untried = False  # whether it is still to be seen that a pipeline with pictures goes on from the middle of its loop
-
     def __init__(self, config: Config, policy: PipelinePolicy, method: Method, geometry: Geometry, processes: Processes,
                  clock: Clock, first: Prompt):
         self.config, self.policy, self.method, self.geometry = config, policy, method, geometry
@@ -62,7 +60,9 @@ class Explorer:
         if method.preview:
             require_choice(self.explorations(0), method.preview.pool)
             require_torchao(method.preview.precision)
-        self.untried = method.edit is None  # edits replay nothing of the pipeline
+        # Only what is given pictures can put them back in; edits replay nothing of the pipeline.
+        if method.edit is None and (policy.given or first.image is not None):
+            midway.require(policy, Explorer.conditioning(self, [first]), midway.goes_on(method, self.explorations(0)))
 
     def make_grid(self, steps: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         train, policy = self.config.train, self.policy
@@ -77,14 +77,7 @@ class Explorer:
             if self.config.train.pack and not self.policy.vector(found):
                 raise UserError(f"train.pack is true, but {type(self.policy.pipe).__name__} takes one timestep per "
                                 f"call at guidance {self.policy.guidance:g}: set it to false")
-            if found.inputs and self.untried:
-                self.untried = False
-                midway.require(self.policy, found, self.goes_on())
         return found
-
-    def goes_on(self) -> bool:
-        """Whether rollouts go on from states in the middle, as they do where samples share steps."""
-        return bool(self.method.backprop) or any(each.splits or len(each.strides) > 1 for each in self.explorations(0))
 
     def explorations(self, epoch: int) -> list[Exploration]:
         """An epoch's grid, window, kernel and solver."""

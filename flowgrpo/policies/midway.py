@@ -7,6 +7,7 @@ read the mask), has no such middle: a call that starts there draws another noise
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ import torch
 from flowgrpo.errors import UserError
 from flowgrpo.gaussian import Gaussian
 from flowgrpo.policies.memory import few_steps
+from flowgrpo.samplers.rollout import Exploration
 from flowgrpo.samplers.scheduler import Noise, Record, Task
 
 SEED = 1  # of the initial noise: not one of those that an idle step's call draws with
@@ -42,6 +44,11 @@ def require(policy: Any, conditioning: Any, segments: bool = True) -> None:
     raise UserError(f"{name} does not go on from the middle of its loop as the whole loop does, but {apart:.0%} off: "
                     "it may put a picture back in after every step, under noise of the whole run; for inpainting take "
                     "a model that reads mask and picture as channels")
+
+
+def goes_on(method: Any, explorations: Sequence[Exploration]) -> bool:
+    """Whether a method's calls go on from where others ended, as they do where samples share steps."""
+    return bool(method.backprop) or any(each.splits or len(each.strides) > 1 for each in explorations)
 
 
 def _task(policy: Any, steps: range) -> Task:
