@@ -92,10 +92,11 @@ host; `flow_grpo_twice` and `flow_dppo_twice` are both with two passes over ever
 `draft` and `alignprop` follow the gradient of `scene_soft`; `learned_reward` is `mix_grpo+grpo_guard` on what
 `scripts/train_starter_reward.py` taught a network, `own_answers` on what `scripts/train_starter_answers.py` did;
 `texforce_both` is that method with the text encoder's LoRA beside the denoiser's; `expo` leaves the denoiser alone, and
-its held-out pictures are the critic's choices, each of four bases and their edits; `offline_dpo` and `rpo` draw nothing
-and train on the pairs of `scripts/make_starter_pairs.py`; all others train on `scene` and `scene_graded`. Those pairs
-cost 21,600 evaluations outside of the budget, beta, times and learning rate of these two were found by trial, and of
-`rpo`'s pairs one picture is a rendered scene, so that it is shown right ones ([more](preferences.md#on-the-starter)).
+its held-out pictures are the critic's choices, each of four bases and their edits, for four times the evaluations (its
+seconds leave out the steps of its critic, which took seven times as long); `offline_dpo` and `rpo` draw nothing and
+train on the pairs of `scripts/make_starter_pairs.py`; all others train on `scene` and `scene_graded`. Those pairs cost
+21,600 evaluations outside of the budget, beta, times and learning rate of these two were found by trial, and of `rpo`'s
+pairs one picture is a rendered scene, so that it is shown right ones ([more](preferences.md#on-the-starter)).
 `rlcm` begins with `starter_consistency` and its four steps: its gain is over that model. Accuracy is strict, on
 {prompts} held-out prompts, with the card's sampler. The runs are of one machine, two at a time and beside other work:
 seconds are rough.

@@ -171,7 +171,8 @@ def test_the_weights_are_counted():
 
 def test_the_device_is_asked_for(capsys):
     assert main(["check", "StableDiffusion3Pipeline", "--device", "cpu"]) == 0
-    capsys.readouterr()
+    told = capsys.readouterr().out
+    assert "\nmemory, GiB " in told and "\nweights, GiB " in told and "\nevaluations per picture         10\n" in told
     assert main(["check", "StableDiffusion3Pipeline", "--device", "tpu"]) == 2
     assert "--device is 'tpu', but the check runs on " in capsys.readouterr().err
 

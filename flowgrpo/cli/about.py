@@ -11,6 +11,8 @@ import typer
 from flowgrpo.cli.root import app
 from flowgrpo.cli.show import print_table
 
+IN_GIB = ("weights", "memory", "memory_parts")  # of what `check` tells
+
 
 @app.command()
 def check(
@@ -31,9 +33,10 @@ def check(
     else:
         known = {key: value for key, value in told.items() if value is not None}
         known = {"model": told["model"], "drivable": "unknown"} | known
-        width = max(len(key) for key in known)
-        for key, value in known.items():
-            typer.echo(f"{key.replace('_', ' '):<{width}}  {_plain(value)}")
+        lines = [(key.replace("_", " ") + ", GiB" * (key in IN_GIB), _plain(value)) for key, value in known.items()]
+        width = max(len(key) for key, _ in lines)
+        for key, value in lines:
+            typer.echo(f"{key:<{width}}  {value}")
     if not told["drivable"]:
         raise typer.Exit(2)
 
@@ -42,9 +45,11 @@ def _plain(value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, dict):
-        return ", ".join(f"{key} {inner}" for key, inner in value.items())
+        return ", ".join(f"{key} {_plain(inner)}" for key, inner in value.items())
     if isinstance(value, (list, tuple)):
-        return ", ".join(map(str, value)) or "none"
+        return ", ".join(map(_plain, value)) or "none"
+    if isinstance(value, (int, float)):
+        return f"{value:,}" if isinstance(value, int) else f"{value:.3g}"
     return str(value)
 
 
