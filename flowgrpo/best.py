@@ -50,6 +50,10 @@ class Best:
         if self.stop.reward:
             self.stop.see(metrics, epoch)
 
+    def forget(self) -> None:
+        """Begin anew, where what was measured so far was measured in another way."""
+        self.best, self.stop, self.weights = Peak(self.best.reward), Peak(self.stop.reward), {}
+
     @property
     def stopped(self) -> bool:
         """Whether `patience` evaluations in a row brought no better one."""

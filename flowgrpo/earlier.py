@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
+import shutil
+from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
 from typing import Any
+
+from filelock import FileLock, Timeout
 
 from flowgrpo import checkpoint
 from flowgrpo.config import Config, load
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation.read_back import read_lines
+from flowgrpo.starter import FOLDERS
 
 # What makes a checkpoint's weights, and the state that goes with them, mean something else.
 FIXED = ("model", "method", "preferences", "adapter.rank", "adapter.alpha", "adapter.dora", "adapter.rslora",
          "adapter.targets", "adapter.encoder_targets")
 APART = ("name", "output")  # where the run lies
+LOCK = ".lock"  # in the folder of a run, while it is written to
 
 
 def require_same(config: Config, last: Path) -> list[str]:
@@ -49,12 +56,55 @@ def _flat(nested: dict[str, Any], above: str = "") -> dict[str, Any]:
     return found
 
 
+@contextlib.contextmanager
+def held(folder: Path) -> Iterator[None]:
+    """Inside, no other run takes the folder. UserError where another has it; on a file system without locks nobody
+    does."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(folder / LOCK)
+    try:
+        lock.acquire(blocking=False)
+    except Timeout:
+        raise UserError(f"another run is writing to {folder}: give this one another name (--name), or wait for that "
+                        "one") from None
+    except (NotImplementedError, OSError):
+        pass
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def require_free(config: Config, resume: bool) -> None:
+    """UserError where another run is writing to the run's folder, or where the folder is to be set aside and holds what
+    this run reads."""
+    folder = config.folder
+    if folder.is_dir():
+        with held(folder):
+            pass
+    if resume or not holds_run(folder):
+        return
+    named = {"model": [config.model], "prompts": [config.prompts], "held_out": [str(config.held_out)],
+             "preferences": [config.preferences], "cache": [config.cache], "reward": list(config.trained)}
+    for key, value in ((key, value) for key, values in named.items() for value in values if value):
+        if value not in FOLDERS and Path(value).resolve().is_relative_to(folder.resolve()):
+            raise UserError(f"{key} is {value}, in the folder of an earlier run, which a new run of the same name "
+                            "would rename: give this one another name (--name)")
+
+
+def holds_run(folder: Path) -> bool:
+    """Whether a run has left something in the folder: a result, or whole epochs."""
+    last = checkpoint.latest(folder / "checkpoints")
+    return (folder / "summary.json").is_file() or (last is not None and last.name > "epoch-00000")
+
+
 def set_aside(folder: Path) -> Path | None:
-    """Rename the folder of a run that has saved something; returns the new name, None where there was nothing.
+    """Rename the folder of a run that has left something; returns the new name, None where there was nothing.
 
     UserError where it cannot be renamed.
     """
-    if not (folder / "summary.json").is_file() and checkpoint.latest(folder / "checkpoints") is None:
+    if not holds_run(folder):
+        shutil.rmtree(folder / "checkpoints", ignore_errors=True)  # a first one, before any epoch
         return None
     free = next(name for number in count(1) if not (name := folder.with_name(f"{folder.name}.{number}")).exists())
     try:

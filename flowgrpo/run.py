@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from dataclasses import dataclass
 from datetime import timedelta
@@ -69,8 +70,9 @@ def run(config: Config, resume: bool = False, *, pipe=None, functions: dict[str,
     trainer = Trainer(config, ready.accelerator, policy, ready.trained, ready.split)
     if ready.last:
         state.restore(trainer, ready.last)
+    own = contextlib.ExitStack()
     if trainer.processes.first:
-        prepare(config, trainer.epoch, ready.last is not None, ready.changes)
+        prepare(config, trainer.epoch, ready.last is not None, ready.changes, own)
         album.begin(folder, trainer.epoch, str(ready.device), trainer.processes.count)
     start_tracker(ready.accelerator, config)
     try:
@@ -81,6 +83,7 @@ def run(config: Config, resume: bool = False, *, pipe=None, functions: dict[str,
         return held_out.finish(trainer, ready.measured, folder, before)
     finally:
         ready.accelerator.end_training()
+        own.close()
 
 
 def check(config: Config, resume: bool = False, pipe=None, functions: dict[str, Any] | None = None,
@@ -93,6 +96,8 @@ def check(config: Config, resume: bool = False, pipe=None, functions: dict[str, 
         device = accelerator.device
     geometry(config.train, accelerator.num_processes)
     build.require(config, method, device, loaded=pipe is not None)
+    if accelerator.is_main_process:
+        earlier.require_free(config, resume)
     trained = rewards.compose(config.trained, config.cache, functions)
     pairwise.require(trained, config.train.group, *([method.preview.pool] if method.preview else []))
     if method.backprop:
@@ -128,14 +133,16 @@ def make_accelerator(config: Config, device: str):
                        project_dir=str(config.folder), kwargs_handlers=[patience])
 
 
-def prepare(config: Config, epoch: int, resumed: bool, changes: list[str]) -> None:
-    """The run's folder, without what an earlier run has left in it, or this one after that epoch."""
+def prepare(config: Config, epoch: int, resumed: bool, changes: list[str], own: contextlib.ExitStack) -> None:
+    """The run's folder, without what an earlier run has left in it, or this one after that epoch; until `own` is closed
+    no other run takes it."""
     folder = config.folder
+    earlier.require_free(config, resumed)
     if not resumed and (moved := earlier.set_aside(folder)):
         print(f"{folder} held an earlier run, which is now {moved}")
     for change in changes:
         print(f"resumed with {change}")
-    folder.mkdir(parents=True, exist_ok=True)
+    own.enter_context(earlier.held(folder))
     (folder / "config.yaml").write_text(config.yaml(), encoding="utf-8")
     earlier.keep_lines(folder / "metrics.jsonl", epoch)
 

@@ -15,7 +15,7 @@ from flowgrpo.errors import UserError
 if TYPE_CHECKING:
     from flowgrpo.train import Trainer
 
-COUNTERS = ("epoch", "update", "skipped", "seconds", "reward_wait_seconds")
+COUNTERS = ("epoch", "update", "skipped", "sampled", "seconds", "reward_wait_seconds")
 SAMPLING = ("rollout_evaluations", "saved_evaluations")
 
 
@@ -67,7 +67,7 @@ def restore(trainer: Trainer, folder: Path) -> None:
     if anchor.held:  # the reference is one that keeps snapshots
         anchor.held = kept or anchor.next([], state["epoch"])
     for key in COUNTERS:
-        setattr(trainer, key, state[key])
+        setattr(trainer, key, state.get(key, 0))
     for key in SAMPLING:
         setattr(trainer.explorer, key, state[key])
     trainer.scoring.reward_failures = state["reward_failures"]

@@ -62,7 +62,7 @@ class Trainer:
         self.anchor = Anchor(self.method, policy, self.memory, keep=config.train.inner_epochs > 1)
         self.first_ratio = FirstRatio(self.explorer, self.method.surrogate, policy.exact)
         self.critic = make_critic(self.method, policy, self.geometry, self.processes)
-        self.epoch = self.update = self.skipped = 0
+        self.epoch = self.update = self.skipped = self.sampled = 0
         self.seconds = self.reward_wait_seconds = 0.0
         self.marked = state.counters(self)
 
@@ -93,6 +93,7 @@ class Trainer:
                 found, conditioning, scores = self.sample(self.processes.own(batch), drawn.turn)
             parts += [moved(part, before) if before else part for part in found]
             scores = self.processes.gather(scores)
+            self.sampled += 0 if self.config.preferences else scores[..., 0].numel()
             drawn.add(batch, scores, self.scoring.weighted(scores[..., :len(self.scoring.functions)]))
             batch = drawn.replace(self.method.redraw(drawn))
         self.method.curriculum.learn(self.memory, drawn)

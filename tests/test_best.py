@@ -123,6 +123,14 @@ def test_a_run_that_had_stopped_stays_stopped(both):
     assert go(config, Aim(done=7), resume=True)["kept"] == summary["kept"] and len(epochs(config.folder)) == 6
 
 
+def test_other_held_out_prompts_forget_what_was_best_of_the_earlier_ones(tmp_path):
+    config = settings(tmp_path, eval__best="aim", eval__prompts=1)
+    with pytest.raises(UserError, match="fell over"):
+        go(config, Aim(end=4))  # behind the evaluation of epoch 3, the best one
+    other = config.model_copy(update={"eval": config.eval.model_copy(update={"prompts": 2})})
+    assert go(other, Aim(done=5), resume=True)["kept"] == "kept the weights of epoch 5, the best by held-out aim (0.2)"
+
+
 def test_stop_alone_keeps_the_last_weights(tmp_path):
     config = settings(tmp_path, eval__stop={"reward": "aim", "patience": 1})
     summary = go(config, Aim())

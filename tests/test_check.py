@@ -11,7 +11,7 @@ import torch
 from diffusers import EDMEulerScheduler
 
 from flowgrpo.cli import main
-from flowgrpo.config import Adapter, Config
+from flowgrpo.config import Adapter, Config, load
 from flowgrpo.errors import UserError
 from flowgrpo.policies import check, memory
 from flowgrpo.policies.pipeline import PipelinePolicy
@@ -167,6 +167,16 @@ def test_where_memory_runs_out_nothing_is_known(make, exhaust):
 def test_the_weights_are_counted():
     # A float32 weight of 2**27 numbers, not touched, and so in no memory, is half a GiB.
     assert memory.held([torch.nn.Linear(2**14, 2**13, bias=False, device="meta"), None, "tokenizer"]) == 0.5
+
+
+@pytest.mark.parametrize("options, alone, shared", [
+    ({"method": "flow_grpo"}, 6.0, 6.0), ({"method": "dance_grpo"}, 6.0, round((1 + 4 * 5) / 4, 2)),
+    ({"method": "draft", "reward": "scene_soft"}, None, None)])
+def test_a_recipes_rollout_costs_what_its_own_plan_says(options, alone, shared):
+    """6 steps and groups of 4; dance_grpo's share their initial noise, and so the first step."""
+    recipe = load(None, {"train.steps": 6, "train.group": 4, "adapter.rank": 2} | options)
+    told = check.report("StableDiffusion3Pipeline", recipe, "cpu")
+    assert (told["evaluations_per_picture"], told["evaluations_per_picture_shared"]) == (alone, shared)
 
 
 def test_the_device_is_asked_for(capsys):

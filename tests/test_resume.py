@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from flowgrpo import checkpoint
 from flowgrpo.cli import main
-from flowgrpo.earlier import keep_lines
+from flowgrpo.earlier import held, keep_lines
 from flowgrpo.errors import UserError
 from flowgrpo.policies.adapters import LORA_FILE
 from flowgrpo.signals import Stop, Stopped
@@ -160,6 +160,36 @@ def test_a_new_run_of_the_same_name_starts_anew_and_loses_nothing(finished, caps
     assert [line["epoch"] for line in lines(run)] == [1, 2, 3]
     assert main([*command, "--train.epochs=1"]) == 0
     assert [(run.parent / f"{run.name}.{number}").is_dir() for number in (1, 2, 3)] == [True, True, False]
+
+
+def test_a_folder_that_a_run_writes_to_is_not_taken(finished, capsys):
+    command, run = finished
+    files = {path.relative_to(run): path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    with held(run):
+        for more in ([], ["--resume"]):
+            assert main([*command, *more]) == 2
+            assert f"another run is writing to {run}: give this one another name" in capsys.readouterr().err
+    assert {path.relative_to(run): path.read_bytes() for path in run.rglob("*") if path.is_file()} == files
+    assert main([*command, "--resume"]) == 0
+
+
+def test_what_a_run_reads_is_not_moved_away_with_an_earlier_one(finished, capsys):
+    command, run = finished
+    (run / "prompts.txt").write_text("\n".join(tiny.PROMPTS))
+    assert main([*command, f"--prompts={run}/prompts.txt"]) == 2
+    assert f"prompts is {run}/prompts.txt, in the folder of an earlier run" in capsys.readouterr().err
+    assert main([*command, "--resume", f"--prompts={run}/prompts.txt"]) == 0
+
+
+def test_a_run_without_a_whole_epoch_is_not_set_aside(finished, capsys):
+    command, run = finished
+    (run / "summary.json").unlink()
+    for path in (run / "checkpoints").glob("epoch-*"):
+        shutil.rmtree(path)
+    (run / "checkpoints" / "epoch-00000").mkdir()
+    assert main([*command, "--train.epochs=1"]) == 0
+    assert "earlier run" not in capsys.readouterr().out and not run.with_name(f"{run.name}.1").exists()
+    assert [path.name for path in (run / "checkpoints").iterdir()] == ["epoch-00001"]
 
 
 def test_what_was_changed_since_is_told(finished, capsys):

@@ -147,6 +147,8 @@ def before(trainer, functions: dict[str, Any], folder: Path, reuse: bool) -> Mea
     settings = measured_how(trainer.config, spread(trainer.held_out, trainer.config.eval.prompts), functions)
     known = read_object(path, "remove it, and the base is measured again") if reuse and path.exists() else {}
     if known.get("settings") != settings:
+        if reuse and {**known.get("settings", {}), "grid": settings["grid"]} != settings:
+            trainer.best.forget()
         with trainer.policy.reference():
             found = _measure(trainer, functions, "held-out prompts, before")
         trainer.policy.evaluations = evaluations
@@ -163,7 +165,7 @@ def before(trainer, functions: dict[str, Any], folder: Path, reuse: bool) -> Mea
 def measured_how(config: Config, prompts: list[data.Prompt], functions: dict[str, Any]) -> dict[str, Any]:
     """What the base's scores depend on, as it comes back from JSON."""
     of = config.model_dump(mode="json", include={"model", "precision", "negative_prompt", "picture", "text"})
-    told = of | config.eval.model_dump(mode="json") | {
+    told = of | config.eval.model_dump(mode="json", exclude={"every", "best", "stop", "weights"}) | {
         "rewards": rules(functions), "shown": [[p.text, p.negative, p.image, p.metadata] for p in prompts]}
     return json.loads(json.dumps(told, default=str))
 
@@ -196,7 +198,6 @@ def finish(trainer, functions: dict[str, Any], folder: Path, base: Measured) -> 
     with policy.weights.swapped(trainer.best.weights or trainer.evaluated_weights()):
         said = policy.weights.save(folder) if first else ""
         after = _measure(trainer, functions, "held-out prompts, after", policy.reference)
-    pictures = trainer.epoch * config.train.prompts * config.train.group
     summary = {
         "name": config.name, "model": config.model, "method": config.method, "seed": config.seed,
         "evaluation": {"prompts": len(base.prompts), "samples": config.eval.samples, "steps": config.eval.steps,
@@ -205,8 +206,8 @@ def finish(trainer, functions: dict[str, Any], folder: Path, base: Measured) -> 
         "tasks": {name: {"before": base.by_task(name), "after": after.by_task(name)} for name in functions},
         "seconds": round(trainer.seconds, 1), "epochs": trainer.epoch, "updates": trainer.update,
         "kept": trainer.best.told(), "denoiser_evaluations": evaluations, "unit": policy.unit,
-        "sampled_pictures": pictures,
-        "rollout_evaluations_per_picture": round(trainer.explorer.rollout_evaluations / max(pictures, 1), 3),
+        "sampled_pictures": trainer.sampled,
+        "rollout_evaluations_per_picture": round(trainer.explorer.rollout_evaluations / max(trainer.sampled, 1), 3),
         "rollout_evaluations_saved_by_sharing": trainer.explorer.saved_evaluations,
         "max_first_log_ratio": trainer.first_ratio.found, "skipped_updates": trainer.skipped,
         "reward_wait_seconds": round(trainer.reward_wait_seconds, 1),

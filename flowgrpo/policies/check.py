@@ -70,9 +70,9 @@ def report(model: Any, config: Config | None = None, device: str | None = None) 
     which has to be 0), lora_grad (norm of the adapter's gradient), gradient_error (in fp32: how far a step along the
     gradient is from what it foretells, relative; not of a DoRA);
     memory (GiB by phase, for the recipe, see memory.py), memory_parts (GiB by part, of the update);
-    evaluations_per_picture and evaluations_per_picture_shared: of a mix_grpo rollout with 10 steps and 12 pictures per
-    prompt at guidance 1, on average over the window's places, without and with a shared prefix; notes: what the
-    recipe's options leave untold.
+    evaluations_per_picture and evaluations_per_picture_shared: of a rollout of the recipe's first epoch, without and
+    with shared prefixes and whatever its guidance costs; without a recipe of mix_grpo with 10 steps and 12 pictures per
+    prompt, on average over the window's places; notes: what the recipe's options leave untold.
 
     Keys of a language model beside those of the same names: kind, class, tokenizer, vocabulary, chat_template (whether
     there is one), end_tokens, pad_token, prompt_tokens, completion_tokens (of a prompt and the longest of two
@@ -155,7 +155,7 @@ def _drive(model: Any, recipe: Config | None, device: str, found: dict[str, Any]
         policy.weights.save(Path(folder))  # reads the file back, and raises where it is not the same
     if recipe is None and policy.process == "vp":  # the default method is for flows alone
         config = config.model_copy(update={"method": "ddpo"})
-    found |= _cost() | _memory(policy, config, conditioning)
+    found |= _cost(recipe, method) | _memory(policy, config, conditioning)
 
 
 class Unknown(UserError):
@@ -327,7 +327,15 @@ def require_exact(found: dict[str, Any]) -> None:
                         "of the model runs without gradients")
 
 
-def _cost() -> dict[str, float]:
+def _cost(recipe: Config | None, method: Method) -> dict[str, float]:
+    """Of the recipe's first epoch, or without one of MixGRPO's; nothing of a method that draws no groups of its own."""
+    if recipe:
+        train = recipe.train
+        if recipe.preferences or method.backprop:
+            return {}
+        of = method.explorations(shifted(train.steps, train.shift), train.group, train.shift, 0, recipe.seed)
+        alone, shared = (count(of, 1) / sum(each.group for each in of) for count in (cost.alone, cost.rollout))
+        return {"evaluations_per_picture": round(alone, 2), "evaluations_per_picture_shared": round(shared, 2)}
     method, grid = mix_grpo(), shifted(STEPS, 3.0)
     places = range(STEPS - method.plan.size)
     explorations = [method.explorations(grid, SAMPLES, 3.0, place * method.plan.every, 0) for place in places]
