@@ -24,6 +24,7 @@ from flowgrpo.evaluation import findings, statistics
 from flowgrpo.evaluation.evaluate import evaluate
 from flowgrpo.evaluation.ledger import Ledger, Place
 from flowgrpo.finite import finite
+from flowgrpo.reward_rule import WatchRule
 
 SUITE = [("a dog", "animals"), ("a cat", "animals"), ("a hat", "things"), ("a cup", "things"), ("fog", "weather")]
 DARK = "def dark(images, prompts):\n    return (1 - images.flatten(1).mean(1)).tolist()\n"
@@ -308,6 +309,29 @@ def test_failures_that_may_be_skipped_are_counted(world, model, tmp_path):
     results = evaluate(str(run), str(world / "suite.jsonl"), [], tmp_path / "out")
     assert results["failed"] == {f"{run}/bright.py:bright": 0, f"{run}/picky.py:picky": 1}
     assert results["arms"]["tuned"][f"{run}/picky.py:picky"]["all prompts"]["prompts"] == 4
+
+
+def test_what_failed_is_asked_for_again_by_the_same_command(world, model, tmp_path):
+    """An outage, one that has ended but for a prompt, and none; what has an answer is not asked for again."""
+    (tmp_path / "service.py").write_text(
+        "from pathlib import Path\n\nHERE = Path(__file__).parent\n\n\ndef service(images, prompts):\n"
+        "    down = (HERE / 'down').read_text().split()\n"
+        "    if any(word in down for prompt in prompts for word in prompt.split()):\n"
+        "        raise OSError('no route')\n"
+        "    with (HERE / 'asked').open('a') as file:\n        file.writelines(f'{prompt}\\n' for prompt in prompts)\n"
+        "    return [None if prompt == 'a cup' else 0.25 for prompt in prompts]\n")
+    rules = {"service": WatchRule(use=f"{tmp_path}/service.py:service", on_error="skip")}
+    told = []
+    for down in ("a fog", "fog", ""):
+        (tmp_path / "down").write_text(down)
+        results = evaluate(str(model), str(world / "suite.jsonl"), rules, tmp_path / "out", steps=1)
+        entry = results["arms"]["base"]["service"]["all prompts"]
+        said = f"service failed on {results['failed']['service']} pictures, which are left out: the same command asks"
+        told.append((results["failed"]["service"], entry["prompts"], said in (tmp_path / "out/table.md").read_text()))
+    assert told == [(5, 0, True), (1, 3, True), (0, 4, False)] and entry["mean"] == 0.25
+    assert (tmp_path / "asked").read_text().split("\n") == [*(text for text, _ in SUITE), ""]
+    (tmp_path / "down").write_text("a fog")  # nothing is left to ask
+    assert evaluate(str(model), str(world / "suite.jsonl"), rules, tmp_path / "out", steps=1) == results
 
 
 @pytest.mark.parametrize("shape", [(3, 8, 16), (5, 3, 8, 16)])

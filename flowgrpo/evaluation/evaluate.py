@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +34,8 @@ from flowgrpo.finite import finite
 from flowgrpo.policies import build
 from flowgrpo.processes import Processes
 from flowgrpo.reward_rule import WatchRule
-from flowgrpo.rewards import pairwise
+from flowgrpo.rewards import Failed, pairwise
+from flowgrpo.rewards.score import columns
 
 BASE, TUNED = "base", "tuned"
 AT_ONCE = 8  # samples that are scored in one call
@@ -191,7 +193,8 @@ def _processes() -> Processes:
 def _make(plan: Plan, suite: Suite, functions: dict[str, Any], ledger: Ledger, known: dict[Place, dict[str, float]],
           processes: Processes, batch: int) -> dict[str, int]:
     """Draw and score what is not there yet. Returns on how many samples each reward failed, of all processes."""
-    hand, tally, at_once = plan.medium.hand(plan, processes.device), rewards.Tally(), max(AT_ONCE, batch)
+    hand, at_once = plan.medium.hand(plan, processes.device), max(AT_ONCE, batch)
+    failed: Counter[str] = Counter()
     for arm in plan.arms:
         processes.wait()  # the base's samples of all are there before they are compared with
         places = [Place(arm, i, k) for i in range(len(suite.cases)) for k in range(plan.samples)]
@@ -206,9 +209,9 @@ def _make(plan: Plan, suite: Suite, functions: dict[str, Any], ledger: Ledger, k
                     drawn = hand.draw(arm, [suite.cases[place.prompt].prompt for place in places], places)
                     for place, each in zip(places, drawn):
                         ledger.save(place, each)
-                _score(some, suite, functions, ledger, known, tally, plan.unchanged)
+                failed += _score(some, suite, functions, ledger, known, plan.unchanged)
                 bar.update(len(some))
-    return dict(zip(functions, processes.total([tally.failed[name] for name in functions])))
+    return dict(zip(functions, processes.total([failed[name] for name in functions])))
 
 
 def _known(ledger: Ledger, plan: Plan, functions: dict[str, Any]) -> dict[Place, dict[str, float]]:
@@ -220,16 +223,22 @@ def _known(ledger: Ledger, plan: Plan, functions: dict[str, Any]) -> dict[Place,
 
 
 def _score(places: Sequence[Place], suite: Suite, functions: dict[str, Any], ledger: Ledger,
-           known: dict[Place, dict[str, float]], tally: rewards.Tally, base: str | None) -> None:
-    """Score samples by the rewards that one of them lacks, and write that down; base: the arm that is compared with."""
+           known: dict[Place, dict[str, float]], base: str | None) -> Counter[str]:
+    """Score samples by the rewards that one of them lacks, and write down what each lacks; base: the arm that is
+    compared with. Returns how many failed: they are not written down, so that the next call asks for them again."""
     missing = {name: reward for name, reward in functions.items()
                if any(name not in known.get(place, {}) for place in places)}
     prompts = [suite.cases[place.prompt].prompt for place in places]
     compared = base is not None and any(map(rewards.sees_base, missing.values()))
-    found = rewards.score(missing, ledger.batch(places), [p.text for p in prompts], [p.metadata for p in prompts],
-                          tally=tally, base=ledger.batch([p._replace(arm=base) for p in places]) if compared else None)
-    for place, values in zip(places, found.tolist()):
-        ledger.write(place, dict(zip(missing, values)))
+    found = columns(missing, ledger.batch(places), [p.text for p in prompts], [p.metadata for p in prompts],
+                    base=ledger.batch([p._replace(arm=base) for p in places]) if compared else None)
+    failed: Counter[str] = Counter()
+    for place, values in zip(places, zip(*found)):
+        lacked = {name: value for name, value in zip(missing, values) if name not in known.get(place, {})}
+        failed.update(name for name, value in lacked.items() if isinstance(value, Failed))
+        ledger.write(place, {name: float(np.float32(value))  # as `rewards.score` has it
+                             for name, value in lacked.items() if not isinstance(value, Failed)})
+    return failed
 
 
 # --- what was found --------------------------------------------------------------------------------------------------
@@ -237,7 +246,7 @@ def _score(places: Sequence[Place], suite: Suite, functions: dict[str, Any], led
 def _finish(plan: Plan, suite: Suite, functions: dict[str, Any], ledger: Ledger, failed: dict[str, int],
             apart: Callable) -> dict[str, Any]:
     known, shape = ledger.read(), (len(suite.cases), plan.samples)
-    scores = {arm: {name: np.array([[known[place][name] for place in row] for row in _places(arm, shape)])
+    scores = {arm: {name: np.array([[known[place].get(name, math.nan) for place in row] for row in _places(arm, shape)])
                     for name in functions} for arm in plan.arms}
     spread = {arm: np.array([[apart(ledger.batch(row))] for row in _places(arm, shape)]) for arm in plan.arms} \
         if plan.samples > 1 else {}

@@ -88,8 +88,8 @@ def notes(results: dict[str, Any]) -> list[str]:
             told = ", ".join(f"{arm} {mean:.3f}" for arm, mean in means.items())
             said.append(f"{name}, mean over the categories: {told}")
     unit = f"{results['unit']}s"
-    said += [f"{name} failed on {count} {unit}, which are left out" for name, count in results["failed"].items()
-             if count]
+    said += [f"{name} failed on {count} {unit}, which are left out: the same command asks for them again"
+             for name, count in results["failed"].items() if count]
     said += [f"{name}, {arm}: {', '.join(f'{what} {_cell(entry)}' for what, entry in each.items())}"
              for arm, rewards in results["tries"].items() for name, each in rewards.items()]
     if results["diversity"]:
