@@ -21,7 +21,10 @@ import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from datetime import date, time
+from decimal import Decimal
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import numpy as np
@@ -128,16 +131,32 @@ def _read_csv(text: str, path: Path) -> Records:
 
 
 def rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of a .parquet file, without columns that hold bytes. UserError where pyarrow is missing."""
+    """The rows of a .parquet file as JSON has them, without columns that hold bytes: dates and times as ISO 8601 writes
+    them, NaN as null. UserError where pyarrow is missing."""
     from flowgrpo.rewards.needs import needed
 
     parquet = needed("pyarrow.parquet", "parquet", str(path))
     try:
         columns = [field.name for field in parquet.read_schema(path) if "binary" not in str(field.type)]
-        return parquet.read_table(path, columns=columns).to_pylist()
+        return [_plain(row) for row in parquet.read_table(path, columns=columns).to_pylist()]
     except (OSError, ValueError) as error:  # pyarrow's own are of the latter
         raise UserError(f"{path}: not a .parquet file that can be read ({' '.join(str(error).split())[:200]})"
                         ) from None
+
+
+def _plain(value: Any) -> Any:
+    """A cell's value as JSON has it; what JSON has nothing like, such as a duration, as its text."""
+    if isinstance(value, dict):
+        return {key: _plain(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(inner) for inner in value]
+    if isinstance(value, (date, time)):  # a datetime is a date
+        return value.isoformat()
+    if isinstance(value, Decimal):
+        return int(value) if value == int(value) else float(value)
+    if isinstance(value, float) and math.isnan(value):
+        return None
+    return value if isinstance(value, (str, int, float, NoneType)) else str(value)
 
 
 def _read_parquet(_: str, path: Path) -> Records:

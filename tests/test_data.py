@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import runpy
 import sys
 from collections import Counter
+from datetime import datetime, timedelta
+from decimal import Decimal
 from pathlib import Path
 
 import pyarrow
@@ -95,6 +98,19 @@ def test_parquet_holds_the_same(tmp_path):
     assert load_prompts(table(tmp_path / "p.parquet", rows)) == [Prompt("a cat", metadata={"n": 2})]
     rows = [{"question": "3 and 4?", "answer": "3+4\n#### 7"}]
     assert load_prompts(table(tmp_path / "p.parquet", rows)) == [Prompt("3 and 4?", metadata={"answer": "7"})]
+
+
+def test_parquet_columns_of_dates_and_decimals_are_metadata_that_json_holds(tmp_path):
+    moment = datetime(2026, 5, 1, 12, 30)
+    rows = [{"prompt": "a cat", "day": moment.date(), "at": moment, "hour": moment.time(), "weight": Decimal("2.5"),
+             "count": Decimal("3.00"), "score": math.nan, "long": timedelta(hours=1), "fine": True,
+             "metadata": {"seen": [{"on": moment.date(), "value": math.nan}]}},
+            {"prompt": "a dog", "day": None, "score": 0.5, "weight": None}]
+    cat, dog = load_prompts(table(tmp_path / "p.parquet", rows))
+    told = {"day": "2026-05-01", "at": "2026-05-01T12:30:00", "hour": "12:30:00", "count": 3, "long": "1:00:00",
+            "fine": True, "seen": [{"on": "2026-05-01", "value": None}]}
+    assert json.loads(json.dumps(cat.metadata, allow_nan=False)) == told and cat.weight == 2.5
+    assert dog == Prompt("a dog", metadata={"score": 0.5})
 
 
 def test_mistakes_in_parquet_are_told(tmp_path):
