@@ -17,6 +17,7 @@ from flowgrpo.errors import UserError
 from flowgrpo.evaluation import album, held_out
 from flowgrpo.geometry import geometry
 from flowgrpo.policies import build
+from flowgrpo.policies.handed import as_before
 from flowgrpo.processes import require_replicated
 from flowgrpo.rewards import pairwise
 from flowgrpo.train import Trainer
@@ -58,15 +59,23 @@ def run(config: Config, resume: bool = False, *, pipe=None, functions: dict[str,
 
     Under `accelerate launch` or `torchrun` every process calls it, and the first one writes and prints.
     pipe (of a language model the tuple of model and tokenizer or processor), functions (by name), prompts: objects that
-    take the place of what the configuration names.
+    take the place of what the configuration names. Where the run fails, such a pipe is left as it was.
     """
     from accelerate.utils import set_seed
 
-    ready, folder = check(config, resume, pipe, functions, prompts), config.folder
+    ready = check(config, resume, pipe, functions, prompts)
     set_seed(config.seed)
-    policy = build.make_policy(config, ready.device, pipe)
-    rewards.require_modality(ready.trained | ready.measured, policy.modality)
-    rewards.require_base(ready.trained | ready.measured, policy.modality)
+    loaded = build.load(config) if pipe is None else pipe
+    modality = build.modality(loaded)
+    rewards.require_modality(ready.trained | ready.measured, modality)
+    rewards.require_base(ready.trained | ready.measured, modality)
+    with as_before(pipe):
+        return _train(config, ready, loaded)
+
+
+def _train(config: Config, ready: Ready, loaded: Any) -> dict[str, Any]:
+    """The run of a model that is loaded, after all that is known to be wrong without it."""
+    folder, policy = config.folder, build.make_policy(config, ready.device, loaded)
     trainer = Trainer(config, ready.accelerator, policy, ready.trained, ready.split)
     if ready.last:
         state.restore(trainer, ready.last)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import tiny
+import tiny_text
 import torch
 from safetensors.torch import load_file
 
@@ -529,6 +530,38 @@ def test_arguments_of_another_type_are_told(given, told, tmp_path):
         flowgrpo.align(**{"model": "starter", "output": str(tmp_path)} | given)
     assert str(caught.value).startswith(told) and "\n" not in str(caught.value)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("wrong, told", [
+    ({"rewards": "motion"}, "reward 'motion' judges video, but what is generated here is image"),
+    ({"adapter": {"targets": ["to_qq"]}}, "match no module of the transformer"),
+    ({"picture": {"call": tiny.CALL, "height": 17}}, "refuses its arguments"),
+])
+def test_a_run_that_fails_leaves_the_pipeline_as_it_was(wrong, told, tmp_path):
+    pipe, given = tiny.sd3(), {"rewards": bluish, "prompts": ["red", "blue", "green", "old"]} | small(tmp_path)
+    before = every_weight(tiny.sd3())
+    with pytest.raises(UserError, match=told):
+        flowgrpo.align(pipe, **given | wrong)
+    assert all(key == was and torch.equal(now, value) for (key, now), (was, value) in
+               zip(every_weight(pipe), before, strict=True))
+    assert not pipe.transformer._forward_pre_hooks
+    assert flowgrpo.align(pipe, **given)["updates"] == 2
+
+
+def test_how_an_adapter_is_taken_off_is_told_and_true():
+    pipe = tiny.sd3()
+    count = len(tiny.policy(pipe).weights.named)
+    with pytest.raises(UserError, match=r"adapter already \(default\): pipe.unload_lora_weights\(\) takes it off"):
+        tiny.policy(pipe)
+    for take_off in (pipe.unload_lora_weights, lambda: pipe.transformer.delete_adapters("default")):
+        take_off()
+        assert len(tiny.policy(pipe).weights.named) == count
+    loaded = tiny_text.model()
+    count = len(tiny_text.policy(loaded).weights.named)
+    with pytest.raises(UserError, match=r"the model has an adapter .*: model.delete_adapter\('default'\) takes"):
+        tiny_text.policy(loaded)
+    loaded[0].delete_adapter("default")
+    assert len(tiny_text.policy(loaded).weights.named) == count
 
 
 def test_a_reward_need_not_be_hashable(tmp_path):

@@ -21,6 +21,7 @@ from flowgrpo.policies.lora import (
     loader,
     save_peft,
     save_stock,
+    take_off,
 )
 
 
@@ -63,7 +64,9 @@ class Weights:
         from peft import LoraConfig
 
         if getattr(module, "peft_config", None):
-            raise UserError(f"the {name} has an adapter already ({', '.join(module.peft_config)}): fuse or unload it")
+            raise UserError(f"the {name} has an adapter already ({', '.join(module.peft_config)}): "
+                            f"{self._way_off(name, module)}")
+        take_off(module)  # of an adapter that was deleted, peft's empty layers stay
         option = "encoder_targets" if name.startswith("text_encoder") else "targets"
         rank, targets = self.adapter.rank, getattr(self.adapter, option)
         found = sorted(key for key, m in module.named_modules() if isinstance(m, (torch.nn.Linear, torch.nn.Conv2d))
@@ -78,6 +81,14 @@ class Weights:
         for parameter in module.parameters():
             if parameter.requires_grad:
                 parameter.data = parameter.data.float()
+
+    def _way_off(self, name: str, module: torch.nn.Module) -> str:
+        """How a person takes the adapters off a module."""
+        if name in getattr(self.pipe, "_lora_loadable_modules", ()):
+            return "pipe.unload_lora_weights() takes it off (and pipe.fuse_lora() before that keeps what it does)"
+        way = "delete_adapters" if hasattr(module, "delete_adapters") else "delete_adapter"
+        where = name if name == "model" else f"pipe.{name}"
+        return f"{where}.{way}({[*module.peft_config][0]!r}) takes it off" if hasattr(module, way) else "load it anew"
 
     def add(self, name: str, module: torch.nn.Module) -> None:
         """Train a module with the others that is none of the pipeline's: checkpoints hold it, `save` leaves it out."""

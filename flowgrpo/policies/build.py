@@ -97,15 +97,33 @@ def reads_images(described: dict[str, Any]) -> bool:
     return described.get("model_type") in both and "vision_config" in described
 
 
+def load(config: Config) -> Any:
+    """The pipeline of a configuration, or its (model, tokenizer or processor). UserError where it does not load."""
+    if kind(config) != PIPELINE:
+        require_plain(config)
+        return load_language(config)
+    from flowgrpo.policies.load import load_pipeline
+
+    return load_pipeline(config.model, config.precision, config.trust_remote_code, config.memory.weights)
+
+
+def modality(loaded: Any) -> str:
+    """What a loaded model makes: "image", "video" or "text"."""
+    if isinstance(loaded, tuple):
+        return "text"
+    from flowgrpo.policies import pipeline
+
+    return pipeline.modality(loaded)
+
+
 def make_policy(config: Config, device: Any, loaded: Any = None):
     """The policy of a configuration, of a loaded pipeline or (model, tokenizer or processor) where one is given."""
-    if kind(config, loaded) != PIPELINE:
+    pipe = load(config) if loaded is None else loaded
+    if isinstance(pipe, tuple):
         require_plain(config)
-        return language_policy(config, loaded or load_language(config), config.adapter, device)
-    from flowgrpo.policies.load import load_pipeline
+        return language_policy(config, pipe, config.adapter, device)
     from flowgrpo.policies.pipeline import PipelinePolicy
 
-    pipe = loaded or load_pipeline(config.model, config.precision, config.trust_remote_code, config.memory.weights)
     method = methods.with_parts(methods.preset(config.method), config.parts)
     options = dict(device=device, precision=config.precision, guidance=config.train.guidance, call=config.call,
                    checkpointing=config.train.checkpointing, memory=config.memory, compiled=config.train.compile)

@@ -80,12 +80,18 @@ def save_peft(module: torch.nn.Module, folder: Path) -> None:
 
 
 def merge(module: torch.nn.Module) -> None:
-    """Add a module's LoRA to its weights and forget it, whatever loaded it; a module without one stays as it is."""
-    from diffusers.utils import recurse_remove_peft_layers
+    """Add a module's LoRA to its weights and forget it; a module without one stays as it is."""
     from peft.tuners.lora import LoraLayer
 
     for layer in [each for each in module.modules() if isinstance(each, LoraLayer)]:
         layer.merge()
+    take_off(module)
+
+
+def take_off(module: torch.nn.Module) -> None:
+    """Forget a module's LoRA, whatever added it; a module without one stays as it is."""
+    from diffusers.utils import recurse_remove_peft_layers
+
     recurse_remove_peft_layers(module)
     if hasattr(module, "peft_config"):  # else the module would be saved as an adapter
         del module.peft_config

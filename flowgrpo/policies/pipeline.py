@@ -38,6 +38,12 @@ from flowgrpo.starter import FOLDERS
 STARTER = FOLDERS["starter"]
 
 
+def modality(pipe: Any) -> str:
+    """What a pipeline makes, by the arguments that it takes: "video" or "image"."""
+    accepts = inspect.signature(inspect.unwrap(type(pipe).__call__)).parameters
+    return "video" if any("frame" in name or "video" in name for name in accepts) else "image"
+
+
 class PipelinePolicy:
     """A diffusers pipeline with trainable weights: `encode`, `run`, `replay`, `decode`, and `generate` for evaluation.
 
@@ -67,8 +73,7 @@ class PipelinePolicy:
         self.accepts, self.denoisers = driver.accepts, driver.denoisers
         self.stock, self.strength = driver.stock, driver.strength
         self.process = driver.scheduler.process  # flow, or vp for a variance-preserving one
-        moves = any("frame" in name or "video" in name for name in self.accepts)
-        self.modality, self.unit = "video" if moves else "image", "denoiser evaluations"
+        self.modality, self.unit = modality(pipe), "denoiser evaluations"
         self._check_call()
         self._trial = Task(torch.tensor([0.9, 0.5]), range(1), replay=True,  # to find out what the pipeline does
                            timesteps=torch.tensor([900, 500]) if self.process == "vp" else None)
