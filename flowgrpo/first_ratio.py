@@ -12,6 +12,7 @@ from flowgrpo.objectives import Clip
 from flowgrpo.samplers.replay import rescored
 from flowgrpo.samplers.rollout import Part
 
+ROUNDED = 0.02  # more is no rounding: a log-probability is a mean over a latent's values, which rounds to far less
 UNCLIPPED = 1e-4  # the range that stands for that of a surrogate without a clip, whose gradient no ratio enters
 
 
@@ -19,12 +20,13 @@ class FirstRatio:
     """Keeps what was `found`, the largest first |log ratio|, and whether old scores are computed again (`rescore`).
 
     Both are of all processes, which decide alike. explorer: what replays a part; exact: by how much replay and rollout
-    may differ where it computes in fp32, None where it does not, and a tenth of the clip range is the limit.
+    may differ where it computes in fp32, None where it does not, and a tenth of the clip range is the limit; most: what
+    no rounding reaches.
     """
 
-    def __init__(self, explorer, clip: Clip, exact: float | None):
+    def __init__(self, explorer, clip: Clip, exact: float | None, most: float = math.inf):
         self.explorer, self.processes, self.exact = explorer, explorer.processes, exact
-        narrow = min(clip.low, clip.high)
+        self.most, narrow = most, min(clip.low, clip.high)
         self.limit = self.exact or 0.1 * (narrow if narrow < math.inf else UNCLIPPED)
         self.found: float | None = None
         self.rescore = False
@@ -34,13 +36,17 @@ class FirstRatio:
 
         In fp32 the run stops above `exact`. Otherwise, above a tenth of the clip range (of 1e-4, where nothing is
         clipped), the old log-probabilities are computed again as the replay computes them, now and in every later
-        epoch, and the run stops only if the two still differ.
+        epoch, and the run stops only if the two still differ, or if they were further apart than rounding brings them.
         """
         if self.rescore:
             return self._again(parts, conditioning)
         if self.found is not None or not self.processes.any(bool(parts)):
             return parts
         self.found = left = self._largest(parts, conditioning)
+        if not self.exact and not left <= max(self.most, self.limit):
+            raise UserError(f"the first |log ratio| is {left:.1e}, and rounding makes less than {self.most:.1e} of it: "
+                            "replay and rollout disagree; look for an argument of the pipeline's call that goes by the "
+                            "place in its loop, and see what a run with precision: fp32 says")
         if left > self.limit and not self.exact:
             self.rescore, parts = True, self._again(parts, conditioning)
             left = self._largest(parts, conditioning)

@@ -23,4 +23,6 @@ def make_optimizer(train: Train, parameters: Sequence[torch.nn.Parameter]) -> to
 def make_scaler(precision: str, device: torch.device) -> torch.amp.GradScaler:
     """Of fp16 alone: the loss is scaled up, since the gradients of millions of decisions and latents lie below what
     fp16 can hold, and the gradients down again; where they overflow the step is skipped and the scale halved."""
-    return torch.amp.GradScaler(device.type, enabled=precision == "fp16")
+    scaler = torch.amp.GradScaler(device.type, enabled=precision == "fp16")
+    scaler.scale(torch.zeros((), device=device))  # it has no scale before: a process may have nothing to train at first
+    return scaler

@@ -23,7 +23,7 @@ from flowgrpo.credit import credit
 from flowgrpo.drawn import Drawn, moved
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation import held_out, report
-from flowgrpo.first_ratio import FirstRatio
+from flowgrpo.first_ratio import ROUNDED, FirstRatio
 from flowgrpo.geometry import geometry
 from flowgrpo.log import Clock, Log, Stats
 from flowgrpo.optimizer import make_optimizer, make_scaler
@@ -60,7 +60,8 @@ class Trainer:
         self.best = Best(config.eval)
         self.memory: dict[str, Any] = {}  # what parts of the method remember between epochs
         self.anchor = Anchor(self.method, policy, self.memory, keep=config.train.inner_epochs > 1)
-        self.first_ratio = FirstRatio(self.explorer, self.method.surrogate, policy.exact)
+        self.first_ratio = FirstRatio(self.explorer, self.method.surrogate, policy.exact,
+                                      math.inf if policy.modality == "text" else ROUNDED)
         self.critic = make_critic(self.method, policy, self.geometry, self.processes)
         self.epoch = self.update = self.skipped = self.sampled = 0
         self.seconds = self.reward_wait_seconds = 0.0

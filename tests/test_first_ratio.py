@@ -10,6 +10,7 @@ import pytest
 import tiny
 import torch
 
+from flowgrpo.errors import UserError
 from flowgrpo.first_ratio import FirstRatio
 from flowgrpo.methods import preset, with_parts
 from flowgrpo.objectives import Clip
@@ -24,6 +25,16 @@ def test_limits_by_hand(surrogate, limit):
     explorer = SimpleNamespace(processes=Processes())  # nothing is replayed here
     assert FirstRatio(explorer, surrogate, exact=1e-6).limit == 1e-6
     assert FirstRatio(explorer, surrogate, exact=None).limit == pytest.approx(limit)
+
+
+def test_what_no_rounding_makes_stops_a_run_below_fp32_too():
+    trainer = tiny.trainer(tiny.policy(tiny.sd3().to(torch.bfloat16), precision="bf16"), precision="bf16")
+    parts, conditioning, grouped = trainer.sample(trainer.prompts[:2])
+    [first, *rest] = trainer.credit(parts, grouped, conditioning.prompts)
+    taken = first.transitions[0]
+    off = replace(taken, old=replace(taken.old, logp=taken.old.logp + 0.05))
+    with pytest.raises(UserError, match=r"the first \|log ratio\| is 5.0e-02, and rounding makes less than 2.0e-02"):
+        trainer.first_ratio([replace(first, transitions=(off, *first.transitions[1:])), *rest], conditioning, print)
 
 
 def test_without_a_clip_old_scores_that_differ_are_computed_again_too():

@@ -16,8 +16,9 @@ from flowgrpo.policies.conditioning import Encoder, join
 from flowgrpo.policies.memo import Memo, digest
 from flowgrpo.policies.memo import join as join_rows
 from flowgrpo.policies.pictures import other
-from flowgrpo.policies.pipeline import PipelinePolicy
+from flowgrpo.policies.pipeline import PLACED, PipelinePolicy
 from flowgrpo.samplers.grids import shifted
+from flowgrpo.samplers.scheduler import Task
 
 
 def policy(name="FluxKontextPipeline", **more):
@@ -50,6 +51,48 @@ def test_every_row_sees_the_picture_of_its_prompt(kontext, files):
     assert (together[0] - together[1]).abs().max() > 1e-3
     swapped = output(kontext, conditioning.rows(torch.tensor([1, 0])))
     torch.testing.assert_close(swapped, together.flip(0), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["FluxKontextPipeline", "QwenImageEditPipeline"])
+@pytest.mark.parametrize("encoder", [True, False])
+def test_pictures_of_other_shapes_change_nobodys_row(name, encoder, tmp_path):
+    """These pipelines bring all pictures of a call to the shape of the first one."""
+    for file, size in (("square", (16, 16)), ("wide", (64, 16))):
+        noise = torch.rand(*size[::-1], 3, generator=torch.Generator().manual_seed(size[0]))
+        Image.fromarray((255 * noise).byte().numpy()).save(tmp_path / f"{file}.png")
+    live, images = policy(name), [str(tmp_path / "square.png"), str(tmp_path / "wide.png")]
+    encode = Encoder(live) if encoder else live.encode
+    task = Task(shifted(3, 3.0), range(3))
+
+    def drawn(rows: list[int]) -> torch.Tensor:
+        conditioning = encode(["a"] * len(rows), [""] * len(rows), [images[i] for i in rows])
+        return live.run(task, conditioning, None, live.generators(rows))[0]
+
+    together = drawn([0, 1])
+    for row in (0, 1):
+        torch.testing.assert_close(together[row], drawn([row])[0], rtol=0, atol=1e-5)
+
+
+def test_what_is_learned_of_prompts_without_pictures_is_not_said_of_those_with(tmp_path):
+    live = policy("Flux2KleinPipeline")
+    live.given.clear()
+    live.encode(["a"])
+    files = [str(tmp_path / f"{name}.png") for name in ("red", "blue")]
+    for file, colour in zip(files, ("red", "blue")):
+        Image.new("RGB", (64, 64), colour).save(file)
+    assert not live.encode_prompt.apart
+    assert live.encode(["a", "b"], images=files).apart and live.encode_prompt.apart
+    assert not live.encode(["a", "b"]).apart
+
+
+@pytest.mark.parametrize("name, argument, value", [
+    ("StableDiffusion3Pipeline", "skip_guidance_layers", [0]), ("Lumina2Pipeline", "cfg_trunc_ratio", 0.5),
+    ("CogVideoXPipeline", "use_dynamic_cfg", True), ("StableDiffusionControlNetPipeline", "control_guidance_end", 0.5)])
+def test_guidance_that_goes_by_the_place_in_the_loop_is_refused(name, argument, value):
+    with pytest.raises(UserError, match=f"picture: {argument} goes by the place in the loop of {name}"):
+        policy(name, **{argument: value})
+    neutral = PLACED[argument]
+    assert policy(name, **{argument: neutral}).call[argument] == neutral
 
 
 def test_a_prompt_without_a_picture_has_that_of_the_call(kontext, files):

@@ -37,6 +37,7 @@ class Conditioning:
     inputs: reference pictures by the name of the pipeline's argument, one per prompt.
     apart: the pipeline takes one prompt per call; then every value is a list of what the calls of the prompts returned.
     bare: its `encode_prompt` returns one value, and no tuple.
+    listed: of those apart: each prompt is given as a list of one, since the pipeline would take several.
     """
 
     prompts: list[str]
@@ -46,6 +47,7 @@ class Conditioning:
     inputs: dict[str, list[Any]] = field(default_factory=dict)
     apart: bool = False
     bare: bool = False
+    listed: bool = False
 
     def rows(self, index: torch.Tensor) -> Conditioning:
         """The rows `index` (int64 [B]); a row may be taken several times."""
@@ -54,6 +56,11 @@ class Conditioning:
                       for values, owns in zip(self.calls, self.per_prompt, strict=True))
         return replace(self, prompts=_rows(self.prompts, picked), negatives=_rows(self.negatives, picked), calls=calls,
                        inputs={name: _rows(values, picked) for name, values in self.inputs.items()})
+
+    @property
+    def mixed(self) -> bool:
+        """Whether pictures differ in size: some pipelines (Flux Kontext) bring all of a call to the first one's."""
+        return any(len(set(map(_size, values))) > 1 for values in self.inputs.values())
 
     def to(self, device: torch.device | str) -> Conditioning:
         """The same with all tensors on the device."""
@@ -66,6 +73,12 @@ class Conditioning:
     def shapes(self) -> tuple[tuple[int, ...] | None, ...]:
         """Of the values of all calls; None for what is no tensor."""
         return tuple(tuple(value.shape) if torch.is_tensor(value) else None for call in self.calls for value in call)
+
+
+def _size(picture: Any) -> Any:
+    if isinstance(picture, (list, tuple)):
+        return tuple(map(_size, picture))
+    return tuple(picture.shape) if hasattr(picture, "shape") else getattr(picture, "size", None)
 
 
 def _rows(value: torch.Tensor | list[Any], picked: list[int]) -> torch.Tensor | list[Any]:
@@ -122,7 +135,7 @@ def join(parts: list[Conditioning]) -> Conditioning:
     return Conditioning([p for part in parts for p in part.prompts], [n for part in parts for n in part.negatives],
                         calls, first.per_prompt,
                         {name: [each for part in parts for each in part.inputs[name]] for name in first.inputs},
-                        first.apart, first.bare)
+                        first.apart, first.bare, first.listed)
 
 
 def _stack(values: list) -> torch.Tensor | list:

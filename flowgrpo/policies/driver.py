@@ -75,8 +75,9 @@ class Driver:
             self.scheduler.quirk = replace(self.scheduler.quirk, idle=1)
 
     def __call__(self, conditioning: Conditioning, task: Task | None, guidance: float, **options):
-        """Call the pipeline, once, or for each row where it takes one alone: (what it returns, the task's record)."""
-        if not conditioning.apart:
+        """Call the pipeline, once, or for each row where it takes one alone, or their pictures differ in size: (what it
+        returns, the task's record)."""
+        if not conditioning.apart and not conditioning.mixed:
             return self.once(conditioning, task, _cached(conditioning), guidance, **options)
         found = []
         for i in range(len(conditioning.prompts)):
@@ -98,9 +99,10 @@ class Driver:
             if state is not None:
                 options |= {"latents": None, "generator": generators(range(len(state)))}
             options = {"output_type": "latent"} | self._announced(task) | options
-        if conditioning.apart and options.get("generator"):
+        alone = conditioning.apart and not conditioning.listed
+        if alone and options.get("generator"):
             options["generator"] = options["generator"][0]
-        inputs = {name: values[0] if conditioning.apart else values for name, values in conditioning.inputs.items()}
+        inputs = {name: values[0] if alone else values for name, values in conditioning.inputs.items()}
         scale = {guidance_argument(self.accepts, self.call, self.denoisers.values()): guidance}
         arguments = dict(self.call, **inputs, **_texts(conditioning), return_dict=False, **scale, **options)
         pipe.encode_prompt = encode
@@ -156,4 +158,5 @@ def _cached(conditioning: Conditioning) -> Callable:
 def _texts(conditioning: Conditioning) -> dict[str, Any]:
     texts = {"prompt": conditioning.prompts, "negative_prompt": conditioning.negatives}
     # Copies of the prompts: some pipelines (Z-Image) write into the list.
-    return {name: own[0] if conditioning.apart else list(own) for name, own in texts.items()}
+    alone = conditioning.apart and not conditioning.listed
+    return {name: own[0] if alone else list(own) for name, own in texts.items()}

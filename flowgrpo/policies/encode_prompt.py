@@ -29,12 +29,18 @@ class EncodePrompt:
         self._encode = inspect.unwrap(type(pipe).encode_prompt).__get__(pipe) if live else pipe.encode_prompt
         self.apart: bool | None = None  # whether the pipeline takes one prompt per call; known after `learn`
         self._shared: tuple[tuple[bool, ...], ...] = ()
+        self._learned: dict[frozenset[str], tuple[bool, tuple[tuple[bool, ...], ...]]] = {}  # by kinds of pictures
         self._bare = False
+
+    def knows(self, asked: Conditioning) -> bool:
+        """Whether it has learned of prompts with such pictures, or of such without any."""
+        return frozenset(asked.inputs) in self._learned
 
     def learn(self, twice: Conditioning, guidance: float, stay_apart: Callable[[], bool]) -> None:
         """Find out which values serve all prompts, and whether a call may bring several prompts with their pictures.
 
         twice: one prompt, two times, not yet encoded. stay_apart: whether each sees its own picture."""
+        self.apart = None
         try:
             # Lengths alone would not tell: 77 tokens may meet 77 prompts. What grows with the prompts is theirs.
             one, two = self._calls(twice.rows(torch.tensor([0])), guidance), self._calls(twice, guidance)
@@ -45,15 +51,17 @@ class EncodePrompt:
         # What a pipeline for one prompt may raise; if it is something else, the next call raises it again.
         except (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError):
             self.apart = True
+        self._learned[frozenset(twice.inputs)] = self.apart, self._shared
 
     def __call__(self, asked: Conditioning, guidance: float) -> Conditioning:
         """What is asked for, with the values of `encode_prompt`."""
-        if not self.apart:
+        self.apart, self._shared = self._learned.get(frozenset(asked.inputs), (self.apart, self._shared))
+        if not self.apart and not asked.mixed:
             calls = self._calls(asked, guidance)
             per_prompt = tuple(tuple(value is not None and not shared for value, shared in zip(values, shares))
                                for values, shares in zip(calls, self._shared, strict=True))
             return replace(asked, calls=calls, per_prompt=per_prompt, bare=self._bare)
-        asked = replace(asked, apart=True)
+        asked = replace(asked, apart=True, listed=not self.apart)
         each = [self._calls(asked.rows(torch.tensor([i])), guidance) for i in range(len(asked.prompts))]
         calls = tuple(tuple(map(list, zip(*values))) for values in zip(*each, strict=True))
         return replace(asked, calls=calls, per_prompt=tuple((True,) * len(values) for values in calls), bare=self._bare)

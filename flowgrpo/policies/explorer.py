@@ -74,6 +74,9 @@ class Explorer:
         negatives = [self.config.negative_prompt if p.negative is None else p.negative for p in batch]
         with self.clock("encode"):
             found = self.encode([p.text for p in batch], negatives, [p.image for p in batch])
+            if self.config.train.pack and found.mixed:
+                raise UserError("train.pack is true, but the prompts' pictures differ in size, so that every row is a "
+                                "call of its own: set it to false, or bring the pictures to one size")
             if self.config.train.pack and not self.policy.vector(found):
                 raise UserError(f"train.pack is true, but {type(self.policy.pipe).__name__} takes one timestep per "
                                 f"call at guidance {self.policy.guidance:g}: set it to false")

@@ -36,6 +36,9 @@ from flowgrpo.samplers.scheduler import Record, Task
 from flowgrpo.starter import FOLDERS
 
 STARTER = FOLDERS["starter"]
+# Arguments of calls that go by the place in the pipeline's loop, and how they do nothing.
+PLACED = {"skip_guidance_layers": None, "cfg_trunc_ratio": 1.0, "use_dynamic_cfg": False, "control_guidance_start": 0.0,
+          "control_guidance_end": 1.0}
 
 
 def modality(pipe: Any) -> str:
@@ -104,6 +107,10 @@ class PipelinePolicy:
         if unknown := sorted(set(self.call | self.given) - set(self.accepts)):
             raise UserError(f"picture: {type(self.pipe).__name__} takes no {unknown[0]!r}"
                             f"{nearest(unknown[0], sorted(set(self.accepts) - {'self'}))}")
+        for name in PLACED.keys() & self.call.keys():
+            if self.call[name] not in (PLACED[name], [PLACED[name]]):
+                raise UserError(f"picture: {name} goes by the place in the loop of {type(self.pipe).__name__}, of "
+                                "which a replay, and a rollout whose samples share steps, are a part: leave it out")
 
     def _prepare(self, name: str, module: torch.nn.Module) -> None:
         if module.dtype != self.dtype:
@@ -127,7 +134,7 @@ class PipelinePolicy:
         """
         asked = Conditioning(prompts, negatives or [""] * len(prompts), inputs=pictures_of(self, len(prompts), images))
         try:
-            if self.encode_prompt.apart is None:
+            if not self.encode_prompt.knows(asked):
                 twice = asked.rows(torch.tensor([0, 0]))
                 self.encode_prompt.learn(twice, self.guidance, lambda: stay_apart(self, twice))
             conditioning = self.encode_prompt(asked, self.guidance)
