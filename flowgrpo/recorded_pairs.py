@@ -9,7 +9,7 @@ from flowgrpo import data
 from flowgrpo.config import Config
 from flowgrpo.errors import UserError
 from flowgrpo.parts.shaping import BradleyTerry
-from flowgrpo.preference_pairs import OVERALL, load_pairs
+from flowgrpo.preference_pairs import OVERALL, Pair, load_pairs
 
 Prompts = list[data.Prompt]
 
@@ -19,7 +19,8 @@ def in_place(config: Config, split: tuple[Prompts, Prompts]) -> tuple[Prompts, P
 
     A prompt stands for one pair: its metadata say which files are `chosen` and `rejected`, and in `preferred` the
     verdict, 1 for the chosen one; beside them is what the file of prompts says of the same text. Where the file labels,
-    its ties teach nothing and are left out. No held-out prompt is trained on. UserError where no pair is left.
+    the picture that it prefers is the chosen one, whatever the line calls it, and its ties teach nothing and are left
+    out. No held-out prompt is trained on. UserError where no pair is left.
     """
     if config.preferences is None:
         return split
@@ -30,10 +31,17 @@ def in_place(config: Config, split: tuple[Prompts, Prompts]) -> tuple[Prompts, P
     if not pairs:
         raise UserError(f"preferences {config.preferences}: every pair is a tie or one of a held-out prompt, which "
                         "leaves none to train on")
+    if config.labels == "file":
+        pairs = [pair if pair.verdicts[OVERALL] else _turned(pair) for pair in pairs]
     return [_prompt(known.get(pair.prompt, data.Prompt(pair.prompt)), pair) for pair in pairs], held
 
 
-def _prompt(prompt: data.Prompt, pair: Any) -> data.Prompt:
+def _turned(pair: Pair) -> Pair:
+    """A pair of which the rejected picture is preferred, the other way round."""
+    return Pair(pair.prompt, pair.rejected, pair.chosen, {OVERALL: 1.0})
+
+
+def _prompt(prompt: data.Prompt, pair: Pair) -> data.Prompt:
     told = {"chosen": str(pair.chosen), "rejected": str(pair.rejected), "preferred": pair.verdicts[OVERALL]}
     return replace(prompt, metadata=prompt.metadata | told)
 
@@ -53,6 +61,11 @@ def require(config: Config, method: Any) -> None:
     if config.labels == "file" and isinstance(method.shaping, BradleyTerry):
         raise UserError(f"labels is 'file', but method {config.method} draws labels from rewards, and would turn some "
                         "of the file's round: set labels: rewards, or parts.shaping: {type: AsIs}")
+    if config.labels == "rewards" and getattr(method.surrogate, "similarity", 0) \
+            and not isinstance(method.shaping, BradleyTerry):
+        raise UserError(f"method {config.method} with parts.surrogate.similarity pulls to what the file calls chosen, "
+                        "but labels is 'rewards', which may prefer the other picture: set labels: file, or similarity: "
+                        "0")
     if method.preview:
         raise UserError(f"preferences is set, so that no picture is drawn, but method {config.method} chooses among "
                         "previews of drawn ones: leave sol_rl out")

@@ -53,15 +53,15 @@ def test_a_prompt_per_pair_with_what_is_known_of_its_text(tmp_path):
                       verdicts={1: "rejected", 2: "tie"})
     split = [Prompt("red", "dull", {"task": "colour"}, weight=2.0)], [Prompt("old")]
     told = [{"chosen": str(tmp_path / chosen), "rejected": str(tmp_path / rejected), "preferred": verdict}
-            for chosen, rejected, verdict in (("a.png", "b.png", 1), ("b.png", "a.png", 0), ("a.png", "c.png", 1),
-                                              ("b.png", "c.png", 0.5))]
+            for chosen, rejected, verdict in (("a.png", "b.png", 1), ("a.png", "b.png", 1), ("a.png", "c.png", 1),
+                                              ("b.png", "c.png", 0.5), ("b.png", "a.png", 0))]
     red = Prompt("red", "dull", {"task": "colour"} | told[0], weight=2.0)
     train, held = in_place(load(None, {"preferences": file}), split)
     assert held is split[1] and train == [red, Prompt("blue", metadata=told[1]), Prompt("green", metadata=told[2])]
     assert [prompt.metadata for prompt in train] == [red.metadata, told[1], told[2]]
     every, _ = in_place(load(None, {"preferences": file, "labels": "rewards"}), split)
     assert [prompt.text for prompt in every] == ["red", "blue", "red", "green"]
-    assert every[2].metadata == {"task": "colour"} | told[3]
+    assert every[2].metadata == {"task": "colour"} | told[3] and every[1].metadata == told[4]  # in the file's order
     assert in_place(Config(), split) is split
 
 
@@ -99,6 +99,7 @@ def test_the_files_verdicts_as_a_reward():
     ({"method": "rpo"}, "labels is 'file', but method rpo draws labels from rewards"),
     ({"method": "sol_rl+diffusion_dpo"}, "chooses among previews of drawn ones: leave sol_rl out"),
     ({"method": "diffusion_dpo", "train.group": 4}, "train.group is 4, but preferences brings pairs: set train.group"),
+    ({"method": "diffusion_dpo", "labels": "rewards", "parts.surrogate.similarity": 1}, "pulls to what the file calls"),
     ({"method": "diffusion_dpo", "preferences": None, "labels": "rewards"}, "labels is 'rewards', but no pairs are"),
 ])
 def test_what_does_not_go_with_recorded_pairs_is_refused(options, told):
@@ -118,7 +119,7 @@ def test_recorded_pairs_train_as_drawn_ones_do(tmp_path):
     names = [("a.png", "b.png"), ("c.png", "d.png")]
     lines = [(online.prompts[i].text, *names[i]) for i in (0, 1)]
     file = pairs_file(tmp_path, *lines, verdicts=dict(enumerate(better)))
-    offline = trainer(file)
+    offline = trainer(file, labels="rewards", reward={"preferred": 1.0})  # the file's order, which is that of drawing
     files = [str(tmp_path / name) for pair in names for name in pair]
     [part] = drawn
     offline.explorer.latents.known |= dict(zip(files, part.finals[0].split(1)))
@@ -167,8 +168,8 @@ def test_training_moves_the_implicit_reward_to_the_preferred(tmp_path):
     losses = []
     for run.epoch in range(40):
         losses.append(run.run_epoch()["loss"])
-    first, second = margins(run).tolist()
-    assert first > 0.02 and second < -0.02  # of the second pair the file prefers the other picture
+    assert run.prompts[1].metadata["chosen"] == str(tmp_path / "d.png")  # as the file prefers it
+    assert margins(run).min() > 0.02
     assert abs(losses[0] - math.log(2)) < 1e-2 and sum(losses[-10:]) / 10 < 0.68
     assert run.explorer.rollout_evaluations == 0 and len(run.explorer.latents.known) == 4
 

@@ -132,7 +132,8 @@ class Preference(OfNoised):
     reward, has the value 0.
 
     similarity: the weight of a further term, e of the first sample of each group, as often as there are groups: of
-    recorded pairs the picture of the subject, whichever is preferred (RPO, 2407.12164).
+    recorded pairs that the file labels the preferred picture, and of RPO's (2407.12164) that of the subject, whichever
+    is preferred.
     """
 
     beta: float = 100.0
