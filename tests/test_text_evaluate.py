@@ -119,7 +119,9 @@ def test_a_killed_evaluation_goes_on_and_a_reward_is_added(world, found, tmp_pat
     assert finite(again) == finite(results)
     whole = (tmp_path / "texts-0.jsonl").read_text()
     assert whole.startswith(kept) and len(whole) > len(kept)
-    more = evaluate(names=[f"{world}/long.py:long"], **given)
+    more = evaluate(names=[f"{world}/long.py:long", "repetition"], **given)
+    assert more["arms"]["tuned"]["repetition"]["all prompts"]["mean"] == 0  # its best, and no share of right texts
+    assert more["tries"] == {"base": {}, "tuned": {}}
     assert (tmp_path / "texts-0.jsonl").read_text() == whole
     tokens = [text.tokens for row in written(tmp_path, "tuned") for text in row]
     assert more["arms"]["tuned"][f"{world}/long.py:long"]["all prompts"]["mean"] == pytest.approx(np.mean(tokens))

@@ -8,7 +8,8 @@ import math
 import numpy as np
 import pytest
 
-from flowgrpo.evaluation.tries import majority, pass_at_k, powers, tries
+from flowgrpo import rewards
+from flowgrpo.evaluation.tries import majority, pass_at_k, powers, tries, verdicts
 
 NAN = math.nan
 
@@ -55,3 +56,10 @@ def test_what_is_told_of_several_rewards():
                                    "maj@4": 0.5})  # b leads in the first row, a in the second
     assert all(told["prompts"] == 2 for told in found["right"].values())
     assert tries({"right": right[:, :1]}, {}) == {} and powers(6) == [1, 2, 4, 6] and powers(8) == [1, 2, 4, 8]
+
+
+def test_penalties_are_no_verdicts():
+    """repetition and overlong are 0 at best, sharpness has no bound; of a plain function nothing is known."""
+    given = {name: rewards.find(name) for name in ("repetition", "numeric_match", "exact_match", "sharpness")}
+    given["overlong"] = rewards.find("overlong", {"longest": 8, "buffer": 4})
+    assert verdicts(given | {"own": len}) == ["numeric_match", "exact_match", "own"]

@@ -29,7 +29,7 @@ from flowgrpo.evaluation.grid import Row, draw_grid
 from flowgrpo.evaluation.ledger import Ledger, Place
 from flowgrpo.evaluation.media import Medium
 from flowgrpo.evaluation.suites import Suite, load_suite
-from flowgrpo.evaluation.tries import tries
+from flowgrpo.evaluation.tries import tries, verdicts
 from flowgrpo.finite import finite
 from flowgrpo.policies import build
 from flowgrpo.processes import Processes
@@ -254,7 +254,8 @@ def _finish(plan: Plan, suite: Suite, functions: dict[str, Any], ledger: Ledger,
     found = findings.summarise(suite, scores, spread, trained, f"{plan.medium.unit}s")
     results = {"suite": {"name": suite.name, "format": suite.form, "prompts": shape[0]}, **plan.told(),
                "unit": plan.medium.unit, "failed": failed, **found,
-               "tries": {arm: tries(scores[arm], _answers(arm, shape, functions, ledger)) for arm in plan.arms}}
+               "tries": {arm: tries({name: scores[arm][name] for name in verdicts(functions)},
+                                    _answers(arm, shape, functions, ledger)) for arm in plan.arms}}
     text = json.dumps(finite(results), indent=2)
     (ledger.folder / "results.json").write_text(text + "\n")
     (ledger.folder / "table.md").write_text(findings.markdown(results))

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from flowgrpo.evaluation.statistics import interval
+from flowgrpo.rewards.about import about
 
 
 def pass_at_k(samples: int, right: int, k: int) -> float:
@@ -38,6 +39,12 @@ def majority(answers: Sequence[Hashable | None], scores: Sequence[float]) -> flo
 def powers(samples: int) -> list[int]:
     """1, 2, 4, ... up to the number of samples, and that number."""
     return sorted({*(2**i for i in range(samples.bit_length())), samples})
+
+
+def verdicts(rewards: dict[str, Any]) -> list[str]:
+    """The rewards that may say right and wrong: their range is 0 to 1, or not stated. A best score of 0, as of a
+    penalty, is no failure."""
+    return [name for name, reward in rewards.items() if about(reward).range in (None, (0, 1))]
 
 
 def tries(scores: dict[str, np.ndarray], answers: dict[str, list[list[Hashable | None]]]) -> dict[str, dict[str, Any]]:
