@@ -162,14 +162,18 @@ def start_tracker(accelerator, config: Config) -> None:
         accelerator.init_trackers("flowgrpo" if config.tracker == "wandb" else "events")
 
 
-def align(model, rewards="scene_graded", prompts="starter", method: str = "mix_grpo", **options: Any) -> dict[str, Any]:
+def align(model, rewards="scene_graded", prompts="starter", method: str = "mix_grpo", resume: bool = False,
+          **options: Any) -> dict[str, Any]:
     """Align `model` to `rewards` on `prompts`: what the command line does, from Python.
 
     model: `starter`, a directory, a hub id, a loaded diffusers pipeline, or a loaded language model with its tokenizer
     or processor, as a tuple. rewards: a name, a function
     `reward(images, prompts, metadata) -> floats`, or a dictionary of these to weights or rules (functions under their
-    own names). prompts: a file, or a list of strings. options: configuration keys, sections as dictionaries, such as
+    own names). prompts: a file, or a list of strings. resume: go on from the last checkpoint of the run of that `name`,
+    whose other arguments are given again. options: configuration keys, sections as dictionaries, such as
     `train={"epochs": 50}`. Returns the run's summary, the content of `summary.json`.
+
+    Where the run fails, a loaded pipeline is left without its LoRA.
     """
     weighted = [*rewards.items()] if isinstance(rewards, dict) else [(rewards, 1.0)]
     _require_types(model, [reward for reward, _ in weighted], prompts)
@@ -183,7 +187,7 @@ def align(model, rewards="scene_graded", prompts="starter", method: str = "mix_g
     config = validate({"method": method, "reward": {name: rule for name, (_, rule) in zip(names, weighted)},
                        "model": called if loaded else str(model),
                        "prompts": "a list" if listed else str(prompts), **options})
-    return run(config, pipe=model if loaded else None, functions=functions,
+    return run(config, resume, pipe=model if loaded else None, functions=functions,
                prompts=[data.Prompt(text) for text in prompts] if listed else None)
 
 

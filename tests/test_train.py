@@ -491,6 +491,26 @@ def test_align_from_python(tmp_path):
     assert (tmp_path / "run" / LORA_FILE).exists()
 
 
+def test_align_goes_on_where_it_failed(tmp_path):
+    given = dict(prompts=["red", "blue", "green", "old"], **small(tmp_path))
+    whole = flowgrpo.align(tiny.sd3(), bluish, **given | {"name": "whole"})
+    pipe, calls = tiny.sd3(), []
+
+    def failing(images, prompts, metadata):
+        calls.append(prompts)
+        if len(calls) == 4:  # the base, two parts of the first epoch, and the second epoch's first
+            raise OSError("unreachable")
+        return bluish(images, prompts, metadata)
+
+    with pytest.raises(UserError, match="unreachable"):
+        flowgrpo.align(pipe, {failing: 1.0}, **given)
+    assert checkpoint.latest(tmp_path / "run" / "checkpoints").name == "epoch-00001"
+    again = flowgrpo.align(pipe, {failing: 1.0}, resume=True, **given)
+    assert again["updates"] == whole["updates"] == 2
+    saved = [load_file(tmp_path / name / LORA_FILE) for name in ("run", "whole")]
+    assert all(torch.equal(saved[0][key], saved[1][key]) for key in saved[1])
+
+
 def test_align_takes_several_rewards_and_a_prompt_file(tmp_path):
     (tmp_path / "p.txt").write_text("red\nblue\ngreen\nold\n")
     summary = flowgrpo.align(tiny.sd3(), {bluish: 0.5, tiny.red: 2.0}, tmp_path / "p.txt", **small(tmp_path))
