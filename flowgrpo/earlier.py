@@ -75,16 +75,20 @@ def held(folder: Path) -> Iterator[None]:
         lock.release()
 
 
-def require_free(config: Config, resume: bool) -> None:
-    """UserError where another run is writing to the run's folder, or where the folder is to be set aside and holds what
-    this run reads."""
-    folder = config.folder
+def require_free(folder: Path) -> None:
+    """UserError where another run is writing to the folder."""
     if folder.is_dir():
         with held(folder):
             pass
-    if resume or not holds_run(folder):
+
+
+def require_outside(config: Config, listed: bool) -> None:
+    """UserError where the run's folder is to be set aside and holds what this run reads; listed: prompts are no file.
+    """
+    folder = config.folder
+    if not holds_run(folder):
         return
-    named = {"model": [config.model], "prompts": [config.prompts], "held_out": [str(config.held_out)],
+    named = {"model": [config.model], "prompts": [] if listed else [config.prompts], "held_out": [str(config.held_out)],
              "preferences": [config.preferences], "cache": [config.cache], "reward": list(config.trained)}
     for key, value in ((key, value) for key, values in named.items() for value in values if value):
         if value not in FOLDERS and Path(value).resolve().is_relative_to(folder.resolve()):

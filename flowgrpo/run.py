@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from flowgrpo import best, checkpoint, data, disk, earlier, methods, recorded_pairs, rewards, state
+from flowgrpo import best, checkpoint, data, disk, earlier, methods, naming, recorded_pairs, rewards, state
 from flowgrpo.config import Config, validate
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation import album, held_out
@@ -20,6 +20,7 @@ from flowgrpo.policies import build
 from flowgrpo.policies.handed import as_before
 from flowgrpo.processes import require_replicated
 from flowgrpo.rewards import pairwise
+from flowgrpo.rewards.find import reading
 from flowgrpo.train import Trainer
 
 # How long a process waits for the others, whose rewards may be slower than its own; the launcher sees those that die.
@@ -69,12 +70,14 @@ def run(config: Config, resume: bool = False, *, pipe=None, functions: dict[str,
     modality = build.modality(loaded)
     rewards.require_modality(ready.trained | ready.measured, modality)
     rewards.require_base(ready.trained | ready.measured, modality)
+    listed = naming.prompt_lines(config, prompts) if ready.accelerator.is_main_process else None
     with as_before(pipe):
-        return _train(config, ready, loaded)
+        return _train(config, ready, loaded, listed)
 
 
-def _train(config: Config, ready: Ready, loaded: Any) -> dict[str, Any]:
-    """The run of a model that is loaded, after all that is known to be wrong without it."""
+def _train(config: Config, ready: Ready, loaded: Any, listed: str | None) -> dict[str, Any]:
+    """The run of a model that is loaded, after all that is known to be wrong without it; listed: the content of the
+    run's own file of prompts."""
     folder, policy = config.folder, build.make_policy(config, ready.device, loaded)
     trainer = Trainer(config, ready.accelerator, policy, ready.trained, ready.split)
     if ready.last:
@@ -82,6 +85,8 @@ def _train(config: Config, ready: Ready, loaded: Any) -> dict[str, Any]:
     own = contextlib.ExitStack()
     if trainer.processes.first:
         prepare(config, trainer.epoch, ready.last is not None, ready.changes, own)
+        if listed is not None:
+            (folder / naming.PROMPTS).write_text(listed, encoding="utf-8")
         album.begin(folder, trainer.epoch, str(ready.device), trainer.processes.count)
     start_tracker(ready.accelerator, config)
     try:
@@ -106,7 +111,9 @@ def check(config: Config, resume: bool = False, pipe=None, functions: dict[str, 
     geometry(config.train, accelerator.num_processes)
     build.require(config, method, device, loaded=pipe is not None)
     if accelerator.is_main_process:
-        earlier.require_free(config, resume)
+        earlier.require_free(config.folder)
+        if not resume:
+            earlier.require_outside(config, listed=prompts is not None)
     trained = rewards.compose(config.trained, config.cache, functions)
     pairwise.require(trained, config.train.group, *([method.preview.pool] if method.preview else []))
     if method.backprop:
@@ -146,7 +153,7 @@ def prepare(config: Config, epoch: int, resumed: bool, changes: list[str], own: 
     """The run's folder, without what an earlier run has left in it, or this one after that epoch; until `own` is closed
     no other run takes it."""
     folder = config.folder
-    earlier.require_free(config, resumed)
+    earlier.require_free(folder)
     if not resumed and (moved := earlier.set_aside(folder)):
         print(f"{folder} held an earlier run, which is now {moved}")
     for change in changes:
@@ -173,8 +180,13 @@ def align(model, rewards="scene_graded", prompts="starter", method: str = "mix_g
     whose other arguments are given again. options: configuration keys, sections as dictionaries, such as
     `train={"epochs": 50}`. Returns the run's summary, the content of `summary.json`.
 
-    Where the run fails, a loaded pipeline is left without its LoRA.
+    Where the run fails, a loaded pipeline is left without its LoRA. For other commands, the run's config.yaml names the
+    folder or hub id that a model was loaded from, and FILE.py:NAME of a function at the top level of a file; a list of
+    prompts lies in the run's prompts.jsonl.
     """
+    if files := reading():
+        raise UserError(f"{files[-1]} calls align while it is read for a reward: put that call below "
+                        "if __name__ == '__main__':")
     weighted = [*rewards.items()] if isinstance(rewards, dict) else [(rewards, 1.0)]
     _require_types(model, [reward for reward, _ in weighted], prompts)
     names = [key if isinstance(key, str) else getattr(key, "__name__", type(key).__name__) for key, _ in weighted]
@@ -183,12 +195,13 @@ def align(model, rewards="scene_graded", prompts="starter", method: str = "mix_g
     functions = {name: key for name, (key, _) in zip(names, weighted) if callable(key)}
     loaded = not isinstance(model, (str, Path))
     listed = not isinstance(prompts, (str, Path))
-    called = type(model[0] if isinstance(model, tuple) else model).__name__
-    config = validate({"method": method, "reward": {name: rule for name, (_, rule) in zip(names, weighted)},
-                       "model": called if loaded else str(model),
-                       "prompts": "a list" if listed else str(prompts), **options})
+    rules = {name: naming.rule(reward, rule) for name, (reward, rule) in zip(names, weighted)}
+    config = validate({"method": method, "reward": rules, "model": naming.model(model) if loaded else str(model),
+                       **({} if listed else {"prompts": str(prompts)}), **options})
+    if listed:
+        config = config.model_copy(update={"prompts": str(config.folder / naming.PROMPTS)})
     return run(config, resume, pipe=model if loaded else None, functions=functions,
-               prompts=[data.Prompt(text) for text in prompts] if listed else None)
+               prompts=[data.Prompt(text.strip()) for text in prompts] if listed else None)
 
 
 def _require_types(model, named: list, prompts) -> None:

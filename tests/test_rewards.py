@@ -146,7 +146,8 @@ def test_every_built_in_reward_is_found():
 def test_unknown_names_tell_the_nearest():
     assert "unknown reward 'scen_graded': did you mean 'scene_graded'?" in message(rewards.find, "scen_graded")
     told = message(rewards.find, "zzzzzzzzz").removeprefix("unknown reward 'zzzzzzzzz'; there are: ")
-    assert {"scene", "scene_graded"} <= set(told.removesuffix(" (or path/to/file.py:function)").split(", "))
+    assert {"scene", "scene_graded"} <= set(told.removesuffix(" (or path/to/file.py:function; what a run was given "
+                                                     "from Python in no file is not found again)").split(", "))
 
 
 def test_entry_points_are_found(tmp_path, monkeypatch):

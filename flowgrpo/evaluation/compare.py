@@ -16,7 +16,7 @@ import torch
 from PIL import Image
 from tqdm import tqdm
 
-from flowgrpo import data, disk, rewards
+from flowgrpo import data, disk, naming, rewards
 from flowgrpo.config import Config, Memory, load
 from flowgrpo.data import Prompt
 from flowgrpo.errors import UserError
@@ -193,7 +193,9 @@ def run_config(run: Path) -> Config:
     """The configuration of a run's folder. UserError where it is none."""
     if not (run / "config.yaml").is_file():
         raise UserError(f"{run} is not a run: it has no config.yaml; expected a folder that `flowgrpo train` wrote")
-    return load(run / "config.yaml")
+    config, own = load(run / "config.yaml"), run / naming.PROMPTS
+    moved = Path(config.prompts) == config.folder / naming.PROMPTS and own.is_file()  # since, or set aside
+    return config.model_copy(update={"prompts": str(own)}) if moved else config
 
 
 def make_pipeline(model: str, precision: str, trust_remote_code: bool = False, device: torch.device | None = None,

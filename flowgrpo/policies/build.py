@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from flowgrpo import methods, recorded_pairs
+from flowgrpo import methods, naming, recorded_pairs
 from flowgrpo.config import Adapter, Config
 from flowgrpo.data import Prompt
 from flowgrpo.errors import UserError
@@ -137,6 +137,7 @@ def make_policy(config: Config, device: Any, loaded: Any = None):
 def load_language(config: Config) -> tuple:
     """A language model with its tokenizer, or with its processor where it reads images. UserError where it does not
     load."""
+    naming.require_place(config.model)
     asked = config.model, config.precision, config.trust_remote_code
     found = kind(config)
     if found == MASKED_LM:

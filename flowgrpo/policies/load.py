@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from flowgrpo import naming
 from flowgrpo.errors import UserError
 from flowgrpo.log import quiet
 from flowgrpo.policies.dtypes import DTYPES
@@ -46,6 +47,7 @@ def load_pipeline(model: str, precision: str = "fp32", trust_remote_code: bool =
 
     weights: of its denoisers, "full", or quantised as `frozen.quantisation` says.
     """
+    naming.require_place(model)
     from diffusers import DiffusionPipeline
     from diffusers.utils import logging as diffusers_logging
     from transformers.utils import logging as transformers_logging

@@ -83,6 +83,7 @@ BUILT_IN = {
     "reward_model": "flowgrpo.rewards.text_reward_model:RewardModel",
 }
 _registered: dict[str, Any] = {}
+_reading: list[Path] = []
 
 
 def reward(name: str) -> Callable[[Any], Any]:
@@ -178,7 +179,8 @@ def _from_folder(name: str) -> Any:
             return preference.named(Path(folder), aspect)
     if Path(name).is_dir():
         raise UserError(f"reward {name!r}: no {TRAINED} in it: expected one of `flowgrpo train-reward`")
-    raise UserError(f"unknown reward {name!r}{nearest(name, names())} (or path/to/file.py:function)")
+    raise UserError(f"unknown reward {name!r}{nearest(name, names())} (or path/to/file.py:function; what a "
+                    "run was given from Python in no file is not found again)")
 
 
 def _from_file(name: str) -> Any:
@@ -204,9 +206,17 @@ def _module(path: Path) -> Any:
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))
+    _reading.append(path)
     try:
         spec.loader.exec_module(module)
     except BaseException:
         del sys.modules[name]
         raise
+    finally:
+        _reading.pop()
     return module
+
+
+def reading() -> list[Path]:
+    """The files of rewards that are being imported now, each by the one before it."""
+    return _reading
