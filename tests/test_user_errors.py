@@ -181,3 +181,37 @@ def test_a_reward_that_always_fails_is_told_before_training(recipe, capsys):
     recipe.with_name("reward.py").write_text("def red(images):\n    return [0.0] * len(images)\n")
     assert "takes (images): expected (images, prompts, metadata) or (images, prompts)" in told(capsys, recipe)
     assert not (recipe.parent / "runs" / "run" / "checkpoints").exists()
+
+
+def refused(capsys, *arguments: object) -> str:
+    """The one line of another command than train."""
+    capsys.readouterr()
+    assert main([*map(str, arguments)]) == 2
+    [line] = capsys.readouterr().err.strip().split("\n")
+    return line
+
+
+def test_a_misspelt_folder_is_told_without_asking_the_hub(tmp_path, capsys):
+    (tmp_path / "runs" / "starter").mkdir(parents=True)
+    runs, told = tmp_path / "runs", "has no folder of that name: did you mean"
+    for arguments in (["eval", runs / "startr", "--suite=starter", f"--output={tmp_path / 'out'}"],
+                      ["sample", runs / "startr", "--prompt=x"], ["train", f"--model={runs / 'startr'}"]):
+        line = refused(capsys, *arguments)
+        assert f"no model or run '{runs / 'startr'}': {runs} {told} '{runs / 'starter'}'?" in line
+    assert refused(capsys, "sample", runs / "nothing_like_it", "--prompt=x").endswith("has no folder of that name")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_run_in_the_place_of_a_model_is_told(tmp_path, capsys):
+    (tmp_path / "config.yaml").write_text(tiny.config(model="owner/name").yaml())
+    told = f"{tmp_path} is a run, not a model: give the model that it trained"
+    line = refused(capsys, "sample", tmp_path, "--prompt=x")
+    assert told in line and f"`flowgrpo sample owner/name --lora {tmp_path}`" in line
+    assert told in refused(capsys, "train", f"--model={tmp_path}")
+
+
+def test_an_interrupted_evaluation_says_how_it_goes_on(tmp_path, capsys):
+    file, out = tmp_path / "interrupting.py", tmp_path / "out"
+    file.write_text("raise KeyboardInterrupt\n")
+    assert main(["eval", "starter", "--suite=starter", f"--rewards={file}:f", f"--output={out}"]) == 130
+    assert f"flowgrpo: interrupted; the same command goes on with what is in {out}" in capsys.readouterr().err

@@ -41,9 +41,13 @@ def evaluate(
     from flowgrpo.evaluation import evaluate as evaluation
     from flowgrpo.evaluation import findings
 
-    results = evaluation.evaluate(source, suite, asked_rewards(rewards), output, lora=lora, base=base, samples=samples,
-                                  steps=steps, guidance=guidance, seed=seed, features=features, rlg=weights,
-                                  batch=batch, temperature=temperature, max_tokens=max_tokens)
+    try:
+        results = evaluation.evaluate(source, suite, asked_rewards(rewards), output, lora=lora, base=base,
+                                      samples=samples, steps=steps, guidance=guidance, seed=seed, features=features,
+                                      rlg=weights, batch=batch, temperature=temperature, max_tokens=max_tokens)
+    except KeyboardInterrupt:
+        typer.echo(f"flowgrpo: interrupted; the same command goes on with what is in {output}", err=True)
+        raise
     if results:  # of several processes the first has them
         findings.show(results)
         written = ["table.md", "results.json", "grid.png", *(["rlg.png"] if len(weights) > 1 else [])]

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from flowgrpo import methods, naming, recorded_pairs
-from flowgrpo.config import Adapter, Config
+from flowgrpo.config import Adapter, Config, read_yaml
 from flowgrpo.data import Prompt
 from flowgrpo.errors import UserError
 from flowgrpo.parts import adapted
@@ -36,13 +36,24 @@ def kind(config: Config, loaded: Any = None) -> str:
         return PIPELINE
     if (folder / "config.json").is_file():
         return _of_language(_described(folder))
+    if (folder / "config.yaml").is_file():
+        own = read_yaml(folder / "config.yaml").get("model")
+        raise UserError(f"{config.model} is a run, not a model: give the model that it trained, and its weights with "
+                        f"--lora, as in `flowgrpo sample {own} --lora {config.model}`")
     raise UserError(f"cannot load the model {config.model!r}: the folder has neither a model_index.json (a diffusers "
                     "pipeline) nor a config.json (a language model)")
 
 
 def _require_no_slip(model: str) -> None:
-    """UserError for what is nearly the name of a packaged model, and not the owner/name of one on the hub."""
-    near = [] if "/" in model else difflib.get_close_matches(model, FOLDERS, n=1, cutoff=0.75)
+    """UserError for what is nearly the name of a packaged model, or is in a folder that is there, and so no owner/name
+    of the hub."""
+    inside = Path(model).parent if "/" in model else None
+    if inside and inside.is_dir():
+        others = [each.name for each in inside.iterdir() if each.is_dir()]
+        near = difflib.get_close_matches(Path(model).name, others, n=1)
+        raise UserError(f"no model or run {model!r}: {inside} has no folder of that name"
+                        + (f": did you mean {str(inside / near[0])!r}?" if near else ""))
+    near = [] if inside else difflib.get_close_matches(model, FOLDERS, n=1, cutoff=0.75)
     if near:
         raise UserError(f"no model {model!r}, and no folder of that name: did you mean {near[0]!r}?")
 
@@ -51,6 +62,7 @@ def writes(model: str, config: Config | None = None) -> bool:
     """Whether a model is a language model, for callers that load it: by the run that trained it, by its files, or by
     what the hub says of it. UserError for a folder that is neither that nor a pipeline."""
     if config is None and model not in FOLDERS and "/" in model and not Path(model).exists():
+        _require_no_slip(model)
         return bool(_on_hub(model))
     return kind(Config(model=model) if config is None else config) != PIPELINE
 
