@@ -15,6 +15,7 @@ from flowgrpo import checkpoint
 from flowgrpo.config import Config, load
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation.read_back import read_lines
+from flowgrpo.naming import PROMPTS
 from flowgrpo.starter import FOLDERS
 
 # What makes a checkpoint's weights, and the state that goes with them, mean something else.
@@ -82,16 +83,17 @@ def require_free(folder: Path) -> None:
             pass
 
 
-def require_outside(config: Config, listed: bool) -> None:
-    """UserError where the run's folder is to be set aside and holds what this run reads; listed: prompts are no file.
-    """
+def require_outside(config: Config) -> None:
+    """UserError where the run's folder is to be set aside and holds what this run reads; its own list of prompts is
+    written anew."""
     folder = config.folder
     if not holds_run(folder):
         return
-    named = {"model": [config.model], "prompts": [] if listed else [config.prompts], "held_out": [str(config.held_out)],
+    named = {"model": [config.model], "prompts": [config.prompts], "held_out": [str(config.held_out)],
              "preferences": [config.preferences], "cache": [config.cache], "reward": list(config.trained)}
     for key, value in ((key, value) for key, values in named.items() for value in values if value):
-        if value not in FOLDERS and Path(value).resolve().is_relative_to(folder.resolve()):
+        apart = value in FOLDERS or Path(value) == folder / PROMPTS
+        if not apart and Path(value).resolve().is_relative_to(folder.resolve()):
             raise UserError(f"{key} is {value}, in the folder of an earlier run, which a new run of the same name "
                             "would rename: give this one another name (--name)")
 

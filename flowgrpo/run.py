@@ -113,7 +113,7 @@ def check(config: Config, resume: bool = False, pipe=None, functions: dict[str, 
     if accelerator.is_main_process:
         earlier.require_free(config.folder)
         if not resume:
-            earlier.require_outside(config, listed=prompts is not None)
+            earlier.require_outside(config)
     trained = rewards.compose(config.trained, config.cache, functions)
     pairwise.require(trained, config.train.group, *([method.preview.pool] if method.preview else []))
     if method.backprop:

@@ -45,14 +45,15 @@ def kind(config: Config, loaded: Any = None) -> str:
 
 
 def _require_no_slip(model: str) -> None:
-    """UserError for what is nearly the name of a packaged model, or is in a folder that is there, and so no owner/name
-    of the hub."""
+    """UserError for what is nearly the name of a packaged model, or of a folder beside which it would lie; an owner/name
+    of the hub may have a folder of that owner's name here."""
     inside = Path(model).parent if "/" in model else None
     if inside and inside.is_dir():
         others = [each.name for each in inside.iterdir() if each.is_dir()]
-        near = difflib.get_close_matches(Path(model).name, others, n=1)
-        raise UserError(f"no model or run {model!r}: {inside} has no folder of that name"
-                        + (f": did you mean {str(inside / near[0])!r}?" if near else ""))
+        near = difflib.get_close_matches(Path(model).name, others, n=1, cutoff=0.85)
+        if near or len(Path(model).parts) > 2:
+            raise UserError(f"no model or run {model!r}: {inside} has no folder of that name"
+                            + (f": did you mean {str(inside / near[0])!r}?" if near else ""))
     near = [] if inside else difflib.get_close_matches(model, FOLDERS, n=1, cutoff=0.75)
     if near:
         raise UserError(f"no model {model!r}, and no folder of that name: did you mean {near[0]!r}?")
