@@ -45,8 +45,8 @@ def kind(config: Config, loaded: Any = None) -> str:
 
 
 def _require_no_slip(model: str) -> None:
-    """UserError for what is nearly the name of a packaged model, or of a folder beside which it would lie; an owner/name
-    of the hub may have a folder of that owner's name here."""
+    """UserError for what is nearly the name of a packaged model, or of a folder beside which it would lie; for an
+    owner/name of the hub there may be a folder of the owner's name here."""
     inside = Path(model).parent if "/" in model else None
     if inside and inside.is_dir():
         others = [each.name for each in inside.iterdir() if each.is_dir()]
