@@ -82,22 +82,19 @@ def _train(config: Config, ready: Ready, loaded: Any, listed: str | None) -> dic
     trainer = Trainer(config, ready.accelerator, policy, ready.trained, ready.split)
     if ready.last:
         state.restore(trainer, ready.last)
-    own = contextlib.ExitStack()
-    if trainer.processes.first:
-        prepare(config, trainer.epoch, ready.last is not None, ready.changes, own)
-        if listed is not None:
-            (folder / naming.PROMPTS).write_text(listed, encoding="utf-8")
-        album.begin(folder, trainer.epoch, str(ready.device), trainer.processes.count)
-    start_tracker(ready.accelerator, config)
-    try:
+    with contextlib.ExitStack() as own:
+        if trainer.processes.first:
+            prepare(config, trainer.epoch, ready.last is not None, ready.changes, own)
+            if listed is not None:
+                (folder / naming.PROMPTS).write_text(listed, encoding="utf-8")
+            album.begin(folder, trainer.epoch, str(ready.device), trainer.processes.count)
+        start_tracker(ready.accelerator, config)
+        own.callback(ready.accelerator.end_training)
         before = held_out.before(trainer, ready.measured, folder, reuse=ready.last is not None)
         if trainer.processes.first:
             album.stage(folder, "before", 0, before)
         trainer.train(folder, ready.measured)
         return held_out.finish(trainer, ready.measured, folder, before)
-    finally:
-        ready.accelerator.end_training()
-        own.close()
 
 
 def check(config: Config, resume: bool = False, pipe=None, functions: dict[str, Any] | None = None,
