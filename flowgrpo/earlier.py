@@ -12,7 +12,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from flowgrpo import checkpoint
-from flowgrpo.config import Config, load
+from flowgrpo.config import Config, load, sections
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation.read_back import read_lines
 from flowgrpo.naming import PROMPTS
@@ -50,7 +50,7 @@ def _flat(nested: dict[str, Any], above: str = "") -> dict[str, Any]:
     """The values of sections under dotted keys; what a person names (parts, rewards) stays whole."""
     found = {}
     for key, value in nested.items():
-        if isinstance(value, dict) and f"{above}{key}" in ("adapter", "train", "eval", "memory", "text", "picture"):
+        if isinstance(value, dict) and f"{above}{key}" in sections():
             found |= _flat(value, f"{above}{key}.")
         else:
             found[f"{above}{key}"] = value
