@@ -83,6 +83,7 @@ def pairing(reward: Any) -> Pairing | None:
 
 
 def sees_groups(reward: Any) -> bool:
+    """Whether a reward compares the samples of a group, two at a time or all of them."""
     return pairing(reward) is not None or bool(getattr(reward, "group", False))
 
 

@@ -126,10 +126,12 @@ def of_list(entries: Any) -> list[Question]:
 
 
 def number(count: int) -> str:
+    """A count in a sentence: a word where there is one, else digits."""
     return NUMBERS[count] if count < len(NUMBERS) else str(count)
 
 
 def article(noun: str) -> str:
+    """The indefinite article of a noun, by its first letter."""
     return "an" if noun[:1] in "aeiou" else "a"
 
 

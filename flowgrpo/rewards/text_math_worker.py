@@ -24,6 +24,7 @@ def answered(key: str, answer: str | None) -> bool:
 
 
 def main(memory: int, seconds: float) -> None:
+    """Answer line after line of standard input; memory: MiB at most, seconds: for one answer."""
     say, sys.stdout = sys.stdout, sys.stderr  # what a package prints is no answer
     try:
         import math_verify  # noqa: F401  (which takes a while)

@@ -69,6 +69,7 @@ def guard(folder: str) -> None:
 
 
 def main(job: dict[str, Any], report: int) -> None:
+    """Run a job, as the module says, and write to the file `report` how it went."""
     word = job["word"]
     apart = job["namespace"] and leave_the_network()
     os.write(report, f"{word} {'namespace' if apart else 'hook'}\n".encode())
@@ -82,6 +83,7 @@ def main(job: dict[str, Any], report: int) -> None:
 
 
 def execute(code: str, name: str, module: types.ModuleType) -> None:
+    """Run code in a module; name: what tracebacks call it."""
     exec(compile(code, name, "exec", dont_inherit=True), module.__dict__)
 
 

@@ -16,6 +16,7 @@ def picture(size: int = 16):
 
 
 def t5(tokens, width: int = 16):
+    """A T5 encoder of one layer for the tokenizer `tokens`; width: of its embeddings."""
     from transformers import T5Config, T5EncoderModel
 
     return T5EncoderModel(T5Config(vocab_size=len(tokens), d_model=width, d_kv=8, d_ff=16, num_layers=1, num_heads=2,

@@ -16,6 +16,7 @@ def tokenizer(length: int = 16):
 
 
 def text_encoder(kind, tokens):
+    """A CLIP text model of the class `kind`, of two layers of width 16, for the tokenizer `tokens`."""
     from transformers import CLIPTextConfig
 
     return kind(CLIPTextConfig(
