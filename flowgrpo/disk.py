@@ -6,6 +6,7 @@ import contextlib
 import errno
 import os
 import re
+import shutil
 import tempfile
 from pathlib import Path
 
@@ -22,6 +23,15 @@ def require_folder(path: str | Path) -> None:
 def require_file(path: str | Path) -> None:
     """UserError where the file `path` cannot be written; it is not changed, and its folders are not left behind."""
     _try(Path(path), Path(path).parent)
+
+
+def require_room(folder: Path, needed: int, what: str) -> None:
+    """UserError where the disk of `folder`, which need not exist, has fewer than the needed bytes left."""
+    there = next(each for each in (folder.absolute(), *folder.absolute().parents) if each.exists())
+    free = shutil.disk_usage(there).free
+    if free < needed:
+        raise UserError(f"{folder} has room for {free / 2**20:,.0f} MiB, but {what} take {needed / 2**20:,.0f} MiB: make "
+                        "room, lower train.keep, or name another output")
 
 
 def _try(path: Path, folder: Path) -> None:

@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from flowgrpo import best, checkpoint, data, disk, earlier, methods, naming, recorded_pairs, rewards, state
+from flowgrpo import (best, checkpoint, data, disk, earlier, methods, naming, recorded_pairs, rewards, state, tracker,
+                      trial)
 from flowgrpo.config import Config, validate
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation import album, held_out
@@ -82,13 +83,14 @@ def _train(config: Config, ready: Ready, loaded: Any, listed: str | None) -> dic
     trainer = Trainer(config, ready.accelerator, policy, ready.trained, ready.split)
     if ready.last:
         state.restore(trainer, ready.last)
+    trial.require(trainer, ready.measured)
     with contextlib.ExitStack() as own:
         if trainer.processes.first:
             prepare(config, trainer.epoch, ready.last is not None, ready.changes, own)
             if listed is not None:
                 (folder / naming.PROMPTS).write_text(listed, encoding="utf-8")
             album.begin(folder, trainer.epoch, str(ready.device), trainer.processes.count)
-        start_tracker(ready.accelerator, config)
+        tracker.start(ready.accelerator, config)
         own.callback(ready.accelerator.end_training)
         before = held_out.before(trainer, ready.measured, folder, reuse=ready.last is not None)
         if trainer.processes.first:
@@ -102,6 +104,7 @@ def check(config: Config, resume: bool = False, pipe=None, functions: dict[str, 
     """Look at whatever a person can get wrong before anything is loaded or written. UserError for the first mistake."""
     device = pick_device(config.device)
     method = methods.resolve(config, build.process(build.kind(config, pipe)))
+    tracker.require(config)
     accelerator = make_accelerator(config, device)  # first: it chooses the GPU that rewards will find
     if accelerator.num_processes > 1:
         device = accelerator.device
@@ -158,12 +161,6 @@ def prepare(config: Config, epoch: int, resumed: bool, changes: list[str], own: 
     own.enter_context(earlier.held(folder))
     (folder / "config.yaml").write_text(config.yaml(), encoding="utf-8")
     earlier.keep_lines(folder / "metrics.jsonl", epoch)
-
-
-def start_tracker(accelerator, config: Config) -> None:
-    """Open the tracker, after every check, so that a refused run leaves no empty one."""
-    if config.tracker != "none":
-        accelerator.init_trackers("flowgrpo" if config.tracker == "wandb" else "events")
 
 
 def align(model, rewards="scene_graded", prompts="starter", method: str = "mix_grpo", resume: bool = False,

@@ -44,6 +44,18 @@ def save(trainer: Trainer, folder: Path) -> None:
     trainer.processes.wait()  # a process that left would have the others ended, in the midst of writing
 
 
+def room(trainer: Trainer) -> int:
+    """The bytes that a run's checkpoints will take beside those that are there: weights, the averages and snapshots of
+    them, and what the optimiser remembers, of as many as are kept and of one that is being written."""
+    train, weights = trainer.config.train, list(trainer.policy.weights.named.values())
+    one = sum(each.numel() * each.element_size() for each in weights)
+    snapshots = (trainer.ema is not None) + (trainer.config.eval.best is not None) + len(trainer.anchor.held)
+    moments = sum(each.numel() for each in weights) * (2 if train.optimizer == "adamw8bit" else 8)
+    kept = list((trainer.config.folder / "checkpoints").glob("epoch-*/*"))
+    written = min(train.keep, -(-train.epochs // train.save_every)) + 1
+    return max(written * (one * (1 + snapshots) + moments) - sum(each.stat().st_size for each in kept), 0)
+
+
 def restore(trainer: Trainer, folder: Path) -> None:
     """Take a checkpoint's state. UserError where it is of other weights."""
     tensors, state = checkpoint.load(folder)

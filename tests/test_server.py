@@ -689,7 +689,7 @@ def test_what_is_no_url_of_a_reward_is_told(name):
 def test_what_is_wrong_at_the_start_is_told():
     gone = dead()
     told = message(rewards.find, gone, {"wait": 0.001, "retries": 1})
-    assert gone.replace("mine", "info") in told and told.endswith("is `flowgrpo serve-reward` running there?")
+    assert gone.replace("mine", "info") in told and told.endswith("is a server running there, and is the URL right?")
     with serving(lengths) as url:
         assert f"the server has the reward 'mine', and {url}r names another" in message(rewards.find, url + "r", QUICK)
         assert "takes no argument 'timeot'" in message(rewards.find, url, {"timeot": 3})

@@ -112,14 +112,31 @@ class CausalLM:
             raise UserError("text.template is true, but the tokenizer has no chat template: set it to false")
         if has and text.template is not False:
             said = [{"role": "system", "content": text.system}] if text.system else []
-            found = self.tokenizer.apply_chat_template([*said, {"role": "user", "content": prompt}], tokenize=False,
-                                                       add_generation_prompt=True)
+            try:
+                found = self.tokenizer.apply_chat_template([*said, {"role": "user", "content": prompt}],
+                                                           tokenize=False, add_generation_prompt=True)
+            except Exception as error:  # whatever a template stumbles over, such as a system prompt
+                raise UserError(f"the chat template of {type(self.tokenizer).__name__} fails on the prompt {prompt!r} "
+                                f"({' '.join(str(error).split())[:200]}): set text.template: false, or leave out "
+                                "what it refuses, such as text.system") from error
             ids = self.tokenizer(found, add_special_tokens=False)["input_ids"]
         else:
             ids = self.tokenizer(f"{text.system}\n{prompt}" if text.system else prompt)["input_ids"]
         if not ids:
             raise UserError(f"the prompt {prompt!r} has no token: expected a text that the tokenizer knows")
         return torch.tensor(ids)
+
+    def require_context(self, prompts: Sequence[str]) -> None:
+        """UserError where a prompt has no token, or with its completion more than the model's context; of many prompts
+        the longest and the shortest are looked at."""
+        by_length = sorted(set(prompts), key=len)
+        most = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        for prompt in by_length[:1] + by_length[-4:]:
+            length = len(self.encode([prompt]).ids[0])
+            if most and length + self.text.max_tokens > most:
+                raise UserError(f"the prompt {prompt[:60]!r} has {length} tokens and its completion up to "
+                                f"{self.text.max_tokens}, but the model's context is {most} tokens: lower "
+                                "text.max_tokens, or shorten the prompt")
 
     @torch.no_grad()
     def sample(self, asked: Asked, decoding: Decoding, generators: Sequence[torch.Generator], greedy: Tensor

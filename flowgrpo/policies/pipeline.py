@@ -247,6 +247,13 @@ class PipelinePolicy:
         return self._drive(conditioning, task, self.guidance, latents=latents, output_type="pt")[0].float()
 
     @torch.no_grad()
+    def of_noise(self, conditioning: Conditioning, generators: Sequence[torch.Generator]) -> torch.Tensor:
+        """What the pipeline decodes of its own initial noise, on the CPU: `picture` without a step before it, in the
+        size, type and range of its pictures."""
+        task = Task(torch.zeros(1), range(0))
+        return self._drive(conditioning, task, self.guidance, generator=generators, output_type="pt")[0].float().cpu()
+
+    @torch.no_grad()
     def generate(self, conditioning: Conditioning, generators, steps: int, guidance: float, output_type="pt"):
         """Pictures on the CPU as a user of the stock pipeline gets them: its own scheduler, steps and guidance."""
         self._announce(sharded.RUN, steps)

@@ -14,7 +14,7 @@ from urllib.parse import unquote, urlsplit
 from flowgrpo.errors import UserError
 from flowgrpo.rewards import wire
 from flowgrpo.rewards.about import About
-from flowgrpo.rewards.exchange import Service, Unanswered, side_by_side
+from flowgrpo.rewards.exchange import Service, Unanswered, brief, side_by_side
 from flowgrpo.rewards.failures import Failed, TimedOut
 
 TOKEN = "FLOWGRPO_REWARD_TOKEN"  # the environment variable
@@ -75,8 +75,9 @@ class Remote:
 
     def _asked_for_info(self) -> wire.Info:
         try:
-            info = self._service.asked(lambda url: self._service.request(
-                "GET", f"{url.rpartition('/')[0]}/info", None, wire.Info.read, self._refused))
+            with brief():
+                info = self._service.asked(lambda url: self._service.request(
+                    "GET", f"{url.rpartition('/')[0]}/info", None, wire.Info.read, self._refused))
         except TimedOut as error:
             raise UserError(f"{error}: is `flowgrpo serve-reward` running there?") from None
         for url in self._urls:

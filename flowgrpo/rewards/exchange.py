@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from flowgrpo.errors import UserError
 from flowgrpo.rewards.failures import LONGEST_WAIT, TimedOut
 from flowgrpo.rewards.needs import needed
 from flowgrpo.rewards.wire import one_line
@@ -19,11 +20,30 @@ from flowgrpo.rewards.wire import one_line
 CONNECT = 10.0  # seconds in which a server that is there accepts a connection
 REST = 30.0  # seconds for which a URL that failed is asked only if all others failed as well
 LONGEST_ANSWER = 2**24  # bytes
+BRIEF_CONNECT, BRIEF = 4.0, 6.0  # seconds, inside `brief`: for a connection, and after which no attempt begins
 T = TypeVar("T")
+
+_brief = 0  # how many `brief` are open
+
+
+@contextmanager
+def brief() -> Iterator[None]:
+    """Inside, in every thread, a service is asked to find out if it is there: `Absent` is a UserError after one attempt
+    at each URL, and no attempt begins after a few seconds."""
+    global _brief
+    _brief += 1
+    try:
+        yield
+    finally:
+        _brief -= 1
 
 
 class Unanswered(Exception):
     """One attempt that led to no proper answer: another may."""
+
+
+class Absent(Unanswered):
+    """No connection, or an answer in another form: another attempt at that URL would hardly lead to another."""
 
 
 class Later(Unanswered):
@@ -79,49 +99,60 @@ class Service:
                  headers: dict[str, str], unpacked: bool, connections: int = 100) -> None:
         self._httpx = needed("httpx", "server", who)
         self.who, self.timeout, self.wait, self.unpacked = who, timeout, wait, unpacked
-        self.attempts, self._places = retries + len(urls), Places(urls)
+        self.urls, self.attempts, self._places = len(urls), retries + len(urls), Places(urls)
         self._random = random.Random()  # the run's own random numbers stay untouched
         self._http = self._httpx.Client(
             headers={"Content-Type": "application/json"} | headers, trust_env=False,
-            timeout=self._httpx.Timeout(timeout, connect=min(timeout, CONNECT)),
             limits=self._httpx.Limits(max_connections=connections))
 
     def asked(self, attempt: Callable[[str], T]) -> T:
-        """What `attempt(url)` gives for the first URL that gives a proper answer; TimedOut where none does."""
-        last = Unanswered("never asked")
-        for number in range(self.attempts):
-            if number:
-                wait = self.wait * 2.0 ** (number - 1) * self._random.uniform(0.5, 1.5)
-                time.sleep(min(max(wait, getattr(last, "seconds", 0.0)), LONGEST_WAIT))
+        """What `attempt(url)` gives for the first URL that gives a proper answer; TimedOut where none does, or UserError
+        inside `brief` where none is there."""
+        began = time.monotonic()
+        for number in range(1, self.attempts + 1):
             try:
                 with self._places.turn() as url:
                     return attempt(url)
             except Unanswered as error:
                 last = error
-        raise TimedOut(f"{self.who}: {last} (asked {self.attempts} times)")
+            wait = self.wait * 2.0 ** (number - 1) * self._random.uniform(0.5, 1.5)
+            wait = min(max(wait, getattr(last, "seconds", 0.0)), LONGEST_WAIT)
+            if _brief and self._given_up(last, number, time.monotonic() + wait - began) or number == self.attempts:
+                break
+            time.sleep(wait)
+        raise TimedOut(f"{self.who}: {last} (asked {number} times)")
+
+    def _given_up(self, last: Unanswered, attempts: int, seconds: float) -> bool:
+        """Inside `brief`: whether the next attempt, so many seconds after the first, is left out. UserError where every
+        URL was asked and the last is `Absent`."""
+        if attempts >= self.urls and isinstance(last, Absent):
+            raise UserError(f"{self.who}: {last}: is a server running there, and is the URL right?")
+        return seconds > BRIEF
 
     def request(self, method: str, url: str, body: bytes | None, read: Callable[[bytes], T],
                 refused: Callable[[str, int, Any, bytes], T]) -> T:
         """What `read` makes of an answer, or of one whose status is not 200 `refused(url, status, headers, answer)`.
-        Unanswered where none came, or `read` raises ValueError."""
+        Unanswered where none came in time; `Absent` without a connection, and where `read` raises ValueError."""
         try:
             status, headers, answer = self._exchange(method, url, body)
             if status == 200:
                 return read(answer)
         except self._httpx.ConnectTimeout:
-            raise Unanswered(f"{url} took no connection within {min(self.timeout, CONNECT):g} s") from None
+            raise Absent(f"{url} took no connection within {self._connect():g} s") from None
         except self._httpx.TimeoutException:
             raise Unanswered(f"{url} gave no answer within {self.timeout:g} s") from None
         except self._httpx.TransportError as error:
-            raise Unanswered(f"{url} gave no answer ({type(error).__name__}: {one_line(error)})") from None
+            kind = Absent if isinstance(error, (self._httpx.ConnectError, self._httpx.UnsupportedProtocol)) else Unanswered
+            raise kind(f"{url} gave no answer ({type(error).__name__}: {one_line(error)})") from None
         except ValueError as error:
-            raise Unanswered(f"{url} gave no proper answer: {one_line(error)}") from None
+            raise Absent(f"{url} gave no proper answer: {one_line(error)}") from None
         return refused(url, status, headers, answer)
 
     def _exchange(self, method: str, url: str, body: bytes | None) -> tuple[int, Any, bytes]:
         """Status, headers and body of an answer, which has to be there in time as a whole: httpx counts per piece."""
         until, told = time.monotonic() + self.timeout, bytearray()
-        with self._http.stream(method, url, content=body) as response:
+        limits = self._httpx.Timeout(self.timeout, connect=self._connect())
+        with self._http.stream(method, url, content=body, timeout=limits) as response:
             for some in response.iter_bytes() if self.unpacked else response.iter_raw():
                 told += some
                 if len(told) > LONGEST_ANSWER:
@@ -129,6 +160,10 @@ class Service:
                 if time.monotonic() > until:
                     raise self._httpx.ReadTimeout("")
         return response.status_code, response.headers, bytes(told)
+
+    def _connect(self) -> float:
+        """Seconds in which a connection has to be there."""
+        return min(self.timeout, BRIEF_CONNECT if _brief else CONNECT)
 
 
 def side_by_side(call: Callable[[range], T], parts: Sequence[range], lanes: int) -> list[T]:

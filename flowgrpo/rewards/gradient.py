@@ -63,6 +63,24 @@ def value(rewards: dict[str, Any], weights: dict[str, float], pictures: Tensor, 
     return total
 
 
+def require_graph(name: str, reward: Any, outputs: Tensor, prompts: Sequence[str], metadata: Sequence[dict[str, Any]]
+                  ) -> None:
+    """UserError where no gradient, or one that is not finite, comes from a reward back to the outputs, which are a leaf
+    that asks for one; besides as of `value`."""
+    import torch
+
+    leaf = getattr(outputs, "weights", outputs)
+    total = value({name: reward}, {name: 1.0}, outputs, prompts, metadata).sum()
+    (found,) = guarded(f"the gradient of reward {name!r} cannot be computed (first prompt: {prompts[0]!r})",
+                       torch.autograd.grad, total, leaf, allow_unused=True)
+    expected = f"expected a gradient by its pictures (first prompt: {prompts[0]!r})"
+    if found is None:
+        raise UserError(f"reward {name!r} is differentiable, but its numbers do not depend on what it is given: "
+                        f"{expected}: does it detach, round or copy them?")
+    if not found.isfinite().all():
+        raise UserError(f"reward {name!r} is differentiable, but its gradient holds NaN or an infinity: {expected}")
+
+
 def _checked(name: str, found: Any, pictures: Tensor) -> Tensor:
     import torch
 

@@ -145,11 +145,15 @@ def _numbers(name: str, values: Any, prompts: Sequence[str]) -> list[float | Fai
     shape = getattr(values, "shape", None)
     if shape is not None and len(shape) != 1:
         raise Failed(f"reward {name!r} returned the shape {list(shape)}: {expected}")
-    if values is None or isinstance(values, (str, bytes, dict)) or not hasattr(values, "__len__"):
+    if inspect.iscoroutine(values):
+        values.close()  # it would complain that nothing awaits it
+        raise Failed(f"reward {name!r} is an `async def`, which returned a coroutine: {expected}")
+    if isinstance(values, (str, bytes, dict, set, frozenset)) or not hasattr(values, "__len__"):
         raise Failed(f"reward {name!r} returned {_short(values)}: {expected}")
     if len(values) != count:
         raise Failed(f"reward {name!r} returned {len(values)} values: {expected}")
-    values = values.tolist() if hasattr(values, "tolist") else values
+    values = guarded(f"reward {name!r} returned {type(values).__name__} without values: {expected}",
+                     lambda: values.tolist() if hasattr(values, "tolist") else list(values), error_type=Failed)
     return [_number(name, value, prompt) for value, prompt in zip(values, prompts)]
 
 
@@ -161,7 +165,7 @@ def _number(name: str, value: Any, prompt: str) -> float | Failed:
                      f"(prompt: {prompt!r})")
     try:
         number = math.nan if isinstance(value, (str, bytes)) else float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         number = math.nan
     if not abs(number) <= 3.4e38:  # beyond it, float32 has only infinity
         raise Failed(f"reward {name!r} returned {_short(value)}, expected a finite number, or None where it does "
