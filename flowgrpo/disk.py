@@ -30,8 +30,8 @@ def require_room(folder: Path, needed: int, what: str) -> None:
     there = next(each for each in (folder.absolute(), *folder.absolute().parents) if each.exists())
     free = shutil.disk_usage(there).free
     if free < needed:
-        raise UserError(f"{folder} has room for {free / 2**20:,.0f} MiB, but {what} take {needed / 2**20:,.0f} MiB: make "
-                        "room, lower train.keep, or name another output")
+        raise UserError(f"{folder} has room for {free / 2**20:,.0f} MiB, but {what} take {needed / 2**20:,.0f} MiB: "
+                        "make room, lower train.keep, or name another output")
 
 
 def _try(path: Path, folder: Path) -> None:

@@ -16,11 +16,11 @@ def require(config: Config) -> None:
     if name == "none":
         return
     if importlib.util.find_spec(name) is None:
-        raise UserError(f"tracker is {name!r}, but its package is not installed: pip install {name}, or set "
-                        "tracker to tensorboard or none")
+        raise UserError(f"tracker is {name!r}, but its package is not installed: pip install {name}, or set tracker "
+                        "to tensorboard or none")
     if name == "wandb" and not _logged_in():
-        raise UserError("tracker is 'wandb', but it has no key: `wandb login`, or set WANDB_API_KEY, WANDB_MODE=offline "
-                        "or another tracker")
+        raise UserError("tracker is 'wandb', but it has no key: `wandb login`, or set WANDB_API_KEY, "
+                        "WANDB_MODE=offline or another tracker")
 
 
 def _logged_in() -> bool:

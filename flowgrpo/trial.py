@@ -69,7 +69,8 @@ def require(trainer: Trainer, measured: dict[str, Any]) -> None:
     held = held_out.spread(trainer.held_out, trainer.config.eval.prompts)
     with trainer.processes.together(), _unseen(trainer.policy):
         if trainer.policy.modality == "text":
-            trainer.policy.require_context([prompt.text for prompt in [*trainer.prompts, *held] if prompt.image is None])
+            plain = [prompt.text for prompt in [*trainer.prompts, *held] if prompt.image is None]
+            trainer.policy.require_context(plain)
         samples = Samples(trainer)
         own = _batches(trained, trainer.prompts, trainer.geometry.group, samples)
         further = _batches(watched, held, 1, samples)
@@ -102,7 +103,7 @@ def judged(batch: Batch) -> bool:
     finally:
         slow.cancel()
     if said := tally.said.get(name):
-        print(f"reward {name!r} failed on its trial, and on_error leaves such samples out: {said}")
+        print(f"reward {name!r} failed on a trial sample, which a run leaves out and counts: {said}")
     return bool(said) or not bool(found.isnan().all())
 
 

@@ -121,7 +121,7 @@ def test_a_run_starts_as_its_base_and_is_measured_beside_it(tmp_path):
     assert summary["before"] == {"far": 0, "base_similarity": 1}
     assert summary["after"]["far"] < 0 and summary["after"]["base_similarity"] < 1
     # Afterwards it is compared with what was drawn before.
-    (before, prompts, base), (after, again, compared) = far.seen[0], far.seen[-1]
+    (before, prompts, base), (after, again, compared) = far.seen[1], far.seen[-1]  # the first is the trial
     assert prompts == again and torch.equal(before, base) and not torch.equal(after, compared)
     torch.testing.assert_close(compared, before, atol=1e-6, rtol=0)
     lines = [json.loads(line) for line in (settings.folder / "metrics.jsonl").read_text().splitlines()]

@@ -22,7 +22,7 @@ from accelerate.state import AcceleratorState
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from flowgrpo import data, methods, state
+from flowgrpo import data, methods, state, trial
 from flowgrpo.cli import main
 from flowgrpo.config import load
 from flowgrpo.errors import UserError
@@ -68,6 +68,9 @@ def red(images, prompts):
         plan.unlink()
         os.kill(os.getpid(), signal.SIGTERM)
     return images[:, 0].mean((1, 2))
+
+def short(images, prompts):
+    return [0.5]
 '''
 
 
@@ -91,6 +94,7 @@ def trained(case: str):
     rewards = {"red": half_flat()} if lopsided else {"red": tiny.red, "green": green}
     trainer = tiny.trainer(rewards=rewards, reward={name: 1.0 for name in rewards}, **SMALL | CASES[case])
     metrics = []
+    trial.require(trainer, {"watched": green})  # of weights that are shared out too
     for trainer.epoch in range(1 if lopsided else EPOCHS):
         metrics.append(trainer.run_epoch())
     counters = {key: value for key, value in state.counters(trainer).items() if "seconds" not in key}
@@ -159,6 +163,8 @@ def one_of_two(folder: Path) -> None:
         shutil.copytree(folder / "two", folder / "stopped")
     join_anew(os.environ["THIRD_PORT"])
     found["resumed"] = main([*arguments(folder, "two"), "--resume"])
+    join_anew(os.environ["FOURTH_PORT"])
+    found["refused"] = main([*arguments(folder, "refused"), f"--reward={folder}/reward.py:short"])
     (own / "found.json").write_text(json.dumps(found))
 
 
@@ -186,7 +192,7 @@ def recipe(folder: Path) -> None:
 
 def launch(folder: Path) -> list[tuple[str, str]]:
     """Run this file in two processes; what each said on its two streams."""
-    ports = dict(zip(("MASTER_PORT", "SECOND_PORT", "THIRD_PORT"), free_ports(3)))
+    ports = dict(zip(("MASTER_PORT", "SECOND_PORT", "THIRD_PORT", "FOURTH_PORT"), free_ports(4)))
     shared = os.environ | ports | {"PYTHONPATH": os.pathsep.join(sys.path), "MASTER_ADDR": "127.0.0.1",
                                    "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
     launched = [subprocess.Popen([sys.executable, __file__, str(folder)], stdout=subprocess.PIPE, text=True,
@@ -294,6 +300,13 @@ def test_a_stop_of_one_is_a_stop_of_both(folder, found):
     assert done in ([1], [1, 2])
     assert [path.name for path in (folder / "stopped" / "run" / "checkpoints").iterdir()] == [f"epoch-0000{done[-1]}"]
     assert [each["resumed"] for each in found] == [0, 0]
+
+
+def test_a_broken_reward_ends_both_with_one_line(folder, found):
+    assert [each["refused"] for each in found] == [2, 130] and not (folder / "refused").exists()
+    (_, first), (_, second) = json.loads((folder / "said.json").read_text())
+    assert first.count("flowgrpo: error:") == 1 and "flowgrpo: error:" not in second
+    assert "reward.py:short' returned 1 values: expected 2 numbers, one per sample" in first
 
 
 def test_only_the_first_process_speaks_and_writes(folder):

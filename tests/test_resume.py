@@ -88,9 +88,9 @@ def assert_same(run, uninterrupted) -> None:
 
 
 def test_after_a_kill(model, uninterrupted, tmp_path):
-    """Call 1 measures the base, then come two per epoch: call 12 is the first of the sixth epoch."""
+    """Call 1 is the trial, call 2 measures the base, then come two per epoch: call 13 is the first of the sixth."""
     command = arguments(model, tmp_path)
-    (tmp_path / "plan").write_text(f"12 {int(signal.SIGKILL)}")
+    (tmp_path / "plan").write_text(f"13 {int(signal.SIGKILL)}")
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run([sys.executable, "-m", "flowgrpo", *command], capture_output=True, env=environment)
     assert done.returncode == -signal.SIGKILL, done.stderr.decode()
@@ -105,7 +105,7 @@ def test_after_a_kill(model, uninterrupted, tmp_path):
 
 def test_after_a_kind_request_the_last_whole_epoch_is_saved(model, uninterrupted, tmp_path, capsys):
     command = arguments(model, tmp_path)
-    (tmp_path / "plan").write_text(f"8 {int(signal.SIGTERM)}")  # in the fourth epoch
+    (tmp_path / "plan").write_text(f"9 {int(signal.SIGTERM)}")  # in the fourth epoch
     before = signal.getsignal(signal.SIGTERM)
     assert main(command) == 130
     assert signal.getsignal(signal.SIGTERM) is before
@@ -120,7 +120,7 @@ def test_after_a_kind_request_the_last_whole_epoch_is_saved(model, uninterrupted
 
 def test_a_request_in_the_last_epoch_ends_the_run_too(model, uninterrupted, tmp_path):
     command = arguments(model, tmp_path)
-    (tmp_path / "plan").write_text(f"{2 * EPOCHS + 1} {int(signal.SIGINT)}")
+    (tmp_path / "plan").write_text(f"{2 * EPOCHS + 2} {int(signal.SIGINT)}")
     assert main(command) == 130
     assert not (tmp_path / "run" / "summary.json").exists()
     assert main([*command, "--resume"]) == 0

@@ -498,7 +498,7 @@ def test_align_goes_on_where_it_failed(tmp_path):
 
     def failing(images, prompts, metadata):
         calls.append(prompts)
-        if len(calls) == 4:  # the base, two parts of the first epoch, and the second epoch's first
+        if len(calls) == 5:  # the trial, the base, two parts of the first epoch, and the second epoch's first
             raise OSError("unreachable")
         return bluish(images, prompts, metadata)
 

@@ -154,9 +154,9 @@ def failing_at_call(number: int, statement: str) -> str:
     ("['a', 'b', 'c', 'd']", "returned 'a', expected a finite number"),
 ])
 def test_a_reward_that_fails_in_training_loses_no_whole_epoch(recipe, answer, line, capsys):
-    """The base is measured by the first call; two calls later the second epoch begins."""
+    """The first call is the trial, the second measures the base; two calls later the second epoch begins."""
     file = recipe.with_name("reward.py")
-    file.write_text(failing_at_call(4, f"return {answer}"))
+    file.write_text(failing_at_call(5, f"return {answer}"))
     found = told(capsys, recipe)
     assert line in found and f"reward '{file}:red'" in found
     run = recipe.parent / "runs" / "run"
@@ -167,9 +167,9 @@ def test_a_reward_that_fails_in_training_loses_no_whole_epoch(recipe, answer, li
 
 
 def test_a_reward_that_fails_between_epochs_loses_no_epoch(recipe, capsys):
-    """The fourth call measures the held-out prompts after the first epoch."""
+    """The fifth call measures the held-out prompts after the first epoch."""
     file = recipe.with_name("reward.py")
-    file.write_text(failing_at_call(4, "raise OSError('judge unreachable')"))
+    file.write_text(failing_at_call(5, "raise OSError('judge unreachable')"))
     assert "OSError: judge unreachable (reward.py, line 7)" in told(capsys, recipe, "--eval.every=1")
     run = recipe.parent / "runs" / "run"
     assert checkpoint.latest(run / "checkpoints").name == "epoch-00001"

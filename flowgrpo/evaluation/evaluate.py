@@ -8,6 +8,7 @@ without drawing again. Under `accelerate launch` or `torchrun` every process tak
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
@@ -34,7 +35,7 @@ from flowgrpo.finite import finite
 from flowgrpo.policies import build
 from flowgrpo.processes import Processes
 from flowgrpo.reward_rule import WatchRule
-from flowgrpo.rewards import Failed, pairwise
+from flowgrpo.rewards import Failed, exchange, pairwise
 from flowgrpo.rewards.score import columns
 
 BASE, TUNED = "base", "tuned"
@@ -201,17 +202,23 @@ def _make(plan: Plan, suite: Suite, functions: dict[str, Any], ledger: Ledger, k
         own = processes.own([place for place in places if not functions.keys() <= known.get(place, {}).keys()])
         with processes.together(), tqdm(total=len(own), desc=f"{suite.name}, {arm}", unit=plan.medium.unit,
                                         leave=False, disable=None if processes.first else True) as bar:
-            for start in range(0, len(own), at_once):
-                some = own[start:start + at_once]
+            for part, some in enumerate(_parts(own, batch, at_once)):
                 missing = [place for place in some if not ledger.has(place)]
                 for first in range(0, len(missing), batch):
                     places = missing[first:first + batch]
                     drawn = hand.draw(arm, [suite.cases[place.prompt].prompt for place in places], places)
                     for place, each in zip(places, drawn):
                         ledger.save(place, each)
-                failed += _score(some, suite, functions, ledger, known, plan.unchanged)
+                with contextlib.nullcontext() if part else exchange.brief():
+                    failed += _score(some, suite, functions, ledger, known, plan.unchanged)
                 bar.update(len(some))
     return dict(zip(functions, processes.total([failed[name] for name in functions])))
+
+
+def _parts(places: Sequence[Place], first: int, rest: int) -> list[Sequence[Place]]:
+    """What is scored in one call: a few samples at first, so that a mistake in a reward costs seconds."""
+    starts = [0, *range(first, len(places), rest)] if places else []
+    return [places[start:end] for start, end in zip(starts, [*starts[1:], len(places)])]
 
 
 def _known(ledger: Ledger, plan: Plan, functions: dict[str, Any]) -> dict[Place, dict[str, float]]:

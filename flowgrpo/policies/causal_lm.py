@@ -129,7 +129,7 @@ class CausalLM:
     def require_context(self, prompts: Sequence[str]) -> None:
         """UserError where a prompt has no token, or with its completion more than the model's context; of many prompts
         the longest and the shortest are looked at."""
-        by_length = sorted(set(prompts), key=len)
+        by_length = sorted(dict.fromkeys(prompts), key=len)
         most = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         for prompt in by_length[:1] + by_length[-4:]:
             length = len(self.encode([prompt]).ids[0])

@@ -29,7 +29,7 @@ _brief = 0  # how many `brief` are open
 @contextmanager
 def brief() -> Iterator[None]:
     """Inside, in every thread, a service is asked to find out if it is there: `Absent` is a UserError after one attempt
-    at each URL, and no attempt begins after a few seconds."""
+    at each URL, and after a few seconds no attempt begins but where the server has said when."""
     global _brief
     _brief += 1
     try:
@@ -106,8 +106,8 @@ class Service:
             limits=self._httpx.Limits(max_connections=connections))
 
     def asked(self, attempt: Callable[[str], T]) -> T:
-        """What `attempt(url)` gives for the first URL that gives a proper answer; TimedOut where none does, or UserError
-        inside `brief` where none is there."""
+        """What `attempt(url)` gives for the first URL that gives a proper answer; TimedOut where none does, and inside
+        `brief` UserError where none is there."""
         began = time.monotonic()
         for number in range(1, self.attempts + 1):
             try:
@@ -123,11 +123,11 @@ class Service:
         raise TimedOut(f"{self.who}: {last} (asked {number} times)")
 
     def _given_up(self, last: Unanswered, attempts: int, seconds: float) -> bool:
-        """Inside `brief`: whether the next attempt, so many seconds after the first, is left out. UserError where every
-        URL was asked and the last is `Absent`."""
+        """Inside `brief`: whether the next attempt, so many seconds after the first, is left out, but for a server that
+        asks for it. UserError where every URL was asked and the last is `Absent`."""
         if attempts >= self.urls and isinstance(last, Absent):
             raise UserError(f"{self.who}: {last}: is a server running there, and is the URL right?")
-        return seconds > BRIEF
+        return seconds > BRIEF and not isinstance(last, Later)
 
     def request(self, method: str, url: str, body: bytes | None, read: Callable[[bytes], T],
                 refused: Callable[[str, int, Any, bytes], T]) -> T:
@@ -142,8 +142,8 @@ class Service:
         except self._httpx.TimeoutException:
             raise Unanswered(f"{url} gave no answer within {self.timeout:g} s") from None
         except self._httpx.TransportError as error:
-            kind = Absent if isinstance(error, (self._httpx.ConnectError, self._httpx.UnsupportedProtocol)) else Unanswered
-            raise kind(f"{url} gave no answer ({type(error).__name__}: {one_line(error)})") from None
+            absent = isinstance(error, (self._httpx.ConnectError, self._httpx.UnsupportedProtocol))
+            raise (Absent if absent else Unanswered)(f"{url} gave no answer ({type(error).__name__}: {one_line(error)})") from None
         except ValueError as error:
             raise Absent(f"{url} gave no proper answer: {one_line(error)}") from None
         return refused(url, status, headers, answer)
