@@ -93,15 +93,15 @@ def judged(batch: Batch) -> bool:
     """
     name, count, tally = batch.name, len(batch.prompts), rewards.Tally()
     outputs = batch.outputs if isinstance(batch.outputs, list) else batch.outputs.clone()
-    slow = threading.Timer(PATIENCE, print, [f"reward {name!r} has judged {count} samples for {PATIENCE:g} s: if it "
-                                             "hangs, set its timeout"])
-    slow.daemon = True
-    slow.start()
+    notice = threading.Timer(PATIENCE, print, [f"reward {name!r} has judged {count} samples for {PATIENCE:g} s: if it "
+                                               "hangs, set its timeout"])
+    notice.daemon = True
+    notice.start()
     try:
         found = rewards.score({name: tried(batch.reward)}, outputs, batch.texts, batch.metadata, batch.group, tally,
                               outputs.clone() if rewards.sees_base(batch.reward) else None)
     finally:
-        slow.cancel()
+        notice.cancel()
     if said := tally.said.get(name):
         print(f"reward {name!r} failed on a trial sample, which a run leaves out and counts: {said}")
     return bool(said) or not bool(found.isnan().all())
@@ -162,6 +162,8 @@ class Samples:
             [prompt.text for prompt in some],
             [config.negative_prompt if prompt.negative is None else prompt.negative for prompt in some],
             [prompt.image for prompt in some])
+        if getattr(asked, "mixed", False):  # pictures of several sizes fit in no batch
+            asked = asked.rows(torch.zeros(len(some), dtype=torch.int64))
         generators = self.policy.generators(range(len(some)))
         if self.policy.modality == "text":
             with _short(self.policy):
