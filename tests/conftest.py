@@ -1,8 +1,28 @@
-"""Workers that share a machine (pytest -n) leave each other its cores."""
+"""Settings of the test session: threads of workers, and a random order of the tests."""
 
 from __future__ import annotations
 
 import os
+import random
 
-if "PYTEST_XDIST_WORKER" in os.environ:
+if "PYTEST_XDIST_WORKER" in os.environ:  # workers that share a machine leave each other its cores
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported, here and in subprocesses
+
+
+def pytest_addoption(parser) -> None:
+    parser.addoption("--shuffle", type=int, metavar="SEED", help="run the tests in a random order, by files")
+
+
+def pytest_collection_modifyitems(config, items: list) -> None:
+    """Shuffle files, and the tests within each: module fixtures are still built once per file."""
+    if config.getoption("--shuffle") is None:
+        return
+    shuffled = random.Random(config.getoption("--shuffle"))
+    files: dict[str, list] = {}
+    for item in items:
+        files.setdefault(str(item.path), []).append(item)
+    order = list(files.values())
+    shuffled.shuffle(order)
+    for tests in order:
+        shuffled.shuffle(tests)
+    items[:] = [item for tests in order for item in tests]

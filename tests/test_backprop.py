@@ -9,7 +9,7 @@ import pytest
 import tiny
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
-from tables import close, draw, f64
+from tables import close, draw, f64, near
 
 from flowgrpo import methods
 from flowgrpo.data import Prompt
@@ -184,7 +184,8 @@ def test_one_step_ends_with_the_data_that_it_predicts(step):
 def test_every_sample_has_its_noise_whatever_the_batch_and_the_rows_kept():
     policy, parts = sampled(LastSteps(3), Unroll(), 1.0)
     _, whole = sampled(LastSteps(3), Unroll(), 1.0, micro_batch=8)
-    assert len(whole) == 1 and torch.equal(whole[0].finals[0], torch.cat([part.finals[0] for part in parts]))
+    assert len(whole) == 1
+    near(whole[0].finals[0], torch.cat([part.finals[0] for part in parts]), depth=STEPS)
     keep = torch.tensor([False, True, True, False, True, False, False, False])
     kept = whole[0].credited([torch.arange(8.0)], [keep])
     assert torch.equal(kept.advantages[0], torch.tensor([1.0, 2, 4]))

@@ -9,6 +9,7 @@ import pytest
 import tiny
 import torch
 from safetensors import safe_open
+from tables import near
 
 from flowgrpo.config import Adapter
 from flowgrpo.errors import UserError
@@ -243,7 +244,7 @@ def test_stock_diffusers_loads_the_lora_and_gives_the_same_latents(pipe, tmp_pat
 
     untuned = latents()
     stock.load_lora_weights(tmp_path)
-    torch.testing.assert_close(latents(), ours, rtol=0, atol=1e-5)
+    near(latents(), ours, depth=3 * 2 * 6)  # 3 steps through 2 blocks of 6 layers
     assert (untuned - ours).abs().max() > 0.05
 
 
