@@ -85,7 +85,7 @@ NAMES = ("raises", "wrong_count", "strings", "nan", "inf", "nones", "meta", "wro
          "coroutine")
 
 # What other packages say while they are imported, of a run without a mistake too.
-IMPORTS = re.compile(r"W\d{4} .*_pytree|Failed to load CPU gemm_4bit")
+IMPORTS = re.compile(r"W\d{4} .*_pytree|Failed to load CPU gemm_4bit|Unable to import `torchao`")
 
 # A command that says on stdout when the model was loaded, counted from when the process began.
 CHILD = '''

@@ -36,11 +36,11 @@ from pathlib import Path
 calls = 0
 
 def fragile(images, prompts):
-    """The red of the picture; where a plan says so, the process is killed in its second call."""
+    """The red of the picture; where a plan says so, the process is killed in its third call."""
     global calls
     calls += 1
     plan = Path(__file__).with_name("kill")
-    if plan.exists() and calls == 2 and os.environ.get("RANK", "0") == "1":
+    if plan.exists() and calls == 3 and os.environ.get("RANK", "0") == "1":
         plan.unlink()
         os.kill(os.getpid(), signal.SIGKILL)
     return images[:, 0].mean((1, 2)).tolist()
@@ -268,7 +268,7 @@ def launch(arguments: list[str]) -> list[subprocess.Popen]:
 
 
 def test_two_processes_share_it_and_a_killed_one_goes_on(world, tmp_path):
-    """20 pictures, ten of each process: the second is killed when it has written down 8 and drawn 2 more."""
+    """20 pictures, ten of each process: the second is killed when it has written down 9 and drawn the last."""
     (tmp_path / "suite.txt").write_text("".join(f"picture {i}\n" for i in range(20)))
     arguments = ["eval", str(world / "run"), "--suite", str(tmp_path / "suite.txt"), "--rewards",
                  f"{world}/fragile.py:fragile", "--output", str(tmp_path / "out")]
@@ -279,10 +279,10 @@ def test_two_processes_share_it_and_a_killed_one_goes_on(world, tmp_path):
     both[0].wait()
     done = Ledger(tmp_path / "out").read()
     drawn = {file: file.stat().st_mtime_ns for file in (tmp_path / "out" / "pictures").rglob("*.png")}
-    assert {place for place in done if place.prompt >= 10} == {Place("tuned", i, 0) for i in range(10, 18)}
+    assert {place for place in done if place.prompt >= 10} == {Place("tuned", i, 0) for i in range(10, 19)}
     assert not (tmp_path / "out" / "results.json").exists() and len(drawn) >= 10
     with (tmp_path / "out" / "scores-1.jsonl").open("a") as file:
-        file.write('{"place": ["tuned", 18')  # a kill in the midst of a line
+        file.write('{"place": ["tuned", 19')  # a kill in the midst of a line
     whole = [(process.communicate(timeout=500)[0], process.returncode) for process in launch(arguments)]
     assert [code for _, code in whole] == [0, 0], whole
     assert "all prompts" in whole[0][0] and "all prompts" not in whole[1][0]
