@@ -84,7 +84,7 @@ def _train(ready: Ready, loaded: Any, listed: str | None) -> dict[str, Any]:
             prepare(config, trainer.epoch, ready.last is not None, ready.changes, own)
             if listed is not None:
                 (folder / naming.PROMPTS).write_text(listed, encoding="utf-8")
-            album.begin(folder, trainer.epoch, ready.device, ready.precision, trainer.processes.count)
+            album.begin(folder, trainer.epoch, ready.device, trainer.processes.count, ready.precision)
         start_tracker(ready.accelerator, config)
         own.callback(ready.accelerator.end_training)
         before = held_out.before(trainer, ready.measured, folder, reuse=ready.last is not None)

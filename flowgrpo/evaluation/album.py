@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any
 
 from PIL import Image
 
-from flowgrpo.devices import described
 from flowgrpo.evaluation.clips import LONGEST, SECONDS, SHORTEST, as_image, moving, still
 from flowgrpo.evaluation.read_back import read_object
 from flowgrpo.finite import finite
@@ -110,18 +109,20 @@ def data_url(output: torch.Tensor) -> str:
     return "data:image/webp;base64," + base64.b64encode(file.getvalue()).decode("ascii")
 
 
-def begin(run: Path, epoch: int, device: str | torch.device, precision: str, processes: int) -> None:
+def begin(run: Path, epoch: int, device: str | torch.device, processes: int, precision: str) -> None:
     """Say what the run runs on, and drop what an earlier run, or this one after that epoch, has kept."""
     if not epoch:
         shutil.rmtree(run / FOLDER, ignore_errors=True)
     for file in (run / FOLDER).glob("*.json"):
         if file.stem in ("after", "last") or read_object(file, MEND).get("epoch", 0) > epoch:
             file.unlink()
-    write(run / FOLDER / "machine.json", machine(device, precision, processes))
+    write(run / FOLDER / "machine.json", machine(device, processes, precision))
 
 
-def machine(device: str | torch.device, precision: str, processes: int) -> dict[str, str]:
+def machine(device: str | torch.device, processes: int, precision: str) -> dict[str, str]:
     """Hardware, precision and versions, in words."""
+    from flowgrpo.devices import described
+
     return {"device": described(device), "precision": precision, "processes": str(processes),
             "cores": str(os.cpu_count()),
             "system": f"{platform.system()} {platform.machine()}", "Python": platform.python_version(),
