@@ -1,8 +1,9 @@
 """The one typed configuration: what a recipe may say, checked before anything is loaded.
 
 A recipe is a YAML file that states differences from these defaults. Dotted overrides (`--train.lr=1e-4`) go through the
-same check. An unknown key is an error that gives its path and the nearest right key. Nothing is rewritten after
-parsing: the resolved configuration is saved with every run and runs again as it is.
+same check. An unknown key is an error that gives its path and the nearest right key. After parsing only `precision:
+auto` is replaced, by what the machine suits: the resolved configuration is saved with every run and runs again as it
+is.
 """
 
 from __future__ import annotations
@@ -59,9 +60,10 @@ class Config(Section):
                                                 "memory only")
     output: str = Field("runs", description="the folder of all runs")
     seed: int = Field(0, ge=0, lt=2**32, description="of noise, order of prompts, adapter's first weights")
-    device: Literal["auto", "cuda", "mps", "cpu"] = Field("auto", description="`auto`: the first that is there")
-    precision: Literal["fp32", "bf16", "fp16"] = Field("fp32", description="of frozen weights and of the arithmetic; "
-                                                       "with fp16 the loss is scaled")
+    device: Literal["auto", "cuda", "mps", "cpu"] = Field("auto", description="`auto`: the first that works")
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = Field(
+        "auto", description="of frozen weights and of the arithmetic; with fp16 the loss is scaled; `auto`: bf16 where "
+                            "the device computes in it natively, else fp32, which the run prints and keeps")
     tracker: Literal["tensorboard", "wandb", "none"] = Field("tensorboard", description="beside `metrics.jsonl`")
     trust_remote_code: bool = Field(False, description="run code that comes with a model from a hub")
     picture: Picture = Picture()

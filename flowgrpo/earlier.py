@@ -46,6 +46,12 @@ def require_same(config: Config, last: Path) -> list[str]:
     return told
 
 
+def precision(config: Config) -> str | None:
+    """The precision of the run in the configuration's folder; None where no run has written one down."""
+    file = config.folder / "config.yaml"
+    return load(file).precision if file.is_file() else None
+
+
 def _flat(nested: dict[str, Any], above: str = "") -> dict[str, Any]:
     """The values of sections under dotted keys; what a person names (parts, rewards) stays whole."""
     found = {}

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from flowgrpo import disk, layer_names
+from flowgrpo import devices, disk, layer_names
 from flowgrpo.config import Config, load
 from flowgrpo.errors import UserError
 from flowgrpo.policies import edit_networks
@@ -133,6 +133,7 @@ def merged(run: Path, output: Path) -> Path:
     UserError where the model or the weights do not load.
     """
     config, summary = finished(run)
+    config, _ = devices.settle(config, devices.pick_device(config.device))
     disk.require_folder(output)
     (_merged_language_model if summary["unit"] == TOKENS else _merged_pipeline)(config, run, output)
     disk.readable(output)

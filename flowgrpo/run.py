@@ -11,8 +11,21 @@ from typing import Any
 
 import torch
 
-from flowgrpo import (best, checkpoint, data, disk, earlier, methods, naming, recorded_pairs, rewards, state, tracker,
-                      trial)
+from flowgrpo import (
+    best,
+    checkpoint,
+    data,
+    devices,
+    disk,
+    earlier,
+    methods,
+    naming,
+    recorded_pairs,
+    rewards,
+    state,
+    tracker,
+    trial,
+)
 from flowgrpo.config import Config, validate
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation import album, held_out
@@ -28,24 +41,17 @@ from flowgrpo.train import Trainer
 PATIENCE = timedelta(hours=2)
 
 
-def pick_device(name: str) -> str:
-    """`auto` takes CUDA, then MPS, then the CPU. UserError where the asked one is absent."""
-    present = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
-    if name == "auto":
-        return next(device for device, there in present.items() if there)
-    if not present[name]:
-        raise UserError(f"device is {name!r}, but torch {torch.__version__} sees none here: use device: auto or cpu")
-    return name
-
-
 @dataclass(frozen=True, eq=False)
 class Ready:
     """What a run needs that is neither model nor weights, looked through.
 
-    device: of this process; trained, measured: rewards by name; split: training and held-out prompts; last: the
-    checkpoint to go on from, or None; changes: of the configuration since then, to be told.
+    config: with a precision that is chosen, and `precision`, that in words; device: of this process; trained, measured:
+    rewards by name; split: training and held-out prompts; last: the checkpoint to go on from, or None; changes: of the
+    configuration since then, to be told.
     """
 
+    config: Config
+    precision: str
     device: str | torch.device
     accelerator: Any
     trained: dict[str, Any]
@@ -66,6 +72,9 @@ def run(config: Config, resume: bool = False, *, pipe=None, functions: dict[str,
     from accelerate.utils import set_seed
 
     ready = check(config, resume, pipe, functions, prompts)
+    config = ready.config
+    if ready.accelerator.is_main_process:
+        print(f"device: {devices.described(ready.device)}\nprecision: {ready.precision}", flush=True)
     set_seed(config.seed)
     loaded = build.load(config) if pipe is None else pipe
     modality = build.modality(loaded)
@@ -73,13 +82,14 @@ def run(config: Config, resume: bool = False, *, pipe=None, functions: dict[str,
     rewards.require_base(ready.trained | ready.measured, modality)
     listed = naming.prompt_lines(config, prompts) if ready.accelerator.is_main_process else None
     with as_before(pipe):
-        return _train(config, ready, loaded, listed)
+        return _train(ready, loaded, listed)
 
 
-def _train(config: Config, ready: Ready, loaded: Any, listed: str | None) -> dict[str, Any]:
+def _train(ready: Ready, loaded: Any, listed: str | None) -> dict[str, Any]:
     """The run of a model that is loaded, after all that is known to be wrong without it; listed: the content of the
     run's own file of prompts."""
-    folder, policy = config.folder, build.make_policy(config, ready.device, loaded)
+    config, folder = ready.config, ready.config.folder
+    policy = build.make_policy(config, ready.device, loaded)
     trainer = Trainer(config, ready.accelerator, policy, ready.trained, ready.split)
     if ready.last:
         state.restore(trainer, ready.last)
@@ -89,7 +99,7 @@ def _train(config: Config, ready: Ready, loaded: Any, listed: str | None) -> dic
             prepare(config, trainer.epoch, ready.last is not None, ready.changes, own)
             if listed is not None:
                 (folder / naming.PROMPTS).write_text(listed, encoding="utf-8")
-            album.begin(folder, trainer.epoch, str(ready.device), trainer.processes.count)
+            album.begin(folder, trainer.epoch, ready.device, trainer.processes.count, ready.precision)
         tracker.start(ready.accelerator, config)
         own.callback(ready.accelerator.end_training)
         before = held_out.before(trainer, ready.measured, folder, reuse=ready.last is not None)
@@ -102,12 +112,13 @@ def _train(config: Config, ready: Ready, loaded: Any, listed: str | None) -> dic
 def check(config: Config, resume: bool = False, pipe=None, functions: dict[str, Any] | None = None,
           prompts: list[data.Prompt] | None = None) -> Ready:
     """Look at whatever a person can get wrong before anything is loaded or written. UserError for the first mistake."""
-    device = pick_device(config.device)
+    device = devices.pick_device(config.device)
     method = methods.resolve(config, build.process(build.kind(config, pipe)))
     tracker.require(config)
     accelerator = make_accelerator(config, device)  # first: it chooses the GPU that rewards will find
     if accelerator.num_processes > 1:
         device = accelerator.device
+    config, precision = settled(config, accelerator, device, resume, pipe)
     geometry(config.train, accelerator.num_processes)
     build.require(config, method, device, loaded=pipe is not None)
     if accelerator.is_main_process:
@@ -136,7 +147,17 @@ def check(config: Config, resume: bool = False, pipe=None, functions: dict[str, 
     if config.eval.weights == "ema" and not config.train.ema:
         raise UserError("eval.weights is 'ema', but train.ema is 0: set train.ema to a decay such as 0.9")
     best.require(config.eval, measured)
-    return Ready(device, accelerator, trained, measured, split, last, changes)
+    return Ready(config, precision, device, accelerator, trained, measured, split, last, changes)
+
+
+def settled(config: Config, accelerator: Any, device: str | torch.device, resume: bool, pipe: Any
+            ) -> tuple[Config, str]:
+    """The configuration with the precision that the first process chooses for all, and that in words."""
+    from accelerate.utils import broadcast_object_list
+
+    begun = earlier.precision(config) if resume else None
+    chosen = [devices.settle(config, device, pipe, begun) if accelerator.is_main_process else None]
+    return broadcast_object_list(chosen)[0]
 
 
 def make_accelerator(config: Config, device: str):

@@ -25,10 +25,12 @@ from common import options
 
 from flowgrpo import data, rewards
 from flowgrpo.config import Config, load
+from flowgrpo.devices import pick_device, settle
 from flowgrpo.policies.build import make_policy
+from flowgrpo.policies.dtypes import DTYPES
 from flowgrpo.policies.tiny.image_parts import t5
 from flowgrpo.policies.tiny.parts import tokenizer
-from flowgrpo.run import make_accelerator, pick_device
+from flowgrpo.run import make_accelerator
 from flowgrpo.samplers.rollout import explore, seeder
 from flowgrpo.train import Trainer
 
@@ -206,7 +208,8 @@ def main() -> None:
     settled = {"device": args.device, "reward": "random", "train.prompts": "2", "held_out": "0", "tracker": "none",
                "eval.rewards": "[]"}
     config = load(CONFIGS / f"{args.model}.yaml", settled | options(args.option))
-    with made_on(torch.device(args.device), {"bf16": torch.bfloat16, "fp32": torch.float32}[config.precision]):
+    config, _ = settle(config, args.device)
+    with made_on(torch.device(args.device), DTYPES[config.precision]):
         pipe = MODELS[args.model](**smaller)
     pipe.set_progress_bar_config(disable=True)
     trainer = make_trainer(config, pipe)

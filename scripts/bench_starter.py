@@ -32,11 +32,11 @@ from evaluate_starter import GUIDANCE, accuracy
 
 from flowgrpo import data, methods
 from flowgrpo.config import Adapter, Config, load
+from flowgrpo.devices import pick_device, settle
 from flowgrpo.evaluation import held_out
 from flowgrpo.method import Method
 from flowgrpo.policies.load import load_pipeline
 from flowgrpo.policies.pipeline import PipelinePolicy
-from flowgrpo.run import pick_device
 from flowgrpo.samplers import cost
 from flowgrpo.samplers.backprop import Unroll
 from flowgrpo.samplers.grids import shifted
@@ -148,8 +148,10 @@ def base(config: Config, file: Path) -> dict[str, Any]:
     asked = {"model": config.model, "guidance": list(GUIDANCE), "eval": config.eval.model_dump(exclude={"guidance"})}
     if file.exists() and (known := json.loads(file.read_text()))["asked"] == asked:
         return known
-    policy = PipelinePolicy(load_pipeline(config.model, config.precision), Adapter(rank=0), precision=config.precision,
-                            device=pick_device(config.device), call=config.call)
+    device = pick_device(config.device)
+    precision = settle(config, device)[0].precision
+    policy = PipelinePolicy(load_pipeline(config.model, precision), Adapter(rank=0), precision=precision, device=device,
+                            call=config.call)
     prompts = held_out.spread(data.resolve(config)[1], config.eval.prompts)
     found = {f"{guidance:g}": accuracy(policy, prompts, config.eval.steps, guidance, config.eval.samples,
                                        config.train.micro_batch)["all"] for guidance in GUIDANCE}

@@ -7,8 +7,9 @@ from pathlib import Path
 
 from flowgrpo import data, rewards
 from flowgrpo.config import Config
+from flowgrpo.devices import pick_device, settle
 from flowgrpo.policies.build import make_policy
-from flowgrpo.run import make_accelerator, pick_device
+from flowgrpo.run import make_accelerator
 from flowgrpo.train import Trainer
 
 RECIPE = Path(__file__).parent.parent / "configs" / "starter.yaml"
@@ -17,6 +18,7 @@ RECIPE = Path(__file__).parent.parent / "configs" / "starter.yaml"
 def make_trainer(config: Config) -> Trainer:
     """The trainer of a configuration, as a run has it before its first epoch; nothing is written."""
     device = pick_device(config.device)
+    config, _ = settle(config, device)
     return Trainer(config, make_accelerator(config, device), make_policy(config, device),
                    rewards.compose(config.trained, config.cache), data.resolve(config))
 

@@ -27,19 +27,20 @@ from scipy.stats import spearmanr
 
 from flowgrpo import data, rewards
 from flowgrpo.config import load
+from flowgrpo.devices import pick_device, settle
 from flowgrpo.evaluation.held_out import spread
 from flowgrpo.evaluation.statistics import interval
 from flowgrpo.policies.build import make_policy
 from flowgrpo.rewards.scene_soft import scene_soft
-from flowgrpo.run import make_accelerator, pick_device
+from flowgrpo.run import make_accelerator
 from flowgrpo.samplers import edits
 from flowgrpo.samplers.rollout import seeder
 from flowgrpo.train import Trainer
 
 N, CANDIDATES, PROMPTS, AT_ONCE, SEED = 4, 4, 120, 12, 20_000
 RECIPE = {"model": "starter", "method": "expo", "prompts": "starter", "tracker": "none", "device": "cpu",
-          "reward": "scene_graded", "train.epochs": 40, "train.prompts": 12, "train.group": 16,
-          "train.micro_batch": 96, "train.steps": 6, "train.shift": 1.5, "train.guidance": 2.0,
+          "precision": "fp32", "reward": "scene_graded", "train.epochs": 40, "train.prompts": 12,
+          "train.group": 16, "train.micro_batch": 96, "train.steps": 6, "train.shift": 1.5, "train.guidance": 2.0,
           "train.inner_epochs": 2, "train.updates": 2, "train.lr": 1e-3, "train.schedule": "linear"}
 
 
@@ -47,6 +48,7 @@ def trained(config) -> Trainer:
     """A trainer after all its epochs; nothing is written."""
     torch.manual_seed(config.seed)
     device = pick_device(config.device)
+    config, _ = settle(config, device)
     trainer = Trainer(config, make_accelerator(config, device), make_policy(config, device),
                       rewards.compose(config.trained, config.cache), data.resolve(config))
     start = time.time()

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torchvision.utils import save_image
 
-from flowgrpo import rewards
+from flowgrpo import installed, rewards
 from flowgrpo.cli import main
 from flowgrpo.rewards import About, table
 
@@ -49,24 +49,22 @@ def test_a_range_is_told(bounds, cell):
 
 @pytest.fixture
 def metadata(tmp_path, monkeypatch):
-    """A flowgrpo with the extras `here` and `gone`, and the package that `here` asks for."""
-    for name, version, more in (
-            ("flowgrpo", "9.0", 'Provides-Extra: here\nProvides-Extra: gone\nRequires-Dist: torch\n'
-                                'Requires-Dist: is-here>=1; extra == "here"\nRequires-Dist: torch; extra == "gone"\n'
-                                'Requires-Dist: is-gone; extra == "gone"\n'), ("is_here", "1.0", "")):
-        info = tmp_path / f"{name}-{version}.dist-info"
-        info.mkdir()
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{more}")
+    """A package that says that it is installed, and a module without such a record."""
+    info = tmp_path / "is_here-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: is_here\nVersion: 1.0\n")
     (tmp_path / "a_module_alone.py").write_text("raise ImportError('nobody may import this')\n")
+    for extra, modules in {"here": ("torch", "a_module_alone"), "gone": ("torch", "is_gone")}.items():
+        monkeypatch.setitem(installed.EXTRAS, extra, modules)
     monkeypatch.syspath_prepend(str(tmp_path))
 
 
-@pytest.mark.parametrize("needs, installed", [
+@pytest.mark.parametrize("needs, there", [
     ("", True), (None, None), ("here", True), ("gone", False), ("here, gone", False), ("is-here", True),
     ("a-module-alone", True), ("no-such-package", False), ("here, a_module_alone", True),
 ])
-def test_what_is_installed_is_seen_without_an_import(metadata, needs, installed):
-    assert About(needs=needs).installed is installed
+def test_what_is_installed_is_seen_without_an_import(metadata, needs, there):
+    assert About(needs=needs).installed is there
 
 
 def test_every_built_in_reward_says_what_it_is():

@@ -239,7 +239,7 @@ def test_all_weights_are_saved_with_what_reads_prompts(tmp_path):
 
     own = tiny.stir(CausalLM(*tiny.model(), tiny.Adapter(rank=0), tiny.Text(max_tokens=6)))
     own.weights.save(tmp_path)
-    again = texts.load(Config(model="of another name", text=own.text), tmp_path)
+    again = texts.load(Config(model="of another name", precision="fp32", text=own.text), tmp_path)
     asked, found = sampled(own)
     assert [ids.tolist() for ids in again.encode(ASKED).ids] == [ids.tolist() for ids in asked.ids]
     torch.testing.assert_close(replayed(again, asked, found).logp, found.logp, rtol=0, atol=1e-5)

@@ -91,7 +91,8 @@ def test_a_class_that_cannot_be_driven_is_told_without_a_model(name, reason):
 def test_the_estimate_is_for_the_recipes_guidance_and_checkpointing():
     def activations(**train):  # one prompt with 4096 samples at once, so that GiB are not 0
         room = {"prompts": 1, "group": 4096, "micro_batch": 4096, "steps": 2} | train
-        told = check.report("StableDiffusion3Pipeline", Config(method="flow_grpo", train=room, adapter={"rank": 4}))
+        told = check.report("StableDiffusion3Pipeline", Config(method="flow_grpo", precision="fp32", train=room,
+                                                               adapter={"rank": 4}))
         assert told["drivable"] and list(told["memory"]) == ["encode", "rollout", "decode", "update"]
         return told["memory_parts"]["activations"]
 
@@ -100,11 +101,11 @@ def test_the_estimate_is_for_the_recipes_guidance_and_checkpointing():
 
 
 def test_of_a_dora_the_gradients_error_is_left_out_and_that_is_said(capsys, tmp_path):
-    (tmp_path / "recipe.yaml").write_text("adapter: {rank: 4, dora: true}\n")
+    (tmp_path / "recipe.yaml").write_text("precision: fp32\nadapter: {rank: 4, dora: true}\n")
     assert main(["check", "StableDiffusion3Pipeline", "--recipe", str(tmp_path / "recipe.yaml")]) == 0
     told = capsys.readouterr().out
     assert "gradient error" not in told and "the gradient's error is left out: with adapter.dora peft holds" in told
-    text = check.report("Qwen3ForCausalLM", Config(method="grpo", adapter={"rank": 4, "dora": True}))
+    text = check.report("Qwen3ForCausalLM", Config(method="grpo", precision="fp32", adapter={"rank": 4, "dora": True}))
     assert text["drivable"] and text["gradient_error"] is None and "adapter.dora" in text["notes"][0]
 
 

@@ -37,8 +37,8 @@ def test_a_model_that_can_be_trained(model):
 
 
 def test_memory_by_hand(tmp_path, model):
-    (tmp_path / "recipe.yaml").write_text("method: grpo\ntext: {max_tokens: 1000}\nadapter: {rank: 64}\n"
-                                          "train: {micro_batch: 16, group: 16}\n")
+    (tmp_path / "recipe.yaml").write_text("method: grpo\nprecision: fp32\ntext: {max_tokens: 1000}\nadapter: "
+                                          "{rank: 64}\ntrain: {micro_batch: 16, group: 16}\n")
     found = {}
     from flowgrpo.policies import build, memory_text
 

@@ -41,6 +41,7 @@ def make_run(folder, model, change: float, rank: int = 2, **options):
     (folder / "bright.py").write_text(BRIGHT)
     (folder / "prompts.txt").write_text("".join(f"picture {i}\n" for i in range(20)))
     config = {"model": str(model), "reward": f"{folder}/bright.py:bright", "prompts": f"{folder}/prompts.txt",
+              "precision": "fp32",
               "picture": {"call": tiny.CALL}, "eval": {"steps": 2, "guidance": 1.5}, "adapter": {"rank": rank}}
     (folder / "config.yaml").write_text(validate(config | options).yaml())
     return folder
@@ -51,7 +52,7 @@ def pixels(path) -> np.ndarray:
 
 
 def drawn(folder, model, lora=None, prompts=("a dog", "a cat"), count=1, seed=3, steps=2, guidance=1.5):
-    paths = compare.sample(str(model), lora, list(prompts), count, seed, steps, guidance, folder)
+    paths = compare.sample(str(model), lora, list(prompts), count, seed, steps, guidance, folder, precision="fp32")
     return [pixels(path) for path in paths]
 
 
@@ -237,7 +238,7 @@ def test_a_picture_on_the_command_line_is_what_a_pipeline_starts_from(moving, tm
     for colour in ("red", "blue"):
         picture, output = str(folder / f"{colour}.png"), tmp_path / colour
         assert main(["sample", model, "--prompt", "a cat", "--image", picture, "--steps", "2", "--guidance", "2",
-                     "--output", str(output)]) == 0
+                     "--precision", "fp32", "--output", str(output)]) == 0
         asked = small | {"num_inference_steps": 2, "guidance": 2.0}
         expected = compare.draw_one(pipe, Prompt("a cat", image=picture), seeder(0, 0)(0, 0), asked)
         [file] = output.iterdir()

@@ -78,7 +78,7 @@ def test_unknown_keys_name_the_nearest(raw, told):
     ({"adapter": {"targets": ["to_q", 3]}}, "adapter.targets.1: got 3, expected a valid string"),
     ({"reward": 5}, "reward: got 5, expected a valid string or a valid dictionary"),
     ({"reward": {"scene": "much"}}, "reward.scene: got 'much', expected a valid number"),
-    ({"precision": "fp64"}, "precision: got 'fp64', expected 'fp32', 'bf16' or 'fp16'"),
+    ({"precision": "fp64"}, "precision: got 'fp64', expected 'auto', 'fp32', 'bf16' or 'fp16'"),
     ({"train": {"checkpointing": "perhaps"}}, "train.checkpointing: got 'perhaps', expected a valid boolean"),
     ({"train": {"betas": [0.9]}}, "train.betas.1: got [0.9], expected one more value"),
 ])

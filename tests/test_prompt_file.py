@@ -35,7 +35,7 @@ def asked(tmp_path):
 def test_the_prompt_file_names_every_picture(tmp_path, model, asked, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(["sample", str(model), "--prompts", str(asked), "--output", "base", "--steps", "2", "--guidance", "1.5",
-                 "--seed", "3", "--count", "2", "--batch", "3"]) == 0
+                 "--seed", "3", "--count", "2", "--batch", "3", "--precision", "fp32"]) == 0
     assert capsys.readouterr().out.strip() == "base/prompts.jsonl"
     monkeypatch.chdir("/")  # its paths are whole
     found = data.load_prompts(tmp_path / "base" / "prompts.jsonl")

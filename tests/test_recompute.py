@@ -46,14 +46,15 @@ def test_the_same_gradient_for_less_memory(name):
 
 @pytest.mark.parametrize("name", ["HunyuanDiTPipeline", "ChromaPipeline", "StableDiffusionXLPAGPipeline"])
 def test_a_check_with_checkpointing_is_of_the_run_with_it(name):
-    told = check.report(name, Config(method="ddpo", adapter={"rank": 4}, train={"checkpointing": True}))
+    told = check.report(name, Config(method="ddpo", precision="fp32", adapter={"rank": 4},
+                                     train={"checkpointing": True}))
     assert told["drivable"], told["reason"]
     assert told["first_log_ratio"] == 0
 
 
 def test_checkpointing_that_computes_something_else_is_found_out(monkeypatch):
     monkeypatch.setattr(recompute, "WRONG", set())
-    told = check.report("ChromaPipeline", Config(adapter={"rank": 4}, train={"checkpointing": True}))
+    told = check.report("ChromaPipeline", Config(precision="fp32", adapter={"rank": 4}, train={"checkpointing": True}))
     assert not told["drivable"] and told["first_log_ratio"] > 1e-4
     assert told["reason"].startswith("replay and rollout disagree")
     assert told["reason"].endswith("try without train.checkpointing")

@@ -42,7 +42,7 @@ def make_run(folder, epochs: int = 4, every: int = 2, finished: bool = True):
     config = validate({"name": "<b>mine</b>", "reward": {"scene": 2.0}, "eval": {"rewards": ["piqe"]},
                        "train": {"epochs": epochs}})
     (folder / "config.yaml").write_text(config.yaml())
-    album.begin(folder, 0, "cpu", 1)
+    album.begin(folder, 0, "cpu", 1, "fp32")
     album.stage(folder, "before", 0, measured(0.0, 0.25, math.nan))
     lines = []
     for epoch in range(1, epochs + 1):
@@ -275,10 +275,10 @@ def test_only_the_most_extreme_are_kept():
 
 def test_what_an_earlier_run_has_kept_is_dropped(tmp_path):
     run = make_run(tmp_path / "run")
-    album.begin(run, 2, "cpu", 1)
+    album.begin(run, 2, "cpu", 1, "fp32")
     assert sorted(file.name for file in (run / "report").iterdir()) == [
         "before.json", "epoch-00002.json", "machine.json"]
-    album.begin(run, 0, "cpu", 2)
+    album.begin(run, 0, "cpu", 2, "fp32")
     assert [file.name for file in (run / "report").iterdir()] == ["machine.json"]
     assert report.data(run)["machine"]["processes"] == "2"
 

@@ -140,7 +140,8 @@ def test_two_processes_share_it(world, found):
 
 
 def test_one_greedy_text_of_a_model_alone(world, tmp_path):
-    results = evaluate(str(world / "lm"), str(world / "suite.jsonl"), ["numeric_match"], tmp_path, max_tokens=3)
+    results = evaluate(str(world / "lm"), str(world / "suite.jsonl"), ["numeric_match"], tmp_path, max_tokens=3,
+                       precision="fp32")
     own = texts.load(tiny.config(model=str(world / "lm"), text__max_tokens=3), None)
     [row] = [own.generate(own.encode([q for q, *_ in QUESTIONS]), own.generators(range(3)))]
     ledger = TextLedger(tmp_path)
@@ -160,7 +161,7 @@ def test_masked_models_and_models_that_read_images(tmp_path):
     files = tiny_vision.files(tmp_path)
     (tmp_path / "suite.jsonl").write_text("".join(json.dumps({"prompt": "1+2=", "image": file}) + "\n"
                                                   for file in files))
-    evaluate(str(eyes), str(tmp_path / "suite.jsonl"), name, tmp_path / "two", max_tokens=4)
+    evaluate(str(eyes), str(tmp_path / "suite.jsonl"), name, tmp_path / "two", max_tokens=4, precision="fp32")
     ledger, own = TextLedger(tmp_path / "two"), texts.load(tiny.config(model=str(eyes), text__max_tokens=4), None)
     made = own.generate(own.encode(["1+2="] * 3, images=files), own.generators(range(3)))
     assert [ledger.load(Place("base", i, 0)) for i in range(3)] == made
@@ -173,7 +174,7 @@ def test_a_picture_is_shown_on_the_command_line(tmp_path, capsys):
     own = texts.load(tiny.config(model=str(eyes), text__max_tokens=256), None)
     expected = [own.generate(own.encode(["1+2="], images=[image]), own.generators([0]))[0] for image in (red, green)]
     for image, text in zip((red, green), expected):
-        assert main(["sample", str(eyes), "--prompt", "1+2=", "--image", image]) == 0
+        assert main(["sample", str(eyes), "--prompt", "1+2=", "--image", image, "--precision", "fp32"]) == 0
         assert capsys.readouterr().out == text + "\n"
     assert main(["sample", "starter_text", "--prompt", "1+2=", "--image", red]) == 2
     assert "takes no image" in capsys.readouterr().err

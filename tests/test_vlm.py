@@ -225,7 +225,7 @@ def test_all_weights_are_saved_with_what_reads_images(tmp_path, images):
     own.weights.save(tmp_path)
     with torch.no_grad():
         asked, found = sampled(own, images)
-        again = texts.load(Config(model="of another name", text=own.text), tmp_path)
+        again = texts.load(Config(model="of another name", precision="fp32", text=own.text), tmp_path)
         torch.testing.assert_close(replayed(again, again.encode(PROMPTS, images=images), found).logp, found.logp,
                                    rtol=0, atol=1e-5)
 

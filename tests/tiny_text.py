@@ -46,9 +46,9 @@ def short(completions, prompts):
 
 def config(output: Path | str = "nowhere", **options: Any) -> Config:
     """A run of a second: 2 prompts x 4 samples of 6 tokens. An option train__lr is the configuration's train.lr."""
-    small = dict(output=str(output), name="run", device="cpu", tracker="none", reward="short", held_out=0.3,
-                 method="grpo", text__max_tokens=6, adapter__rank=2, train__epochs=2, train__prompts=2, train__group=4,
-                 train__micro_batch=4, train__lr=1e-2, eval__prompts=2)
+    small = dict(output=str(output), name="run", device="cpu", precision="fp32", tracker="none", reward="short",
+                 held_out=0.3, method="grpo", text__max_tokens=6, adapter__rank=2, train__epochs=2,
+                 train__prompts=2, train__group=4, train__micro_batch=4, train__lr=1e-2, eval__prompts=2)
     return load(None, {key.replace("__", "."): value for key, value in (small | options).items()})
 
 

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from flowgrpo.cli.options import RLG, one_weight
+from flowgrpo.cli.options import PRECISION, RLG, Precision, one_weight
 from flowgrpo.cli.root import app
 from flowgrpo.errors import UserError
 
@@ -37,6 +37,7 @@ def sample(
                                               "picture, 8 texts.")] = None,
     key: Annotated[str | None, typer.Option(metavar="NAME", help="With --prompts: what prompts.jsonl calls a sample "
                                             "in the metadata. Without: base_image or base_text.")] = None,
+    precision: Annotated[Precision | None, typer.Option(help=PRECISION)] = None,
 ) -> None:
     """Draw pictures with a model, or write texts, with or without a LoRA."""
     weight = one_weight(rlg)
@@ -50,7 +51,8 @@ def sample(
         from flowgrpo.evaluation import prompt_file
 
         typer.echo(prompt_file.sample(model, prompts, output, lora=lora, count=count, seed=seed, steps=steps,
-                                      guidance=guidance, rlg=weight, batch=batch, temperature=temperature, key=key))
+                                      guidance=guidance, rlg=weight, batch=batch, temperature=temperature, key=key,
+                                      precision=precision))
         return
     for name, value in {"batch": batch, "key": key}.items():
         if value is not None:
@@ -63,12 +65,12 @@ def sample(
         from flowgrpo.evaluation import texts
 
         for text in texts.sample(model, Path(lora) if lora else None, prompt, count, seed, temperature,
-                                 str(image) if image else None):
+                                 str(image) if image else None, precision):
             typer.echo(text)
         return
     from flowgrpo.evaluation import compare
 
-    for path in compare.sample(model, lora, prompt, count, seed, steps, guidance, output, weight, image):
+    for path in compare.sample(model, lora, prompt, count, seed, steps, guidance, output, weight, image, precision):
         typer.echo(path)
 
 

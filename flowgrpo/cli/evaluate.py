@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from flowgrpo.cli.options import RLG, asked_rewards, weights_of
+from flowgrpo.cli.options import PRECISION, RLG, Precision, asked_rewards, weights_of
 from flowgrpo.cli.root import app
 
 
@@ -35,6 +35,7 @@ def evaluate(
     temperature: Annotated[float | None, typer.Option(min=0, help="Of a language model. Without: the run's, and 1 for "
                                                       "several samples where that is 0.")] = None,
     max_tokens: Annotated[int | None, typer.Option(min=1, help="Of a completion; without: the run's, or 256.")] = None,
+    precision: Annotated[Precision | None, typer.Option(help=PRECISION)] = None,
 ) -> None:
     """Score a model on a suite of prompts, by several rewards, and against its base."""
     weights = weights_of(rlg)
@@ -44,7 +45,8 @@ def evaluate(
     try:
         results = evaluation.evaluate(source, suite, asked_rewards(rewards), output, lora=lora, base=base,
                                       samples=samples, steps=steps, guidance=guidance, seed=seed, features=features,
-                                      rlg=weights, batch=batch, temperature=temperature, max_tokens=max_tokens)
+                                      rlg=weights, batch=batch, temperature=temperature, max_tokens=max_tokens,
+                                      precision=precision)
     except KeyboardInterrupt:
         typer.echo(f"flowgrpo: interrupted; the same command goes on with what is in {output}", err=True)
         raise

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from flowgrpo.errors import UserError
 
+Precision = Literal["auto", "fp32", "bf16", "fp16"]
+PRECISION = "Of weights and arithmetic, auto for what suits the device. Without: the run's, or auto."
 RLG = "Draw with base + W * (tuned - base): 0 the base, 1 the tuned model, above 1 beyond it (RLG). Other weights " \
       "run the denoiser twice as often."
 

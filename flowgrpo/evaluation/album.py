@@ -10,7 +10,6 @@ Pictures lie in them as data URLs, encoded once, so that a report is made by rea
 from __future__ import annotations
 
 import base64
-import importlib.metadata
 import io
 import json
 import os
@@ -26,6 +25,7 @@ from PIL import Image
 from flowgrpo.evaluation.clips import LONGEST, SECONDS, SHORTEST, as_image, moving, still
 from flowgrpo.evaluation.read_back import read_object
 from flowgrpo.finite import finite
+from flowgrpo.installed import version
 
 if TYPE_CHECKING:
     import torch
@@ -109,24 +109,24 @@ def data_url(output: torch.Tensor) -> str:
     return "data:image/webp;base64," + base64.b64encode(file.getvalue()).decode("ascii")
 
 
-def begin(run: Path, epoch: int, device: str, processes: int) -> None:
+def begin(run: Path, epoch: int, device: str | torch.device, processes: int, precision: str) -> None:
     """Say what the run runs on, and drop what an earlier run, or this one after that epoch, has kept."""
     if not epoch:
         shutil.rmtree(run / FOLDER, ignore_errors=True)
     for file in (run / FOLDER).glob("*.json"):
         if file.stem in ("after", "last") or read_object(file, MEND).get("epoch", 0) > epoch:
             file.unlink()
-    write(run / FOLDER / "machine.json", machine(device, processes))
+    write(run / FOLDER / "machine.json", machine(device, processes, precision))
 
 
-def machine(device: str, processes: int) -> dict[str, str]:
-    """Hardware and versions, in words."""
-    import torch
+def machine(device: str | torch.device, processes: int, precision: str) -> dict[str, str]:
+    """Hardware, precision and versions, in words."""
+    from flowgrpo.devices import described
 
-    name = f" ({torch.cuda.get_device_name()})" if torch.device(device).type == "cuda" else ""
-    return {"device": f"{device}{name}", "processes": str(processes), "cores": str(os.cpu_count()),
+    return {"device": described(device), "precision": precision, "processes": str(processes),
+            "cores": str(os.cpu_count()),
             "system": f"{platform.system()} {platform.machine()}", "Python": platform.python_version(),
-            **{package: importlib.metadata.version(package) for package in PACKAGES}}
+            **{package: version(package) for package in PACKAGES}}
 
 
 def stage(run: Path, name: str, epoch: int, found: Measured) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from flowgrpo import checkpoint, data, disk, methods, rewards
+from flowgrpo import checkpoint, data, devices, disk, methods, rewards
 from flowgrpo.config import Config
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation import compare, texts
@@ -159,7 +159,7 @@ def _drawn(config: Config, run: Path, chosen: Sequence[Column], prompts: Sequenc
     found, pipe, loaded, branches = [], None, None, None
     for column in chosen:
         if pipe is None or loaded not in (None, column.weights):
-            precision = config.precision if config.adapter.rank else "fp32"
+            precision = devices.drawing(config.precision if config.adapter.rank else "fp32", compare.place())
             pipe = branches = loaded = None
             gc.collect()  # two models at once may be one too many
             pipe = compare.make_pipeline(config.model, precision, config.trust_remote_code, memory=config.memory)

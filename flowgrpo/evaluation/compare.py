@@ -16,7 +16,7 @@ import torch
 from PIL import Image
 from tqdm import tqdm
 
-from flowgrpo import data, disk, naming, rewards
+from flowgrpo import data, devices, disk, naming, rewards
 from flowgrpo.config import Config, Memory, load
 from flowgrpo.data import Prompt
 from flowgrpo.errors import UserError
@@ -49,15 +49,16 @@ def memory_told() -> Iterator[None]:
 @memory_told()
 def sample(model: str, lora: str | Path | None, prompts: list[str], count: int, seed: int, steps: int | None,
            guidance: float | None, output: str | Path, rlg: float | None = None,
-           image: str | Path | None = None) -> list[Path]:
+           image: str | Path | None = None, precision: str | None = None) -> list[Path]:
     """Draw `count` pictures per prompt and write them to the folder `output`, clips as animated WebP; returns their
     paths, in order.
 
-    lora: a finished run (its `picture` and `memory` settings are kept), a folder with a LoRA, or its file; None draws
-    with the base. steps and guidance: None takes the pipeline's own defaults, for a starter those of its card. rlg:
-    draw with base + rlg * (tuned - base), see policies/blend.py. image: the file of a picture that all prompts start
-    from. A picture depends on the seed, the number of its prompt and its number among the prompt's, and on nothing
-    else. UserError for a model or weights that do not load, and for a picture that is not read.
+    lora: a finished run (its `picture`, `memory` and `precision` are kept), a folder with a LoRA, or its file; None
+    draws with the base. steps and guidance: None takes the pipeline's own defaults, for a starter those of its card.
+    rlg: draw with base + rlg * (tuned - base), see policies/blend.py. image: the file of a picture that all prompts
+    start from. precision: None takes the run's, or what suits the device. A picture depends on the seed, the number of
+    its prompt and its number among the prompt's, and on nothing else. UserError for a model or weights that do not
+    load, and for a picture that is not read.
     """
     from torchvision.utils import save_image
 
@@ -67,8 +68,8 @@ def sample(model: str, lora: str | Path | None, prompts: list[str], count: int, 
     run = None if lora is None else Path(lora)
     if run:
         require_weights(run)
-    memory = run_config(run).memory if run and (run / "config.yaml").is_file() else Memory()
-    pipe = make_pipeline(model, "bf16", memory=memory)
+    config = run_config(run) if run and (run / "config.yaml").is_file() else Config()
+    pipe = make_pipeline(model, devices.drawing(config.precision, place(), precision), memory=config.memory)
     if image is not None and "image" not in inspect.signature(pipe.__call__).parameters:
         raise UserError(f"--image: {type(pipe).__name__} takes no image: leave it out")
     asked = call_arguments(model, run, steps, guidance)
@@ -98,7 +99,8 @@ def grid(run: str | Path, prompts: str | Path | None, count: int, seed: int, out
     disk.require_file(output)
     chosen = spread(data.load_prompts(prompts) if prompts else data.resolve(config)[1], count)
     functions = pairwise.measured(*(rewards.compose(rules, config.cache) for rules in (config.trained, config.watched)))
-    pipe = make_pipeline(config.model, config.precision, config.trust_remote_code, memory=config.memory)
+    pipe = make_pipeline(config.model, devices.drawing(config.precision, place()), config.trust_remote_code,
+                         memory=config.memory)
     asked = call_arguments(config.model, run, config.eval.steps, config.eval.guidance)
     found = []
     for state in (contextlib.nullcontext, lambda: tuned(pipe, run, rlg)):
@@ -198,19 +200,26 @@ def run_config(run: Path) -> Config:
     return config.model_copy(update={"prompts": str(own)}) if moved else config
 
 
+def place(device: torch.device | None = None) -> torch.device:
+    """Where pipelines draw: on a GPU, without `device` the first, or on the CPU where there is none."""
+    return torch.device(device or "cuda") if torch.cuda.is_available() else torch.device("cpu")
+
+
 def make_pipeline(model: str, precision: str, trust_remote_code: bool = False, device: torch.device | None = None,
                   memory: Memory = Memory()) -> Any:
-    """The pipeline on a GPU (without `device` the first) in `precision`, or on the CPU in fp32.
+    """The pipeline on a GPU (without `device` the first) or on the CPU.
 
-    memory: as of the run, how the denoiser's weights are kept, where text encoders wait, and how pictures are decoded;
-    4-bit weights need a GPU, and are full ones on the CPU. UserError where a package for them is absent.
+    precision: `auto` takes what suits the device; memory: as of the run, how the denoiser's weights are kept, where
+    text encoders wait, and how pictures are decoded; 4-bit weights need a GPU, and are full ones on the CPU. UserError
+    where a package for them is absent.
     """
-    gpu = torch.cuda.is_available()
+    device = place(device)
+    gpu = device.type == "cuda"
     weights = "full" if memory.weights == "nf4" and not gpu else memory.weights
     require_quantiser(weights)
-    pipe = load_pipeline(model, precision if gpu else "fp32", trust_remote_code, weights)
+    pipe = load_pipeline(model, devices.concrete(precision, device), trust_remote_code, weights)
     away = None if memory.encoders == "keep" else "cpu"
-    encoders = Encoders(pipe, torch.device(device or "cuda") if gpu else torch.device("cpu"), away)
+    encoders = Encoders(pipe, device, away)
     if away is not None:
         encoders.attend(pipe)
     decode_in_parts(pipe, memory.vae)

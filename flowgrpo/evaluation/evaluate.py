@@ -50,7 +50,8 @@ class Plan:
     texts.
 
     arms: by name the weight with which the tuned model counts, 0 for the base, 1, or one of RLG; rlg: whether such
-    weights were asked for: None, one, or "sweep" for several, to which others may be added.
+    weights were asked for: None, one, or "sweep" for several, to which others may be added. precision: None takes the
+    run's, or what suits the device.
     """
 
     model: str
@@ -62,6 +63,7 @@ class Plan:
     samples: int
     seed: int
     medium: Medium = media.PICTURES
+    precision: str | None = None
 
     @property
     def negative(self) -> str:
@@ -76,7 +78,7 @@ class Plan:
         """What the pictures depend on, beside the prompts."""
         return {"model": self.model, "tuned": str(self.tuned) if self.tuned else None, "weights": _digest(self.tuned),
                 "samples": self.samples, "seed": self.seed, "call": self.asked, "negative_prompt": self.negative,
-                "rlg": self.rlg}
+                "rlg": self.rlg, **({"precision": self.precision} if self.precision else {})}
 
 
 @compare.memory_told()
@@ -84,7 +86,7 @@ def evaluate(source: str, suite: str, names: Sequence[str] | dict[str, WatchRule
              lora: str | Path | None = None, base: bool = False, samples: int = 1, steps: int | None = None,
              guidance: float | None = None, seed: int = 0, features: str | Callable = "pixels",
              rlg: Sequence[float] = (), batch: int | None = None, temperature: float | None = None,
-             max_tokens: int | None = None) -> dict[str, Any]:
+             max_tokens: int | None = None, precision: str | None = None) -> dict[str, Any]:
     """Draw a suite, score it, and write its samples, `results.json`, `table.md` and `grid.png` to the folder `output`;
     returns the results.
 
@@ -95,12 +97,13 @@ def evaluate(source: str, suite: str, names: Sequence[str] | dict[str, WatchRule
     features: what the distance of a prompt's pictures is taken of, as of `rewards.guards.Diversity`. rlg: draw
     the tuned pictures with base + rlg * (tuned - base); of several numbers each is drawn, and `rlg.png` shows the
     rewards over them. temperature and max_tokens: of a language model, in place of the run's `text` settings; several
-    samples are drawn at temperature 1 where neither says. Of several samples pass@k is told, by rewards of 0 and 1.
+    samples are drawn at temperature 1 where neither says. precision: None takes the run's, or what suits the device.
+    Of several samples pass@k is told, by rewards of 0 and 1.
     A sample depends on the seed, the number of its prompt and its number among the prompt's, and on nothing else; with
     a `batch` of several per call (None: one picture, or 8 texts), to rounding. UserError for what cannot be loaded, and
     for a folder that holds another evaluation.
     """
-    plan = make_plan(source, lora, base, samples, steps, guidance, seed, rlg, temperature, max_tokens)
+    plan = make_plan(source, lora, base, samples, steps, guidance, seed, rlg, temperature, max_tokens, precision)
     processes, apart = _processes(), plan.medium.apart(features)
     if processes.first:
         disk.require_folder(output)
@@ -124,7 +127,7 @@ def evaluate(source: str, suite: str, names: Sequence[str] | dict[str, WatchRule
 
 def make_plan(source: str, lora: str | Path | None, base: bool, samples: int, steps: int | None,
               guidance: float | None, seed: int, rlg: Sequence[float] = (), temperature: float | None = None,
-              max_tokens: int | None = None) -> Plan:
+              max_tokens: int | None = None, precision: str | None = None) -> Plan:
     """Tell runs from models, and pictures from texts. UserError for a run with another LoRA, for a base with nothing to
     compare it to, for weights of RLG without a tuned model or beside a base, and for options of the other medium."""
     run = Path(source)
@@ -156,7 +159,7 @@ def make_plan(source: str, lora: str | Path | None, base: bool, samples: int, st
     if len(arms) < len(rlg):
         raise UserError(f"--rlg: got a weight twice in {', '.join(f'{weight:g}' for weight in rlg)}")
     return Plan(model, tuned, arms, "sweep" if len(rlg) > 1 else next(iter(rlg), None), config, asked, samples, seed,
-                medium)
+                medium, precision)
 
 
 def _require_fitting(medium: Medium, of_pictures: dict[str, Any], of_texts: dict[str, Any]) -> None:

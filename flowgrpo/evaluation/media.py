@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from flowgrpo import devices
 from flowgrpo.config import Config
 from flowgrpo.data import Prompt
 from flowgrpo.errors import UserError
@@ -40,8 +41,9 @@ class Painter:
     def draw(self, arm: str, prompts: Sequence[Prompt], places: Sequence[Place]) -> list[torch.Tensor]:
         """Pictures [3, H, W] or clips [F, 3, H, W] in [0, 1]."""
         if self.pipe is None:
-            config = self.plan.config or Config(precision="bf16")
-            self.pipe = compare.make_pipeline(self.plan.model, config.precision, config.trust_remote_code, self.device,
+            config = self.plan.config or Config()
+            precision = devices.drawing(config.precision, self.device, self.plan.precision)
+            self.pipe = compare.make_pipeline(self.plan.model, precision, config.trust_remote_code, self.device,
                                               config.memory)
         weight = self.plan.arms[arm]
         if weight and not self.tuned:
@@ -70,17 +72,13 @@ class Writer:
         """A completion each, drawn from the seed of its place alone."""
         if arm != self.arm:
             self.policy = None  # two models at once may be one too many
-            self.policy = texts.load(self._config(), self.plan.tuned if self.plan.arms[arm] else None, self.device)
+            config = texts.settings(self.plan.model, self.plan.config, self.plan.asked, self.device,
+                                    self.plan.precision)
+            self.policy = texts.load(config, self.plan.tuned if self.plan.arms[arm] else None, self.device)
             self.arm = arm
         asked = self.policy.encode([prompt.text for prompt in prompts], images=[prompt.image for prompt in prompts])
         seeds = (self.seed_of(place.prompt, place.sample) for place in places)
         return self.policy.generate(asked, self.policy.generators(seeds))
-
-    def _config(self) -> Config:
-        config = texts.settings(self.plan.model, self.plan.config, self.plan.asked)
-        if self.plan.config is None and self.device.type != "cpu":
-            config = config.model_copy(update={"precision": "bf16"})
-        return config
 
 
 def written_apart(samples: Sequence[str]) -> float:

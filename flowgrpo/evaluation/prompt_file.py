@@ -24,7 +24,8 @@ KEYS = {media.PICTURES: "base_image", media.TEXTS: "base_text"}
 @compare.memory_told()
 def sample(source: str, prompts: str | Path, output: str | Path, *, lora: str | None = None, count: int = 1,
            seed: int = 0, steps: int | None = None, guidance: float | None = None, rlg: float | None = None,
-           batch: int | None = None, temperature: float | None = None, key: str | None = None) -> Path:
+           batch: int | None = None, temperature: float | None = None, key: str | None = None,
+           precision: str | None = None) -> Path:
     """Draw `count` samples of each prompt of a file, as `evaluate` draws them; returns `output`/prompts.jsonl.
 
     That file has a line per sample: the prompt with all that it brought, and in its metadata under `key` the path of
@@ -32,7 +33,8 @@ def sample(source: str, prompts: str | Path, output: str | Path, *, lora: str | 
     so that the file is read from anywhere. Samples that are in the folder are not made again. The other arguments are
     those of `evaluate`. UserError as there, and for a folder with samples that were made in another way.
     """
-    plan = make_plan(source, lora, False, count, steps, guidance, seed, [] if rlg is None else [rlg], temperature)
+    plan = make_plan(source, lora, False, count, steps, guidance, seed, [] if rlg is None else [rlg], temperature,
+                     precision=precision)
     disk.require_folder(output)
     given, [arm] = load_prompts(prompts), plan.arms
     ledger = plan.medium.ledger(Path(output))

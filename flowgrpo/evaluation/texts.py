@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from flowgrpo import data, disk, rewards
+from flowgrpo import data, devices, disk, rewards
 from flowgrpo.config import Config
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation.compare import run_config
@@ -19,10 +19,13 @@ from flowgrpo.samplers.rollout import seeder
 ADAPTER = "adapter_config.json"
 
 
-def settings(model: str, run: Config | None, text: dict[str, Any]) -> Config:
-    """How a language model writes: as the run that trained it says, and `text` besides."""
+def settings(model: str, run: Config | None, text: dict[str, Any], device: Any = "cpu", precision: str | None = None
+             ) -> Config:
+    """How a language model writes: as the run that trained it says, and `text` besides; precision: as of
+    `devices.drawing`."""
     known = Config(method="grpo") if run is None else run
-    return known.model_copy(update={"model": model, "text": known.text.model_copy(update=text)})
+    return known.model_copy(update={"model": model, "text": known.text.model_copy(update=text),
+                                    "precision": devices.drawing(known.precision, device, precision)})
 
 
 def asked(run: Config | None, count: int, temperature: float | None, max_tokens: int | None = None) -> dict[str, Any]:
@@ -35,14 +38,15 @@ def asked(run: Config | None, count: int, temperature: float | None, max_tokens:
 
 
 def sample(model: str, lora: Path | None, prompts: list[str], count: int, seed: int, temperature: float | None = None,
-           image: str | None = None) -> list[str]:
+           image: str | None = None, precision: str | None = None) -> list[str]:
     """`count` completions per prompt, in order; greedy ones where one is asked for and no temperature.
 
     lora: a finished run, whose `text` settings are kept, or a folder with an adapter of peft's; image: the file of a
-    picture that a model which reads images sees with every prompt. UserError for a model or weights that do not load.
+    picture that a model which reads images sees with every prompt; precision: None takes the run's, or what suits the
+    device. UserError for a model or weights that do not load.
     """
     run = run_config(lora) if lora and (lora / "config.yaml").is_file() else None
-    policy = load(settings(model, run, asked(run, count, temperature)), lora)
+    policy = load(settings(model, run, asked(run, count, temperature), precision=precision), lora)
     of, numbers = seeder(seed, 0), [(i, k) for i in range(len(prompts)) for k in range(count)]
     given = policy.encode([prompts[i] for i, _ in numbers], images=[image] * len(numbers))
     return policy.generate(given, policy.generators(of(i, k) for i, k in numbers))
@@ -54,6 +58,7 @@ def grid(run: Path, prompts: Path | None, count: int, seed: int, output: Path) -
     prompts: a prompt file, or None for the run's held-out prompts. UserError for a folder without finished weights.
     """
     config = run_config(run)
+    config = settings(config.model, config, {})
     disk.require_file(output)
     chosen = spread(data.load_prompts(prompts) if prompts else data.resolve(config)[1], count)
     functions = pairwise.measured(*(rewards.compose(rules, config.cache) for rules in (config.trained, config.watched)))
@@ -69,6 +74,7 @@ def _measured(config: Config, lora: Path | None, prompts: list[data.Prompt], fun
 
 def load(config: Config, lora: Path | None, device: Any = "cpu") -> CausalLM:
     """The policy to write with, nothing of it trained. UserError where something does not load."""
+    config, _ = devices.settle(config, device)
     if lora is not None and (lora / "model" / "config.json").is_file():  # a run without a LoRA
         config, lora = config.model_copy(update={"model": str(lora / "model")}), None
     loaded, reader = build.load_language(config)

@@ -349,7 +349,8 @@ class TextWeights(Weights):
             for key, layer in self._layers().items():
                 parts = [layer.lora_A, layer.lora_B, *([layer.lora_magnitude_vector] if self.adapter.dora else [])]
                 if layer.scaling["check"] != layer.scaling["default"] or not all(
-                        torch.equal(part["check"].weight, part["default"].weight) for part in parts):
+                        torch.equal(part["check"].weight, part["default"].weight.to(part["check"].weight))
+                        for part in parts):  # what is read takes the model's dtype
                     raise RuntimeError(f"{folder} does not give {key} back as it was saved")
         finally:
             with quiet():

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from flowgrpo import methods
+from flowgrpo import devices, methods
 from flowgrpo.config import Adapter, Config
 from flowgrpo.errors import UserError
 from flowgrpo.method import Method
@@ -45,7 +45,7 @@ SHARES, LARGEST_GRADIENT_ERROR = (1e-3, 1e-4), 0.01  # of small steps along the 
 LIKE = 0.8  # from which likeness on a name is a misspelt one, and not a hub id
 STEPS, SAMPLES = 10, 12  # of the example that tells the cost
 # What is told of a pipeline, beside `check_text.FIELDS` of a language model.
-FIELDS = ("pipeline", "scheduler", "prediction", "weights", "denoisers", "parameters", "lora_parameters",
+FIELDS = ("precision", "pipeline", "scheduler", "prediction", "weights", "denoisers", "parameters", "lora_parameters",
           "lora_targets", "lora_loader", "conditioning", "prompts_per_call", "guidance", "timesteps_per_call",
           "picture_shape", "latent_shape", "replay_error", "first_log_ratio", "lora_grad", "gradient_error", "memory",
           "memory_parts", "evaluations_per_picture", "evaluations_per_picture_shared", "notes")
@@ -61,11 +61,11 @@ def report(model: Any, config: Config | None = None, device: str | None = None) 
     UserError where it is not.
 
     Keys of a pipeline, None where the check did not come that far: model, drivable (None of a diffusers class that has
-    no tiny instance, and where memory ran out); where it is not, reason (one line); pipeline, scheduler, prediction,
-    weights (GiB of all parts), denoisers, parameters, lora_parameters, lora_targets; lora_loader (what loads a LoRA of
-    each trained module into the stock pipeline);
-    conditioning (arguments that differ from prompt to prompt), prompts_per_call, guidance; and at the recipe's
-    guidance: timesteps_per_call (whether `train.pack` goes), picture_shape, latent_shape; replay_error (largest
+    no tiny instance, and where memory ran out); where it is not, reason (one line); precision (with the reason where
+    it is chosen); pipeline, scheduler, prediction, weights (GiB of all parts), denoisers, parameters, lora_parameters,
+    lora_targets; lora_loader (what loads a LoRA of each trained module into the stock pipeline); conditioning
+    (arguments that differ from prompt to prompt), prompts_per_call, guidance; and at the recipe's guidance:
+    timesteps_per_call (whether `train.pack` goes), picture_shape, latent_shape; replay_error (largest
     difference of a transition's mean between rollout and replay), first_log_ratio (largest |log ratio| of the replay,
     which has to be 0), lora_grad (norm of the adapter's gradient), gradient_error (in fp32: how far a step along the
     gradient is from what it foretells, relative; not of a DoRA);
@@ -126,11 +126,12 @@ def _notes(config: Config | None) -> list[str]:
 
 def _drive(model: Any, recipe: Config | None, device: str, found: dict[str, Any]) -> None:
     """Fill `found` step by step; raises what stops the pipeline."""
-    config = recipe or Config(adapter={"rank": RANK})
+    config = recipe or Config(precision="fp32", adapter={"rank": RANK})  # in which replays and gradients are exact
+    config, precision = devices.settle(config, device, None if isinstance(model, str) else model[0])
     method = methods.resolve(config)
     build.require(config, method, device)
     pipe, call = _loaded(model, config) if isinstance(model, str) else model
-    found |= {"pipeline": type(pipe).__name__, "scheduler": type(pipe.scheduler).__name__,
+    found |= {"precision": precision, "pipeline": type(pipe).__name__, "scheduler": type(pipe.scheduler).__name__,
               "prediction": prediction(pipe.scheduler), "weights": memory.held(pipe.components.values())}
     refuse(type(pipe))
     torch.manual_seed(0)  # of the adapter's first weights, so that a report can be repeated

@@ -11,13 +11,14 @@ from typing import Any
 import torch
 from PIL import Image
 
-from flowgrpo import methods
+from flowgrpo import devices, methods
 from flowgrpo.config import Config
 from flowgrpo.data import Prompt
 from flowgrpo.errors import UserError
 from flowgrpo.geometry import geometry
 from flowgrpo.log import Clock
 from flowgrpo.policies import build, memory, memory_text
+from flowgrpo.policies.dtypes import DTYPES
 from flowgrpo.policies.tiny import texts as tiny
 from flowgrpo.processes import Processes
 from flowgrpo.samplers.rollout import Part
@@ -27,10 +28,10 @@ PROMPT, TOKENS, GROUP = "1+2=", 8, 2
 KINDS = {build.CAUSAL_LM: "causal language model", build.VISION_LM: "language model that reads images",
          build.MASKED_LM: "masked language model"}
 # What is told of a language model.
-FIELDS = ("kind", "class", "weights", "tokenizer", "vocabulary", "chat_template", "end_tokens", "pad_token",
-          "parameters", "trained_parameters", "lora_parameters", "lora_targets", "prompt_tokens", "shared_prefix",
-          "head_alone", "completion_tokens", "first_log_ratio", "lora_grad", "gradient_error", "memory",
-          "memory_parts", "notes")
+FIELDS = ("precision", "kind", "class", "weights", "tokenizer", "vocabulary", "chat_template", "end_tokens",
+          "pad_token", "parameters", "trained_parameters", "lora_parameters", "lora_targets", "prompt_tokens",
+          "shared_prefix", "head_alone", "completion_tokens", "first_log_ratio", "lora_grad", "gradient_error",
+          "memory", "memory_parts", "notes")
 
 
 def is_text(model: Any) -> bool:
@@ -45,11 +46,13 @@ def drive(model: Any, recipe: Config | None, device: str, found: dict[str, Any])
     """Fill `found` step by step (`check.report` says with what); raises what stops the model."""
     from flowgrpo.policies.check import RANK, gradient_error, gradient_norm, require_exact
 
-    config = recipe or Config(method="grpo", adapter={"rank": RANK})
+    config = recipe or Config(method="grpo", precision="fp32", adapter={"rank": RANK})
+    config, precision = devices.settle(config, device, None if isinstance(model, str) else model)
     config = config.model_copy(update={"model": model if isinstance(model, str) else type(model[0]).__name__})
     loaded = _loaded(model, config)
     kind = build.kind(config, loaded)
-    found |= {"kind": KINDS[kind], "class": type(loaded[0]).__name__, "weights": memory.held(loaded)}
+    found |= {"precision": precision, "kind": KINDS[kind], "class": type(loaded[0]).__name__,
+              "weights": memory.held(loaded)}
     method = methods.resolve(config, build.process(kind))
     build.require(config, method, device)
     build.require_plain(config)
@@ -78,7 +81,10 @@ def drive(model: Any, recipe: Config | None, device: str, found: dict[str, Any])
 def _loaded(model: Any, config: Config) -> tuple:
     if not isinstance(model, str):
         return model
-    return tiny.make(model) if tiny.knows(model) and not Path(model).exists() else build.load_language(config)
+    if not tiny.knows(model) or Path(model).exists():
+        return build.load_language(config)
+    made, reader = tiny.make(model)
+    return made.to(DTYPES[config.precision]), reader
 
 
 def _brief(config: Config) -> Config:

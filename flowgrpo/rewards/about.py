@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
-from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib import metadata
 from typing import Any
 
 from flowgrpo.errors import UserError
+from flowgrpo.installed import present
 
 MODALITIES = ("image", "video", "text")
 
@@ -37,8 +35,7 @@ class About:
         """Whether everything that the reward needs is installed; nothing is imported to find out."""
         if self.needs is None:
             return None
-        wanted = [name.strip() for name in self.needs.split(",") if name.strip()]
-        return all(_present(package) for name in wanted for package in _packages(name))
+        return all(present(name.strip()) for name in self.needs.split(",") if name.strip())
 
 
 def about(reward: Any) -> About:
@@ -59,24 +56,3 @@ def require_modality(rewards: dict[str, Any], modality: str) -> None:
 def modality_of(outputs: Any) -> str:
     """What a batch of outputs is: pictures [B,3,H,W], videos [B,F,3,H,W], or texts."""
     return {4: "image", 5: "video"}.get(getattr(outputs, "ndim", None), "text")
-
-
-def _packages(name: str) -> Sequence[str]:
-    """The packages of an extra of flowgrpo; of any other name, itself."""
-    from packaging.requirements import Requirement
-
-    try:
-        every = [Requirement(line) for line in metadata.requires("flowgrpo") or ()]
-    except metadata.PackageNotFoundError:  # run from its source, without having been installed
-        every = []
-    of_extra = [need for need in every if need.marker and need.marker.evaluate({"extra": name})
-                and not need.marker.evaluate({"extra": ""})]
-    return [need.name for need in of_extra] or [name]
-
-
-def _present(package: str) -> bool:
-    try:
-        metadata.version(package)
-        return True
-    except metadata.PackageNotFoundError:
-        return importlib.util.find_spec(package.replace("-", "_")) is not None
