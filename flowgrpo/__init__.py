@@ -13,13 +13,14 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from flowgrpo.version import __version__
+
 if TYPE_CHECKING:
     from flowgrpo.errors import UserError
     from flowgrpo.rewards import reward
     from flowgrpo.rewards.pairwise import judge
     from flowgrpo.run import align
 
-__version__ = "0.1.0"
 __all__ = ["UserError", "__version__", "align", "judge", "reward"]
 
 _HOMES = {"align": "flowgrpo.run", "judge": "flowgrpo.rewards.pairwise",

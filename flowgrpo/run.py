@@ -5,40 +5,31 @@ from __future__ import annotations
 import contextlib
 import os
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from flowgrpo import (
-    best,
-    checkpoint,
-    data,
-    devices,
-    disk,
-    earlier,
-    methods,
-    naming,
-    recorded_pairs,
-    rewards,
-    state,
-    tracker,
-    trial,
-)
-from flowgrpo.config import Config, validate
+from flowgrpo import rewards
+from flowgrpo.config.geometry import geometry
+from flowgrpo.config.parse import validate
+from flowgrpo.config.schema import Config
+from flowgrpo.data import provenance, recorded_pairs, splits
+from flowgrpo.data.prompts import Prompt
+from flowgrpo.device import described, pick_device
+from flowgrpo.distributed.processes import PATIENCE, require_replicated
 from flowgrpo.errors import UserError
-from flowgrpo.evaluation import album, held_out
-from flowgrpo.geometry import geometry
-from flowgrpo.policies import build
-from flowgrpo.policies.handed import as_before
-from flowgrpo.processes import require_replicated
+from flowgrpo.evaluation import held_out
+from flowgrpo.evaluation.report import snapshots
+from flowgrpo.methods.validate import resolve
+from flowgrpo.policies import build, options
+from flowgrpo.policies.precision import settle
+from flowgrpo.policies.weights.restore import as_before
 from flowgrpo.rewards import pairwise
-from flowgrpo.rewards.find import reading
+from flowgrpo.rewards.loading import reading
+from flowgrpo.storage import checkpoint, paths
 from flowgrpo.train import Trainer
-
-# How long a process waits for the others, whose rewards may be slower than its own; the launcher sees those that die.
-PATIENCE = timedelta(hours=2)
+from flowgrpo.training import best, run_folder, state, tracker, trial
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,13 +47,13 @@ class Ready:
     accelerator: Any
     trained: dict[str, Any]
     measured: dict[str, Any]
-    split: tuple[list[data.Prompt], list[data.Prompt]]
+    split: tuple[list[Prompt], list[Prompt]]
     last: Path | None
     changes: list[str]
 
 
 def run(config: Config, resume: bool = False, *, pipe=None, functions: dict[str, Any] | None = None,
-        prompts: list[data.Prompt] | None = None) -> dict[str, Any]:
+        prompts: list[Prompt] | None = None) -> dict[str, Any]:
     """Align a model as `config` says; returns the summary that is also written to `summary.json`.
 
     Under `accelerate launch` or `torchrun` every process calls it, and the first one writes and prints.
@@ -74,13 +65,13 @@ def run(config: Config, resume: bool = False, *, pipe=None, functions: dict[str,
     ready = check(config, resume, pipe, functions, prompts)
     config = ready.config
     if ready.accelerator.is_main_process:
-        print(f"device: {devices.described(ready.device)}\nprecision: {ready.precision}", flush=True)
+        print(f"device: {described(ready.device)}\nprecision: {ready.precision}", flush=True)
     set_seed(config.seed)
     loaded = build.load(config) if pipe is None else pipe
     modality = build.modality(loaded)
     rewards.require_modality(ready.trained | ready.measured, modality)
     rewards.require_base(ready.trained | ready.measured, modality)
-    listed = naming.prompt_lines(config, prompts) if ready.accelerator.is_main_process else None
+    listed = provenance.prompt_lines(config, prompts) if ready.accelerator.is_main_process else None
     with as_before(pipe):
         return _train(ready, loaded, listed)
 
@@ -98,33 +89,33 @@ def _train(ready: Ready, loaded: Any, listed: str | None) -> dict[str, Any]:
         if trainer.processes.first:
             prepare(config, trainer.epoch, ready.last is not None, ready.changes, own)
             if listed is not None:
-                (folder / naming.PROMPTS).write_text(listed, encoding="utf-8")
-            album.begin(folder, trainer.epoch, ready.device, trainer.processes.count, ready.precision)
+                (folder / provenance.PROMPTS).write_text(listed, encoding="utf-8")
+            snapshots.begin(folder, trainer.epoch, ready.device, trainer.processes.count, ready.precision)
         tracker.start(ready.accelerator, config)
         own.callback(ready.accelerator.end_training)
         before = held_out.before(trainer, ready.measured, folder, reuse=ready.last is not None)
         if trainer.processes.first:
-            album.stage(folder, "before", 0, before)
+            snapshots.stage(folder, "before", 0, before)
         trainer.train(folder, ready.measured)
         return held_out.finish(trainer, ready.measured, folder, before)
 
 
 def check(config: Config, resume: bool = False, pipe=None, functions: dict[str, Any] | None = None,
-          prompts: list[data.Prompt] | None = None) -> Ready:
+          prompts: list[Prompt] | None = None) -> Ready:
     """Look at whatever a person can get wrong before anything is loaded or written. UserError for the first mistake."""
-    device = devices.pick_device(config.device)
-    method = methods.resolve(config, build.process(build.kind(config, pipe)))
+    device = pick_device(config.device)
+    method = resolve(config, build.process(build.kind(config, pipe)))
     tracker.require(config)
     accelerator = make_accelerator(config, device)  # first: it chooses the GPU that rewards will find
     if accelerator.num_processes > 1:
         device = accelerator.device
     config, precision = settled(config, accelerator, device, resume, pipe)
     geometry(config.train, accelerator.num_processes)
-    build.require(config, method, device, loaded=pipe is not None)
+    options.require_options(config, method, device, loaded=pipe is not None)
     if accelerator.is_main_process:
-        earlier.require_free(config.folder)
+        run_folder.require_free(config.folder)
         if not resume:
-            earlier.require_outside(config)
+            run_folder.require_outside(config)
     trained = rewards.compose(config.trained, config.cache, functions)
     pairwise.require(trained, config.train.group, *([method.preview.pool] if method.preview else []))
     if method.backprop:
@@ -132,8 +123,8 @@ def check(config: Config, resume: bool = False, pipe=None, functions: dict[str, 
     further = rewards.compose(config.watched, config.cache, functions)
     measured = pairwise.measured(trained, further)
     if prompts is None:
-        data.require_no_share(config)
-    split = data.resolve(config) if prompts is None else data.split(prompts, config.held_out, data.SPLIT_SEED)
+        splits.require_no_share(config)
+    split = splits.resolve(config) if prompts is None else splits.split(prompts, config.held_out, splits.SPLIT_SEED)
     split = recorded_pairs.in_place(config, split)
     for routed, side in zip((trained, further), split):
         rewards.require_routes(routed, [prompt.metadata for prompt in side])
@@ -141,9 +132,9 @@ def check(config: Config, resume: bool = False, pipe=None, functions: dict[str, 
     if resume and last is None:
         raise UserError(f"--resume: no checkpoint in {config.folder / 'checkpoints'}: expected one that an earlier "
                         "run left")
-    changes = earlier.require_same(config, last) if last else []
+    changes = run_folder.require_same(config, last) if last else []
     if accelerator.is_main_process:
-        disk.require_folder(config.folder)
+        paths.require_folder(config.folder)
     if config.eval.weights == "ema" and not config.train.ema:
         raise UserError("eval.weights is 'ema', but train.ema is 0: set train.ema to a decay such as 0.9")
     best.require(config.eval, measured)
@@ -155,8 +146,8 @@ def settled(config: Config, accelerator: Any, device: str | torch.device, resume
     """The configuration with the precision that the first process chooses for all, and that in words."""
     from accelerate.utils import broadcast_object_list
 
-    begun = earlier.precision(config) if resume else None
-    chosen = [devices.settle(config, device, pipe, begun) if accelerator.is_main_process else None]
+    begun = run_folder.precision(config) if resume else None
+    chosen = [settle(config, device, pipe, begun) if accelerator.is_main_process else None]
     return broadcast_object_list(chosen)[0]
 
 
@@ -174,14 +165,14 @@ def prepare(config: Config, epoch: int, resumed: bool, changes: list[str], own: 
     """The run's folder, without what an earlier run has left in it, or this one after that epoch; until `own` is closed
     no other run takes it."""
     folder = config.folder
-    earlier.require_free(folder)
-    if not resumed and (moved := earlier.set_aside(folder)):
+    run_folder.require_free(folder)
+    if not resumed and (moved := run_folder.set_aside(folder)):
         print(f"{folder} held an earlier run, which is now {moved}")
     for change in changes:
         print(f"resumed with {change}")
-    own.enter_context(earlier.held(folder))
+    own.enter_context(run_folder.held(folder))
     (folder / "config.yaml").write_text(config.yaml(), encoding="utf-8")
-    earlier.keep_lines(folder / "metrics.jsonl", epoch)
+    run_folder.keep_lines(folder / "metrics.jsonl", epoch)
 
 
 def align(model, rewards="scene_graded", prompts="starter", method: str = "mix_grpo", resume: bool = False,
@@ -210,13 +201,13 @@ def align(model, rewards="scene_graded", prompts="starter", method: str = "mix_g
     functions = {name: key for name, (key, _) in zip(names, weighted) if callable(key)}
     loaded = not isinstance(model, (str, Path))
     listed = not isinstance(prompts, (str, Path))
-    rules = {name: naming.rule(reward, rule) for name, (reward, rule) in zip(names, weighted)}
-    config = validate({"method": method, "reward": rules, "model": naming.model(model) if loaded else str(model),
+    rules = {name: provenance.rule(reward, rule) for name, (reward, rule) in zip(names, weighted)}
+    config = validate({"method": method, "reward": rules, "model": provenance.model(model) if loaded else str(model),
                        **({} if listed else {"prompts": str(prompts)}), **options})
     if listed:
-        config = config.model_copy(update={"prompts": str(config.folder / naming.PROMPTS)})
+        config = config.model_copy(update={"prompts": str(config.folder / provenance.PROMPTS)})
     return run(config, resume, pipe=model if loaded else None, functions=functions,
-               prompts=[data.Prompt(text.strip()) for text in prompts] if listed else None)
+               prompts=[Prompt(text.strip()) for text in prompts] if listed else None)
 
 
 def _require_types(model, named: list, prompts) -> None:

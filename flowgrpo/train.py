@@ -15,26 +15,30 @@ from typing import Any
 
 import torch
 
-from flowgrpo import data, methods, state
-from flowgrpo.anchor import Anchor
-from flowgrpo.best import Best
-from flowgrpo.config import Config
-from flowgrpo.credit import credit
-from flowgrpo.drawn import Drawn, moved
+from flowgrpo.config.geometry import geometry
+from flowgrpo.config.schema import Config
+from flowgrpo.curriculum.epoch_batch import Drawn
+from flowgrpo.data.prompts import Prompt
+from flowgrpo.device import queued
+from flowgrpo.distributed.processes import Processes
+from flowgrpo.distributed.signals import Stop, Stopped
 from flowgrpo.errors import UserError
-from flowgrpo.evaluation import held_out, report
-from flowgrpo.first_ratio import ROUNDED, FirstRatio
-from flowgrpo.geometry import geometry
-from flowgrpo.log import Clock, Log, Stats
-from flowgrpo.optimizer import make_optimizer, make_scaler
-from flowgrpo.parts.critic import make_critic
-from flowgrpo.parts.reductions import PerDecision, reduced
-from flowgrpo.policies.build import make_explorer
-from flowgrpo.processes import Processes
-from flowgrpo.queued import queued
-from flowgrpo.samplers.rollout import Part
-from flowgrpo.scoring import Scoring
-from flowgrpo.signals import Stop, Stopped
+from flowgrpo.evaluation import held_out
+from flowgrpo.evaluation.report import report
+from flowgrpo.log import Clock
+from flowgrpo.methods import validate
+from flowgrpo.objectives.reductions import PerDecision, reduced
+from flowgrpo.rollouts.build import make_explorer
+from flowgrpo.samplers.rollout import Part, moved
+from flowgrpo.training import state
+from flowgrpo.training.best import Best
+from flowgrpo.training.credit import credit
+from flowgrpo.training.critic import make_critic
+from flowgrpo.training.first_ratio import ROUNDED, FirstRatio
+from flowgrpo.training.kl_reference import Anchor
+from flowgrpo.training.metrics import Log, Stats
+from flowgrpo.training.optimizer import make_optimizer, make_scaler
+from flowgrpo.training.scoring import Scoring
 from flowgrpo.types import Context
 
 
@@ -42,10 +46,10 @@ class Trainer:
     """One run: the policy, its prompts, its rewards and its method, and the state that a checkpoint holds."""
 
     def __init__(self, config: Config, accelerator, policy: Any, train_rewards: dict[str, Any],
-                 prompts: tuple[list[data.Prompt], list[data.Prompt]]):
+                 prompts: tuple[list[Prompt], list[Prompt]]):
         self.config, self.accelerator, self.policy = config, accelerator, policy
         self.prompts, self.held_out = prompts
-        self.method = methods.resolve(config, policy.process)
+        self.method = validate.resolve(config, policy.process)
         self.processes = Processes(accelerator)
         self.processes.turns = policy.turns
         self.geometry = geometry(config.train, self.processes.count)
@@ -105,7 +109,7 @@ class Trainer:
         wanted = getattr(self.method.advantage, "prompt_weights", None)
         return wanted and wanted(self.memory, [prompt.key for prompt in self.prompts]).tolist()
 
-    def sample(self, batch: list[data.Prompt], turn: int = 0) -> tuple[list[Part], Any, torch.Tensor]:
+    def sample(self, batch: list[Prompt], turn: int = 0) -> tuple[list[Part], Any, torch.Tensor]:
         """Sample and score groups of these prompts; a thread scores one part while the next one is sampled.
 
         turn: how often the epoch has drawn before, so that every turn has noise of its own.

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowgrpo.queued import queued
+from flowgrpo.device import queued
 
 
 def wide(*tensors: Tensor) -> tuple[Tensor, ...]:

@@ -23,13 +23,14 @@ from typing import Any
 import torch
 from common import options
 
-from flowgrpo import data, rewards
+from flowgrpo import rewards
+from flowgrpo.check.tiny.parts import t5, tokenizer
 from flowgrpo.config import Config, load
-from flowgrpo.devices import pick_device, settle
+from flowgrpo.data import splits
+from flowgrpo.data.prompts import Prompt
+from flowgrpo.device import DTYPES, pick_device
 from flowgrpo.policies.build import make_policy
-from flowgrpo.policies.dtypes import DTYPES
-from flowgrpo.policies.tiny.image_parts import t5
-from flowgrpo.policies.tiny.parts import tokenizer
+from flowgrpo.policies.precision import settle
 from flowgrpo.run import make_accelerator
 from flowgrpo.samplers.rollout import explore, seeder
 from flowgrpo.train import Trainer
@@ -143,13 +144,13 @@ def make_trainer(config: Config, pipe: Any) -> Trainer:
     device = pick_device(config.device)
     functions = {"random": lambda images, prompts: torch.rand(len(prompts)).tolist()}
     return Trainer(config, make_accelerator(config, device), make_policy(config, device, pipe),
-                   rewards.compose(config.trained, config.cache, functions), ([data.Prompt(p) for p in PROMPTS], []))
+                   rewards.compose(config.trained, config.cache, functions), ([Prompt(p) for p in PROMPTS], []))
 
 
 def pieces(trainer: Trainer) -> dict[str, tuple[Callable[[], Any], int]]:
     """What is measured, each with the pictures or optimiser steps that it makes."""
     shape, config, policy = trainer.geometry, trainer.config, trainer.policy
-    batch = data.draw(trainer.prompts, shape.prompts, 0, config.seed)
+    batch = splits.draw(trainer.prompts, shape.prompts, 0, config.seed)
     conditioning = trainer.explorer.conditioning(batch)
     rows = torch.arange(len(batch)).repeat_interleave(shape.group)
     kept: dict[str, Any] = {}

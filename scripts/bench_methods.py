@@ -16,7 +16,7 @@ from bench_starter import MEASURED, arguments, run_all, table
 from first_ratio import METHODS as RECORDED
 
 from flowgrpo.methods import preset
-from flowgrpo.presets import suited
+from flowgrpo.methods.presets import suited
 
 DOCS = Path(__file__).parent.parent / "docs"
 PARENT = "flow_grpo"

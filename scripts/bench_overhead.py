@@ -5,8 +5,8 @@
 The denoiser's calls of one epoch are recorded with their inputs. Then the epoch (rollout and update), the same calls
 bare (forwards, and forwards with backwards where the epoch had them), and the epoch with decoding and reward run in
 turns in one process; the medians are divided. The last line is the bare calls with torch's fused attention, beside
-the plain one that `flowgrpo.policies.attention` puts in its place on a CPU. Only ratios are worth comparing: the
-seconds are those of the machine and its load.
+the plain one that `flowgrpo.policies.pipelines.cpu_attention` puts in its place on a CPU. Only ratios are worth
+comparing: the seconds are those of the machine and its load.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from typing import Any
 import torch
 from common import RECIPE, make_trainer, measuring, options
 
-from flowgrpo import data
 from flowgrpo.config import load
-from flowgrpo.policies.attention import plain_on_cpu
+from flowgrpo.data import splits
+from flowgrpo.policies.pipelines.cpu_attention import plain_on_cpu
 from flowgrpo.samplers.rollout import explore, seeder
 from flowgrpo.train import Trainer
 
@@ -33,7 +33,7 @@ Call = tuple[torch.nn.Module, tuple, dict[str, Any], bool]
 def epoch(trainer: Trainer) -> None:
     """Rollout and update of the trainer's present epoch; nothing is decoded or scored, and advantages are +1 and -1."""
     shape, config = trainer.geometry, trainer.config
-    batch = data.draw(trainer.prompts, shape.prompts, trainer.epoch, config.seed)
+    batch = splits.draw(trainer.prompts, shape.prompts, trainer.epoch, config.seed)
     conditioning = trainer.explorer.conditioning(batch)
     parts = list(explore(trainer.policy, conditioning, trainer.explorer.explorations(trainer.epoch), shape.micro_batch,
                          seeder(config.seed, trainer.epoch)))

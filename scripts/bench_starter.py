@@ -30,18 +30,21 @@ from typing import Any
 from common import RECIPE, options
 from evaluate_starter import GUIDANCE, accuracy
 
-from flowgrpo import data, methods
-from flowgrpo.config import Adapter, Config, load
-from flowgrpo.devices import pick_device, settle
-from flowgrpo.evaluation import held_out
-from flowgrpo.method import Method
-from flowgrpo.policies.load import load_pipeline
-from flowgrpo.policies.pipeline import PipelinePolicy
+from flowgrpo.advantages.selection import BestWorst
+from flowgrpo.config import Config, load
+from flowgrpo.config.sections import Adapter
+from flowgrpo.data import splits
+from flowgrpo.device import pick_device
+from flowgrpo.evaluation import measured
+from flowgrpo.methods import validate
+from flowgrpo.methods.method import Method
+from flowgrpo.policies.pipelines.load import load_pipeline
+from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
+from flowgrpo.policies.precision import settle
 from flowgrpo.samplers import cost
-from flowgrpo.samplers.backprop import Unroll
 from flowgrpo.samplers.grids import shifted
+from flowgrpo.samplers.reward_gradient import Unroll
 from flowgrpo.samplers.rollout import Exploration
-from flowgrpo.selection import BestWorst
 
 METHODS = ("flow_grpo", "dance_grpo", "mix_grpo", "mix_grpo_flash", "mix_grpo+grpo_guard")
 SOFT = {"reward": "{scene_soft: 1.0}", "eval.rewards": "[scene]"}  # a reward's gradient needs one that has it
@@ -85,7 +88,7 @@ def epoch_cost(config: Config, epoch: int) -> int:
 
     Recorded pairs are not drawn; what it took to draw them once is no epoch's.
     """
-    method, train = methods.resolve(config), config.train
+    method, train = validate.resolve(config), config.train
     drawn = train.group // 2 if method.edit else train.group  # the other half are edits, by a network of their own
     explorations = method.explorations(shifted(train.steps, train.shift), drawn, train.shift, epoch, config.seed)
     doubled = 2 if train.guidance > 1 else 1
@@ -152,7 +155,7 @@ def base(config: Config, file: Path) -> dict[str, Any]:
     precision = settle(config, device)[0].precision
     policy = PipelinePolicy(load_pipeline(config.model, precision), Adapter(rank=0), precision=precision, device=device,
                             call=config.call)
-    prompts = held_out.spread(data.resolve(config)[1], config.eval.prompts)
+    prompts = measured.spread(splits.resolve(config)[1], config.eval.prompts)
     found = {f"{guidance:g}": accuracy(policy, prompts, config.eval.steps, guidance, config.eval.samples,
                                        config.train.micro_batch)["all"] for guidance in GUIDANCE}
     best = max(found, key=found.get)

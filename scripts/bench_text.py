@@ -26,12 +26,13 @@ from datasets import Dataset
 from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-from flowgrpo import data
 from flowgrpo.config import Config, validate
-from flowgrpo.log import Stats
-from flowgrpo.policies.causal_lm import Asked, CausalLM, load_causal_lm
+from flowgrpo.data import prompts, splits
+from flowgrpo.policies.language.causal_lm import CausalLM, load_causal_lm
 from flowgrpo.samplers.rollout import Part
+from flowgrpo.samplers.text.records import Asked
 from flowgrpo.train import Trainer, decisions
+from flowgrpo.training.metrics import Stats
 from flowgrpo.types import Completions, Scored
 
 TOKENS, SEED = 5, 0
@@ -85,7 +86,7 @@ class Seconds(TrainerCallback):
 def theirs(args, method: str, steps: int, moved: bool) -> tuple[Compared, list[float]]:
     model, tokenizer = load_causal_lm("starter_text")
     rows = [{"prompt": [{"role": "user", "content": prompt.text}], "answer": prompt.metadata["answer"]}
-            for prompt in data.load_prompts(data.STARTER / "text_train.jsonl")]
+            for prompt in prompts.load_prompts(prompts.STARTER / "text_train.jsonl")]
     seconds = Seconds()
     with tempfile.TemporaryDirectory() as folder:
         settings = GRPOConfig(
@@ -105,7 +106,7 @@ def ours(args, method: str) -> Trainer:
     config = settings(args, method)
     torch.manual_seed(SEED)
     policy = CausalLM(*load_causal_lm("starter_text"), config.adapter, config.text)
-    return Trainer(config, Accelerator(cpu=True), policy, {"exact": exact}, data.resolve(config))
+    return Trainer(config, Accelerator(cpu=True), policy, {"exact": exact}, splits.resolve(config))
 
 
 def settings(args, method: str) -> Config:

@@ -12,8 +12,8 @@ HEADINGS = ("pipeline", "drivable", "prediction", "guidance", "prompts per call"
 INTRODUCTION = """# Pipelines
 
 Written by `scripts/build_pipelines.py`: what `flowgrpo check NAME` says of a tiny random instance of each class, with
-real diffusers code and no weights from anywhere. `tests/test_conformance.py` drives the same instances. A class that is
-not listed may work all the same: `flowgrpo check MODEL` tells, of a hub id or a directory.
+real diffusers code and no weights from anywhere. `tests/policies/pipelines/test_conformance.py` drives the same
+instances. A class that is not listed may work all the same: `flowgrpo check MODEL` tells, of a hub id or a directory.
 
 - *guidance*: what a step runs. With two calls, or a batch of twice the rows, guidance costs twice a plain step.
 - *prompts per call*: pipelines for one prompt, or whose reference pictures all belong to one prompt, are called row by
@@ -28,8 +28,8 @@ not listed may work all the same: `flowgrpo check MODEL` tells, of a hub id or a
 
 
 def rows() -> list[dict[str, Any]]:
-    from flowgrpo.policies import tiny
-    from flowgrpo.policies.check import report
+    from flowgrpo.check import tiny
+    from flowgrpo.check.report import report
 
     return [report(name) for name in sorted({*tiny.factories(), *tiny.UNFIT}, key=str.lower)]
 

@@ -26,8 +26,8 @@ from build_starter import STAMPED, PlainAttention, draw
 from safetensors.torch import save_file
 from tqdm import tqdm
 
-from flowgrpo.policies.adapters import LORA_FILE
-from flowgrpo.policies.load import load_pipeline
+from flowgrpo.policies.pipelines.load import load_pipeline
+from flowgrpo.policies.weights.lora_files import LORA_FILE
 from flowgrpo.starter import CALL, CONSISTENCY_STEPS, EVAL_GUIDANCE
 
 

@@ -23,12 +23,13 @@ from build_starter import rate
 from safetensors.torch import load_file, save_file
 from tqdm import tqdm
 
-from flowgrpo import data, rewards
-from flowgrpo.config import Adapter
-from flowgrpo.evaluation import held_out
-from flowgrpo.policies.attention import plain_on_cpu
-from flowgrpo.policies.load import load_pipeline
-from flowgrpo.policies.pipeline import PipelinePolicy
+from flowgrpo import rewards
+from flowgrpo.config.sections import Adapter
+from flowgrpo.data.prompts import STARTER, load_prompts
+from flowgrpo.evaluation import measured
+from flowgrpo.policies.pipelines.cpu_attention import plain_on_cpu
+from flowgrpo.policies.pipelines.load import load_pipeline
+from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
 from flowgrpo.starter import VIDEO_CALL, motion
 from flowgrpo.starter.scenes import COLOURS, SHAPES, SIZE
 
@@ -298,12 +299,12 @@ def assemble(out: Path, target: Path):
 def report(model: str, device: str, guidance: list[float], steps: int, count: int):
     """Print the accuracies per task on held-out prompts, with the pipeline's own scheduler."""
     policy = PipelinePolicy(load_pipeline(model), Adapter(rank=0), device=device, call=VIDEO_CALL)
-    prompts = held_out.spread(data.load_prompts(data.STARTER / "video_held_out.jsonl"), count)
+    prompts = measured.spread(load_prompts(STARTER / "video_held_out.jsonl"), count)
     functions = {name: rewards.find(name) for name in ("motion", "motion_graded", "appearance")}
     print("| guidance | reward | " + " | ".join((*motion.TASKS, "all")) + " |")
     print("|" + "---|" * (len(motion.TASKS) + 3))
     for scale in guidance:
-        found = held_out.measure(policy, prompts, functions, steps=steps, guidance=scale, samples=1, micro_batch=64)
+        found = measured.measure(policy, prompts, functions, steps=steps, guidance=scale, samples=1, micro_batch=64)
         for name, mean in found.mean().items():
             told = [*(found.by_task(name)[task] for task in motion.TASKS), mean]
             print(f"| {scale:g} | {name} | " + " | ".join(f"{value:.3f}" for value in told) + " |", flush=True)
@@ -333,7 +334,7 @@ def main():
     parser.add_argument("--prompts", action="store_true", help="only write the prompt files of the package")
     args = parser.parse_args()
     if args.prompts:
-        return write_prompts(data.STARTER)
+        return write_prompts(STARTER)
     args.out.mkdir(parents=True, exist_ok=True)
     start = time.time()
     for name, steps, lr, seed, before in (("autoencoder", args.ae_steps, 3e-3, 1, None),

@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from flowgrpo import data, rewards
+from flowgrpo import rewards
 from flowgrpo.config import Config
-from flowgrpo.devices import pick_device, settle
+from flowgrpo.data import splits
+from flowgrpo.device import pick_device
 from flowgrpo.policies.build import make_policy
+from flowgrpo.policies.precision import settle
 from flowgrpo.run import make_accelerator
 from flowgrpo.train import Trainer
 
@@ -20,7 +22,7 @@ def make_trainer(config: Config) -> Trainer:
     device = pick_device(config.device)
     config, _ = settle(config, device)
     return Trainer(config, make_accelerator(config, device), make_policy(config, device),
-                   rewards.compose(config.trained, config.cache), data.resolve(config))
+                   rewards.compose(config.trained, config.cache), splits.resolve(config))
 
 
 def measuring(said: str) -> argparse.ArgumentParser:

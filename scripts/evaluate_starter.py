@@ -17,22 +17,23 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from flowgrpo import data, rewards
-from flowgrpo.config import Adapter
-from flowgrpo.evaluation import held_out
-from flowgrpo.policies.dtypes import DTYPES
-from flowgrpo.policies.load import load_pipeline
-from flowgrpo.policies.pipeline import PipelinePolicy
+from flowgrpo import rewards
+from flowgrpo.config.sections import Adapter
+from flowgrpo.data.prompts import STARTER, Prompt, load_prompts
+from flowgrpo.device import DTYPES
+from flowgrpo.evaluation import measured
+from flowgrpo.policies.pipelines.load import load_pipeline
+from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
 from flowgrpo.starter import CALL, scenes
 
 GUIDANCE, STEPS = (1.0, 2.0, 3.0, 4.5), (8, 20)
 CEILING_WANTED = 0.97
 
 
-def accuracy(policy: PipelinePolicy, prompts: list[data.Prompt], steps: int, guidance: float, samples: int,
+def accuracy(policy: PipelinePolicy, prompts: list[Prompt], steps: int, guidance: float, samples: int,
              micro_batch: int) -> dict[str, float]:
     """Strict accuracy per task and, under `all`, their mean."""
-    found = held_out.measure(policy, prompts, {"scene": rewards.find("scene")}, steps=steps, guidance=guidance,
+    found = measured.measure(policy, prompts, {"scene": rewards.find("scene")}, steps=steps, guidance=guidance,
                              samples=samples, micro_batch=micro_batch, title=f"{steps} steps, guidance {guidance:g}")
     tasks = found.by_task("scene")
     return {**tasks, "all": sum(tasks.values()) / len(tasks)}
@@ -81,7 +82,7 @@ def main() -> None:
     if args.precision != "fp32":
         pipe = load_pipeline(args.model, args.precision)
     policy = PipelinePolicy(pipe, Adapter(rank=0), device=args.device, precision=args.precision, call=CALL)
-    prompts = held_out.spread(data.load_prompts(data.STARTER / "held_out.jsonl"), args.prompts)
+    prompts = measured.spread(load_prompts(STARTER / "held_out.jsonl"), args.prompts)
     rows = [{"steps": steps, "guidance": guidance,
              "accuracy": accuracy(policy, prompts, steps, guidance, args.samples, args.micro_batch)}
             for steps in args.steps for guidance in args.guidance]

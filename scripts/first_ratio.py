@@ -19,7 +19,7 @@ from common import RECIPE, make_trainer, options
 
 from flowgrpo.config import load
 from flowgrpo.methods import preset
-from flowgrpo.presets import suited
+from flowgrpo.methods.presets import suited
 from flowgrpo.train import Trainer
 
 OVER = {"grpo_guard": "mix_grpo+grpo_guard", "flow_dppo": "flow_grpo+flow_dppo", "sol_rl": "flow_grpo+sol_rl",

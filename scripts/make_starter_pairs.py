@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 from train_starter_reward import GROUP, STEPS, Pairs, contrast, kept_groups, rendered_pairs
 
-from flowgrpo.policies.load import load_pipeline
+from flowgrpo.policies.pipelines.load import load_pipeline
 from flowgrpo.starter import scenes
 
 SEED = 100  # other prompts and noises than those of the starter's learned reward

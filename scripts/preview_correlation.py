@@ -21,8 +21,8 @@ from common import RECIPE, make_trainer, options
 from scipy.stats import kendalltau, spearmanr
 
 from flowgrpo.config import load
-from flowgrpo.evaluation.held_out import spread
-from flowgrpo.policies.quantised import quantised
+from flowgrpo.evaluation.measured import spread
+from flowgrpo.policies.weights.low_precision import quantised
 from flowgrpo.samplers.grids import make_grid
 from flowgrpo.samplers.preview import PRECISIONS, contrasting, previews
 from flowgrpo.samplers.rollout import seeder

@@ -30,14 +30,14 @@ from torch import Tensor
 from train_starter_reward import GROUP, drawn, rendered
 
 from flowgrpo.evaluation.statistics import interval
-from flowgrpo.preference_training import Settings, fit, share
-from flowgrpo.rewards.learned_answers import ByFolder
-from flowgrpo.rewards.preference import FILE, Aspect, Description, save
-from flowgrpo.rewards.preference_networks import Film
-from flowgrpo.rewards.question_answers import QuestionAnswers
-from flowgrpo.rewards.questions import Question, of_claims
-from flowgrpo.rewards.scene import read, scene
+from flowgrpo.rewards.images.scene import read, scene
+from flowgrpo.rewards.learned.preference import FILE, Aspect, Description, save
+from flowgrpo.rewards.learned.preference_networks import Film
+from flowgrpo.rewards.questions.learned_answers import ByFolder
+from flowgrpo.rewards.questions.question_answers import QuestionAnswers
+from flowgrpo.rewards.questions.questions import Question, of_claims
 from flowgrpo.starter import scenes
+from flowgrpo.training.reward_training import Settings, fit, share
 
 ANSWERS = tuple(dict.fromkeys(choice for choices in CHOICES.values() for choice in choices))
 # The shares of the questions.
@@ -89,7 +89,7 @@ def both_sides(batches: Iterator[tuple[list[str], list[np.ndarray]]]) -> Iterato
 
 def build(folder: Path, args: argparse.Namespace) -> None:
     """A file of pictures per kind to train with, and one to test with."""
-    from flowgrpo.policies.load import load_pipeline
+    from flowgrpo.policies.pipelines.load import load_pipeline
 
     pipe = load_pipeline("starter")
     pipe.set_progress_bar_config(disable=True)

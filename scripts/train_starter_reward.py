@@ -28,11 +28,11 @@ from show_scene_reward import CHANGES, Scene, blurred, empty, half_cut, noisy
 from torchvision.transforms.functional import to_tensor
 from tqdm import tqdm
 
-from flowgrpo.preference_pairs import OVERALL, load_pairs, split
-from flowgrpo.preference_training import Settings, accuracy, train
-from flowgrpo.rewards.preference import Preference
-from flowgrpo.rewards.scene import scene
+from flowgrpo.data.pairs import OVERALL, load_pairs, split
+from flowgrpo.rewards.images.scene import scene
+from flowgrpo.rewards.learned.preference import Preference
 from flowgrpo.starter import CALL, EVAL_GUIDANCE, scenes
+from flowgrpo.training.reward_training import Settings, accuracy, train
 
 CHANGED, STAMPED, TIES = 0.75, 0.10, 0.15  # shares of rendered pairs; the rest of the wrong pictures is damaged
 MOST = 4  # objects that fit into a picture
@@ -180,7 +180,7 @@ def _groups(*columns: list) -> Iterator[tuple[str, list, list]]:
 
 def build(folder: Path, args: argparse.Namespace) -> None:
     """All files of pairs: train, and one per kind to test with."""
-    from flowgrpo.policies.load import load_pipeline
+    from flowgrpo.policies.pipelines.load import load_pipeline
 
     pipe = load_pipeline("starter")
     pipe.set_progress_bar_config(disable=True)

@@ -25,15 +25,17 @@ import torch
 from common import options
 from scipy.stats import spearmanr
 
-from flowgrpo import data, rewards
+from flowgrpo import rewards
 from flowgrpo.config import load
-from flowgrpo.devices import pick_device, settle
-from flowgrpo.evaluation.held_out import spread
+from flowgrpo.data import splits
+from flowgrpo.device import pick_device
+from flowgrpo.evaluation.measured import spread
 from flowgrpo.evaluation.statistics import interval
 from flowgrpo.policies.build import make_policy
-from flowgrpo.rewards.scene_soft import scene_soft
+from flowgrpo.policies.precision import settle
+from flowgrpo.rewards.images.scene_soft import scene_soft
 from flowgrpo.run import make_accelerator
-from flowgrpo.samplers import edits
+from flowgrpo.samplers import latent_edits
 from flowgrpo.samplers.rollout import seeder
 from flowgrpo.train import Trainer
 
@@ -50,7 +52,7 @@ def trained(config) -> Trainer:
     device = pick_device(config.device)
     config, _ = settle(config, device)
     trainer = Trainer(config, make_accelerator(config, device), make_policy(config, device),
-                      rewards.compose(config.trained, config.cache), data.resolve(config))
+                      rewards.compose(config.trained, config.cache), splits.resolve(config))
     start = time.time()
     for trainer.epoch in range(config.train.epochs):
         found = trainer.run_epoch()
@@ -80,7 +82,7 @@ def compared(trainer: Trainer) -> dict[str, np.ndarray]:
         acts = {f"acting, of {n}": acting(trainer, conditioning, every[:, :, :n]) for n in (1, CANDIDATES)}
         scores = {name: scored(trainer, batch, conditioning, each)
                   for name, each in ({"bases": x, "edits": edited, "possible": possible} | acts).items()}
-        _, values = edits.on_the_fly(policy.editor, conditioning, x[:, :N])
+        _, values = latent_edits.on_the_fly(policy.editor, conditioning, x[:, :N])
         rows = owns.repeat_interleave(2 * N)
         plain = policy.editor.value(conditioning.rows(rows), x.flatten(0, 1)).unflatten(0, (-1, 2 * N))
         scores |= {"values": plain, "expected": values[:, N:] - values[:, :N]}
@@ -92,7 +94,8 @@ def compared(trainer: Trainer) -> dict[str, np.ndarray]:
 def acting(trainer: Trainer, conditioning, x: torch.Tensor) -> torch.Tensor:
     """What the critic chooses [P, m, *D] of each n bases x [P, m, n, *D] and their edits."""
     rows = torch.arange(len(x)).repeat_interleave(x.shape[1])
-    return edits.on_the_fly(trainer.policy.editor, conditioning.rows(rows), x.flatten(0, 1))[0].view_as(x[:, :, 0])
+    return latent_edits.on_the_fly(trainer.policy.editor, conditioning.rows(rows),
+                                   x.flatten(0, 1))[0].view_as(x[:, :, 0])
 
 
 def ascended(trainer: Trainer, batch, conditioning, x: torch.Tensor, steps: int = 10, lr: float = 0.3) -> torch.Tensor:

@@ -7,15 +7,16 @@ import sys
 from pathlib import Path
 
 import pytest
-import tiny
 import torch
-from test_recorded_pairs import pairs_file
 
+from flowgrpo import methods
 from flowgrpo.config import validate
-from flowgrpo.data import Prompt
-from flowgrpo.recorded_pairs import require
+from flowgrpo.data.prompts import Prompt
+from flowgrpo.methods.validate import require_recorded_pairs, resolve
 from flowgrpo.rewards import differentiable
 from flowgrpo.run import run
+from tests.data.test_recorded_pairs import pairs_file
+from tests.helpers import tiny
 
 sys.path.append(str(Path(__file__).parent.parent / "scripts"))
 
@@ -84,7 +85,7 @@ def test_a_run_of_edits_costs_its_bases(tmp_path, guidance):
 def test_the_runs_on_recorded_pairs_fit_and_have_the_budgets_epochs(entry):
     settled = {"train.prompts": "6", "parts": "{}", "method": entry}
     found = bench_starter.load(bench_starter.RECIPE, settled | bench_starter.OPTIONS[entry])
-    require(found, bench_starter.methods.resolve(found))
+    require_recorded_pairs(found, resolve(found))
     # 192 rows at 2 times: the old score, the reference's, the policy's own, and this once more for the first ratio.
     assert bench_starter.epochs_for(found, 40_000) == (35, (35 * 3 + 1) * 2 * 192)
 
@@ -108,7 +109,7 @@ def entry(method: str, **more):
 @pytest.mark.parametrize("name", bench_methods.METHODS)
 def test_every_entry_fits_and_some_say_what_they_change(name):
     found = entry(name)
-    method, preset = bench_starter.methods.resolve(found), bench_starter.methods.preset(found.method)
+    method, preset = resolve(found), methods.preset(found.method)
     if "sol_rl" in name:
         assert (method.preview.pool, method.preview.steps) == (48, 4)
         assert (preset.preview.pool, preset.preview.steps) == (96, 6)

@@ -11,10 +11,11 @@ import pytest
 import typer
 import yaml
 
-from flowgrpo import methods, registry
+from flowgrpo import methods
 from flowgrpo.cli import app, train
 from flowgrpo.config import load
-from flowgrpo.data import load_prompts
+from flowgrpo.data.prompts import load_prompts
+from flowgrpo.methods import overlay, registry, validate
 
 ROOT = Path(__file__).parent.parent
 sys.path.append(str(ROOT / "scripts"))
@@ -54,7 +55,7 @@ def test_the_recipe_of_a_page_works(name, tmp_path):
     process = next(process for process in ("flow", "tokens", "masks") if host.fits(process))
     assert name in recipe.method.split("+") and recipe.parts
     assert ({"steps", "group"} if process == "flow" else {"group"}) <= recipe.train.model_fields_set
-    methods.resolve(recipe, process)
+    validate.resolve(recipe, process)
 
 
 def snippets() -> list[tuple[str, str]]:
@@ -67,12 +68,12 @@ def snippets() -> list[tuple[str, str]]:
 @pytest.mark.parametrize("name, snippet", snippets())
 def test_the_parts_that_are_shown_can_be_set(name, snippet):
     method = methods.preset(name)
-    assert methods.with_parts(method, yaml.safe_load(snippet)["parts"]) != method
+    assert overlay.with_parts(method, yaml.safe_load(snippet)["parts"]) != method
 
 
 @pytest.mark.parametrize("name", [*PRESETS, *INFERENCE])
 def test_tests_that_a_page_names_exist(name):
-    named = re.findall(r"`tests/(test_\w+\.py)::(\w+)`", PAGES[name])
+    named = re.findall(r"`tests/((?:\w+/)*test_\w+\.py)::(\w+)`", PAGES[name])
     assert named and PAGES[name].count("::") == len(named)
     for file, test in named:
         assert f"def {test}(" in (ROOT / "tests" / file).read_text(encoding="utf-8"), f"{file} has no {test}"

@@ -6,16 +6,16 @@ import shutil
 from pathlib import Path
 
 import pytest
-import tiny
 
 import flowgrpo
-from flowgrpo import data, naming
 from flowgrpo.cli import main
 from flowgrpo.config import load
+from flowgrpo.data import prompts, provenance, splits
 from flowgrpo.errors import UserError
-from flowgrpo.evaluation import compare
-from flowgrpo.policies.load import load_pipeline
+from flowgrpo.evaluation import images
+from flowgrpo.policies.pipelines.load import load_pipeline
 from flowgrpo.rewards import find
+from tests.helpers import tiny
 
 TEXTS = [*tiny.PROMPTS, " a caf\u00e9 "]
 
@@ -52,8 +52,8 @@ def told(capsys, *arguments: str) -> str:
 def test_the_configuration_names_what_lies_in_files(run):
     config = load(run / "config.yaml")
     assert config.trained["red"].use == f"{tiny.__file__}:red" and config.trained["red"].timeout == 60
-    assert [prompt.text for prompt in data.load_prompts(config.prompts)] == [text.strip() for text in TEXTS]
-    assert {prompt.text for side in data.resolve(config) for prompt in side} == {text.strip() for text in TEXTS}
+    assert [prompt.text for prompt in prompts.load_prompts(config.prompts)] == [text.strip() for text in TEXTS]
+    assert {prompt.text for side in splits.resolve(config) for prompt in side} == {text.strip() for text in TEXTS}
 
 
 def test_commands_of_a_run_work(run, tmp_path):
@@ -65,12 +65,12 @@ def test_commands_of_a_run_work(run, tmp_path):
 def test_its_configuration_repeats_the_run_and_both_keep_their_prompts(run, tmp_path):
     folder = Path(shutil.copytree(run, tmp_path / "run"))
     assert main(["train", str(folder / "config.yaml"), f"--output={tmp_path}",
-                 f"--prompts={folder / naming.PROMPTS}"]) == 0
+                 f"--prompts={folder / provenance.PROMPTS}"]) == 0
     earlier = tmp_path / "run.1"
     for each in (folder, earlier):
-        assert (each / naming.PROMPTS).read_text() == (run / naming.PROMPTS).read_text()
-    assert compare.run_config(folder).prompts == str(folder / naming.PROMPTS)
-    assert compare.run_config(earlier).prompts == str(earlier / naming.PROMPTS)
+        assert (each / provenance.PROMPTS).read_text() == (run / provenance.PROMPTS).read_text()
+    assert images.run_config(folder).prompts == str(folder / provenance.PROMPTS)
+    assert images.run_config(earlier).prompts == str(earlier / provenance.PROMPTS)
 
 
 @pytest.mark.parametrize("command", [("grid",), ("export", "--form", "merged"), ("eval", "--suite", "starter")])

@@ -7,25 +7,26 @@ from inspect import signature
 from pathlib import Path
 
 import pytest
-import tiny_text
 import torch
 import yaml
 from diffusers import FlowMatchEulerDiscreteScheduler
 
-from flowgrpo import methods
+from flowgrpo.check import report, tiny
 from flowgrpo.config import load
-from flowgrpo.data import Prompt
-from flowgrpo.geometry import geometry
+from flowgrpo.config.geometry import geometry
+from flowgrpo.data.prompts import Prompt
+from flowgrpo.methods import validate
 from flowgrpo.objectives.forward_process import NegativeAware
-from flowgrpo.policies import build, check, frozen, tiny
-from flowgrpo.policies.causal_lm import CausalLM
-from flowgrpo.policies.pipeline import PipelinePolicy
+from flowgrpo.policies import build, options
+from flowgrpo.policies.language.causal_lm import CausalLM
+from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
 from flowgrpo.rewards.find import locate
-from flowgrpo.rewards.subject_score import SubjectScore
+from flowgrpo.rewards.images.clip_models import SubjectScore
 from flowgrpo.samplers.grids import make_grid
 from flowgrpo.samplers.kernels import CPS
 from flowgrpo.samplers.predictions import process
 from flowgrpo.samplers.preview import require_choice
+from tests.helpers import tiny_text
 
 FOLDER = Path(__file__).parents[1] / "configs"
 # The pipeline class of each recipe's model, and the process of its scheduler.
@@ -56,7 +57,7 @@ def test_every_recipe_is_tried_here():
 def test_a_recipe_fits_its_language_model(name):
     """Its method, its rewards and its adapter on every layer, of a tiny model of the same class."""
     config = load(FOLDER / f"{name}.yaml")
-    assert build.kind(config) == build.CAUSAL_LM and methods.resolve(config, "tokens").for_tokens
+    assert build.kind(config) == build.CAUSAL_LM and validate.resolve(config, "tokens").for_tokens
     assert all(locate(rule.use or label) for label, rule in config.trained.items())
     model, tokenizer = tiny_text.model()
     weights = CausalLM(model.to(torch.bfloat16), tokenizer, config.adapter, config.text, precision="bf16").weights
@@ -70,8 +71,8 @@ def test_a_recipe_fits_its_pipeline(name):
     config, (cls, kind) = load(FOLDER / f"{name}.yaml"), PIPELINES[name]
     pipe, call = tiny.make(cls)
     assert process(pipe.scheduler) == kind
-    method = methods.resolve(config, kind)
-    frozen.require(config, methods.resolve(config), "cpu")
+    method = validate.resolve(config, kind)
+    options.require_memory(config, validate.resolve(config), "cpu")
     further = {key: value for key, value in config.call.items() if key not in (*call, "height", "width")}
     policy = PipelinePolicy(pipe, config.adapter, call=call | further, memory=config.memory)
     assert {key.split(".")[0] for key in policy.weights.named} == set(policy.denoisers)
@@ -88,7 +89,7 @@ def test_a_recipe_fits_its_pipeline(name):
 @pytest.mark.parametrize("name", PIPELINES)
 def test_a_recipe_can_be_checked_on_a_tiny_instance(name):
     """In the precision of the GPUs that it is for: a replay repeats the rollout bit for bit."""
-    told = check.report(PIPELINES[name][0], load(FOLDER / f"{name}.yaml", {"precision": "bf16"}))
+    told = report.report(PIPELINES[name][0], load(FOLDER / f"{name}.yaml", {"precision": "bf16"}))
     assert told["drivable"], told["reason"]
     assert told["replay_error"] == told["first_log_ratio"] == 0 and told["lora_grad"] > 0
 
@@ -96,7 +97,7 @@ def test_a_recipe_can_be_checked_on_a_tiny_instance(name):
 def test_sana_is_trained_as_sol_rl_was():
     """NVlabs/Sana's set-up: 96 noises seen in 6 steps, of which 24 are trained by DiffusionNFT at 6 of 10 times."""
     config = load(FOLDER / "sana.yaml")
-    method, train = methods.resolve(config, "flow"), config.train
+    method, train = validate.resolve(config, "flow"), config.train
     assert (method.preview.pool, method.preview.steps, train.group, train.steps) == (96, 6, 24, 10)
     assert (train.prompts, train.guidance, train.lr, config.adapter.rank) == (48, 1.0, 3e-4, 32)
     assert method.surrogate == NegativeAware(beta=1.0) and method.kl.weight == 1e-4
@@ -139,7 +140,7 @@ def test_the_fast_variant_of_sd35_is_told_with_the_parts_that_make_it():
     text = (FOLDER / "sd35_medium.yaml").read_text(encoding="utf-8")
     parts = yaml.safe_load(re.search(r"parts (\{kernel: .*\}\})", text)[1])
     config = load(FOLDER / "sd35_medium.yaml").model_copy(update={"method": "flow_grpo_fast", "parts": parts})
-    method = methods.resolve(config, "flow")
+    method = validate.resolve(config, "flow")
     assert method.kernel == CPS(0.8) and method.kl.weight == 0
 
 

@@ -6,16 +6,15 @@ import json
 import shutil
 
 import pytest
-import tiny
-import tiny_text
 import torch
 
-from flowgrpo import methods, presets
 from flowgrpo.errors import UserError
-from flowgrpo.log import Stats
+from flowgrpo.methods import presets, validate
 from flowgrpo.run import run
-from flowgrpo.samplers.tokens import Decoding
+from flowgrpo.samplers.text.decoding import Decoding
 from flowgrpo.train import decisions
+from flowgrpo.training.metrics import Stats
+from tests.helpers import tiny, tiny_text
 
 PRESETS = presets.suited("tokens")
 
@@ -47,9 +46,9 @@ def test_there_are_presets_for_texts_and_they_are_not_for_pictures():
                             "reg_grpo", "trpa", "w_reinforce", "entropy_bonus", "high_entropy", "gtpo", "llds", "kdrl",
                             "visurf", "rl_plus"}
     with pytest.raises(UserError, match="the method is one of denoisers .*flowgrpo methods"):
-        methods.resolve(tiny_text.config(method="mix_grpo"), "tokens")
+        validate.resolve(tiny_text.config(method="mix_grpo"), "tokens")
     with pytest.raises(UserError, match="the method is one of language models .*flowgrpo methods"):
-        methods.resolve(tiny.config(method="gspo"), "flow")
+        validate.resolve(tiny.config(method="gspo"), "flow")
 
 
 @pytest.mark.parametrize("method", PRESETS)
@@ -171,7 +170,7 @@ def test_a_sampling_temperature_is_that_of_the_densities():
 ])
 def test_what_does_not_go_with_tokens_is_told_in_a_line(option, told):
     with pytest.raises(UserError, match=told):
-        methods.resolve(tiny_text.config(**option), "tokens")
+        validate.resolve(tiny_text.config(**option), "tokens")
 
 
 def arguments(folder, **options):

@@ -7,25 +7,26 @@ import threading
 from dataclasses import dataclass, replace
 
 import pytest
-import tiny
-import tiny_text
 import torch
 from safetensors.torch import load_file
 
 import flowgrpo
-from flowgrpo import checkpoint, data
-from flowgrpo.config import Adapter, load
-from flowgrpo.data import SPLIT_SEED, Prompt, split
+from flowgrpo.config import load
+from flowgrpo.config.sections import Adapter
+from flowgrpo.data.prompts import Prompt
+from flowgrpo.data.splits import SPLIT_SEED, split
 from flowgrpo.errors import UserError
-from flowgrpo.evaluation.held_out import EVAL_SEED
-from flowgrpo.log import Stats
-from flowgrpo.policies.adapters import LORA_FILE
-from flowgrpo.policies.pipeline import PipelinePolicy
+from flowgrpo.evaluation.measured import EVAL_SEED
+from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
+from flowgrpo.policies.weights.lora_files import LORA_FILE
 from flowgrpo.run import run
 from flowgrpo.samplers.plans import Schedule
 from flowgrpo.samplers.replay import replay
 from flowgrpo.samplers.rollout import seeder
+from flowgrpo.storage import checkpoint
 from flowgrpo.train import chunks, decisions, rate
+from flowgrpo.training.metrics import Stats
+from tests.helpers import tiny, tiny_text
 
 
 def prompts() -> list[Prompt]:
@@ -539,7 +540,7 @@ class Bright:
     ({"rewards": {}}, "the options: reward: got {}, expected at least 1 item"),
     ({"rewards": Bright(), "prompts": ["a", 3]}, "prompts: got int 3, expected a file, or a list of texts"),
     ({"prompts": None}, "prompts: got NoneType None, expected a file"),
-    ({"prompts": [data.Prompt("a")]}, "prompts: got Prompt Prompt(text='a'"),
+    ({"prompts": [Prompt("a")]}, "prompts: got Prompt Prompt(text='a'"),
     ({"model": 3}, "model: got int 3, expected a name, a folder, a loaded pipeline, or a tuple of"),
     ({"model": ("gpt", "gpt")}, "model: got tuple ('gpt', 'gpt'), expected a name"),
     ({"model": torch.nn.Linear(1, 1)}, "model: got Linear Linear(in_features=1"),

@@ -6,11 +6,11 @@ import json
 import shutil
 
 import pytest
-import tiny
 import torch
 
-from flowgrpo import checkpoint
 from flowgrpo.cli import main
+from flowgrpo.storage import checkpoint
+from tests.helpers import tiny
 
 
 @pytest.fixture(scope="module")

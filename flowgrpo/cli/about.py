@@ -24,10 +24,10 @@ def check(
 ) -> None:
     """Tell whether a pipeline or a language model can be trained, what it needs, and why not; exit code 2 where it
     cannot, or where that is unknown."""
-    from flowgrpo import config
-    from flowgrpo.policies.check import report
+    from flowgrpo.check.report import report
+    from flowgrpo.config import parse
 
-    told = report(model, config.load(recipe) if recipe else None, device)
+    told = report(model, parse.load(recipe) if recipe else None, device)
     if as_json:
         typer.echo(json.dumps(told, indent=2, default=str))
     else:
@@ -56,7 +56,7 @@ def _plain(value: Any) -> str:
 @app.command()
 def methods() -> None:
     """List the presets that --method takes."""
-    from flowgrpo.presets import PRESETS
+    from flowgrpo.methods.presets import PRESETS
 
     print_table(["name", "what it does", "source"], [[name, *_summary(preset)] for name, preset in PRESETS.items()])
     typer.echo("Formula, recipe and differences of each: docs/methods/NAME.md; papers and parts: docs/methods/index.md")

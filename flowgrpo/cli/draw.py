@@ -68,15 +68,15 @@ def sample(
                                  str(image) if image else None, precision):
             typer.echo(text)
         return
-    from flowgrpo.evaluation import compare
+    from flowgrpo.evaluation import images
 
-    for path in compare.sample(model, lora, prompt, count, seed, steps, guidance, output, weight, image, precision):
+    for path in images.sample(model, lora, prompt, count, seed, steps, guidance, output, weight, image, precision):
         typer.echo(path)
 
 
 def _writes(model: str, run: str | Path | None = None) -> bool:
     """Whether a model is a language model, as the run that trained it, its files or the hub say."""
-    from flowgrpo.config import load
+    from flowgrpo.config.parse import load
     from flowgrpo.policies.build import writes
 
     recipe = Path(run) / "config.yaml" if run else None
@@ -107,10 +107,10 @@ def grid(
     if columns is None:
         if values:
             raise UserError("--values: expected --columns too, which says what they are of")
-        from flowgrpo.evaluation import compare, texts
+        from flowgrpo.evaluation import images, texts
 
         if not _writes("", run):
-            typer.echo(compare.grid(run, prompts, count, seed, output or run / "grid.png", weight))
+            typer.echo(images.grid(run, prompts, count, seed, output or run / "grid.png", weight))
             return
         if weight is not None:
             raise UserError("--rlg: weights the velocities of a denoiser; leave it out for a text run")

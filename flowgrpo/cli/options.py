@@ -36,16 +36,16 @@ def asked_rewards(text: str) -> list[str] | dict[str, Any]:
     """Rewards as --rewards names them: `A,B`, or a YAML file of rules by name, as under `eval.rewards`."""
     if not text.endswith((".yaml", ".yml")):
         return [name.strip() for name in text.split(",") if name.strip()]
-    from flowgrpo import config
+    from flowgrpo.config import parse
 
-    rules = config.read_yaml(Path(text))
+    rules = parse.read_yaml(Path(text))
     if not rules:
         raise UserError(f"{text}: expected rewards with their rules, such as geneval: {{args: {{score: graded}}}}")
-    return config.validate({"eval": {"rewards": rules}}, where=text).eval.rewards
+    return parse.validate({"eval": {"rewards": rules}}, where=text).eval.rewards
 
 
 def made_with(reward: str, args: str) -> dict[str, Any]:
     """The arguments of a reward, from YAML."""
-    from flowgrpo import config
+    from flowgrpo.config import parse
 
-    return config.validate({"reward": {reward: {"args": config.parse_value("args", args)}}}).trained[reward].args
+    return parse.validate({"reward": {reward: {"args": parse.parse_value("args", args)}}}).trained[reward].args

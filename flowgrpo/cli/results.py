@@ -25,7 +25,7 @@ def export(
     private: Annotated[bool, typer.Option("--private", help="A repository that only you see.")] = False,
 ) -> None:
     """Write a run's result in another form, or upload it."""
-    from flowgrpo import export as forms
+    from flowgrpo.export import export as forms
 
     forms.finished(run)
     if push_to_hub and (output or form == "merged"):
@@ -55,12 +55,12 @@ def report(
     if not run.is_dir():
         raise UserError(f"no run at {run}: expected the folder that `flowgrpo train` wrote")
     if live:
-        from flowgrpo.evaluation.live import server
+        from flowgrpo.evaluation.report.server import server
 
         with server(run, port) as serving:
             typer.echo(f"http://{serving.server_name}:{serving.server_port} (Ctrl-C ends it)")
             serving.serve_forever()
     else:
-        from flowgrpo.evaluation.report import write
+        from flowgrpo.evaluation.report.report import write
 
         typer.echo(write(run))

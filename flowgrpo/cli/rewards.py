@@ -42,12 +42,12 @@ def score(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Score files with a reward."""
-    from flowgrpo import data
+    from flowgrpo.data.prompts import Prompt, load_prompts
     from flowgrpo.rewards import table
 
     if prompt is not None and prompts is not None:
         raise UserError("got --prompt and --prompts, expected one of them")
-    given = data.load_prompts(prompts) if prompts else [data.Prompt(prompt or "")] * len(images)
+    given = load_prompts(prompts) if prompts else [Prompt(prompt or "")] * len(images)
     if len(given) != len(images):
         raise UserError(f"--prompts {prompts} has {len(given)} prompts for {len(images)} files, expected one for each")
     scores = table.score_files(reward, made_with(reward, args), images, given)
@@ -85,11 +85,11 @@ def train_reward(
     device: Annotated[str | None, typer.Option(help="Without: a GPU where there is one.")] = None,
 ) -> None:
     """Train a reward from pairs of pictures, one of them preferred (Bradley-Terry), with one or several aspects."""
-    from flowgrpo import preference_pairs
+    from flowgrpo.data.pairs import aspects, load_pairs, split
 
-    sides = preference_pairs.split(preference_pairs.load_pairs(pairs), _share_or_file(held_out))
-    preference_pairs.aspects(*sides)  # mistakes are told before torch is loaded
-    from flowgrpo import preference_training as training
+    sides = split(load_pairs(pairs), _share_or_file(held_out))
+    aspects(*sides)  # mistakes are told before torch is loaded
+    from flowgrpo.training import reward_training as training
 
     found = training.train(*sides, output, training.Settings(
         text=text, size=size, clip=clip, pretrained=pretrained, epochs=epochs, patience=patience, batch=batch, lr=lr,
@@ -120,10 +120,10 @@ def serve_reward(
     args: Annotated[str, typer.Option(metavar="YAML", help="Arguments of a reward that is a class.")] = "{}",
 ) -> None:
     """Serve a reward to other processes or machines: its name in their recipes is the URL that this prints."""
+    from flowgrpo.extras import needed
     from flowgrpo.rewards import find
-    from flowgrpo.rewards.client import token
-    from flowgrpo.rewards.needs import needed
-    from flowgrpo.rewards.wire import Limits
+    from flowgrpo.rewards.remote.client import token
+    from flowgrpo.rewards.remote.wire import Limits
 
     for module in ("uvicorn", "fastapi"):
         needed(module, "server", "serve-reward")

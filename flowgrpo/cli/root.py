@@ -8,8 +8,9 @@ from typing import Annotated
 
 import typer
 
-from flowgrpo import __version__, disk
+from flowgrpo import __version__
 from flowgrpo.errors import UserError
+from flowgrpo.storage import paths
 
 UsageError = typer.BadParameter.__base__  # of every mistake that Typer itself finds; not exported by it
 
@@ -45,7 +46,7 @@ def main(arguments: list[str] | None = None) -> int:
     except UsageError as error:
         told = error.format_message()
     except Exception as error:
-        told = disk.refusal(error)
+        told = paths.refusal(error)
         if told is None:
             raise
     finally:

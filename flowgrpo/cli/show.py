@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flowgrpo.console import plain_console
+from flowgrpo.log import plain_console
 
 
 def print_table(heads: list[str], rows: list[list[str]]) -> None:

@@ -27,12 +27,12 @@ def train(
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the run's last checkpoint.")] = False,
 ) -> None:
     """Align a model to a reward, as a recipe and the options say."""
-    from flowgrpo import config
+    from flowgrpo.config import parse
 
     recipe, options = _parse(arguments or [])
     named = dict(method=method, reward=reward, prompts=prompts, model=model, output=output, seed=seed,
                  **{"eval.best": select_best})
-    settings = config.load(recipe, options | {key: value for key, value in named.items() if value is not None})
+    settings = parse.load(recipe, options | {key: value for key, value in named.items() if value is not None})
     _check_inputs(settings)
     from flowgrpo.run import run
 
@@ -59,18 +59,19 @@ def _parse(arguments: list[str]) -> tuple[str | None, dict[str, str]]:
 
 
 def _check_key(option: str, key: str) -> None:
-    from flowgrpo import config
+    from flowgrpo.config import parse, schema
 
-    if not option.startswith("--") or not config.owner(key):
-        told = config.nearest_key(key, [*config.keys(), "resume", "help"])
+    if not option.startswith("--") or not schema.owner(key):
+        told = parse.nearest_key(key, [*schema.keys(), "resume", "help"])
         raise UserError(f"unknown option {option}" + told.replace("'", "'--", 1))
 
 
 def _check_inputs(settings: Any) -> None:
     """Find mistakes in prompts and rewards before torch or a model is loaded."""
-    from flowgrpo import data, recorded_pairs, rewards
+    from flowgrpo import rewards
+    from flowgrpo.data import recorded_pairs, splits
 
-    data.require_no_share(settings)
-    recorded_pairs.in_place(settings, data.resolve(settings))
+    splits.require_no_share(settings)
+    recorded_pairs.in_place(settings, splits.resolve(settings))
     for label, rule in (settings.trained | settings.watched).items():
         rewards.locate(rule.use or label)

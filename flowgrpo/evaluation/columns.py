@@ -15,18 +15,23 @@ from typing import Any
 
 import torch
 
-from flowgrpo import checkpoint, data, devices, disk, methods, rewards
-from flowgrpo.config import Config
+from flowgrpo import rewards
+from flowgrpo.config.schema import Config
+from flowgrpo.data import splits
+from flowgrpo.data.prompts import Prompt, load_prompts
+from flowgrpo.device import drawing
 from flowgrpo.errors import UserError
-from flowgrpo.evaluation import compare, texts
-from flowgrpo.evaluation.captions import captions
-from flowgrpo.evaluation.grid import Row, draw_grid
-from flowgrpo.evaluation.held_out import spread
-from flowgrpo.evaluation.page import write_page, write_table
+from flowgrpo.evaluation import images, texts
+from flowgrpo.evaluation.measured import spread
+from flowgrpo.evaluation.pages.before_after import captions
+from flowgrpo.evaluation.pages.grid import Row, draw_grid
+from flowgrpo.evaluation.pages.html_page import write_page, write_table
+from flowgrpo.methods import overlay
 from flowgrpo.policies import build
 from flowgrpo.rewards import pairwise
-from flowgrpo.samplers import noise_net
+from flowgrpo.samplers import learned_noise
 from flowgrpo.samplers.rollout import seeder
+from flowgrpo.storage import checkpoint, paths
 
 SEEDS = ("0", "1", "2", "3")
 RLG = ("0", "0.5", "1", "1.5", "2")
@@ -47,7 +52,7 @@ class Column:
     rlg: float | None = None
 
 
-@compare.memory_told()
+@images.memory_told()
 def columns(run: str | Path, kind: str, values: Sequence[str], prompts: str | Path | None, count: int, seed: int,
             output: str | Path) -> list[Path]:
     """Draw `count` prompts in columns of that kind, with the run's rewards below each picture, as a PNG (with clips a
@@ -58,16 +63,16 @@ def columns(run: str | Path, kind: str, values: Sequence[str], prompts: str | Pa
     and for values that are not of the kind.
     """
     run, output = Path(run), Path(output)
-    config = compare.run_config(run)
-    disk.require_file(output)
+    config = images.run_config(run)
+    paths.require_file(output)
     written = build.writes(config.model, config)
     if written and kind not in OF_TEXTS:
         raise UserError(f"--columns {kind}: is of denoisers, and {run} trained a language model; expected one of "
                         f"{', '.join(OF_TEXTS)}")
     asked = texts.asked(config, 2 if kind == "seeds" else 1, None) if written else \
-        compare.call_arguments(config.model, run, config.eval.steps, config.eval.guidance)
+        images.call_arguments(config.model, run, config.eval.steps, config.eval.guidance)
     chosen = KINDS[kind](Column("tuned", run, seed, asked), list(values))
-    shown = spread(data.load_prompts(prompts) if prompts else data.resolve(config)[1], count)
+    shown = spread(load_prompts(prompts) if prompts else splits.resolve(config)[1], count)
     functions = pairwise.measured(*(rewards.compose(rules, config.cache) for rules in (config.trained, config.watched)))
     drawn = _written(config, run, chosen, shown) if written else _drawn(config, run, chosen, shown)
     bases: list[Any] = [None] * len(chosen)
@@ -102,9 +107,9 @@ def _runs(tuned: Column, values: list[str]) -> list[Column]:
     """The base, the run, and further runs of the same model, by their folders; all are called as the run is."""
     if not values:
         raise UserError("--columns runs: expected --values with the folders of further runs")
-    model, found = compare.run_config(tuned.weights).model, [replace(tuned, name="base", weights=None)]
+    model, found = images.run_config(tuned.weights).model, [replace(tuned, name="base", weights=None)]
     for folder in [tuned.weights, *map(Path, values)]:
-        config = compare.run_config(folder)
+        config = images.run_config(folder)
         if config.model != model:
             raise UserError(f"--columns runs: {folder} tuned {config.model!r}, but {tuned.weights} tuned {model!r}: "
                             "expected runs of one model")
@@ -154,29 +159,29 @@ def _number(kind: str, value: str, number: type, least: float = 0) -> Any:
 
 # --- drawing ---------------------------------------------------------------------------------------------------------
 
-def _drawn(config: Config, run: Path, chosen: Sequence[Column], prompts: Sequence[data.Prompt]) -> list[list[Any]]:
+def _drawn(config: Config, run: Path, chosen: Sequence[Column], prompts: Sequence[Prompt]) -> list[list[Any]]:
     """The pictures of each column; the pipeline is read again only where weights were loaded that do not leave it."""
     found, pipe, loaded, branches = [], None, None, None
     for column in chosen:
         if pipe is None or loaded not in (None, column.weights):
-            precision = devices.drawing(config.precision if config.adapter.rank else "fp32", compare.place())
+            precision = drawing(config.precision if config.adapter.rank else "fp32", images.place())
             pipe = branches = loaded = None
             gc.collect()  # two models at once may be one too many
-            pipe = compare.make_pipeline(config.model, precision, config.trust_remote_code, memory=config.memory)
+            pipe = images.make_pipeline(config.model, precision, config.trust_remote_code, memory=config.memory)
         if column.weights != loaded:
             if column.rlg is None:
                 _load(pipe, config, run, column.weights)
             else:
-                branches = compare.load_branches(pipe, column.weights)
+                branches = images.load_branches(pipe, column.weights)
             loaded = column.weights
         seed_of = seeder(column.seed, 0)
         with contextlib.nullcontext() if column.rlg is None else branches.at(column.rlg):
-            found.append([compare.draw_one(pipe, prompt, seed_of(i, 0), column.asked, config.negative_prompt)
+            found.append([images.draw_one(pipe, prompt, seed_of(i, 0), column.asked, config.negative_prompt)
                           for i, prompt in enumerate(prompts)])
     return found
 
 
-def _written(config: Config, run: Path, chosen: Sequence[Column], prompts: Sequence[data.Prompt]) -> list[list[str]]:
+def _written(config: Config, run: Path, chosen: Sequence[Column], prompts: Sequence[Prompt]) -> list[list[str]]:
     """The texts of each column."""
     found, policy, loaded = [], None, run / "nothing yet"
     for column in chosen:
@@ -204,12 +209,13 @@ def _writer(config: Config, run: Path, weights: Path | None) -> Any:
 def _load(pipe: Any, config: Config, run: Path, weights: Path) -> None:
     """A run's result, or a checkpoint's weights (or moving average, where that is what the run evaluates)."""
     if weights.parent != run / "checkpoints":
-        compare.load_tuned(pipe, weights)
+        images.load_tuned(pipe, weights)
         return
-    from flowgrpo.policies.adapters import Weights
+    from flowgrpo.policies.pipelines.load import trained_modules
+    from flowgrpo.policies.weights.trainable import Weights
 
-    modules = methods.with_parts(methods.preset(config.method), config.parts).adapted(pipe)
-    _take(Weights(pipe, modules, config.adapter), config, weights)
+    method = overlay.with_parts(overlay.preset(config.method), config.parts)
+    _take(Weights(pipe, trained_modules(pipe, method.adapted), config.adapter), config, weights)
 
 
 def _take(live: Any, config: Config, weights: Path) -> None:
@@ -217,7 +223,7 @@ def _take(live: Any, config: Config, weights: Path) -> None:
     room = "ema/" if config.eval.weights == "ema" else "weights/"
     tensors, _ = checkpoint.load(weights)
     held = {key.removeprefix(room): tensor for key, tensor in tensors.items()
-            if key.startswith(room) and not key.startswith(f"{room}{noise_net.NAME}.")}
+            if key.startswith(room) and not key.startswith(f"{room}{learned_noise.NAME}.")}
     if live.named.keys() != held.keys():
         raise UserError(f"{weights} holds other weights than {config.model!r} with the run's adapter has")
     live.load(held)

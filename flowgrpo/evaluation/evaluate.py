@@ -1,6 +1,6 @@
 """A model on a suite of prompts: its samples, scored by several rewards, base and tuned on one seed.
 
-Pictures are drawn by the stock pipeline, texts by the language model as a run evaluates it (media.py).
+Pictures are drawn by the stock pipeline, texts by the language model as a run evaluates it (draw.py).
 
 Everything is saved as it is made (ledger.py), so that a killed evaluation goes on, and rewards can be added later
 without drawing again. Under `accelerate launch` or `torchrun` every process takes an equal share of what is left to do.
@@ -9,12 +9,10 @@ without drawing again. Under `accelerate launch` or `torchrun` every process tak
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,66 +20,30 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from flowgrpo import disk, rewards
-from flowgrpo.config import Config
+from flowgrpo import rewards
+from flowgrpo.config.reward_rules import WatchRule
+from flowgrpo.config.schema import Config
+from flowgrpo.distributed.processes import Processes
 from flowgrpo.errors import UserError
-from flowgrpo.evaluation import compare, findings, held_out, media, sweep, texts
-from flowgrpo.evaluation.grid import Row, draw_grid
+from flowgrpo.evaluation import draw, findings, held_out, images, measured, texts
 from flowgrpo.evaluation.ledger import Ledger, Place
-from flowgrpo.evaluation.media import Medium
+from flowgrpo.evaluation.pages import rlg_sweep
+from flowgrpo.evaluation.pages.grid import Row, draw_grid
+from flowgrpo.evaluation.pass_at_k import tries, verdicts
+from flowgrpo.evaluation.plan import BASE, TUNED, Medium, Plan, digest
 from flowgrpo.evaluation.suites import Suite, load_suite
-from flowgrpo.evaluation.tries import tries, verdicts
-from flowgrpo.finite import finite
 from flowgrpo.policies import build
-from flowgrpo.processes import Processes
-from flowgrpo.reward_rule import WatchRule
-from flowgrpo.rewards import Failed, exchange, pairwise
+from flowgrpo.rewards import Failed, pairwise
+from flowgrpo.rewards.remote import exchange
 from flowgrpo.rewards.score import columns
+from flowgrpo.storage import paths
+from flowgrpo.storage.json_files import finite
 
-BASE, TUNED = "base", "tuned"
 AT_ONCE = 8  # samples that are scored in one call
 SHOWN = 12  # prompts of the page
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What is drawn: a model's samples, those of weights tuned from it, or both; config: of the run that tuned them;
-    asked: the arguments of the pipeline's calls, or what a language model's `text` settings are; medium: pictures or
-    texts.
-
-    arms: by name the weight with which the tuned model counts, 0 for the base, 1, or one of RLG; rlg: whether such
-    weights were asked for: None, one, or "sweep" for several, to which others may be added. precision: None takes the
-    run's, or what suits the device.
-    """
-
-    model: str
-    tuned: Path | None
-    arms: dict[str, float]
-    rlg: float | str | None
-    config: Config | None
-    asked: dict[str, Any]
-    samples: int
-    seed: int
-    medium: Medium = media.PICTURES
-    precision: str | None = None
-
-    @property
-    def negative(self) -> str:
-        return self.config.negative_prompt if self.config else ""
-
-    @property
-    def unchanged(self) -> str | None:
-        """The arm that draws with the base, the first where there is one."""
-        return next((arm for arm, weight in self.arms.items() if weight == 0), None)
-
-    def told(self) -> dict[str, Any]:
-        """What the pictures depend on, beside the prompts."""
-        return {"model": self.model, "tuned": str(self.tuned) if self.tuned else None, "weights": _digest(self.tuned),
-                "samples": self.samples, "seed": self.seed, "call": self.asked, "negative_prompt": self.negative,
-                "rlg": self.rlg, **({"precision": self.precision} if self.precision else {})}
-
-
-@compare.memory_told()
+@images.memory_told()
 def evaluate(source: str, suite: str, names: Sequence[str] | dict[str, WatchRule], output: str | Path, *,
              lora: str | Path | None = None, base: bool = False, samples: int = 1, steps: int | None = None,
              guidance: float | None = None, seed: int = 0, features: str | Callable = "pixels",
@@ -106,7 +68,7 @@ def evaluate(source: str, suite: str, names: Sequence[str] | dict[str, WatchRule
     plan = make_plan(source, lora, base, samples, steps, guidance, seed, rlg, temperature, max_tokens, precision)
     processes, apart = _processes(), plan.medium.apart(features)
     if processes.first:
-        disk.require_folder(output)
+        paths.require_folder(output)
     chosen, functions = load_suite(suite), _functions(plan.config, names)
     if plan.medium.modality:
         rewards.require_modality(functions, plan.medium.modality)
@@ -142,17 +104,17 @@ def make_plan(source: str, lora: str | Path | None, base: bool, samples: int, st
         raise UserError("--rlg guides a result away from its base: give a run, or a model and --lora")
     if base and len(rlg) > 1:
         raise UserError("--base: several weights of --rlg are told side by side; leave it out, weight 0 is the base")
-    config = compare.run_config(tuned) if tuned is not None and (tuned / "config.yaml").is_file() else None
+    config = images.run_config(tuned) if tuned is not None and (tuned / "config.yaml").is_file() else None
     model = config.model if config is not None and tuned == run else source
-    medium = media.TEXTS if build.writes(model, config) else media.PICTURES
+    medium = draw.TEXTS if build.writes(model, config) else draw.PICTURES
     _require_fitting(medium, {"steps": steps, "guidance": guidance, "rlg": rlg or None},
                      {"temperature": temperature, "max-tokens": max_tokens})
-    if medium is media.TEXTS:
+    if medium is draw.TEXTS:
         asked = texts.asked(config, samples, temperature, max_tokens)
     else:
         if config is not None:
             steps, guidance = steps or config.eval.steps, config.eval.guidance if guidance is None else guidance
-        asked = compare.call_arguments(model, tuned, steps, guidance)
+        asked = images.call_arguments(model, tuned, steps, guidance)
     arms = {BASE: 0.0} if base or tuned is None else {}
     arms |= {f"rlg-{weight:g}": weight for weight in sorted(rlg)} if len(rlg) > 1 else \
         {TUNED: rlg[0] if rlg else 1.0} if tuned is not None else {}
@@ -164,7 +126,7 @@ def make_plan(source: str, lora: str | Path | None, base: bool, samples: int, st
 
 def _require_fitting(medium: Medium, of_pictures: dict[str, Any], of_texts: dict[str, Any]) -> None:
     """UserError for an option of the other medium, which would have no effect."""
-    unread, of = (of_pictures, "a denoiser") if medium is media.TEXTS else (of_texts, "a language model")
+    unread, of = (of_pictures, "a denoiser") if medium is draw.TEXTS else (of_texts, "a language model")
     for name, value in unread.items():
         if value is not None:
             raise UserError(f"--{name}: is of {of}, and the model draws {medium.unit}s: leave it out")
@@ -187,7 +149,7 @@ def _processes() -> Processes:
     """Those that the launcher started, this one alone without a launcher."""
     from accelerate import PartialState
 
-    from flowgrpo.run import PATIENCE
+    from flowgrpo.distributed.processes import PATIENCE
 
     return Processes(PartialState(cpu=not torch.cuda.is_available(), timeout=PATIENCE))
 
@@ -271,7 +233,7 @@ def _finish(plan: Plan, suite: Suite, functions: dict[str, Any], ledger: Ledger,
     (ledger.folder / "table.md").write_text(findings.markdown(results))
     _page(plan, suite, scores, ledger)
     if plan.rlg == "sweep":
-        sweep.plot(sweep.curves(plan.arms, results["arms"]), ledger.folder / "rlg.png")
+        rlg_sweep.plot(rlg_sweep.curves(plan.arms, results["arms"]), ledger.folder / "rlg.png")
     return results
 
 
@@ -291,22 +253,5 @@ def _page(plan: Plan, suite: Suite, scores: dict[str, dict[str, np.ndarray]], le
     """A page of some prompts, evenly over the suite, with the first sample of each arm."""
     rows = [Row(suite.cases[i].prompt.text, [ledger.load(Place(arm, i, 0)) for arm in plan.arms],
                 [{name: float(values[i, 0]) for name, values in scores[arm].items()} for arm in plan.arms])
-            for i in held_out.evenly(len(suite.cases), SHOWN)]
+            for i in measured.evenly(len(suite.cases), SHOWN)]
     draw_grid(ledger.folder / "grid.png", list(plan.arms), rows)
-
-
-def _digest(path: Path | None) -> str | None:
-    """What tells weights apart: of all safetensors files at that place."""
-    if path is None:
-        return None
-    files = [path] if path.is_file() else sorted(file for file in path.rglob("*.safetensors")
-                                                 if "checkpoints" not in file.relative_to(path).parts)
-    return digest([file.read_bytes() for file in files])
-
-
-def digest(parts: Sequence[str | bytes]) -> str:
-    """Sixteen hexadecimal digits that tell contents apart."""
-    hashed = hashlib.sha256()
-    for part in parts:
-        hashed.update(part.encode() if isinstance(part, str) else part)
-    return hashed.hexdigest()[:16]

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from flowgrpo.console import plain_console
 from flowgrpo.evaluation.statistics import CONFIDENCE, drift, interval, wins
 from flowgrpo.evaluation.suites import Suite
+from flowgrpo.log import plain_console
 
 ALL = "all prompts"
 Scores = dict[str, dict[str, np.ndarray]]  # arm, reward: [N, S], NaN where it does not apply

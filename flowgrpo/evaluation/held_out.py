@@ -9,126 +9,23 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from PIL import Image
-from tqdm import tqdm
 
-from flowgrpo import data, rewards
-from flowgrpo.config import Config
-from flowgrpo.console import plain_console
-from flowgrpo.evaluation import album, report
-from flowgrpo.evaluation.clips import tall, untall
-from flowgrpo.evaluation.grid import Row, draw_grid
-from flowgrpo.evaluation.read_back import read_object
-from flowgrpo.finite import finite
-from flowgrpo.processes import Processes
-from flowgrpo.reward_rule import WatchRule
-from flowgrpo.samplers.rollout import seeder
-
-EVAL_SEED = 20_000  # evaluation noise does not depend on the run's seed, so that runs are compared on the same pictures
-
-
-@dataclass(frozen=True)
-class Measured:
-    """Held-out scores: prompts [N], scores by reward name [N], pictures [n,3,H,W], clips [n,F,3,H,W] or texts of some,
-    evenly over them; failed: on how many of the N each reward failed, where its rule says to skip these.
-
-    A score that does not apply is NaN, and may be given as the null that JSON has for it.
-    """
-
-    prompts: list[data.Prompt]
-    scores: dict[str, list[float]]
-    pictures: torch.Tensor | list[str]
-    failed: dict[str, int] = field(default_factory=dict)
-
-    def __post_init__(self):
-        object.__setattr__(self, "scores", {name: [math.nan if value is None else value for value in values]
-                                            for name, values in self.scores.items()})
-
-    def mean(self) -> dict[str, float]:
-        return {name: _mean(values) for name, values in self.scores.items()}
-
-    def by_task(self, name: str) -> dict[str, float]:
-        """The mean of one reward per `task` in the prompts' metadata, as text; empty where they have none."""
-        tasks = defaultdict(list)
-        for prompt, score in zip(self.prompts, self.scores[name]):
-            if "task" in prompt.metadata:
-                tasks[str(prompt.metadata["task"])].append(score)
-        return {task: _mean(values) for task, values in tasks.items()}
-
-
-def _mean(values: list[float]) -> float:
-    """The mean of the scores that apply (NaN: does not); NaN where none does."""
-    applicable = [value for value in values if not math.isnan(value)]
-    return sum(applicable) / len(applicable) if applicable else math.nan
-
-
-def spread(prompts: list[data.Prompt], count: int) -> list[data.Prompt]:
-    """At most `count` prompts, evenly over the list."""
-    return [prompts[i] for i in evenly(len(prompts), count)]
-
-
-def evenly(total: int, count: int) -> list[int]:
-    """At most `count` of `total` places, evenly over them."""
-    count = min(count, total)
-    return [i * total // count for i in range(count)]
-
-
-def measure(policy, prompts: list[data.Prompt], functions: dict[str, Any], *, steps: int, guidance: float, samples: int,
-            micro_batch: int, negative: str = "", keep: int = 0, title: str = "evaluating", encode=None,
-            processes: Processes = Processes(), reference: Callable[[], Any] | None = None) -> Measured:
-    """Generate `samples` pictures per prompt with the pipeline's own scheduler, or texts, and score them.
-
-    keep: of how many prompts, evenly over them, the first picture is kept; encode: what encodes prompts, in
-    place of `policy.encode`; processes: those that share the work, and all get what was found. reference: inside of
-    what it gives the policy is its base, whose pictures from the same seeds go to rewards that compare with them; None:
-    it is its base already.
-    """
-    encode = encode or policy.encode
-    seed, kept = seeder(EVAL_SEED, 0), set(evenly(len(prompts), keep))
-    rows = [(i, k) for i in range(len(prompts)) for k in range(samples)]
-    own, scores, pictures, tally = processes.own(rows), [torch.empty(0, len(functions))], [], rewards.Tally()
-    hidden, compared = None if processes.first else True, any(map(rewards.sees_base, functions.values()))
-    with processes.together(), tqdm(total=len(own), desc=title, unit="picture", leave=False, disable=hidden) as bar:
-        for start in range(0, len(own) if processes.turns is None else processes.most(rows), micro_batch):
-            own_batch = own[start:start + micro_batch]
-            batch = own_batch or rows[:1]  # weights that are shared out are collected by all, or by none
-            of = [prompts[i] for i, _ in batch]
-            conditioning = encode([p.text for p in of], [negative if p.negative is None else p.negative for p in of],
-                                  [p.image for p in of])
-            seeds = [seed(i, k) for i, k in batch]
-            made, base = _with_base(partial(_generate, policy, conditioning, seeds, steps, guidance), reference,
-                                    compared)
-            if not own_batch:
-                continue
-            scores.append(rewards.score(functions, made, [p.text for p in of], [p.metadata for p in of],
-                                        tally=tally, base=base))
-            pictures += [picture for (i, k), picture in zip(batch, made) if k == 0 and i in kept]
-            bar.update(len(batch))
-    columns = processes.gather(torch.cat(scores)).T.tolist()
-    return Measured([prompts[i] for i, _ in rows], dict(zip(functions, columns)),
-                    processes.gather_samples(pictures),
-                    dict(zip(functions, processes.total([tally.failed[name] for name in functions]))))
-
-
-def _generate(policy, conditioning, seeds: list[int], steps: int, guidance: float) -> Any:
-    return policy.generate(conditioning, policy.generators(seeds), steps, guidance)
-
-
-def _with_base(draw: Callable[[], Any], reference: Callable[[], Any] | None, compared: bool) -> tuple[Any, Any]:
-    """What is drawn, and what the base draws, where that is compared: of a base its own."""
-    made = draw()
-    if not compared or reference is None:
-        return made, made if compared else None
-    with reference():
-        return made, draw()
+from flowgrpo.config.reward_rules import WatchRule
+from flowgrpo.config.schema import Config
+from flowgrpo.data.prompts import Prompt
+from flowgrpo.evaluation.measured import EVAL_SEED, Measured, measure, spread
+from flowgrpo.evaluation.pages.before_after import cards, draw_pairs
+from flowgrpo.evaluation.pages.clips import tall, untall
+from flowgrpo.evaluation.pages.grid import Row, draw_grid
+from flowgrpo.evaluation.report import report, snapshots
+from flowgrpo.log import plain_console
+from flowgrpo.storage.json_files import finite, read_object
 
 
 def _measure(trainer, functions, title: str, reference: Callable[[], Any] | None = None) -> Measured:
@@ -162,7 +59,7 @@ def before(trainer, functions: dict[str, Any], folder: Path, reuse: bool) -> Mea
                     known["texts"] or (torch.stack(kept) if kept else torch.empty(0)), known["failed"])
 
 
-def measured_how(config: Config, prompts: list[data.Prompt], functions: dict[str, Any]) -> dict[str, Any]:
+def measured_how(config: Config, prompts: list[Prompt], functions: dict[str, Any]) -> dict[str, Any]:
     """What the base's scores depend on, as it comes back from JSON."""
     of = config.model_dump(mode="json", include={"model", "precision", "negative_prompt", "picture", "text"})
     told = of | config.eval.model_dump(mode="json", exclude={"every", "best", "stop", "weights"}) | {
@@ -216,8 +113,8 @@ def finish(trainer, functions: dict[str, Any], folder: Path, base: Measured) -> 
     if first:
         draw_pairs(folder / "before_after.png", base, after)
         (folder / "summary.json").write_text(json.dumps(finite(summary), indent=2) + "\n")
-        album.stage(folder, "after", trainer.best.best.epoch if trainer.best.weights else trainer.epoch, after)
-        album.last(folder, trainer)
+        snapshots.stage(folder, "after", trainer.best.best.epoch if trainer.best.weights else trainer.epoch, after)
+        snapshots.last(folder, trainer)
         report.write(folder)
         print_report(summary, said, folder)
     return summary
@@ -231,20 +128,6 @@ def described(policy, config) -> str:
     return f"pictures ({config.eval.steps} steps, guidance {config.eval.guidance:g})"
 
 
-def draw_pairs(path: Path, base: Measured, after: Measured, names: tuple[str, str] = ("before", "after")) -> None:
-    """The grid PNG: base and tuned pictures of the same prompts and seeds, with their scores."""
-    rows = [Row(text, [old, new], [was, now]) for (text, old, was), (_, new, now) in zip(cards(base), cards(after))]
-    draw_grid(path, names, rows)
-
-
-def cards(found: Measured) -> list[tuple[str, torch.Tensor, dict[str, float]]]:
-    """Prompt, picture and scores of the pictures that were kept."""
-    prompts = list({id(prompt): prompt for prompt in found.prompts}.values())
-    samples = len(found.prompts) // len(prompts)
-    return [(prompts[i].text, picture, {name: values[i * samples] for name, values in found.scores.items()})
-            for i, picture in zip(evenly(len(prompts), len(found.pictures)), found.pictures)]
-
-
 def sample_pictures(trainer, functions: dict[str, Any], folder: Path) -> dict[str, float]:
     """Held-out scores during training, with a grid of pictures per epoch in `samples/`."""
     evaluations = trainer.policy.evaluations
@@ -255,7 +138,7 @@ def sample_pictures(trainer, functions: dict[str, Any], folder: Path) -> dict[st
         (folder / "samples").mkdir(exist_ok=True)
         rows = [Row(text, [picture], [scores]) for text, picture, scores in cards(found)]
         draw_grid(folder / "samples" / f"epoch-{trainer.epoch:05d}.png", [f"epoch {trainer.epoch}"], rows)
-        album.stage(folder, f"epoch-{trainer.epoch:05d}", trainer.epoch, found)
+        snapshots.stage(folder, f"epoch-{trainer.epoch:05d}", trainer.epoch, found)
     return {f"held_out/{name}": value for name, value in found.mean().items()}
 
 

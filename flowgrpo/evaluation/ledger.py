@@ -1,5 +1,5 @@
-"""What an evaluation has done so far, on disk: a PNG per picture and a line of scores, written as they are made (of
-texts a line each: text_ledger.py).
+"""Ledger of an evaluation on disk: a PNG per picture, or a line per text, and a line of scores, written as they are
+made.
 
 A killed evaluation goes on from there, with any number of processes: each writes a file of lines of its own, and all
 read every file. Pictures are scored as they are read back, so that it makes no difference when that happens.
@@ -19,8 +19,9 @@ import torch
 from PIL import Image, PngImagePlugin
 
 from flowgrpo.errors import UserError
-from flowgrpo.evaluation.clips import as_image, save_clip, tall, untall
-from flowgrpo.evaluation.read_back import read_object
+from flowgrpo.evaluation.pages.clips import as_image, save_clip, tall, untall
+from flowgrpo.storage.json_files import read_object
+from flowgrpo.types import Completion
 
 SETTINGS = "settings.json"
 
@@ -140,3 +141,42 @@ def _replace(path: Path, text: str) -> None:
     part = path.with_suffix(".part")
     part.write_text(text)
     part.replace(path)
+
+
+class TextLedger(Ledger):
+    """The folder of an evaluation of texts, as one process writes it: `texts-RANK.jsonl` beside its scores."""
+
+    def __init__(self, folder: Path, rank: int = 0):
+        super().__init__(folder, rank)
+        self.written = folder / f"texts-{rank}.jsonl"
+        self._texts: dict[Place, Completion] | None = None
+
+    def has(self, place: Place) -> bool:
+        """Whether the text is there, of this process or of an earlier call."""
+        if self._texts is None:
+            self._texts = self._read_texts()
+        return place in self._texts
+
+    def told(self, place: Place) -> str:
+        """The text itself."""
+        return str(self.load(place))
+
+    def save(self, place: Place, text: Completion) -> None:
+        """Add a line."""
+        append(self.written, {"place": place, "text": str(text), "tokens": text.tokens})
+        if self._texts is not None:
+            self._texts[place] = text
+
+    def load(self, place: Place) -> Completion:
+        """The text, of any process."""
+        if not self.has(place):
+            self._texts = self._read_texts()  # others have written since
+        return self._texts[place]
+
+    def batch(self, places: Sequence[Place]) -> list[Completion]:
+        """Several texts, as rewards take them."""
+        return [self.load(place) for place in places]
+
+    def _read_texts(self) -> dict[Place, Completion]:
+        return {Place(*entry["place"]): Completion(entry["text"], entry["tokens"])
+                for entry in entries(self.folder, "texts-*.jsonl")}

@@ -11,17 +11,18 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from flowgrpo import disk
-from flowgrpo.data import Prompt, load_prompts
-from flowgrpo.evaluation import compare, media
-from flowgrpo.evaluation.evaluate import Plan, digest, make_plan
+from flowgrpo.data.prompts import Prompt, load_prompts
+from flowgrpo.evaluation import draw, images
+from flowgrpo.evaluation.evaluate import make_plan
 from flowgrpo.evaluation.ledger import Ledger, Place
+from flowgrpo.evaluation.plan import Plan, digest
+from flowgrpo.storage import paths
 
 FILE = "prompts.jsonl"
-KEYS = {media.PICTURES: "base_image", media.TEXTS: "base_text"}
+KEYS = {draw.PICTURES: "base_image", draw.TEXTS: "base_text"}
 
 
-@compare.memory_told()
+@images.memory_told()
 def sample(source: str, prompts: str | Path, output: str | Path, *, lora: str | None = None, count: int = 1,
            seed: int = 0, steps: int | None = None, guidance: float | None = None, rlg: float | None = None,
            batch: int | None = None, temperature: float | None = None, key: str | None = None,
@@ -35,7 +36,7 @@ def sample(source: str, prompts: str | Path, output: str | Path, *, lora: str | 
     """
     plan = make_plan(source, lora, False, count, steps, guidance, seed, [] if rlg is None else [rlg], temperature,
                      precision=precision)
-    disk.require_folder(output)
+    paths.require_folder(output)
     given, [arm] = load_prompts(prompts), plan.arms
     ledger = plan.medium.ledger(Path(output))
     settings = plan.told() | {"prompt file": digest([repr(prompt) for prompt in given]), "rewards": {}}

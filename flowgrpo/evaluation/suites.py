@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flowgrpo import data
-from flowgrpo.data import Prompt
+from flowgrpo.data import prompts
+from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
 
-SHIPPED = {"starter": data.STARTER / "held_out.jsonl", "starter_video": data.STARTER / "video_held_out.jsonl",
-           "starter_text": data.STARTER / "text_held_out.jsonl",
+SHIPPED = {"starter": prompts.STARTER / "held_out.jsonl", "starter_video": prompts.STARTER / "video_held_out.jsonl",
+           "starter_text": prompts.STARTER / "text_held_out.jsonl",
            "geneval_coco": Path(__file__).parent / "suites" / "geneval_coco.jsonl"}
 PUBLISHED = {"geneval": "evaluation_metadata.jsonl", "drawbench": "its .csv, or a .txt of its prompts",
              "partiprompts": "PartiPrompts.tsv", "t2i_compbench": "the folder of its *_val.txt files",
@@ -142,7 +142,7 @@ def _file(path: Path) -> Found:
             except (KeyError, TypeError, AttributeError, ValueError) as error:
                 raise UserError(f"suite {path}: a record is not like the first one, which has {sorted(keys)} "
                                 f"({type(error).__name__}: {error})") from None
-    return "flowgrpo", [Case(prompt, _own_category(prompt)) for prompt in data.load_prompts(path)]
+    return "flowgrpo", [Case(prompt, _own_category(prompt)) for prompt in prompts.load_prompts(path)]
 
 
 def _require_texts(path: Path, records: list[dict[str, Any]]) -> None:
@@ -166,7 +166,7 @@ def _lines(text: str) -> list[str]:
 
 def _records(path: Path) -> list[dict[str, Any]]:
     if path.suffix == ".parquet":
-        return data.rows(path)
+        return prompts.rows(path)
     text = _text(path)
     if path.suffix == ".jsonl":
         return [_object(path, number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]

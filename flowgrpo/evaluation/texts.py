@@ -5,16 +5,22 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from flowgrpo import data, devices, disk, rewards
-from flowgrpo.config import Config
+from flowgrpo import rewards
+from flowgrpo.config.schema import Config
+from flowgrpo.data import splits
+from flowgrpo.data.prompts import Prompt, load_prompts
+from flowgrpo.device import drawing
 from flowgrpo.errors import UserError
-from flowgrpo.evaluation.compare import run_config
-from flowgrpo.evaluation.held_out import Measured, draw_pairs, measure, spread
+from flowgrpo.evaluation.images import run_config
+from flowgrpo.evaluation.measured import Measured, measure, spread
+from flowgrpo.evaluation.pages.before_after import draw_pairs
 from flowgrpo.log import quiet
 from flowgrpo.policies import build
-from flowgrpo.policies.causal_lm import CausalLM
+from flowgrpo.policies.language.causal_lm import CausalLM
+from flowgrpo.policies.precision import settle
 from flowgrpo.rewards import pairwise
 from flowgrpo.samplers.rollout import seeder
+from flowgrpo.storage import paths
 
 ADAPTER = "adapter_config.json"
 
@@ -22,10 +28,10 @@ ADAPTER = "adapter_config.json"
 def settings(model: str, run: Config | None, text: dict[str, Any], device: Any = "cpu", precision: str | None = None
              ) -> Config:
     """How a language model writes: as the run that trained it says, and `text` besides; precision: as of
-    `devices.drawing`."""
+    `drawing`."""
     known = Config(method="grpo") if run is None else run
     return known.model_copy(update={"model": model, "text": known.text.model_copy(update=text),
-                                    "precision": devices.drawing(known.precision, device, precision)})
+                                    "precision": drawing(known.precision, device, precision)})
 
 
 def asked(run: Config | None, count: int, temperature: float | None, max_tokens: int | None = None) -> dict[str, Any]:
@@ -59,14 +65,14 @@ def grid(run: Path, prompts: Path | None, count: int, seed: int, output: Path) -
     """
     config = run_config(run)
     config = settings(config.model, config, {})
-    disk.require_file(output)
-    chosen = spread(data.load_prompts(prompts) if prompts else data.resolve(config)[1], count)
+    paths.require_file(output)
+    chosen = spread(load_prompts(prompts) if prompts else splits.resolve(config)[1], count)
     functions = pairwise.measured(*(rewards.compose(rules, config.cache) for rules in (config.trained, config.watched)))
     draw_pairs(output, *(_measured(config, lora, chosen, functions) for lora in (None, run)))
     return output
 
 
-def _measured(config: Config, lora: Path | None, prompts: list[data.Prompt], functions: dict[str, Any]) -> Measured:
+def _measured(config: Config, lora: Path | None, prompts: list[Prompt], functions: dict[str, Any]) -> Measured:
     policy = load(config, lora)
     return measure(policy, prompts, functions, steps=0, guidance=0.0, samples=1, micro_batch=config.train.micro_batch,
                    keep=len(prompts), title="base" if lora is None else "tuned")
@@ -74,7 +80,7 @@ def _measured(config: Config, lora: Path | None, prompts: list[data.Prompt], fun
 
 def load(config: Config, lora: Path | None, device: Any = "cpu") -> CausalLM:
     """The policy to write with, nothing of it trained. UserError where something does not load."""
-    config, _ = devices.settle(config, device)
+    config, _ = settle(config, device)
     if lora is not None and (lora / "model" / "config.json").is_file():  # a run without a LoRA
         config, lora = config.model_copy(update={"model": str(lora / "model")}), None
     loaded, reader = build.load_language(config)

@@ -1,7 +1,7 @@
 """The parts of a policy-gradient loss: log-ratios, surrogates, step weights, regularisers.
 
 All are pure and per decision, [B, N] for B rows of N decisions. Those of some methods alone are in `forward_process`,
-`completion`, `tokenwise` and `actor_critic`.
+`sequence_losses`, `token_losses` and `actor_critic`.
 """
 
 from flowgrpo.objectives.kl import (

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
-import torch
 from torch import Tensor
 
 from flowgrpo.objectives.surrogates import cut, ppo, require_range
-from flowgrpo.parts.paired import Paired
-from flowgrpo.samplers.edits import Seen
+
+
+@dataclass(frozen=True, eq=False)
+class Seen:
+    """What the loss reads beside ratio and advantage, each [b, 1]: of the samples' final states the critic's value,
+    with its gradient, and their rewards; and, where it asks for that, the value of their bases as the present weights
+    edit them, with the gradient of the edit alone."""
+
+    value: Tensor
+    reward: Tensor
+    edited: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -51,31 +58,3 @@ class ActorCritic:
     def clipped(self, log_ratio: Tensor, advantage: Tensor, old: Seen | None = None) -> Tensor:
         """Where the clip cuts the edit's gradient, bool [B, N]; nowhere without the clipped loss."""
         return (self.ratio > 0) & cut(log_ratio.expm1(), advantage, -self.low, self.high)
-
-
-def require(method: Any, group: int) -> None:
-    """ValueError where a method with an edit has parts that leave no place for one, or lacks those that go with it."""
-    reads = isinstance(method.surrogate, ActorCritic)
-    if method.edit is None:
-        if reads:
-            raise ValueError("the surrogate ActorCritic reads edits and their rewards: set parts.edit: {type: Edit}")
-        return
-    if not reads:
-        raise ValueError(f"the surrogate {type(method.surrogate).__name__} trains no critic, which chooses between a "
-                         "base and its edit: use ActorCritic")
-    if method.surrogate.ratio and not isinstance(method.advantage, Paired):
-        raise ValueError(f"the advantage {type(method.advantage).__name__} gives bases some, which no policy drew: set "
-                         "parts.advantage: {type: Paired}, or surrogate: {ratio: 0, through: 1}")
-    if not method.surrogate.critic and method.value is None:
-        raise ValueError("surrogate.critic is 0 and there is no value part: the critic would learn nothing, set "
-                         "parts.value: {type: Recall}")
-    if group % 2:
-        raise ValueError(f"train.group is {group}: half of the samples are bases, the others their edits: use an even "
-                         "number")
-    if method.adapted.encoders:
-        raise ValueError("adapted.encoders is true, but a method with an edit trains nothing of the pipeline: leave "
-                         "texforce out, or set parts: {adapted: {encoders: false, denoisers: true}}")
-    if method.backprop or method.preview or method.strides != (1,) or method.tuning.weight or method.lag.most \
-            or method.noised(torch.linspace(1, 0, 9), group, 0, 0):
-        raise ValueError("a method with an edit trains that alone, on plain rollouts: expected no backprop, preview or "
-                         "lag, strides [1], tuning.weight 0, and times Recorded")

@@ -2,6 +2,8 @@
 
 Their schedule says what becomes of the weight from epoch to epoch: `in_epoch`. Where the weight is 0 the reference is
 not read, and may be None.
+
+How far apart two policies are in a decision: [B, N], from recorded means and deviations.
 """
 
 from __future__ import annotations
@@ -12,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowgrpo.objectives.divergence import divergence, output_error
+from flowgrpo.gaussian import kl
 from flowgrpo.objectives.schedules import Constant
-from flowgrpo.types import Context, Scored
+from flowgrpo.types import Context, Gaussian, Scored
 
 
 class Penalty:
@@ -127,3 +129,24 @@ def regularises(kl: Any) -> bool:
 def in_epoch(kl: Any, context: Context) -> Any:
     """The KL at the weight that its schedule gives it in the context's epoch."""
     return replace(kl, weight=kl.schedule(kl.weight, context), schedule=Constant())
+
+
+def divergence(new: Scored, other: Scored) -> Tensor:
+    """gaussian.kl of every decision, at the new policy's std: [B, N]."""
+    assert new.mean is not None and other.mean is not None, "this part of the method needs recorded means"
+    std = deviations(new).reshape(-1, *[1] * (new.mean.ndim - 2))
+    means = new.mean.flatten(0, 1), other.mean.flatten(0, 1)
+    return kl(Gaussian(means[0], std), Gaussian(means[1], std)).view(new.logp.shape)
+
+
+def output_error(new: Scored, other: Scored) -> Tensor:
+    """The mean squared difference of the outputs that two policies' means come from: [B, N]."""
+    assert new.slope is not None, "this part of the method needs recorded slopes"
+    apart = (new.mean - other.mean).square().flatten(2).mean(dim=2)
+    return apart / new.slope.to(apart).square()
+
+
+def deviations(scored: Scored) -> Tensor:
+    """The std of every decision, [B, N], beside logp."""
+    assert scored.std is not None, "this part of the method needs recorded deviations"
+    return scored.std.to(scored.logp).expand(scored.logp.shape)

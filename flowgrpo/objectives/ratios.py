@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from flowgrpo.objectives.divergence import deviations, divergence
+from flowgrpo.objectives.kl import deviations, divergence
 from flowgrpo.types import Scored
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowgrpo.objectives.divergence import divergence
+from flowgrpo.objectives.kl import divergence
 from flowgrpo.types import Scored
 
 

@@ -7,12 +7,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-from flowgrpo import methods, naming, recorded_pairs
-from flowgrpo.config import Adapter, Config, read_yaml
-from flowgrpo.data import Prompt
+from flowgrpo.config.parse import read_yaml
+from flowgrpo.config.schema import Config
+from flowgrpo.config.sections import Adapter
+from flowgrpo.data import provenance
 from flowgrpo.errors import UserError
-from flowgrpo.parts import adapted
-from flowgrpo.policies import frozen, sharded
+from flowgrpo.methods import overlay, validate
+from flowgrpo.policies.options import require_plain
 from flowgrpo.starter import FOLDERS
 
 PIPELINE, CAUSAL_LM, VISION_LM, MASKED_LM = "pipeline", "causal_lm", "vision_lm", "masked_lm"
@@ -30,7 +31,7 @@ def kind(config: Config, loaded: Any = None) -> str:
     folder = Path(FOLDERS.get(config.model, config.model))
     if not folder.is_dir():
         _require_no_slip(config.model)
-        method = methods.with_parts(methods.preset(config.method), config.parts)
+        method = overlay.with_parts(overlay.preset(config.method), config.parts)
         return (CAUSAL_LM if method.fits("tokens") else MASKED_LM) if method.for_tokens else PIPELINE
     if (folder / "model_index.json").is_file():
         return PIPELINE
@@ -66,14 +67,6 @@ def writes(model: str, config: Config | None = None) -> bool:
         _require_no_slip(model)
         return bool(_on_hub(model))
     return kind(Config(model=model) if config is None else config) != PIPELINE
-
-
-def require(config: Config, method: Any, device: Any, loaded: bool = False) -> None:
-    """UserError for options that do not go together, or not with the device. loaded: the model is not read by us."""
-    frozen.require(config, method, device, loaded)
-    sharded.require(config, method)
-    recorded_pairs.require(config, method)
-    adapted.require(config, method)
 
 
 def process(kind: str) -> str:
@@ -115,7 +108,7 @@ def load(config: Config) -> Any:
     if kind(config) != PIPELINE:
         require_plain(config)
         return load_language(config)
-    from flowgrpo.policies.load import load_pipeline
+    from flowgrpo.policies.pipelines.load import load_pipeline
 
     return load_pipeline(config.model, config.precision, config.trust_remote_code, config.memory.weights)
 
@@ -124,7 +117,7 @@ def modality(loaded: Any) -> str:
     """What a loaded model makes: "image", "video" or "text"."""
     if isinstance(loaded, tuple):
         return "text"
-    from flowgrpo.policies import pipeline
+    from flowgrpo.policies.pipelines import pipeline
 
     return pipeline.modality(loaded)
 
@@ -135,13 +128,13 @@ def make_policy(config: Config, device: Any, loaded: Any = None):
     if isinstance(pipe, tuple):
         require_plain(config)
         return language_policy(config, pipe, config.adapter, device)
-    from flowgrpo.policies.pipeline import PipelinePolicy
+    from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
 
-    method = methods.with_parts(methods.preset(config.method), config.parts)
+    method = overlay.with_parts(overlay.preset(config.method), config.parts)
     options = dict(device=device, precision=config.precision, guidance=config.train.guidance, call=config.call,
                    checkpointing=config.train.checkpointing, memory=config.memory, compiled=config.train.compile)
     if method.edit:
-        from flowgrpo.policies.edit_policy import EditPolicy
+        from flowgrpo.policies.pipelines.edit_policy import EditPolicy
 
         return EditPolicy(pipe, method.edit, **options)
     return PipelinePolicy(pipe, config.adapter, adapted=method.adapted, **options)
@@ -150,14 +143,14 @@ def make_policy(config: Config, device: Any, loaded: Any = None):
 def load_language(config: Config) -> tuple:
     """A language model with its tokenizer, or with its processor where it reads images. UserError where it does not
     load."""
-    naming.require_place(config.model)
+    provenance.require_place(config.model)
     asked = config.model, config.precision, config.trust_remote_code
     found = kind(config)
     if found == MASKED_LM:
-        from flowgrpo.policies.masked_lm import load_masked_lm
+        from flowgrpo.policies.language.masked_lm import load_masked_lm
 
         return load_masked_lm(*asked)
-    from flowgrpo.policies.causal_lm import load_causal_lm
+    from flowgrpo.policies.language.causal_lm import load_causal_lm
 
     both = found == VISION_LM or not Path(FOLDERS.get(config.model, config.model)).is_dir() and _hub_reads_images(
         config.model)
@@ -183,57 +176,13 @@ def language_policy(config: Config, loaded: tuple, adapter: Adapter | None, devi
     nothing."""
     settings = dict(device=device, precision=config.precision, checkpointing=config.train.checkpointing)
     if kind(config, loaded) == MASKED_LM:
-        from flowgrpo.policies.masked_lm import MaskedLM
+        from flowgrpo.policies.language.masked_lm import MaskedLM
 
-        return MaskedLM(*loaded, adapter, config.text, methods.resolve(config, "masks").kernel, **settings)
+        return MaskedLM(*loaded, adapter, config.text, validate.resolve(config, "masks").kernel, **settings)
     if hasattr(loaded[1], "image_processor"):
-        from flowgrpo.policies.vlm import VisionLM
+        from flowgrpo.policies.language.vision_lm import VisionLM
 
         return VisionLM(*loaded, adapter, config.text, **settings)
-    from flowgrpo.policies.causal_lm import CausalLM
+    from flowgrpo.policies.language.causal_lm import CausalLM
 
     return CausalLM(*loaded, adapter, config.text, **settings)
-
-
-def require_plain(config: Config) -> None:
-    """UserError for options that a language model does not read, which would be silently without effect."""
-    unread = {"memory": config.memory != type(config.memory)(), "picture": config.picture != type(config.picture)(),
-              "train.compile": config.train.compile, "train.pack": config.train.pack, "cache": config.cache is not None,
-              "negative_prompt": bool(config.negative_prompt)}
-    if asked := [key for key, value in unread.items() if value]:
-        raise UserError(f"{asked[0]} is set, which is about denoisers: leave it out for a language model")
-
-
-def make_explorer(config: Config, policy: Any, *rest: Any, first: Prompt | None = None):
-    """What samples and replays the policy: the arguments are those of `explorer.Explorer`; first: of a pipeline alone.
-    """
-    if policy.process == "masks" and rest[0].backprop:
-        from flowgrpo.policies.relaxed_explorer import RelaxedExplorer
-
-        return RelaxedExplorer(config, policy, *rest)
-    if policy.modality == "text":
-        from flowgrpo.policies import engines
-
-        if engines.wanted(config):
-            from flowgrpo.policies.engine_explorer import EngineExplorer
-
-            return EngineExplorer(config, policy, *rest)
-    if policy.process == "masks":
-        from flowgrpo.policies.masked_explorer import MaskedExplorer
-
-        return MaskedExplorer(config, policy, *rest)
-    if policy.process == "tokens":
-        from flowgrpo.policies.text_explorer import TextExplorer
-
-        return TextExplorer(config, policy, *rest)
-    if config.preferences is not None:
-        from flowgrpo.policies.pair_explorer import PairExplorer
-
-        return PairExplorer(config, policy, *rest, first)
-    if hasattr(policy, "editor"):
-        from flowgrpo.policies.edit_policy import EditExplorer
-
-        return EditExplorer(config, policy, *rest, first)
-    from flowgrpo.policies.explorer import Explorer
-
-    return Explorer(config, policy, *rest, first)

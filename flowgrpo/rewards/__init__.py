@@ -7,24 +7,24 @@ does not apply to that sample. A name is one of
 - a name given by `@flowgrpo.reward("name")`,
 - a built-in reward,
 - `path/to/file.py:function`,
-- a folder that `flowgrpo train-reward` wrote, or `folder:aspect` (preference.py),
-- `http://host:port/NAME`, of a server (client.py, server.py),
+- a folder that `flowgrpo train-reward` wrote, or `folder:aspect` (rewards/learned/preference.py),
+- `http://host:port/NAME`, of a server (rewards/remote/client.py, server.py),
 - an entry point in the group `flowgrpo.rewards`.
 
 A class is made once, when the reward is found, with the `args` of its rule; its object is the reward. What a reward
 says of itself (`about`) is in about.py, what a recipe says of it (weights, prompts, failures, time-outs, kept scores)
-in flowgrpo/reward_rule.py; rewards that compare the samples of a group are in pairwise.py, those that compare with the
-base model's samples in beside_base.py.
+in flowgrpo/config/reward_rules.py; rewards that compare the samples of a group are in pairwise.py, those that compare
+with the base model's samples in beside_base.py.
 """
 
 from __future__ import annotations
 
-from flowgrpo.rewards.about import MODALITIES, About, about, require_modality
+from flowgrpo.rewards.about import MODALITIES, About, about, differentiable, require_modality
 from flowgrpo.rewards.beside_base import require_base, sees_base
 from flowgrpo.rewards.compose import Composed, compose, require_routes, transformed
 from flowgrpo.rewards.failures import Failed, Tally
 from flowgrpo.rewards.find import BUILT_IN, GROUP, find, locate, names, reward, source
-from flowgrpo.rewards.gradient import differentiable, require_gradient, value
+from flowgrpo.rewards.gradient import require_gradient, value
 from flowgrpo.rewards.score import score
 
 __all__ = ["BUILT_IN", "GROUP", "MODALITIES", "About", "Composed", "Failed", "Tally", "about", "compose",

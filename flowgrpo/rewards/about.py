@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from flowgrpo.errors import UserError
-from flowgrpo.installed import present
+from flowgrpo.extras import present
 
 MODALITIES = ("image", "video", "text")
 
@@ -56,3 +56,12 @@ def require_modality(rewards: dict[str, Any], modality: str) -> None:
 def modality_of(outputs: Any) -> str:
     """What a batch of outputs is: pictures [B,3,H,W], videos [B,F,3,H,W], or texts."""
     return {4: "image", 5: "video"}.get(getattr(outputs, "ndim", None), "text")
+
+
+TRAINED = "reward.json"  # what makes a folder a reward
+
+
+def differentiable(reward: Any) -> Any:
+    """Mark a reward, a function or a class, as one whose gradient can be followed (a decorator)."""
+    reward.differentiable = True
+    return reward

@@ -19,8 +19,8 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
+from flowgrpo.config.reward_rules import WatchRule
 from flowgrpo.errors import UserError
-from flowgrpo.reward_rule import WatchRule
 from flowgrpo.rewards.about import MODALITIES, About, about
 from flowgrpo.rewards.beside_base import sees_base
 from flowgrpo.rewards.failures import Failed, first_failed, numbers

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from flowgrpo.config.reward_rules import RewardRule, WatchRule
 from flowgrpo.errors import UserError
-from flowgrpo.reward_rule import RewardRule, WatchRule
 from flowgrpo.rewards import transforms
 from flowgrpo.rewards.cache import Scores
 from flowgrpo.rewards.find import find

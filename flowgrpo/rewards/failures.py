@@ -16,8 +16,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from flowgrpo.config.reward_rules import Retry
 from flowgrpo.errors import UserError
-from flowgrpo.reward_rule import Retry
 
 LONGEST_WAIT = 60.0  # seconds between two attempts
 
@@ -117,7 +117,8 @@ def guarded(what: str, call: Callable[..., Any], *arguments: Any, error_type: ty
         raise error_type(f"{what}: {told}{_place(error)}") from error
 
 
-_OURS = tuple(str(Path(__file__).with_name(name)) for name in ("failures.py", "find.py", "gradient.py", "score.py"))
+_OURS = tuple(str(Path(__file__).with_name(name)) for name in ("failures.py", "find.py", "gradient.py", "loading.py",
+                                                               "score.py"))
 _FOREIGN = ("<frozen", *_OURS, *{sysconfig.get_path(kind) for kind in ("stdlib", "purelib", "platlib")})
 
 

@@ -4,86 +4,82 @@ from __future__ import annotations
 
 import functools
 import importlib
-import importlib.util
 import inspect
-import re
-import sys
 from collections.abc import Callable
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any
 
-from flowgrpo.config import nearest
-from flowgrpo.errors import UserError
-from flowgrpo.rewards import client
+from flowgrpo.errors import UserError, nearest
+from flowgrpo.rewards.about import TRAINED
 from flowgrpo.rewards.failures import guarded
+from flowgrpo.rewards.loading import from_file
+from flowgrpo.rewards.remote import client
 
 GROUP = "flowgrpo.rewards"
-TRAINED = "reward.json"  # what makes a folder a reward
 BUILT_IN = {
-    "scene": "flowgrpo.rewards.scene:scene",
-    "scene_graded": "flowgrpo.rewards.scene:scene_graded",
-    "scene_soft": "flowgrpo.rewards.scene_soft:scene_soft",
-    "motion": "flowgrpo.rewards.motion:motion",
-    "motion_graded": "flowgrpo.rewards.motion:motion_graded",
-    "appearance": "flowgrpo.rewards.motion:appearance",
-    "ocr": "flowgrpo.rewards.ocr:Ocr",
-    "geneval": "flowgrpo.rewards.geneval:GenEval",
-    "jpeg_compressibility": "flowgrpo.rewards.jpeg:jpeg_compressibility",
-    "jpeg_incompressibility": "flowgrpo.rewards.jpeg:jpeg_incompressibility",
-    "sharpness": "flowgrpo.rewards.sharpness:sharpness",
-    "piqe": "flowgrpo.rewards.piqe:piqe",
-    "safety": "flowgrpo.rewards.safety:Safety",
-    "clip_score": "flowgrpo.rewards.clip_score:ClipScore",
-    "subject_score": "flowgrpo.rewards.subject_score:SubjectScore",
-    "aesthetic": "flowgrpo.rewards.aesthetic:Aesthetic",
-    "pick_score": "flowgrpo.rewards.pick_score:PickScore",
-    "hps_v2": "flowgrpo.rewards.hps_v2:HpsV2",
-    "hps_v3": "flowgrpo.rewards.hps_v3:HpsV3",
-    "image_reward": "flowgrpo.rewards.image_reward:ImageReward",
-    "vqa_score": "flowgrpo.rewards.vqa_score:VqaScore",
-    "question_answers": "flowgrpo.rewards.question_answers:QuestionAnswers",
-    "flow_amount": "flowgrpo.rewards.optical_flow:FlowAmount",
-    "flow_direction": "flowgrpo.rewards.optical_flow:FlowDirection",
-    "temporal_consistency": "flowgrpo.rewards.optical_flow:TemporalConsistency",
-    "judge": "flowgrpo.rewards.judge:Judge",
-    "judge_pairs": "flowgrpo.rewards.judge:JudgePairs",
-    "judge_rubric": "flowgrpo.rewards.judge:JudgeRubric",
-    "unified_reward": "flowgrpo.rewards.judge_forms:UnifiedReward",
-    "unified_reward_pairs": "flowgrpo.rewards.judge_forms:UnifiedRewardPairs",
-    "deqa": "flowgrpo.rewards.judge_forms:DeQA",
-    "videoalign_vq": "flowgrpo.rewards.judge_forms:VideoQuality",
-    "videoalign_mq": "flowgrpo.rewards.judge_forms:MotionQuality",
-    "videoalign_ta": "flowgrpo.rewards.judge_forms:TextAlignment",
-    "frames": "flowgrpo.rewards.frames:Frames",
+    "scene": "flowgrpo.rewards.images.scene:scene",
+    "scene_graded": "flowgrpo.rewards.images.scene:scene_graded",
+    "scene_soft": "flowgrpo.rewards.images.scene_soft:scene_soft",
+    "motion": "flowgrpo.rewards.videos.motion:motion",
+    "motion_graded": "flowgrpo.rewards.videos.motion:motion_graded",
+    "appearance": "flowgrpo.rewards.videos.motion:appearance",
+    "ocr": "flowgrpo.rewards.images.ocr:Ocr",
+    "geneval": "flowgrpo.rewards.images.geneval:GenEval",
+    "jpeg_compressibility": "flowgrpo.rewards.images.quality:jpeg_compressibility",
+    "jpeg_incompressibility": "flowgrpo.rewards.images.quality:jpeg_incompressibility",
+    "sharpness": "flowgrpo.rewards.images.quality:sharpness",
+    "piqe": "flowgrpo.rewards.images.quality:piqe",
+    "safety": "flowgrpo.rewards.images.safety:Safety",
+    "clip_score": "flowgrpo.rewards.images.clip_models:ClipScore",
+    "subject_score": "flowgrpo.rewards.images.clip_models:SubjectScore",
+    "aesthetic": "flowgrpo.rewards.images.aesthetic:Aesthetic",
+    "pick_score": "flowgrpo.rewards.images.clip_models:PickScore",
+    "hps_v2": "flowgrpo.rewards.images.clip_models:HpsV2",
+    "hps_v3": "flowgrpo.rewards.images.hps_v3:HpsV3",
+    "image_reward": "flowgrpo.rewards.images.image_reward:ImageReward",
+    "vqa_score": "flowgrpo.rewards.images.vqa_score:VqaScore",
+    "question_answers": "flowgrpo.rewards.questions.question_answers:QuestionAnswers",
+    "flow_amount": "flowgrpo.rewards.videos.optical_flow:FlowAmount",
+    "flow_direction": "flowgrpo.rewards.videos.optical_flow:FlowDirection",
+    "temporal_consistency": "flowgrpo.rewards.videos.optical_flow:TemporalConsistency",
+    "judge": "flowgrpo.rewards.judges.judge:Judge",
+    "judge_pairs": "flowgrpo.rewards.judges.judge:JudgePairs",
+    "judge_rubric": "flowgrpo.rewards.judges.judge:JudgeRubric",
+    "unified_reward": "flowgrpo.rewards.judges.judge_forms:UnifiedReward",
+    "unified_reward_pairs": "flowgrpo.rewards.judges.judge_forms:UnifiedRewardPairs",
+    "deqa": "flowgrpo.rewards.judges.judge_forms:DeQA",
+    "videoalign_vq": "flowgrpo.rewards.judges.judge_forms:VideoQuality",
+    "videoalign_mq": "flowgrpo.rewards.judges.judge_forms:MotionQuality",
+    "videoalign_ta": "flowgrpo.rewards.judges.judge_forms:TextAlignment",
+    "frames": "flowgrpo.rewards.videos.frames:Frames",
     "tiered": "flowgrpo.rewards.combine:Tiered",
     "gated": "flowgrpo.rewards.combine:Gated",
     "ternary": "flowgrpo.rewards.combine:Ternary",
     "checklist": "flowgrpo.rewards.combine:Checklist",
     "harmonic": "flowgrpo.rewards.combine:Harmonic",
     "corrected": "flowgrpo.rewards.combine:Corrected",
-    "preferred": "flowgrpo.rewards.preferred:preferred",
-    "diversity": "flowgrpo.rewards.guards:Diversity",
-    "base_similarity": "flowgrpo.rewards.guards:BaseSimilarity",
-    "grid_artefacts": "flowgrpo.rewards.guards:GridArtefacts",
-    "over_saturation": "flowgrpo.rewards.guards:OverSaturation",
-    "exact_match": "flowgrpo.rewards.text_exact:ExactMatch",
-    "numeric_match": "flowgrpo.rewards.text_numeric:NumericMatch",
-    "math_answer": "flowgrpo.rewards.text_math:MathAnswer",
-    "format_tags": "flowgrpo.rewards.text_format:FormatTags",
-    "text_length": "flowgrpo.rewards.text_length:Length",
-    "overlong": "flowgrpo.rewards.text_length:Overlong",
-    "repetition": "flowgrpo.rewards.text_repetition:Repetition",
-    "distinct": "flowgrpo.rewards.text_repetition:Distinct",
-    "json_schema": "flowgrpo.rewards.text_json:JsonSchema",
-    "code_run": "flowgrpo.rewards.text_code:CodeRun",
-    "rubric": "flowgrpo.rewards.text_rubric:Rubric",
-    "text_judge": "flowgrpo.rewards.text_judge:TextJudge",
-    "text_judge_rubric": "flowgrpo.rewards.text_judge:TextJudgeRubric",
-    "reward_model": "flowgrpo.rewards.text_reward_model:RewardModel",
+    "preferred": "flowgrpo.rewards.images.preferred:preferred",
+    "diversity": "flowgrpo.rewards.images.guards:Diversity",
+    "base_similarity": "flowgrpo.rewards.images.guards:BaseSimilarity",
+    "grid_artefacts": "flowgrpo.rewards.images.guards:GridArtefacts",
+    "over_saturation": "flowgrpo.rewards.images.guards:OverSaturation",
+    "exact_match": "flowgrpo.rewards.text.rules:ExactMatch",
+    "numeric_match": "flowgrpo.rewards.text.numeric:NumericMatch",
+    "math_answer": "flowgrpo.rewards.text.math_answer:MathAnswer",
+    "format_tags": "flowgrpo.rewards.text.rules:FormatTags",
+    "text_length": "flowgrpo.rewards.text.rules:Length",
+    "overlong": "flowgrpo.rewards.text.rules:Overlong",
+    "repetition": "flowgrpo.rewards.text.rules:Repetition",
+    "distinct": "flowgrpo.rewards.text.rules:Distinct",
+    "json_schema": "flowgrpo.rewards.text.json_schema:JsonSchema",
+    "code_run": "flowgrpo.rewards.text.code_tests:CodeRun",
+    "rubric": "flowgrpo.rewards.text.rubric:Rubric",
+    "text_judge": "flowgrpo.rewards.text.judge:TextJudge",
+    "text_judge_rubric": "flowgrpo.rewards.text.judge:TextJudgeRubric",
+    "reward_model": "flowgrpo.rewards.text.reward_model:RewardModel",
 }
 _registered: dict[str, Any] = {}
-_reading: list[Path] = []
 
 
 def reward(name: str) -> Callable[[Any], Any]:
@@ -138,7 +134,7 @@ def locate(name: str) -> Any:
         client.addresses(name)
         return functools.partial(client.Remote, name)
     if ".py" in name:
-        return _from_file(name)
+        return from_file(name)
     if name in _entry_points():
         return guarded(f"reward {name!r} does not import", _entry_points()[name].load)
     return _from_folder(name)
@@ -174,49 +170,10 @@ def _from_folder(name: str) -> Any:
     """`folder` or `folder:aspect`, of what `flowgrpo train-reward` wrote."""
     for folder, aspect in ((name, None), name.rpartition(":")[::2]):
         if folder and (Path(folder) / TRAINED).is_file():
-            from flowgrpo.rewards import preference
+            from flowgrpo.rewards.learned import preference
 
             return preference.named(Path(folder), aspect)
     if Path(name).is_dir():
         raise UserError(f"reward {name!r}: no {TRAINED} in it: expected one of `flowgrpo train-reward`")
     raise UserError(f"unknown reward {name!r}{nearest(name, names())} (or path/to/file.py:function; what a "
                     "run was given from Python in no file is not found again)")
-
-
-def _from_file(name: str) -> Any:
-    file, _, attribute = name.rpartition(":")
-    if not file.endswith(".py") or not attribute:
-        raise UserError(f"reward {name!r}: expected path/to/file.py:function")
-    path = Path(file).resolve()
-    if not path.is_file():
-        raise UserError(f"reward {name!r}: no file at {file}")
-    module = guarded(f"reward file {file} does not import", _module, path)
-    if not hasattr(module, attribute):
-        own = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
-        raise UserError(f"reward file {file} has no {attribute!r}{nearest(attribute, own)}")
-    return getattr(module, attribute)
-
-
-def _module(path: Path) -> Any:
-    """Import a file by its path, once; modules beside it can be imported by it."""
-    name = "flowgrpo_reward" + re.sub(r"\W", "_", str(path))
-    if name in sys.modules:
-        return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, path)
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    if str(path.parent) not in sys.path:
-        sys.path.append(str(path.parent))
-    _reading.append(path)
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
-    finally:
-        _reading.pop()
-    return module
-
-
-def reading() -> list[Path]:
-    """The files of rewards that are being imported now, each by the one before it."""
-    return _reading

@@ -19,12 +19,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def differentiable(reward: Any) -> Any:
-    """Mark a reward, a function or a class, as one whose gradient can be followed (a decorator)."""
-    reward.differentiable = True
-    return reward
-
-
 def require_gradient(rewards: dict[str, Any]) -> None:
     """UserError for the first reward whose gradient cannot be followed, or whose rule changes its scores afterwards."""
     for name, reward in rewards.items():

@@ -65,7 +65,7 @@ class Pairing:
 
 def judge(name: str, both_orders: bool = False, comparisons: int | None = None, seed: int = 0) -> Callable[[Any], Any]:
     """Register a function, an object or a class as the pairwise judge `name`, a reward; settings as of `Pairing`."""
-    from flowgrpo.rewards import reward
+    from flowgrpo.rewards.find import reward
 
     register, pairing = reward(name), Pairing(both_orders, comparisons, seed)
 
@@ -139,7 +139,7 @@ class WinRates:
                  group: int) -> list[float | None]:
         import torch
 
-        from flowgrpo.parts.shaping import win_rates
+        from flowgrpo.advantages.shaping import win_rates
 
         assert len(prompts) % group == 0, (len(prompts), group)
         groups = range(0, len(prompts), group)

@@ -1,7 +1,7 @@
 """A reward behind HTTP: POST /NAME scores a batch, GET /info says what is served, GET /health that it is there.
 
-What goes over the wire is in wire.py, the client in client.py. This module is imported only to serve: it needs the
-extra `server`.
+What goes over the wire is in rewards/remote/wire.py, the client in rewards/remote/client.py. This module is imported
+only to serve: it needs the extra `server`.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from fastapi.responses import JSONResponse
 from starlette.requests import ClientDisconnect
 
 from flowgrpo.errors import UserError
-from flowgrpo.rewards import wire
 from flowgrpo.rewards.about import about
 from flowgrpo.rewards.failures import Failed
 from flowgrpo.rewards.pairwise import sees_groups
+from flowgrpo.rewards.remote import wire
 from flowgrpo.rewards.score import columns
 
 WAITING = 32  # requests that are read or wait; the next is told to come back

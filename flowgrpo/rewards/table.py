@@ -15,7 +15,7 @@ from flowgrpo.rewards.score import score
 if TYPE_CHECKING:
     import torch
 
-    from flowgrpo.data import Prompt
+    from flowgrpo.data.prompts import Prompt
 
 AT_ONCE = 16  # files of one size that a reward sees together
 

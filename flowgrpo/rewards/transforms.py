@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from flowgrpo.reward_rule import Clip, Threshold
+from flowgrpo.config.reward_rules import Clip, Threshold
 
 if TYPE_CHECKING:
     from torch import Tensor

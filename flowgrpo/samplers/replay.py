@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 
 from flowgrpo import gaussian
-from flowgrpo.queued import queued
+from flowgrpo.device import queued
 from flowgrpo.samplers.rollout import Part, cat
 from flowgrpo.types import Gaussian, Scored, Transitions
 

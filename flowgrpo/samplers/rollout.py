@@ -16,7 +16,8 @@ import numpy as np
 import torch
 
 from flowgrpo import gaussian
-from flowgrpo.queued import queued
+from flowgrpo.config.geometry import prompts_per_part
+from flowgrpo.device import queued
 from flowgrpo.samplers import grids
 from flowgrpo.samplers.kernels import scaled
 from flowgrpo.samplers.plans import Schedule
@@ -178,11 +179,6 @@ def explore(policy, conditioning, explorations: Sequence[Exploration], micro_bat
             first += len(prompts)
 
 
-def prompts_per_part(group: int, micro_batch: int) -> int:
-    """How many prompts are sampled together: as many whole groups as a micro-batch holds, one at least."""
-    return max(micro_batch // group, 1)
-
-
 class _Grower:
     """Grows the trees of some prompts in one exploration."""
 
@@ -312,3 +308,10 @@ def seeder(run_seed: int, epoch: int) -> Seed:
     be negative: -1 is the first noise that a prompt's samples share."""
     return lambda prompt, sample: int(np.random.SeedSequence(
         (run_seed, epoch, prompt, sample + 1 if sample >= -1 else 2**32 + sample)).generate_state(1, np.uint64)[0] >> 1)
+
+
+def moved(part: Part, by: int) -> Part:
+    """The part of a later turn, behind `by` groups of the turns before, one per prompt."""
+    transitions = tuple(replace(taken, prompts=taken.prompts + by) for taken in part.transitions)
+    return replace(part, groups=range(part.groups.start + by, part.groups.stop + by), prompts=part.prompts + by,
+                   transitions=transitions)

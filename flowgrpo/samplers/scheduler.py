@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from diffusers.utils.torch_utils import randn_tensor
 
-from flowgrpo import gaussian
-from flowgrpo.queued import queued
+from flowgrpo import gaussian, types
+from flowgrpo.device import queued
 from flowgrpo.samplers.kernels import DDIM, denoised, predict_x0
 from flowgrpo.samplers.predictions import as_noise, process
 from flowgrpo.samplers.solvers import Euler
@@ -124,7 +124,7 @@ class Record:
 
     x: dict[int, torch.Tensor] = field(default_factory=dict)
     x_next: dict[int, torch.Tensor] = field(default_factory=dict)
-    transition: dict[int, gaussian.Gaussian] = field(default_factory=dict)
+    transition: dict[int, types.Gaussian] = field(default_factory=dict)
     logp: dict[int, torch.Tensor] = field(default_factory=dict)
     output: torch.Tensor | None = None
     x0: torch.Tensor | None = None
@@ -145,7 +145,7 @@ class Record:
         for step in records[0].transition:
             own = [each.transition[step] for each in records]
             found.add(step, flat([each.x[step] for each in records]), flat([each.x_next[step] for each in records]),
-                      gaussian.Gaussian(flat([one.mean for one in own]), _deviation(own, flat)))
+                      types.Gaussian(flat([one.mean for one in own]), _deviation(own, flat)))
         return found
 
     @staticmethod
@@ -156,16 +156,16 @@ class Record:
         for name in ("x", "x_next", "logp"):
             found[name] = {step: torch.cat([getattr(each, name)[step] for each in records]) for step in first.x}
         own = {step: [each.transition[step] for each in records] for step in first.transition}
-        transition = {step: gaussian.Gaussian(torch.cat([one.mean for one in each]), _deviation(each, torch.cat))
+        transition = {step: types.Gaussian(torch.cat([one.mean for one in each]), _deviation(each, torch.cat))
                       for step, each in own.items()}
         return Record(**found, transition=transition)
 
-    def add(self, step: int, x: torch.Tensor, x_next: torch.Tensor, transition: gaussian.Gaussian) -> None:
+    def add(self, step: int, x: torch.Tensor, x_next: torch.Tensor, transition: types.Gaussian) -> None:
         self.x[step], self.x_next[step], self.transition[step] = x, x_next, transition
         self.logp[step] = gaussian.log_prob(transition, x_next)
 
 
-def _deviation(own: list[gaussian.Gaussian], joined: Callable) -> torch.Tensor:
+def _deviation(own: list[types.Gaussian], joined: Callable) -> torch.Tensor:
     """The deviation of several transitions of one step: the same number, or one per value of each."""
     return own[0].std if own[0].std.ndim < own[0].mean.ndim else joined([one.std for one in own])
 

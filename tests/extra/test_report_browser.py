@@ -14,11 +14,10 @@ import pytest
 import torch
 from playwright.sync_api import expect, sync_playwright
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from test_report import EVIL, Measured, make_run, measured  # noqa: E402
-
-from flowgrpo.evaluation import album, report  # noqa: E402
-from flowgrpo.evaluation.live import server  # noqa: E402
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from flowgrpo.evaluation.report import report, snapshots  # noqa: E402
+from flowgrpo.evaluation.report.server import server  # noqa: E402
+from tests.evaluation.report.test_report import EVIL, Measured, make_run, measured  # noqa: E402
 
 PHONE, DESK = {"width": 360, "height": 740}, {"width": 1280, "height": 900}
 GREYS = (0.1, 0.4, 0.7, 1.0)
@@ -38,9 +37,9 @@ def run(tmp_path_factory):
     run = make_run(tmp_path_factory.mktemp("runs") / "run", epochs=60, every=30)
     for (name, epoch), grey in zip((("before", 0), ("epoch-00030", 30), ("epoch-00060", 60), ("after", 60)), GREYS):
         found = measured(grey, grey / 2)
-        album.stage(run, name, epoch, Measured(found.prompts, found.scores, torch.full((2, 3, 8, 8), grey)))
+        snapshots.stage(run, name, epoch, Measured(found.prompts, found.scores, torch.full((2, 3, 8, 8), grey)))
     cards = report.read_stages(run)[0]["cards"]
-    album.write(run / "report" / "last.json", {
+    snapshots.write(run / "report" / "last.json", {
         "epoch": 60, "best": cards, "worst": cards, "first_ratio": {"found": 0.0, "limit": 1e-6, "rescored": False}})
     report.write(run)
     return run
@@ -155,7 +154,7 @@ def test_live_it_follows_without_losing_its_place(browser, tmp_path):
         try:
             with opened(browser, f"http://127.0.0.1:{serving.server_port}/", DESK) as page:
                 page.locator("#stage").press("Home")
-                album.stage(run, "after", 4, measured(1.0, 1.0))
+                snapshots.stage(run, "after", 4, measured(1.0, 1.0))
                 expect(page.locator("#stage")).to_have_attribute("max", "3", timeout=30_000)
                 assert page.locator("#stage-name").inner_text() == "before training"
                 page.locator("#stage").press("End")

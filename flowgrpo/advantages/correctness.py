@@ -1,0 +1,55 @@
+"""Advantages of right and wrong samples: `part(rewards [P, G, R], weights [R], context=None) -> advantages [P, G]`.
+
+Each reads the weighted sum of the rewards (`group.weighted_sum`). A sample to which no reward applies counts as
+neither, and has advantage 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from flowgrpo.advantages.group import weighted_sum, zero_variance
+from flowgrpo.types import Context
+
+
+@dataclass(frozen=True)
+class Correctness:
+    """1 - p for a right sample and -p for a wrong one, p the share of right ones in the group: what losses read that
+    tell right from wrong and need p (NFT for text, 2505.18116; DisCO, 2505.12366).
+
+    Right is what earns more than the group's mean: of rewards 0 and 1 those with 1. A group that agrees has advantage
+    0, there is nothing to tell apart.
+    """
+
+    def __call__(self, rewards: Tensor, weights: Tensor | Sequence[float], context: Context | None = None) -> Tensor:
+        total = weighted_sum(rewards, weights)
+        right = (total > total.nanmean(dim=1, keepdim=True)).to(total.dtype).masked_fill(total.isnan(), torch.nan)
+        advantage = right - right.nanmean(dim=1, keepdim=True)
+        return advantage.nan_to_num(0).masked_fill(zero_variance(total)[:, None], 0)
+
+
+@dataclass(frozen=True)
+class Signed:
+    """`positive` for a right sample and -`negative` for a wrong one, compared with nobody (2506.01347).
+
+    Right is a weighted sum of at least `threshold`. positive 0.1 and negative 1 are the paper's W-REINFORCE, 0 and 1
+    learning from wrong samples alone (NSR), 1 and 0 from right ones alone (PSR), 1 and 1 REINFORCE.
+    """
+
+    positive: float = 0.1
+    negative: float = 1.0
+    threshold: float = 0.5
+
+    def __post_init__(self) -> None:
+        if not self.positive >= 0 or not self.negative >= 0 or self.positive == self.negative == 0:
+            raise ValueError(f"Signed: positive is {self.positive} and negative {self.negative}, expected 0 or more, "
+                             "and one of them above 0")
+
+    def __call__(self, rewards: Tensor, weights: Tensor | Sequence[float], context: Context | None = None) -> Tensor:
+        total = weighted_sum(rewards, weights)
+        right = (total >= self.threshold).to(total)
+        return (right * self.positive - (1 - right) * self.negative).masked_fill(total.isnan(), 0)

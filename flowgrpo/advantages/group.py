@@ -1,0 +1,278 @@
+"""Group-relative advantages: pure functions on rewards [P, G], P prompts with G samples each.
+
+NaN means that a reward does not apply to a sample: it is left out of every statistic, and its advantage is 0.
+A group counts as having no variance when its deviation is at most 1e-6 of its largest absolute reward: below that,
+float32 rewards differ by rounding alone, and dividing by the deviation would train on the rounding. Its advantages
+are 0 at every scale but "running", where what counts is the variance of all that a prompt is compared with.
+
+The groups of one prompt compared as one: a part of a method's `advantage`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flowgrpo.types import Context, wide
+
+RELATIVE_NOISE = 1e-6
+SCALES = ("group", "batch", "none", "leave_one_out")  # of group_relative; an Advantage knows "running" besides
+ORDERS = ("advantages", "rewards", "gdpo")
+
+
+@dataclass(frozen=True)
+class Advantage:
+    """`combine` with its settings, the part of a method: rewards [P, G, R] and weights [R] to advantages [P, G].
+
+    scale: one of `group_relative`, or "running", which needs a context and keeps the last `buffer` rewards of every
+    prompt in its memory (see `running`).
+    """
+
+    scale: str = "group"
+    order: str = "advantages"
+    clamp: float = 5.0
+    trim: float = 0.0
+    buffer: int = 32
+    least: int = 16
+
+    def __post_init__(self) -> None:
+        _require_one_of("scale", self.scale, (*SCALES, "running"))
+        _require_one_of("order", self.order, ORDERS)
+        require_clamp(self.clamp)
+        if not 0 <= self.trim < 0.5:
+            raise ValueError(f"trim is {self.trim}, expected 0 (none) or more, and below 0.5, the share of each tail")
+        if not 1 <= self.least <= self.buffer:
+            raise ValueError(f"least is {self.least} and buffer {self.buffer}, expected 1 <= least <= buffer")
+
+    def __call__(self, rewards: Tensor, weights: Tensor | Sequence[float], context: Context | None = None) -> Tensor:
+        return combine(rewards, weights, self.scale, self.order, self.clamp, self.trim, context, self.buffer,
+                       self.least)
+
+
+def group_relative(rewards: Tensor, scale: str = "group") -> Tensor:
+    """Rewards [P, G] less their group's mean, over a deviation plus eps: [P, G], float32 or wider.
+
+    scale: "group", the group's own deviation, ddof 1, eps 1e-8 (DanceGRPO, MixGRPO); "batch", the deviation of all
+    P*G rewards, ddof 0, eps 1e-4 (Flow-GRPO): pass the rewards of all processes; "none", no division (Dr. GRPO);
+    "leave_one_out", less the mean of the others instead, n/(n-1) times the rewards less the mean of the group's n, no
+    division (RLOO, 2402.14740; LOOP, 2502.01600).
+    """
+    _require_one_of("scale", scale, SCALES)
+    (rewards,) = wide(rewards)
+    if rewards.ndim != 2:
+        raise ValueError(f"rewards have shape {tuple(rewards.shape)}, expected [prompts, samples per prompt]")
+    advantages = centred(rewards)
+    if scale == "group":
+        advantages = advantages / (group_std(rewards)[:, None] + 1e-8)
+    if scale == "batch":
+        spread = (rewards - rewards.nanmean()).square().nanmean().sqrt()
+        advantages = advantages / (spread + 1e-4)
+    if scale == "leave_one_out":
+        count = (~rewards.isnan()).sum(dim=1, keepdim=True)
+        advantages = advantages * count / (count - 1).clamp(min=1)
+    return advantages.masked_fill(zero_variance(rewards)[:, None], 0)
+
+
+def running(rewards: Tensor, context: Context, column: int = 0, buffer: int = 32, least: int = 16) -> Tensor:
+    """Rewards [P, G] less the mean of their prompt's last `buffer` rewards, over their deviation, ddof 0, eps 1e-6.
+
+    The present rewards are among these; until a prompt has `least` of them, the whole batch's statistics stand in
+    (DDPO, 2305.13301, the released tracker: 32 and 16). `column` keeps several rewards apart.
+
+    memory["running"] holds what was seen. It may be called again in an epoch, for the inner nodes of a tree or where
+    an epoch is resumed: every call starts from the epochs before, and the first one's rewards are remembered.
+    """
+    (rewards,) = wide(rewards)
+    assert len(context.prompts) == len(rewards), (len(context.prompts), rewards.shape)
+    seen = context.memory.setdefault("running", {}).setdefault(str(column), {})
+    advantages, everything = torch.zeros_like(rewards), rewards[~rewards.isnan()]
+    for prompt, rows in rows_of(context.prompts).items():
+        present = rewards[rows]
+        values = present[~present.isnan()]
+        if len(values):
+            history = values.new_tensor(_history(seen, prompt, context.epoch, values.tolist(), buffer))
+            advantages[rows] = _standardised(present, history if len(history) >= least else everything)
+    return advantages.masked_fill(rewards.isnan(), 0)
+
+
+def combine(
+    rewards: Tensor,
+    weights: Tensor | Sequence[float],
+    scale: str = "group",
+    order: str = "advantages",
+    clamp: float = 5.0,
+    trim: float = 0.0,
+    context: Context | None = None,
+    buffer: int = 32,
+    least: int = 16,
+) -> Tensor:
+    """Several rewards [P, G, R], weighted by `weights` [R], as one advantage [P, G] within +-clamp.
+
+    order: "advantages", one advantage per reward, then their weighted sum (MixGRPO 2507.21802, DanceGRPO 2505.07818);
+    "gdpo", the same, then less its mean and over its deviation in the whole batch (GDPO, 2601.05242; groups
+    of zeros stay zeros); "rewards", the weighted sum of rewards, then one advantage (Flow-GRPO 2505.05470).
+    trim: the share of a group's samples at either end, rounded down, whose advantages become 0 (0 for none).
+    context, buffer and least: for scale "running" alone.
+    """
+    _require_one_of("order", order, ORDERS)
+    rewards, weights = _checked(rewards, weights)
+
+    def compare(reward: Tensor, column: int) -> Tensor:
+        if scale != "running":
+            return group_relative(reward, scale)
+        assert context is not None, "scale 'running' compares with earlier epochs: it needs a context"
+        return running(reward, context, column, buffer, least)
+
+    if order == "rewards":
+        advantages = compare(weighted_sum(rewards, weights), 0)
+    else:
+        each = [compare(reward, column) for column, reward in enumerate(rewards.unbind(2))]
+        advantages = (torch.stack(each, dim=2) * weights).sum(dim=2)
+    if order == "gdpo":
+        silent = (advantages == 0).all(dim=1, keepdim=True)
+        advantages = whitened(advantages, ~rewards.isnan().all(dim=2)).masked_fill(silent, 0)
+    return trimmed(advantages, trim).clamp(-clamp, clamp)
+
+
+def weighted_sum(rewards: Tensor, weights: Tensor | Sequence[float]) -> Tensor:
+    """Several rewards [P, G, R] as one, [P, G].
+
+    A missing reward stands at its group's mean, so that having it or not moves no sample; a sample with none at all is
+    NaN.
+    """
+    rewards, weights = _checked(rewards, weights)
+    missing = rewards.isnan()
+    means = rewards.nanmean(dim=1, keepdim=True).nan_to_num(0)
+    total = (torch.where(missing, means, rewards) * weights).sum(dim=2)
+    return total.masked_fill(missing.all(dim=2), torch.nan)
+
+
+def whitened(values: Tensor, applies: Tensor) -> Tensor:
+    """Values [P, G] less their mean, over their deviation (ddof 0, eps 1e-4), of all those where `applies`; 0 for the
+    others, and for all where they differ by rounding alone."""
+    present = values.masked_fill(~applies, torch.nan)
+    less_mean = present - present.nanmean()
+    spread = less_mean.square().nanmean().sqrt()
+    noise = spread <= RELATIVE_NOISE * present.abs().nan_to_num(0).max()
+    return (less_mean / (spread + 1e-4)).masked_fill(~applies | noise, 0)
+
+
+def trimmed(advantages: Tensor, share: float) -> Tensor:
+    """Advantages [P, G] with 0 for the floor(share * G) lowest and as many highest of a group; ties go by position."""
+    size = advantages.shape[1]
+    cut = int(share * size + 1e-9)  # 0.29 * 100 is 28.999999999999996
+    ranked = advantages.argsort(dim=1, stable=True)
+    return advantages.scatter(1, torch.cat([ranked[:, :cut], ranked[:, size - cut :]], dim=1), 0)
+
+
+def below(rewards: Tensor, width: int) -> Tensor:
+    """The value of every node of a balanced tree, the mean reward of the `width` leaves below it: [P, G, R] to
+    [P, G/width, R] (BranchGRPO, 2509.06040). NaN where no leaf has one."""
+    return rewards.unflatten(1, (-1, width)).nanmean(dim=2) if width > 1 else rewards
+
+
+def zero_variance(rewards: Tensor) -> Tensor:
+    """Which groups of rewards [P, G] say nothing, having no variance or fewer than two applicable rewards: bool [P]."""
+    (rewards,) = wide(rewards)
+    largest = rewards.abs().nan_to_num(0).amax(dim=1)
+    return group_std(rewards) <= RELATIVE_NOISE * largest
+
+
+def centred(rewards: Tensor) -> Tensor:
+    """Rewards [P, G] less their group's mean, 0 where not applicable."""
+    return (rewards - rewards.nanmean(dim=1, keepdim=True)).masked_fill(rewards.isnan(), 0)
+
+
+def group_std(rewards: Tensor, ddof: int = 1) -> Tensor:
+    """The deviation of each group's applicable rewards [P, G], 0 where there are no more than ddof: [P]."""
+    count = (~rewards.isnan()).sum(dim=1) - ddof
+    return (centred(rewards).square().sum(dim=1) / count.clamp(min=1)).sqrt()
+
+
+def rows_of(prompts: Sequence[str]) -> dict[str, list[int]]:
+    """The groups of every prompt, in the order of their first appearance."""
+    rows: dict[str, list[int]] = {}
+    for row, prompt in enumerate(prompts):
+        rows.setdefault(prompt, []).append(row)
+    return rows
+
+
+def sample_logp(context: Context | None, rewards: Tensor, part: str) -> Tensor:
+    """The old log-probability of every sample, [P, G] beside rewards [P, G] or [P, G, R], for the part that asks."""
+    assert context is not None, f"{part} needs a context"
+    if context.logp is None:
+        raise ValueError(f"{part} reads the samples' log-probabilities, and this method has none: choose another part")
+    if context.logp.shape != rewards.shape[:2]:
+        raise ValueError(f"{part}: log-probabilities of {tuple(context.logp.shape)} samples for rewards of "
+                         f"{tuple(rewards.shape[:2])}, expected the same: it does not go with a method that branches")
+    return context.logp
+
+
+def require_clamp(clamp: float) -> None:
+    """ValueError for a bound of the advantage that is not above 0."""
+    if not clamp > 0:
+        raise ValueError(f"clamp is {clamp}, expected above 0 (infinity for none)")
+
+
+def _history(seen: dict[str, Any], prompt: str, epoch: int, values: list[float], buffer: int) -> list[float]:
+    """The last `buffer` rewards of a prompt, `values` the present ones; what is seen of it is brought up to date."""
+    entry = seen.setdefault(prompt, {"epoch": epoch, "past": [], "present": values})
+    if entry["epoch"] != epoch:
+        past = (entry["past"] + entry["present"])[-buffer:]
+        entry = seen[prompt] = {"epoch": epoch, "past": past, "present": values}
+    return (entry["past"] + values)[-buffer:]
+
+
+def _standardised(values: Tensor, known: Tensor) -> Tensor:
+    """Values less the mean of those known [n], over their deviation, ddof 0, eps 1e-6; zeros where it is rounding."""
+    if zero_variance(known[None]):
+        return torch.zeros_like(values)
+    return (values - known.mean()) / (known.std(correction=0) + 1e-6)
+
+
+def _checked(rewards: Tensor, weights: Tensor | Sequence[float]) -> tuple[Tensor, Tensor]:
+    (rewards,) = wide(rewards)
+    weights = torch.as_tensor(weights, dtype=rewards.dtype, device=rewards.device)
+    if rewards.ndim != 3 or weights.shape != rewards.shape[2:]:
+        raise ValueError(
+            f"rewards have shape {tuple(rewards.shape)} and weights {tuple(weights.shape)}, "
+            "expected [prompts, samples, rewards] and one weight per reward"
+        )
+    return rewards, weights
+
+
+def _require_one_of(name: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise ValueError(f"{name} is {value!r}, expected one of {', '.join(known)}")
+
+
+POOLED_SCALES = ("group", "none", "leave_one_out")
+
+
+@dataclass(frozen=True)
+class Pooled:
+    """`group_relative` of the weighted sum, all groups of an epoch that have the same prompt together as one group.
+
+    For an epoch that samples a prompt several times, such as that of `Knapsack` (2509.25849).
+    """
+
+    scale: str = "group"
+    clamp: float = math.inf
+
+    def __post_init__(self) -> None:
+        if self.scale not in POOLED_SCALES:
+            raise ValueError(f"Pooled: scale is {self.scale!r}, expected one of {', '.join(POOLED_SCALES)}")
+        require_clamp(self.clamp)
+
+    def __call__(self, rewards: Tensor, weights: Tensor | Sequence[float], context: Context | None = None) -> Tensor:
+        assert context is not None and len(context.prompts) == len(rewards), "Pooled needs a context with all prompts"
+        total = weighted_sum(rewards, weights)
+        found = torch.zeros_like(total)
+        for rows in rows_of(context.prompts).values():
+            found[rows] = group_relative(total[rows].reshape(1, -1), self.scale).view(len(rows), -1)
+        return found.clamp(-self.clamp, self.clamp)

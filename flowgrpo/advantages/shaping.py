@@ -1,0 +1,158 @@
+"""What rewards become before they are compared: `shape(rewards [P, G, R], context=None) -> [P, G, R]`, or [P, G, 1] of
+what `merges` them.
+
+NaN, a reward that does not apply to a sample, stays NaN.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flowgrpo.advantages.group import sample_logp, weighted_sum
+from flowgrpo.types import Context, wide
+
+LABELS = 2407_12164  # sets the draw of labels apart from others of an epoch
+
+
+@dataclass(frozen=True)
+class AsIs:
+    """Leave rewards as they are."""
+
+    def __call__(self, rewards: Tensor, context: Context | None = None) -> Tensor:
+        return rewards
+
+
+@dataclass(frozen=True)
+class Unlikely:
+    """`unlikely` by the samples' old log-probabilities, for which it needs a context (Rewarding the
+    Unlikely, 2506.02355)."""
+
+    beta: float = 0.25
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.beta <= 1:
+            raise ValueError(f"Unlikely: beta is {self.beta}, expected 0 to 1")
+
+    def __call__(self, rewards: Tensor, context: Context | None = None) -> Tensor:
+        return unlikely(rewards, sample_logp(context, rewards, "Unlikely"), self.beta)
+
+
+@dataclass(frozen=True)
+class WinRate:
+    """Every reward becomes its win rate within the group, at the given margin: `lifted` (Pref-GRPO, 2508.20751).
+
+    Rewards that are win rates already, those of a pairwise judge, stay as they are: the context names them.
+    """
+
+    margin: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not self.margin >= 0:
+            raise ValueError(f"WinRate: margin is {self.margin}, expected 0 or more")
+
+    def __call__(self, rewards: Tensor, context: Context | None = None) -> Tensor:
+        done = torch.zeros(rewards.shape[2], dtype=torch.bool, device=rewards.device)
+        if context is not None and context.win_rates:
+            done = torch.as_tensor(context.win_rates, device=rewards.device)
+        return torch.where(done, *wide(rewards, lifted(rewards, self.margin)))
+
+
+@dataclass(frozen=True)
+class Binary:
+    """1 where a reward reaches the threshold, else 0 (the binary reward of DanceGRPO, 2505.07818, whose threshold is
+    not published)."""
+
+    threshold: float
+
+    def __call__(self, rewards: Tensor, context: Context | None = None) -> Tensor:
+        (rewards,) = wide(rewards)
+        return (rewards >= self.threshold).to(rewards).masked_fill(rewards.isnan(), torch.nan)
+
+
+@dataclass(frozen=True)
+class Overlong:
+    """Rewards less DAPO's soft overlong punishment (2503.14476, equation 13): 0 up to the last `share` of the tokens
+    that a completion may have, from there growing linearly to 1 at the last one."""
+
+    share: float = 0.2
+
+    def __post_init__(self) -> None:
+        if not 0 < self.share <= 1:
+            raise ValueError(f"Overlong: share is {self.share}, expected above 0 to 1")
+
+    def __call__(self, rewards: Tensor, context: Context | None = None) -> Tensor:
+        assert context is not None and context.lengths is not None, "Overlong needs a context with lengths"
+        (rewards,) = wide(rewards)
+        free = (1 - self.share) * context.longest
+        punished = ((context.lengths.to(rewards) - free) / (context.longest - free)).clamp(min=0)
+        return rewards - punished[..., None]
+
+
+@dataclass(frozen=True)
+class BradleyTerry:
+    """Labels drawn from rewards, anew each epoch: of two samples the first is above the second with the probability
+    sigmoid(scale * (r_1 - r_2)) of Bradley and Terry (RPO, 2407.12164, its code).
+
+    r is the weighted sum of the rewards, whose place the label takes: [P, G, 1]. It is the share of the other samples
+    of the group that a sample is above; of more than two they are one order, drawn as Plackett and Luce do, which is
+    the same for any two of them. The draw depends on the epoch alone.
+    """
+
+    scale: float = 1.0
+    merges = True  # of several rewards one comes, whose weight is 1
+
+    def __post_init__(self) -> None:
+        if not 0 < self.scale < math.inf:
+            raise ValueError(f"BradleyTerry: scale is {self.scale}, expected above 0")
+
+    def __call__(self, rewards: Tensor, context: Context | None = None) -> Tensor:
+        context = context or Context()
+        (totals,) = wide(weighted_sum(rewards, context.weights or [1.0] * rewards.shape[2])[..., None])
+        draw = np.random.default_rng((LABELS, context.epoch))
+        noise = torch.from_numpy(draw.gumbel(size=tuple(totals.shape))).to(totals)
+        return lifted(self.scale * totals + noise)  # a difference of two Gumbels is logistic
+
+
+def unlikely(rewards: Tensor, logp: Tensor, beta: float) -> Tensor:
+    """Rewards [P, G, R] times 1 - beta (G - rank) / G, rank 0 the sample of the highest logp [P, G] of its group.
+
+    So among equals the rarer earns more, and what earned nothing still does (2506.02355). Ties
+    of logp go by position. ValueError for a reward below 0, which the factor would turn round.
+    """
+    (rewards,) = wide(rewards)
+    if (rewards < 0).any():
+        raise ValueError(f"Unlikely: a reward is {rewards.nan_to_num(0).min().item():g}, expected 0 or more, as a "
+                         "success or its share")
+    rank = logp.argsort(dim=1, descending=True, stable=True).argsort(dim=1)
+    size = logp.shape[1]
+    return rewards * (1 - beta * (size - rank[..., None]).to(rewards) / size)
+
+
+def win_rates(wins: Tensor) -> Tensor:
+    """The share of its comparisons that each sample won: wins [..., G, G] to [..., G].
+
+    wins[i, j] is 1 where i beat j, 0 where it lost, 1/2 at a tie, and NaN where they were not compared; the diagonal
+    does not count. Where all are compared the rates sum to G/2. NaN for a sample that was never compared (Pref-GRPO,
+    2508.20751; ties as in its released code).
+    """
+    assert wins.ndim >= 2 and wins.shape[-1] == wins.shape[-2], wins.shape
+    oneself = torch.eye(wins.shape[-1], dtype=torch.bool, device=wins.device)
+    return wins.masked_fill(oneself, torch.nan).nanmean(dim=-1)
+
+
+def lifted(rewards: Tensor, margin: float = 0.0) -> Tensor:
+    """Pointwise rewards [P, G, R] as a pairwise judge of each group: win rates [P, G, R].
+
+    A sample beats another where its reward is larger by more than `margin`, and ties within it: gaps no longer count,
+    so that tiny ones are not blown up by a tiny deviation. A sample without the reward, or alone with it, has NaN.
+    """
+    (rewards,) = wide(rewards)
+    each = rewards.transpose(1, 2)
+    gap = each[..., :, None] - each[..., None, :]
+    wins = (gap > margin).to(rewards) + (gap.abs() <= margin).to(rewards) / 2
+    return win_rates(wins.masked_fill(gap.isnan(), torch.nan)).transpose(1, 2)

@@ -1,0 +1,130 @@
+"""How a sample's advantage is spread over its decisions: `spread(taken, advantages, totals) -> [m] or [m, L]`.
+
+taken: the decisions of m samples, whole groups (of texts Completions); advantages: [m], of the whole samples; totals:
+[n, G], the weighted sums of their rewards before any shaping, m = n G, NaN where none applies. `samples`: how many
+continuations are drawn from the start of every segment to learn its value; `causal`: whether it reads tokens as drawn
+one after the other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from flowgrpo.advantages.segments import (
+    anchors,
+    chain,
+    cut_points,
+    segments_of,
+    shared_values,
+    step_advantages,
+    steps_of,
+)
+
+if TYPE_CHECKING:
+    from flowgrpo.types import Completions, Segmented
+
+
+@dataclass(frozen=True)
+class Evenly:
+    """Every decision has its sample's advantage."""
+
+    samples, causal = 0, False
+
+    def __call__(self, taken: Completions, advantages: Tensor, totals: Tensor) -> Tensor:
+        return advantages
+
+
+@dataclass(frozen=True)
+class SegmentChain:
+    """The advantage of a token is what its segment changed of the value, from Monte-Carlo continuations (SPO-chain,
+    2505.23564): `segments.chain`.
+
+    A segment begins at a token whose probability was below `cut` and holds `interval` such tokens. The value of its
+    first state is the mean reward of `samples` continuations; that of the prompt the mean of the group, and behind the
+    last segment stands the reward. masked: only tokens at cut points are trained, the paper's probability mask.
+    """
+
+    cut: float = 0.9
+    interval: int = 5
+    samples: int = 9
+    masked: bool = True
+    causal = True
+
+    def __post_init__(self) -> None:
+        if not 0 < self.cut <= 1 or self.interval < 1 or self.samples < 1:
+            raise ValueError(f"SegmentChain: cut is {self.cut}, interval {self.interval} and samples {self.samples}, "
+                             "expected above 0 to 1, and 1 or more")
+
+    def segments(self, logp: Tensor, mask: Tensor) -> Tensor:
+        """The segment of each token, of its log-probability and whether it was drawn [m, L]."""
+        return segments_of(cut_points(logp, mask, self.cut), self.interval)
+
+    def __call__(self, taken: Segmented, advantages: Tensor, totals: Tensor) -> Tensor:
+        values, old = taken.values.clone(), taken.old
+        values[:, 0] = totals.nanmean(1, keepdim=True).expand_as(totals).flatten()
+        found = chain(values, taken.segments, totals.flatten()).nan_to_num(0)
+        return found * (cut_points(old.logp, old.mask, self.cut) if self.masked else old.mask)
+
+
+@dataclass(frozen=True)
+class SegmentTree:
+    """The advantage of a token is what its `every` tokens changed of the value, which is the mean reward of all samples
+    of the group with the same tokens so far (SPO-tree, 2505.23564): `segments.shared_values`.
+
+    With `draws: Tree` of the same number of tokens these are the leaves below a node of the tree. What several samples
+    share is divided by their number, so that an edge of the tree is trained once. cut: only tokens whose probability
+    was below it are trained, the paper's probability mask (1: all but certain ones).
+    """
+
+    every: int = 32
+    cut: float = 0.9
+    samples, causal = 0, True
+
+    def __post_init__(self) -> None:
+        if self.every < 1 or not 0 < self.cut <= 1:
+            raise ValueError(f"SegmentTree: every is {self.every} and cut {self.cut}, expected 1 or more, and above 0 "
+                             "to 1")
+
+    def __call__(self, taken: Completions, advantages: Tensor, totals: Tensor) -> Tensor:
+        old, mask, rewards = taken.old, taken.old.mask.cpu(), totals.flatten()
+        steps = steps_of(taken.ids, mask, self.every)
+        states = anchors(taken.ids, steps, mask, torch.arange(len(totals)).repeat_interleave(totals.shape[1]))
+        values, sharing = shared_values(states, rewards)
+        found = chain(values, steps, rewards) / sharing[:, 1:].clamp(min=1).gather(1, steps)
+        return found.nan_to_num(0) * cut_points(old.logp, old.mask, self.cut)
+
+
+@dataclass(frozen=True)
+class StepGroups:
+    """The sample's advantage plus `weight` times that of the step, compared with steps of the group that begin in the
+    same state (GiGPO, 2505.10978): `step_advantages`.
+
+    A state is the prompt and the tokens so far; a step is `every` tokens, or, where `ends` names some by their numbers,
+    ends with one of these. gamma and weight are the paper's, whose steps are turns of an agent; `every` is ours.
+    divide: over the deviation (the paper's other choice does not).
+    """
+
+    every: int = 8
+    ends: tuple[int, ...] = ()
+    gamma: float = 0.95
+    weight: float = 1.0
+    divide: bool = True
+    samples, causal = 0, True
+
+    def __post_init__(self) -> None:
+        if self.every < 1 or not 0 < self.gamma <= 1 or not self.weight >= 0:
+            raise ValueError(f"StepGroups: every is {self.every}, gamma {self.gamma} and weight {self.weight}, "
+                             "expected 1 or more, above 0 to 1, and 0 or more")
+
+    def __call__(self, taken: Completions, advantages: Tensor, totals: Tensor) -> Tensor:
+        mask = taken.old.mask.cpu()
+        groups = torch.arange(len(totals)).repeat_interleave(totals.shape[1])
+        steps = steps_of(taken.ids, mask, self.every, self.ends)
+        states = anchors(taken.ids, steps, mask, groups)[:, :-1]
+        states = torch.where(torch.arange(states.shape[1]) <= steps.amax(1, keepdim=True), states, -1)
+        relative = step_advantages(states, totals.flatten(), self.gamma, self.divide)
+        return advantages[:, None] + self.weight * relative.gather(1, steps)

@@ -1,0 +1,1 @@
+"""`flowgrpo check`: drive a model once and report what works."""

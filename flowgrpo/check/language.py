@@ -1,0 +1,149 @@
+"""Can this language model be trained? A few tokens, sampled, replayed and differentiated, tell."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from PIL import Image
+
+from flowgrpo.check import memory, text_memory
+from flowgrpo.check.tiny import texts as tiny
+from flowgrpo.config.geometry import geometry
+from flowgrpo.config.schema import Config
+from flowgrpo.data.prompts import Prompt
+from flowgrpo.device import DTYPES
+from flowgrpo.distributed.processes import Processes
+from flowgrpo.errors import UserError
+from flowgrpo.log import Clock
+from flowgrpo.methods import validate
+from flowgrpo.policies import build, options
+from flowgrpo.policies.precision import settle
+from flowgrpo.rollouts.build import make_explorer
+from flowgrpo.samplers.rollout import Part
+from flowgrpo.types import Scored
+
+PROMPT, TOKENS, GROUP = "1+2=", 8, 2
+KINDS = {build.CAUSAL_LM: "causal language model", build.VISION_LM: "language model that reads images",
+         build.MASKED_LM: "masked language model"}
+# What is told of a language model.
+FIELDS = ("precision", "kind", "class", "weights", "tokenizer", "vocabulary", "chat_template", "end_tokens",
+          "pad_token", "parameters", "trained_parameters", "lora_parameters", "lora_targets", "prompt_tokens",
+          "shared_prefix", "head_alone", "completion_tokens", "first_log_ratio", "lora_grad", "gradient_error",
+          "memory", "memory_parts", "notes")
+
+
+def is_text(model: Any) -> bool:
+    """Whether `report.report` was given a language model: loaded, by the name of a class or family of transformers, or
+    as a folder or hub id."""
+    if not isinstance(model, str):
+        return hasattr(model[0], "get_input_embeddings")
+    return not model.endswith("Pipeline") and (tiny.knows(model) or build.writes(model))
+
+
+def drive(model: Any, recipe: Config | None, device: str, found: dict[str, Any]) -> None:
+    """Fill `found` step by step (`report.report` says with what); raises what stops the model."""
+    from flowgrpo.check.gradients import RANK, gradient_error, gradient_norm, require_exact
+
+    config = recipe or Config(method="grpo", precision="fp32", adapter={"rank": RANK})
+    config, precision = settle(config, device, None if isinstance(model, str) else model)
+    config = config.model_copy(update={"model": model if isinstance(model, str) else type(model[0]).__name__})
+    loaded = _loaded(model, config)
+    kind = build.kind(config, loaded)
+    found |= {"precision": precision, "kind": KINDS[kind], "class": type(loaded[0]).__name__,
+              "weights": memory.held(loaded)}
+    method = validate.resolve(config, build.process(kind))
+    options.require_options(config, method, device)
+    options.require_plain(config)
+    torch.manual_seed(0)  # of the adapter's first weights, so that a report can be repeated
+    policy = build.language_policy(_brief(config), loaded, config.adapter, device)
+    found |= _reader(policy) | _sizes(policy, config)
+    explorer = make_explorer(_brief(config), policy, method, geometry(_brief(config).train), Processes(), Clock())
+    asked = explorer.conditioning([Prompt(PROMPT, image=_picture() if kind == build.VISION_LM else None)])
+    found["prompt_tokens"] = len(asked.ids[0])
+    if kind != build.MASKED_LM:
+        found |= {"shared_prefix": policy.shares(asked), "head_alone": policy.head_alone(asked)}
+    [(part, _)] = explorer.sample(asked, 0, None)
+    _replayed(explorer, part, asked, found)
+    found["lora_grad"] = gradient_norm([policy.model], policy.weights)
+    if policy.dtype == torch.float32 and not config.adapter.dora:
+        given = _given(policy, part)
+        found["gradient_error"] = gradient_error(lambda: _size(explorer, given, asked), policy.weights)
+        require_exact(found)
+    with TemporaryDirectory() as folder:
+        policy.weights.save(Path(folder))  # reads the file back, and raises where it is not the same
+    phases = text_memory.memory(policy, config, asked)
+    found |= {"memory": {name: memory.total(parts) for name, parts in phases.items()},
+              "memory_parts": {name: memory.total({name: size}) for name, size in phases["update"].items()}}
+
+
+def _loaded(model: Any, config: Config) -> tuple:
+    if not isinstance(model, str):
+        return model
+    if not tiny.knows(model) or Path(model).exists():
+        return build.load_language(config)
+    made, reader = tiny.make(model)
+    return made.to(DTYPES[config.precision]), reader
+
+
+def _brief(config: Config) -> Config:
+    """The configuration with a group of two short completions."""
+    return config.model_copy(update={
+        "text": config.text.model_copy(update={"max_tokens": TOKENS, "truncated": "keep"}),
+        "train": config.train.model_copy(update={"prompts": 1, "group": GROUP, "micro_batch": GROUP, "updates": 1})})
+
+
+def _picture() -> Image.Image:
+    return Image.linear_gradient("L").resize((64, 64)).convert("RGB")
+
+
+def _reader(policy) -> dict[str, Any]:
+    """What the tokenizer says."""
+    reader, tokens = policy.tokenizer, policy.tokenizer.convert_ids_to_tokens
+    pads = reader.pad_token_id is not None
+    own = getattr(getattr(policy, "processor", None), "chat_template", None)  # a processor's may be its alone
+    return {"tokenizer": type(reader).__name__, "vocabulary": len(reader),
+            "chat_template": bool(own or getattr(reader, "chat_template", None)),
+            "end_tokens": [f"{token} ({number})" for token, number in zip(tokens(policy.ends), policy.ends)],
+            "pad_token": f"{tokens(policy.padding)} ({policy.padding})" + ("" if pads else ", the end's: it has none")}
+
+
+def _sizes(policy, config: Config) -> dict[str, Any]:
+    names = {key.split(".lora_")[0] for key in policy.weights.named}
+    added = sum(parameter.numel() for parameter in policy.weights.parameters())
+    total = sum(parameter.numel() for parameter in policy.model.parameters())
+    if not config.adapter.rank:
+        return {"parameters": total, "trained_parameters": added}
+    return {"parameters": total - added, "lora_parameters": added,
+            "lora_targets": sorted({name.rpartition(".")[2] for name in names})}
+
+
+def _replayed(explorer, part: Part, asked: Any, found: dict[str, Any]) -> None:
+    """The replay of what was drawn, with gradients. UserError where the two disagree in fp32."""
+    [taken], exact = part.transitions, explorer.policy.exact
+    found |= {"completion_tokens": int(taken.old.mask.sum(1).max()), "first_log_ratio": 0.0}
+    for _, rows, new in explorer.replay(part, asked):
+        apart = (new.logp - taken.old.logp[rows].to(new.logp.device)).abs().max().item()
+        found["first_log_ratio"] = max(found["first_log_ratio"], apart)
+        (new.logp * new.mask).sum().backward()
+    if exact and not found["first_log_ratio"] <= exact:
+        raise UserError(f"replay and rollout disagree: |log ratio| {found['first_log_ratio']:.1e}, expected at most "
+                        f"{exact:.0e}; look for dropout or a random module")
+
+
+def _given(policy, part: Part) -> Part:
+    """The part with the prompt's text, again and again, in place of what was drawn: where a model is sure of its own
+    tokens, log-probabilities of 0 tell nothing of their gradient."""
+    [taken] = part.transitions
+    text = itertools.cycle(policy.tokenizer(PROMPT, add_special_tokens=False)["input_ids"])
+    ids = torch.tensor([list(itertools.islice(text, taken.ids.shape[1]))]).expand_as(taken.ids).contiguous()
+    old = Scored(torch.zeros(ids.shape), torch.ones_like(ids, dtype=torch.bool))
+    return replace(part, transitions=(replace(taken, ids=ids, old=old),))
+
+
+def _size(explorer, part: Part, asked: Any) -> torch.Tensor:
+    return torch.cat([new.logp.double().square().mean(1) for *_, new in explorer.replay(part, asked)]).mean()

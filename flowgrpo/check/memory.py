@@ -1,0 +1,167 @@
+"""What a run holds in memory, per phase: weights, what is trained, recorded states, and measured activations."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from functools import partial
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from flowgrpo.config.geometry import geometry
+from flowgrpo.config.schema import Config
+from flowgrpo.methods import validate
+from flowgrpo.policies.pipelines.conditioning import Conditioning
+from flowgrpo.policies.pipelines.mid_loop_check import few_steps
+from flowgrpo.samplers.grids import make_grid
+from flowgrpo.samplers.rollout import Exploration
+from flowgrpo.samplers.scheduler import Task
+
+KEPT = 4  # bytes of a number in fp32: what is trained, its gradient, AdamW's two moments
+
+
+def memory(policy, config: Config, conditioning: Conditioning) -> dict[str, dict[str, int]]:
+    """Bytes on the device, by phase and part, for one process of the run `config` with the policy's pipeline.
+
+    conditioning: of one prompt. The pipeline stays on the device as a whole, so its weights are in every phase, but for
+    text encoders that wait elsewhere while nothing is encoded; recorded states that wait there are in none.
+    Activations are those that one row's forward keeps for the backward, with the policy's guidance and checkpointing,
+    times the micro-batch; the temporary memory of kernels is not counted, nor the one block that checkpointing computes
+    again at a time. Decoding is what a micro-batch takes at its fullest. Phases: encode, rollout, decode, update.
+    """
+    trained = sum(p.numel() for p in policy.weights.parameters()) * KEPT
+    held = _weights(policy) | {"trained": trained}
+    x, activations = _one_row(policy, conditioning)
+    kept_here = policy.states == policy.device
+    states = {"recorded states": tensor_bytes([x]) * _recorded(policy, config, conditioning) if kept_here else 0}
+    rows = geometry(config.train).micro_batch
+    moments = {"adamw": 2 * trained, "adamw8bit": trained // 2}[config.train.optimizer]
+    update = {"gradients and optimiser": trained + moments, "activations": activations * rows}
+    prompt = tensor_bytes(each for each in tree_leaves(conditioning.calls) if torch.is_tensor(each))
+    later = held | ({} if policy.encoders.away is None else {"text encoders": 0})
+    later["prompt embeddings"] = prompt * (geometry(config.train).prompts + rows)  # of the batch, and of one call
+    return {"encode": held, "rollout": later | states,
+            "decode": later | states | {"decoding": _decoding(policy, conditioning, x, rows)},
+            "update": later | states | update}
+
+
+def total(phase: dict[str, int]) -> float:
+    """GiB of a phase."""
+    return round(sum(phase.values()) / 2**30, 3)
+
+
+def held(parts: Iterable[object]) -> float:
+    """GiB of the weights of those parts of a model that have any."""
+    modules = [part for part in parts if isinstance(part, torch.nn.Module)]
+    return total({"": tensor_bytes(each for part in modules for each in [*part.parameters(), *part.buffers()])})
+
+
+def _weights(policy) -> dict[str, int]:
+    """Bytes of the frozen weights: text encoders, denoisers, VAE, and the rest."""
+    own = {id(parameter) for parameter in policy.weights.parameters()}
+    found = {"text encoders": 0, "denoisers": 0, "vae": 0, "other": 0}
+    for name, module in policy.pipe.components.items():
+        if isinstance(module, torch.nn.Module):
+            kind = "denoisers" if name in policy.denoisers else "vae" if "vae" in name or name == "vqgan" else \
+                "text encoders" if name.startswith("text_encoder") else "other"
+            frozen = (each for each in [*module.parameters(), *module.buffers()] if id(each) not in own)
+            found[kind] += tensor_bytes(frozen)
+    return found
+
+
+def tensor_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """What tensors take, quantised ones as they are stored."""
+    return sum(part.numel() * part.element_size() for tensor in tensors for part in _stored(tensor))
+
+
+def _stored(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """What a tensor consists of: a quantised one of its integers and their scales."""
+    if hasattr(tensor, "__tensor_flatten__"):
+        return [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+    scales = getattr(getattr(tensor, "quant_state", None), "absmax", None)
+    return [tensor] if scales is None else [tensor, scales]
+
+
+def _one_row(policy, conditioning: Conditioning) -> tuple[torch.Tensor, int]:
+    """(one state [1,*D], bytes that a replay of one row keeps for its backward)."""
+    grid, timesteps = few_steps(policy, 2)
+    x, _ = policy.run(Task(grid, range(1), timesteps=timesteps), conditioning, None, policy.generators([0]))
+    modules = [part for part in policy.pipe.components.values() if isinstance(part, torch.nn.Module)]
+    return x, kept(modules, lambda: policy.replay(conditioning, x, grid, 1, timesteps))
+
+
+def kept(modules: Iterable[torch.nn.Module], forward: Callable[[], torch.Tensor]) -> int:
+    """Bytes that `forward` keeps for its backward, the modules' weights apart."""
+    weights = {each.untyped_storage().data_ptr() for module in modules for p in module.parameters()
+               for each in _stored(p)}
+    sizes: dict[int, int] = {}
+    alive: list[torch.Tensor] = []  # a storage that is freed would hand its address on
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        for storage in (each.untyped_storage() for each in _stored(tensor)):
+            if storage.data_ptr() not in weights:
+                sizes[storage.data_ptr()] = storage.nbytes()
+                alive.append(tensor)
+        return tensor
+
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        forward()
+    return sum(sizes.values())
+
+
+def _decoding(policy, conditioning: Conditioning, x: torch.Tensor, rows: int) -> int:
+    """Bytes that decoding `rows` rows takes at its fullest: what one takes, and for the others what a second adds."""
+    def peak(count: int) -> int:
+        latents, of = torch.cat([x] * count), conditioning.rows(torch.zeros(count, dtype=torch.int64))
+        with Peak() as seen:
+            policy.decode(latents, of)
+        return seen.most
+
+    one, two = peak(1), peak(2)
+    return one + (two - one) * (rows - 1)
+
+
+class Peak(TorchDispatchMode):
+    """Inside, `most` is the largest number of bytes that newly made tensors took at a time."""
+
+    def __init__(self):
+        super().__init__()
+        self.most, self._alive = 0, {}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        made = function(*args, **(kwargs or {}))
+        for tensor in (each for each in tree_leaves(made) if torch.is_tensor(each)):
+            for storage in (part.untyped_storage() for part in _stored(tensor)):
+                if storage._cdata not in self._alive:
+                    self._alive[storage._cdata] = storage.nbytes()
+                    weakref.finalize(storage, self._alive.pop, storage._cdata, None)
+        self.most = max(self.most, sum(self._alive.values()))
+        return made
+
+
+def _recorded(policy, config: Config, conditioning: Conditioning) -> int:
+    """How many states the rollout of an epoch keeps: around every trained step, with its mean where the loss reads it,
+    and at the end."""
+    train = config.train
+    method = validate.resolve(config, policy.process)
+    grid, timesteps = make_grid(train.grid, train.steps, train.shift, policy.stock, policy.strength,
+                                partial(policy.stock_grid, conditioning))
+    explorations = method.explorations(grid, train.group, train.shift, 0, config.seed, timesteps)
+    noised = method.noised(grid, train.group, 0, config.seed)
+    if noised is not None:  # its states, targets and old velocities, and the finals of the part that is sampled
+        return train.prompts * train.group * (len(noised.schedule.trained) * (2 + noised.keep_means) + 1)
+    return train.prompts * sum(_per_group(each) for each in explorations)
+
+
+def _per_group(exploration: Exploration) -> int:
+    """States of one prompt: x_next of one step is x of the next."""
+    nodes, count, before = exploration.roots, 0, None
+    for step in range(exploration.steps):
+        children = exploration.splits.get(step, 1)
+        if step in exploration.schedule.trained:
+            count += nodes * (step - 1 != before) + nodes * children * (1 + exploration.keep_means)
+            before = step
+        nodes *= children
+    return count + len(exploration.strides) * exploration.group * (before != exploration.steps - 1)

@@ -1,0 +1,224 @@
+"""Can this pipeline be trained? Three steps with two of them stochastic, replayed and differentiated, tell.
+
+Of language models: language.py.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+
+from flowgrpo.check import memory, tiny
+from flowgrpo.check.gradients import GROUP, RANK, gradient_error, gradient_norm, require_exact
+from flowgrpo.config.schema import Config
+from flowgrpo.config.sections import Adapter
+from flowgrpo.device import DTYPES
+from flowgrpo.errors import UserError
+from flowgrpo.methods import validate
+from flowgrpo.methods.method import Method
+from flowgrpo.methods.presets.denoising import mix_grpo
+from flowgrpo.policies import options
+from flowgrpo.policies.pipelines import mid_loop_check
+from flowgrpo.policies.pipelines.call import unlogged
+from flowgrpo.policies.pipelines.conditioning import Conditioning
+from flowgrpo.policies.pipelines.load import load_pipeline
+from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
+from flowgrpo.policies.pipelines.reference_images import PICTURES
+from flowgrpo.policies.precision import settle
+from flowgrpo.policies.weights.lora_files import loader
+from flowgrpo.samplers import cost
+from flowgrpo.samplers.grids import shifted
+from flowgrpo.samplers.kernels import FlowDDIM
+from flowgrpo.samplers.plans import Schedule
+from flowgrpo.samplers.predictions import prediction
+from flowgrpo.samplers.replay import replay
+from flowgrpo.samplers.rollout import Exploration, explore, seeder
+from flowgrpo.samplers.scheduler import Task
+from flowgrpo.samplers.solvers import Euler
+from flowgrpo.starter import FOLDERS
+
+PROMPT = "a red circle"
+LIKE = 0.8  # from which likeness on a name is a misspelt one, and not a hub id
+STEPS, SAMPLES = 10, 12  # of the example that tells the cost
+
+
+def drive(model: Any, recipe: Config | None, device: str, found: dict[str, Any]) -> None:
+    """Fill `found` step by step; raises what stops the pipeline."""
+    config = recipe or Config(precision="fp32", adapter={"rank": RANK})  # in which replays and gradients are exact
+    config, precision = settle(config, device, None if isinstance(model, str) else model[0])
+    method = validate.resolve(config)
+    options.require_options(config, method, device)
+    pipe, call = _loaded(model, config) if isinstance(model, str) else model
+    found |= {"precision": precision, "pipeline": type(pipe).__name__, "scheduler": type(pipe.scheduler).__name__,
+              "prediction": prediction(pipe.scheduler), "weights": memory.held(pipe.components.values())}
+    refuse(type(pipe))
+    torch.manual_seed(0)  # of the adapter's first weights, so that a report can be repeated
+    policy = PipelinePolicy(pipe, config.adapter, device=device, precision=config.precision, call=call,
+                            checkpointing=config.train.checkpointing, memory=config.memory, adapted=method.adapted)
+    if not policy.denoisers:
+        raise UserError(f"{type(pipe).__name__} has no denoiser: no module whose forward takes a time")
+    found |= {"denoisers": list(policy.denoisers), **_sizes(policy, config.adapter)}
+    found["lora_loader"] = list(dict.fromkeys(loader(pipe, name) for name in policy.weights.modules))
+    conditioning = policy.encode([PROMPT])
+    found["conditioning"] = [name for name in ("prompt", "negative_prompt", *PICTURES) if name in policy.accepts]
+    found["prompts_per_call"] = "one" if policy.encode_prompt.apart else "any number"
+    found["guidance"] = _guidance(policy, conditioning)
+    policy.guidance = config.train.guidance
+    found["timesteps_per_call"] = "one per row" if policy.vector(conditioning) else "one"
+    _replayed(policy, conditioning, found, min(GROUP, config.train.micro_batch))
+    mid_loop_check.require(policy, conditioning, recipe is None or _goes_on(method, config))
+    _require_equal(policy, found)
+    if policy.dtype == torch.float32 and not config.adapter.dora:
+        _differentiated(policy, conditioning, found)
+    with TemporaryDirectory() as folder:
+        policy.weights.save(Path(folder))  # reads the file back, and raises where it is not the same
+    if recipe is None and policy.process == "vp":  # the default method is for flows alone
+        config = config.model_copy(update={"method": "ddpo"})
+    found |= _cost(recipe, method) | _memory(policy, config, conditioning)
+
+
+class Unknown(UserError):
+    """Nothing can be told of a model, for want of it."""
+
+
+def _loaded(model: str, config: Config) -> tuple[Any, dict[str, Any]]:
+    """The pipeline, in the recipe's precision, and the arguments of its call."""
+    known = tiny.factories()
+    if Path(model).exists() or model in FOLDERS or not (model in known or model.isidentifier()):
+        return _read(model, config)
+    import diffusers
+
+    if model not in known and hasattr(diffusers, model):
+        refuse(getattr(diffusers, model))
+        raise Unknown(f"there is no tiny instance of {model}, so that nothing is known of it: give a directory or a "
+                      "hub id of such a pipeline")
+    close = difflib.get_close_matches(model, [*known, *FOLDERS], n=1, cutoff=LIKE)
+    if model not in known and not model.endswith("Pipeline") and not close:
+        return _read(model, config)
+    pipe, call = tiny.make(model)
+    with unlogged():  # of modules that loading, and not casting, would keep in fp32
+        return pipe.to(DTYPES[config.precision]), call
+
+
+def _read(model: str, config: Config) -> tuple[Any, dict[str, Any]]:
+    pipe = load_pipeline(model, config.precision, weights=config.memory.weights)
+    return pipe, config.model_copy(update={"model": model}).call
+
+
+def refuse(cls: type) -> None:
+    """UserError for a pipeline class that cannot be driven, whatever its weights."""
+    if not hasattr(cls, "encode_prompt"):
+        raise UserError(f"{cls.__name__} has no encode_prompt: its conditioning cannot be cached")
+
+
+def _memory(policy: PipelinePolicy, config: Config, conditioning: Conditioning) -> dict[str, dict[str, float]]:
+    phases = memory.memory(policy, config, conditioning)
+    return {"memory": {name: memory.total(parts) for name, parts in phases.items()},
+            "memory_parts": {name: memory.total({name: size}) for name, size in phases["update"].items()}}
+
+
+def _sizes(policy: PipelinePolicy, adapter: Adapter) -> dict[str, Any]:
+    names, ours = {key.split(".lora_")[0] for key in policy.weights.named}, set(policy.weights.parameters())
+    sizes = [p.numel() for module in policy.denoisers.values() for p in module.parameters()
+             if not adapter.rank or p not in ours]
+    targets = dict.fromkeys([*adapter.targets, *adapter.encoder_targets])
+    return {"parameters": sum(sizes), "lora_parameters": sum(p.numel() for p in ours),
+            "lora_targets": [target for target in targets if any(name.endswith("." + target) for name in names)]}
+
+
+def _guidance(policy: PipelinePolicy, conditioning: Conditioning) -> str:
+    """How the pipeline does guidance: what a step at scale 4 runs, beside one at scale 1, or at 0 where that is off."""
+    rows, (grid, timesteps) = {}, mid_loop_check.few_steps(policy, 2)
+    for policy.guidance in (4.0, 0.0, 1.0):
+        with _counted(policy) as batches:
+            policy.run(Task(grid, range(1), timesteps=timesteps), conditioning, None, policy.generators([0]))
+        rows[policy.guidance] = batches
+    off = min((1.0, 0.0), key=lambda scale: sum(rows[scale]))
+    if sum(rows[4.0]) == sum(rows[off]):
+        embedded = any(getattr(module.config, "guidance_embeds", False)
+                       or getattr(module.config, "time_cond_proj_dim", None) for module in policy.denoisers.values())
+        return "embedded: one evaluation per step" if embedded else "none"
+    told = "one batch of twice the rows" if len(rows[4.0]) == len(rows[off]) else "two calls per step"
+    return told if off else f"{told}, off at 0"
+
+
+@contextmanager
+def _counted(policy: PipelinePolicy) -> Iterator[list[int]]:
+    """Inside, the batch of every call of a denoiser is appended to the list."""
+    batches: list[int] = []
+    hooks = [module.register_forward_hook(lambda _, args, kwargs, out: batches.append(len(out[0])), with_kwargs=True)
+             for module in policy.denoisers.values()]
+    try:
+        yield batches
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _replayed(policy: PipelinePolicy, conditioning: Conditioning, found: dict[str, Any], rows: int = GROUP) -> None:
+    """A rollout of three steps from two noises, the first two steps stochastic, and the replay of those with gradients,
+    both in batches of `rows`. The second step's states are those of the pipeline's own loop, and not of a replay."""
+    grid, timesteps = mid_loop_check.few_steps(policy, 3)
+    kernel, both = Method(kernel=FlowDDIM()).on(policy.process).kernel, Schedule((0, 1), (0, 1))
+    exploration = Exploration(grid, both, kernel, Euler(), GROUP, GROUP, keep_means=True, timesteps=timesteps)
+    [part] = explore(policy, conditioning, [exploration], rows, seeder(0, 0))
+    [final], errors, ratios = part.finals, [], []
+    found["picture_shape"] = list(policy.decode(final[:1], conditioning).shape[1:])
+    found["latent_shape"] = list(final.shape[1:])
+    for k, at, new in replay(policy, conditioning, part, rows):
+        old = part.transitions[k].old
+        errors.append((new.mean.detach() - old.mean[at].to(new.mean)).abs().max())
+        ratios.append((new.logp.detach() - old.logp[at].to(new.logp)).abs().max())
+        new.logp.sum().backward()
+    found["replay_error"], found["first_log_ratio"] = (torch.stack(each).max().item() for each in (errors, ratios))
+    modules = [module for module in policy.pipe.components.values() if isinstance(module, torch.nn.Module)]
+    found["lora_grad"] = gradient_norm(modules, policy.weights)
+
+
+def _goes_on(method: Method, config: Config) -> bool:
+    train = config.train
+    grid = shifted(train.steps, train.shift)
+    return mid_loop_check.goes_on(method, method.explorations(grid, train.group, train.shift, 0, config.seed))
+
+
+def _require_equal(policy: PipelinePolicy, found: dict[str, Any]) -> None:
+    """UserError where replay and rollout differ in fp32; in less a run computes old log-probabilities again."""
+    if policy.exact and not found["first_log_ratio"] <= policy.exact:
+        raise UserError(f"replay and rollout disagree: |log ratio| {found['first_log_ratio']:.1e}, expected at most "
+                        f"{policy.exact:.0e}; look for dropout or a random module"
+                        + ", and try without train.checkpointing" * policy.checkpointing)
+
+
+def _differentiated(policy: PipelinePolicy, conditioning: Conditioning, found: dict[str, Any]) -> None:
+    """The error of the gradient of a step's squared output."""
+    grid, timesteps = mid_loop_check.few_steps(policy, 3)
+    x, _ = policy.run(Task(grid, range(1), timesteps=timesteps), conditioning, None, policy.generators([0]))
+
+    def size() -> torch.Tensor:
+        return policy.replay(conditioning, x, grid, 1, timesteps).double().square().mean()
+
+    found["gradient_error"] = gradient_error(size, policy.weights)
+    require_exact(found)
+
+
+def _cost(recipe: Config | None, method: Method) -> dict[str, float]:
+    """Of the recipe's first epoch, or without one of MixGRPO's; nothing of a method that draws no groups of its own."""
+    if recipe:
+        train = recipe.train
+        if recipe.preferences or method.backprop:
+            return {}
+        of = method.explorations(shifted(train.steps, train.shift), train.group, train.shift, 0, recipe.seed)
+        alone, shared = (count(of, 1) / sum(each.group for each in of) for count in (cost.alone, cost.rollout))
+        return {"evaluations_per_picture": round(alone, 2), "evaluations_per_picture_shared": round(shared, 2)}
+    method, grid = mix_grpo(), shifted(STEPS, 3.0)
+    places = range(STEPS - method.plan.size)
+    explorations = [method.explorations(grid, SAMPLES, 3.0, place * method.plan.every, 0) for place in places]
+    alone, shared = (sum(count(each, 1) for each in explorations) / (len(places) * SAMPLES)
+                     for count in (cost.alone, cost.rollout))
+    return {"evaluations_per_picture": round(alone, 2), "evaluations_per_picture_shared": round(shared, 2)}

@@ -1,0 +1,98 @@
+"""Report of `flowgrpo check`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from flowgrpo.check import language
+from flowgrpo.check.pipelines import Unknown, drive
+from flowgrpo.config.schema import Config
+from flowgrpo.errors import UserError
+
+# What is told of a pipeline, beside `language.FIELDS` of a language model.
+FIELDS = ("precision", "pipeline", "scheduler", "prediction", "weights", "denoisers", "parameters", "lora_parameters",
+          "lora_targets", "lora_loader", "conditioning", "prompts_per_call", "guidance", "timesteps_per_call",
+          "picture_shape", "latent_shape", "replay_error", "first_log_ratio", "lora_grad", "gradient_error", "memory",
+          "memory_parts", "evaluations_per_picture", "evaluations_per_picture_shared", "notes")
+
+
+def report(model: Any, config: Config | None = None, device: str | None = None) -> dict[str, Any]:
+    """Drive `model` through a rollout, a replay and a gradient.
+
+    model: `starter`, a directory, a hub id, the name of a class of diffusers or transformers (of which a tiny random
+    instance is built), a loaded (pipeline, arguments of its call), or a loaded (language model, tokenizer or
+    processor). config: a recipe, for the pipeline's arguments, the adapter, the precision, guidance, checkpointing and
+    the memory that it needs; without one the defaults, in fp32. device: cpu, cuda, or None for cuda where it is there;
+    UserError where it is not.
+
+    Keys of a pipeline, None where the check did not come that far: model, drivable (None of a diffusers class that has
+    no tiny instance, and where memory ran out); where it is not, reason (one line); precision (with the reason where
+    it is chosen); pipeline, scheduler, prediction, weights (GiB of all parts), denoisers, parameters, lora_parameters,
+    lora_targets; lora_loader (what loads a LoRA of each trained module into the stock pipeline); conditioning
+    (arguments that differ from prompt to prompt), prompts_per_call, guidance; and at the recipe's guidance:
+    timesteps_per_call (whether `train.pack` goes), picture_shape, latent_shape; replay_error (largest
+    difference of a transition's mean between rollout and replay), first_log_ratio (largest |log ratio| of the replay,
+    which has to be 0), lora_grad (norm of the adapter's gradient), gradient_error (in fp32: how far a step along the
+    gradient is from what it foretells, relative; not of a DoRA);
+    memory (GiB by phase, for the recipe, see memory.py), memory_parts (GiB by part, of the update);
+    evaluations_per_picture and evaluations_per_picture_shared: of a rollout of the recipe's first epoch, without and
+    with shared prefixes and whatever its guidance costs; without a recipe of mix_grpo with 10 steps and 12 pictures per
+    prompt, on average over the window's places; notes: what the recipe's options leave untold.
+
+    Keys of a language model beside those of the same names: kind, class, tokenizer, vocabulary, chat_template (whether
+    there is one), end_tokens, pad_token, prompt_tokens, completion_tokens (of a prompt and the longest of two
+    completions of it); shared_prefix (a group's prompt is read once) and head_alone (logits are the head's, so that
+    only those of drawn tokens are made), not of a masked one; trained_parameters where all are.
+    """
+    named = model if isinstance(model, str) else type(model[0]).__name__
+    found: dict[str, Any] = {"model": named, "drivable": False, "reason": None}
+    fields, device = FIELDS, _device(device)
+    try:
+        with torch.random.fork_rng():
+            if language.is_text(model):
+                fields = language.FIELDS
+                language.drive(model, config, device, found)
+            else:
+                drive(model, config, device, found)
+        found |= {"drivable": True, "notes": _notes(config) or None}
+    except Unknown as error:
+        found |= {"drivable": None, "reason": str(error)}
+    except Exception as error:  # whatever a stranger's pipeline raises is the answer
+        told = " ".join(str(error).split()) or "no message"
+        if _without_room(error):
+            found |= {"drivable": None, "reason": _room(found, device)}
+        else:
+            found["reason"] = told if isinstance(error, UserError) else f"{type(error).__name__}: {told}"
+    return dict.fromkeys((*found, *fields)) | found
+
+
+def _without_room(error: Exception) -> bool:
+    """Whether memory ran out, of which torch has no class of its own on the CPU."""
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "DefaultCPUAllocator" in str(error)
+
+
+def _room(found: dict[str, Any], device: str) -> str:
+    weights = f", where the weights alone take {found['weights']} GiB" if "weights" in found else ""
+    options = "" if "kind" in found else ", memory.weights: int8, memory.encoders: cpu, smaller pictures"
+    return (f"memory ran out on {device}{weights}, so that nothing is known: give a --recipe with precision: bf16, "
+            f"train.checkpointing, train.micro_batch: 1{options}, or take "
+            + ("--device cpu" if device == "cuda" else "a machine with more"))
+
+
+def _notes(config: Config | None) -> list[str]:
+    if config is None:
+        return []
+    untold = {"the gradient's error is left out: with adapter.dora peft holds the norms of the weights constant in the "
+              "backward": config.adapter.dora,
+              "memory is of one process that holds all weights: memory.shard leaves each its share of the denoisers":
+              config.memory.shard}
+    return [note for note, told in untold.items() if told]
+
+
+def _device(asked: str | None) -> str:
+    present = ["cuda"] * torch.cuda.is_available() + ["cpu"]
+    if asked and asked not in present:
+        raise UserError(f"--device is {asked!r}, but the check runs on {' or '.join(present)} here: take one of these")
+    return asked or present[0]

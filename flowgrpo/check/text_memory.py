@@ -1,0 +1,75 @@
+"""What a run of a language model holds in memory, per phase: weights, what is trained, cache, measured activations."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from flowgrpo.check.memory import KEPT, kept, tensor_bytes
+from flowgrpo.config.geometry import geometry
+from flowgrpo.config.schema import Config
+
+SHORT, LONG = 4, 12  # tokens of the completions that are measured
+CHUNK = 1024  # tokens whose logits are held at once (tokens.score)
+
+
+def memory(policy, config: Config, asked: Any) -> dict[str, dict[str, int]]:
+    """Bytes on the device, by phase and part, for one process of the run `config`, with prompts like the first of
+    `asked` and completions of `text.max_tokens`.
+
+    Cache and activations are measured on short completions and grow with a completion's length; attention that keeps a
+    square of the length needs more, and a prompt's prefix that a group shares less. The temporary memory of kernels is
+    not counted. Phases: rollout, update.
+    """
+    own = {id(parameter) for parameter in policy.weights.parameters()}
+    frozen = [each for each in [*policy.model.parameters(), *policy.model.buffers()] if id(each) not in own]
+    trained = sum(parameter.numel() for parameter in policy.weights.parameters()) * KEPT
+    held = {"model": tensor_bytes(frozen), "trained": trained}
+    rows, row = geometry(config.train).micro_batch, asked.rows(torch.tensor([0]))
+    evaluations = policy.evaluations
+    masked = hasattr(policy, "mask")
+    cache = {} if masked else {"cache": rows * _at(config, lambda length: _cache(policy, row, length))}
+    activations = rows * _at(config, lambda length: _activations(policy, row, length))
+    moments = {"adamw": 2 * trained, "adamw8bit": trained // 2}[config.train.optimizer]
+    update = {"gradients and optimiser": trained + moments, "activations": activations}
+    if not masked:  # the activations of a masked model are those of its logits too
+        width = policy.model.get_output_embeddings().weight.shape[0]
+        update["logits"] = 2 * 4 * width * min(rows * config.text.max_tokens, CHUNK)  # in fp32, before and after
+    policy.evaluations = evaluations
+    return {"rollout": held | cache, "update": held | update}
+
+
+def _at(config: Config, size: Callable[[int], int]) -> int:
+    """A size at the run's longest completion, from those of a short and a longer one."""
+    short, long = size(SHORT), size(LONG)
+    return short + (long - short) * (config.text.max_tokens - SHORT) // (LONG - SHORT)
+
+
+def _tokens(policy, row: Any, length: int) -> torch.Tensor:
+    """Some tokens [1,length] of the prompt's own, behind it."""
+    own = row.ids[0].tolist()[-1:] if not hasattr(policy, "mask") else [policy.mask]
+    return torch.tensor([list(itertools.islice(itertools.cycle(own), length))], device=policy.device)
+
+
+def _activations(policy, row: Any, length: int) -> int:
+    """What the forward of one row keeps for its backward."""
+    ids = _tokens(policy, row, length)
+    with policy._arithmetic():
+        if hasattr(policy, "mask"):
+            prompts = policy._together(row, torch.tensor([0]))
+            return kept([policy.model], lambda: policy._logits(prompts, ids))
+        return kept([policy.model], lambda: policy._whole(row, ids))
+
+
+@torch.no_grad()
+def _cache(policy, row: Any, length: int) -> int:
+    """Keys and values of one row; 0 of a model that keeps them in its own way."""
+    inputs, _ = policy._joined(row, _tokens(policy, row, length + 1))
+    with policy._arithmetic():
+        found = policy.model.base_model(input_ids=inputs, use_cache=True, **policy._beside(row, inputs.shape[1]))
+    layers = getattr(found.past_key_values, "layers", ())
+    tensors = [getattr(layer, name, None) for layer in layers for name in ("keys", "values")]
+    return tensor_bytes(each for each in tensors if torch.is_tensor(each))

@@ -1,0 +1,85 @@
+"""HunyuanVideo, and SkyReels V1, which has its architecture."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from flowgrpo.check.tiny.parts import SIZE, TOKENS, lively, llama_config, ready, text_encoder, tokenizer, video_picture
+
+
+def _hunyuan_vae():
+    from diffusers import AutoencoderKLHunyuanVideo
+
+    blocks = 4
+    return AutoencoderKLHunyuanVideo(
+        latent_channels=4, down_block_types=("HunyuanVideoDownBlock3D",) * blocks,
+        up_block_types=("HunyuanVideoUpBlock3D",) * blocks, block_out_channels=(4,) * blocks, layers_per_block=1,
+        norm_num_groups=2)
+
+
+def _hunyuan_transformer(channels: int = 4, **options: Any):
+    from diffusers import HunyuanVideoTransformer3DModel
+
+    return lively(HunyuanVideoTransformer3DModel(**dict(
+        in_channels=channels, out_channels=4, num_attention_heads=2, attention_head_dim=10, num_layers=1,
+        num_single_layers=1, num_refiner_layers=1, patch_size=1, text_embed_dim=16, pooled_projection_dim=16,
+        rope_axes_dim=(2, 4, 4)) | options))
+
+
+def _hunyuan_parts() -> dict[str, Any]:
+    from diffusers import FlowMatchEulerDiscreteScheduler
+    from transformers import CLIPTextModel
+
+    tokens = tokenizer(77)  # the pipeline pads to as many
+    return {"vae": _hunyuan_vae(), "scheduler": FlowMatchEulerDiscreteScheduler(shift=7.0),
+            "tokenizer": tokenizer(TOKENS), "text_encoder_2": text_encoder(CLIPTextModel, tokens),
+            "tokenizer_2": tokens}
+
+
+HUNYUAN_CALL = SIZE | {"max_sequence_length": TOKENS, "prompt_template": {"template": "{}", "crop_start": 0}}
+
+
+def hunyuan(seed: int = 0):
+    """HunyuanVideo: guidance as an input of the transformer."""
+    from diffusers import HunyuanVideoPipeline
+    from transformers import LlamaModel
+
+    torch.manual_seed(seed)
+    pipe = HunyuanVideoPipeline(text_encoder=lively(LlamaModel(llama_config())), transformer=_hunyuan_transformer(),
+                                **_hunyuan_parts())
+    return ready(pipe), dict(HUNYUAN_CALL)
+
+
+def hunyuan_skyreels(seed: int = 0):
+    """SkyReels V1's image-to-video on HunyuanVideo's architecture."""
+    from diffusers import HunyuanSkyreelsImageToVideoPipeline
+    from transformers import LlamaModel
+
+    torch.manual_seed(seed)
+    pipe = HunyuanSkyreelsImageToVideoPipeline(
+        text_encoder=lively(LlamaModel(llama_config())), **_hunyuan_parts(),
+        transformer=_hunyuan_transformer(8, guidance_embeds=False))
+    return ready(pipe), HUNYUAN_CALL | {"image": video_picture()}
+
+
+def hunyuan_image(kind: str, seed: int = 0):
+    """HunyuanVideo's image-to-video, whose picture is a condition beside the state or its first frame."""
+    from diffusers import HunyuanVideoImageToVideoPipeline
+    from transformers import CLIPImageProcessor, CLIPVisionConfig, LlavaConfig, LlavaForConditionalGeneration
+
+    torch.manual_seed(seed)
+    vision = CLIPVisionConfig(hidden_size=16, intermediate_size=16, projection_dim=16, num_hidden_layers=2,
+                              num_attention_heads=2, image_size=16, patch_size=8)
+    reader = LlavaForConditionalGeneration(LlavaConfig(
+        vision_config=vision, text_config=llama_config(), pad_token_id=0, image_token_index=1))
+    beside = kind == "latent_concat"
+    pipe = HunyuanVideoImageToVideoPipeline(
+        text_encoder=lively(reader), **_hunyuan_parts(), image_processor=CLIPImageProcessor(
+            size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16}),
+        transformer=_hunyuan_transformer(9 if beside else 4, guidance_embeds=not beside, image_condition_type=kind))
+    # Four image tokens stand in the text; nothing is cut off the template.
+    template = {"template": "{}", "crop_start": 0, "image_emb_len": 4, "image_emb_start": 2, "image_emb_end": 6}
+    call = HUNYUAN_CALL | {"image": video_picture(), "prompt_template": template}
+    return ready(pipe), call | {"num_frames": 9} if beside else call  # of which four are cut off

@@ -1,0 +1,280 @@
+"""Variance-preserving image pipelines: U-Nets, the transformers that predict noise or v, and consistency models.
+
+The pictures have 16 x 16 or 32 x 32 pixels. Schedulers are those of the published checkpoints.
+"""
+
+from __future__ import annotations
+
+import io
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from flowgrpo.check.tiny.parts import autoencoder, lively, text_encoder, tokenizer
+
+WIDTH = 16  # of every text encoder
+SD_NOISE = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear", "steps_offset": 1,
+            "timestep_spacing": "leading"}
+UNCHECKED = {"safety_checker": None, "feature_extractor": None, "requires_safety_checker": False}
+# Text encoders of these take the prompt's length from the pipeline's code.
+HUNYUAN_LENGTHS = (77, 256)
+SMALL = {"height": 16, "width": 16, "use_resolution_binning": False, "clean_caption": False, "max_sequence_length": 16}
+
+
+def pndm():
+    """The stock scheduler of SD 1.5."""
+    from diffusers import PNDMScheduler
+
+    return PNDMScheduler(skip_prk_steps=True, set_alpha_to_one=False, **SD_NOISE)
+
+
+def lcm():
+    """The stock scheduler of latent consistency models."""
+    from diffusers import LCMScheduler
+
+    return LCMScheduler(clip_sample=False, **{key: SD_NOISE[key] for key in SD_NOISE if key.startswith("beta")})
+
+
+def sd15(scheduler=None, seed: int = 0, kind=None, **options: Any):
+    """A StableDiffusionPipeline that predicts noise: a U-Net of one block, no safety checker.
+
+    kind: another class of these parts; options: more of what it takes.
+    """
+    from diffusers import StableDiffusionPipeline
+    from transformers import CLIPTextModel
+
+    torch.manual_seed(seed)
+    tokens = tokenizer()
+    parts = {"unet": _unet(), "scheduler": scheduler or pndm(), "vae": autoencoder(),
+             "text_encoder": text_encoder(CLIPTextModel, tokens), "tokenizer": tokens}
+    return _quiet((kind or StableDiffusionPipeline)(**parts | options, **UNCHECKED))
+
+
+def sdxl(seed: int = 0, kind=None, **options: Any):
+    """A StableDiffusionXLPipeline: two text encoders, pooled embeddings and sizes beside the time."""
+    from diffusers import EulerDiscreteScheduler, StableDiffusionXLPipeline
+    from transformers import CLIPTextModel, CLIPTextModelWithProjection
+
+    torch.manual_seed(seed)
+    tokens = tokenizer()
+    unet = _unet(cross_attention_dim=2 * WIDTH, **_sizes(WIDTH))
+    return _quiet((kind or StableDiffusionXLPipeline)(
+        unet=unet, scheduler=EulerDiscreteScheduler(**SD_NOISE), vae=autoencoder(),
+        text_encoder=text_encoder(CLIPTextModel, tokens), tokenizer=tokens,
+        text_encoder_2=text_encoder(CLIPTextModelWithProjection, tokens), tokenizer_2=tokenizer(), **options))
+
+
+def kolors(seed: int = 0, kind=None, **options: Any):
+    """A KolorsPipeline: a U-Net of SDXL that reads a ChatGLM."""
+    from diffusers import EulerDiscreteScheduler
+    from diffusers.pipelines.kolors.pipeline_kolors import KolorsPipeline
+
+    torch.manual_seed(seed)
+    unet = _unet(encoder_hid_dim=WIDTH, encoder_hid_dim_type="text_proj", **_sizes(WIDTH))
+    scheduler = EulerDiscreteScheduler(**SD_NOISE | {"beta_end": 0.014, "num_train_timesteps": 1100})
+    encoder, tokens = _chatglm()
+    return _quiet((kind or KolorsPipeline)(unet=unet, scheduler=scheduler, vae=autoencoder(), text_encoder=encoder,
+                                           tokenizer=tokens, **options))
+
+
+def lcm_sd15(seed: int = 0):
+    """A LatentConsistencyModelPipeline: the guidance scale is embedded, the output consistent."""
+    from diffusers import LatentConsistencyModelPipeline
+
+    torch.manual_seed(seed)
+    return sd15(lcm(), seed, LatentConsistencyModelPipeline, unet=_unet(time_cond_proj_dim=8))
+
+
+def inpaint(seed: int = 0, channels: int = 9):
+    """A StableDiffusionInpaintPipeline whose U-Net reads mask and masked picture as further channels; with 4 channels
+    it reads the state alone, and the pipeline puts the picture back in after every step."""
+    from diffusers import StableDiffusionInpaintPipeline
+
+    torch.manual_seed(seed)
+    pipe = sd15(None, seed, StableDiffusionInpaintPipeline, unet=_unet(in_channels=channels))
+    return pipe, {"image": _picture(), "mask_image": _mask()}
+
+
+def controlnet(seed: int = 0):
+    """A StableDiffusionControlNetPipeline with a live ControlNet."""
+    from diffusers import ControlNetModel, StableDiffusionControlNetPipeline
+
+    torch.manual_seed(seed)
+    control = lively(ControlNetModel(
+        block_out_channels=(8,), layers_per_block=1, down_block_types=("CrossAttnDownBlock2D",),
+        cross_attention_dim=WIDTH, attention_head_dim=2, norm_num_groups=4, conditioning_embedding_out_channels=(8, 8)))
+    with torch.no_grad():
+        embedding = control.controlnet_cond_embedding.conv_out
+        for zero in (embedding, *control.controlnet_down_blocks, control.controlnet_mid_block):
+            zero.weight.normal_(std=0.3)
+    return sd15(None, seed, StableDiffusionControlNetPipeline, controlnet=control)
+
+
+def pixart(kind, seed: int = 0, scheduler=None, **options: Any):
+    """A PixArt pipeline: a transformer that predicts noise and its variance, which the pipeline leaves out."""
+    from diffusers import DPMSolverMultistepScheduler, PixArtTransformer2DModel
+
+    torch.manual_seed(seed)
+    tokens = tokenizer()
+    denoiser = PixArtTransformer2DModel(
+        sample_size=8, num_layers=2, patch_size=2, num_attention_heads=2, attention_head_dim=8, in_channels=4,
+        out_channels=8, caption_channels=WIDTH, cross_attention_dim=16, use_additional_conditions=False)
+    return _quiet(kind(transformer=lively(denoiser), scheduler=scheduler or DPMSolverMultistepScheduler(),
+                       vae=autoencoder(), text_encoder=_t5(tokens), tokenizer=tokens, **options))
+
+
+def hunyuan_dit(seed: int = 0, kind=None, **options: Any):
+    """A HunyuanDiTPipeline: v-prediction, a BERT (here a CLIP) and a T5, pictures of 32 x 32 in 4 x 4 latents."""
+    from diffusers import DDPMScheduler, HunyuanDiT2DModel, HunyuanDiTPipeline
+    from transformers import CLIPTextModel
+
+    torch.manual_seed(seed)
+    short, long = (tokenizer(length) for length in HUNYUAN_LENGTHS)
+    denoiser = HunyuanDiT2DModel(
+        sample_size=4, num_layers=2, patch_size=2, num_attention_heads=2, attention_head_dim=8, in_channels=4,
+        hidden_size=16, mlp_ratio=1.0, cross_attention_dim=WIDTH, cross_attention_dim_t5=WIDTH,
+        pooled_projection_dim=WIDTH, text_len=HUNYUAN_LENGTHS[0], text_len_t5=HUNYUAN_LENGTHS[1])
+    scheduler = DDPMScheduler(beta_start=0.00085, beta_end=0.02, beta_schedule="scaled_linear", clip_sample=False,
+                              prediction_type="v_prediction", steps_offset=1)
+    return _quiet((kind or HunyuanDiTPipeline)(
+        transformer=lively(denoiser), scheduler=scheduler, vae=autoencoder(stages=4),
+        text_encoder=text_encoder(CLIPTextModel, short), tokenizer=short, text_encoder_2=_t5(long), tokenizer_2=long,
+        **options, **UNCHECKED))
+
+
+def cogview3(seed: int = 0):
+    """A CogView3PlusPipeline: v-prediction from a terminal signal of zero."""
+    from diffusers import CogVideoXDDIMScheduler, CogView3PlusPipeline, CogView3PlusTransformer2DModel
+
+    torch.manual_seed(seed)
+    tokens = tokenizer()
+    denoiser = CogView3PlusTransformer2DModel(
+        sample_size=8, num_layers=2, patch_size=2, num_attention_heads=2, attention_head_dim=8, in_channels=4,
+        out_channels=4, text_embed_dim=WIDTH, time_embed_dim=16, condition_dim=4, pos_embed_max_size=8)
+    scheduler = CogVideoXDDIMScheduler(beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear",
+                                       prediction_type="v_prediction", rescale_betas_zero_snr=True,
+                                       snr_shift_scale=4.0, timestep_spacing="trailing", clip_sample=False)
+    return _quiet(CogView3PlusPipeline(transformer=lively(denoiser), scheduler=scheduler, vae=autoencoder(),
+                                       text_encoder=_t5(tokens), tokenizer=tokens))
+
+
+def img2img(seed: int = 0):
+    """A StableDiffusionImg2ImgPipeline, which takes no latents."""
+    from diffusers import StableDiffusionImg2ImgPipeline
+
+    return sd15(None, seed, StableDiffusionImg2ImgPipeline)
+
+
+def omnigen(seed: int = 0):
+    """An OmniGenPipeline, which has no encode_prompt: its one transformer reads the prompt's tokens at every step."""
+    from diffusers import FlowMatchEulerDiscreteScheduler, OmniGenPipeline, OmniGenTransformer2DModel
+
+    torch.manual_seed(seed)
+    rope = {"type": "su", "long_factor": [1.0] * 4, "short_factor": [1.0] * 4}
+    denoiser = OmniGenTransformer2DModel(
+        hidden_size=16, num_attention_heads=2, num_key_value_heads=2, intermediate_size=16, num_layers=1, in_channels=4,
+        time_step_dim=4, rope_scaling=rope, vocab_size=1024, pad_token_id=0, pos_embed_max_size=8)
+    return _quiet(OmniGenPipeline(transformer=lively(denoiser), vae=autoencoder(), tokenizer=tokenizer(),
+                                  scheduler=FlowMatchEulerDiscreteScheduler(invert_sigmas=True)))
+
+
+def _unet(**options: Any):
+    from diffusers import UNet2DConditionModel
+
+    small = dict(sample_size=8, block_out_channels=(8,), layers_per_block=1, norm_num_groups=4, attention_head_dim=2,
+                 down_block_types=("CrossAttnDownBlock2D",), up_block_types=("CrossAttnUpBlock2D",),
+                 cross_attention_dim=WIDTH)
+    return lively(UNet2DConditionModel(**small | options))
+
+
+def _sizes(pooled: int) -> dict[str, Any]:
+    """What a U-Net takes that reads pooled embeddings and six numbers of sizes."""
+    return {"addition_embed_type": "text_time", "addition_time_embed_dim": 4,
+            "projection_class_embeddings_input_dim": pooled + 6 * 4}
+
+
+def _t5(tokens):
+    from transformers import T5Config, T5EncoderModel
+
+    return T5EncoderModel(T5Config(vocab_size=len(tokens), d_model=WIDTH, d_kv=8, d_ff=16, num_layers=1, num_heads=2,
+                                   dropout_rate=0.0))
+
+
+def _chatglm():
+    from diffusers.pipelines.kolors.text_encoder import ChatGLMConfig, ChatGLMModel
+    from diffusers.pipelines.kolors.tokenizer import ChatGLMTokenizer
+    from sentencepiece import SentencePieceTrainer
+
+    written = io.BytesIO()
+    SentencePieceTrainer.train(sentence_iterator=iter(["abcdefghijklmnopqrstuvwxyz 0123456789"]), model_writer=written,
+                               model_type="char", vocab_size=60, hard_vocab_limit=False, pad_id=3, minloglevel=2)
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "tokenizer.model").write_bytes(written.getvalue())
+        tokens = ChatGLMTokenizer(str(Path(folder, "tokenizer.model")))
+    encoder = ChatGLMModel(ChatGLMConfig(
+        num_layers=2, padded_vocab_size=len(tokens), hidden_size=WIDTH, ffn_hidden_size=16, kv_channels=8,
+        num_attention_heads=2, seq_length=16, add_qkv_bias=True, original_rope=True))
+    with torch.no_grad():
+        for parameter in encoder.parameters():  # it leaves its norms as the memory was
+            parameter.fill_(1.0) if parameter.ndim == 1 else parameter.normal_(std=0.3)
+    return encoder, tokens
+
+
+def _quiet(pipe):
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def _picture(channels: int = 3) -> torch.Tensor:
+    """One picture [1,channels,16,16] in [0, 1]: a ramp."""
+    return torch.linspace(0, 1, 16).expand(1, channels, 16, 16).clone()
+
+
+def _mask() -> torch.Tensor:
+    return (_picture(1) > 0.5).float()
+
+
+def _alpha(seed: int):
+    from diffusers import PixArtAlphaPipeline
+
+    return pixart(PixArtAlphaPipeline, seed), SMALL
+
+
+def _sigma(seed: int):
+    from diffusers import PixArtSigmaPipeline
+
+    return pixart(PixArtSigmaPipeline, seed), SMALL
+
+
+def _pag(seed: int):
+    from diffusers import StableDiffusionPAGPipeline
+
+    return sd15(None, seed, StableDiffusionPAGPipeline), {"pag_scale": 2.0}
+
+
+def _pag_xl(seed: int):
+    from diffusers import StableDiffusionXLPAGPipeline
+
+    return sdxl(seed, StableDiffusionXLPAGPipeline, add_watermarker=False), {"pag_scale": 2.0}
+
+
+HUNYUAN_CALL = {"height": 32, "width": 32, "use_resolution_binning": False}
+FACTORIES = {
+    "StableDiffusionPipeline": lambda seed: (sd15(None, seed), {}),
+    "StableDiffusionXLPipeline": lambda seed: (sdxl(seed, add_watermarker=False), {}),
+    "KolorsPipeline": lambda seed: (kolors(seed), {"max_sequence_length": 16}),
+    "LatentConsistencyModelPipeline": lambda seed: (lcm_sd15(seed), {}),
+    "StableDiffusionInpaintPipeline": inpaint,
+    "StableDiffusionInpaintPipeline (4 channels)": lambda seed: inpaint(seed, 4),
+    "StableDiffusionControlNetPipeline": lambda seed: (controlnet(seed), {"image": _picture()}),
+    "StableDiffusionPAGPipeline": _pag,
+    "StableDiffusionXLPAGPipeline": _pag_xl,
+    "PixArtAlphaPipeline": _alpha,
+    "PixArtSigmaPipeline": _sigma,
+    "HunyuanDiTPipeline": lambda seed: (hunyuan_dit(seed), HUNYUAN_CALL),
+    "CogView3PlusPipeline": lambda seed: (cogview3(seed), {"max_sequence_length": 16}),
+    "StableDiffusionImg2ImgPipeline": lambda seed: (img2img(seed), {"image": _picture()}),
+    "OmniGenPipeline": lambda seed: (omnigen(seed), {}),
+}

@@ -1,0 +1,64 @@
+"""The arithmetic of a run's batch: computed once, refused in one line where it cannot work."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flowgrpo.config.sections import Train
+from flowgrpo.errors import UserError
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """prompts: P of each process; group: G; rows: B = P*G; parts: the whole groups that are sampled together, as many
+    as a micro-batch holds and one at least; updates: optimiser steps per pass over them."""
+
+    prompts: int
+    group: int
+    micro_batch: int
+    updates: int
+
+    @property
+    def rows(self) -> int:
+        return self.prompts * self.group
+
+    @property
+    def parts(self) -> int:
+        return -(-self.prompts // prompts_per_part(self.group, self.micro_batch))
+
+
+def geometry(train: Train, processes: int = 1) -> Geometry:
+    """Share a batch between processes. UserError names the nearest numbers that work.
+
+    An optimiser step trains whole parts. So that any number of processes makes the same steps, all of them, and one
+    alone, have to part the epoch's prompts at the same places.
+    """
+    if train.prompts % processes:
+        low = max(train.prompts // processes, 1) * processes
+        raise UserError(f"train.prompts is {train.prompts}, which {processes} processes cannot share evenly: "
+                        f"use {low} or {low + processes}")
+    found = Geometry(train.prompts // processes, train.group, train.micro_batch, train.updates)
+    together = prompts_per_part(train.group, train.micro_batch)
+    if train.updates > found.parts:
+        smaller = f", or a micro_batch of {_fits(found.prompts // train.updates, found, processes) * found.group}"
+        raise UserError(f"train.updates is {train.updates}, but {found.prompts} groups of {found.group} in "
+                        f"micro-batches of {train.micro_batch} make {found.parts} parts: use at most {found.parts} "
+                        f"updates{smaller if train.updates <= found.prompts else ''}")
+    fits = _fits(together, found, processes)
+    if train.updates > 1 and fits < together:
+        raise UserError(f"train.updates is {train.updates}, but micro-batches of {train.micro_batch} take {together} "
+                        f"groups of {train.group} together, which do not part the {found.prompts} prompts of each of "
+                        f"{processes} processes evenly: use a micro_batch of {fits * train.group}")
+    return found
+
+
+def _fits(together: int, found: Geometry, processes: int) -> int:
+    """The most prompts, at most `together`, that may make a part: of several processes a divisor of their P."""
+    if processes == 1:
+        return together
+    return max((n for n in range(1, together + 1) if found.prompts % n == 0), default=1)
+
+
+def prompts_per_part(group: int, micro_batch: int) -> int:
+    """How many prompts are sampled together: as many whole groups as a micro-batch holds, one at least."""
+    return max(micro_batch // group, 1)

@@ -1,0 +1,141 @@
+"""Read and check a configuration: YAML recipes, dotted overrides, one-line errors with the nearest right key."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from flowgrpo.config.base import Loader
+from flowgrpo.config.reward_rules import Retry, RewardRule, WatchRule
+from flowgrpo.config.schema import Config, fields, keys, owner, sections
+from flowgrpo.config.sections import EarlyStop
+from flowgrpo.errors import UserError, nearest
+
+
+def load(recipe: str | Path | None, overrides: dict[str, Any] | None = None) -> Config:
+    """Read a recipe and lay dotted overrides (`{"train.lr": "1e-4"}`; values in YAML's notation) over it.
+
+    Raises UserError, in one line, for a missing or broken file, an unknown key, a wrong type or range; a mistake in the
+    recipe is told with the recipe's name, one in an override with the option's.
+    """
+    raw = read_yaml(Path(recipe)) if recipe else {}
+    if recipe:
+        raw.setdefault("name", Path(recipe).stem)
+        validate(raw, where=str(recipe))
+    for path, given in (overrides or {}).items():
+        _assign(raw, path, parse_value(path, given) if isinstance(given, str) else given)
+    return validate(raw)
+
+
+def validate(raw: dict[str, Any], where: str = "the options") -> Config:
+    """Check a nested dictionary; UserError names the first wrong key with its path."""
+    try:
+        return Config.model_validate(raw)
+    except ValidationError as error:
+        raise UserError(f"{where}: {_explain(error.errors())}") from None
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """A recipe as nested dictionaries, unchecked. UserError for a missing or broken file."""
+    if not path.is_file():
+        raise UserError(f"no recipe at {path}: expected a YAML file, such as configs/starter.yaml")
+    try:
+        raw = yaml.load(path.read_text(encoding="utf-8"), Loader)
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} is not valid YAML: {_broken(error)}") from None
+    if not isinstance({} if raw is None else raw, dict):
+        raise UserError(f"{path}: expected keys with values at the top, got a {type(raw).__name__}")
+    return raw or {}
+
+
+def parse_value(path: str, text: str) -> Any:
+    """An override's value in YAML's notation; where the key holds text, the text as it stands."""
+    if path in fields() and fields()[path].annotation is str:
+        return text
+    try:
+        return yaml.load(text, Loader)
+    except yaml.YAMLError as error:
+        raise UserError(f"--{path}: {text!r} is not valid YAML: {_broken(error)}") from None
+
+
+def _broken(error: yaml.YAMLError | UnicodeDecodeError) -> str:
+    mark = getattr(error, "problem_mark", None)
+    return f"{error.problem} (line {mark.line + 1}, column {mark.column + 1})" if mark else " ".join(str(error).split())
+
+
+def _assign(raw: dict[str, Any], path: str, value: Any) -> None:
+    *sections, key = path.split(".")
+    for part in sections:
+        if raw.get(part) is None:
+            raw[part] = {}
+        raw = raw[part]
+        if not isinstance(raw, dict):
+            raise UserError(f"--{path}: {part} is a value, not a section, and has no key {key!r}")
+    raw[key] = value
+
+
+def _explain(errors: list[dict[str, Any]]) -> str:
+    first = _dotted(errors[0]["loc"])
+    if "." in first and errors[0]["loc"] == (first,) and first in keys():
+        section, _, name = first.rpartition(".")
+        return f"unknown key {first!r}: in a file, write {name!r} below {section!r}"
+    errors = [error | {"loc": tuple(part for part in error["loc"] if not _UNION_TAG.match(str(part)))}
+              for error in errors]
+    key = owner(_dotted(errors[0]["loc"])) or first
+    # A union reports every type it tried; the one that went deepest was meant.
+    tried = [error for error in errors if f"{_dotted(error['loc'])}.".startswith(f"{key}.")]
+    tried = [error for error in tried if len(error["loc"]) == max(len(other["loc"]) for other in tried)]
+    unknown = next((error["loc"] for error in tried if error["type"] == "extra_forbidden"), None)
+    if unknown:
+        return f"unknown key {_dotted(unknown)!r}{_nearest_of(unknown)}"
+    expected = " or ".join(dict.fromkeys(_expected(error["msg"]) for error in tried))
+    return f"{_dotted(tried[0]['loc'])}: got {tried[0]['input']!r}, expected {expected}"
+
+
+_UNION_TAG = re.compile(r"(str|float)$|<|(dict|list)\[")  # the names that pydantic gives to the branches of a union
+_RULES = {"reward": RewardRule, "eval.rewards": WatchRule, "eval.stop": EarlyStop}
+
+
+def _nearest_of(unknown: tuple[str | int, ...]) -> str:
+    """`nearest` for an unknown key by its place, which may be within a reward's rule."""
+    path = _dotted(unknown)
+    rule = _RULES.get(owner(path) or "")
+    if rule is None:
+        return nearest_key(path, keys() if "." in path else [*keys(), *sections()])
+    within = next(part for part in reversed(unknown[:-1]) if isinstance(part, str))  # a transform has its place between
+    choices = {"on_error": [*Retry.model_fields], "transform": ["clip", "threshold"]}.get(within, [*rule.model_fields])
+    return nearest(str(unknown[-1]), choices)
+
+
+def _dotted(location: tuple[str | int, ...]) -> str:
+    return ".".join(str(part) for part in location)
+
+
+def _expected(message: str) -> str:
+    """Pydantic's message as the end of a sentence that begins with "expected"."""
+    for pattern, words in _PHRASES:
+        message = re.sub(pattern, words, message)
+    return message[0].lower() + message[1:]
+
+
+_PHRASES = (
+    (r"^Input should be a valid dictionary or instance of .*", "keys with values"),
+    (r"^Input should be (?=greater|less)", "a number "),
+    (r"^(Input|Keys) should be |, unable to .*|, got a number .*", ""),
+    (r"^\w+ should have (.*?)( after validation.*)?$", r"\1"),
+    (r"^Value error, ", ""),
+    (r"^Field required$", "one more value"),
+)
+
+
+def nearest_key(path: str, choices: list[str]) -> str:
+    """`nearest` for an unknown key; where none is near, the keys of the section that was meant."""
+    inside = [key for key in keys() if key.startswith((path if path in sections() else path.rpartition(".")[0]) + ".")]
+    told = nearest(path, choices)
+    if told.startswith(":") and path not in sections():
+        return told
+    return f"; there are: {', '.join(inside or [key for key in [*keys(), *sections()] if '.' not in key])}"

@@ -1,0 +1,124 @@
+"""The one typed configuration: what a recipe may say, checked before anything is loaded.
+
+A recipe is a YAML file that states differences from these defaults. Dotted overrides (`--train.lr=1e-4`) go through the
+same check. An unknown key is an error that gives its path and the nearest right key. After parsing only `precision:
+auto` is replaced, by what the machine suits: the resolved configuration is saved with every run and runs again as it
+is.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import Field
+from pydantic.fields import FieldInfo
+
+from flowgrpo.config.base import Dumper, Section
+from flowgrpo.config.reward_rules import RewardRule, WatchRule, Weighted
+from flowgrpo.config.sections import Adapter, Eval, Memory, Picture, Text, Train
+from flowgrpo.starter import CALLS
+
+
+class Config(Section):
+    """Everything a run needs; see the sections for their fields."""
+
+    name: str = Field("run", min_length=1, description="the run's folder below `output`")
+    model: str = Field("starter", description="`starter`, `starter_consistency`, `starter_video`, `starter_text`, a "
+                                              "local directory, or a hub id")
+    method: str = Field("mix_grpo", description="presets joined by +, applied from left to right")
+    parts: dict[str, Any] = Field({}, description="fields of the method's parts, such as {plan: {size: 2}}")
+    reward: str | dict[str, Weighted] = Field("scene_graded", min_length=1,
+                                              description="a reward, or rewards with their weights or rules")
+    prompts: str = Field("starter", description="`starter`, `starter_video`, `starter_text`, or a .txt, .jsonl, .csv "
+                                              "or .parquet file")
+    held_out: float | str = Field(0.1, description="share of the prompts that is never trained on, or a file of "
+                                                 "them; packaged prompts bring their own, and take no share")
+    preferences: str | None = Field(None, min_length=1, description="a .jsonl of pairs of pictures that are trained "
+                                                                    "on: none is drawn; see docs/preferences.md")
+    labels: Literal["file", "rewards"] = Field("file", description="who says which picture of such a pair is better; "
+                                               "with `file` the rewards are only measured")
+    negative_prompt: str = Field("", description="of prompts that bring none of their own")
+    cache: str | None = Field(None, description="folder for encoded prompts and kept scores, shared by runs; None: "
+                                                "memory only")
+    output: str = Field("runs", description="the folder of all runs")
+    seed: int = Field(0, ge=0, lt=2**32, description="of noise, order of prompts, adapter's first weights")
+    device: Literal["auto", "cuda", "mps", "cpu"] = Field("auto", description="`auto`: the first that works")
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = Field(
+        "auto", description="of frozen weights and of the arithmetic; with fp16 the loss is scaled; `auto`: bf16 where "
+                            "the device computes in it natively, else fp32, which the run prints and keeps")
+    tracker: Literal["tensorboard", "wandb", "none"] = Field("tensorboard", description="beside `metrics.jsonl`")
+    trust_remote_code: bool = Field(False, description="run code that comes with a model from a hub")
+    picture: Picture = Picture()
+    text: Text = Text()
+    adapter: Adapter = Adapter()
+    memory: Memory = Memory()
+    train: Train = Train()
+    eval: Eval = Eval()
+
+    @property
+    def rewards(self) -> dict[str, float]:
+        """Reward names with their weights."""
+        return {name: rule.weight for name, rule in self.trained.items()}
+
+    @property
+    def trained(self) -> dict[str, RewardRule]:
+        """The rules of the rewards that are trained on, by name."""
+        return {"preferred": RewardRule()} if self._labelled else self._rules
+
+    @property
+    def _labelled(self) -> bool:
+        """Whether recorded pairs say themselves what is better."""
+        return self.preferences is not None and self.labels == "file"
+
+    @property
+    def _rules(self) -> dict[str, RewardRule]:
+        given = {self.reward: 1.0} if isinstance(self.reward, str) else self.reward
+        return {name: rule if isinstance(rule, RewardRule) else RewardRule(weight=rule) for name, rule in given.items()}
+
+    @property
+    def watched(self) -> dict[str, WatchRule]:
+        """The rules of the rewards that are measured besides; one that is trained on and merely named keeps its own."""
+        given, own = self.eval.rewards, self._rules
+        further = given if isinstance(given, dict) else {name: WatchRule() for name in given if name not in own}
+        return own | further if self._labelled else further
+
+    @property
+    def call(self) -> dict[str, Any]:
+        """What every call of the pipeline gets beside prompts and latents: `picture`, over the starter's own."""
+        picture = self.picture
+        sizes = {"height": picture.height, "width": picture.width, "num_frames": picture.frames}
+        own = CALLS.get(self.model, {})
+        return own | {key: size for key, size in sizes.items() if size is not None} | picture.call
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.output) / self.name
+
+    def yaml(self) -> str:
+        return yaml.dump(self.model_dump(mode="json"), Dumper=Dumper, sort_keys=False, allow_unicode=True)
+
+
+def fields(section: type[Section] = Config, prefix: str = "") -> dict[str, FieldInfo]:
+    """All dotted keys of the configuration with what they hold, in order."""
+    found: dict[str, FieldInfo] = {}
+    for name, field in section.model_fields.items():
+        inner = getattr(field.annotation, "model_fields", None) is not None
+        found |= fields(field.annotation, f"{prefix}{name}.") if inner else {prefix + name: field}
+    return found
+
+
+def keys() -> list[str]:
+    """All dotted keys of the configuration."""
+    return list(fields())
+
+
+def owner(path: str) -> str | None:
+    """The key that a dotted path sets: itself, or the one whose value it reaches into (`parts` for parts.plan.size)."""
+    return next((key for key in keys() if path == key or path.startswith(key + ".")), None)
+
+
+def sections() -> list[str]:
+    """The dotted names of the configuration's sections."""
+    return sorted({key.rpartition(".")[0] for key in keys()} - {""})

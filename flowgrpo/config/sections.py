@@ -1,0 +1,132 @@
+"""The sections of a recipe: their keys, what each is about, and what it is where a recipe does not say."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from flowgrpo.config.base import Section
+from flowgrpo.config.reward_rules import WatchRule
+
+
+class Picture(Section):
+    """What the pipeline is asked for; None leaves the pipeline's own default."""
+
+    height: int | None = Field(None, ge=8, description="pixels")
+    width: int | None = Field(None, ge=8, description="pixels")
+    frames: int | None = Field(None, ge=1, description="number of frames, for video pipelines")
+    call: dict[str, Any] = Field({}, description="further arguments of the pipeline's call: {max_sequence_length: 77}")
+
+
+class Text(Section):
+    """What a language model is asked for."""
+
+    max_tokens: int = Field(256, ge=1, description="of a completion, at most")
+    system: str | None = Field(None, description="the system message; None: none")
+    template: bool | None = Field(None, description="prompts in the tokenizer's chat template; None: where it has one")
+    truncated: Literal["keep", "mask", "penalise"] = Field("keep", description="completions that reach max_tokens "
+                                                           "without an end: trained like others, not at all, or with "
+                                                           "`penalty` taken off")
+    penalty: float = Field(1.0, gt=0, description="of `truncated: penalise`, off every transformed reward")
+    shared_prefix: bool = Field(True, description="a prompt is read once for all samples of its group, where the model "
+                                                  "allows it")
+    eval_temperature: float = Field(0.0, ge=0, description="of the evaluation; 0 takes the likeliest token")
+    engine: Literal["transformers", "vllm"] = Field("transformers", description="what draws completions; `vllm` has "
+                                                    "not been run: docs/language_models.md")
+    engine_precision: Literal["fp32", "bf16", "fp16"] | None = Field(
+        None, description="in which completions are drawn, by a copy of the model where it is not `precision`; None: "
+                          "`precision`")
+    engine_memory: float = Field(0.4, gt=0, lt=1, description="share of the GPU that vLLM takes")
+    correction: Literal["tis", "mis", "none"] = Field("tis", description="of tokens that an engine drew, weighted by "
+                                                      "r = trainer's probability / engine's: min(r, cap), or 0 above "
+                                                      "the cap, or not at all")
+    correction_cap: float = Field(2.0, ge=1, description="largest r")
+    correction_level: Literal["token", "sequence"] = Field("token", description="r of a token, or of its completion")
+
+
+class Adapter(Section):
+    """What is trained: a LoRA (rank >= 1) on the denoiser (the method may say: on text encoders), or with `rank: 0` all
+    of the denoiser's weights."""
+
+    rank: int = Field(32, ge=0, description="rank of the LoRA; 0 trains all weights")
+    alpha: float | None = Field(None, gt=0, description="LoRA alpha; None means a scale of 2: 2 * rank, of an rsLoRA "
+                                                      "2 * sqrt(rank)")
+    dora: bool = Field(False, description="a length of its own for every row of a weight (DoRA, 2402.09353)")
+    rslora: bool = Field(False, description="the scale alpha / sqrt(rank) (rsLoRA, 2312.03732)")
+    targets: list[str] = Field(["to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj",
+                                "to_add_out"], description="names of the modules that get an adapter; these are a "
+                                "denoiser's, in whose place a language model's stand")
+    encoder_targets: list[str] = Field(["q_proj", "k_proj", "v_proj", "out_proj", "o_proj", "q", "k", "v", "o"],
+                                       description="the same of text encoders, where the method trains them")
+
+
+class Train(Section):
+    """The training loop: its geometry, its sampler and its optimiser."""
+
+    epochs: int = Field(100, ge=1, description="rollout rounds; each draws prompts, samples groups and updates")
+    prompts: int = Field(8, ge=1, description="prompts per epoch, over all processes")
+    group: int = Field(12, ge=2, description="samples per prompt")
+    micro_batch: int = Field(8, ge=1, description="rows that go through the denoiser at once")
+    pack: bool = Field(False, description="several steps in one batch of a replay, where that saves calls of the "
+                                          "denoiser; see docs/performance.md")
+    updates: int = Field(1, ge=1, description="optimiser steps per pass over an epoch's samples")
+    inner_epochs: int = Field(1, ge=1, description="passes over an epoch's samples")
+    steps: int = Field(10, ge=2, description="denoising steps of a rollout")
+    guidance: float = Field(1.0, ge=0, description="guidance scale of the rollout and of its replay")
+    grid: Literal["shifted", "stock"] = Field("shifted", description="shift(linspace(1, 0)), or what the pipeline's "
+                                          "own call samples with (its sigmas, its shift by the picture's size); a "
+                                          "model that predicts noise has its own always")
+    shift: float = Field(3.0, gt=0, description="the shift of the `shifted` grid")
+    lr: float = Field(3e-4, gt=0, description="learning rate of AdamW")
+    warmup: int = Field(0, ge=0, description="optimiser steps of linear warm-up")
+    schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="of the learning rate, down to 0")
+    weight_decay: float = Field(1e-4, ge=0, description="of AdamW")
+    betas: tuple[float, float] = Field((0.9, 0.999), description="of AdamW")
+    clip_grad: float = Field(1.0, gt=0, description="largest norm of the gradient")
+    checkpointing: bool = Field(False, description="gradient checkpointing in the denoiser")
+    optimizer: Literal["adamw", "adamw8bit"] = Field("adamw", description="`adamw8bit`: its moments in 8 bits, by "
+                                                                         "bitsandbytes")
+    compile: bool = Field(False, description="torch.compile for the denoiser's blocks")
+    ema: float = Field(0.0, ge=0, lt=1, description="decay of the moving average of the weights; 0 keeps none")
+    save_every: int = Field(50, ge=1, description="epochs between checkpoints; the last epoch is always saved")
+    keep: int = Field(2, ge=1, description="checkpoints kept")
+
+
+class Memory(Section):
+    """What is held where, and how precisely: docs/performance.md says what each costs."""
+
+    weights: Literal["full", "int8", "nf4"] = Field("full", description="of the denoiser below a LoRA: in "
+                                                    "`precision`, or by torchao (`int8`) or bitsandbytes (`nf4`)")
+    encoders: Literal["keep", "cpu"] = Field("keep", description="where text encoders wait while nothing is encoded")
+    vae: Literal["whole", "sliced", "tiled"] = Field("whole", description="a batch decoded at once, picture by "
+                                                     "picture, or tile by tile too")
+    states: Literal["device", "cpu"] = Field("device", description="where a rollout's recorded states wait for their "
+                                             "replay")
+    shard: bool = Field(False, description="the denoiser's frozen weights shared out over the processes, by FSDP2")
+
+
+class EarlyStop(Section):
+    """When training ends before its last epoch."""
+
+    reward: str = Field(min_length=1, description="one that is measured on held-out prompts")
+    patience: int = Field(ge=1, description="evaluations in a row without a better mean")
+
+
+class Eval(Section):
+    """Evaluation on held-out prompts, with the pipeline's own scheduler."""
+
+    steps: int = Field(20, ge=1, description="denoising steps of the evaluation")
+    guidance: float = Field(4.5, ge=0, description="guidance scale of the evaluation, before and after alike")
+    every: int = Field(0, ge=0, description="epochs between pictures and held-out scores; 0: only before and after")
+    prompts: int = Field(64, ge=1, description="held-out prompts, evenly spread over the file")
+    samples: int = Field(1, ge=1, description="pictures per held-out prompt")
+    weights: Literal["current", "ema"] = Field("current", description="which weights are evaluated and saved")
+    best: str | None = Field(None, min_length=1, description="the measured reward by which the best of the weights "
+                                                             "that `every` measures are kept for the end; None: the "
+                                                             "last")
+    stop: EarlyStop | None = Field(None, description="{reward: NAME, patience: N}: end after N evaluations in a row "
+                                                     "without a better mean of it")
+    grid: int = Field(12, ge=1, description="prompts in the before/after picture")
+    rewards: list[str] | dict[str, WatchRule] = Field([], description="further rewards that are measured and never "
+                                                                      "trained on: names, or names with rules")

@@ -1,0 +1,164 @@
+"""Which prompts an epoch begins with: `curriculum(pool, count, epoch, seed, wanted, memory, group) -> count prompts`.
+
+pool: the training prompts; wanted: how often the method's advantage wants each of them drawn, or None; memory: what is
+kept between epochs and in checkpoints; group: the samples of each prompt. After an epoch's sampling `learn(memory,
+drawn)` tells what was found. All of it is the same on every process, and after a resume.
+
+What is believed of every prompt's success rate: Beta posteriors, kept between epochs and in checkpoints.
+
+How an epoch's samples are shared out among prompts: a part of a method's `curriculum`, and the advantage with it.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from flowgrpo.advantages.group import RELATIVE_NOISE
+from flowgrpo.data import splits
+from flowgrpo.data.prompts import Prompt
+from flowgrpo.errors import UserError
+
+if TYPE_CHECKING:
+    from flowgrpo.curriculum.epoch_batch import Drawn
+
+
+@dataclass(frozen=True)
+class Walk:
+    """Through all prompts in turn, or by their weights where these differ: `splits.draw`."""
+
+    def __call__(self, pool: Sequence[Prompt], count: int, epoch: int, seed: int, wanted: Sequence[float] | None,
+                 memory: dict[str, Any], group: int) -> list[Prompt]:
+        return splits.draw(list(pool), count, epoch, seed, wanted)
+
+    def learn(self, memory: dict[str, Any], drawn: Drawn) -> None:
+        """Nothing is remembered."""
+
+
+@dataclass(frozen=True)
+class Posterior:
+    """Of `candidates` times as many prompts those whose success rate, drawn from its posterior, is nearest to `target`
+    (MoPPS, 2507.04632).
+
+    The rate of a prompt has the posterior Beta(a, b), which begins as Beta(prior, prior). After k samples with the mean
+    reward s, within 0 to 1: a = keep a + (1 - keep) prior + s k, and b the same with 1 - s; keep < 1 forgets. Draws
+    are Thompson's: one number per candidate and epoch, so that uncertain prompts are tried. That only prompts that were
+    sampled forget, and the default numbers but target 1/2 and prior 1, are a reconstruction.
+    """
+
+    target: float = 0.5
+    candidates: int = 4
+    keep: float = 0.5
+    prior: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.target <= 1 or self.candidates < 1:
+            raise ValueError(f"Posterior: target is {self.target} and candidates {self.candidates}, expected 0 to 1 "
+                             "and 1 or more")
+        require("Posterior", self.keep, self.prior)
+
+    def __call__(self, pool: Sequence[Prompt], count: int, epoch: int, seed: int, wanted: Sequence[float] | None,
+                 memory: dict[str, Any], group: int) -> list[Prompt]:
+        most = max(min(self.candidates * count, len(pool)), count)
+        asked = splits.draw(list(pool), most, epoch, seed, wanted)
+        rates = np.random.default_rng([seed, epoch, 0]).beta(*of(memory, asked, self.prior).T)
+        return [asked[place] for place in np.abs(rates - self.target).argsort(kind="stable")[:count]]
+
+    def learn(self, memory: dict[str, Any], drawn: Drawn) -> None:
+        learn(memory, drawn, self.keep, self.prior)
+
+
+KEY = "beliefs"
+
+
+def of(memory: dict[str, Any], prompts: Sequence[Prompt], prior: float) -> np.ndarray:
+    """(a, b) of the posterior Beta(a, b) of every prompt: [n, 2]; of one that was never sampled Beta(prior, prior)."""
+    known = memory.get(KEY, {})
+    return np.array([known.get(prompt.key, (prior, prior)) for prompt in prompts])
+
+
+def learn(memory: dict[str, Any], drawn: Drawn, keep: float, prior: float) -> None:
+    """Count an epoch's rewards, within 0 to 1, one group after the other, those of groups that were replaced too."""
+    known, own = memory.setdefault(KEY, {}), {prompt.key for prompt in drawn.pool}
+    for prompt, totals in zip(drawn.prompts, drawn.totals):
+        if prompt.key in own and len(found := totals[~totals.isnan()].double()):
+            _require_rate(prompt.key, found.min().item(), found.max().item())
+            a, b = known.get(prompt.key, (prior, prior))
+            known[prompt.key] = list(updated(a, b, found.mean().item(), len(found), keep, prior))
+
+
+def updated(a: float, b: float, share: float, samples: int, keep: float, prior: float) -> tuple[float, float]:
+    """The posterior's numbers after `samples` samples, a share of them right; keep < 1 forgets, towards the prior."""
+    begin = (1 - keep) * prior
+    return keep * a + begin + share * samples, keep * b + begin + (1 - share) * samples
+
+
+def require(part: str, keep: float, prior: float) -> None:
+    """ValueError for numbers that no belief can be kept with."""
+    if not 0 <= keep <= 1 or not prior > 0:
+        raise ValueError(f"{part}: keep is {keep} and prior {prior}, expected 0 to 1 and above 0")
+
+
+def _require_rate(prompt: str, least: float, most: float) -> None:
+    if least < -RELATIVE_NOISE or most > 1 + RELATIVE_NOISE:
+        raise UserError(f"rewards from {least:g} to {most:g} (prompt: {prompt!r}), but a curriculum counts them as "
+                        "success rates, within 0 to 1: scale the rewards' weights")
+
+
+@dataclass(frozen=True)
+class Knapsack:
+    """Of an epoch's groups more go to prompts from which more is to be learned (Knapsack RL, 2509.25849): `allocated`.
+
+    An epoch has `each` times fewer different prompts than groups, every one with a group at least; the others are
+    shared out by the success rate that is believed of each, the mean of its posterior (`beliefs`). What a prompt's
+    groups earn is compared as one by the advantage `Pooled`. The paper takes the rate of the epoch before and shares
+    out single samples; here the unit is a group, so that `train.group` should be small.
+    """
+
+    each: int = 4
+    keep: float = 0.5
+    prior: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.each < 1:
+            raise ValueError(f"Knapsack: each is {self.each}, expected 1 or more")
+        require("Knapsack", self.keep, self.prior)
+
+    def __call__(self, pool: Sequence[Prompt], count: int, epoch: int, seed: int, wanted: Sequence[float] | None,
+                 memory: dict[str, Any], group: int) -> list[Prompt]:
+        asked = splits.draw(list(pool), min(max(count // self.each, 1), len(pool)), epoch, seed, wanted)
+        a, b = of(memory, asked, self.prior).T
+        groups = allocated((a / (a + b)).tolist(), count, group)
+        return [prompt for prompt, own in zip(asked, groups) for _ in range(own)]
+
+    def learn(self, memory: dict[str, Any], drawn: Drawn) -> None:
+        learn(memory, drawn, self.keep, self.prior)
+
+
+def value(samples: int, rate: float) -> float:
+    """What so many samples of a prompt of this success rate p are worth: (1 - p^N - (1 - p)^N) p (1 - p)^2, the
+    probability that they differ times the gain of a step on them (2509.25849)."""
+    return (1 - rate ** samples - (1 - rate) ** samples) * rate * (1 - rate) ** 2
+
+
+def allocated(rates: Sequence[float], units: int, size: int, least: int = 1) -> list[int]:
+    """How many units of `size` samples each prompt gets, `least` at least, so that the sum of `value` is the largest:
+    since that grows ever slower with N, each unit in turn goes where it adds most, ties by position."""
+    found = [least] * len(rates)
+
+    def gain(place: int) -> float:
+        own = found[place]
+        return math.fsum((value((own + 1) * size, rates[place]), -value(own * size, rates[place])))
+
+    heap = [(-gain(place), place) for place in range(len(rates))]
+    heapq.heapify(heap)
+    for _ in range(units - least * len(rates)):
+        _, place = heapq.heappop(heap)
+        found[place] += 1
+        heapq.heappush(heap, (-gain(place), place))
+    return found

@@ -1,0 +1,117 @@
+"""Which groups of an epoch are replaced, and by which prompts: `redraw(drawn) -> [(place, prompt), ...]`.
+
+Asked again after every turn, until nothing is to be drawn any more; `drawn` (`epoch_batch.Drawn`) holds all turns so
+far, of all processes. A replaced group is neither compared with others nor trained. Pure functions of what was drawn,
+so that a resumed run draws the same.
+
+Hints for prompts that no sample solves: a part of a method's `redraw`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from flowgrpo.advantages.group import RELATIVE_NOISE, zero_variance
+from flowgrpo.data.prompts import Prompt
+
+if TYPE_CHECKING:
+    from flowgrpo.curriculum.epoch_batch import Drawn
+
+
+@dataclass(frozen=True)
+class Never:
+    """Every group stays."""
+
+    def __call__(self, drawn: Drawn) -> list[tuple[int, Prompt]]:
+        return []
+
+
+@dataclass(frozen=True)
+class Refill:
+    """A group whose samples all earn the same is replaced by a fresh prompt, until all differ or an epoch was drawn
+    `turns` times (DAPO's dynamic sampling, 2503.14476, equation 11; 10 in its released recipe).
+
+    What counts is the weighted sum of rewards before any shaping. Every turn draws no more prompts than are missing, so
+    that none is sampled in vain. Groups that still agree after the last turn stay, with advantage 0.
+    """
+
+    turns: int = 10
+
+    def __post_init__(self) -> None:
+        if self.turns < 2:
+            raise ValueError(f"Refill: turns is {self.turns}, expected 2 or more (without a redraw: Never)")
+
+    def __call__(self, drawn: Drawn) -> list[tuple[int, Prompt]]:
+        if drawn.turn >= self.turns:
+            return []
+        agree = zero_variance(drawn.totals).tolist()
+        places = [place for place in drawn.standing() if agree[place]]
+        return list(zip(places, fresh(drawn.pool, len(places), drawn.prompts, [drawn.seed, drawn.epoch, drawn.turn])))
+
+
+def fresh(pool: Sequence[Prompt], count: int, drawn: Sequence[Prompt], seed: Sequence[int]) -> list[Prompt]:
+    """`count` prompts of the pool, those first that were drawn least often, at random among these, by their weights.
+    One comes twice only where count exceeds the pool."""
+    times = Counter(prompt.key for prompt in drawn)
+    lots = np.random.default_rng(seed).exponential(size=len(pool)) / [prompt.weight for prompt in pool]
+    order = sorted(range(len(pool)), key=lambda place: (times[pool[place].key], lots[place]))
+    return [pool[order[number % len(pool)]] for number in range(count)]
+
+
+BOOK = "hinted"  # the key of the metadata under which a prompt with hints keeps what it came from
+
+
+@dataclass(frozen=True)
+class Hints:
+    """A group without a sample above `fail` is sampled again with a hint in its prompt, and with one more while it
+    still fails and hints are left (Scaf-GRPO, 2510.19807; GHPO, 2507.10628).
+
+    Hints stand in the prompt's metadata, from the vaguest to the plainest: a list of texts under `hints`. With `shares`
+    they are the first so large parts of the text under `solution`, by words. text: how prompt and hints become one.
+    after: the share of the run before which nobody is helped. Samples and replays, old and new probabilities, all read
+    the prompt with its hints, so that ratios are those of the policy that answered. A prompt without hints stays.
+    """
+
+    shares: tuple[float, ...] = ()
+    after: float = 0.0
+    fail: float = 0.0
+    text: str = "{prompt}\n\nHint: {hint}"
+
+    def __post_init__(self) -> None:
+        if any(not 0 < share <= 1 for share in self.shares) or list(self.shares) != sorted(set(self.shares)):
+            raise ValueError(f"Hints: shares are {list(self.shares)}, expected rising numbers above 0 to 1")
+        if not 0 <= self.after <= 1:
+            raise ValueError(f"Hints: after is {self.after}, expected 0 to 1")
+        if "{prompt}" not in self.text or "{hint}" not in self.text:
+            raise ValueError(f"Hints: text is {self.text!r}, expected both {{prompt}} and {{hint}} in it")
+
+    def __call__(self, drawn: Drawn) -> list[tuple[int, Prompt]]:
+        if drawn.epoch < self.after * drawn.epochs:
+            return []
+        best = drawn.totals.nan_to_num(float("-inf")).amax(1)
+        failed = (best <= self.fail + RELATIVE_NOISE * abs(self.fail)).tolist()
+        helped = [(place, self.helped(drawn.prompts[place])) for place in drawn.standing() if failed[place]]
+        return [(place, prompt) for place, prompt in helped if prompt is not None]
+
+    def helped(self, prompt: Prompt) -> Prompt | None:
+        """The prompt with one more hint; None where none is left."""
+        book = prompt.metadata.get(BOOK, {"prompt": prompt.text, "given": 0})
+        hints, given = self.hints(prompt.metadata), book["given"] + 1
+        if given > len(hints):
+            return None
+        hint = hints[given - 1] if self.shares else "\n".join(hints[:given])
+        text = self.text.replace("{prompt}", book["prompt"]).replace("{hint}", hint)
+        return Prompt(text, prompt.negative, prompt.metadata | {BOOK: book | {"given": given}}, prompt.image,
+                      prompt.weight)
+
+    def hints(self, metadata: dict[str, Any]) -> list[str]:
+        """What a prompt's metadata offers: hints, or ever longer beginnings of its solution."""
+        if not self.shares:
+            return [str(hint) for hint in metadata.get("hints", ())]
+        words = str(metadata.get("solution", "")).split()
+        return [" ".join(words[:max(1, round(share * len(words)))]) for share in self.shares] if words else []

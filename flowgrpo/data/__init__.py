@@ -1,0 +1,1 @@
+"""Prompts, preference pairs and recorded pairs from files."""

@@ -1,0 +1,226 @@
+"""Prompts: reading them from a file, holding some out, and drawing those of an epoch.
+
+A prompt file is one of
+- `.txt`: one prompt per line; blank lines are passed over;
+- `.jsonl`: one object per line with `prompt` and, where wanted, `negative_prompt`, `metadata` (an object that the
+  rewards receive; those for text look for `answer` there), `image` (a path, relative to the prompt file; rewards find
+  the picture's full path under `image` in the metadata) and `weight` (a positive number). Lines of GSM8K, with
+  `question` and `answer` alone, are read as they are: the question is the prompt, and what stands after #### in the
+  answer, without thousands separators, is metadata.answer. So are lines of GenEval, with `prompt`, `tag` and `include`:
+  what stands beside the prompt is its metadata;
+- `.csv`: the same names as columns; `metadata` cells hold JSON, empty cells count as absent;
+- `.parquet` (of the hub's datasets; extra `parquet`): the same names as columns. Other columns go into the metadata, as
+  those of `.csv` do; columns of bytes, such as pictures, are left out.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from datetime import date, time
+from decimal import Decimal
+from pathlib import Path
+from types import NoneType
+from typing import Any
+
+from flowgrpo.errors import UserError, nearest
+
+KEYS = ("prompt", "negative_prompt", "metadata", "image", "weight")
+GSM8K, GENEVAL = {"question", "answer"}, {"prompt", "tag", "include"}
+STARTER = Path(__file__).parents[1] / "starter"
+# What the names of their files begin with.
+PACKAGED = {"starter": "", "starter_video": "video_", "starter_text": "text_"}
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt; `image` is the path of a reference picture, `weight` its relative frequency in training.
+
+    The metadata tell the full path of the picture under `image`, unless they have such a key of their own.
+    """
+
+    text: str
+    negative: str | None = None
+    metadata: dict[str, Any] = field(default_factory=dict, hash=False)
+    image: str | None = None
+    weight: float = 1.0
+
+    def __post_init__(self) -> None:
+        if isinstance(self.image, str):
+            object.__setattr__(self, "metadata", {"image": str(Path(self.image).resolve())} | self.metadata)
+
+    @property
+    def key(self) -> str:
+        """By what prompts are told apart: the text, and the picture where there is one."""
+        return self.text if self.image is None else f"{self.text}\n{self.image}"
+
+
+def load_prompts(path: str | Path) -> list[Prompt]:
+    """Read a .txt, .jsonl, .csv or .parquet file; UserError names the file and the line of a mistake."""
+    path = Path(path)
+    readers = {".txt": _read_txt, ".jsonl": _read_jsonl, ".csv": _read_csv, ".parquet": _read_parquet}
+    if path.suffix not in readers:
+        raise UserError(f"prompts {path}: expected a .txt, .jsonl, .csv or .parquet file, got "
+                        f"{path.suffix or 'no ending'!r}")
+    if not path.is_file():
+        raise UserError(f"prompts {path}: no such file")
+    try:
+        text = path.read_text(encoding="utf-8-sig") if path.suffix != ".parquet" else ""
+    except UnicodeDecodeError as error:
+        raise UserError(f"prompts {path}: not UTF-8 text ({error.reason} at byte {error.start})") from None
+    prompts = [_prompt(record, path, line) for line, record in readers[path.suffix](text, path)]
+    if not prompts:
+        raise UserError(f"prompts {path}: the file holds no prompt")
+    return prompts
+
+
+Records = Iterator[tuple[int, dict[str, Any]]]  # line number, counted from 1, and the record's keys
+
+
+def _read_txt(text: str, path: Path) -> Records:
+    for line, prompt in enumerate(text.split("\n"), 1):
+        if prompt.strip():
+            yield line, {"prompt": prompt}
+
+
+def _read_jsonl(text: str, path: Path) -> Records:
+    for line, record in enumerate(text.split("\n"), 1):
+        if record.strip():
+            found = _json(record, path, line)
+            keys = found.keys() if isinstance(found, dict) else set()
+            if keys == GSM8K:
+                found = _gsm8k(found, path, line)
+            elif GENEVAL <= keys and "metadata" not in keys:
+                found = {"prompt": found.pop("prompt"), "metadata": found}
+            yield line, found
+
+
+def _gsm8k(record: dict[str, Any], path: Path, line: int) -> dict[str, Any]:
+    """A line of GSM8K (2110.14168) as one of ours."""
+    _, mark, answer = str(record["answer"]).rpartition("####")
+    answer = answer.strip().replace(",", "")
+    if not mark or not answer:
+        raise _wrong(path, line, f"expected a solution that ends with '#### number' under 'answer', got "
+                                 f"{str(record['answer'])[-60:]!r}: put other answers into `metadata`, and the "
+                                 "question under 'prompt'")
+    return {"prompt": record["question"], "metadata": {"answer": answer}}
+
+
+def _read_csv(text: str, path: Path) -> Records:
+    reader = csv.DictReader(io.StringIO(text, newline=""), strict=True, skipinitialspace=True)
+    try:
+        if text.strip() and "prompt" not in reader.fieldnames:
+            raise _wrong(path, 1, f"expected the heading 'prompt' in the first line, got {reader.fieldnames!r}")
+        for record in reader:
+            line = reader.line_num
+            if None in record:
+                raise _wrong(path, line, f"{len(reader.fieldnames) + len(record[None])} cells under "
+                                         f"{len(reader.fieldnames)} headings: quote prompts that hold a comma")
+            yield line, _with_facts({key: cell for key, cell in record.items() if cell}, path, line)
+    except csv.Error as error:
+        raise _wrong(path, reader.line_num, f"not valid CSV: {error}") from None
+
+
+def rows(path: Path) -> list[dict[str, Any]]:
+    """The rows of a .parquet file as JSON has them, without columns that hold bytes: dates and times as ISO 8601 writes
+    them, NaN as null. UserError where pyarrow is missing."""
+    from flowgrpo.extras import needed
+
+    parquet = needed("pyarrow.parquet", "parquet", str(path))
+    try:
+        columns = [field.name for field in parquet.read_schema(path) if "binary" not in str(field.type)]
+        return [_plain(row) for row in parquet.read_table(path, columns=columns).to_pylist()]
+    except (OSError, ValueError) as error:  # pyarrow's own are of the latter
+        raise UserError(f"{path}: not a .parquet file that can be read ({' '.join(str(error).split())[:200]})"
+                        ) from None
+
+
+def _plain(value: Any) -> Any:
+    """A cell's value as JSON has it; what JSON has nothing like, such as a duration, as its text."""
+    if isinstance(value, dict):
+        return {key: _plain(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(inner) for inner in value]
+    if isinstance(value, (date, time)):  # a datetime is a date
+        return value.isoformat()
+    if isinstance(value, Decimal):
+        return int(value) if value == int(value) else float(value)
+    if isinstance(value, float) and math.isnan(value):
+        return None
+    return value if isinstance(value, (str, int, float, NoneType)) else str(value)
+
+
+def _read_parquet(_: str, path: Path) -> Records:
+    for line, row in enumerate(rows(path), 1):
+        if "prompt" not in row and row.keys() != GSM8K:
+            raise _wrong(path, line, f"expected the column 'prompt', got {', '.join(row)}")
+        yield line, _gsm8k(row, path, line) if row.keys() == GSM8K else _with_facts(_known(row), path, line)
+
+
+def _with_facts(row: dict[str, Any], path: Path, line: int) -> dict[str, Any]:
+    """A row as one of our records: what is in no column of ours is metadata."""
+    told = row.pop("metadata", {})
+    if isinstance(told, str):
+        told = _json(told, path, line)
+    elif isinstance(told, dict):
+        told = _known(told)  # a structure has the keys of all rows
+    facts = {key: row.pop(key) for key in [*row] if key not in KEYS}
+    return row | {"metadata": facts | told if isinstance(told, dict) else told}
+
+
+def _known(row: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in row.items() if value is not None}
+
+
+def _json(text: str, path: Path, line: int) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise _wrong(path, line, f"not valid JSON: {error.msg} (column {error.colno})") from None
+
+
+def _prompt(record: Any, path: Path, line: int) -> Prompt:
+    if not isinstance(record, dict):
+        raise _wrong(path, line, f"expected an object with the key 'prompt', got {record!r}")
+    for key in record:
+        if key not in KEYS:
+            raise _wrong(path, line, f"unknown key {key!r}{nearest(key, list(KEYS))} (other facts go into `metadata`)")
+    text, negative, metadata = record.get("prompt"), record.get("negative_prompt"), record.get("metadata")
+    if not isinstance(text, str) or not text.strip():
+        raise _wrong(path, line, f"expected a text under 'prompt', got {text!r}")
+    if not isinstance(negative, str | None):
+        raise _wrong(path, line, f"expected a text under 'negative_prompt', got {negative!r}")
+    if not isinstance(metadata, dict | None):
+        raise _wrong(path, line, f"expected an object under 'metadata', got {metadata!r}")
+    return Prompt(text.strip(), negative, metadata or {}, _image(record.get("image"), path, line),
+                  _weight(record.get("weight"), path, line))
+
+
+def _image(name: Any, path: Path, line: int) -> str | None:
+    if name is None:
+        return None
+    if not isinstance(name, str):
+        raise _wrong(path, line, f"expected a path under 'image', got {name!r}")
+    if not (path.parent / name).is_file():
+        raise _wrong(path, line, f"no image at {path.parent / name}")
+    return str(path.parent / name)
+
+
+def _weight(value: Any, path: Path, line: int) -> float:
+    if value is None:
+        return 1.0
+    try:
+        weight = float(value)
+    except (TypeError, ValueError):
+        weight = math.nan
+    if isinstance(value, bool) or not 0 < weight < math.inf:
+        raise _wrong(path, line, f"expected a positive number under 'weight', got {value!r}")
+    return weight
+
+
+def _wrong(path: Path, line: int, what: str) -> UserError:
+    return UserError(f"prompts {path}, line {line}: {what}")

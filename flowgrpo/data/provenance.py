@@ -1,0 +1,54 @@
+"""What a run made from Python calls the objects that it was given, so that other commands find them again."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from flowgrpo.config.reward_rules import RewardRule
+from flowgrpo.config.schema import Config
+from flowgrpo.data.prompts import Prompt
+from flowgrpo.errors import UserError
+
+PROMPTS = "prompts.jsonl"  # in the run's folder, of a list of prompts
+CLASS = re.compile(r"[A-Z]\w*(Pipeline|Model|ModelLM|For[A-Z]\w*)")
+
+
+def model(loaded: Any) -> str:
+    """The folder or hub id that a pipeline, or the model of a tuple, was loaded from; without one its class."""
+    loaded = loaded[0] if isinstance(loaded, tuple) else loaded
+    return str(getattr(loaded, "name_or_path", None) or type(loaded).__name__)
+
+
+def require_place(model: str) -> None:
+    """UserError for a model that is named by its class alone, which is no folder and no id of a hub."""
+    if CLASS.fullmatch(model) and not Path(model).exists():
+        raise UserError(f"cannot load the model {model!r}: that is a class, as a run says that was made from Python "
+                        "with an object that has no file; save it (save_pretrained), and set model to its folder")
+
+
+def rule(function: Any, given: Any) -> Any:
+    """The rule of a reward, a weight or keys; of a function at the top level of a file it says where that is."""
+    module = sys.modules.get(getattr(function, "__module__", None) or "")
+    file, own = getattr(module, "__file__", None) or "", getattr(function, "__name__", "")
+    if not file.endswith(".py") or getattr(module, own, None) is not function \
+            or module.__name__.startswith("flowgrpo."):  # ours are found by name
+        return given
+    if isinstance(given, RewardRule):
+        given = given.model_dump(exclude_unset=True)
+    return {"use": f"{Path(file).resolve()}:{own}"} | (given if isinstance(given, dict) else {"weight": given})
+
+
+def prompt_lines(config: Config, prompts: Sequence[Prompt] | None) -> str | None:
+    """What the run's own file of prompts has to hold, before its folder is set aside; None where the configuration
+    names another."""
+    own = config.folder / PROMPTS
+    if Path(config.prompts) != own:
+        return None
+    if prompts is None:
+        return own.read_text(encoding="utf-8")
+    return "".join(json.dumps({"prompt": prompt.text}, ensure_ascii=False) + "\n" for prompt in prompts)

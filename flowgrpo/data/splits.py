@@ -1,0 +1,106 @@
+"""Splits of prompts: training and held-out parts, the prompts of an epoch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from flowgrpo.config.schema import Config
+from flowgrpo.data.prompts import PACKAGED, STARTER, Prompt, load_prompts
+from flowgrpo.errors import UserError
+
+LEAST = 1e-9  # of the largest number, what stands for 0 among those of how often prompts are wanted
+SPLIT_SEED = 0  # the run's seed does not choose the held-out prompts: runs that differ in it are measured on the same
+
+
+def split(prompts: list[Prompt], held_out: float | str, seed: int) -> tuple[list[Prompt], list[Prompt]]:
+    """Part prompts into (train, held out); no text is ever on both sides, or none with the same picture.
+
+    A share holds out that part of the different texts (rounded, at least one), chosen by a permutation that depends on
+    the texts and the seed alone. A path is read as the held-out prompts, and their texts leave the training side. A
+    text with another picture is another text. UserError where a side is left empty.
+    """
+    if isinstance(held_out, str):
+        held = load_prompts(held_out)
+        keys = {prompt.key for prompt in held}
+    else:
+        keys = _share(sorted({prompt.key for prompt in prompts}), held_out, seed)
+        held = [prompt for prompt in prompts if prompt.key in keys]
+    train = [prompt for prompt in prompts if prompt.key not in keys]
+    if not train:
+        raise UserError(f"held_out: {held_out!r} holds out every prompt and leaves none to train on")
+    return train, held
+
+
+def _share(texts: list[str], share: float, seed: int) -> set[str]:
+    if not 0 < share < 1:
+        raise UserError(f"held_out: got {share!r}, expected a share between 0 and 1, or a prompt file")
+    if len(texts) < 2:
+        raise UserError(f"held_out: {len(texts)} different prompts cannot be parted into training and held-out ones: "
+                        f"give more prompts, or a file of held-out prompts")
+    count = max(1, round(share * len(texts)))
+    return {texts[i] for i in np.random.default_rng(seed).permutation(len(texts))[:count]}
+
+
+def draw(prompts: list[Prompt], count: int, epoch: int, seed: int,
+         wanted: Sequence[float] | None = None) -> list[Prompt]:
+    """The prompts of one epoch: a pure function of its arguments, so that a resumed run needs no state, and every
+    process draws the same.
+
+    No prompt comes twice in an epoch unless `count` exceeds their number n; then each comes count // n times, and only
+    the rest is drawn. Where all weights are equal, epochs walk through the data: every n draws in a row, counted from
+    the start, are one permutation. Otherwise an epoch is drawn with probabilities in proportion to the weights.
+
+    wanted: how often the method wants each prompt drawn, numbers from 0 up by which the prompts' own weights are
+    multiplied. While all are equal they change nothing; a prompt of 0 comes when the others do not suffice.
+    """
+    whole, rest = divmod(count, len(prompts))
+    weights = np.array([prompt.weight for prompt in prompts])
+    if wanted is not None and min(wanted) < max(wanted):
+        weights = weights * np.maximum(wanted, LEAST * max(wanted))
+    if (weights == weights[0]).all():
+        chosen = _walk(len(prompts), rest, epoch, seed)
+    else:
+        rng = np.random.default_rng([seed, epoch])
+        chosen = rng.choice(len(prompts), rest, replace=False, p=weights / weights.sum())
+    return prompts * whole + [prompts[i] for i in chosen]
+
+
+def _walk(n: int, count: int, epoch: int, seed: int) -> np.ndarray:
+    """Indices [count] at `epoch * count` of an endless row of permutations of n > count.
+
+    Where an epoch runs over the end of one permutation, the next begins with others than that epoch already has.
+    """
+    if not count:
+        return np.empty(0, int)
+    start, order = epoch * count, np.empty(0, int)
+    last = (start + count - 1) // n
+    for number in range(last + 1):
+        before, order = order, np.random.default_rng([seed, number]).permutation(n)
+        given = number * n % count  # how many of the epoch at hand came from the permutation before
+        fresh = order[~np.isin(order, before[n - given:])][:count - given]
+        order = np.concatenate([fresh, order[~np.isin(order, fresh)]])
+    offset = start - max(last - 1, 0) * n
+    return np.concatenate([before, order])[offset:offset + count]
+
+
+def require_no_share(config: Config) -> None:
+    """UserError for packaged prompts and a share of them to hold out, which would be without effect; a run's saved
+    configuration says the usual share."""
+    usual = config.held_out == Config.model_fields["held_out"].default
+    if config.prompts in PACKAGED and isinstance(config.held_out, float) and not usual:
+        raise UserError(f"held_out: got {config.held_out!r}, but prompts: {config.prompts} brings held-out prompts of "
+                        "its own: leave it out, or name a file")
+
+
+def resolve(config: Config) -> tuple[list[Prompt], list[Prompt]]:
+    """The (training, held-out) prompts of a configuration.
+
+    `prompts: starter`, `starter_video` and `starter_text` mean the files that come with the package: their own held-out
+    file takes the place of a share.
+    """
+    if config.prompts not in PACKAGED:
+        return split(load_prompts(config.prompts), config.held_out, SPLIT_SEED)
+    train, own = (STARTER / f"{PACKAGED[config.prompts]}{side}.jsonl" for side in ("train", "held_out"))
+    return split(load_prompts(train), config.held_out if isinstance(config.held_out, str) else str(own), SPLIT_SEED)

@@ -1,0 +1,1 @@
+"""Several processes: ranks, collectives, lockstep calls, signals."""

@@ -1,0 +1,158 @@
+"""The processes of a run, and all that they tell each other. On one process everything here is the identity.
+
+Every process holds the same weights and samples whole groups of its own, an equal share of the epoch's prompts. What a
+method compares is gathered, so that everyone computes it on the whole; gradients are summed once per optimiser step.
+Every process makes the same calls in the same order: a branch around one is taken by all or by none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor, distributed
+
+from flowgrpo.distributed.lockstep import DONE, Turns
+from flowgrpo.distributed.signals import Stopped
+from flowgrpo.errors import UserError
+
+DIMENSIONS = 8  # at most, of what is gathered
+
+
+class Processes:
+    """rank: this process's number; count: how many there are; device: where collectives happen.
+
+    Without an accelerator: this process alone, whatever was launched.
+    """
+
+    def __init__(self, accelerator=None):
+        self.rank, self.count, self.device = 0, 1, torch.device("cpu")
+        if accelerator is not None:
+            self.rank, self.count = accelerator.process_index, accelerator.num_processes
+            self.device = accelerator.device
+        self.turns: Turns | None = None  # of a policy whose weights are shared out
+
+    @property
+    def first(self) -> bool:
+        """Whether this is the process that writes, prints and shows."""
+        return self.rank == 0
+
+    def own(self, whole: Any) -> Any:
+        """This process's share of what all of them have, a list or a tensor's rows: `gather` puts shares together."""
+        low, high = (len(whole) * rank // self.count for rank in (self.rank, self.rank + 1))
+        return whole[low:high]
+
+    def most(self, whole: Sequence[Any]) -> int:
+        """The size of the largest share."""
+        return -(-len(whole) // self.count)
+
+    def gather(self, values: Tensor) -> Tensor:
+        """The rows [n,...] of all processes, in the order of their ranks; each has its own n, which may be 0."""
+        if self.count == 1:
+            return values
+        shapes = self._shapes(values)
+        most = shapes[shapes[:, 0].argmax()].tolist()
+        if not most[0]:
+            return values
+        padded = torch.zeros([size for size in most if size], dtype=values.dtype, device=self.device)
+        padded[:len(values)] = values.reshape(len(values), *padded.shape[1:])
+        found = [torch.empty_like(padded) for _ in range(self.count)]
+        distributed.all_gather(found, padded)
+        return torch.cat([each[:n] for each, n in zip(found, shapes[:, 0].tolist())]).to(values.device)
+
+    def gather_samples(self, samples: list[Any]) -> Tensor | list[str]:
+        """The samples of all processes, in the order of their ranks: pictures or clips of one shape as one tensor, an
+        empty one without any, and texts as a list."""
+        if self.count > 1:
+            found: list[Any] = [None] * self.count
+            distributed.all_gather_object(found, [each.cpu() if torch.is_tensor(each) else each for each in samples])
+            samples = [each for own in found for each in own]
+        return samples if samples and isinstance(samples[0], str) else \
+            torch.stack(samples) if samples else torch.empty(0)
+
+    def _shapes(self, values: Tensor) -> Tensor:
+        """The shapes of everyone's values, filled up with zeros: int64 [processes,DIMENSIONS]."""
+        own = torch.tensor([*values.shape] + [0] * (DIMENSIONS - values.ndim), device=self.device)
+        found = [torch.empty_like(own) for _ in range(self.count)]
+        distributed.all_gather(found, own)
+        return torch.stack(found).cpu()
+
+    def total(self, numbers: Sequence[int]) -> list[int]:
+        """The sums over all processes, one per number."""
+        if self.count == 1:
+            return list(numbers)
+        summed = torch.tensor([int(number) for number in numbers], device=self.device)
+        distributed.all_reduce(summed)
+        return summed.tolist()
+
+    def any(self, flag: bool) -> bool:
+        """Whether the flag is up anywhere."""
+        return self.total([flag])[0] > 0
+
+    def wait(self) -> None:
+        """Go on when everyone is here."""
+        self.total([0])
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Around work in which no process waits for another: where one fails or is asked to stop, all leave here.
+
+        The one that failed raises what it met, the others Stopped, when their own work is done; with weights that are
+        shared out, before their next call of the denoiser.
+        """
+        try:
+            yield
+        except (Exception, Stopped):
+            self.any(True) if self.turns is None else self.turns.leave()
+            raise
+        if self.turns is not None:
+            self._end_together(self.turns)
+        elif self.any(False):
+            raise Stopped("another process failed or was asked to stop")
+
+    @staticmethod
+    def _end_together(turns: Turns) -> None:
+        """Go with the others until all are done."""
+        try:
+            turns.take(DONE)
+        except (Exception, Stopped):
+            turns.leave()
+            raise
+
+    def add_gradients(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        """Sum the gradients of all processes, in one flat tensor.
+
+        A parameter without a gradient here counts as zeros; one that got none anywhere keeps none.
+        """
+        if self.count == 1:
+            return
+        present = torch.tensor([float(p.grad is not None) for p in parameters], device=self.device)
+        flat = torch.cat([present, *(torch.zeros_like(p).flatten() if p.grad is None else p.grad.flatten()
+                                     for p in parameters)])
+        distributed.all_reduce(flat)
+        present, flat = flat[:len(parameters)].tolist(), flat[len(parameters):]
+        for parameter, anywhere, piece in zip(parameters, present, flat.split([p.numel() for p in parameters])):
+            parameter.grad = piece.view_as(parameter) if anywhere else None
+
+    @torch.no_grad()
+    def agree(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        """Give every process the first one's values."""
+        for parameter in parameters if self.count > 1 else ():
+            distributed.broadcast(parameter.data, 0)
+
+
+def require_replicated(environment: dict[str, str]) -> None:
+    """UserError where accelerate was asked to shard the model, which a run does itself (`memory.shard`)."""
+    asked = [kind for kind in ("FSDP", "DEEPSPEED", "MEGATRON_LM")
+             if environment.get(f"ACCELERATE_USE_{kind}", "false").lower() == "true"]
+    if asked:
+        raise UserError(f"launched with {asked[0]}, but accelerate only launches a run: use accelerate launch "
+                        "--multi_gpu, or configs/accelerate/one_machine.yaml, and to share weights out memory.shard: "
+                        "true")
+
+
+# How long a process waits for the others, whose rewards may be slower than its own; the launcher sees those that die.
+PATIENCE = timedelta(hours=2)

@@ -1,0 +1,106 @@
+"""What an evaluation is of, pictures or texts: what draws a sample, where it is kept, and how far samples are apart.
+
+The one place where the two differ; `evaluate` knows neither.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+
+from flowgrpo.config.schema import Config
+from flowgrpo.data.prompts import Prompt
+from flowgrpo.device import drawing
+from flowgrpo.errors import UserError
+from flowgrpo.evaluation import images, texts
+from flowgrpo.evaluation.batched import Together
+from flowgrpo.evaluation.ledger import Ledger, Place, TextLedger
+from flowgrpo.evaluation.plan import Medium
+from flowgrpo.rewards.images import guards
+from flowgrpo.samplers.rollout import seeder
+from flowgrpo.types import Completion
+
+if TYPE_CHECKING:
+    from flowgrpo.evaluation.plan import Plan
+
+
+class Painter:
+    """Draws with a pipeline, which is loaded when it is first needed; the base before the tuned, never after, unless
+    RLG is asked for, which keeps both."""
+
+    def __init__(self, plan: Plan, device: torch.device):
+        self.plan, self.device, self.pipe, self.tuned, self.branches = plan, device, None, False, None
+        self.seed_of, self.together = seeder(plan.seed, 0), Together()
+
+    def draw(self, arm: str, prompts: Sequence[Prompt], places: Sequence[Place]) -> list[torch.Tensor]:
+        """Pictures [3, H, W] or clips [F, 3, H, W] in [0, 1]."""
+        if self.pipe is None:
+            config = self.plan.config or Config()
+            precision = drawing(config.precision, self.device, self.plan.precision)
+            self.pipe = images.make_pipeline(self.plan.model, precision, config.trust_remote_code, self.device,
+                                             config.memory)
+        weight = self.plan.arms[arm]
+        if weight and not self.tuned:
+            self._tune()
+        assert weight or not self.tuned or self.branches, "what was loaded into the pipeline does not leave it"
+        with self.branches.at(weight) if self.branches else contextlib.nullcontext():
+            return self.together.draw(self.pipe, prompts, [self.seed_of(each.prompt, each.sample) for each in places],
+                                      self.plan.asked, self.plan.negative)
+
+    def _tune(self) -> None:
+        self.tuned = True
+        if self.plan.rlg is None:
+            images.load_tuned(self.pipe, self.plan.tuned)
+        else:
+            self.branches = images.load_branches(self.pipe, self.plan.tuned)
+
+
+class Writer:
+    """Writes with a language model, which is loaded anew for every arm."""
+
+    def __init__(self, plan: Plan, device: torch.device):
+        self.plan, self.device, self.arm, self.policy = plan, device, "", None
+        self.seed_of = seeder(plan.seed, 0)
+
+    def draw(self, arm: str, prompts: Sequence[Prompt], places: Sequence[Place]) -> list[Completion]:
+        """A completion each, drawn from the seed of its place alone."""
+        if arm != self.arm:
+            self.policy = None  # two models at once may be one too many
+            config = texts.settings(self.plan.model, self.plan.config, self.plan.asked, self.device,
+                                    self.plan.precision)
+            self.policy = texts.load(config, self.plan.tuned if self.plan.arms[arm] else None, self.device)
+            self.arm = arm
+        asked = self.policy.encode([prompt.text for prompt in prompts], images=[prompt.image for prompt in prompts])
+        seeds = (self.seed_of(place.prompt, place.sample) for place in places)
+        return self.policy.generate(asked, self.policy.generators(seeds))
+
+
+def written_apart(samples: Sequence[str]) -> float:
+    """The mean distance between texts of a prompt, 0 (the same) to 1 (nothing in common): 1 minus the share of their
+    pairs of neighbouring words that two have in common (Jaccard)."""
+    pairs = [set(itertools.pairwise(["", *text.split(), ""])) for text in samples]
+    apart = [1 - len(one & other) / len(one | other) for one, other in itertools.combinations(pairs, 2)]
+    return sum(apart) / len(apart)
+
+
+def drawn_apart(features: Callable, samples: torch.Tensor) -> float:
+    """The mean distance between pictures of a prompt in features; of clips that of their middle frames."""
+    pictures = samples if samples.ndim == 4 else samples[:, samples.shape[1] // 2]
+    return guards.distances(torch.as_tensor(features(pictures))[None]).mean().item()
+
+
+def of_words(features: str | Callable) -> Callable:
+    """UserError where features are asked for, which are of pictures."""
+    if features != "pixels":
+        raise UserError("--features: are of pictures; leave it out for a language model")
+    return written_apart
+
+
+PICTURES = Medium("picture", Painter, Ledger, lambda features: partial(drawn_apart, guards.extractor(features)), 1,
+                  None)
+TEXTS = Medium("text", Writer, TextLedger, of_words, 8, "text")

@@ -1,0 +1,302 @@
+"""Pictures from saved weights: those that a LoRA draws, and base beside tuned on the same prompts and seeds.
+
+All goes through the stock pipeline, which loads the weights as any user of diffusers would.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+from tqdm import tqdm
+
+from flowgrpo import rewards
+from flowgrpo.config.parse import load
+from flowgrpo.config.schema import Config
+from flowgrpo.config.sections import Memory
+from flowgrpo.data import provenance, splits
+from flowgrpo.data.prompts import Prompt, load_prompts
+from flowgrpo.device import concrete, drawing
+from flowgrpo.errors import UserError
+from flowgrpo.evaluation.measured import Measured, spread
+from flowgrpo.evaluation.pages.before_after import captions, draw_pairs
+from flowgrpo.evaluation.pages.clips import save_clip
+from flowgrpo.policies.generators import seeded
+from flowgrpo.policies.pipelines import edit_networks
+from flowgrpo.policies.pipelines.call import guidance_argument
+from flowgrpo.policies.pipelines.load import denoisers, load_pipeline, text_encoders
+from flowgrpo.policies.weights.lora_files import LORA_FILE, load_lora
+from flowgrpo.policies.weights.memory_options import Encoders, decode_in_parts, require_quantiser
+from flowgrpo.policies.weights.rlg import Branches
+from flowgrpo.rewards import pairwise
+from flowgrpo.samplers.rollout import seeder
+from flowgrpo.starter import CALLS, EVAL
+from flowgrpo.storage.paths import require_file, require_folder
+
+
+@contextlib.contextmanager
+def memory_told() -> Iterator[None]:
+    """Inside, or in a function that it decorates, a device's lack of memory is told in one line."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise UserError(f"out of memory ({str(error).splitlines()[0]}): set memory.weights, memory.encoders or "
+                        "memory.vae in the config.yaml of a pipeline's run, free the device, or use the CPU "
+                        "(CUDA_VISIBLE_DEVICES=-1)") from error
+
+
+@memory_told()
+def sample(model: str, lora: str | Path | None, prompts: list[str], count: int, seed: int, steps: int | None,
+           guidance: float | None, output: str | Path, rlg: float | None = None,
+           image: str | Path | None = None, precision: str | None = None) -> list[Path]:
+    """Draw `count` pictures per prompt and write them to the folder `output`, clips as animated WebP; returns their
+    paths, in order.
+
+    lora: a finished run (its `picture`, `memory` and `precision` are kept), a folder with a LoRA, or its file; None
+    draws with the base. steps and guidance: None takes the pipeline's own defaults, for a starter those of its card.
+    rlg: draw with base + rlg * (tuned - base), see policies/blend.py. image: the file of a picture that all prompts
+    start from. precision: None takes the run's, or what suits the device. A picture depends on the seed, the number of
+    its prompt and its number among the prompt's, and on nothing else. UserError for a model or weights that do not
+    load, and for a picture that is not read.
+    """
+    from torchvision.utils import save_image
+
+    require_folder(output)
+    given = [Prompt(text, image=None if image is None else str(image)) for text in prompts]
+    _brought(given[0])
+    run = None if lora is None else Path(lora)
+    if run:
+        require_weights(run)
+    config = run_config(run) if run and (run / "config.yaml").is_file() else Config()
+    pipe = make_pipeline(model, drawing(config.precision, place(), precision), memory=config.memory)
+    if image is not None and "image" not in inspect.signature(pipe.__call__).parameters:
+        raise UserError(f"--image: {type(pipe).__name__} takes no image: leave it out")
+    asked = call_arguments(model, run, steps, guidance)
+    with contextlib.nullcontext() if run is None else tuned(pipe, run, rlg):
+        pictures = _draw(pipe, given, count, seed, asked)
+    clips, folder = pictures[0].ndim == 4, Path(output)
+    paths = [folder / name for name in _names(prompts, count, "webp" if clips else "png")]
+    folder.mkdir(parents=True, exist_ok=True)
+    for path, picture in zip(paths, pictures):
+        (save_clip(path, picture) if clips else save_image(picture, path))
+    return paths
+
+
+@memory_told()
+def grid(run: str | Path, prompts: str | Path | None, count: int, seed: int, output: str | Path,
+         rlg: float | None = None) -> Path:
+    """Draw base and tuned pictures of `count` prompts side by side, with the run's rewards below; returns `output`.
+    Clips are drawn as their frames, and animated in a WebP beside it.
+
+    run: a folder that `flowgrpo train` wrote; prompts: a prompt file, or None for the run's held-out prompts, of which
+    `count` are taken evenly. Steps and guidance are the run's `eval` ones. rlg: draw the tuned pictures with
+    base + rlg * (tuned - base). UserError for a folder that is not a run, or that has no weights yet.
+    """
+    run = Path(run)
+    config = run_config(run)
+    require_weights(run)
+    require_file(output)
+    chosen = spread(load_prompts(prompts) if prompts else splits.resolve(config)[1], count)
+    functions = pairwise.measured(*(rewards.compose(rules, config.cache) for rules in (config.trained, config.watched)))
+    pipe = make_pipeline(config.model, drawing(config.precision, place()), config.trust_remote_code,
+                         memory=config.memory)
+    asked = call_arguments(config.model, run, config.eval.steps, config.eval.guidance)
+    found = []
+    for state in (contextlib.nullcontext, lambda: tuned(pipe, run, rlg)):
+        with state():
+            pictures = torch.stack(_draw(pipe, chosen, 1, seed, asked, config.negative_prompt))
+        scores = captions(functions, pictures, chosen, found[0].pictures if found else pictures)
+        found.append(Measured(chosen, dict(zip(functions, scores.T.tolist())), pictures))
+    draw_pairs(Path(output), *found, ("before", "after" if rlg is None else f"rlg {rlg:g}"))
+    return Path(output)
+
+
+def tuned(pipe: Any, path: Path, rlg: float | None) -> contextlib.AbstractContextManager[None]:
+    """Load weights; inside of what is returned the pipeline is tuned, or with a number `rlg` base + rlg * (tuned -
+    base)."""
+    if rlg is not None:
+        return load_branches(pipe, path).at(rlg)
+    load_tuned(pipe, path)
+    return contextlib.nullcontext()
+
+
+def load_branches(pipe: Any, path: Path) -> Branches:
+    """`load_tuned`, with the base kept beside it."""
+    first = denoisers(pipe)
+    load_tuned(pipe, path)
+    return Branches(pipe, first)
+
+
+def load_tuned(pipe: Any, path: Path) -> None:
+    """Load a run's result, or any LoRA, into a stock pipeline. UserError where there is none, or none that fits."""
+    modules = denoisers(pipe)
+    trained = [name for name in modules if path.is_dir() and (path / name / "config.json").is_file()]
+    modules |= text_encoders(pipe)
+    if path.is_file():
+        _load_lora(pipe, path)
+    elif (path / LORA_FILE).is_file() or any((path / name / "adapter_config.json").is_file() for name in modules):
+        with _told(f"{path} does not load into {type(pipe).__name__}"):
+            load_lora(pipe, modules, path)
+        _check_lora(pipe, path / LORA_FILE)
+    elif trained:
+        for name in trained:
+            module = getattr(pipe, name)
+            with _told(f"{path / name} does not load into {type(pipe).__name__}"):
+                tuned = type(module).from_pretrained(path / name, torch_dtype=module.dtype).to(module.device)
+                pipe.register_modules(**{name: tuned})
+    else:
+        require_weights(path)
+        raise UserError(f"{path} holds no weights of {type(pipe).__name__}: was it trained on another model?")
+
+
+def require_weights(path: Path) -> None:
+    """UserError where no weights lie at a path, or those of edits, before anything is drawn."""
+    if path.is_file() or (path / LORA_FILE).is_file() or any(
+            file for name in ("adapter_config.json", "config.json") for file in path.glob(f"*/{name}")):
+        return
+    if (path / edit_networks.FILE).is_file():
+        raise UserError(f"{path} holds an edit policy, which no stock pipeline loads: draw with "
+                        "flowgrpo.policies.pipelines.edit_policy.EditPolicy(pipe, path)")
+    hint = "the run has not finished: --resume it" if (path / "config.yaml").is_file() else \
+        "expected a finished run, a folder with a LoRA, or its file"
+    raise UserError(f"no weights at {path} ({LORA_FILE} is missing): {hint}")
+
+
+def _load_lora(pipe: Any, file: Path) -> None:
+    with _told(f"{file} does not load into {type(pipe).__name__}"):
+        pipe.load_lora_weights(str(file.parent), weight_name=file.name)
+    _check_lora(pipe, file)
+
+
+def _check_lora(pipe: Any, file: Path) -> None:
+    # diffusers passes over keys that it does not know
+    modules = denoisers(pipe) | text_encoders(pipe)
+    if not any(getattr(module, "peft_config", None) for module in modules.values()):
+        raise UserError(f"{file} holds no LoRA layer for {type(pipe).__name__}: was it trained on another model?")
+
+
+@contextlib.contextmanager
+def _told(what: str) -> Iterator[None]:
+    """Turn what diffusers raises on a file into one line, without its log."""
+    from diffusers.utils import logging
+
+    level = logging.get_verbosity()
+    logging.set_verbosity(logging.CRITICAL)
+    try:
+        yield
+    except Exception as error:
+        raise UserError(f"{what}: {' '.join(str(error).split())[:200]}") from None
+    finally:
+        logging.set_verbosity(level)
+
+
+def run_config(run: Path) -> Config:
+    """The configuration of a run's folder. UserError where it is none."""
+    if not (run / "config.yaml").is_file():
+        raise UserError(f"{run} is not a run: it has no config.yaml; expected a folder that `flowgrpo train` wrote")
+    config, own = load(run / "config.yaml"), run / provenance.PROMPTS
+    moved = Path(config.prompts) == config.folder / provenance.PROMPTS and own.is_file()  # since, or set aside
+    return config.model_copy(update={"prompts": str(own)}) if moved else config
+
+
+def place(device: torch.device | None = None) -> torch.device:
+    """Where pipelines draw: on a GPU, without `device` the first, or on the CPU where there is none."""
+    return torch.device(device or "cuda") if torch.cuda.is_available() else torch.device("cpu")
+
+
+def make_pipeline(model: str, precision: str, trust_remote_code: bool = False, device: torch.device | None = None,
+                  memory: Memory = Memory()) -> Any:
+    """The pipeline on a GPU (without `device` the first) or on the CPU.
+
+    precision: `auto` takes what suits the device; memory: as of the run, how the denoiser's weights are kept, where
+    text encoders wait, and how pictures are decoded; 4-bit weights need a GPU, and are full ones on the CPU. UserError
+    where a package for them is absent.
+    """
+    device = place(device)
+    gpu = device.type == "cuda"
+    weights = "full" if memory.weights == "nf4" and not gpu else memory.weights
+    require_quantiser(weights)
+    pipe = load_pipeline(model, concrete(precision, device), trust_remote_code, weights)
+    away = None if memory.encoders == "keep" else "cpu"
+    encoders = Encoders(pipe, device, away)
+    if away is not None:
+        encoders.attend(pipe)
+    decode_in_parts(pipe, memory.vae)
+    return pipe
+
+
+def call_arguments(model: str, lora: Path | None, steps: int | None, guidance: float | None) -> dict[str, Any]:
+    """The arguments of the pipeline's calls beside prompt and seed, the guidance scale as `guidance`, whatever the
+    pipeline calls it; what is absent is left to the pipeline."""
+    given = {"num_inference_steps": steps, "guidance": guidance}
+    asked = EVAL.get(model, {}) | CALLS.get(model, {})
+    asked |= run_config(lora).call if lora is not None and (lora / "config.yaml").is_file() else {}
+    return asked | {key: value for key, value in given.items() if value is not None}
+
+
+def call(pipe: Any, asked: dict[str, Any], **own: Any) -> torch.Tensor:
+    """What a call of the pipeline gives. asked: as of `call_arguments`; own: prompts, generators and the like. What the
+    pipeline does not take is left out."""
+    accepted, arguments = inspect.signature(pipe.__call__).parameters, asked | own
+    if "guidance" in asked:
+        arguments[guidance_argument(accepted, asked, denoisers(pipe).values())] = asked["guidance"]
+    return pipe(**{key: value for key, value in arguments.items() if key in accepted}, return_dict=False)[0]
+
+
+def _draw(pipe: Any, prompts: list[Prompt], count: int, seed: int, asked: dict[str, Any],
+          negative: str = "") -> list[torch.Tensor]:
+    """Pictures [3, H, W] or clips [F, 3, H, W] in [0, 1], `count` per prompt, one call of the pipeline each."""
+    seed_of, rows = seeder(seed, 0), [(i, k) for i in range(len(prompts)) for k in range(count)]
+    return [draw_one(pipe, prompts[i], seed_of(i, k), asked, negative)
+            for i, k in tqdm(rows, desc="drawing", unit="picture", leave=False)]
+
+
+@torch.no_grad()
+def draw_one(pipe: Any, prompt: Prompt, seed: int, asked: dict[str, Any], negative: str = "") -> torch.Tensor:
+    """A picture [3, H, W] or clip [F, 3, H, W] in [0, 1], by one call of the pipeline with noise of that seed.
+
+    asked: further arguments of the call, as of `call_arguments`; negative: for a prompt without one of its own.
+    UserError for a pipeline that makes something else, and for one that needs a picture where none is given.
+    """
+    generator, image = torch.Generator().manual_seed(seed), _brought(prompt)
+    with seeded(pipe.scheduler, generator), _picture_missed(pipe, asked | image):
+        made = call(pipe, asked, prompt=prompt.text, generator=generator, output_type="pt", **image,
+                    negative_prompt=negative if prompt.negative is None else prompt.negative)
+    if made.ndim not in (4, 5):
+        raise UserError(f"{type(pipe).__name__} gives {list(made.shape)}: only pictures [1, 3, H, W] and clips "
+                        "[1, F, 3, H, W] can be drawn")
+    return made[0].float().cpu()
+
+
+def _brought(prompt: Prompt) -> dict[str, Image.Image]:
+    """The prompt's picture as an argument of a call, where it has one. UserError where its file is not read."""
+    try:
+        return {"image": Image.open(prompt.image).convert("RGB")} if prompt.image else {}
+    except OSError as error:
+        raise UserError(f"cannot read the picture {prompt.image} ({error.strerror or 'it is damaged, or no picture'})"
+                        ) from None
+
+
+@contextlib.contextmanager
+def _picture_missed(pipe: Any, given: dict[str, Any]) -> Iterator[None]:
+    """Say of a call without a picture, to a pipeline that takes one, that it may be why it failed."""
+    try:
+        yield
+    except (AttributeError, TypeError, ValueError) as error:
+        if "image" in given or "image" not in inspect.signature(pipe.__call__).parameters:
+            raise
+        raise UserError(f"{type(pipe).__name__} takes an image, and fails without one ({' '.join(str(error).split())}):"
+                        " give `sample` an --image FILE, or every prompt of the file an `image`") from error
+
+
+def _names(prompts: list[str], count: int, ending: str = "png") -> list[str]:
+    """File names that sort as the pictures do: number of the prompt, its words, number of the picture."""
+    digits = max(3, len(str(len(prompts) - 1)), len(str(count - 1)))
+    words = [re.sub(r"\W+", "-", text.lower()).strip("-")[:40] for text in prompts]
+    return [f"{i:0{digits}}-{word}-{k:0{digits}}.{ending}" for i, word in enumerate(words) for k in range(count)]

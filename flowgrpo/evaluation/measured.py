@@ -1,0 +1,116 @@
+"""Measurement on held-out prompts: sample, score, and keep the results."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from flowgrpo import rewards
+from flowgrpo.data.prompts import Prompt
+from flowgrpo.distributed.processes import Processes
+from flowgrpo.samplers.rollout import seeder
+
+EVAL_SEED = 20_000  # evaluation noise does not depend on the run's seed, so that runs are compared on the same pictures
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Held-out scores: prompts [N], scores by reward name [N], pictures [n,3,H,W], clips [n,F,3,H,W] or texts of some,
+    evenly over them; failed: on how many of the N each reward failed, where its rule says to skip these.
+
+    A score that does not apply is NaN, and may be given as the null that JSON has for it.
+    """
+
+    prompts: list[Prompt]
+    scores: dict[str, list[float]]
+    pictures: torch.Tensor | list[str]
+    failed: dict[str, int] = field(default_factory=dict)
+
+    def __post_init__(self):
+        object.__setattr__(self, "scores", {name: [math.nan if value is None else value for value in values]
+                                            for name, values in self.scores.items()})
+
+    def mean(self) -> dict[str, float]:
+        return {name: _mean(values) for name, values in self.scores.items()}
+
+    def by_task(self, name: str) -> dict[str, float]:
+        """The mean of one reward per `task` in the prompts' metadata, as text; empty where they have none."""
+        tasks = defaultdict(list)
+        for prompt, score in zip(self.prompts, self.scores[name]):
+            if "task" in prompt.metadata:
+                tasks[str(prompt.metadata["task"])].append(score)
+        return {task: _mean(values) for task, values in tasks.items()}
+
+
+def _mean(values: list[float]) -> float:
+    """The mean of the scores that apply (NaN: does not); NaN where none does."""
+    applicable = [value for value in values if not math.isnan(value)]
+    return sum(applicable) / len(applicable) if applicable else math.nan
+
+
+def spread(prompts: list[Prompt], count: int) -> list[Prompt]:
+    """At most `count` prompts, evenly over the list."""
+    return [prompts[i] for i in evenly(len(prompts), count)]
+
+
+def evenly(total: int, count: int) -> list[int]:
+    """At most `count` of `total` places, evenly over them."""
+    count = min(count, total)
+    return [i * total // count for i in range(count)]
+
+
+def measure(policy, prompts: list[Prompt], functions: dict[str, Any], *, steps: int, guidance: float, samples: int,
+            micro_batch: int, negative: str = "", keep: int = 0, title: str = "evaluating", encode=None,
+            processes: Processes = Processes(), reference: Callable[[], Any] | None = None) -> Measured:
+    """Generate `samples` pictures per prompt with the pipeline's own scheduler, or texts, and score them.
+
+    keep: of how many prompts, evenly over them, the first picture is kept; encode: what encodes prompts, in
+    place of `policy.encode`; processes: those that share the work, and all get what was found. reference: inside of
+    what it gives the policy is its base, whose pictures from the same seeds go to rewards that compare with them; None:
+    it is its base already.
+    """
+    encode = encode or policy.encode
+    seed, kept = seeder(EVAL_SEED, 0), set(evenly(len(prompts), keep))
+    rows = [(i, k) for i in range(len(prompts)) for k in range(samples)]
+    own, scores, pictures, tally = processes.own(rows), [torch.empty(0, len(functions))], [], rewards.Tally()
+    hidden, compared = None if processes.first else True, any(map(rewards.sees_base, functions.values()))
+    with processes.together(), tqdm(total=len(own), desc=title, unit="picture", leave=False, disable=hidden) as bar:
+        for start in range(0, len(own) if processes.turns is None else processes.most(rows), micro_batch):
+            own_batch = own[start:start + micro_batch]
+            batch = own_batch or rows[:1]  # weights that are shared out are collected by all, or by none
+            of = [prompts[i] for i, _ in batch]
+            conditioning = encode([p.text for p in of], [negative if p.negative is None else p.negative for p in of],
+                                  [p.image for p in of])
+            seeds = [seed(i, k) for i, k in batch]
+            made, base = _with_base(partial(_generate, policy, conditioning, seeds, steps, guidance), reference,
+                                    compared)
+            if not own_batch:
+                continue
+            scores.append(rewards.score(functions, made, [p.text for p in of], [p.metadata for p in of],
+                                        tally=tally, base=base))
+            pictures += [picture for (i, k), picture in zip(batch, made) if k == 0 and i in kept]
+            bar.update(len(batch))
+    columns = processes.gather(torch.cat(scores)).T.tolist()
+    return Measured([prompts[i] for i, _ in rows], dict(zip(functions, columns)),
+                    processes.gather_samples(pictures),
+                    dict(zip(functions, processes.total([tally.failed[name] for name in functions]))))
+
+
+def _generate(policy, conditioning, seeds: list[int], steps: int, guidance: float) -> Any:
+    return policy.generate(conditioning, policy.generators(seeds), steps, guidance)
+
+
+def _with_base(draw: Callable[[], Any], reference: Callable[[], Any] | None, compared: bool) -> tuple[Any, Any]:
+    """What is drawn, and what the base draws, where that is compared: of a base its own."""
+    made = draw()
+    if not compared or reference is None:
+        return made, made if compared else None
+    with reference():
+        return made, draw()

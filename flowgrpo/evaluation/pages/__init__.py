@@ -1,0 +1,1 @@
+"""Pages of samples: PNG grids, HTML, animated clips."""

@@ -1,0 +1,43 @@
+"""Before/after rows of a page: pairs of samples with their captions."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from flowgrpo import rewards
+from flowgrpo.data.prompts import Prompt
+from flowgrpo.errors import UserError
+from flowgrpo.evaluation.measured import Measured, evenly
+from flowgrpo.evaluation.pages.grid import Row, draw_grid
+
+
+def captions(functions: dict[str, Any], samples: Any, prompts: Sequence[Prompt], base: torch.Tensor | None = None
+             ) -> torch.Tensor:
+    """`rewards.score` [N, R] of N samples, NaN for a reward that fails on them, which is told in a line."""
+    texts, metadata, found = [p.text for p in prompts], [p.metadata for p in prompts], []
+    for name, function in functions.items():
+        try:
+            found.append(rewards.score({name: function}, samples, texts, metadata, base=base))
+        except UserError as error:
+            print(f"left out: {error}", file=sys.stderr)
+            found.append(torch.full((len(texts), 1), torch.nan))
+    return torch.cat(found, 1)
+
+
+def draw_pairs(path: Path, base: Measured, after: Measured, names: tuple[str, str] = ("before", "after")) -> None:
+    """The grid PNG: base and tuned pictures of the same prompts and seeds, with their scores."""
+    rows = [Row(text, [old, new], [was, now]) for (text, old, was), (_, new, now) in zip(cards(base), cards(after))]
+    draw_grid(path, names, rows)
+
+
+def cards(found: Measured) -> list[tuple[str, torch.Tensor, dict[str, float]]]:
+    """Prompt, picture and scores of the pictures that were kept."""
+    prompts = list({id(prompt): prompt for prompt in found.prompts}.values())
+    samples = len(found.prompts) // len(prompts)
+    return [(prompts[i].text, picture, {name: values[i * samples] for name, values in found.scores.items()})
+            for i, picture in zip(evenly(len(prompts), len(found.pictures)), found.pictures)]

@@ -1,0 +1,211 @@
+"""Pages of pictures: before and after side by side with their scores, or a plain contact sheet.
+
+A page is made of cards, one per prompt: the pictures in a row, under each its scores, under all the prompt. Small
+pictures are enlarged by whole factors, large ones shrunk, so that a page of a dozen prompts fits a screen. Of a clip
+the page shows frames side by side, and beside it lies the same page animated.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from PIL import Image, ImageDraw
+
+from flowgrpo.evaluation.pages.clips import animate, as_image, moving, still
+from flowgrpo.evaluation.pages.fonts import WORDS, Font
+
+if TYPE_CHECKING:
+    import torch
+
+SMALLEST, LARGEST = 160, 256  # pixels of a picture's longer side on the page
+FRAME_SMALLEST, FRAME_LARGEST, FRAMES, BETWEEN_FRAMES = 80, 160, 5, 2  # of a clip's frames beside each other
+LINES = 14  # of a text
+MARGIN, BETWEEN_CARDS, BETWEEN_PICTURES = 28, 36, 14
+BESIDE, REPEATED = 2, 6  # a page of more columns is a table, one card wide, with their names above every so many cards
+ASPECT = 1.5  # width over height that a page comes as near to as whole cards allow
+PAPER, INK, FAINT, FRAME, WRITTEN = "#ffffff", "#1f2328", "#6b7280", "#d5d8dd", "#f4f5f7"
+ROSE, FELL = "#15803d", "#c0262d"
+HEADING, CAPTION, SCORE = Font(16), Font(13), Font(12)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One prompt: its pictures ([3, H, W] in [0, 1]), clips ([F, 3, H, W]) or texts, one per column, and scores of
+    each."""
+
+    caption: str
+    images: Sequence[torch.Tensor | str]
+    scores: Sequence[dict[str, float]]
+
+
+def draw_grid(path: str | Path, columns: Sequence[str], rows: Sequence[Row]) -> Path:
+    """Write a PNG with a card per row, several cards beside each other, and the columns' names above the pictures;
+    where there are clips, also an animated WebP of the same name.
+
+    A score is green where it is above that of the row's first picture, red where it is below; NaN reads n/a.
+    """
+    assert rows and all(len(row.images) == len(row.scores) == len(columns) for row in rows)
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    _drawn(columns, rows).save(path, format="PNG")
+    if moments := moving([image for row in rows for image in row.images]):
+        stills = ([replace(row, images=[still(image, at) for image in row.images]) for row in rows] for at in moments)
+        animate(path.with_suffix(".webp"), [_drawn(columns, at) for at in stills])
+    return path
+
+
+def _drawn(columns: Sequence[str], rows: Sequence[Row]) -> Image.Image:
+    pictures = [[_tile(image) for image in row.images] for row in rows]
+    cell = tuple(max(picture.size[axis] for line in pictures for picture in line) for axis in (0, 1))
+    cell = max(cell[0], SMALLEST), cell[1]
+    cards = [_card(row, line, cell) for row, line in zip(rows, pictures)]
+    return _page(cards, columns if any(columns) else (), cell)
+
+
+def contact(path: str | Path, images: Sequence[torch.Tensor], captions: Sequence[str]) -> Path:
+    """Write a PNG of pictures ([3, H, W] in [0, 1]) or clips ([F, 3, H, W]) with a caption under each."""
+    assert len(images) == len(captions)
+    return draw_grid(path, [""], [Row(caption, [image], [{}]) for image, caption in zip(images, captions)])
+
+
+def _tile(image: torch.Tensor | str) -> Image.Image:
+    if isinstance(image, str):
+        return _written(image)
+    return _picture(image) if image.ndim == 3 else _strip(image)
+
+
+def _written(text: str) -> Image.Image:
+    """A text as a picture, its first LINES lines."""
+    lines = [line for each in text.splitlines() or [""] for line in _wrap(each, CAPTION, LARGEST - 16, LINES)][:LINES]
+    page = Image.new("RGB", (LARGEST, 16 + len(lines) * CAPTION.height), WRITTEN)
+    for number, line in enumerate(lines):
+        CAPTION.draw(ImageDraw.Draw(page), (8, 8 + number * CAPTION.height), line, INK)
+    return page
+
+
+def _picture(image: torch.Tensor, smallest: int = SMALLEST, largest: int = LARGEST) -> Image.Image:
+    """A tensor as a picture whose longer side is at least `smallest` and at most `largest` pixels."""
+    picture = as_image(image)
+    side = max(picture.size)
+    if side < smallest:
+        factor = math.ceil(smallest / side)
+        return picture.resize((picture.width * factor, picture.height * factor), Image.Resampling.NEAREST)
+    if side > largest:
+        size = (max(1, round(length * largest / side)) for length in picture.size)
+        return picture.resize(tuple(size), Image.Resampling.LANCZOS)
+    return picture
+
+
+def _strip(clip: torch.Tensor) -> Image.Image:
+    """At most FRAMES frames of a clip beside each other, the first, the last and evenly between."""
+    count = min(FRAMES, len(clip))
+    frames = [_picture(clip[round(i * (len(clip) - 1) / max(count - 1, 1))], FRAME_SMALLEST, FRAME_LARGEST)
+              for i in range(count)]
+    width, height = frames[0].size
+    strip = Image.new("RGB", (count * (width + BETWEEN_FRAMES) - BETWEEN_FRAMES, height), FRAME)
+    for i, frame in enumerate(frames):
+        strip.paste(frame, (i * (width + BETWEEN_FRAMES), 0))
+    return strip
+
+
+def _card(row: Row, pictures: Sequence[Image.Image], cell: tuple[int, int]) -> Image.Image:
+    width = len(pictures) * (cell[0] + BETWEEN_PICTURES) - BETWEEN_PICTURES
+    caption = _wrap(row.caption, CAPTION, width)
+    lines = max(len(scores) for scores in row.scores)
+    below = cell[1] + 8
+    under = below + lines * SCORE.height + (6 if lines else 0)
+    card = Image.new("RGB", (width, under + len(caption) * CAPTION.height), PAPER)
+    pen = ImageDraw.Draw(card)
+    for column, (picture, scores) in enumerate(zip(pictures, row.scores)):
+        left = column * (cell[0] + BETWEEN_PICTURES)
+        corner = left + (cell[0] - picture.width) // 2, (cell[1] - picture.height) // 2
+        card.paste(picture, corner)
+        pen.rectangle((*corner, corner[0] + picture.width - 1, corner[1] + picture.height - 1), outline=FRAME)
+        for line, (name, value) in enumerate(scores.items()):
+            _score(pen, (left, below + line * SCORE.height), cell[0], name, value, row.scores[0].get(name, value))
+    for line, text in enumerate(caption):
+        CAPTION.draw(pen, (0, under + line * CAPTION.height), text, INK)
+    return card
+
+
+def _score(pen: ImageDraw.ImageDraw, at: tuple[int, int], width: int, name: str, value: float, before: float) -> None:
+    """A line of a score: its name on the left, its value on the right with a mark where it rose or fell."""
+    text, old = _number(value), _number(before)
+    change = 0 if text == old or math.isnan(value) or math.isnan(before) else 1 if value > before else -1
+    colour = {1: ROSE, 0: INK, -1: FELL}[change]
+    left = at[0] + width - SCORE.getlength(text)
+    SCORE.draw(pen, (left, at[1]), text, colour)
+    SCORE.draw(pen, at, _shorten(name.rpartition("/")[2], SCORE, left - at[0] - 20), FAINT)
+    if change:
+        x, y = left - 10, at[1] + 9
+        pen.polygon([(x - 4, y + 3 * change), (x + 4, y + 3 * change), (x, y - 4 * change)], fill=colour)
+
+
+def _number(value: float) -> str:
+    if math.isnan(value):
+        return "n/a"
+    return f"{value:.3f}" if abs(value) < 10 else f"{value:.1f}"
+
+
+def _page(cards: Sequence[Image.Image], columns: Sequence[str], cell: tuple[int, int]) -> Image.Image:
+    table = len(columns) > BESIDE
+    across = 1 if table else min(range(1, len(cards) + 1), key=lambda n: _misfit(cards, n))
+    lines = [cards[start:start + across] for start in range(0, len(cards), across)]
+    headed = range(0, len(lines), REPEATED if table else len(lines)) if columns else range(0)
+    head = HEADING.height + 6
+    width = 2 * MARGIN + across * (cards[0].width + BETWEEN_CARDS) - BETWEEN_CARDS
+    height = sum(max(card.height for card in line) + BETWEEN_CARDS for line in lines) - BETWEEN_CARDS
+    page = Image.new("RGB", (width, 2 * MARGIN + len(headed) * head + height), PAPER)
+    top = MARGIN
+    for number, line in enumerate(lines):
+        if number in headed:
+            for place in range(across):
+                left = MARGIN + place * (cards[0].width + BETWEEN_CARDS)
+                _headings(ImageDraw.Draw(page), (left, top), columns, cell[0])
+            top += head
+        for place, card in enumerate(line):
+            page.paste(card, (MARGIN + place * (card.width + BETWEEN_CARDS), top))
+        top += max(card.height for card in line) + BETWEEN_CARDS
+    return page
+
+
+def _misfit(cards: Sequence[Image.Image], across: int) -> float:
+    """How far a page with so many cards beside each other is from ASPECT, and the share of places left empty."""
+    lines = math.ceil(len(cards) / across)
+    height = lines * (max(card.height for card in cards) + BETWEEN_CARDS)
+    empty = (across * lines - len(cards)) / len(cards)
+    return abs(math.log(across * (cards[0].width + BETWEEN_CARDS) / height / ASPECT)) + empty
+
+
+def _headings(pen: ImageDraw.ImageDraw, at: tuple[int, int], columns: Sequence[str], width: int) -> None:
+    for column, name in enumerate(columns):
+        told = _shorten(name, HEADING, width)
+        left = at[0] + column * (width + BETWEEN_PICTURES) + (width - HEADING.getlength(told)) // 2
+        HEADING.draw(pen, (left, at[1]), told, INK)
+
+
+def _wrap(text: str, font: Font, width: int, most: int = 4) -> list[str]:
+    """Lines no wider than `width`, at most `most`; a word that is wider, and what does not fit, is shortened."""
+    lines = [""]
+    for word in WORDS.findall(" ".join(text.split())):
+        joined = (lines[-1] + word).strip()
+        if not lines[-1] or font.getlength(joined) <= width:
+            lines[-1] = joined
+        else:
+            lines.append(word.strip())
+    if len(lines) > most:
+        lines[most - 1:] = [" ".join(lines[most - 1:])]
+    return [_shorten(line, font, width) for line in lines]
+
+
+def _shorten(text: str, font: Font, width: float) -> str:
+    """The text, or so much of its beginning as fits with an ellipsis."""
+    if font.getlength(text) <= width:
+        return text
+    fitting = bisect.bisect_right(range(len(text)), width, key=lambda count: font.getlength(text[:count] + "..."))
+    return text[:max(fitting - 1, 0)] + "..."

@@ -1,0 +1,180 @@
+"""The report of a run: `report.html`, one file that needs nothing else, made from what the run's folder holds.
+
+Everything is computed here and lies in the file as JSON; the template report.html draws it, as text and never as
+markup, since prompts are foreign text.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from flowgrpo.config.parse import load
+from flowgrpo.config.schema import Config
+from flowgrpo.errors import UserError
+from flowgrpo.evaluation.report import snapshots
+from flowgrpo.evaluation.report.verdict import changes, mean, sentences
+from flowgrpo.storage.json_files import read_lines, read_object
+
+FILE = "report.html"
+EVERY = 10  # epochs between reports of a run without eval.every
+STAGES = 40  # that the slider has, at most
+TEMPLATE = Path(__file__).with_name("report.html")
+
+
+def during(trainer: Any, run: Path) -> None:
+    """Write the report of a run that goes on, every eval.every epochs, or EVERY."""
+    if trainer.processes.first and trainer.epoch % (trainer.config.eval.every or EVERY) == 0:
+        snapshots.last(run, trainer)
+        write(run)
+
+
+def write(run: Path) -> Path:
+    """Write `report.html` into a run's folder; returns its path. UserError for a folder that is not a run."""
+    made = page(data(run))
+    temporary = run / f".{FILE}.tmp"
+    temporary.write_text(made, encoding="utf-8")
+    temporary.replace(run / FILE)
+    return run / FILE
+
+
+def page(told: dict[str, Any], live: bool = False) -> str:
+    """The HTML of a report's data. live: it asks its server for newer data."""
+    filled = {"TITLE": html.escape(told["title"]), "DATA": embedded(told), "LIVE": " data-live" if live else "",
+              "CONNECT": "; connect-src 'self'" if live else ""}
+    return re.sub(r"\[\[([A-Z]+)\]\]", lambda found: filled[found[1]], TEMPLATE.read_text(encoding="utf-8"))
+
+
+def embedded(told: Any) -> str:
+    """JSON that may stand in a <script>: nothing in it ends the element or reads as an address."""
+    text = json.dumps(told, allow_nan=False, separators=(",", ":"))
+    for sign in "<>&":
+        text = text.replace(sign, f"\\u{ord(sign):04x}")
+    return text.replace("://", ":\\/\\/")
+
+
+def data(run: Path) -> dict[str, Any]:
+    """All that a report shows. UserError for a folder that is not a run."""
+    if not (run / "config.yaml").is_file():
+        raise UserError(f"{run} is not a run: it has no config.yaml; expected a folder that `flowgrpo train` wrote")
+    config, lines, stages = load(run / "config.yaml"), read_lines(run / "metrics.jsonl", *PLAIN), read_stages(run)
+    last = _read(run / snapshots.FOLDER / "last.json", first_ratio=dict, best=list, worst=list)
+    finished = bool(stages) and stages[-1]["name"] == "after"
+    found, summary = changes(config, stages), _read(run / "summary.json") if finished else {}
+    return {"title": config.name, "finished": finished,
+            "sentences": sentences(config, lines, found, last, finished, summary.get("kept")),
+            "changes": [vars(change) | {"way": change.way, "digits": change.digits} for change in found],
+            "tasks": summary.get("tasks", {}),
+            "metrics": columns(lines), "charts": charts(config, lines, stages), "stages": thinned(stages),
+            "extremes": {key: last.get(key, []) for key in ("best", "worst")} | {"epoch": last.get("epoch")},
+            "phases": phases(lines), "machine": _read(run / snapshots.FOLDER / "machine.json"), "config": config.yaml()}
+
+
+def changed(run: Path) -> str:
+    """What differs as soon as the report would: the newest time of the files that it is made from, and their number."""
+    files = [run / "config.yaml", run / "metrics.jsonl", *(run / snapshots.FOLDER).glob("*.json")]
+    times = [file.stat().st_mtime_ns for file in files if file.is_file()]
+    return f"{max(times, default=0)}-{len(times)}"
+
+
+def columns(lines: list[dict[str, Any]]) -> dict[str, list[Any]]:
+    """Each metric's values, epoch by epoch; None where an epoch has none."""
+    keys = dict.fromkeys(key for line in lines for key in line)
+    return {key: [line.get(key) for line in lines] for key in keys}
+
+
+def read_stages(run: Path) -> list[dict[str, Any]]:
+    """The held-out prompts through training, in order: before, epochs, after."""
+    files = [file for file in (run / snapshots.FOLDER).glob("*.json") if file.stem not in ("machine", "last")]
+    stages = [_read(file, name=str, epoch=int, scores=dict, cards=list) for file in files]
+    return sorted(stages, key=lambda stage: (stage["name"] == "after", stage["epoch"]))
+
+
+def thinned(stages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What the slider shows: at most STAGES of them, evenly, with the first and the last."""
+    count = min(STAGES, len(stages))
+    places = [i * (len(stages) - 1) // max(count - 1, 1) for i in range(count)]
+    names = {"before": "before training", "after": "after training"}
+    return [{"label": names.get(stages[i]["name"], f"epoch {stages[i]['epoch']}"), "cards": stages[i]["cards"]}
+            for i in places]
+
+
+def _read(path: Path, **kinds: type) -> dict[str, Any]:
+    return read_object(path, snapshots.MEND, **kinds) if path.is_file() else {}
+
+
+# --- what is drawn ---------------------------------------------------------------------------------------------------
+
+# Charts of several metrics: title, what is to be known of it, and the keys with a group for each curve's label.
+GATHERED = (
+    ("Mean ratio per step", "1 in every first update", r"ratio/(step_\d+)"),
+    ("Clip fraction per step", "share of the decisions that the clip cut", r"clip_fraction/(step_\d+)"),
+    ("Zero-variance groups", "share of the groups that teach nothing", r"reward/(.+)/zero_variance_groups"),
+    ("Failed samples per reward", "left out of their groups", r"reward/(.+)/failed"),
+    ("Seconds per phase", "of an epoch", r"seconds/(.+)"),
+)
+ALONE = {"clip_fraction": ("Clip fraction", "share of the decisions that the clip cut"),
+         "log_ratio_max": ("Largest |log ratio|", "of an epoch"), "grad_norm": ("Gradient norm", "before clipping"),
+         "loss": ("Loss", ""), "kl": ("KL to the reference", ""),
+         "skipped_updates": ("Skipped updates", "so far: the gradient was not finite")}
+PLAIN = ("epoch", "evaluations", "seconds")  # axes, no diagnostics; every line has them
+
+
+def charts(config: Config, lines: list[dict[str, Any]], stages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Every reward and every diagnostic in a chart: {title, note, kind, series}.
+
+    A series is {label} with the `key` of a metric, and perhaps that of its deviation as `band`, or with x and y.
+    """
+    made = [_reward(config, name, lines, stages) for name in (config.trained | config.watched)]
+    rest = [key for key in columns(lines) if key not in PLAIN
+            and not re.fullmatch(r"reward/.+/(mean|std)|held_out/.+", key)]
+    gathered = [_gathered(*each, rest, lines) for each in GATHERED]
+    alone = [key for key in rest if not any(re.fullmatch(pattern, key) for _, _, pattern in GATHERED)
+             and any(isinstance(line.get(key), (int, float)) for line in lines)]
+    single = [{"title": title, "note": note, "kind": "lines", "series": [{"label": key, "key": key}]}
+              for key in sorted(alone, key=lambda key: (list(ALONE) + [key]).index(key))
+              for title, note in [ALONE.get(key, (key, ""))]]
+    return [chart for chart in made + single + gathered if chart["series"]]
+
+
+def _gathered(title: str, note: str, pattern: str, keys: list[str], lines: list[dict[str, Any]]) -> dict[str, Any]:
+    """A chart of the keys that match; that of failures has no curve where nothing has failed."""
+    own = [(found[1], key) for key in keys if (found := re.fullmatch(pattern, key))]
+    if title.startswith("Failed") and not any(line.get(key) for line in lines for _, key in own):
+        own = []
+    return {"title": title, "note": note, "kind": "steps" if "step" in pattern else "lines",
+            "series": [{"label": label, "key": key} for label, key in sorted(own, key=lambda pair: _natural(pair[0]))]}
+
+
+def _natural(label: str) -> tuple[str, int]:
+    """Step 2 before step 10."""
+    name, _, number = label.rpartition("_")
+    return (name, int(number)) if number.isdigit() else ("", 0)
+
+
+def _reward(config: Config, name: str, lines: list[dict[str, Any]], stages: list[dict[str, Any]]) -> dict[str, Any]:
+    """A reward's chart: its mean over the samples of each epoch, and that on the held-out prompts."""
+    series = [{"label": "training samples", "key": f"reward/{name}/mean", "band": f"reward/{name}/std"}] \
+        if any(f"reward/{name}/mean" in line for line in lines) else []
+    # the last stage comes first: it gives no other value to an epoch that was measured on the way
+    held = {stage["epoch"]: mean(stage["scores"].get(name, [])) for stage in reversed(stages)}
+    held |= {line["epoch"]: line[key] for line in lines if line.get(key := f"held_out/{name}") is not None}
+    points = sorted((epoch, value) for epoch, value in held.items() if value is not None)
+    if points:
+        series.append({"label": "held-out prompts", "x": [x for x, _ in points], "y": [y for _, y in points]})
+    trained = name in config.rewards
+    return {"title": name, "note": f"trained on, weight {config.rewards[name]:g}" if trained else "only watched",
+            "kind": "reward", "series": series}
+
+
+def phases(lines: list[dict[str, Any]]) -> dict[str, float]:
+    """Seconds of all epochs so far per phase, the longest first."""
+    total: dict[str, float] = {}
+    for line in lines:
+        for key, value in line.items():
+            if key.startswith("seconds/"):
+                total[key.removeprefix("seconds/")] = total.get(key.removeprefix("seconds/"), 0.0) + value
+    return {phase: round(value, 2) for phase, value in sorted(total.items(), key=lambda pair: -pair[1])}

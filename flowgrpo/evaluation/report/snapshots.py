@@ -1,0 +1,153 @@
+"""What a run keeps for its report while it trains: small pictures and scores, as JSON files in the folder `report/`.
+
+    machine.json                                what the run runs on
+    before.json, epoch-00020.json, after.json   the same held-out prompts and seeds at these times: a stage each
+    last.json                                   the best and worst samples of the last epoch, and the first-ratio check
+
+Pictures lie in them as data URLs, encoded once, so that a report is made by reading these files.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import os
+import platform
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from PIL import Image
+
+from flowgrpo.evaluation.pages.clips import LONGEST, SECONDS, SHORTEST, as_image, moving, still
+from flowgrpo.extras import version
+from flowgrpo.storage.json_files import finite, read_object
+
+if TYPE_CHECKING:
+    import torch
+
+    from flowgrpo.evaluation.measured import Measured
+
+FOLDER = "report"
+SIDE = 320  # pixels of a kept picture's longer side, at most
+LOSSLESS = 128  # pixels up to which a picture is kept without loss
+MEND = "restore it, or remove it: then the report leaves out what it said"
+EXTREMES = 6  # best samples of an epoch, and as many worst ones
+PACKAGES = ("flowgrpo", "torch", "diffusers", "transformers", "peft")
+
+
+@dataclass
+class Extremes:
+    """The best and the worst samples of an epoch, at most EXTREMES each and each of another prompt, as they come.
+
+    names: the rewards; a sample is (total, prompt, scores [R], output).
+    """
+
+    names: Sequence[str]
+    best: list[tuple] = field(default_factory=list)
+    worst: list[tuple] = field(default_factory=list)
+
+    def add(self, prompts: Sequence[str], outputs: Any, scores: torch.Tensor, totals: torch.Tensor) -> None:
+        """b samples: their prompts and outputs, scores [b,R], and the totals [b] by which they are compared.
+
+        A sample to which no reward applies is passed over, and so is one without a score that others of its prompt
+        have.
+        """
+        rows: dict[str, list[int]] = {}
+        for i, prompt in enumerate(prompts):
+            rows.setdefault(prompt, []).append(i)
+        sums, known = totals.tolist(), ~scores.isnan()
+        for prompt, own in rows.items():
+            wanted = known[own].any(0)
+            own = [i for i in own if wanted.any() and (known[i] == wanted).all()]
+            if not own:
+                continue
+            for kept, sign, at in ((self.best, 1, max(own, key=sums.__getitem__)),
+                                   (self.worst, -1, min(reversed(own), key=sums.__getitem__))):
+                _insert(kept, sign, (sums[at], prompt, scores[at].tolist(), outputs[at]))
+
+    def told(self) -> dict[str, list[dict[str, Any]]]:
+        """Both lists for JSON, the most extreme sample first."""
+        return {side: [{"prompt": prompt, "scores": finite(dict(zip(self.names, scores))), **shown(output)}
+                       for _, prompt, scores, output in kept]
+                for side, kept in (("best", self.best), ("worst", self.worst))}
+
+
+def _insert(kept: list[tuple], sign: int, sample: tuple) -> None:
+    """Keep the sample if it is among the most extreme ones, in place of a lesser one of the same prompt."""
+    total, prompt, scores, output = sample
+    same = [other for other in kept if other[1] == prompt]
+    if any(sign * other[0] >= sign * total for other in same):
+        return
+    if not same and len(kept) == EXTREMES and sign * kept[-1][0] >= sign * total:
+        return
+    copied = output if isinstance(output, str) else output.clone()  # a view would hold its whole batch
+    kept[:] = sorted([*(other for other in kept if other[1] != prompt), (total, prompt, scores, copied)],
+                     key=lambda other: -sign * other[0])[:EXTREMES]
+
+
+def shown(output: Any) -> dict[str, str]:
+    """A sample for JSON: a picture [3,H,W] or clip [F,3,H,W] as a data URL, a text as it is."""
+    return {"text": output} if isinstance(output, str) else {"picture": data_url(output)}
+
+
+def data_url(output: torch.Tensor) -> str:
+    """A picture [3,H,W] in [0, 1], or a clip [F,3,H,W], as a WebP in a data URL, at most SIDE pixels long."""
+    frames = [as_image(output)] if output.ndim == 3 else [as_image(still(output, at)) for at in moving([output])]
+    factor = SIDE / max(frames[0].size)
+    if factor < 1:
+        size = tuple(max(1, round(length * factor)) for length in frames[0].size)
+        frames = [frame.resize(size, Image.Resampling.LANCZOS) for frame in frames]
+    moved = dict(save_all=True, append_images=frames[1:], loop=0,
+                 duration=round(min(max(1000 * SECONDS / len(frames), SHORTEST), LONGEST))) if len(frames) > 1 else {}
+    file = io.BytesIO()
+    frames[0].save(file, "WEBP", lossless=max(frames[0].size) <= LOSSLESS, quality=85, **moved)
+    return "data:image/webp;base64," + base64.b64encode(file.getvalue()).decode("ascii")
+
+
+def begin(run: Path, epoch: int, device: str | torch.device, processes: int, precision: str) -> None:
+    """Say what the run runs on, and drop what an earlier run, or this one after that epoch, has kept."""
+    if not epoch:
+        shutil.rmtree(run / FOLDER, ignore_errors=True)
+    for file in (run / FOLDER).glob("*.json"):
+        if file.stem in ("after", "last") or read_object(file, MEND).get("epoch", 0) > epoch:
+            file.unlink()
+    write(run / FOLDER / "machine.json", machine(device, processes, precision))
+
+
+def machine(device: str | torch.device, processes: int, precision: str) -> dict[str, str]:
+    """Hardware, precision and versions, in words."""
+    from flowgrpo.device import described
+
+    return {"device": described(device), "precision": precision, "processes": str(processes),
+            "cores": str(os.cpu_count()),
+            "system": f"{platform.system()} {platform.machine()}", "Python": platform.python_version(),
+            **{package: version(package) for package in PACKAGES}}
+
+
+def stage(run: Path, name: str, epoch: int, found: Measured) -> None:
+    """Keep what was measured on the held-out prompts after so many epochs, as the stage of that name."""
+    from flowgrpo.evaluation.pages.before_after import cards
+
+    pictures = [{"prompt": text, "scores": finite(scores), **shown(picture)} for text, picture, scores in cards(found)]
+    write(run / FOLDER / f"{name}.json", {"name": name, "epoch": epoch, "scores": finite(found.scores),
+                                          "cards": pictures})
+
+
+def last(run: Path, trainer: Any) -> None:
+    """Keep the best and worst samples of the last epoch, and what the first-ratio check found."""
+    first = trainer.first_ratio
+    write(run / FOLDER / "last.json", {
+        "epoch": trainer.epoch, "first_ratio": {"found": first.found, "limit": first.limit, "rescored": first.rescore},
+        **trainer.scoring.extremes.told()})
+
+
+def write(path: Path, told: Any) -> None:
+    """Write JSON under a temporary name, then rename it: who reads never sees half of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(told, allow_nan=False), encoding="utf-8")
+    temporary.replace(path)

@@ -1,0 +1,130 @@
+"""What a report says in plain words: what changed on the held-out prompts, and whether it can be trusted."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from dataclasses import dataclass
+from typing import Any
+
+from flowgrpo.config.schema import Config
+
+FEW = 2  # standard errors below which a change is not told from chance
+
+
+@dataclass(frozen=True)
+class Change:
+    """A reward on the same held-out prompts and seeds, before training and now.
+
+    weight: in training; None where it is only watched. error: the standard error of the change, over prompts; None of
+    fewer than two. count: pictures that have a score at both times.
+    """
+
+    name: str
+    weight: float | None
+    before: float | None
+    now: float | None
+    change: float | None
+    error: float | None
+    count: int
+
+    @property
+    def way(self) -> int:
+        """1: what was wanted rose, -1: it fell, 0: neither, or it cannot be told from chance."""
+        if self.change is None or abs(self.change) <= FEW * (self.error or 0.0):
+            return 0
+        return 1 if self.change * (-1 if (self.weight or 0.0) < 0 else 1) > 0 else -1
+
+    @property
+    def digits(self) -> int:
+        """Decimals that show the change: two figures of it, at least 3, at most 6."""
+        return min(max(1 - math.floor(math.log10(abs(self.change))), 3), 6) if self.change else 3
+
+
+def mean(values: list[float | None]) -> float | None:
+    """The mean of the scores that apply; None where none does."""
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None
+
+
+def changes(config: Config, stages: list[dict[str, Any]]) -> list[Change]:
+    """The rewards' changes from the first stage to the last one; empty before anything was measured."""
+    if not stages:
+        return []
+    was, now = stages[0]["scores"], stages[-1]["scores"]
+    samples = config.eval.samples
+    return [_change(name, config.rewards.get(name), was[name], now.get(name, []), samples) for name in was]
+
+
+def _change(name: str, weight: float | None, was: list[float | None], now: list[float | None], samples: int) -> Change:
+    """Of scores with so many pictures per prompt: these are not independent, so that prompts are what is counted."""
+    pairs = [None if None in pair else pair for pair in zip(was, now)]
+    whole = [pair for pair in pairs if pair]
+    prompts = [[new - old for old, new in filter(None, pairs[at:at + samples])] for at in range(0, len(pairs), samples)]
+    moved = [sum(each) / len(each) for each in prompts if each]
+    error = statistics.stdev(moved) / math.sqrt(len(moved)) if len(moved) > 1 else None
+    before, after = (mean([pair[at] for pair in whole]) for at in (0, 1))
+    return Change(name, weight, before, after, after - before if whole else None, error, len(whole))
+
+
+def sentences(config: Config, lines: list[dict[str, Any]], found: list[Change], last: dict[str, Any],
+              finished: bool, kept: str | None = None) -> list[dict[str, str]]:
+    """The summary: {text, tone}, where the tone is plain, good or warn. kept: `kept` of summary.json."""
+    wanted = _listed([name if weight == 1 else f"{name} (weight {weight:g})" for name, weight in
+                      config.rewards.items()])
+    line = lines[-1] if lines else {"epoch": 0, "evaluations": 0, "seconds": 0.0}
+    told = [("plain", f"{config.model} {'was' if finished else 'is being'} aligned to {wanted} with {config.method}: "
+                      f"{line['epoch']} of {config.train.epochs} epochs, {line['evaluations']:,} denoiser evaluations, "
+                      f"{_duration(line['seconds'])}.")]
+    told += [("plain", f"{kept[0].upper()}{kept[1:]}.")] if kept else []
+    if any(change.change is not None for change in found) and lines:
+        told += [_moved(change) for change in found if change.change is not None]
+        told += _hacking(found)
+    told += _first_ratio(last.get("first_ratio", {}))
+    return [{"tone": tone, "text": text} for tone, text in told]
+
+
+def _moved(change: Change) -> tuple[str, str]:
+    """One reward's change in a sentence."""
+    kind = "trained on" if change.weight is not None else "only watched"
+    verb = {1: "rose", -1: "fell"}.get((change.change > 0) - (change.change < 0) if change.way else 0)
+    before, now = (f"{value:.{change.digits}f}" for value in (change.before, change.now))
+    ends = f"from {before} to {now} on {change.count} held-out pictures"
+    if verb is None:
+        return "plain", f"{change.name}, {kind}, went {ends}, which may be chance."
+    return {1: "good", -1: "warn"}[change.way], f"{change.name}, {kind}, {verb} {ends}."
+
+
+def _hacking(found: list[Change]) -> list[tuple[str, str]]:
+    """The hint that a trained reward may have been hacked: it rose while a watched one fell."""
+    risen = [change.name for change in found if change.weight is not None and change.way > 0]
+    fallen = [change.name for change in found if change.weight is None and change.way < 0]
+    if risen and fallen:
+        return [("warn", f"Possible reward hacking: {_listed(risen)} got better, while {_listed(fallen)}, which was "
+                         "only watched, fell. Look at the pictures.")]
+    if all(change.weight is not None for change in found):
+        return [("plain", "No reward was only watched, so reward hacking would not show in these numbers: name one or "
+                          "two under eval.rewards, and look at the pictures.")]
+    return []
+
+
+def _first_ratio(check: dict[str, Any]) -> list[tuple[str, str]]:
+    """What the check before the first update found."""
+    if check.get("found") is None:
+        return []
+    told = ("Before the first update, the largest |log ratio| of replay to rollout was "
+            + (f"{check['found']:.1e}" if check["found"] else "0"))
+    if check["rescored"]:
+        return [("plain", f"{told}, above {check['limit']:.1e}: old log-probabilities are computed again as the replay "
+                          "does.")]
+    return [("good", f"{told} (at most {check['limit']:.1e} is right): the two agree.")]
+
+
+def _listed(names: list[str]) -> str:
+    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{rest} s"

@@ -1,0 +1,1 @@
+"""Export of trained weights: ComfyUI, merged models, model cards."""

@@ -1,0 +1,283 @@
+"""A finished run in the forms that others take: a LoRA as ComfyUI reads it, a whole merged model, a model card.
+
+The run's own file is diffusers' format already, or of a language model peft's. Everything here is made from what the
+run's folder holds.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from flowgrpo.config.parse import load
+from flowgrpo.config.schema import Config
+from flowgrpo.device import DTYPES, pick_device
+from flowgrpo.errors import UserError
+from flowgrpo.export import comfy_names
+from flowgrpo.policies.pipelines import edit_networks
+from flowgrpo.policies.precision import settle
+from flowgrpo.policies.weights.lora_files import LORA_FILE
+from flowgrpo.storage import paths
+
+SIDES = {".lora_A.weight": ".lora_down.weight", ".lora_B.weight": ".lora_up.weight"}  # peft's names, and the layout's
+CARD = "README.md"
+# What is uploaded of a run's folder, as huggingface_hub's filter reads it: an asterisk stands for slashes too.
+SENT = ["*.safetensors", "*adapter_config.json", "*.png", "*.webp", CARD, "config.yaml", "summary.json",
+        "metrics.jsonl", "unet/*", "transformer*/*", "model/*"]
+KEPT = ["checkpoints/*", "before/*", "samples/*", "events/*", "merged/*"]
+TOKENS = "tokens"  # what is counted of a language model
+SECOND = "transformer_2"  # the expert of the steps with little noise
+
+
+def finished(run: Path) -> tuple[Config, dict[str, Any]]:
+    """A run's configuration and summary. UserError for a folder that is not a finished run."""
+    if not (run / "config.yaml").is_file():
+        raise UserError(f"{run} is not a run: it has no config.yaml; expected a folder that `flowgrpo train` wrote")
+    if not (run / "summary.json").is_file():
+        raise UserError(f"the run {run} has not finished (it has no summary.json): --resume it")
+    return load(run / "config.yaml"), json.loads((run / "summary.json").read_text(encoding="utf-8"))
+
+
+def kohya(run: Path, output: Path) -> list[Path]:
+    """Write the run's LoRA as ComfyUI reads it, in the layout of the kohya scripts; returns the files: `output`, or of
+    two experts (Wan 2.2), which ComfyUI loads apart, one for each, `..._high_noise` and `..._low_noise`.
+
+    Every layer becomes `NAME.lora_down.weight`, `.lora_up.weight` and `.alpha`, NAME what `comfy_names` says; a layer's
+    scale is alpha / rank there, so that alpha is the live scale times the rank (rsLoRA's too). UserError for a run
+    without a LoRA, with a part that has no name in ComfyUI, or with a DoRA, whose lengths ComfyUI relates to the base's
+    weights and peft to the tuned ones.
+    """
+    from safetensors.torch import save_file
+
+    parts = lora(run)
+    paths.require_file(output)
+    if any(adapter.get("use_dora") for _, adapter in parts.values()):
+        raise UserError(f"the LoRA of {run} has lengths of its own (adapter.dora), which ComfyUI scales otherwise: use "
+                        "--form merged")
+    known = comfy_names.classes(load(run / "config.yaml").model)
+    layers = {part: _kohya(comfy_names.namer(part, known), *found) for part, found in parts.items()}
+    written = {output: layers}
+    if SECOND in layers:
+        rest = {part: found for part, found in layers.items() if part != SECOND}
+        written = {output.with_stem(f"{output.stem}_high_noise"): rest,
+                   output.with_stem(f"{output.stem}_low_noise"): {SECOND: layers[SECOND]}}
+    output.parent.mkdir(parents=True, exist_ok=True)
+    for file, own in written.items():
+        save_file({key: value for found in own.values() for key, value in found.items()}, file, {"format": "pt"})
+        paths.readable(file)
+    return list(written)
+
+
+def _kohya(name: Callable[[str], str], tensors: dict[str, torch.Tensor], adapter: dict[str, Any]
+           ) -> dict[str, torch.Tensor]:
+    """One part's tensors under the names of the layout."""
+    layers: dict[str, torch.Tensor] = {}
+    for key, tensor in tensors.items():
+        [(ending, side)] = [(ending, side) for ending, side in SIDES.items() if key.endswith(ending)]
+        layer = name(key.removesuffix(ending))
+        layers[layer + side] = tensor.contiguous()
+        if ending == ".lora_A.weight":
+            rank = tensor.shape[0]
+            layers[f"{layer}.alpha"] = torch.tensor(scale(adapter, rank) * rank)
+    return layers
+
+
+def lora(run: Path) -> dict[str, tuple[dict[str, torch.Tensor], dict[str, Any]]]:
+    """A run's LoRA by part: its tensors by module, and its peft configuration.
+
+    Read from diffusers' file, of which a second expert has its own, and where diffusers has no loader from peft's.
+    UserError for a run without any, and for a file that does not say its alpha.
+    """
+    from safetensors.torch import load_file
+
+    found = _stock(run / LORA_FILE) if (run / LORA_FILE).is_file() else {}
+    for file in sorted(run.glob(f"*/{LORA_FILE}")):
+        [found[file.parent.name]] = _stock(file).values()
+    for told in sorted(run.glob("*/adapter_config.json")):
+        adapter = json.loads(told.read_text(encoding="utf-8"))
+        found[told.parent.name] = load_file(told.with_name("adapter_model.safetensors")), adapter
+    if (run / "adapter_config.json").is_file():
+        raise UserError(f"the LoRA of {run} is of a language model, which ComfyUI does not load: use --form merged, or "
+                        "the folder as it is with peft")
+    if not found:
+        why = "it holds an edit policy, which no stock pipeline loads" if (run / edit_networks.FILE).is_file() else \
+            "a run with adapter.rank 0 has whole weights, which need no export"
+        raise UserError(f"no LoRA in {run}: {why}")
+    return found
+
+
+def _stock(file: Path) -> dict[str, tuple[dict[str, torch.Tensor], dict[str, Any]]]:
+    from safetensors import safe_open
+
+    with safe_open(file, "pt") as opened:
+        told = json.loads((opened.metadata() or {}).get("lora_adapter_metadata", "{}"))
+        tensors = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118, it is no dictionary
+    parts = dict.fromkeys(key.partition(".")[0] for key in tensors)
+    found = {part: tuple({key.removeprefix(f"{part}."): value for key, value in those.items()
+                          if key.startswith(f"{part}.")} for those in (tensors, told)) for part in parts}
+    if not all("lora_alpha" in adapter for _, adapter in found.values()):
+        raise UserError(f"{file} does not say its alpha: expected a file that `flowgrpo train` wrote")
+    return found
+
+
+def scale(adapter: dict[str, Any], rank: int) -> float:
+    """By what a layer of that rank is multiplied: alpha / rank, or alpha / sqrt(rank) of an rsLoRA (2312.03732)."""
+    return adapter["lora_alpha"] / (rank ** 0.5 if adapter.get("use_rslora") else rank)
+
+
+def merged(run: Path, output: Path) -> Path:
+    """Write the whole pipeline or language model with the run's weights in it, in the run's precision: a directory for
+    `from_pretrained`.
+
+    The LoRA is added to the weights in fp32 and rounded once; what diffusers keeps in fp32 (parts of Wan) stays so.
+    UserError where the model or the weights do not load.
+    """
+    config, summary = finished(run)
+    config, _ = settle(config, pick_device(config.device))
+    paths.require_folder(output)
+    (_merged_language_model if summary["unit"] == TOKENS else _merged_pipeline)(config, run, output)
+    paths.readable(output)
+    return output
+
+
+def _merged_language_model(config: Config, run: Path, output: Path) -> None:
+    from peft import PeftModel
+
+    from flowgrpo.policies import build
+
+    own = {} if config.adapter.rank else {"model": str(run / "model")}
+    model, reader = build.load_language(config.model_copy(update={"precision": "fp32"} | own))
+    if config.adapter.rank:  # by peft: after transformers' load_adapter all weights are saved under peft's names
+        try:
+            model = PeftModel.from_pretrained(model, str(run)).merge_and_unload()
+        except (RuntimeError, ValueError) as error:
+            told = " ".join(str(error).split())[:200]
+            raise UserError(f"the LoRA of {run} does not load into {type(model).__name__}: {told}") from None
+    model.to(DTYPES[config.precision]).save_pretrained(output)
+    reader.save_pretrained(output)
+
+
+def _merged_pipeline(config: Config, run: Path, output: Path) -> None:
+    from flowgrpo.evaluation.images import load_tuned
+    from flowgrpo.policies.pipelines.load import load_pipeline
+    from flowgrpo.policies.weights.lora_files import merge
+
+    stock = _modules(load_pipeline(config.model, config.precision, config.trust_remote_code))
+    kinds = {name: {key: value.dtype for key, value in module.state_dict().items()} for name, module in stock.items()}
+    del stock  # before the whole is loaded again
+    pipe = load_pipeline(config.model, "fp32", config.trust_remote_code)
+    load_tuned(pipe, run)
+    for name, module in _modules(pipe).items():
+        merge(module)
+        for key, value in module.state_dict(keep_vars=True).items():
+            value.data = value.data.to(kinds[name][key])
+    pipe.save_pretrained(output, safe_serialization=True)
+
+
+def _modules(pipe: Any) -> dict[str, torch.nn.Module]:
+    return {name: part for name, part in pipe.components.items() if isinstance(part, torch.nn.Module)}
+
+
+def card(run: Path) -> Path:
+    """Write the run's model card, `README.md`, with a picture of its curves; returns the card's path."""
+    config, summary = finished(run)
+    curves(run, run / "curves.png", summary["unit"])
+    lora = config.adapter.rank > 0 and not (run / edit_networks.FILE).is_file()
+    (run / CARD).write_text(_card(config, summary, (run / "before_after.webp").is_file(), lora), encoding="utf-8")
+    return run / CARD
+
+
+def _card(config: Config, summary: dict[str, Any], moving: bool, lora: bool) -> str:
+    asked, writes = summary["evaluation"], summary["unit"] == TOKENS
+    library = ("peft" if lora else "transformers") if writes else "diffusers"
+    tags = ["flowgrpo", "reinforcement-learning", *(["lora"] if lora else [])]
+    scores = "\n".join(f"| {name} | {_mean(summary['before'][name])} | {_mean(summary['after'][name])} | "
+                       f"{'yes' if name in config.rewards else 'no'} |" for name in summary["before"])
+    return f"""---
+base_model: {config.model}
+library_name: {library}
+tags: [{', '.join(tags)}]
+---
+
+# {config.name}
+
+`{config.model}` aligned by flowgrpo with `{config.method}` to {_weighted(config.rewards)}.
+
+| reward | before | after | trained on |
+|---|---:|---:|---|
+{scores}
+
+Means over {asked['prompts']} held-out {asked['of']}{"" if writes else ", with the pipeline's own scheduler"}.
+{summary['epochs']} epochs, {summary['updates']} updates, {summary['denoiser_evaluations']:,} {summary['unit']},
+{summary['seconds']:,.0f} seconds, seed {summary['seed']}.
+
+![Rewards over training](curves.png)
+
+![The same prompts and seeds before and after](before_after.{"webp" if moving else "png"})
+
+```yaml
+{config.yaml().rstrip()}
+```
+"""
+
+
+def _mean(value: float | None) -> str:
+    """A reward's mean; it has none where it applied to no held-out prompt."""
+    return "-" if value is None else f"{value:.3f}"
+
+
+def _weighted(rewards: dict[str, float]) -> str:
+    return " + ".join(f"`{name}`" if weight == 1 else f"{weight:g} `{name}`" for name, weight in rewards.items())
+
+
+def curves(run: Path, path: Path, unit: str) -> None:
+    """Draw the mean of every reward of a run over what is counted of it, a colour each, held-out means as dots; unit:
+    of the count."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
+    colours: dict[str, str] = {}
+    for key, found in points(lines).items():
+        kind, _, reward = key.partition("/")
+        colour, name = colours.setdefault(reward, f"C{len(colours)}"), reward.rpartition("/")[2]
+        axes.plot(*zip(*found), "o" if kind == "held_out" else "-", color=colour, lw=1.2, ms=5,
+                  label=f"{name}, held out" if kind == "held_out" else name)
+    axes.set(xlabel=unit, ylabel="mean reward")
+    axes.legend(frameon=False)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def points(lines: list[dict[str, Any]]) -> dict[str, list[tuple[int, float]]]:
+    """The (evaluations, mean) of every reward in the lines of `metrics.jsonl`, without those where it applied to
+    nothing, as `reward/NAME` of what was trained on and `held_out/NAME`."""
+    found: dict[str, list[tuple[int, float]]] = {}
+    for line in lines:
+        for key, value in line.items():
+            mean = key.startswith("reward/") and key.endswith("/mean")
+            if (mean or key.startswith("held_out/")) and value is not None:
+                found.setdefault(key.removesuffix("/mean"), []).append((line["evaluations"], value))
+    return found
+
+
+def push(run: Path, repository: str, private: bool) -> str:
+    """Upload what others need of a run (weights, card, pictures, configuration, summary) to a model hub, with the
+    credentials that huggingface_hub keeps; returns the address. UserError where the hub refuses."""
+    from huggingface_hub import HfApi
+
+    card(run)
+    try:
+        hub = HfApi()
+        hub.create_repo(repository, private=private, exist_ok=True)
+        return str(hub.upload_folder(repo_id=repository, folder_path=run, allow_patterns=SENT, ignore_patterns=KEPT))
+    except Exception as error:  # whatever a network and its libraries raise
+        told = " ".join(str(error).split())[:200] or type(error).__name__
+        raise UserError(f"the upload to {repository} failed: {told}; log in with `hf auth login`") from None

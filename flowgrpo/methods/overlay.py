@@ -1,0 +1,88 @@
+"""Methods by name: presets stack, and a recipe's `parts` are laid over them.
+
+`preset("mix_grpo", "grpo_guard")`, on the command line `--method mix_grpo+grpo_guard`. Nothing anywhere asks for a
+method's name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from flowgrpo.errors import UserError, nearest
+from flowgrpo.methods import registry
+from flowgrpo.methods.method import Method
+from flowgrpo.methods.presets import HOSTS, PRESETS
+
+
+def preset(*names: str) -> Method:
+    """Stack presets from left to right: preset("mix_grpo", "grpo_guard") or preset("mix_grpo+grpo_guard"). UserError
+    for an unknown one, and for two of which each says what is trained."""
+    method, asked = Method(), [part.strip() for joined in names for part in joined.split("+")]
+    for name in asked:
+        if name not in PRESETS:
+            raise UserError(f"unknown method {name!r}{nearest(name, list(PRESETS))}")
+    if len(hosts := [name for name in asked if name in HOSTS]) > 1:
+        raise UserError(f"method {'+'.join(names)}: {hosts[0]} and {hosts[1]} each say what is trained: name one of "
+                        "them, and beside it presets that change one thing, such as grpo_guard")
+    for name in asked:
+        try:
+            method = PRESETS[name](method)
+        except ValueError as error:
+            raise UserError(f"method {'+'.join(names)}: {error}") from None
+    return method
+
+
+def with_parts(method: Method, parts: dict[str, Any]) -> Method:
+    """Lay a recipe's `parts` over a method: {"plan": {"size": 2}, "kernel": {"type": "CPS", "level": 0.8}}."""
+    return _overlay(method, parts, "parts")
+
+
+def _overlay(part: Any, changes: dict[str, Any], path: str) -> Any:
+    hint = "" if "type" in changes or isinstance(part, Method) else (
+        f" ({path} is {type(part).__name__}; a recipe's parts may be meant for another method: --parts={{}} leaves "
+        "them out)")
+    if "type" in changes and not isinstance(part, Method):
+        changes = dict(changes)
+        cls = _named(part, changes.pop("type"), path)
+        if type(part) is not cls:
+            if any(field.default is dataclasses.MISSING for field in dataclasses.fields(cls)):
+                return _build(cls, changes, path)
+            part = cls()
+    elif part is None:
+        raise UserError(f"{path}: got {changes!r}, expected a type with it, such as {{type: Preview}}")
+    fields = {field.name: getattr(part, field.name) for field in dataclasses.fields(part)}
+    for key in changes:
+        if key not in fields:
+            raise UserError(f"unknown key {path}.{key}{nearest(key, list(fields))}{hint}")
+        if dataclasses.is_dataclass(fields[key]) and not isinstance(changes[key], dict):
+            raise UserError(f"{path}.{key}: got {changes[key]!r}, expected keys with values, such as "
+                            f"{{type: {type(fields[key]).__name__}}}")
+    values = {key: _overlay(fields[key], value, f"{path}.{key}") if _nested(fields[key], value) else value
+              for key, value in changes.items()}
+    return _build(lambda **kept: replace(part, **kept), values, path)
+
+
+def _named(part: Any, name: Any, path: str) -> type:
+    """The type of that name, which goes where `part` stands, or to the absent one that the path ends with."""
+    place = path.rpartition(".")[2] if part is None else registry.PLACES[type(part)]
+    if name not in registry.TYPES:
+        raise UserError(f"{path}.type: unknown part {name!r}{nearest(str(name), sorted(registry.TYPES))}")
+    if registry.PLACES[registry.TYPES[name]] != place:
+        there = ", ".join(registry.of_place(place)) or "no parts, but a value"
+        raise UserError(f"{path}.type: {name} does not belong there; there are: {there}")
+    return registry.TYPES[name]
+
+
+def _nested(part: Any, value: Any) -> bool:
+    """Where a recipe's value is keys with values for a part, or for the place of one that is absent."""
+    return isinstance(value, dict) and (part is None or dataclasses.is_dataclass(part))
+
+
+def _build(make: Callable[..., Any], values: dict[str, Any], path: str) -> Any:
+    try:
+        return make(**values)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{path}: {error}") from None

@@ -1,0 +1,145 @@
+"""Presets that train recorded steps of a rollout, by their log-probability: rows and trees of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from flowgrpo import objectives
+from flowgrpo.advantages import group, selection, shaping
+from flowgrpo.methods.method import Method
+from flowgrpo.objectives import best_path
+from flowgrpo.samplers import joint_density, kernels, learned_noise, plans, solvers
+
+
+def flow_grpo(method: Method = Method()) -> Method:
+    """Flow-GRPO: every step stochastic and trained, KL to the base (2505.05470, sections 4.2 and 5).
+
+    The KL is the full Gaussian one (weight 0.004); the released code divides by 2 g^2 without the step's length and
+    uses a weight ten times larger.
+    """
+    return replace(method, kernel=kernels.FlowSDE(0.7), plan=plans.AllSteps(),
+                   advantage=group.Advantage(scale="batch", order="rewards"), kl=objectives.GaussianKL(0.004))
+
+
+def flow_grpo_fast(method: Method = Method()) -> Method:
+    """Flow-GRPO-Fast: a random window of two stochastic steps in the first half, no KL (released code).
+
+    The released recipe pairs a clip range of 1e-5 with a log-probability of the CPS kernel that lacks 1/(2 s^2). Ours
+    is the true density, whose log-ratio is 1/(2 s^2) times larger; with the Flow-SDE kernel the range stays at 1e-4.
+    """
+    return replace(method, kernel=kernels.FlowSDE(0.7), plan=plans.Sliding(size=2, order="random", stop=0.5),
+                   advantage=group.Advantage(scale="batch", order="rewards"), kl=objectives.GaussianKL(0.0))
+
+
+def dance_grpo(method: Method = Method()) -> Method:
+    """DanceGRPO: constant noise, shared initial noise, 60 % of the steps trained, an advantage per reward (2505.07818).
+
+    The released code draws the trained steps per sample; here they are drawn once per epoch, so that a step is one
+    batch.
+    """
+    return replace(method, kernel=kernels.DanceSDE(0.3), plan=plans.RandomSubset(0.6), roots=1,
+                   advantage=group.Advantage(scale="group", order="advantages"), kl=objectives.GaussianKL(0.0))
+
+
+def ddpo(method: Method = Method()) -> Method:
+    """DDPO: ancestral sampling, every step trained, rewards compared with the prompt's own history (2305.13301)."""
+    return replace(method, kernel=kernels.FlowDDIM(1.0), plan=plans.AllSteps(), roots=None,
+                   advantage=group.Advantage(scale="running", order="rewards"), kl=objectives.GaussianKL(0.0))
+
+
+def mix_grpo(method: Method = Method()) -> Method:
+    """MixGRPO: a sliding window of stochastic, trained steps; the others deterministic (2507.21802, section 3)."""
+    return replace(method, kernel=kernels.FlowSDE(0.7), plan=plans.Sliding(size=4, stride=1, every=25),
+                   roots=1, advantage=group.Advantage(scale="group", order="advantages"),
+                   kl=objectives.GaussianKL(0.0))
+
+
+def mix_grpo_flash(method: Method = Method()) -> Method:
+    """MixGRPO-Flash: MixGRPO with DPM-Solver++ 2M on a compressed tail of 40 % of the steps (2507.21802, section 3.3).
+
+    The tail always ends at sigma 0; with one step left the released code stopped above it.
+    """
+    return replace(mix_grpo(method), solver=solvers.DPMSolver2M(), tail=0.4)
+
+
+def tempflow_grpo(method: Method = Method()) -> Method:
+    """TempFlow-GRPO: branches at every step of a deterministic trunk, weighted by the step's noise (2508.04324).
+
+    The branches of one step are compared with each other alone. KL with the deviation of the whole step, 0.004.
+    """
+    return replace(method, kernel=kernels.FlowSDE(0.7), plan=plans.EachStep(), roots=1,
+                   advantage=group.Advantage(scale="group", order="rewards"),
+                   step_weight=objectives.NoiseLevel(), kl=objectives.GaussianKL(0.004))
+
+
+def granular_grpo(method: Method = Method()) -> Method:
+    """Granular-GRPO (G2RPO): one stochastic step from a shared anchor, scored in three granularities (2510.01982).
+
+    Every branch is finished on the grid and on every second and third of its sigmas, and its advantages are summed; the
+    released code has the first two.
+    """
+    return replace(method, kernel=kernels.FlowSDE(0.7), plan=plans.EachStep(stop=0.5), roots=1, strides=(1, 2, 3),
+                   advantage=group.Advantage(scale="group", order="advantages"), kl=objectives.GaussianKL(0.0))
+
+
+def branch_grpo(method: Method = Method()) -> Method:
+    """BranchGRPO: a binary tree, whose edges are compared with those of their depth (2509.06040).
+
+    An edge is worth the mean of the pictures below it. The splits are at the paper's places of a grid of 20 steps.
+    """
+    return replace(method, kernel=kernels.DanceSDE(0.3), plan=plans.Branches(), roots=None,
+                   advantage=group.Advantage(scale="group", order="advantages"),
+                   surrogate=objectives.Clip(1e-3, 1e-3), kl=objectives.GaussianKL(0.0))
+
+
+def tree_rpo(method: Method = Method()) -> Method:
+    """Dynamic-TreeRPO: a binary tree inside of MixGRPO's window, with noise that grows with the depth (2509.23352).
+
+    With LayerTuning: clip bounds that adapt to the advantage, and a supervised term towards the best path. All of it is
+    a reconstruction, and the numbers are ours.
+    """
+    return replace(method, kernel=kernels.FlowSDE(0.7), plan=plans.TreeWindow(plans.Sliding(size=4), growth=0.5),
+                   roots=None, advantage=group.Advantage(scale="group", order="advantages"),
+                   surrogate=objectives.AdaptiveClip(1e-4, 2e-4, 1.0), kl=objectives.GaussianKL(0.0),
+                   tuning=best_path.LayerTuning(1e-4))
+
+
+def pref_grpo(method: Method = Method()) -> Method:
+    """Pref-GRPO: a sample's reward is its win rate against the other samples of its group (2508.20751).
+
+    A pairwise judge says who wins (`flowgrpo.judge`), or the larger score of a reward that scores pictures one by one.
+    """
+    return replace(method, kernel=kernels.FlowSDE(0.7), plan=plans.RandomSubset(0.6), roots=1,
+                   shaping=shaping.WinRate(), advantage=group.Advantage(scale="group", order="advantages"),
+                   kl=objectives.GaussianKL(0.0))
+
+
+def b2_diffurl(method: Method = Method()) -> Method:
+    """B2-DiffuRL: a trained interval that grows from the end, and of its branches the extremes (2503.11240).
+
+    Ancestral sampling, branches where the interval begins, and of every branch group its best and its worst where they
+    stand out from the prompt's history.
+    """
+    return replace(method, kernel=kernels.FlowDDIM(1.0), plan=plans.GrowingTail(branch=4), roots=None,
+                   advantage=group.Advantage(scale="running", order="rewards"),
+                   selection=selection.Extremes(-0.5, 0.5, branch=4), surrogate=objectives.Clip(0.1, 0.1),
+                   kl=objectives.GaussianKL(0.0))
+
+
+def reinflow(method: Method = Method()) -> Method:
+    """ReinFlow: noise that a network learns beside the flow, and one ratio for a sample's whole chain (2505.22094).
+
+    Advantages are those of the group, in place of the paper's critic; its entropy bonus is left out.
+    """
+    return replace(method, kernel=learned_noise.LearnedNoise(), plan=plans.AllSteps(), roots=None,
+                   chain=joint_density.Joint(),
+                   advantage=group.Advantage(scale="batch", order="rewards"), log_ratio=objectives.PlainRatio(),
+                   surrogate=objectives.Clip(1e-3, 1e-3), step_weight=objectives.Uniform(),
+                   kl=objectives.GaussianKL(0.0))
+
+
+def rlcm(method: Method = Method()) -> Method:
+    """RLCM: the steps of a consistency model's multistep sampling, all of their noise fresh, trained like DDPO's
+    (2404.03673)."""
+    return replace(ddpo(method), kernel=kernels.CPS(1.0), surrogate=objectives.Clip(1e-4, 1e-4),
+                   advantage=group.Advantage(scale="running", order="rewards", clamp=10.0))

@@ -1,0 +1,128 @@
+"""Presets that train what rollouts end with: noised finals, a reward's gradient through the last steps, edits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from flowgrpo import objectives
+from flowgrpo.advantages import baselines, gae, group, selection, shaping
+from flowgrpo.methods.method import Method
+from flowgrpo.objectives import actor_critic, forward_process, reductions, references
+from flowgrpo.samplers import kernels, latent_edits, noised_finals, old_policy, plans, reward_gradient
+from flowgrpo.samplers.text import decoding, gumbel_softmax
+
+
+def diffusion_nft(method: Method = Method()) -> Method:
+    """DiffusionNFT: good samples pull the velocity at their noised finals, bad ones push it away (2509.16117).
+
+    The old policy lags behind and draws the samples.
+    """
+    return _forward(method, noised_finals.RandomGridTimes(0.99), surrogate=forward_process.NegativeAware(),
+                    lag=old_policy.Lag(slope=0.001, most=0.5), kl=objectives.OutputError(1e-4))
+
+
+def awm(method: Method = Method()) -> Method:
+    """AWM: the matching error of noised finals as log-probability, weighted by the advantage (2509.25050).
+
+    The paper divides its advantages by 5: loss and KL weight are five times its own here.
+    """
+    return _forward(method, noised_finals.GridTimes(every=2, start=1, share=0.9), surrogate=objectives.Clip(1.0, 1.0),
+                    log_ratio=objectives.Matching(0.25), step_weight=objectives.Sigma(),
+                    kl=objectives.OutputError(0.005))
+
+
+def dgpo(method: Method = Method()) -> Method:
+    """DGPO: noised finals of a group preferred to each other as a whole, against the reference (2510.08425).
+
+    At high noise alone, with one noise per group and time.
+    """
+    return _forward(method, noised_finals.GridTimes(every=2, share=0.7, shared=True),
+                    surrogate=forward_process.GroupPreference(),
+                    lag=old_policy.Lag(slope=0.001, most=0.3, draws=False), kl=objectives.OutputError(0.001))
+
+
+def crd(method: Method = Method()) -> Method:
+    """CRD: the implicit reward of noised finals, centred in the group, regressed on the reward (2603.14128).
+
+    The old policy lags behind and draws the samples.
+    """
+    return _forward(method, noised_finals.GridTimes(share=0.99), surrogate=forward_process.CentredReward(),
+                    lag=old_policy.Lag(start=0.25, slope=0.005, most=0.999), kl=objectives.OutputError(0.05))
+
+
+def diffusion_dpo(method: Method = Method()) -> Method:
+    """Diffusion-DPO: online, the best of a group preferred to its worst, at noised finals (2311.12908)."""
+    return _forward(method, noised_finals.Stratified(4), surrogate=forward_process.Preference(),
+                    selection=selection.BestWorst(2), kl=objectives.OutputError(0.0))
+
+
+def rpo(method: Method = Method()) -> Method:
+    """RPO: recorded pairs of a subject's picture and a drawn one, labelled anew by a harmonic reward (2407.12164).
+
+    The labels are drawn, and the subject's picture is matched whichever it prefers; beta as in the released code.
+    """
+    return replace(diffusion_dpo(method), times=noised_finals.Stratified(4, shared=True),
+                   shaping=shaping.BradleyTerry(),
+                   surrogate=forward_process.Preference(2.0, similarity=1.0))
+
+
+def _forward(method: Method, times: Any, **parts: Any) -> Method:
+    """A method of noised finals: rollouts without noise, each from its own, and what `parts` say."""
+    usual = {"plan": plans.NoSteps(), "roots": None, "log_ratio": objectives.Matching(),
+             "advantage": group.Advantage(scale="batch", order="rewards"), "step_weight": objectives.Uniform()}
+    return replace(method, times=times, **usual | parts)
+
+
+def refl(method: Method = Method()) -> Method:
+    """ReFL: the reward's gradient through one late step and its prediction of the data (2304.05977, algorithm 1).
+
+    The released code adds the pre-training loss, and weighs this one 1e-3; Adam does not see the weight.
+    """
+    return replace(_backprop(method, reward_gradient.OneStep()), plan=plans.LateStep(0.75),
+                   surrogate=objectives.Ascent(2.0))
+
+
+def draft(method: Method = Method()) -> Method:
+    """DRaFT-K: the reward's gradient through the last K steps of a deterministic rollout (2309.17400).
+
+    K is the plan's count: 1 here, and as many as there are steps for DRaFT.
+    """
+    return replace(_backprop(method, reward_gradient.Unroll()), plan=plans.LastSteps(1))
+
+
+def alignprop(method: Method = Method()) -> Method:
+    """AlignProp: the reward's gradient through a random number of last steps of ancestral sampling (2310.03739).
+
+    The denoiser is checkpointed, step by step.
+    """
+    return replace(_backprop(method, reward_gradient.Unroll(checkpointing=True)), plan=plans.RandomLast(0.16, 0.1),
+                   kernel=kernels.FlowDDIM(1.0))
+
+
+def _backprop(method: Method, ending: Any) -> Method:
+    """A method that follows the reward's gradient, on a deterministic rollout."""
+    return replace(method, backprop=ending, kernel=kernels.FlowDDIM(0.0), roots=None,
+                   advantage=group.Advantage(scale="group", order="rewards"), log_ratio=objectives.PlainRatio(),
+                   surrogate=objectives.Ascent(), step_weight=objectives.Uniform(), kl=objectives.GaussianKL(0.0))
+
+
+def drakes(method: Method = Method()) -> Method:
+    """DRAKES: a differentiable reward's gradient through the unmasking of an answer, by Gumbel-softmax (2410.13643).
+
+    Less the KL of the process to the base model's.
+    """
+    return replace(_backprop(method, gumbel_softmax.GumbelSoftmax()), kernel=decoding.Unmasking(order="random"),
+                   shaping=shaping.AsIs(), selection=selection.All(), reduction=reductions.PerDecision(),
+                   kl=objectives.SampledKL(0.0), reference=references.Base())
+
+
+def expo(method: Method = Method()) -> Method:
+    """EXPO: a small policy edits the final latents of a frozen model, and a critic chooses (2507.07986).
+
+    The edit is trained by policy gradient, each against its own base; by surrogate.through along the critic's gradient.
+    """
+    return replace(method, edit=latent_edits.Edit(), kernel=kernels.FlowDDIM(0.0), plan=plans.NoSteps(), roots=None,
+                   advantage=baselines.Paired(), log_ratio=objectives.PlainRatio(),
+                   surrogate=actor_critic.ActorCritic(), step_weight=objectives.Uniform(),
+                   kl=objectives.GaussianKL(0.01), value=gae.Recall())

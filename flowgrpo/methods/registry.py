@@ -1,0 +1,90 @@
+"""The parts that a recipe can name, by their place in a method: parts of one place can stand for each other."""
+
+from __future__ import annotations
+
+import dataclasses
+from types import ModuleType
+
+from flowgrpo.advantages import (
+    baselines,
+    correctness,
+    gae,
+    group,
+    length_shaping,
+    reward_weights,
+    selection,
+    shaping,
+    token_credit,
+)
+from flowgrpo.curriculum import order, resampling
+from flowgrpo.methods import adapted
+from flowgrpo.objectives import (
+    actor_critic,
+    best_path,
+    forward_process,
+    kl,
+    ratios,
+    reductions,
+    references,
+    schedules,
+    sequence_losses,
+    step_weights,
+    surrogates,
+    token_losses,
+)
+from flowgrpo.samplers import (
+    joint_density,
+    kernels,
+    latent_edits,
+    learned_noise,
+    noised_finals,
+    old_policy,
+    plans,
+    preview,
+    reward_gradient,
+    solvers,
+)
+from flowgrpo.samplers.text import decoding, groups, gumbel_softmax, lookahead, trees
+
+# By the field of a Method, or of a part in it. A new part goes into one of these modules, or its module into a line.
+MODULES: dict[str, tuple[ModuleType, ...]] = {
+    "kernel": (kernels, decoding, learned_noise),
+    "plan": (plans,),
+    "solver": (solvers,),
+    "preview": (preview,),
+    "shaping": (shaping, length_shaping),
+    "advantage": (group, baselines, reward_weights, correctness),
+    "selection": (selection,),
+    "log_ratio": (ratios,),
+    "surrogate": (surrogates, forward_process, sequence_losses, token_losses, actor_critic),
+    "step_weight": (step_weights,),
+    "reduction": (reductions,),
+    "kl": (kl,),
+    "kl.schedule": (schedules,),
+    "reference": (references,),
+    "tuning": (best_path,),
+    "times": (noised_finals,),
+    "lag": (old_policy,),
+    "backprop": (reward_gradient, gumbel_softmax),
+    "edit": (latent_edits,),
+    "adapted": (adapted,),
+    "chain": (joint_density,),
+    "draws": (groups, trees, lookahead),
+    "spread": (token_credit,),
+    "curriculum": (order,),
+    "redraw": (resampling,),
+    "value": (gae,)}
+# What parts return or hold.
+_RECORDS = {plans.Schedule, lookahead.Branch, reward_gradient.Unfinished, reward_gradient.Valued, joint_density.Chain,
+            latent_edits.Edits,
+            actor_critic.Seen}
+PLACES: dict[type, str] = {cls: place for place, modules in MODULES.items() for module in modules
+                           for cls in vars(module).values() if dataclasses.is_dataclass(cls)
+                           and cls.__module__ == module.__name__ and cls not in _RECORDS}
+TYPES: dict[str, type] = {cls.__name__: cls for cls in PLACES}
+assert len(TYPES) == len(PLACES), "two parts have one name"
+
+
+def of_place(place: str) -> list[str]:
+    """The names of the parts that go to a place, sorted."""
+    return sorted(cls.__name__ for cls, own in PLACES.items() if own == place)

@@ -1,0 +1,214 @@
+"""Which tokens a loss is about: surrogates of completions over another surrogate, their field `surrogate`.
+
+Called as those of `objectives`; an `OfCompletions` calls old a `Compared`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flowgrpo.objectives import Clip, DivergenceMask, Reinforce
+from flowgrpo.objectives.sequence_losses import OfCompletions
+from flowgrpo.types import Compared
+
+
+class _Over:
+    """A surrogate over another one, which reads the old log-probability at most; its range is the other one's."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.surrogate, (OfCompletions, DivergenceMask)) or not callable(self.surrogate):
+            raise ValueError(f"{type(self).__name__}: surrogate is {self.surrogate!r}, expected one of single tokens, "
+                             "such as Clip")
+
+    @property
+    def low(self) -> float:
+        return self.surrogate.low
+
+    @property
+    def high(self) -> float:
+        return self.surrogate.high
+
+
+@dataclass(frozen=True)
+class EntropyBonus(_Over, OfCompletions):
+    """The surrogate's loss less weight * entropy of every token's distribution, in nats: PPO's bonus (1707.06347,
+    equation 9), which keeps a policy from settling on one answer."""
+
+    surrogate: Any = Clip(0.2, 0.2)
+    weight: float = 0.01
+    of_entropy = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not math.isfinite(self.weight):
+            raise ValueError(f"EntropyBonus: weight is {self.weight}, expected a finite number")
+
+    def __call__(self, log_ratio: Tensor, advantage: Tensor, old: Compared | None = None) -> Tensor:
+        return self.surrogate(log_ratio, advantage, old.old.logp) - self.weight * old.new.entropy
+
+    def clipped(self, log_ratio: Tensor, advantage: Tensor, old: Compared | None = None) -> Tensor:
+        return self.surrogate.clipped(log_ratio, advantage, old.old.logp)
+
+
+@dataclass(frozen=True)
+class HighEntropy(_Over, OfCompletions):
+    """The surrogate's loss on the `share` of tokens with the largest entropies, 0 on the others (2506.01939: 0.2, on
+    DAPO), since few tokens decide where a text goes.
+
+    The entropies are the present policy's, and the share is of the tokens of a group, rounded up; the paper's is of a
+    batch. What the loss is divided by still counts all tokens, as in the paper.
+    """
+
+    surrogate: Any = Clip(0.2, 0.28)
+    share: float = 0.2
+    of_entropy = of_groups = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 < self.share <= 1:
+            raise ValueError(f"HighEntropy: share is {self.share}, expected above 0 and at most 1")
+
+    def gap(self, compared: Compared) -> Tensor:
+        """The entropies, -inf where a token does not count: [b, L]."""
+        return compared.new.entropy.masked_fill(~compared.new.mask, -math.inf)
+
+    def __call__(self, log_ratio: Tensor, advantage: Tensor, old: Compared | None = None) -> Tensor:
+        return self.surrogate(log_ratio, advantage, old.old.logp).where(self.chosen(old), 0.0)
+
+    def clipped(self, log_ratio: Tensor, advantage: Tensor, old: Compared | None = None) -> Tensor:
+        return self.surrogate.clipped(log_ratio, advantage, old.old.logp) & self.chosen(old)
+
+    def chosen(self, compared: Compared) -> Tensor:
+        """The tokens that are trained, bool [b, L]; of equal entropies at the border all."""
+        entropies, group = compared.peers.gap, compared.peers.group
+        found = torch.zeros_like(compared.mask)
+        for own in group.unique():
+            found[group == own] = self._largest(entropies[group == own])
+        return found[compared.rows]
+
+    def _largest(self, entropies: Tensor) -> Tensor:
+        counted = entropies[entropies > -math.inf]
+        return entropies >= counted.topk(max(math.ceil(self.share * len(counted) - 1e-9), 1))[0][-1]
+
+
+@dataclass(frozen=True)
+class Conflicts(_Over, OfCompletions):
+    """The surrogate's loss, with conflict tokens not pushed down and `amplify` times as strongly pulled up (GTPO,
+    2508.03772, and its code).
+
+    A conflict token stands at the same place, counted from the start or from the end, of a good and of a bad completion
+    of the group, A above and below 0, and so do all tokens before it, or behind it. most_entropy: completions whose
+    tokens have a larger mean entropy are left out; the paper's threshold is log 2, for models that start below it.
+    """
+
+    surrogate: Any = Reinforce()
+    amplify: float = 2.0
+    most_entropy: float = math.inf
+    of_advantages = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.amplify >= 0 or not self.most_entropy > 0:
+            raise ValueError(f"Conflicts: amplify is {self.amplify} and most_entropy {self.most_entropy}, expected 0 "
+                             "or more, and above 0 (infinity for no limit)")
+
+    @property
+    def of_entropy(self) -> bool:
+        return self.most_entropy < math.inf
+
+    def __call__(self, log_ratio: Tensor, advantage: Tensor, old: Compared | None = None) -> Tensor:
+        return self.surrogate(log_ratio, advantage, old.old.logp) * self.weights(old)
+
+    def clipped(self, log_ratio: Tensor, advantage: Tensor, old: Compared | None = None) -> Tensor:
+        return self.surrogate.clipped(log_ratio, advantage, old.old.logp) & (self.weights(old) > 0)
+
+    def weights(self, compared: Compared) -> Tensor:
+        """What every token's loss is multiplied by: [b, L]."""
+        peers, mask, found = compared.peers, compared.new.mask, torch.zeros_like(compared.mask)
+        for own in peers.group.unique():
+            at = peers.group == own
+            found[at] = conflicts(compared.ids[at], compared.mask[at], peers.advantage[at])
+        good = peers.advantage[compared.rows, None] > 0
+        weights = torch.where(found[compared.rows], torch.where(good, self.amplify, 0.0), 1.0)
+        if not self.of_entropy:
+            return weights
+        mean = (compared.new.entropy.detach() * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
+        return weights * (mean <= self.most_entropy)
+
+
+@dataclass(frozen=True)
+class LikelihoodKept(_Over):
+    """The surrogate's loss plus weight * max(log p_old - log p, 0) on the tokens of completions with A >= 0 whose
+    log-probability fell as a whole (LLDS, 2512.04220): good texts do not drift down with the bad ones they resemble.
+
+    0, with no gradient, at the first update.
+    """
+
+    surrogate: Any = Clip(0.2, 0.2)
+    weight: float = 0.1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.weight >= 0:
+            raise ValueError(f"LikelihoodKept: weight is {self.weight}, expected 0 or more")
+
+    def __call__(self, log_ratio: Tensor, advantage: Tensor, old: Tensor | None = None) -> Tensor:
+        fell = (advantage >= 0) & (log_ratio.sum(1, keepdim=True) < 0)
+        return self.surrogate(log_ratio, advantage, old) + self.weight * torch.relu(-log_ratio) * fell
+
+    def clipped(self, log_ratio: Tensor, advantage: Tensor, old: Tensor | None = None) -> Tensor:
+        return self.surrogate.clipped(log_ratio, advantage, old)
+
+
+@dataclass(frozen=True)
+class ExpertMixture(_Over, OfCompletions):
+    """The surrogate's loss on what was drawn, and on a prompt's own answer -r A (1 - p)^focus, r = 2 p / (p_expert +
+    p_old), the last factor held constant (RL-PLUS, 2508.00222). With a kernel whose `expert` is above 0.
+
+    r is bounded where either policy found the token likely, and is not clipped. Tokens that are likely already count
+    less, by `focus`, the paper's gamma. p_expert is `probability` for every token: 1, that of a text that was copied,
+    is ours, in place of the paper's estimate, since nobody knows the policy of the answers.
+    """
+
+    surrogate: Any = Clip(0.2, 0.2)
+    focus: float = 2.0
+    probability: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.focus >= 0 or not 0 < self.probability <= 1:
+            raise ValueError(f"ExpertMixture: focus is {self.focus} and probability {self.probability}, expected 0 or "
+                             "more, and above 0 to 1")
+
+    def __call__(self, log_ratio: Tensor, advantage: Tensor, old: Compared | None = None) -> Tensor:
+        assert old.expert is not None, "ExpertMixture needs to know which completions are answers"
+        present = old.new.logp.exp()
+        ratio = 2 * present / (self.probability + old.old.logp.exp())
+        guided = -ratio * advantage * (1 - present.detach()).clamp(min=0).pow(self.focus)
+        return guided.where(old.expert[old.rows, None], self.surrogate(log_ratio, advantage, old.old.logp))
+
+    def clipped(self, log_ratio: Tensor, advantage: Tensor, old: Compared | None = None) -> Tensor:
+        return self.surrogate.clipped(log_ratio, advantage, old.old.logp) & ~old.expert[old.rows, None]
+
+
+def conflicts(ids: Tensor, mask: Tensor, advantage: Tensor) -> Tensor:
+    """The conflict tokens of one group's completions ids [n, L], bool [n, L]; mask: the tokens that count, bool [n, L];
+    advantage: [n]."""
+    lengths = torch.arange(1, mask.shape[1] + 1, device=ids.device).mul(mask).amax(1)
+    places = torch.arange(ids.shape[1], device=ids.device)
+    from_end = (lengths[:, None] - 1 - places) % ids.shape[1]  # its own inverse among the places that count
+    ahead = _run(ids, mask, advantage)
+    behind = _run(ids.gather(1, from_end), mask.gather(1, from_end), advantage).gather(1, from_end)
+    return (ahead | behind) & mask
+
+
+def _run(ids: Tensor, mask: Tensor, advantage: Tensor) -> Tensor:
+    """The tokens, from the first on without a gap, that stand at their place in a good and in a bad completion."""
+    same = (ids[:, None] == ids) & mask[:, None] & mask
+    good, bad = (same & sign[:, None] for sign in (advantage > 0, advantage < 0))
+    return (good.any(1) & bad.any(1)).long().cumprod(1).bool()

@@ -1,0 +1,374 @@
+"""A causal language model as a policy: prompts to completions, with the log-probability of every token.
+
+Sampling is the model's own `generate`, batched, with its cache; our logits processor draws. A replay goes through the
+model's body once, and through its head only where a token was drawn.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from flowgrpo.config.sections import Adapter, Text
+from flowgrpo.device import DTYPES
+from flowgrpo.errors import UserError
+from flowgrpo.log import quiet
+from flowgrpo.policies.generators import generators
+from flowgrpo.policies.language.teacher import Teachers
+from flowgrpo.policies.weights.checkpointing import recompute
+from flowgrpo.policies.weights.trainable import Weights
+from flowgrpo.samplers.text.decoding import Decoding, Draw, decided, score, uniforms
+from flowgrpo.samplers.text.records import Asked, Sampled
+from flowgrpo.starter import FOLDERS
+from flowgrpo.storage import paths
+from flowgrpo.types import Completion, Completions, Scored, wide
+
+TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+EXACT = 1e-4  # of |log ratio|: a model of 30 layers and 49,152 tokens showed 2e-5, one of 4 layers 5e-7
+CLOSE = 1e-3  # by how much two ways to the same log-probabilities may differ, in any precision a trial is made in
+
+
+class CausalLM:
+    """A transformers causal language model with trainable weights: `encode`, `sample`, `log_probs`, `generate`.
+
+    model and tokenizer: loaded; adapter: what is trained, None where nothing is; precision: of the frozen weights and
+    of the arithmetic; log-probabilities are float32.
+    exact: by how much a replay may differ from the rollout in fp32, where `generate` adds numbers up in another order.
+    """
+
+    process, modality, unit, turns = "tokens", "text", "tokens", None
+    generators = staticmethod(generators)
+
+    def __init__(self, model, tokenizer, adapter: Adapter | None, text: Text, *, device="cpu", precision="fp32",
+                 checkpointing=False):
+        self.model, self.tokenizer, self.text = model, tokenizer, text
+        self.device, self.dtype = torch.device(device), DTYPES[precision]
+        self.states, self.exact = torch.device("cpu"), EXACT if precision == "fp32" else None
+        self.evaluations = 0  # tokens that went through the model, padding included
+        self.ends, self.padding = _special(model, tokenizer)
+        if model.dtype != self.dtype:
+            raise UserError(f"the model is in {model.dtype}, but precision is {precision!r}, which expects "
+                            f"{self.dtype}: load it with that dtype, or set precision")
+        _plain_generation(model, self.ends, self.padding)
+        model.to(self.device).eval().requires_grad_(False)
+        if adapter and adapter.targets == Adapter().targets:
+            adapter = adapter.model_copy(update={"targets": TARGETS})
+        self.weights = TextWeights(tokenizer, {"model": model}, adapter) if adapter else None
+        if checkpointing:
+            recompute(model)
+        self.checkpointing = checkpointing
+        model.base_model.register_forward_pre_hook(self._count, with_kwargs=True)
+        self._head_alone = self._shares = None  # found out by trial: whether logits are the head's, prefixes shareable
+        self.precision, self.teacher = precision, Teachers(self)
+
+    def _count(self, _module, args, kwargs) -> None:
+        self.evaluations += (args[0] if args else kwargs["input_ids"]).numel()
+
+    # --- prompts and samples -----------------------------------------------------------------------------------------
+
+    def encode(self, prompts: list[str], negatives: Sequence[str] = (), images: Sequence[Any] = ()) -> Asked:
+        """The tokens of the prompts, in the chat template where it is asked for. Texts alone are read: UserError for
+        a reference picture."""
+        if any(image is not None for image in images):
+            raise UserError(f"{type(self.model).__name__} takes no image, but a prompt brings one: leave it out")
+        return Asked(list(prompts), [self._tokens(prompt) for prompt in prompts])
+
+    def _tokens(self, prompt: str) -> Tensor:
+        text, has = self.text, bool(getattr(self.tokenizer, "chat_template", None))
+        if text.template and not has:
+            raise UserError("text.template is true, but the tokenizer has no chat template: set it to false")
+        if has and text.template is not False:
+            said = [{"role": "system", "content": text.system}] if text.system else []
+            try:
+                found = self.tokenizer.apply_chat_template([*said, {"role": "user", "content": prompt}],
+                                                           tokenize=False, add_generation_prompt=True)
+            except Exception as error:  # whatever a template stumbles over, such as a system prompt
+                raise UserError(f"the chat template of {type(self.tokenizer).__name__} fails on the prompt {prompt!r} "
+                                f"({' '.join(str(error).split())[:200]}): set text.template: false, or leave out "
+                                "what it refuses, such as text.system") from error
+            ids = self.tokenizer(found, add_special_tokens=False)["input_ids"]
+        else:
+            ids = self.tokenizer(f"{text.system}\n{prompt}" if text.system else prompt)["input_ids"]
+        if not ids:
+            raise UserError(f"the prompt {prompt!r} has no token: expected a text that the tokenizer knows")
+        return torch.tensor(ids)
+
+    def require_context(self, prompts: Sequence[str]) -> None:
+        """UserError where a prompt has no token, or with its completion more than the model's context; of many prompts
+        the longest and the shortest are looked at."""
+        by_length = sorted(dict.fromkeys(prompts), key=len)
+        most = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        for prompt in by_length[:1] + by_length[-4:]:
+            length = len(self.encode([prompt]).ids[0])
+            if most and length + self.text.max_tokens > most:
+                raise UserError(f"the prompt {prompt[:60]!r} has {length} tokens and its completion up to "
+                                f"{self.text.max_tokens}, but the model's context is {most} tokens: lower "
+                                "text.max_tokens, or shorten the prompt")
+
+    @torch.no_grad()
+    def sample(self, asked: Asked, decoding: Decoding, generators: Sequence[torch.Generator], greedy: Tensor
+               ) -> Sampled:
+        """A completion of each row, drawn from its own generator; greedy: bool [B], rows that take what is likeliest.
+
+        The tokens of a row depend on its generator alone, whatever is sampled beside it.
+        """
+        from transformers import LogitsProcessorList
+
+        most = self.text.max_tokens
+        draw = Draw(decoding, uniforms(generators, most).to(self.device), greedy.to(self.device))
+        ids, mask = self._left_padded(asked)
+        with self._arithmetic():
+            made = self.model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=most, do_sample=False,
+                                       logits_processor=LogitsProcessorList([draw]),
+                                       **self._beside(asked, ids.shape[1], before=True))[:, ids.shape[1]:]
+        mask, cut = decided(made, self.ends)
+        texts = self.written(made, mask)
+        short = 0, most - made.shape[1]
+        logp = draw.log_probs().masked_fill(~mask, 0.0)
+        return Sampled(*(pad(each, short).cpu() for each in (made, logp, mask)), cut.cpu(), texts)
+
+    def written(self, ids: Tensor, mask: Tensor) -> list[Completion]:
+        """The texts of ids [B,L] where mask is true."""
+        texts = self.tokenizer.batch_decode([row[at] for row, at in zip(ids, mask)], skip_special_tokens=True)
+        return [Completion(text, count) for text, count in zip(texts, mask.sum(1).tolist())]
+
+    def generate(self, asked: Asked, generators: Sequence[torch.Generator], *_) -> list[Completion]:
+        """Completions as they are evaluated: at `text.eval_temperature`."""
+        warm = self.text.eval_temperature
+        greedy = torch.full((len(asked.ids),), not warm)
+        return self.sample(asked, Decoding(warm or 1.0), generators, greedy).texts
+
+    def _left_padded(self, asked: Asked) -> tuple[Tensor, Tensor]:
+        """ids and mask, int64 [B,S] both: padding stands before a prompt, since a completion goes on behind it."""
+        longest = max(len(ids) for ids in asked.ids)
+        ids = torch.stack([pad(each, (longest - len(each), 0), value=self.padding) for each in asked.ids])
+        mask = torch.stack([pad(torch.ones_like(each), (longest - len(each), 0)) for each in asked.ids])
+        return ids.to(self.device), mask.to(self.device)
+
+    def _beside(self, asked: Asked, length: int, before: bool = False) -> dict[str, Tensor]:
+        """What the model reads beside tokens [B,length], padded before the prompts or behind them: of texts nothing."""
+        return {}
+
+    # --- replay ------------------------------------------------------------------------------------------------------
+
+    def log_probs(self, asked: Asked, prompts: Tensor, ids: Tensor, mask: Tensor, decoding: Decoding,
+                  entropy: bool = False) -> Scored:
+        """The score [B,L] of completions ids [B,L] of the prompts [B] (places in `asked`), 0 where mask is false, with
+        gradients where they are enabled; with the entropies where they are asked for."""
+        most = ids.shape[1]
+        length = int((mask * torch.arange(1, most + 1, device=mask.device)).max().clamp(min=1))  # to the last one
+        ids, kept = ids[:, :length].to(self.device), mask[:, :length].to(self.device)
+        own, of = prompts.unique(return_inverse=True)
+        with self._arithmetic():
+            if self.text.shared_prefix and len(own) < len(of) and self.shares(asked):
+                hidden = self._behind_prefixes(asked.rows(own), of.to(self.device), ids)
+            else:
+                hidden = self._whole(asked.rows(prompts), ids)
+            found = score(hidden[kept], self.model.get_output_embeddings(), ids[kept], decoding, entropy=entropy) \
+                if self.head_alone(asked) else self._by_logits(asked.rows(prompts), ids, kept, decoding, entropy)
+        logp, *rest = (pad(torch.zeros(kept.shape, device=self.device).masked_scatter(kept, each), (0, most - length))
+                       for each in (found.unbind(1) if entropy else [found]))
+        return Scored(logp, mask.to(self.device), entropy=rest[0] if rest else None)
+
+    def states_before(self, asked: Asked, ids: Tensor) -> Tensor:
+        """The states [B,L,H] before each token of the completions ids [B,L], from which its distribution is made."""
+        with self._arithmetic():
+            return self._whole(asked, ids)
+
+    def _whole(self, asked: Asked, ids: Tensor) -> Tensor:
+        """The states [B,L,H] before each token of the completions ids [B,L], every row read from its start."""
+        inputs, places = self._joined(asked, ids)
+        states = self.model.base_model(input_ids=inputs, use_cache=False,
+                                       **self._beside(asked, inputs.shape[1])).last_hidden_state
+        return states.gather(1, places[..., None].expand(-1, -1, states.shape[2]))
+
+    @torch.no_grad()
+    def hidden(self, asked: Asked, taken: Completions, decoding: Decoding, together: int) -> tuple[Tensor, Tensor]:
+        """The last hidden states [k,H], float32 or wider, from which the k tokens that count were drawn, row by row,
+        and the steps of all, int64 [m,L]: every place is one."""
+        found = []
+        for rows in torch.arange(len(taken.ids)).split(together):
+            with self._arithmetic():
+                (states,) = wide(self._whole(asked.rows(taken.prompts[rows]), taken.ids[rows].to(self.device)))
+            found.append(states[taken.old.mask[rows].to(self.device)])
+        return torch.cat(found), torch.arange(taken.ids.shape[1]).expand(taken.ids.shape)
+
+    @property
+    def width(self) -> int:
+        """H, the values of a hidden state."""
+        return self.model.get_input_embeddings().weight.shape[1]
+
+    def _joined(self, asked: Asked, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Prompts and completions [B,S], padded behind, where it changes nothing before, and the places [B,L] of the
+        states from which the completions' tokens come."""
+        lengths = torch.tensor([len(each) for each in asked.ids], device=self.device)
+        rows = [torch.cat([each.to(self.device), own[:-1]]) for each, own in zip(asked.ids, ids)]
+        inputs = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=self.padding)
+        return inputs, lengths[:, None] - 1 + torch.arange(ids.shape[1], device=self.device)
+
+    def _behind_prefixes(self, asked: Asked, of: Tensor, ids: Tensor) -> Tensor:
+        """`_whole` for completions [B,L] of the prompts `of` [B], which are read once each: what a group shares is
+        computed once, and its gradient is the sum of theirs (Prefix Grouper, 2506.05433)."""
+        inputs, mask = self._left_padded(asked)
+        positions, next_position = self._positions(asked, inputs, mask)
+        body = self.model.base_model
+        read = body(input_ids=inputs, attention_mask=mask, position_ids=positions, use_cache=True,
+                    **self._beside(asked, inputs.shape[1], before=True))
+        first = read.last_hidden_state[:, -1:][of]
+        if ids.shape[1] == 1:
+            return first
+        cache = read.past_key_values
+        cache.batch_select_indices(of)
+        told = torch.cat([mask[of], torch.ones_like(ids[:, :-1])], 1)
+        behind = next_position[of] + torch.arange(ids.shape[1] - 1, device=self.device)
+        states = body(input_ids=ids[:, :-1], attention_mask=told, position_ids=behind, past_key_values=cache,
+                      use_cache=True).last_hidden_state
+        return torch.cat([first, states], 1)
+
+    def _positions(self, asked: Asked, inputs: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        """The positions of the left-padded prompts' tokens [P,S], and of the first one behind each prompt [P,1]."""
+        positions = (mask.cumsum(1) - 1).clamp(min=0)
+        return positions, positions[:, -1:] + 1
+
+    def _by_logits(self, asked: Asked, ids: Tensor, kept: Tensor, decoding: Decoding, entropy: bool) -> Tensor:
+        """log p [n] from the model's own logits, all of which are held: for models that do more than their head."""
+        inputs, places = self._joined(asked, ids)
+        logits = self.model(input_ids=inputs, use_cache=False, **self._beside(asked, inputs.shape[1])).logits
+        rows = torch.arange(len(ids), device=self.device)[:, None].expand_as(places)
+        return score(logits[rows[kept], places[kept]], lambda logits: logits, ids[kept], decoding, entropy=entropy)
+
+    @torch.no_grad()
+    def head_alone(self, asked: Asked) -> bool:
+        """Whether the model's logits are what its head makes of its states: found out by trial, once."""
+        if self._head_alone is None:
+            before, ids = self.evaluations, asked.ids[0][None].to(self.device)
+            beside = self._beside(asked.rows(torch.tensor([0])), ids.shape[1])
+            states = self.model.base_model(input_ids=ids, use_cache=False, **beside).last_hidden_state
+            logits = self.model(input_ids=ids, use_cache=False, **beside).logits
+            self._head_alone = torch.allclose(self.model.get_output_embeddings()(states), logits, CLOSE, CLOSE)
+            self.evaluations = before
+        return self._head_alone
+
+    @torch.no_grad()
+    def shares(self, asked: Asked) -> bool:
+        """Whether completions can be read behind a prompt's cache: found out by trial, once. Gradient checkpointing
+        keeps no cache."""
+        if self._shares is None:
+            self._shares = not self.checkpointing and self._try_prefixes(asked.rows(torch.tensor([0])),
+                                                                         asked.ids[0][:3])
+        return self._shares
+
+    def _try_prefixes(self, asked: Asked, text: Tensor) -> bool:
+        """With one prompt, and twice the tokens `text` behind it."""
+        before, ids = self.evaluations, text.repeat(2, 1).to(self.device)
+        try:
+            shared = self._behind_prefixes(asked, torch.tensor([0, 0], device=self.device), ids)
+        except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):  # another kind of cache
+            return False
+        finally:
+            self.evaluations = before
+        whole = self._whole(asked.rows(torch.tensor([0, 0])), ids)
+        self.evaluations = before
+        tolerance = CLOSE if self.dtype == torch.float32 else 0.1
+        return torch.allclose(shared, whole, tolerance, tolerance)
+
+    # --- what every policy has ---------------------------------------------------------------------------------------
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()
+
+    @contextlib.contextmanager
+    def reference(self, held: Sequence[dict[str, Tensor]] = ()) -> Iterator[None]:
+        """Inside, the model is the base model, or the average of the snapshots `held` of its trainable weights."""
+        with self.weights.reference(held), torch.no_grad():
+            yield
+
+    def another(self, model: str) -> tuple:
+        """Another model of this kind, and its tokenizer."""
+        return load_causal_lm(model, self.precision)
+
+    def _arithmetic(self):
+        if self.dtype == torch.float32:
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, self.dtype)
+
+
+class TextWeights(Weights):
+    """The trainable weights of a language model: a LoRA, or all, in the files that transformers and peft read.
+
+    pipe: its tokenizer or processor, which is saved beside all weights.
+    """
+
+    def save(self, folder: Path) -> str:
+        """Write `adapter_model.safetensors` and `adapter_config.json`, read them back and compare; of all weights a
+        model's folder. Returns a sentence for the log."""
+        module = self.modules["model"]
+        if not self.adapter.rank:
+            module.save_pretrained(folder / "model")
+            paths.readable(folder / "model")
+            self.pipe.save_pretrained(folder / "model")
+            return f"saved all weights to {folder / 'model'}"
+        with quiet():
+            module.save_pretrained(folder)
+            paths.readable(folder / "adapter_model.safetensors")
+            module.load_adapter(str(folder), adapter_name="check")
+        try:
+            for key, layer in self._layers().items():
+                parts = [layer.lora_A, layer.lora_B, *([layer.lora_magnitude_vector] if self.adapter.dora else [])]
+                if layer.scaling["check"] != layer.scaling["default"] or not all(
+                        torch.equal(part["check"].weight, part["default"].weight.to(part["check"].weight))
+                        for part in parts):  # what is read takes the model's dtype
+                    raise RuntimeError(f"{folder} does not give {key} back as it was saved")
+        finally:
+            with quiet():
+                module.delete_adapter("check")
+            module.set_adapter("default")
+        return f"saved {folder / 'adapter_model.safetensors'}; read back by load_adapter: same weights, same scale"
+
+
+def load_causal_lm(model: str, precision: str = "fp32", trust_remote_code: bool = False,
+                   classes: Sequence[str] = ("AutoModelForCausalLM", "AutoTokenizer")):
+    """Load (model, tokenizer): a starter's name, a directory or a hub id. classes: of transformers, which load them.
+    UserError where it does not load."""
+    import transformers
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    source = FOLDERS.get(model, model)
+    try:
+        with quiet():
+            body, reader = (getattr(transformers, name) for name in classes)
+            return (body.from_pretrained(source, dtype=DTYPES[precision], trust_remote_code=trust_remote_code),
+                    reader.from_pretrained(source, trust_remote_code=trust_remote_code))
+    except Exception as error:  # whatever stands in a stranger's files
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise UserError(f"cannot load the language model {model!r} ({first}): expected starter_text, a directory with "
+                        "a config.json and a tokenizer, or a hub id") from error
+
+
+def _special(model, tokenizer) -> tuple[list[int], int]:
+    """The tokens that end a completion, and the one that pads. UserError where none ends one."""
+    own = getattr(model, "generation_config", None)  # a model without `generate` has none
+    ends = own.eos_token_id if own else None
+    ends = tokenizer.eos_token_id if ends is None else ends
+    if ends is None:
+        raise UserError("neither the model nor its tokenizer says which token ends a completion: set the tokenizer's "
+                        "eos_token")
+    ends = list(ends) if isinstance(ends, (list, tuple)) else [ends]
+    return ends, ends[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+
+
+def _plain_generation(model, ends: list[int], padding: int) -> None:
+    """Drop a model's own temperature, cuts and penalties, which a replay would not know of."""
+    from transformers import GenerationConfig
+
+    if getattr(model, "generation_config", None) is None:
+        return
+    model.generation_config = GenerationConfig(eos_token_id=ends, pad_token_id=padding,
+                                               bos_token_id=model.generation_config.bos_token_id)

@@ -1,0 +1,270 @@
+"""A masked language model as a policy: prompts to answers that are unmasked step by step, with every token's score.
+
+An answer begins as masks behind its prompt, and every step turns some into tokens (`decoding.Unmasking`). A token's
+log-probability is that in the state of its own step, so that a replay goes through the states of the recorded trace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.func import functional_call
+from torch.nn.functional import one_hot
+from torch.utils.checkpoint import checkpoint
+
+from flowgrpo.config.sections import Adapter, Text
+from flowgrpo.device import DTYPES
+from flowgrpo.errors import UserError
+from flowgrpo.log import quiet
+from flowgrpo.policies.language import causal_lm
+from flowgrpo.policies.language.causal_lm import CausalLM
+from flowgrpo.samplers.text.decoding import Unmasking, decided, drawn, score, uniforms
+from flowgrpo.samplers.text.gumbel_softmax import GumbelSoftmax, walk
+from flowgrpo.samplers.text.records import Asked, Sampled
+from flowgrpo.types import Completion, Scored, Traces, wide
+
+# Those of the Llama family and of Dream, of LLaDA (its `ff_out` is its head too), of BERT and of ModernBERT.
+TARGETS = [*causal_lm.TARGETS, "attn_out", "ff_proj", "query", "key", "value", "dense", "Wqkv", "Wo", "Wi"]
+SHIFTED = ("dream",)  # families made from causal models, whose logits at a place are those of the next one
+
+
+@dataclass(frozen=True, eq=False)
+class SampledTrace(Sampled):
+    """`Sampled` with steps, int64 [B,L], at which each token was drawn; logp is what a replay gives, at the kernel's
+    `shrink`."""
+
+    steps: Tensor
+
+
+class MaskedLM(CausalLM):
+    """A masked language model with trainable weights: what `CausalLM` is, but for samples and replays.
+
+    Its forward takes token ids alone, without padding, since families read attention masks differently: prompts of one
+    length go through it together. unmasking: how answers are evaluated, at `text.eval_temperature`.
+    """
+
+    process = "masks"
+
+    def __init__(self, model, tokenizer, adapter: Adapter | None, text: Text, unmasking: Unmasking = Unmasking(), *,
+                 device="cpu", precision="fp32", checkpointing=False):
+        if adapter and adapter.targets == Adapter().targets:
+            adapter = adapter.model_copy(update={"targets": TARGETS})
+        super().__init__(model, tokenizer, adapter, text, device=device, precision=precision,
+                         checkpointing=checkpointing)
+        found = getattr(model.config, "mask_token_id", None)
+        self.mask = tokenizer.mask_token_id if found is None else found
+        if self.mask is None:
+            raise UserError("neither the model's config nor its tokenizer says which token is a mask: set the "
+                            "tokenizer's mask_token")
+        self.unmasking, self.shift = unmasking, int(model.config.model_type.lower() in SHIFTED)
+
+    def _count(self, _module, args, kwargs) -> None:
+        """Nothing: `_logits` counts, since a model with its own code may call its body past the hooks."""
+
+    # --- samples -----------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def sample(self, asked: Asked, unmasking: Unmasking, generators: Sequence[torch.Generator], greedy: Tensor
+               ) -> SampledTrace:
+        """An answer to each row, drawn from its own generator; greedy: bool [B], rows that take what is likeliest."""
+        count, most = len(asked.ids), self.text.max_tokens
+        draws, lots = uniforms(generators, 2 * most).to(self.device).split(most, 1)
+        ids, greedy = torch.full((count, most), self.mask, device=self.device), greedy.to(self.device)
+        steps, logp = torch.zeros_like(ids), self._zeros(ids)
+        for rows in self._by_length(asked, torch.arange(count)):
+            prompts, at = self._together(asked, rows), rows.to(self.device)
+            ids[at], steps[at], logp[at] = self._unmask(prompts, unmasking, draws[at], lots[at], greedy[at])
+        mask, cut = decided(ids, self.ends)
+        texts = self.written(ids, mask)
+        if unmasking.shrink > 1:
+            logp = self.log_probs(asked, torch.arange(count), ids, mask, unmasking, steps, count).logp
+        return SampledTrace(ids.cpu(), logp.masked_fill(~mask, 0.0).cpu(), mask.cpu(), cut.cpu(), texts, steps.cpu())
+
+    def _unmask(self, prompts: Tensor, unmasking: Unmasking, draws: Tensor, lots: Tensor, greedy: Tensor
+                ) -> tuple[Tensor, Tensor, Tensor]:
+        """ids, steps, log-probabilities [n,L] of answers to prompts [n,S]."""
+        ids = torch.full(draws.shape, self.mask, device=self.device)
+        steps, logp = torch.zeros_like(ids), self._zeros(ids)
+        for step, (first, end, count) in enumerate(unmasking.schedule(ids.shape[1])):
+            with self._arithmetic():
+                logits = self._allowed(self._logits(prompts, ids)[:, first:end])
+            at = unmasking.chosen(logits, ids[:, first:end] == self.mask, lots[:, first:end], count)
+            own = logits.gather(1, at[..., None].expand(-1, -1, logits.shape[2])).flatten(0, 1)
+            log_probs, at = unmasking(own), at + first
+            taken = torch.where(greedy.repeat_interleave(count), own.argmax(-1),
+                                drawn(log_probs, draws.gather(1, at).flatten()))
+            ids.scatter_(1, at, taken.view_as(at))
+            steps.scatter_(1, at, step)
+            logp.scatter_(1, at, log_probs.gather(1, taken[:, None]).view(at.shape))
+        return ids, steps, logp
+
+    def _zeros(self, ids: Tensor) -> Tensor:
+        """As many log-probabilities as ids."""
+        return torch.zeros(ids.shape, dtype=torch.promote_types(self.model.dtype, torch.float32), device=self.device)
+
+    def generate(self, asked: Asked, generators: Sequence[torch.Generator], *_) -> list[str]:
+        """Answers as they are evaluated: at `text.eval_temperature`, without cuts."""
+        warm, own = self.text.eval_temperature, self.unmasking
+        greedy = torch.full((len(asked.ids),), not warm)
+        plain = Unmasking(warm or 1.0, per_step=own.per_step, block=own.block, order=own.order)
+        return self.sample(asked, plain, generators, greedy).texts
+
+    # --- replay ------------------------------------------------------------------------------------------------------
+
+    def log_probs(self, asked: Asked, prompts: Tensor, ids: Tensor, mask: Tensor, unmasking: Unmasking, steps: Tensor,
+                  together: int, entropy: bool = False) -> Scored:
+        """The score [b,L] of traces (ids, steps [b,L]) of the prompts [b] (places in `asked`), 0 where mask is false,
+        with gradients where they are enabled; with the entropies where they are asked for.
+
+        A state has the tokens of earlier evaluations and masks for the others; only states with a token that counts go
+        through the model, `together` at once. Where they are more, those before are computed again in the backward
+        pass, so that no more activations are ever held.
+        """
+        tokens = self._in_states(partial(self._score, entropy=entropy), asked, prompts, ids, mask, unmasking, steps,
+                                 together)
+        mask = mask.to(self.device)
+        logp, *rest = (tokens.new_zeros(mask.shape).masked_scatter(mask, each)
+                       for each in (tokens.unbind(1) if entropy else [tokens]))
+        return Scored(logp, mask, entropy=rest[0] if rest else None)
+
+    @torch.no_grad()
+    def hidden(self, asked: Asked, taken: Traces, unmasking: Unmasking, together: int) -> tuple[Tensor, Tensor]:
+        """`CausalLM.hidden`, each token's in its own state."""
+        return (self._in_states(self._hidden, asked, taken.prompts, taken.ids, taken.old.mask, unmasking, taken.steps,
+                                together), unmasking.scorings(taken.steps, taken.ids.shape[1]))
+
+    def _in_states(self, evaluate: Callable[..., Tensor], asked: Asked, prompts: Tensor, ids: Tensor, mask: Tensor,
+                   unmasking: Unmasking, steps: Tensor, together: int) -> Tensor:
+        """What `evaluate`, called as `_score`, makes of the k tokens where mask is true, each in its own state:
+        [k,...], row by row."""
+        ids, mask = ids.to(self.device), mask.to(self.device)
+        turns, where = unmasking.scorings(steps.to(self.device), ids.shape[1]), mask.nonzero()
+        states, of = torch.stack([where[:, 0], turns[mask]], 1).unique(dim=0, return_inverse=True)
+        row, turn = states[:, 0], states[:, 1:]
+        answers, own = ids[row].where(turns[row] < turn, self.mask), prompts[row.cpu()]
+        pieces = [piece for same in self._by_length(asked, own) for piece in same.split(together)]
+        again, found, places = torch.is_grad_enabled() and len(pieces) > 1, [], []
+        for piece in pieces:
+            here = piece.to(self.device)
+            at = torch.isin(of, here).nonzero()[:, 0]
+            given = (self._together(asked, own[piece]), answers[here], torch.searchsorted(here, of[at]), where[at, 1],
+                     ids[mask][at], unmasking)
+            found.append(checkpoint(evaluate, *given, use_reentrant=False) if again else evaluate(*given))
+            places.append(at)
+        return torch.cat(found)[torch.cat(places).argsort()]
+
+    def _score(self, prompts: Tensor, answers: Tensor, row: Tensor, place: Tensor, ids: Tensor, unmasking: Unmasking,
+               entropy: bool) -> Tensor:
+        """`score` of the tokens ids [k] at the places [k] of the rows [k] of answers [n,L] to prompts [n,S]."""
+        with self._arithmetic():
+            return score(self._logits(prompts, answers)[row, place], self._allowed, ids, unmasking, entropy=entropy)
+
+    def another(self, model: str) -> tuple:
+        return load_masked_lm(model, self.precision)
+
+    def _hidden(self, prompts: Tensor, answers: Tensor, row: Tensor, place: Tensor, *_) -> Tensor:
+        """The last hidden states [k,H], float32 or wider, that `_score` has logits of."""
+        inputs = torch.cat([prompts, answers], 1)
+        self.evaluations += inputs.numel()
+        with self._arithmetic():
+            (states,) = wide(self.model(input_ids=inputs, output_hidden_states=True).hidden_states[-1])
+        return states[:, prompts.shape[1] - self.shift:][row, place]
+
+    # --- a reward's gradient -----------------------------------------------------------------------------------------
+
+    def relaxed(self, asked: Asked, prompts: Tensor, generators: Sequence[torch.Generator], unmasking: Unmasking,
+                part: GumbelSoftmax, base: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Answers [b,L,V], one-hot, of the prompts [b] (places in `asked`), and the KL [b] of their process to that of
+        the weights `base`, by name as in `weights.named`; both with gradients where they are enabled. generators: of
+        each row's noise."""
+        shape, groups, found = (self.text.max_tokens, self._table()[1].shape[0]), self._by_length(asked, prompts), []
+        lots = uniforms(generators, shape[0]).to(self.device, torch.promote_types(self.model.dtype, torch.float32))
+        gumbels = torch.stack([-torch.empty(shape).exponential_(generator=each).log() for each in generators])
+        blank = one_hot(torch.full(shape[:1], self.mask, device=self.device), shape[1]).to(lots)
+        for rows in groups:
+            told, at = self._together(asked, prompts[rows]), rows.to(self.device)
+            found.append(walk(partial(self._of_weights, told, None), partial(self._of_weights, told, base),
+                              blank.expand(len(rows), -1, -1), unmasking, part, lots[at],
+                              gumbels[rows].to(self.device)))
+        back = torch.cat(groups).argsort().to(self.device)
+        answers, kl = (torch.cat(each)[back] for each in zip(*found))
+        return answers, kl
+
+    def _of_weights(self, prompts: Tensor, base: dict[str, Tensor] | None, x: Tensor) -> Tensor:
+        """The logits [n,L,V] behind prompts [n,S] of answers as weights of tokens x [n,L,V]: of the present weights, or
+        of `base`."""
+        if self.checkpointing and torch.is_grad_enabled():
+            return checkpoint(self._soft_logits, prompts, base, x, use_reentrant=False)
+        return self._soft_logits(prompts, base, x)
+
+    def _soft_logits(self, prompts: Tensor, base: dict[str, Tensor] | None, x: Tensor) -> Tensor:
+        name, table = self._table()
+        held = {key.removeprefix("model."): each for key, each in (base or {}).items()}
+        table = held.get(name, table)
+        inputs = torch.cat([table[prompts], x.to(table.dtype) @ table], 1)
+        self.evaluations += inputs.shape[0] * inputs.shape[1]
+        with self._arithmetic():
+            logits = functional_call(self.model, held, (), {"inputs_embeds": inputs}).logits
+        assert logits.shape[2] == x.shape[2], (logits.shape, x.shape)
+        return self._allowed(logits[:, prompts.shape[1] - self.shift:inputs.shape[1] - self.shift])
+
+    def _table(self) -> tuple[str, Tensor]:
+        """The name and the weights [V,H] of the embedding."""
+        table = self.model.get_input_embeddings().weight
+        return next(key for key, each in self.model.named_parameters() if each is table), table
+
+    def texts(self, ids: Tensor) -> list[Completion]:
+        """The texts of answers ids [b,L], each up to its first end."""
+        return self.written(ids, decided(ids, self.ends)[0])
+
+    def vocabulary(self) -> list[str]:
+        """Every token as it is written, of as many as the model has; "" where the tokenizer has none."""
+        known = {i: text for text, i in self.tokenizer.get_vocab().items()}
+        return [known.get(i, "") for i in range(self._table()[1].shape[0])]
+
+    # --- the model ---------------------------------------------------------------------------------------------------
+
+    def _logits(self, prompts: Tensor, answers: Tensor) -> Tensor:
+        """What the model makes of answers [n,L] behind prompts [n,S]: [n,L,V], in its own precision."""
+        inputs = torch.cat([prompts, answers], 1)
+        self.evaluations += inputs.numel()
+        return self.model(input_ids=inputs).logits[:, prompts.shape[1] - self.shift:inputs.shape[1] - self.shift]
+
+    def _allowed(self, logits: Tensor) -> Tensor:
+        """Logits without the mask, which is no answer."""
+        return logits.index_fill(-1, torch.tensor([self.mask], device=logits.device), -torch.inf)
+
+    def _together(self, asked: Asked, rows: Tensor) -> Tensor:
+        """The prompts `rows` [n], which are of one length: [n,S]."""
+        return torch.stack([asked.ids[i] for i in rows.tolist()]).to(self.device)
+
+    @staticmethod
+    def _by_length(asked: Asked, prompts: Tensor) -> list[Tensor]:
+        """The places in `prompts` (int64 [n]) by their prompts' lengths."""
+        lengths = torch.tensor([len(asked.ids[i]) for i in prompts.tolist()])
+        return [(lengths == length).nonzero()[:, 0] for length in lengths.unique().tolist()]
+
+
+def load_masked_lm(model: str, precision: str = "fp32", trust_remote_code: bool = False):
+    """Load (model, tokenizer) from a directory or a hub id: a masked LM of transformers, or one that brings its code,
+    where that is allowed. UserError where it does not load."""
+    from transformers import AutoConfig, AutoModel, AutoModelForMaskedLM, AutoTokenizer
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    try:
+        with quiet():
+            config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
+            stock = any(name.endswith("ForMaskedLM") for name in config.architectures or [])
+            return ((AutoModelForMaskedLM if stock else AutoModel).from_pretrained(
+                        model, dtype=DTYPES[precision], trust_remote_code=trust_remote_code),
+                    AutoTokenizer.from_pretrained(model, trust_remote_code=trust_remote_code))
+    except Exception as error:  # whatever stands in a stranger's files
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise UserError(f"cannot load the masked language model {model!r} ({first}): expected a directory with a "
+                        "config.json and a tokenizer, or a hub id; one with its own code needs trust_remote_code: true"
+                        ) from error

@@ -1,0 +1,191 @@
+"""A language model that reads images, as a policy: `causal_lm`, whose prompts may bring a picture each.
+
+The processor makes tokens and pixels of a prompt through its chat template. Prompts with and without a picture may
+stand in one batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from flowgrpo.config.sections import Adapter, Text
+from flowgrpo.errors import UserError
+from flowgrpo.policies.language.causal_lm import TARGETS, CausalLM, load_causal_lm
+from flowgrpo.samplers.text.decoding import Decoding
+from flowgrpo.samplers.text.records import Asked
+from flowgrpo.types import Scored
+
+# Under which names a model's configuration says what stands in a prompt for an image, a video or a sound.
+PLACEHOLDERS = ("image_token_id", "image_token_index", "video_token_id", "video_token_index", "audio_token_id")
+
+
+@dataclass(frozen=True, eq=False)
+class Shown(Asked):
+    """Prompts with their pictures, as the processor names what the model reads: by_token: values [S,...] of each token;
+    pictures: the others, a first dimension of any length, and nothing where a prompt brings no picture."""
+
+    by_token: list[dict[str, Tensor]]
+    pictures: list[dict[str, Tensor]]
+
+    def rows(self, index: Tensor) -> Shown:
+        """The rows `index` (int64 [B]); a row may be taken several times."""
+        return Shown(*([each[i] for i in index.tolist()] for each in
+                       (self.prompts, self.ids, self.by_token, self.pictures)))
+
+
+@dataclass(frozen=True, eq=False)
+class Permitted:
+    """A Decoding without the tokens `barred` (int64 [n]): their logits are -inf."""
+
+    decoding: Decoding
+    barred: Tensor
+
+    def __call__(self, logits: Tensor, taken: Tensor | None = None) -> Tensor:
+        return self.decoding(logits.index_fill(-1, self.barred, -torch.inf), taken)
+
+
+class VisionLM(CausalLM):
+    """A transformers model of images and text to text, with trainable weights; its arguments are those of `CausalLM`.
+
+    processor: in place of a tokenizer. Unless `adapter.targets` names others, the language model's layers alone are
+    trained by a LoRA, not those that read images. No completion holds a token that stands for an image: such a token is
+    barred in the rollout and in the replay alike.
+    """
+
+    def __init__(self, model, processor, adapter: Adapter | None, text: Text, **options: Any):
+        if adapter and adapter.targets == Adapter().targets:
+            adapter = adapter.model_copy(update={"targets": _language_layers(model)})
+        super().__init__(model, processor.tokenizer, adapter, text, **options)
+        self.processor = processor
+        if self.weights:
+            self.weights.pipe = processor
+        self.placeholders = sorted({found for name in PLACEHOLDERS
+                                    if isinstance(found := getattr(model.config, name, None), int)})
+        model.generation_config.suppress_tokens = self.placeholders or None
+        self._tried = False  # whether `shares` has seen a picture
+
+    # --- prompts -----------------------------------------------------------------------------------------------------
+
+    def encode(self, prompts: list[str], negatives: Sequence[str] = (), images: Sequence[Any] = ()) -> Shown:
+        """The tokens of the prompts, and what the model reads of their images: a picture or its file each, or None."""
+        rows = [self._read(*row) for row in zip(prompts, images or [None] * len(prompts), strict=True)]
+        return Shown(list(prompts), *map(list, zip(*rows)))
+
+    def _read(self, prompt: str, image: Any) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
+        """A prompt's ids [S], its values by token, and those of its picture."""
+        if self.text.template is False or not self.processor.chat_template:
+            if image is not None:
+                raise UserError("a prompt brings an image, which needs the processor's chat template: leave "
+                                "text.template out, or take a processor that has one")
+            return self._tokens(prompt), {}, {}
+        found = self._templated(prompt, image)
+        ids = found.pop("input_ids")[0]
+        by_token = {name: value[0] for name, value in found.items() if value.shape[:2] == (1, len(ids))}
+        return ids, by_token, {name: value for name, value in found.items() if name not in by_token}
+
+    def _stand_in(self, ids: Tensor) -> Tensor:
+        """Which of the ids are placeholders, bool."""
+        return torch.isin(ids, torch.tensor(self.placeholders, dtype=torch.int64))
+
+    def _templated(self, prompt: str, image: Any) -> dict[str, Tensor]:
+        said = [{"type": "image", "image": _opened(image)}] if image is not None else []
+        turns = [{"role": "user", "content": [*said, {"type": "text", "text": prompt}]}]
+        if self.text.system:  # a list, as of the prompt: not every template takes a text
+            turns.insert(0, {"role": "system", "content": [{"type": "text", "text": self.text.system}]})
+        try:
+            found = self.processor.apply_chat_template(turns, add_generation_prompt=True, tokenize=True,
+                                                       return_dict=True, return_tensors="pt")
+        except Exception as error:  # whatever a template or a processor stumbles over
+            raise UserError(f"{type(self.processor).__name__} cannot read the prompt {prompt!r} "
+                            f"({' '.join(str(error).split())[:200]})") from error
+        return {name: value for name, value in found.items() if torch.is_tensor(value) and name != "attention_mask"}
+
+    def _beside(self, asked: Shown, length: int, before: bool = False) -> dict[str, Tensor]:
+        return _by_token(asked, length, before, self.device) | _pictures(asked, self.device, self.dtype)
+
+    def another(self, model: str) -> tuple:
+        found, processor = load_causal_lm(model, self.precision,
+                                          classes=("AutoModelForImageTextToText", "AutoProcessor"))
+        return found, processor.tokenizer
+
+    # --- replay ------------------------------------------------------------------------------------------------------
+
+    def log_probs(self, asked: Shown, prompts: Tensor, ids: Tensor, mask: Tensor, decoding: Decoding,
+                  entropy: bool = False) -> Scored:
+        """As of `CausalLM`, of the tokens that stand for no image."""
+        barred = torch.tensor(self.placeholders, dtype=torch.int64, device=self.device)
+        return super().log_probs(asked, prompts, ids, mask, Permitted(decoding, barred), entropy)
+
+    def _positions(self, asked: Shown, inputs: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        """Where a family gives an image's tokens positions of rows and columns (M-RoPE, 2409.12191), [3,P,S]."""
+        index = getattr(self.model.base_model, "get_rope_index", None)
+        if index is None:
+            return super()._positions(asked, inputs, mask)
+        positions, offset = index(inputs, attention_mask=mask, **self._beside(asked, inputs.shape[1], before=True))
+        return positions, mask.sum(1, keepdim=True) + offset
+
+    @torch.no_grad()
+    def shares(self, asked: Shown) -> bool:
+        """As of `CausalLM`; tried with the longest prompt, once more when the first picture comes: it may be what
+        cannot be shared."""
+        seen = any(asked.pictures)
+        if self._shares is None or seen and not self._tried:
+            hardest = max(range(len(asked.ids)), key=lambda i: (bool(asked.pictures[i]), len(asked.ids[i])))
+            row = asked.rows(torch.tensor([hardest]))
+            text = row.ids[0][~self._stand_in(row.ids[0])][:3]
+            self._shares, self._tried = not self.checkpointing and self._try_prefixes(row, text), seen
+        return self._shares
+
+
+def _opened(image: Any) -> Any:
+    from PIL import Image
+
+    if not isinstance(image, (str, Path)):
+        return image
+    try:
+        return Image.open(image).convert("RGB")
+    except OSError as error:
+        raise UserError(f"the image {image} cannot be read ({error}): expected a picture such as a PNG or JPEG") \
+            from None
+
+
+def _by_token(asked: Shown, length: int, before: bool, device: torch.device) -> dict[str, Tensor]:
+    """The values of tokens [B,length,...], padded with 0 as the tokens are; 0 too for completions."""
+    made = {}
+    for name, like in {name: value for row in asked.by_token for name, value in row.items()}.items():
+        rows = []
+        for ids, values in zip(asked.ids, asked.by_token):
+            value, short = values.get(name, like.new_zeros(len(ids), *like.shape[1:])), length - len(ids)
+            rows.append(pad(value, (0, 0) * (value.ndim - 1) + ((short, 0) if before else (0, short))))
+        made[name] = torch.stack(rows).to(device)
+    return made
+
+
+def _pictures(asked: Shown, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
+    """What the pictures bring, one behind the other; further dimensions are padded with 0, as processors do it."""
+    made = {}
+    for name in sorted({name for row in asked.pictures for name in row}):
+        values = [row[name] for row in asked.pictures if name in row]
+        most = torch.tensor([value.shape[1:] for value in values]).amax(0).tolist()
+        padded = [pad(value, [size for at in range(value.ndim - 1, 0, -1)
+                              for size in (0, int(most[at - 1]) - value.shape[at])]) for value in values]
+        joined = torch.cat(padded).to(device)
+        made[name] = joined.to(dtype) if joined.is_floating_point() else joined
+    return made
+
+
+def _language_layers(model) -> list[str]:
+    """The names of the layers of the language model that get an adapter; where it has no part of its own, their last
+    names alone."""
+    decoder = model.get_decoder()
+    root = next(name for name, module in model.named_modules() if module is decoder)
+    found = [f"{root}.{name}" for name, module in decoder.named_modules()
+             if isinstance(module, torch.nn.Linear) and name.split(".")[-1] in TARGETS]
+    return found if root and decoder is not model.base_model else TARGETS

@@ -1,0 +1,79 @@
+"""Options of memory, adapters and sharding that do not go together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from flowgrpo.config.schema import Config
+from flowgrpo.errors import UserError
+from flowgrpo.methods import validate
+from flowgrpo.objectives import references
+from flowgrpo.policies.weights.memory_options import require_package, require_quantiser
+
+
+def require_options(config: Config, method: Any, device: Any, loaded: bool = False) -> None:
+    """UserError for options that do not go together, or not with the device. loaded: the model is not read by us."""
+    require_memory(config, method, device, loaded)
+    require_shardable(config, method)
+    validate.require_recorded_pairs(config, method)
+    validate.require_adapted(config, method)
+
+
+def require_plain(config: Config) -> None:
+    """UserError for options that a language model does not read, which would be silently without effect."""
+    unread = {"memory": config.memory != type(config.memory)(), "picture": config.picture != type(config.picture)(),
+              "train.compile": config.train.compile, "train.pack": config.train.pack, "cache": config.cache is not None,
+              "negative_prompt": bool(config.negative_prompt)}
+    if asked := [key for key, value in unread.items() if value]:
+        raise UserError(f"{asked[0]} is set, which is about denoisers: leave it out for a language model")
+
+
+def require_memory(config: Config, method: Any, device: str | torch.device, loaded: bool = False) -> None:
+    """UserError for options of the sections `memory`, `adapter` and `train` that do not go together, that the device
+    lacks, or whose package is absent. loaded: the pipeline is not read by us."""
+    weights, adapter = config.memory.weights, config.adapter
+    if weights != "full":
+        _require_quantisable(config, method, torch.device(device), loaded)
+    if not adapter.rank and (adapter.dora or adapter.rslora):
+        raise UserError("adapter.rank is 0, which trains all weights without a LoRA: take adapter.dora and "
+                        "adapter.rslora away, or set a rank")
+    if adapter.dora and isinstance(method.reference, references.Soup):
+        raise UserError("a Soup averages products of LoRAs, which with adapter.dora have lengths besides: use the "
+                        "reference EMA or Old, or adapter.dora: false")
+    if config.train.optimizer == "adamw8bit":
+        require_package("train.optimizer is 'adamw8bit'", "bitsandbytes")
+
+
+def _require_quantisable(config: Config, method: Any, device: torch.device, loaded: bool) -> None:
+    told = f"memory.weights is {config.memory.weights!r}"
+    require_quantiser(config.memory.weights)
+    if loaded:
+        raise UserError(f"{told}, but the pipeline is loaded already: quantise it when you load it, with 'full' here")
+    if not config.adapter.rank:
+        raise UserError(f"{told}, but adapter.rank is 0: quantised weights cannot be trained, only a LoRA on them")
+    if config.adapter.dora:
+        raise UserError(f"{told}, but adapter.dora reads the lengths of whole weights: set one of them back")
+    if method.preview and method.preview.precision != "full":
+        raise UserError(f"{told}, and parts.preview.precision {method.preview.precision!r}: weights are quantised once")
+    if config.memory.weights == "nf4" and device.type == "cpu":
+        raise UserError(f"{told}, which diffusers loads onto a GPU alone: use int8 here")
+
+
+def require_shardable(config: Config, method) -> None:
+    """UserError for options that do not go with `memory.shard`."""
+    if not config.memory.shard:
+        return
+    preview = method.preview.precision if method.preview else "full"
+    wrong = {"adapter.rank: 0, which trains what is shared out: set a rank": not config.adapter.rank,
+             f"memory.weights: {config.memory.weights}: use full": config.memory.weights != "full",
+             f"parts.preview.precision: {preview}: use full": preview != "full",
+             "adapter.dora, which reads whole weights: use false": config.adapter.dora,
+             "train.compile: use false": config.train.compile,
+             f"method {config.method}, whose graph has many steps: use another":
+             method.backprop is not None or method.chain is not None,
+             "train.pack, whose replays are batched by what each process has: use false": config.train.pack,
+             "cache, from which some processes would read what others compute: leave it out": config.cache is not None}
+    for told in (told for told, found in wrong.items() if found):
+        raise UserError(f"memory.shard is true, which does not go with {told}, or memory.shard: false")

@@ -1,0 +1,197 @@
+"""Calls of a pipeline with our scheduler in the place of its own: its loop, its guidance and its packing stay its own.
+
+What a call is to do is a `Task` of the scheduler; see samplers/scheduler.py.
+
+What a pipeline's call calls its guidance scale.
+
+A call of a pipeline that ends as soon as its scheduler knows its steps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from flowgrpo.policies.generators import generators, seeded
+from flowgrpo.policies.pipelines.conditioning import Conditioning
+from flowgrpo.policies.pipelines.cpu_attention import plain_on_cpu
+from flowgrpo.policies.pipelines.encoder_cache import Memo
+from flowgrpo.policies.pipelines.idle_steps import Idle
+from flowgrpo.policies.pipelines.load import denoisers
+from flowgrpo.samplers.scheduler import PolicyScheduler, Record, Task
+
+
+@contextlib.contextmanager
+def unlogged() -> Iterator[None]:
+    """Inside, diffusers logs errors alone: what it warns of at every call, a prompt's first encoding has told."""
+    from diffusers.utils import logging
+
+    level = logging.get_verbosity()
+    logging.set_verbosity(logging.ERROR)
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+
+
+class Driver:
+    """A diffusers pipeline that is called for tasks, or, without one, with its own scheduler.
+
+    call: arguments of every call; device, dtype: of the arithmetic; trained: names of modules whose weights change, so
+    that their answers are not kept; skipped: told the rows of every evaluation that an idle step did without.
+    """
+
+    def __init__(self, pipe: Any, call: dict[str, Any], device: torch.device, dtype: torch.dtype,
+                 trained: Collection[str], skipped: Callable[[int], None]):
+        self.pipe, self.call, self.device, self.dtype = pipe, call, device, dtype
+        self._call = inspect.unwrap(type(pipe).__call__)
+        self.accepts = inspect.signature(self._call).parameters
+        self.stock = pipe.scheduler
+        self.scheduler = PolicyScheduler.over(pipe.scheduler)
+        strength = self.accepts.get("strength")
+        self.strength = call.get("strength", strength.default) if strength else 1.0  # share of the steps to do
+        if strength:  # these pipelines cannot do without a step
+            self.scheduler.quirk = replace(self.scheduler.quirk, idle=1)
+        self.denoisers = denoisers(pipe)
+        self._memo = Memo({name: part for name, part in pipe.components.items() if isinstance(part, torch.nn.Module)
+                           and name not in self.denoisers and name not in trained})
+        self._idle = Idle(self.scheduler, self.denoisers, skipped)
+        self.loads: bool | None = None  # whether a state has to be put in place by an idle step; known once it is tried
+
+    def try_loading(self, first: Callable[..., torch.Tensor]) -> None:
+        """Find out whether the scheduler sees the state that is given as `latents`.
+
+        first: the state that it sees first in a call with the options that are given."""
+        self.loads = False
+        drawn = first(latents=None, generator=generators([0]))
+        try:
+            given = first(latents=drawn, generator=generators([1]))
+            self.loads = given.shape != drawn.shape or not torch.equal(given, drawn)
+        except (IndexError, RuntimeError, TypeError, ValueError):  # it wants another shape than its scheduler sees
+            self.loads = True
+        if self.loads and not self.scheduler.quirk.idle:
+            self.scheduler.quirk = replace(self.scheduler.quirk, idle=1)
+
+    def __call__(self, conditioning: Conditioning, task: Task | None, guidance: float, **options):
+        """Call the pipeline, once, or for each row where it takes one alone, or their pictures differ in size: (what it
+        returns, the task's record)."""
+        if not conditioning.apart and not conditioning.mixed:
+            return self.once(conditioning, task, _cached(conditioning), guidance, **options)
+        found = []
+        for i in range(len(conditioning.prompts)):
+            row = conditioning.rows(torch.tensor([i]))
+            own = {key: value[i:i + 1] if torch.is_tensor(value) or isinstance(value, list) else value
+                   for key, value in options.items()}
+            found.append(self.once(row, task and task.row(i), _cached(row), guidance, **own))
+        outs, records = zip(*found)
+        return torch.cat(outs), task and Record.joined(records)
+
+    def once(self, conditioning: Conditioning, task: Task | None, encode: Callable, guidance: float, *, x0=None,
+             **options):
+        """One call of the pipeline with our scheduler (without a task: its own) and with `encode` for the prompts."""
+        pipe, record = self.pipe, None
+        pipe.scheduler = self.stock if task is None else self.scheduler
+        if task is not None:
+            state = options.get("latents") if self.loads else None
+            record = self.scheduler.follow(task, x0, state)
+            if state is not None:
+                options |= {"latents": None, "generator": generators(range(len(state)))}
+            options = {"output_type": "latent"} | self._announced(task) | options
+        alone = conditioning.apart and not conditioning.listed
+        if alone and options.get("generator"):
+            options["generator"] = options["generator"][0]
+        inputs = {name: values[0] if alone else values for name, values in conditioning.inputs.items()}
+        scale = {guidance_argument(self.accepts, self.call, self.denoisers.values()): guidance}
+        arguments = dict(self.call, **inputs, **_texts(conditioning), return_dict=False, **scale, **options)
+        pipe.encode_prompt = encode
+        try:
+            with self.arithmetic(), self.attention(), self._remembering(task, inputs), self._idling(task), \
+                    contextlib.nullcontext() if not conditioning.calls else unlogged(), \
+                    seeded(pipe.scheduler, options.get("generator") if task is None else None):
+                out = self._call(pipe, **{k: v for k, v in arguments.items() if k in self.accepts})[0]
+        finally:
+            pipe.scheduler = self.stock
+            del pipe.encode_prompt
+        record = None if record is None else self.scheduler.taken()
+        # Some pipelines give latents in another shape than the one they work in.
+        last = None if record is None or arguments["output_type"] != "latent" else record.last
+        kept = not self.loads and torch.is_tensor(out) and last is not None and out.shape == last.shape
+        return (out if last is None or kept else last), record
+
+    def _announced(self, task: Task) -> dict[str, Any]:
+        """How many steps the pipeline is told to do. With a strength below 1, which leaves out the first ones, it is
+        told twice as many and to do half of them: no rounding comes between."""
+        self.scheduler.halved = self.strength < 1
+        steps = len(task.steps) + self.scheduler.idle
+        if self.scheduler.halved:
+            return {"num_inference_steps": 2 * steps, "strength": 0.5}
+        return {"num_inference_steps": max(steps, 2)}  # some pipelines divide by one less
+
+    def _idling(self, task: Task | None):
+        # The first calls have no idle step, but show what the denoisers return.
+        watched = task is not None and (self.scheduler.idle or self.loads is None)
+        return self._idle() if watched else contextlib.nullcontext()
+
+    def _remembering(self, task: Task | None, inputs: dict[str, Any]):
+        return self._memo() if task is not None and inputs else contextlib.nullcontext()
+
+    def arithmetic(self):
+        """What the denoisers compute in: autocast below fp32."""
+        if self.dtype == torch.float32:
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, self.dtype)
+
+    def attention(self):
+        """What attention is computed in; whatever is computed again has to be so inside of it."""
+        return plain_on_cpu(self.device)
+
+
+def _cached(conditioning: Conditioning) -> Callable:
+    """What stands in for `encode_prompt`: it returns the calls' values in turn."""
+    values = ([value[0] for value in call] if conditioning.apart else call for call in conditioning.calls)
+    calls = (call[0] if conditioning.bare else tuple(call) for call in values)
+    return lambda *_, **__: next(calls)
+
+
+def _texts(conditioning: Conditioning) -> dict[str, Any]:
+    texts = {"prompt": conditioning.prompts, "negative_prompt": conditioning.negatives}
+    # Copies of the prompts: some pipelines (Z-Image) write into the list.
+    alone = conditioning.apart and not conditioning.listed
+    return {name: own[0] if alone else list(own) for name, own in texts.items()}
+
+
+def guidance_argument(accepted: Collection[str], call: Collection[str], denoisers: Iterable[torch.nn.Module]) -> str:
+    """The name of the argument: `true_cfg_scale` where the pipeline has it, no denoiser has its guidance embedded, and
+    `call`, the arguments that a person gives, does not set it; else `guidance_scale`.
+
+    accepted: the names of the arguments that the pipeline's call takes.
+    """
+    embedded = any(getattr(module.config, "guidance_embeds", False) for module in denoisers)
+    true = "true_cfg_scale" in accepted and "true_cfg_scale" not in call and not embedded
+    return "true_cfg_scale" if true else "guidance_scale"
+
+
+class _Set(Exception):
+    """The scheduler has its steps."""
+
+
+@contextlib.contextmanager
+def until_set(scheduler: Any) -> Iterator[None]:
+    """Inside, a call of the pipeline ends without a word when it has set the steps of `scheduler`, which keeps them."""
+    @functools.wraps(scheduler.set_timesteps)  # pipelines look at the arguments that it takes
+    def set_timesteps(*args, **kwargs):
+        own(*args, **kwargs)
+        raise _Set
+
+    own, scheduler.set_timesteps = scheduler.set_timesteps, set_timesteps
+    try:
+        with contextlib.suppress(_Set):
+            yield
+    finally:
+        del scheduler.set_timesteps

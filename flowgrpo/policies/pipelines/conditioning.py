@@ -1,0 +1,184 @@
+"""Encoded prompts, kept: every prompt is encoded once per run, or once for all runs that share a folder.
+
+They wait in the CPU's memory, or in the folder alone, and only those of a batch are on the device.
+
+Prompts are encoded one at a time, so that the values do not depend on which prompts happened to be drawn together; a
+resumed run, or one with another batch, sees the same numbers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch.utils._pytree import tree_map_only
+
+from flowgrpo.device import queued
+from flowgrpo.errors import UserError
+from flowgrpo.policies.pipelines.encoder_cache import digest
+from flowgrpo.policies.pipelines.reference_images import pictures_of
+from flowgrpo.storage import paths
+
+
+@dataclass(frozen=True)
+class Conditioning:
+    """Encoded prompts: what the pipeline's `encode_prompt` returned, call by call, and the pictures that go with them.
+
+    calls: the values of each call, in order (with true CFG the negative prompts are encoded by a call of their own).
+    per_prompt: which of these values have a row per prompt; the others (None, Flux's `text_ids`) serve all prompts.
+    inputs: reference pictures by the name of the pipeline's argument, one per prompt.
+    apart: the pipeline takes one prompt per call; then every value is a list of what the calls of the prompts returned.
+    bare: its `encode_prompt` returns one value, and no tuple.
+    listed: of those apart: each prompt is given as a list of one, since the pipeline would take several.
+    """
+
+    prompts: list[str]
+    negatives: list[str]
+    calls: tuple[tuple[Any, ...], ...] = ()
+    per_prompt: tuple[tuple[bool, ...], ...] = ()
+    inputs: dict[str, list[Any]] = field(default_factory=dict)
+    apart: bool = False
+    bare: bool = False
+    listed: bool = False
+
+    def rows(self, index: torch.Tensor) -> Conditioning:
+        """The rows `index` (int64 [B]); a row may be taken several times."""
+        picked = index.tolist()
+        calls = tuple(tuple(_rows(value, picked) if own else value for value, own in zip(values, owns, strict=True))
+                      for values, owns in zip(self.calls, self.per_prompt, strict=True))
+        return replace(self, prompts=_rows(self.prompts, picked), negatives=_rows(self.negatives, picked), calls=calls,
+                       inputs={name: _rows(values, picked) for name, values in self.inputs.items()})
+
+    @property
+    def mixed(self) -> bool:
+        """Whether pictures differ in size: some pipelines (Flux Kontext) bring all of a call to the first one's."""
+        return any(len(set(map(_size, values))) > 1 for values in self.inputs.values())
+
+    def to(self, device: torch.device | str) -> Conditioning:
+        """The same with all tensors on the device."""
+        return self.mapped(lambda tensor: tensor.to(device))
+
+    def mapped(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Conditioning:
+        """The same with every tensor changed."""
+        return replace(self, calls=tree_map_only(torch.Tensor, change, self.calls))
+
+    def shapes(self) -> tuple[tuple[int, ...] | None, ...]:
+        """Of the values of all calls; None for what is no tensor."""
+        return tuple(tuple(value.shape) if torch.is_tensor(value) else None for call in self.calls for value in call)
+
+
+def _size(picture: Any) -> Any:
+    if isinstance(picture, (list, tuple)):
+        return tuple(map(_size, picture))
+    return tuple(picture.shape) if hasattr(picture, "shape") else getattr(picture, "size", None)
+
+
+def _rows(value: torch.Tensor | list[Any], picked: list[int]) -> torch.Tensor | list[Any]:
+    return value[queued(torch.tensor(picked), value.device)] if torch.is_tensor(value) else [value[i] for i in picked]
+
+
+class Encoder:
+    """policy.encode with a memory, on disk with a `folder`: `encoder(prompts, negatives) -> Conditioning`."""
+
+    def __init__(self, policy, folder: Path | None = None):
+        self.policy = policy
+        self.folder = folder / fingerprint(policy) if folder else None
+        self._known: dict[tuple[str, str, str | None], Conditioning] = {}
+        self._values: dict[str, torch.Tensor] = {}  # by content: what prompts share, a negative one, is there once
+
+    def __call__(self, prompts: list[str], negatives: list[str],
+                 images: Sequence[str | None] | None = None) -> Conditioning:
+        """images: the file of each prompt's reference picture, or None."""
+        images = images or [None] * len(prompts)
+        parts = [self._one(*row) for row in zip(prompts, negatives, images, strict=True)]
+        if len({part.shapes() for part in parts}) > 1:
+            # Some pipelines (Qwen-Image) pad to the longest prompt of a batch: other lengths are encoded together.
+            return self.policy.encode(prompts, negatives, images)
+        found = join(parts).to(self.policy.device)
+        self.policy.settle(found)
+        return found
+
+    def _one(self, prompt: str, negative: str, image: str | None) -> Conditioning:
+        """What is known of a prompt, on the CPU."""
+        key = prompt, negative, image
+        if key in self._known:
+            return self._known[key]
+        pictures = pictures_of(self.policy, 1, [image])
+        name = _digest(json.dumps([prompt, negative, digest(pictures)] if pictures else [prompt, negative]))
+        path = self.folder / f"{name}.safetensors" if self.folder else None
+        if path and path.exists():
+            return replace(_read(path, prompt, negative), inputs=pictures)
+        found = self.policy.encode([prompt], [negative], [image]).to("cpu")
+        if not path or not _write(path, found):
+            self._known[key] = found = found.mapped(lambda tensor: self._values.setdefault(digest(tensor), tensor))
+        return found
+
+
+def join(parts: list[Conditioning]) -> Conditioning:
+    """One Conditioning with the rows of all; what has no row per prompt is the first one's. UserError where some bring
+    a reference picture and others do not."""
+    first = parts[0]
+    if len({frozenset(part.inputs) for part in parts}) > 1:
+        raise UserError("some prompts of a batch bring a reference picture and others do not: give all an `image`, or "
+                        "none")
+    calls = tuple(
+        tuple(_stack([part.calls[c][v] for part in parts]) if own else first.calls[c][v] for v, own in enumerate(owns))
+        for c, owns in enumerate(first.per_prompt))
+    return Conditioning([p for part in parts for p in part.prompts], [n for part in parts for n in part.negatives],
+                        calls, first.per_prompt,
+                        {name: [each for part in parts for each in part.inputs[name]] for name in first.inputs},
+                        first.apart, first.bare, first.listed)
+
+
+def _stack(values: list) -> torch.Tensor | list:
+    return torch.cat(values) if torch.is_tensor(values[0]) else [item for value in values for item in value]
+
+
+def fingerprint(policy) -> str:
+    """What the encoded prompts depend on: the pipeline, its arguments, its precision, and its encoders' weights."""
+    pipe, told = policy.pipe, hashlib.sha256()
+    told.update(f"form 2 {type(pipe).__name__} {policy.dtype} {sorted(policy.call.items())}".encode())
+    for name, module in sorted(pipe.components.items()):
+        if isinstance(module, torch.nn.Module) and name.startswith("text_encoder"):
+            for key, parameter in module.named_parameters():
+                told.update(f"{name}.{key} {tuple(parameter.shape)} {parameter.flatten()[:16].tolist()}".encode())
+    return told.hexdigest()[:16]
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def _write(path: Path, conditioning: Conditioning) -> bool:
+    """Tensors as `call.value`, of lists their one element; False for what is neither tensor nor None, which is not kept
+    on disk."""
+    values = {f"{c}.{v}": value for c, call in enumerate(conditioning.calls) for v, value in enumerate(call)}
+    lists = [key for key, value in values.items() if isinstance(value, list)]
+    values |= {key: values[key][0] for key in lists}
+    if any(value is not None and not torch.is_tensor(value) for value in values.values()):
+        return False
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f"{path.name}.{uuid4().hex}.tmp")  # another process may write the same prompt
+    tensors = {key: value.cpu().contiguous() for key, value in values.items() if value is not None}
+    save_file(tensors, temporary, {"form": json.dumps([conditioning.per_prompt, lists, conditioning.apart,
+                                                       conditioning.bare])})
+    paths.readable(temporary)
+    temporary.replace(path)
+    return True
+
+
+def _read(path: Path, prompt: str, negative: str) -> Conditioning:
+    with safe_open(path, "pt") as file:
+        per_prompt, lists, apart, bare = json.loads(file.metadata()["form"])
+        values = {key: file.get_tensor(key) for key in file.keys()}
+    values |= {key: [values.get(key)] for key in lists}
+    calls = tuple(tuple(values.get(f"{c}.{v}") for v in range(len(owns))) for c, owns in enumerate(per_prompt))
+    return Conditioning([prompt], [negative], calls, tuple(map(tuple, per_prompt)), {}, apart, bare)

@@ -1,0 +1,164 @@
+"""The small networks of an edit policy: what to change in a final latent, and what a final latent is worth.
+
+Both read a latent of any shape as tokens, with a sinusoidal code of their places, and the prompt's own tokens.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from flowgrpo.config.sections import Adapter
+from flowgrpo.errors import UserError
+from flowgrpo.policies.pipelines.conditioning import Conditioning
+from flowgrpo.policies.weights.trainable import Weights
+from flowgrpo.samplers.latent_edits import Edit
+from flowgrpo.storage import paths
+
+FILE = "edit.safetensors"
+
+
+def tokens(x: Tensor) -> Tensor:
+    """A latent as tokens [B, L, C]: of [B, C], [B, L, C] (packed), [B, C, H, W] or [B, C, F, H, W]."""
+    if x.ndim == 2:
+        return x[:, None]
+    return x if x.ndim == 3 else x.flatten(2).transpose(1, 2)
+
+
+def untokens(found: Tensor, x: Tensor) -> Tensor:
+    """Tokens [B, L, C] in the shape of x; the inverse of `tokens`."""
+    return (found if x.ndim <= 3 else found.transpose(1, 2)).reshape(x.shape)
+
+
+def prompt_tokens(conditioning: Conditioning) -> Tensor:
+    """The encoded prompts [P, T, E]: the first value of the first `encode_prompt` that has a row for each of them.
+    UserError where there is none, or the pipeline takes one prompt per call."""
+    for values, owns in zip(conditioning.calls, conditioning.per_prompt):
+        for value, own in zip(values, owns):
+            if own and torch.is_tensor(value) and value.is_floating_point() and value.ndim in (2, 3):
+                return value if value.ndim == 3 else value[:, None]
+    raise UserError("a method with an edit reads encoded prompts, tensors with a row per prompt, and this pipeline has "
+                    "none: use another method")
+
+
+class Trunk(nn.Module):
+    """A transformer over a latent's tokens and the prompt's; it returns those of the latent, [B, L, width]."""
+
+    def __init__(self, channels: int, prompt: int, width: int, depth: int):
+        super().__init__()
+        self.enter, self.read = nn.Linear(channels, width), nn.Linear(prompt, width)
+        layer = nn.TransformerEncoderLayer(width, 4, 2 * width, 0.0, nn.functional.gelu, batch_first=True,
+                                           norm_first=True)
+        self.blocks = nn.TransformerEncoder(layer, depth, nn.LayerNorm(width), enable_nested_tensor=False)
+
+    def forward(self, x: Tensor, prompts: Tensor) -> Tensor:
+        own = self.enter(tokens(x))
+        own = own + _places(own.shape[1], own.shape[2]).to(own)
+        return self.blocks(torch.cat([own, self.read(prompts)], 1))[:, :own.shape[1]]
+
+
+class EditNetwork(nn.Module):
+    """(x [B,*D], prompts [B,T,E]) -> the mean of the decision [B,*D]; 0 everywhere at its start."""
+
+    def __init__(self, channels: int, prompt: int, width: int, depth: int):
+        super().__init__()
+        self.trunk, self.leave = Trunk(channels, prompt, width, depth), nn.Linear(width, channels)
+        nn.init.zeros_(self.leave.weight)
+        nn.init.zeros_(self.leave.bias)
+
+    def forward(self, x: Tensor, prompts: Tensor) -> Tensor:
+        return untokens(self.leave(self.trunk(x, prompts)), x)
+
+
+class Critic(nn.Module):
+    """(x [B,*D], prompts [B,T,E]) -> the reward [B] that it expects of the picture; 0 everywhere at its start."""
+
+    def __init__(self, channels: int, prompt: int, width: int, depth: int):
+        super().__init__()
+        self.trunk, self.leave = Trunk(channels, prompt, width, depth), nn.Linear(width, 1)
+        nn.init.zeros_(self.leave.weight)
+        nn.init.zeros_(self.leave.bias)
+
+    def forward(self, x: Tensor, prompts: Tensor) -> Tensor:
+        return self.leave(self.trunk(x, prompts).mean(1))[:, 0]
+
+
+class Editor:
+    """The two networks with their `Edit`: `replay` says where decisions lie, `value` what a final latent is worth.
+
+    channels, prompt: of a latent's tokens and the prompt's; device: where both are; states: where recorded states
+    wait. Initialised by torch's global seed.
+    """
+
+    def __init__(self, edit: Edit, channels: int, prompt: int, device: torch.device | str = "cpu",
+                 states: torch.device | str = "cpu"):
+        self.edit, self.device, self.states = edit, torch.device(device), torch.device(states)
+        self.sizes = {"channels": channels, "prompt": prompt}
+        sizes = channels, prompt, edit.width, edit.depth
+        self.networks = nn.ModuleDict({"edit": EditNetwork(*sizes), "critic": Critic(*sizes)}).to(self.device)
+
+    def replay(self, conditioning: Conditioning, x: Tensor, grid: Any = None, step: Any = None,
+               timesteps: Any = None) -> Tensor:
+        """The mean of the decision at final states x [B,*D], called as a policy's replay."""
+        return self._asked("edit", conditioning, x)
+
+    def value(self, conditioning: Conditioning, x: Tensor, frozen: bool = False) -> Tensor:
+        """The critic's value [B] of final states x [B,*D]. frozen: its gradient reaches x and not the critic."""
+        return self._asked("critic", conditioning, x, frozen)
+
+    def _asked(self, name: str, conditioning: Conditioning, x: Tensor, frozen: bool = False) -> Tensor:
+        network = self.networks[name]
+        dtype = next(network.parameters()).dtype
+        inputs = x.to(self.device, dtype), prompt_tokens(conditioning).to(self.device, dtype)
+        if not frozen:
+            return network(*inputs)
+        return torch.func.functional_call(network, {key: p.detach() for key, p in network.named_parameters()}, inputs)
+
+
+class EditWeights(Weights):
+    """The weights of an editor's networks; their reference is their start, where no edit is made."""
+
+    def __init__(self, editor: Editor):
+        self.editor, self.adapter, self.modules = editor, Adapter(rank=0), {}
+        self.named = dict(editor.networks.named_parameters())
+        self._first = self.snapshot()
+
+    def save(self, folder: Path) -> str:
+        """Write the networks and how they are made, read them back and compare. Returns a sentence for the log."""
+        folder.mkdir(parents=True, exist_ok=True)
+        made = {"edit": json.dumps(asdict(self.editor.edit)), "sizes": json.dumps(self.editor.sizes)}
+        save_file({key: value.contiguous() for key, value in self.snapshot().items()}, folder / FILE, made)
+        paths.readable(folder / FILE)
+        again = dict(load_editor(folder).networks.named_parameters())
+        if not all(torch.equal(again[key], value) for key, value in self.snapshot().items()):
+            raise RuntimeError(f"{folder / FILE} does not give the weights back as they were saved")
+        return f"saved {folder / FILE}; read back: same weights"
+
+
+def load_editor(folder: Path, device: torch.device | str = "cpu") -> Editor:
+    """The editor that a run saved. UserError where there is none, or it cannot be read."""
+    try:
+        with safe_open(folder / FILE, "pt") as file:
+            made = {key: json.loads(value) for key, value in file.metadata().items()}
+        editor = Editor(Edit(**made["edit"]), **made["sizes"], device=device, states=device)
+        editor.networks.load_state_dict(load_file(folder / FILE, device=str(device)))
+    except Exception as error:
+        told = " ".join(str(error).split())[:120]
+        raise UserError(f"no edit policy at {folder / FILE} ({told}): expected the folder of a finished run that "
+                        "trained one") from None
+    return editor
+
+
+def _places(count: int, width: int) -> Tensor:
+    """The sinusoidal code of places 0 to count - 1: [count, width]."""
+    rates = torch.exp(torch.arange(0, width, 2) * (-math.log(10_000.0) / width))
+    angles = torch.arange(count)[:, None] * rates
+    return torch.stack([angles.sin(), angles.cos()], 2).flatten(1)

@@ -1,0 +1,95 @@
+"""Loading a diffusers pipeline, and which of its parts are denoisers."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from flowgrpo.data import provenance
+from flowgrpo.device import DTYPES
+from flowgrpo.errors import UserError
+from flowgrpo.log import quiet
+from flowgrpo.methods.adapted import Adapted
+from flowgrpo.policies.weights.memory_options import quantisation
+from flowgrpo.starter import FOLDERS, MERGED
+
+TIMES = {"timestep", "timesteps", "t", "timestep_ratio"}
+
+
+def denoisers(pipe) -> dict[str, torch.nn.Module]:
+    """The modules that a pipeline's loop calls: those whose forward takes a time. A ControlNet only steers one."""
+    return {name: module for name, module in sorted(pipe.components.items())
+            if isinstance(module, torch.nn.Module) and "ControlNet" not in type(module).__name__
+            and TIMES & set(inspect.signature(module.forward).parameters)}
+
+
+def text_encoders(pipe) -> dict[str, torch.nn.Module]:
+    """The modules that read a pipeline's prompts."""
+    return {name: module for name, module in sorted(pipe.components.items())
+            if isinstance(module, torch.nn.Module) and name.startswith("text_encoder")}
+
+
+def trained_modules(pipe: Any, adapted: Adapted) -> dict[str, torch.nn.Module]:
+    """Modules of a pipeline that are trained, by name. UserError for encoders of a pipeline that has none."""
+    found = denoisers(pipe) if adapted.denoisers else {}
+    encoders = text_encoders(pipe) if adapted.encoders else {}
+    if adapted.encoders and not encoders:
+        raise UserError(f"{type(pipe).__name__} has no text encoder to be trained: set parts: {{adapted: "
+                        "{encoders: false, denoisers: true}}")
+    return found | encoders
+
+
+def _named_denoisers(index: dict[str, Any]) -> list[str]:
+    """The denoisers of a pipeline that is not loaded yet, by its model_index.json."""
+    import diffusers
+
+    classes = {name: getattr(diffusers, value[1], None) for name, value in index.items()
+               if isinstance(value, list) and value[0] == "diffusers"}
+    return [name for name, cls in classes.items() if "ControlNet" not in cls.__name__
+            and TIMES & set(inspect.signature(getattr(cls, "forward", lambda: None)).parameters)]
+
+
+def load_pipeline(model: str, precision: str = "fp32", trust_remote_code: bool = False, weights: str = "full"):
+    """Load a diffusers pipeline: a starter's name, a directory or a hub id. UserError where it does not load.
+
+    weights: of its denoisers, "full", or quantised as `memory_options.quantisation` says.
+    """
+    provenance.require_place(model)
+    from diffusers import DiffusionPipeline
+    from diffusers.utils import logging as diffusers_logging
+    from transformers.utils import logging as transformers_logging
+
+    for library in (diffusers_logging, transformers_logging):
+        library.disable_progress_bar()
+    source = FOLDERS.get(model, model)
+    try:
+        # A component that the index names as absent has to be passed as None, unless its class calls it optional.
+        index = DiffusionPipeline.load_config(source)
+        absent = {name: None for name, value in index.items() if isinstance(value, list) and value[0] is None}
+        with quiet():  # of components in another class than the pipeline's usual one, such as a small autoencoder
+            lower = quantisation(_named_denoisers(index), weights, DTYPES[precision])
+            pipe = DiffusionPipeline.from_pretrained(source, dtype=DTYPES[precision], quantization_config=lower,
+                                                     trust_remote_code=trust_remote_code, **absent)
+            if model in MERGED:
+                _merge(pipe, MERGED[model])
+    except Exception as error:  # whatever stands in a stranger's files
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise UserError(f"cannot load the model {model!r} ({first}): expected {' or '.join(FOLDERS)}, a directory "
+                        "with a model_index.json, or a hub id") from error
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def _merge(pipe: Any, folder: Path) -> None:
+    """Add the folder's LoRA to the denoiser's weights for good, and take the scheduler that lies beside it."""
+    import diffusers
+
+    pipe.load_lora_weights(folder)
+    pipe.fuse_lora(list(denoisers(pipe)))
+    pipe.unload_lora_weights()
+    described = json.loads((folder / "scheduler" / "scheduler_config.json").read_text(encoding="utf-8"))
+    pipe.register_modules(scheduler=getattr(diffusers, described["_class_name"]).from_config(described))

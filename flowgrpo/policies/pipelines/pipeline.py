@@ -1,0 +1,312 @@
+"""Any diffusers pipeline as a policy, driven through its own `__call__`.
+
+No line here knows a latent's shape, a model's embeddings or its guidance: the pipeline draws its own noise, encodes its
+own prompts (once; the result is kept and given back to it) and applies its own guidance. See samplers/scheduler.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from flowgrpo.config.sections import Memory
+from flowgrpo.device import DTYPES
+from flowgrpo.distributed import lockstep
+from flowgrpo.errors import UserError, nearest
+from flowgrpo.methods.adapted import Adapted
+from flowgrpo.policies.generators import generators
+from flowgrpo.policies.pipelines.call import Driver, unlogged, until_set
+from flowgrpo.policies.pipelines.conditioning import Conditioning
+from flowgrpo.policies.pipelines.load import trained_modules
+from flowgrpo.policies.pipelines.prompt_encoding import EncodePrompt
+from flowgrpo.policies.pipelines.reference_images import PICTURES, pictures_of, stay_apart
+from flowgrpo.policies.pipelines.timestep_vector import copies
+from flowgrpo.policies.weights import sharding
+from flowgrpo.policies.weights.checkpointing import checkpoint_blocks, recomputed
+from flowgrpo.policies.weights.compiled import compile_blocks
+from flowgrpo.policies.weights.memory_options import Encoders, decode_in_parts
+from flowgrpo.policies.weights.rlg import guided, inside
+from flowgrpo.policies.weights.trainable import Weights
+from flowgrpo.samplers import grids
+from flowgrpo.samplers.scheduler import Record, Task
+from flowgrpo.starter import FOLDERS
+
+STARTER = FOLDERS["starter"]
+# Arguments of calls that go by the place in the pipeline's loop, and how they do nothing.
+PLACED = {"skip_guidance_layers": None, "cfg_trunc_ratio": 1.0, "use_dynamic_cfg": False, "control_guidance_start": 0.0,
+          "control_guidance_end": 1.0}
+
+
+def modality(pipe: Any) -> str:
+    """What a pipeline makes, by the arguments that it takes: "video" or "image"."""
+    accepts = inspect.signature(inspect.unwrap(type(pipe).__call__)).parameters
+    return "video" if any("frame" in name or "video" in name for name in accepts) else "image"
+
+
+class PipelinePolicy:
+    """A diffusers pipeline with trainable weights: `encode`, `run`, `replay`, `decode`, and `generate` for evaluation.
+
+    pipe: the pipeline; it is moved to `device` and its scheduler is kept for evaluation.
+    adapter: None trains nothing.
+    call: arguments of every call of the pipeline (height, width, max_sequence_length, ...); pictures among them
+    (`image`, `video`, ...) are for prompts that bring none of their own.
+    guidance: the scale of rollouts and replays; precision: of the frozen weights and of the arithmetic. memory: where
+    text encoders and recorded states (`states`) wait, and how pictures are decoded; compiled: the denoisers' blocks.
+    adapted: which modules are trained; with text encoders among them the policy is `live`, and prompts are encoded
+    whenever they are read.
+    """
+
+    generators = staticmethod(generators)
+
+    def __init__(self, pipe, adapter, *, device="cpu", precision="fp32", guidance=1.0, call=None, checkpointing=False,
+                 memory=Memory(), compiled=False, adapted=Adapted()):
+        self.pipe, self.guidance = pipe, guidance
+        self.call = {key: value for key, value in (call or {}).items() if key not in PICTURES}
+        self.given = {key: value for key, value in (call or {}).items() if key in PICTURES}
+        self.device, self.precision, self.dtype = torch.device(device), precision, DTYPES[precision]
+        self.exact = 1e-6 if self.dtype == torch.float32 else None  # how closely a replay repeats the rollout
+        self.checkpointing, self.compiled = checkpointing, compiled
+        self.states = self.device if memory.states == "device" else torch.device("cpu")
+        trained, self.live = trained_modules(pipe, adapted) if adapter is not None else {}, adapted.encoders
+        self.driver = driver = Driver(pipe, self.call, self.device, self.dtype, trained, self._skipped)
+        self.accepts, self.denoisers = driver.accepts, driver.denoisers
+        self.stock, self.strength = driver.stock, driver.strength
+        self.process = driver.scheduler.process  # flow, or vp for a variance-preserving one
+        self.modality, self.unit = modality(pipe), "denoiser evaluations"
+        self._check_call()
+        self._trial = Task(torch.tensor([0.9, 0.5]), range(1), replay=True,  # to find out what the pipeline does
+                           timesteps=torch.tensor([900, 500]) if self.process == "vp" else None)
+        self.evaluations = 0  # rows that went through a denoiser
+        shared_out = sharding.asked(memory.shard)
+        # What is shared out comes to the device block by block, and never as a whole.
+        self.encoders = Encoders(pipe, self.device, None if memory.encoders == "keep" else "cpu",
+                                 later=self.denoisers if shared_out else ())
+        decode_in_parts(pipe, memory.vae)
+        if checkpointing and getattr(getattr(pipe, "vae", None), "_supports_gradient_checkpointing", False):
+            checkpoint_blocks(pipe.vae, driver.attention)  # of pictures in a graph
+        for part in pipe.components.values():
+            if isinstance(part, torch.nn.Module):
+                part.eval().requires_grad_(False)
+        for name, module in self.denoisers.items():
+            self._prepare(name, module)
+        self.weights = Weights(pipe, trained, adapter) if adapter is not None else None
+        for module in self.denoisers.values() if shared_out else ():
+            sharding.shard(module, self.device, self.weights.parameters())
+        self.turns = lockstep.Turns(self.device, self._accompany) if shared_out else None
+        self._row: tuple[Conditioning, torch.Tensor, Task] | None = None  # one that was sampled last, and how
+        for module in self.denoisers.values() if compiled else ():
+            compile_blocks(module)
+        self.encode_prompt = EncodePrompt(driver, self.encoders, self.live)
+        self._copies: dict[float, int] = {}  # by guidance, how the pipeline takes a vector of timesteps; see `vector`
+
+    def _check_call(self) -> None:
+        if unknown := sorted(set(self.call | self.given) - set(self.accepts)):
+            raise UserError(f"picture: {type(self.pipe).__name__} takes no {unknown[0]!r}"
+                            f"{nearest(unknown[0], sorted(set(self.accepts) - {'self'}))}")
+        for name in PLACED.keys() & self.call.keys():
+            if self.call[name] not in (PLACED[name], [PLACED[name]]):
+                raise UserError(f"picture: {name} goes by the place in the loop of {type(self.pipe).__name__}, of "
+                                "which a replay, and a rollout whose samples share steps, are a part: leave it out")
+
+    def _prepare(self, name: str, module: torch.nn.Module) -> None:
+        if module.dtype != self.dtype:
+            raise UserError(f"the {name} is in {module.dtype}, but precision is {self.precision!r}, which expects "
+                            f"{self.dtype}: load the pipeline with that dtype, or set precision")
+        states = next(iter(inspect.signature(module.forward).parameters))
+
+        def count(_module, args, kwargs):
+            self.evaluations += len(args[0] if args else kwargs[states])
+
+        module.register_forward_pre_hook(count, with_kwargs=True)
+        if self.checkpointing:
+            checkpoint_blocks(module, self.driver.attention, self.compiled)
+
+    @torch.no_grad()
+    def encode(self, prompts: list[str], negatives: list[str] | None = None,
+               images: Sequence[Any] | None = None) -> Conditioning:
+        """Encode P prompts once, exactly as the pipeline's own call would. UserError where it refuses its arguments.
+
+        images: of each prompt a reference picture, its file, or None.
+        """
+        asked = Conditioning(prompts, negatives or [""] * len(prompts), inputs=pictures_of(self, len(prompts), images))
+        try:
+            if not self.encode_prompt.knows(asked):
+                twice = asked.rows(torch.tensor([0, 0]))
+                self.encode_prompt.learn(twice, self.guidance, lambda: stay_apart(self, twice))
+            conditioning = self.encode_prompt(asked, self.guidance)
+        except (TypeError, ValueError) as error:
+            raise UserError(f"{type(self.pipe).__name__} refuses its arguments: {error}") from error
+        if self.turns and self.encode_prompt.apart:
+            raise UserError(f"memory.shard is true, but {type(self.pipe).__name__} takes one prompt per call, so that "
+                            "processes would not call it alike: use memory.shard: false")
+        self.settle(conditioning)
+        return conditioning
+
+    def _skipped(self, rows: int) -> None:
+        self.evaluations -= rows
+
+    @torch.no_grad()
+    def settle(self, conditioning: Conditioning) -> None:
+        """Find out, once, whether the scheduler sees the state that is given as `latents`."""
+        if self.driver.loads is not None:
+            return
+        before, row = self.evaluations, conditioning.rows(torch.tensor([0]))
+        self.driver.try_loading(lambda **options: self._drive(row, self._trial, self.guidance, **options)[1].first)
+        self.evaluations = before
+
+    def sampling(self):
+        """The grad mode of rollouts: compiled blocks compute as in a replay, and only the graph is dropped."""
+        return torch.set_grad_enabled(self.compiled)
+
+    def run(self, task: Task, conditioning: Conditioning, latents=None, generators=None, x0=None):
+        """Run a segment of the grid from `latents` [B,*D], or from noise drawn with `generators` (one per row).
+
+        Returns (the last state [B,*D], the record of the task).
+        """
+        self._announce(lockstep.RUN, len(task.steps))
+        with self.sampling():
+            last, record = self._drive(conditioning, task, self.guidance, latents=latents, generator=generators, x0=x0)
+        if self.turns:
+            self._row = conditioning.rows(torch.tensor([0])), last[:1].detach(), task
+        return last, record
+
+    def vector(self, conditioning: Conditioning) -> bool:
+        """Whether one call replays rows of different steps, at the present guidance: found out by trial, once."""
+        if self.guidance not in self._copies:
+            before, twice = self.evaluations, conditioning.rows(torch.tensor([0, 0]))
+
+            def driven(task: Task, **options) -> Record:
+                return self._drive(twice, task, self.guidance, **options)[1]
+
+            with self.sampling():
+                state = driven(self._trial, latents=None, generator=generators([0, 1])).first
+                self._copies[self.guidance] = 0 if self.encode_prompt.apart else copies(
+                    lambda task: driven(task, latents=state).output, self.process, self.dtype == torch.float32)
+            self.evaluations = before
+        return self._copies[self.guidance] > 0
+
+    def replay(self, conditioning: Conditioning, x: torch.Tensor, grid: torch.Tensor, step: int | torch.Tensor,
+               timesteps: torch.Tensor | None = None) -> torch.Tensor:
+        """The model output [B,*D] at one step, through the pipeline's own call, with gradients where enabled: a
+        velocity, or of a variance-preserving process, which needs its timesteps [T], the noise.
+
+        step: or one per row, int64 [B], where the pipeline takes a `vector`."""
+        if self._row:  # who accompanies this step elsewhere does so on its grid
+            self._row = *self._row[:2], replace(self._row[2], grid=grid, timesteps=timesteps)
+        self._announce(lockstep.TRAIN if torch.is_grad_enabled() else lockstep.LOOK, step)
+        return self._replay(conditioning, x, grid, step, timesteps)
+
+    def _replay(self, conditioning: Conditioning, x: torch.Tensor, grid: torch.Tensor, step: int | torch.Tensor,
+                timesteps: torch.Tensor | None) -> torch.Tensor:
+        task = Task(grid, range(1), replay=True, timesteps=timesteps)
+        if torch.is_tensor(step):
+            assert self.vector(conditioning), "this pipeline takes one timestep per call"
+            task = task.at_rows(step, self._copies[self.guidance])
+        else:
+            task = task.at_step(step)
+        return self._drive(conditioning, task, self.guidance, latents=x)[1].output
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Add the gradient of a loss of the last replay."""
+        self._announce(lockstep.BACKWARD)
+        loss.backward()
+
+    def _announce(self, kind: int, step: int = 0) -> None:
+        if self.turns:
+            self.turns.take(kind, step)
+
+    def _accompany(self, kind: int, step: int) -> torch.Tensor:
+        """A replay of one row at a step that other processes replay: it counts nowhere."""
+        (conditioning, x, task), before = self._row, self.evaluations
+        with torch.set_grad_enabled(kind == lockstep.TRAIN):
+            output = self._replay(conditioning, x, task.grid, step, task.timesteps)
+        self.evaluations = before
+        return output
+
+    def unroll(self, task: Task, conditioning: Conditioning, latents: torch.Tensor, checkpointing: bool = False
+               ) -> torch.Tensor:
+        """The last state [B,*D] of a segment of the grid, as `run` gives it, in one graph of all its steps where
+        gradients are enabled. checkpointing: the backward computes every forward of a denoiser again."""
+        kept = recomputed(self.denoisers.values(), self.driver.attention) if checkpointing else contextlib.nullcontext()
+        with kept:
+            return self._drive(conditioning, replace(task, unrolled=True), self.guidance, latents=latents)[0]
+
+    @torch.no_grad()
+    def decode(self, latents: torch.Tensor, conditioning: Conditioning) -> torch.Tensor:
+        """`picture` without gradients."""
+        return self.picture(latents, conditioning)
+
+    def picture(self, latents: torch.Tensor, conditioning: Conditioning) -> torch.Tensor:
+        """Pictures [B,3,H,W] (or frames [B,F,3,H,W]) in [0, 1], not rounded, with gradients where enabled: the pipeline
+        with no steps left to do."""
+        task = Task(torch.zeros(1), range(0))
+        return self._drive(conditioning, task, self.guidance, latents=latents, output_type="pt")[0].float()
+
+    @torch.no_grad()
+    def of_noise(self, conditioning: Conditioning, generators: Sequence[torch.Generator]) -> torch.Tensor:
+        """What the pipeline decodes of its own initial noise, on the CPU: `picture` without a step before it, in the
+        size, type and range of its pictures."""
+        task = Task(torch.zeros(1), range(0))
+        return self._drive(conditioning, task, self.guidance, generator=generators, output_type="pt")[0].float().cpu()
+
+    @torch.no_grad()
+    def generate(self, conditioning: Conditioning, generators, steps: int, guidance: float, output_type="pt"):
+        """Pictures on the CPU as a user of the stock pipeline gets them: its own scheduler, steps and guidance."""
+        self._announce(lockstep.RUN, steps)
+        return self._drive(conditioning, None, guidance, generator=generators, num_inference_steps=steps,
+                           output_type=output_type)[0].float().cpu()
+
+    @torch.no_grad()
+    def stock_grid(self, conditioning: Conditioning, steps: int) -> torch.Tensor:
+        """The sigmas [steps+1] that the stock pipeline samples the first of these prompts with: its scheduler's, as the
+        pipeline sets them, with its own sigmas and the shift of the picture's size. UserError where they are no grid.
+        """
+        row = conditioning.rows(torch.tensor([0]))
+        try:
+            with until_set(self.stock):
+                self._drive(row, None, self.guidance, generator=generators([0]), num_inference_steps=steps,
+                            output_type="latent")
+            return grids.stock(self.stock, steps)
+        except ValueError as error:
+            raise UserError(f"train.grid 'stock': {error} (train.grid: shifted asks nothing of the scheduler)"
+                            ) from None
+
+    def _drive(self, conditioning: Conditioning, task: Task | None, guidance: float, **options):
+        """Call the pipeline, whose prompts are encoded anew where that is trained: (what it returns, the record)."""
+        self.encoders.leave()
+        if self.live and (task is None or task.steps):
+            with unlogged():
+                conditioning = self.encode_prompt.anew(conditioning, self.guidance)
+        return self.driver(conditioning, task, guidance, **options)
+
+    @contextlib.contextmanager
+    def reference(self, held: Sequence[dict[str, torch.Tensor]] = ()) -> Iterator[None]:
+        """Inside, the denoiser is the base model: the adapter is off (or, without one, the first weights are back); or
+        it is the average of the snapshots `held` of its trainable weights."""
+        with self.weights.reference(held), torch.no_grad():
+            yield
+
+    @contextlib.contextmanager
+    def guided(self, weight: float) -> Iterator[None]:
+        """Inside, the denoisers answer base + weight * (tuned - base), without gradients: RLG, see policies/blend.py.
+
+        Without an adapter the base's weights are copied into place for every call, which is slow. UserError for a
+        weight other than 0 and 1 where text encoders are trained: base and tuned model read the same embeddings."""
+        if self.live:
+            if weight not in (0, 1):
+                raise UserError(f"RLG with weight {weight:g}: a text encoder is trained, but base and tuned model get "
+                                "the same embeddings: expected 0 or 1")
+            with contextlib.nullcontext() if weight else self.reference(), torch.no_grad():
+                yield
+            return
+        bases = {module: inside(self.weights.base, module.forward) for module in self.denoisers.values()}
+        before = self.evaluations
+        with guided(bases, weight), torch.no_grad():
+            yield
+        if weight not in (0, 1):
+            self.evaluations += self.evaluations - before  # a call that is counted ran both

@@ -1,0 +1,124 @@
+"""A pipeline's `encode_prompt` as its own call makes use of it: called how often, with what, and returning what."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from flowgrpo.errors import UserError
+from flowgrpo.policies.generators import generators
+from flowgrpo.policies.pipelines.call import Driver
+from flowgrpo.policies.pipelines.conditioning import Conditioning, join
+from flowgrpo.policies.weights.memory_options import Encoders
+from flowgrpo.samplers.scheduler import Task
+
+
+class EncodePrompt:
+    """Encodes prompts by calls of the pipeline with no steps to do, and keeps what its `encode_prompt` returns there.
+
+    encoders: which have to be here; live: they are trained (TexForce, 2311.15657), and gradients go through.
+    """
+
+    def __init__(self, driver: Driver, encoders: Encoders, live: bool):
+        self.driver, self.encoders, pipe = driver, encoders, driver.pipe
+        # Some are written to run without gradients.
+        self._encode = inspect.unwrap(type(pipe).encode_prompt).__get__(pipe) if live else pipe.encode_prompt
+        self.apart: bool | None = None  # whether the pipeline takes one prompt per call; known after `learn`
+        self._shared: tuple[tuple[bool, ...], ...] = ()
+        self._learned: dict[frozenset[str], tuple[bool, tuple[tuple[bool, ...], ...]]] = {}  # by kinds of pictures
+        self._bare = False
+
+    def knows(self, asked: Conditioning) -> bool:
+        """Whether it has learned of prompts with such pictures, or of such without any."""
+        return frozenset(asked.inputs) in self._learned
+
+    def learn(self, twice: Conditioning, guidance: float, stay_apart: Callable[[], bool]) -> None:
+        """Find out which values serve all prompts, and whether a call may bring several prompts with their pictures.
+
+        twice: one prompt, two times, not yet encoded. stay_apart: whether each sees its own picture."""
+        self.apart = None
+        try:
+            # Lengths alone would not tell: 77 tokens may meet 77 prompts. What grows with the prompts is theirs.
+            one, two = self._calls(twice.rows(torch.tensor([0])), guidance), self._calls(twice, guidance)
+            self._shared = tuple(tuple(map(_shared, *values)) for values in zip(one, two, strict=True))
+            self.apart = bool(twice.inputs) and not stay_apart()
+        except torch.OutOfMemoryError:
+            raise
+        # What a pipeline for one prompt may raise; if it is something else, the next call raises it again.
+        except (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError):
+            self.apart = True
+        self._learned[frozenset(twice.inputs)] = self.apart, self._shared
+
+    def __call__(self, asked: Conditioning, guidance: float) -> Conditioning:
+        """What is asked for, with the values of `encode_prompt`."""
+        self.apart, self._shared = self._learned.get(frozenset(asked.inputs), (self.apart, self._shared))
+        if not self.apart and not asked.mixed:
+            calls = self._calls(asked, guidance)
+            per_prompt = tuple(tuple(value is not None and not shared for value, shared in zip(values, shares))
+                               for values, shares in zip(calls, self._shared, strict=True))
+            return replace(asked, calls=calls, per_prompt=per_prompt, bare=self._bare)
+        asked = replace(asked, apart=True, listed=not self.apart)
+        each = [self._calls(asked.rows(torch.tensor([i])), guidance) for i in range(len(asked.prompts))]
+        calls = tuple(tuple(map(list, zip(*values))) for values in zip(*each, strict=True))
+        return replace(asked, calls=calls, per_prompt=tuple((True,) * len(values) for values in calls), bare=self._bare)
+
+    def anew(self, conditioning: Conditioning, guidance: float) -> Conditioning:
+        """The same rows, as the present text encoders encode them, with gradients where they are enabled.
+
+        Every prompt is encoded once, however many rows it has, and by itself where the results fit together: rollout
+        and replay so compute the same numbers, whatever their batches. UserError where no gradient gets through.
+        """
+        rows = list(zip(conditioning.prompts, conditioning.negatives,
+                        zip(*([id(each) for each in values] for values in conditioning.inputs.values()))
+                        if conditioning.inputs else [()] * len(conditioning.prompts), strict=True))
+        first = {row: rows.index(row) for row in rows}
+        asked = replace(conditioning, calls=(), per_prompt=()).rows(torch.tensor(list(first.values())))
+        each = [self(asked.rows(torch.tensor([at])), guidance) for at in range(len(first))]
+        found = join(each) if len({one.shapes() for one in each}) == 1 else self(asked, guidance)
+        if torch.is_grad_enabled() and not any(_in_graph(value) for call in found.calls for value in call):
+            raise UserError(f"encode_prompt of {type(self.driver.pipe).__name__} gives no gradient of its text "
+                            "encoders: train the denoiser alone, parts: {adapted: {encoders: false, denoisers: true}}")
+        places = {row: place for place, row in enumerate(first)}
+        return found.rows(torch.tensor([places[row] for row in rows]))
+
+    def _calls(self, asked: Conditioning, guidance: float) -> tuple[tuple[Any, ...], ...]:
+        """What each call of `encode_prompt` returns during a call of the pipeline with no steps to do."""
+        calls: list[tuple[Any, ...]] = []
+
+        def remember(*args, **kwargs):
+            self.encoders.come()
+            found = self._encode(*args, **kwargs)
+            self._bare = not isinstance(found, tuple)
+            calls.append((found,) if self._bare else found)
+            return found
+
+        # Under guidance in either phase the negative embeddings have to be there.
+        self.driver.once(asked, Task(torch.ones(1), range(0)), remember, max(guidance, 2.0),
+                         generator=generators(range(len(asked.prompts))))
+        if not calls:
+            raise UserError(f"{type(self.driver.pipe).__name__} does not call its encode_prompt: its conditioning "
+                            "cannot be cached")
+        return tuple(calls)
+
+
+def _shared(one: Any, two: Any) -> bool:
+    """Whether a value of `encode_prompt`, for one prompt and for two, serves all prompts.
+
+    ValueError where it grows with them, but has no row for each: bounds of sequences, rows in another dimension.
+    """
+    if not torch.is_tensor(one) and not isinstance(one, list):
+        return False
+    shapes = [value.shape if torch.is_tensor(value) else (len(value),) for value in (one, two)]
+    if shapes[0] != shapes[1] and (len(one), len(two), *shapes[0][1:]) != (1, 2, *shapes[1][1:]):
+        raise ValueError(f"encode_prompt gives {list(shapes[0])} for one prompt and {list(shapes[1])} for two")
+    return shapes[0] == shapes[1]
+
+
+def _in_graph(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return any(map(_in_graph, value))
+    return torch.is_tensor(value) and value.requires_grad

@@ -1,0 +1,1 @@
+"""Weights of a policy: adapters, sharding, compilation, checkpointing, memory options."""

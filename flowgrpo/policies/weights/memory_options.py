@@ -1,0 +1,115 @@
+"""Frozen parts in less memory: a quantised denoiser, text encoders that wait elsewhere, pictures decoded in parts.
+
+The section `memory` of a recipe asks for them. The denoiser is quantised while it is read, so that it never stands in
+memory as a whole; a LoRA on it is in fp32 and its file the same as ever.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from flowgrpo.errors import UserError
+
+PACKAGES = {"int8": "torchao", "nf4": "bitsandbytes"}
+
+
+def require_quantiser(weights: str) -> None:
+    """UserError where the package for such weights is absent."""
+    if weights != "full":
+        require_package(f"memory.weights is {weights!r}", PACKAGES[weights])
+
+
+def require_package(told: str, package: str) -> None:
+    if importlib.util.find_spec(package) is None:
+        raise UserError(f"{told}, which needs {package}: pip install 'flowgrpo[{package}]'")
+
+
+def quantisation(names: Iterable[str], weights: str, dtype: torch.dtype) -> Any:
+    """What tells diffusers to quantise the components `names` while it reads them; None for full weights.
+
+    int8: a scale per row of a weight, by torchao. nf4: 4 bits of a normal distribution's quantiles with a scale per 64
+    values (QLoRA, 2305.14314), by bitsandbytes, computed with in `dtype`.
+    """
+    if weights == "full":
+        return None
+    from diffusers import BitsAndBytesConfig, PipelineQuantizationConfig, TorchAoConfig
+
+    if weights == "int8":
+        from torchao.quantization import Int8WeightOnlyConfig
+
+        # The settings of torch's compiler belong to the whole process.
+        form = TorchAoConfig(Int8WeightOnlyConfig(set_inductor_config=False))
+    else:
+        form = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype)
+    return PipelineQuantizationConfig(quant_mapping=dict.fromkeys(names, form))
+
+
+class Encoders:
+    """The text encoders of a pipeline, which wait on the device `away` unless a prompt is encoded; with None they stay.
+
+    They come when a prompt is encoded and leave when something else is done, so that a row of prompts moves them once.
+    """
+
+    def __init__(self, pipe: Any, device: torch.device, away: str | None, later: Iterable[str] = ()):
+        """later: the components that come to the device in another way."""
+        self.device, self.away, self.here = device, away, away is None
+        later = set(later)
+        named = {name: part for name, part in pipe.components.items() if isinstance(part, torch.nn.Module)
+                 and name not in later}
+        self.modules = [part for name, part in named.items() if name.startswith("text_encoder")]
+        if away is None and not later:
+            pipe.to(device)  # which knows what of quantised parts may be moved
+        for part in named.values() if away is not None or later else ():
+            if away is None or part not in self.modules:
+                part.to(device)
+
+    def attend(self, pipe: Any) -> None:
+        """Have the stock pipeline's own calls bring the encoders for their prompts, and send them away behind that."""
+        encode = pipe.encode_prompt
+
+        @functools.wraps(encode)
+        def attended(*args, **kwargs):
+            self.come()
+            try:
+                return encode(*args, **kwargs)
+            finally:
+                self.leave()
+
+        pipe.encode_prompt = attended
+
+    def come(self) -> None:
+        if not self.here:
+            self._move(self.device, True)
+
+    def leave(self) -> None:
+        if self.here and self.away is not None:
+            self._move(self.away, False)
+
+    def _move(self, device: torch.device | str, here: bool) -> None:
+        for module in self.modules:
+            module.to(device)
+        self.here = here
+
+
+def decode_in_parts(pipe: Any, how: str) -> None:
+    """Have the pipeline decode picture by picture ("sliced"), or also tile by tile ("tiled"). UserError where its
+    autoencoder cannot."""
+    if how == "whole":
+        return
+    vaes = [part for name, part in pipe.components.items() if isinstance(part, torch.nn.Module)
+            and ("vae" in name or name == "vqgan")]
+    for option in ["slicing"] + ["tiling"] * (how == "tiled"):
+        able = [vae for vae in vaes if hasattr(vae, f"use_{option}")]  # all have the method, which then raises
+        if not able:
+            raise UserError(f"memory.vae is {how!r}, but the autoencoder of {type(pipe).__name__} has no {option}: use "
+                            f"{'whole' if option == 'slicing' else 'sliced'}")
+        for vae in able:
+            getattr(vae, f"enable_{option}")()
+            if type(vae).__name__ == "AutoencoderTiny":  # which takes its pictures for 8 times its latents
+                factor = vae.config.upsampling_scaling_factor ** (len(vae.config.num_decoder_blocks) - 1)
+                vae.spatial_scale_factor, vae.tile_latent_min_size = factor, vae.tile_sample_min_size // factor

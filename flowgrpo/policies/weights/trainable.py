@@ -1,0 +1,207 @@
+"""The trainable weights of a policy: a LoRA or all of its denoisers, their reference, moving average and files."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
+
+import torch
+
+from flowgrpo.errors import UserError
+from flowgrpo.log import quiet
+from flowgrpo.policies.weights.lora_files import (
+    EXPERT,
+    LORA_FILE,
+    PEFT,
+    PIPELINE,
+    add_adapter,
+    load_lora,
+    loader,
+    save_peft,
+    save_stock,
+    take_off,
+)
+from flowgrpo.storage import paths
+
+
+def lora_layers(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    """The layers of a module that have an adapter, by key."""
+    from peft.tuners.lora import LoraLayer
+
+    return {key: layer for key, layer in module.named_modules() if isinstance(layer, LoraLayer)}
+
+
+@contextlib.contextmanager
+def switched_off(layers: Collection[torch.nn.Module]) -> Iterator[None]:
+    """Inside, the layers are without their adapters."""
+    for layer in layers:
+        layer.enable_adapters(False)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.enable_adapters(True)
+
+
+class Weights:
+    """Trainable parameters of a pipeline's modules, its denoisers or text encoders.
+
+    With `adapter.rank` >= 1 a LoRA by peft, in fp32, its A gaussian and its B zero, so that it starts as the base. With
+    rank 0 all of the modules' weights, in fp32. The first weights of what no adapter can switch off are kept on the CPU
+    as the reference.
+    """
+
+    def __init__(self, pipe, modules: dict[str, torch.nn.Module], adapter):
+        self.pipe, self.modules, self.adapter = pipe, modules, adapter
+        for name, module in modules.items():
+            self._add_lora(name, module) if adapter.rank else module.float().requires_grad_(True)
+        self.named = {f"{name}.{key}": parameter for name, module in modules.items()
+                      for key, parameter in module.named_parameters() if parameter.requires_grad}
+        self._first = {} if adapter.rank else self.snapshot()
+
+    def _add_lora(self, name: str, module: torch.nn.Module) -> None:
+        from peft import LoraConfig
+
+        if getattr(module, "peft_config", None):
+            raise UserError(f"the {name} has an adapter already ({', '.join(module.peft_config)}): "
+                            f"{self._way_off(name, module)}")
+        take_off(module)  # of an adapter that was deleted, peft's empty layers stay
+        option = "encoder_targets" if name.startswith("text_encoder") else "targets"
+        rank, targets = self.adapter.rank, getattr(self.adapter, option)
+        found = sorted(key for key, m in module.named_modules() if isinstance(m, (torch.nn.Linear, torch.nn.Conv2d))
+                       and any(key == t or key.endswith("." + t) for t in targets))
+        if not found:
+            names = sorted({key.split(".")[-1] for key, m in module.named_modules() if isinstance(m, torch.nn.Linear)})
+            raise UserError(f"adapter.{option} {targets} match no module of the {name}: its linear layers are called "
+                            f"{', '.join(names)}")
+        alpha = self.adapter.alpha or (2 * rank**0.5 if self.adapter.rslora else 2 * rank)  # a scale of 2
+        add_adapter(module, LoraConfig(r=rank, lora_alpha=alpha, target_modules=found, init_lora_weights="gaussian",
+                                       use_dora=self.adapter.dora, use_rslora=self.adapter.rslora), "default")
+        for parameter in module.parameters():
+            if parameter.requires_grad:
+                parameter.data = parameter.data.float()
+
+    def _way_off(self, name: str, module: torch.nn.Module) -> str:
+        """How a person takes the adapters off a module."""
+        if name in getattr(self.pipe, "_lora_loadable_modules", ()):
+            return "pipe.unload_lora_weights() takes it off (and pipe.fuse_lora() before that keeps what it does)"
+        way = "delete_adapters" if hasattr(module, "delete_adapters") else "delete_adapter"
+        where = name if name == "model" else f"pipe.{name}"
+        return f"{where}.{way}({[*module.peft_config][0]!r}) takes it off" if hasattr(module, way) else "load it anew"
+
+    def add(self, name: str, module: torch.nn.Module) -> None:
+        """Train a module with the others that is none of the pipeline's: checkpoints hold it, `save` leaves it out."""
+        added = {f"{name}.{key}": parameter for key, parameter in module.named_parameters()}
+        self.named |= added
+        self._first |= {key: parameter.detach().cpu().clone() for key, parameter in added.items()}
+
+    def parameters(self) -> list[torch.nn.Parameter]:
+        return list(self.named.values())
+
+    @contextlib.contextmanager
+    def base(self) -> Iterator[None]:
+        """Inside, the modules are those of the base model."""
+        with switched_off(self._layers().values()), self.swapped(self._first):
+            yield
+
+    @contextlib.contextmanager
+    def reference(self, held: Sequence[dict[str, torch.Tensor]] = ()) -> Iterator[None]:
+        """Inside, the modules are the average of the snapshots `held`, without any the base model."""
+        if not held:
+            with self.base():
+                yield
+            return
+        kept, average = {key: parameter.data for key, parameter in self.named.items()}, self.averaged(held)
+        try:
+            for key, parameter in self.named.items():
+                parameter.data = average[key].to(parameter.device)  # no copy_: a soup's LoRA has another rank
+            yield
+        finally:
+            for key, parameter in self.named.items():
+                parameter.data = kept[key]
+
+    def averaged(self, snapshots: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        """Values that act as the average of all snapshots: of all weights their mean; of n LoRAs one of n times the
+        rank, since the mean of the products B A is not the product of the means."""
+        def joined(key: str) -> torch.Tensor:
+            each = [snapshot[key] for snapshot in snapshots]
+            if ".lora_" not in key:
+                return torch.stack(each).mean(0)
+            return torch.cat(each, 0) if ".lora_A." in key else torch.cat(each, 1) / len(each)
+
+        return {key: joined(key) for key in self.named} if len(snapshots) > 1 else snapshots[0]
+
+    @contextlib.contextmanager
+    def swapped(self, values: dict[str, torch.Tensor]) -> Iterator[None]:
+        """Inside, the parameters that `values` names hold them (a moving average, the first weights)."""
+        kept = {key: self.named[key].detach().clone() for key in values}
+        self.load(values)
+        try:
+            yield
+        finally:
+            self.load(kept)
+
+    @torch.no_grad()
+    def load(self, values: dict[str, torch.Tensor]) -> None:
+        for key, value in values.items():
+            self.named[key].copy_(value)
+
+    def snapshot(self) -> dict[str, torch.Tensor]:
+        return {key: parameter.detach().cpu().clone() for key, parameter in self.named.items()}
+
+    def save(self, folder: Path) -> str:
+        """Write what stock diffusers loads, read it back and compare. Returns a sentence for the log.
+
+        A LoRA goes to `pytorch_lora_weights.safetensors` with rank, alpha and targets in its metadata; without them
+        `load_lora_weights` would rebuild it with a silently wrong scale. Where stock diffusers loads none (see
+        `loader`), it goes to a folder per module in peft's own format. All weights go to a folder per module.
+        """
+        if not self.adapter.rank:
+            for name, module in self.modules.items():
+                module.save_pretrained(folder / name, safe_serialization=True)
+                paths.readable(folder / name)
+            return f"saved all weights of {', '.join(self.modules)} to {folder}"
+        by = {name: loader(self.pipe, name) for name in self.modules}
+        if named := [name for name, how in by.items() if how == PIPELINE]:
+            save_stock(self.pipe, folder, {name: name for name in named})
+        for name in self.modules:
+            if by[name] == EXPERT:
+                save_stock(self.pipe, folder / name, {"transformer": name})
+            elif by[name] == PEFT:
+                save_peft(self.modules[name], folder / name)
+        for place in (folder / LORA_FILE, *(folder / name for name in self.modules)):
+            paths.readable(place)
+        self._verify(folder)
+        where = folder / LORA_FILE if named else folder
+        return f"saved {where}; read back by {', '.join(sorted(set(by.values())))}: same weights, same scale"
+
+    def _layers(self) -> dict[str, torch.nn.Module]:
+        """The layers with an adapter, by module and key."""
+        return {f"{name}.{key}": layer for name, module in self.modules.items()
+                for key, layer in lora_layers(module).items()}
+
+    def _verify(self, folder: Path) -> None:
+        """Load the files as a user would, beside the live adapter, and compare every weight and scale."""
+        from diffusers.utils.peft_utils import delete_adapter_layers
+
+        live = {key: parameter.data for key, parameter in self.named.items()}
+        try:
+            with quiet():  # a second adapter, and an absent one for the text encoders, are what is wanted here
+                load_lora(self.pipe, self.modules, folder, "check")
+            for key, layer in self._layers().items():
+                # diffusers casts what it loads to the module's dtype, and the live adapter of a text encoder with it.
+                parts = [layer.lora_A, layer.lora_B, *([layer.lora_magnitude_vector] if self.adapter.dora else [])]
+                sides = [(part["check"].weight, part["default"].weight) for part in parts if "check" in part]
+                if len(sides) < len(parts) or layer.scaling["check"] != layer.scaling["default"] or \
+                        not all(torch.equal(loaded, live.to(loaded.dtype)) for loaded, live in sides):
+                    raise RuntimeError(f"{folder} does not give {key} back as it was saved")
+        finally:
+            with quiet():
+                for module in self.modules.values():
+                    if "check" in module.peft_config:
+                        delete_adapter_layers(module, "check")
+            for layer in self._layers().values():
+                layer.set_adapter("default")
+            for key, parameter in self.named.items():
+                parameter.data = live[key]

@@ -1,0 +1,73 @@
+"""How good a picture looks, whatever it shows: LAION's aesthetic predictors, small heads on a CLIP embedding."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flowgrpo.errors import UserError
+from flowgrpo.rewards.about import About
+from flowgrpo.rewards.images.vision import Preparation, batched, fill, perceptron, placed, pretrained, tensors
+
+
+@dataclass(frozen=True)
+class Aesthetic:
+    """LAION's aesthetic score, trained on marks from 1 to 10: a head on the normalised CLIP embedding of a picture.
+
+    head: a file, or `owner/name/file` on the hub. The default is the improved predictor (a perceptron, the file
+    sac+logos+ava1-l14-linearMSE.pth of its repository); the linear heads of the first (sa_0_4_vit_l_14_linear.pth and
+    others) are known by their tensors. model: the CLIP model that the head was trained on, a folder or hub id;
+    revision, head_revision: of the hub; device: None for a GPU where there is one; batch: pictures at a time; parts:
+    CLIP model with projection and head, ready-made. UserError where the weights cannot be had or do not fit.
+    """
+
+    model: str = "openai/clip-vit-large-patch14"
+    revision: str | None = None
+    head: str = "trl-lib/ddpo-aesthetic-predictor/aesthetic-model.pth"
+    head_revision: str | None = None
+    device: str | None = None
+    batch: int = 32
+    parts: Any = field(default=None, repr=False)
+    about = About(modality="image", range=(None, None), needs="", licence="Apache-2.0, MIT weights")
+
+    def __post_init__(self) -> None:
+        device = placed(self.device)
+        encoder, head = self.parts or self._loaded()
+        object.__setattr__(self, "device", device)
+        object.__setattr__(self, "parts", (encoder.eval().to(device), head.eval().to(device)))
+
+    def _loaded(self) -> tuple[Any, Any]:
+        from transformers import CLIPVisionModelWithProjection
+
+        head = made("aesthetic", tensors("aesthetic", self.head, self.head_revision, "head"), self.head)
+        encoder = pretrained("aesthetic", CLIPVisionModelWithProjection, self.model, self.revision, "model")
+        width, taken = encoder.visual_projection.out_features, next(head.parameters()).shape[1]
+        if width != taken:
+            raise UserError(f"reward 'aesthetic': {self.model} gives {width} numbers, but the head {self.head} takes "
+                            f"{taken}: give the model that it was trained on")
+        return encoder, head
+
+    def __call__(self, images: Any, prompts: Sequence[str]) -> Tensor:
+        return batched(self._scores, images, prompts, self.batch)
+
+    def _scores(self, images: Tensor, prompts: list[str]) -> Tensor:
+        encoder, head = self.parts
+        pictures = Preparation(encoder.config.image_size)(images.to(self.device))
+        embeddings = encoder(pixel_values=pictures).image_embeds
+        return head(embeddings / embeddings.norm(dim=-1, keepdim=True))[:, 0]
+
+
+def made(reward: str, state: dict[str, Tensor], where: str) -> torch.nn.Module:
+    """The head that a checkpoint is of: a perceptron (`layers.0.weight` and so on) or a linear one (`weight`)."""
+    state = {key.removeprefix("layers."): value for key, value in state.items()}
+    first = state.get("0.weight", state.get("weight"))
+    if first is None:
+        raise UserError(f"reward {reward!r}: {where} has {', '.join(list(state)[:3]) or 'nothing'}, expected the "
+                        "tensors of a perceptron (layers.0.weight) or of a linear head (weight, bias)")
+    head = perceptron(first.shape[1]) if "0.weight" in state else torch.nn.Linear(first.shape[1], 1)
+    fill(reward, head, state, where)
+    return head

@@ -1,0 +1,239 @@
+"""Rewards by CLIP models of open_clip.
+
+CLIPScore (Hessel et al. 2021, 2104.08718): agreement of a picture and its prompt. PickScore (Kirstain et al. 2023,
+2305.01569) and HPSv2.1 (Wu et al. 2023, 2306.09341): human preference, by a CLIP ViT-H/14 tuned on choices or rankings.
+CLIP-I (DreamBooth, 2208.12242): agreement of a picture and the subject of another one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flowgrpo.errors import UserError
+from flowgrpo.extras import needed
+from flowgrpo.rewards.about import About
+from flowgrpo.rewards.images.vision import Preparation, batched, fill, loading, placed, pretrained, tensors
+from flowgrpo.rewards.pixels import tensor_of
+
+SCORES = ("clipscore", "cosine")
+
+
+@dataclass(frozen=True)
+class ClipScore:
+    """CLIPScore: 2.5 max(cos, 0) of a picture's and its prompt's embedding (section 3 of the paper), or the cosine.
+
+    model, pretrained: a model of open_clip with its tag or a file of weights (OpenAI's want a `-quickgelu` model);
+    score: `clipscore` or `cosine`; prefix: put before each prompt ("A photo depicts " in the paper, which scores
+    captions of photographs; not every prompt asks for one); device: None for a GPU where there is one; batch: pictures
+    at a time; parts: model and tokenizer, ready-made. UserError where open_clip or the weights are missing.
+    """
+
+    model: str = "ViT-L-14-quickgelu"
+    pretrained: str = "openai"
+    score: str = "clipscore"
+    prefix: str = ""
+    device: str | None = None
+    batch: int = 32
+    parts: Any = field(default=None, repr=False)
+    prepare: Preparation = field(init=False, repr=False)
+    reward = "clip_score"  # of which mistakes are told
+    about = About(modality="image", range=(0, 2.5), needs="clip", licence="Apache-2.0, MIT weights")
+
+    def __post_init__(self) -> None:
+        if self.score not in SCORES:
+            raise UserError(f"reward {self.reward!r}: score is {self.score!r}, expected {' or '.join(SCORES)}")
+        device = placed(self.device)
+        model, tokenizer = self.parts or self._loaded()
+        object.__setattr__(self, "device", device)
+        object.__setattr__(self, "parts", (model.eval().to(device), tokenizer))
+        object.__setattr__(self, "prepare", wanted(model, self.reward))
+
+    def _loaded(self) -> tuple[Any, Any]:
+        open_clip = needed("open_clip", "clip", f"reward {self.reward!r}")
+        with loading(f"reward {self.reward!r}: {self.model} with the weights {self.pretrained}",
+                     "open_clip.list_pretrained() names them all; args: {pretrained: FILE} takes a file of yours"):
+            model = open_clip.create_model(self.model, pretrained=self.pretrained, require_pretrained=True)
+            return model, open_clip.get_tokenizer(self.model)
+
+    def __call__(self, images: Any, prompts: Sequence[str]) -> Tensor:
+        found = batched(self._cosines, images, [self.prefix + prompt for prompt in prompts], self.batch)
+        return found if self.score == "cosine" else 2.5 * found.clamp(min=0)
+
+    def features(self, images: Tensor) -> Tensor:
+        """The embeddings of pictures [B, 3, H, W], of unit length -> [B, D] on the CPU."""
+        return batched(lambda some, _: self.embedded(some), images, [""] * len(images), self.batch)
+
+    def embedded(self, images: Tensor) -> Tensor:
+        """The same on the model's device, all at once, with a gradient where one is wanted."""
+        return self.parts[0].encode_image(self.prepare(images.to(self.device)), normalize=True)
+
+    def _cosines(self, images: Tensor, prompts: list[str]) -> Tensor:
+        model, tokenizer = self.parts
+        return cosines(model, tokenizer, self.prepare(images.to(self.device)), prompts)
+
+
+def cosines(model: Any, tokenizer: Any, pictures: Tensor, prompts: list[str]) -> Tensor:
+    """The cosine of each prepared picture [B, 3, H, W] with its prompt under a model of open_clip -> [B]."""
+    shown = model.encode_image(pictures, normalize=True)
+    return (shown * model.encode_text(tokenizer(prompts).to(pictures.device), normalize=True)).sum(-1)
+
+
+def wanted(model: Any, reward: str) -> Preparation:
+    """How a model of open_clip wants its pictures. UserError for one that does not want them bicubic or square."""
+    told = getattr(model.visual, "preprocess_cfg", {})
+    size = told.get("size", model.visual.image_size)
+    sizes = {size} if isinstance(size, int) else set(size)
+    if len(sizes) > 1 or told.get("interpolation", "bicubic") != "bicubic":
+        raise UserError(f"reward {reward!r}: this model takes pictures of {size} pixels, scaled "
+                        f"{told.get('interpolation')}: expected one that takes squares, scaled bicubic")
+    known = {"mean": told.get("mean"), "deviation": told.get("std"), "fit": told.get("resize_mode")}
+    return Preparation(sizes.pop(), **{key: value for key, value in known.items() if value is not None})
+
+
+@dataclass(frozen=True)
+class PickScore:
+    """PickScore: the model's logit scale (100) times the cosine of picture and prompt, around 15 to 25.
+
+    That is the score of the paper and of its tables. Flow-GRPO trains with a 26th of it, so that it is near 1 beside
+    other rewards: `args: {divide: 26}`.
+
+    model, revision: a CLIP model of transformers, a folder or hub id; tokenizer: the same; device: None for a GPU where
+    there is one; batch: pictures at a time; parts: model and tokenizer, ready-made. UserError where the weights cannot
+    be had.
+    """
+
+    model: str = "yuvalkirstain/PickScore_v1"
+    revision: str | None = None
+    tokenizer: str = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
+    divide: float = 1.0
+    device: str | None = None
+    batch: int = 32
+    parts: Any = field(default=None, repr=False)
+    about = About(modality="image", range=(None, None), needs="", licence="Apache-2.0, MIT weights")
+
+    def __post_init__(self) -> None:
+        if not self.divide > 0:
+            raise UserError(f"reward 'pick_score': divide is {self.divide}, expected a number above 0")
+        device = placed(self.device)
+        model, tokenizer = self.parts or self._loaded()
+        object.__setattr__(self, "device", device)
+        object.__setattr__(self, "parts", (model.eval().to(device), tokenizer))
+
+    def _loaded(self) -> tuple[Any, Any]:
+        from transformers import AutoTokenizer, CLIPModel
+
+        return (pretrained("pick_score", CLIPModel, self.model, self.revision, "model"),
+                pretrained("pick_score", AutoTokenizer, self.tokenizer, None, "tokenizer"))
+
+    def __call__(self, images: Any, prompts: Sequence[str]) -> Tensor:
+        return batched(self._scores, images, prompts, self.batch) / self.divide
+
+    def _scores(self, images: Tensor, prompts: list[str]) -> Tensor:
+        model, tokenizer = self.parts
+        longest, size = model.config.text_config.max_position_embeddings, model.config.vision_config.image_size
+        texts = tokenizer(prompts, padding=True, truncation=True, max_length=longest, return_tensors="pt")
+        texts, pictures = texts.to(self.device), Preparation(size)(images.to(self.device))
+        found = model(input_ids=texts.input_ids, attention_mask=texts.attention_mask, pixel_values=pictures)
+        return model.logit_scale.exp() * (found.image_embeds * found.text_embeds).sum(-1)
+
+
+@dataclass(frozen=True)
+class HpsV2:
+    """HPSv2.1: the cosine of picture and prompt, around 0.2 to 0.35; tables print it times 100.
+
+    The whole picture is scaled to 224 pixels and padded with black, as in the release, which does not cut it.
+
+    checkpoint: a file, or `owner/name/file` on the hub (HPS_v2_compressed.pt there is version 2.0); revision: of the
+    hub; model: the architecture's name in open_clip; device: None for a GPU where there is one; batch: pictures at a
+    time; parts: model and tokenizer, ready-made. UserError where open_clip or the checkpoint is missing.
+    """
+
+    checkpoint: str = "xswu/HPSv2/HPS_v2.1_compressed.pt"
+    revision: str | None = None
+    model: str = "ViT-H-14"
+    device: str | None = None
+    batch: int = 32
+    parts: Any = field(default=None, repr=False)
+    prepare: Preparation = field(init=False, repr=False)
+    about = About(modality="image", range=(-1, 1), needs="clip", licence="Apache-2.0")
+
+    def __post_init__(self) -> None:
+        device = placed(self.device)
+        model, tokenizer = self.parts or self._loaded()
+        object.__setattr__(self, "device", device)
+        object.__setattr__(self, "parts", (model.eval().to(device), tokenizer))
+        object.__setattr__(self, "prepare", Preparation(wanted(model, "hps_v2").size, "longest"))
+
+    def _loaded(self) -> tuple[Any, Any]:
+        open_clip = needed("open_clip", "clip", "reward 'hps_v2'")
+        state = tensors("hps_v2", self.checkpoint, self.revision, "checkpoint")
+        model = open_clip.create_model(self.model, pretrained=None)
+        fill("hps_v2", model, state, self.checkpoint)
+        return model, open_clip.get_tokenizer(self.model)
+
+    def __call__(self, images: Any, prompts: Sequence[str]) -> Tensor:
+        return batched(self._cosines, images, prompts, self.batch)
+
+    def _cosines(self, images: Tensor, prompts: list[str]) -> Tensor:
+        model, tokenizer = self.parts
+        return cosines(model, tokenizer, self.prepare(images.to(self.device)), prompts)
+
+
+class SubjectClip(ClipScore):
+    """The model; what is wrong with it is told of the reward that was asked for."""
+
+    reward = "subject_score"
+
+
+@dataclass(frozen=True)
+class SubjectScore:
+    """CLIP-I: the cosine of the embeddings of a picture and of the subject's picture that its prompt brings.
+
+    The path of the latter stands in the metadata under `key`, relative to the working folder; None for a prompt without
+    one. Under `image` stands the picture that a prompt brings to an editing pipeline; of recorded pairs `chosen` names
+    the subject too. model, pretrained, device, batch, parts: as of `ClipScore`. UserError for a file that cannot
+    be read, and where open_clip or the weights are missing.
+    """
+
+    key: str = "subject"
+    model: str = "ViT-L-14-quickgelu"
+    pretrained: str = "openai"
+    device: str | None = None
+    batch: int = 32
+    parts: Any = field(default=None, repr=False)
+    clip: ClipScore = field(init=False, repr=False)
+    about = About(modality="image", range=(-1, 1), needs="clip", licence="Apache-2.0, MIT weights")
+
+    def __post_init__(self) -> None:
+        clip = SubjectClip(self.model, self.pretrained, device=self.device, batch=self.batch, parts=self.parts)
+        object.__setattr__(self, "clip", clip)
+
+    def __call__(self, images: Any, prompts: Sequence[str], metadata: Sequence[dict[str, Any]]) -> list[float | None]:
+        rows = [i for i, entry in enumerate(metadata) if self.key in entry]
+        scores: list[float | None] = [None] * len(prompts)
+        if rows:
+            found = batched(self._cosines, images[rows], [metadata[i][self.key] for i in rows], self.batch)
+            for i, cosine in zip(rows, found.tolist()):
+                scores[i] = cosine
+        return scores
+
+    def _cosines(self, images: Tensor, paths: list[str]) -> Tensor:
+        """The cosine of each picture [B,3,H,W] with that of its file: [B]."""
+        subjects = {path: _read(path)[None] for path in paths}
+        shown, wanted = self.clip.embedded(images), torch.cat([self.clip.embedded(each) for each in subjects.values()])
+        return (shown * wanted[[list(subjects).index(path) for path in paths]]).sum(-1)
+
+
+def _read(path: str) -> Tensor:
+    from PIL import Image
+
+    try:
+        with Image.open(path) as found:
+            return tensor_of(found)
+    except OSError as error:
+        raise UserError(f"reward 'subject_score': {path} cannot be read as a picture ({error})") from None

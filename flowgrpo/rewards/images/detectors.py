@@ -1,0 +1,217 @@
+"""Object detectors for GenEval's rules: which of the 80 COCO objects are where.
+
+A detector is any function of pictures [B, 3, H, W] in [0, 1] that returns a list of `Detection`s for each of them; one
+with an attribute `labels` says what it can find. In a recipe it is a name: one of torchvision's COCO models,
+`path/to/FastestDet.onnx`, `http://host:port/path`, or `path/to/file.py:function`.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import os
+import pickle
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flowgrpo.errors import UserError
+from flowgrpo.extras import needed
+from flowgrpo.rewards.pixels import eight_bit
+
+OBJECTS = tuple("""person,bicycle,car,motorcycle,airplane,bus,train,truck,boat,traffic light,fire hydrant,stop sign,
+parking meter,bench,bird,cat,dog,horse,sheep,cow,elephant,bear,zebra,giraffe,backpack,umbrella,handbag,tie,suitcase,
+frisbee,skis,snowboard,sports ball,kite,baseball bat,baseball glove,skateboard,surfboard,tennis racket,bottle,
+wine glass,cup,fork,knife,spoon,bowl,banana,apple,sandwich,orange,broccoli,carrot,hot dog,pizza,donut,cake,chair,couch,
+potted plant,bed,dining table,toilet,tv,laptop,computer mouse,tv remote,computer keyboard,cell phone,microwave,oven,
+toaster,sink,refrigerator,book,clock,vase,scissors,teddy bear,hair drier,toothbrush""".replace("\n", "").split(","))
+ALIASES = {"mouse": "computer mouse", "remote": "tv remote", "keyboard": "computer keyboard", "motorbike": "motorcycle",
+           "aeroplane": "airplane", "sofa": "couch", "pottedplant": "potted plant", "diningtable": "dining table",
+           "tvmonitor": "tv", "hair dryer": "hair drier", "racket": "tennis racket"}
+WEIGHTS_ONLY = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"  # torch's switch against what is no tensor
+OVERLAP = 0.35  # FastestDet's own suppression
+AT_ONCE = 8  # pictures in one call of torchvision's models
+LARGEST = 2**24  # bytes of an answer
+
+
+class Detection(NamedTuple):
+    """An object: its box (left, top, right, bottom) in pixels, what it is, and how sure the detector is, in [0, 1]."""
+
+    box: tuple[float, float, float, float]
+    label: str
+    score: float
+
+
+Detector = Callable[[Tensor], list[list[Detection]]]
+
+
+def named(label: str) -> str:
+    """GenEval's name of an object that a detector calls by another one."""
+    return ALIASES.get(label, label)
+
+
+def detector(name: str) -> Detector:
+    """The detector of that name. UserError for one that does not exist or whose package is missing."""
+    if name.startswith(("http://", "https://")):
+        return Remote(name)
+    if name.endswith(".onnx"):
+        return FastestDet(name)
+    if ".py:" in name:
+        from flowgrpo.rewards.loading import load
+
+        return load(name)
+    return Torchvision(name)
+
+
+@dataclass(frozen=True)
+class Torchvision:
+    """A detection model of torchvision with its COCO weights (BSD-3-Clause), which are downloaded when first used.
+
+    model: given with `categories` (names by class number) takes the place of the one of that `name`.
+    """
+
+    name: str = "fasterrcnn_resnet50_fpn_v2"
+    model: Any = None
+    categories: tuple[str, ...] | None = None
+    device: str | None = None
+
+    def __post_init__(self) -> None:
+        from torchvision.models import detection, get_model, get_model_weights, list_models
+
+        if self.model is None:
+            if self.name not in list_models(detection):
+                raise UserError(f"no detector {self.name!r}: expected one of torchvision's ("
+                                f"{', '.join(list_models(detection))}), a .onnx file, an http address or "
+                                "path/to/file.py:function")
+            weights = get_model_weights(self.name).DEFAULT
+            object.__setattr__(self, "categories", tuple(weights.meta["categories"]))
+            with _reading(self.name, weights.url):
+                object.__setattr__(self, "model", get_model(self.name, weights=weights))
+        device = self.device or ("cuda" if torch.cuda.is_available() else "cpu")
+        object.__setattr__(self, "device", device)
+        self.model.eval().to(device)
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        return tuple(named(category) for category in self.categories if category not in ("__background__", "N/A"))
+
+    def __call__(self, images: Tensor) -> list[list[Detection]]:
+        return [[Detection(tuple(box), named(self.categories[label]), score) for box, label, score in
+                 zip(*(found[key].tolist() for key in ("boxes", "labels", "scores")))]
+                for some in images.float().split(AT_ONCE) for found in self.model(list(some.to(self.device)))]
+
+
+@contextmanager
+def _reading(name: str, url: str) -> Iterator[None]:
+    """While torchvision fetches and reads a file of weights: of its pickle nothing but tensors is made. torchvision
+    itself would run what stands in the file, in the cache too, and checks the hash of a downloaded one alone."""
+    file, before = Path(torch.hub.get_dir()) / "checkpoints" / Path(url).name, os.environ.get(WEIGHTS_ONLY)
+    os.environ[WEIGHTS_ONLY] = "1"
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"detector {name!r}: its weights cannot be downloaded ({error}): put {url} at {file}") from None
+    except (pickle.UnpicklingError, EOFError, RuntimeError) as error:
+        raise UserError(f"detector {name!r}: {file} holds no weights of it ({type(error).__name__}): delete it, and it "
+                        f"is downloaded anew from {url}") from None
+    finally:
+        os.environ.pop(WEIGHTS_ONLY)
+        os.environ.update({WEIGHTS_ONLY: before} if before is not None else {})
+
+
+@dataclass(frozen=True)
+class FastestDet:
+    """FastestDet (BSD-3-Clause) from its ONNX file: 0.25 M parameters, quick and coarse.
+
+    Its scores seldom reach GenEval's 0.9: set lower thresholds.
+    """
+
+    path: str
+    least: float = 0.1  # score of what is passed on
+    size: int = 352  # of its training, in pixels
+    labels = OBJECTS
+
+    def __post_init__(self) -> None:
+        if not Path(self.path).is_file():
+            raise UserError(f"no detector at {self.path}: expected FastestDet's .onnx file")
+        self.session
+
+    @cached_property
+    def session(self) -> Any:
+        return needed("onnxruntime", "ocr", f"detector {self.path}").InferenceSession(self.path)
+
+    def __call__(self, images: Tensor) -> list[list[Detection]]:
+        sides = (self.size, self.size)
+        small = torch.nn.functional.interpolate(images.cpu().float(), sides, mode="bilinear", antialias=True)
+        name = self.session.get_inputs()[0].name
+        inputs = small.flip(1)[:, None].numpy()  # blue, green, red; one picture at a time
+        return [decoded(self.session.run(None, {name: one})[0][0], images.shape[-2:], self.least) for one in inputs]
+
+
+def decoded(features: np.ndarray, size: tuple[int, int], least: float) -> list[Detection]:
+    """FastestDet's output [5 + 80, h, w] -> detections in a picture of `size` (H, W), the surest first.
+
+    Channels: objectness; the centre's offset from its cell's corner (tanh, in cells) and the box's width and height
+    (sigmoid, in pictures); the classes. Of boxes that overlap by more than 0.35 the surest is kept, whatever it shows.
+    """
+    from torchvision.ops import nms
+
+    maps = torch.from_numpy(features).double()
+    h, w = maps.shape[1:]
+    scores = maps[0] * maps[5:].amax(0)
+    row, column = (scores > least).nonzero(as_tuple=True)
+    at = maps[:, row, column]
+    x, y = (column + at[1].tanh()) / w, (row + at[2].tanh()) / h
+    half_w, half_h = at[3].sigmoid() / 2, at[4].sigmoid() / 2
+    scale = torch.tensor([size[1], size[0]] * 2)
+    boxes = torch.stack([x - half_w, y - half_h, x + half_w, y + half_h], 1) * scale
+    labels, scores = at[5:].argmax(0), scores[row, column]
+    return [Detection(tuple(boxes[i].tolist()), OBJECTS[labels[i]], scores[i].item())
+            for i in nms(boxes, scores, OVERLAP).tolist()]
+
+
+@dataclass(frozen=True)
+class Remote:
+    """A detector behind an address.
+
+    It is sent JSON {"format": 1, "images": [PNG in base64, ...]} and answers {"detections": [[{"box": [left, top,
+    right, bottom], "label": "dog", "score": 0.9}, ...], ...]}, one list per picture.
+    """
+
+    url: str
+    timeout: float = 60.0
+
+    def __call__(self, images: Tensor) -> list[list[Detection]]:
+        body = json.dumps({"format": 1, "images": [_png(picture) for picture in eight_bit(images)]}).encode()
+        request = urllib.request.Request(self.url, body, {"Content-Type": "application/json"})
+        try:
+            with urllib.request.urlopen(request, timeout=self.timeout) as answer:
+                found = json.loads(answer.read(LARGEST))["detections"]
+            if len(found) != len(images):
+                raise ValueError(f"{len(found)} answers, expected {len(images)}")
+            return [[_parsed(**entry) for entry in picture] for picture in found]
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise RuntimeError(f"the detector at {self.url} did not answer as it should: {error!r}") from None
+
+
+def _parsed(box: list[float], label: str, score: float) -> Detection:
+    left, top, right, bottom = map(float, box)
+    return Detection((left, top, right, bottom), named(str(label)), float(score))
+
+
+def _png(picture: np.ndarray) -> str:
+    from PIL import Image
+
+    kept = io.BytesIO()
+    Image.fromarray(picture).save(kept, "PNG")
+    return base64.b64encode(kept.getvalue()).decode()

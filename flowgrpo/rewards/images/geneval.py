@@ -1,0 +1,163 @@
+"""GenEval (Ghosh et al. 2023, 2310.11513): are the objects there, as many, in their colours, in their places?
+
+Metadata in GenEval's own format, one JSON object per prompt:
+
+    {"tag": "position", "include": [{"class": "dog", "count": 1},
+                                    {"class": "cat", "count": 1, "color": "red", "position": ["left of", 0]}],
+     "exclude": [{"class": "dog", "count": 2}], "prompt": ...}
+
+The rules are those of its published evaluation: detections above 0.3 (0.9 where the tag is "counting") count, the 16
+surest of a class, without suppressing overlaps; every clause of `include` must hold and none of `exclude` may. Colours
+and places are looked at for the `count` surest of the class alone. What differs: any detector (its were the masks of
+Mask2Former), and colours are measured (`colours.py`), not asked of CLIP.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from flowgrpo.errors import UserError, nearest
+from flowgrpo.rewards.about import About
+from flowgrpo.rewards.images.colours import NAMES, colour
+from flowgrpo.rewards.images.detectors import Detection, Detector, detector
+from flowgrpo.rewards.pixels import eight_bit
+
+RELATIONS = ("left of", "right of", "above", "below")
+SCORES = ("strict", "graded")
+
+
+def relations(box: Sequence[float], other: Sequence[float], threshold: float = 0.1) -> set[str]:
+    """Where a box lies from another's view: none, one or two of `RELATIONS`.
+
+    The offset of the centres is shortened on each axis by `threshold` of both boxes' sizes; a direction holds where
+    what is left exceeds half of the whole offset.
+    """
+    a, b = np.reshape(box, (2, 2)), np.reshape(other, (2, 2))
+    offset = a.mean(0) - b.mean(0)
+    left = np.maximum(np.abs(offset) - threshold * np.abs(np.diff(a, axis=0) + np.diff(b, axis=0))[0], 0)
+    if (left < 1e-3).all():
+        return set()
+    x, y = left * np.sign(offset) / np.linalg.norm(offset)
+    return {name for name, holds in zip(RELATIONS, (x < -0.5, x > 0.5, y < -0.5, y > 0.5)) if holds}
+
+
+@dataclass(frozen=True)
+class Rules:
+    """The numbers of the evaluation: least scores of a detection, the most objects of a class, and the share of both
+    boxes that the offset of two places must exceed."""
+
+    threshold: float = 0.3
+    counting_threshold: float = 0.9
+    max_objects: int = 16
+    position_threshold: float = 0.1
+
+    def objects(self, found: Sequence[Detection], tag: str | None) -> dict[str, list[Detection]]:
+        """The detections that count, by class, the surest first."""
+        least, kept = self.counting_threshold if tag == "counting" else self.threshold, defaultdict(list)
+        for detection in sorted(found, key=lambda detection: -detection.score):
+            if detection.score > least and len(kept[detection.label]) < self.max_objects:
+                kept[detection.label].append(detection)
+        return kept
+
+    def strict(self, picture: np.ndarray, found: Sequence[Detection], wanted: dict[str, Any]) -> float:
+        """1 where a picture, bytes [H, W, 3], holds to every clause of `wanted`, else 0."""
+        objects, matched = self.objects(found, wanted.get("tag")), []
+        for clause in wanted["include"]:
+            those = objects[clause["class"]][:clause["count"]]
+            holds = len(those) == clause["count"] and all(self._attributes(picture, those, clause, matched))
+            matched.append(those if holds else None)
+        excluded = any(len(objects[clause["class"]]) >= clause["count"] for clause in wanted.get("exclude", ()))
+        return float(not excluded and None not in matched)
+
+    def graded(self, picture: np.ndarray, found: Sequence[Detection], wanted: dict[str, Any]) -> float:
+        """The mean over what the clauses of `include` ask for: of every class its count, 1 - |found - wanted| / wanted
+        and not below 0; of its colour and of its place 1 where they are right too, 0 where they or the count are not.
+
+        After Flow-GRPO (2505.05470), where too many cost as much as too few; `exclude` has no part in it.
+        """
+        objects, matched, credits = self.objects(found, wanted.get("tag")), [], []
+        for clause in wanted["include"]:
+            those, count = objects[clause["class"]], clause["count"]
+            credits.append(max(0.0, 1 - abs(len(those) - count) / count))
+            asked = sum(key in clause for key in ("color", "position"))
+            right = self._attributes(picture, those, clause, matched) if len(those) == count else [False] * asked
+            credits += map(float, right)
+            matched.append(those if len(those) == count and all(right) else None)
+        return sum(credits) / len(credits)
+
+    def _attributes(self, picture: np.ndarray, those: list[Detection], clause: dict[str, Any],
+                    matched: list[list[Detection] | None]) -> list[bool]:
+        """Whether the objects have the colour and the place that a clause asks for, as far as it does."""
+        right = []
+        if "color" in clause:
+            right.append(all(colour(picture, one.box) == clause["color"] for one in those))
+        if "position" in clause:
+            relation, target = clause["position"]
+            right.append(matched[target] is not None and all(
+                relation in relations(one.box, other.box, self.position_threshold)
+                for one in those for other in matched[target]))
+        return right
+
+
+@dataclass(frozen=True)
+class GenEval:
+    """Whether a picture holds the objects that its metadata lists, in number, colour and place, as GenEval judges.
+
+    None where the metadata has no `include`. detector: a function or a name (detectors.py; torchvision's are under
+    BSD-3-Clause, as are their weights); score: `strict`, 0 or 1, or
+    `graded`, which gives credit for parts; the others as of `Rules`: a weaker detector than GenEval's needs a lower
+    `counting_threshold`. UserError for a clause that cannot be judged.
+    """
+
+    detector: str | Detector = "fasterrcnn_resnet50_fpn_v2"
+    score: str = "strict"
+    threshold: float = 0.3
+    counting_threshold: float = 0.9
+    max_objects: int = 16
+    position_threshold: float = 0.1
+    about = About(modality="image", range=(0, 1), needs="", licence="Apache-2.0, the detector's")
+
+    def __post_init__(self) -> None:
+        if self.score not in SCORES:
+            raise UserError(f"reward 'geneval': score is {self.score!r}, expected {', '.join(SCORES)}")
+        if isinstance(self.detector, str):
+            object.__setattr__(self, "detector", detector(self.detector))
+
+    @property
+    def made_of(self) -> list[Any]:
+        return [self.detector]
+
+    def __call__(self, images: Any, prompts: Sequence[str], metadata: Sequence[dict]) -> list[float | None]:
+        rows = [i for i, wanted in enumerate(metadata) if wanted.get("include")]
+        scores: list[float | None] = [None] * len(prompts)
+        if not rows:
+            return scores
+        for i in rows:
+            require_judgeable(metadata[i], prompts[i], getattr(self.detector, "labels", None))
+        rules = Rules(self.threshold, self.counting_threshold, self.max_objects, self.position_threshold)
+        judge = getattr(rules, self.score)
+        found = [[Detection(*one) for one in picture] for picture in self.detector(images[rows])]
+        for i, picture, detections in zip(rows, eight_bit(images[rows]), found):
+            scores[i] = judge(picture, detections, metadata[i])
+        return scores
+
+
+def require_judgeable(wanted: dict[str, Any], prompt: str, labels: Sequence[str] | None = None) -> None:
+    """UserError for metadata that is not in GenEval's format, and for a class that is none of the detector's labels."""
+    for place, clause in enumerate(wanted["include"] + list(wanted.get("exclude", ()))):
+        told = f"the metadata of the prompt {prompt!r} has the clause {clause}"
+        if not {"class", "count"} <= set(clause) or clause["count"] < 1:
+            raise UserError(f"{told}: expected a class and a count of 1 or more")
+        if labels is not None and clause["class"] not in labels:
+            raise UserError(f"{told}: the detector knows no class {clause['class']!r}"
+                            f"{nearest(clause['class'], list(labels))}")
+        if clause.get("color", NAMES[0]) not in NAMES:
+            raise UserError(f"{told}: expected a colour of {', '.join(NAMES)}")
+        relation, target = clause.get("position", (RELATIONS[0], 0))
+        if relation not in RELATIONS or "position" in clause and not 0 <= target < place:
+            raise UserError(f"{told}: expected a place of {', '.join(RELATIONS)} and the number of an earlier clause")

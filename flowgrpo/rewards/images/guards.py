@@ -1,0 +1,175 @@
+"""Guards against hacking: small rewards that are lost when a model learns to please the main one by a trick.
+
+    reward: {pick_score: 1.0, diversity: 0.1, grid_artefacts: 0.2, over_saturation: 0.2}
+
+The penalties are 0 for a sound picture and go down to -1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flowgrpo.errors import UserError
+from flowgrpo.rewards.about import About
+from flowgrpo.rewards.pixels import grey, tensor_of
+
+LICENCE = "Apache-2.0"
+SMALL = 16  # side of the pictures that `pixels` compares
+
+
+def pixels(images: Tensor) -> Tensor:
+    """Pictures [B, 3, H, W] as their 16 by 16 miniatures [B, 768], so scaled that black and white are 1 apart."""
+    small = torch.nn.functional.interpolate(images.detach().cpu().double(), (SMALL, SMALL), mode="area")
+    return small.flatten(1) / small[0].numel() ** 0.5
+
+
+def extractor(features: str | Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """`pixels`, CLIP's of unit length for `clip` (the model is `clip_score`'s), a function, or one in a file; each of
+    pictures [B, 3, H, W] to features [B, D]."""
+    if features == "pixels":
+        return pixels
+    if features == "clip":
+        from flowgrpo.rewards.images.clip_models import ClipScore
+
+        return ClipScore().features
+    if callable(features):
+        return features
+    from flowgrpo.rewards.loading import load
+
+    return load(features)
+
+
+def distances(features: Tensor) -> Tensor:
+    """The mean Euclidean distance of each sample to the others of its group. [P, G, D] -> [P, G]."""
+    features = features.double()
+    apart = (features[:, :, None] - features[:, None]).norm(dim=-1)
+    return apart.sum(-1) / (features.shape[1] - 1)
+
+
+@dataclass(frozen=True)
+class Diversity:
+    """How far a sample is from the others of its group: the mean distance of their features.
+
+    features: "pixels" (miniatures of 16 by 16; a distance of 1 is black to white), "clip" (embeddings of unit length),
+    a function of pictures [B, 3, H, W] to [B, D], or `file.py:function`.
+    """
+
+    features: str | Callable[[Tensor], Tensor] = "pixels"
+    group = True
+    about = About(modality="image", range=(0, None), needs="", licence=LICENCE)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "features", extractor(self.features))
+
+    def __call__(self, images: Any, prompts: Sequence[str], metadata: Sequence[dict], group: int) -> Tensor:
+        features = torch.as_tensor(self.features(images))
+        return distances(features.reshape(len(features) // group, group, -1)).flatten()
+
+
+@dataclass(frozen=True)
+class BaseSimilarity:
+    """How near a picture stays to the one that the base model made of the prompt: 1 minus the distance of features.
+
+    The path of that picture stands in the metadata under `key` (`flowgrpo sample --prompts` writes such a file); it is
+    read again each time and resized to the sample's size. Of a prompt without one it is the base's picture from the
+    same initial noise, which a run draws beside each of its own; None where there is none either. features: as of
+    `Diversity`; 1 where they agree. UserError for a file that cannot be read.
+    """
+
+    key: str = "base_image"
+    features: str | Callable[[Tensor], Tensor] = "pixels"
+    base = True
+    about = About(modality="image", range=(None, 1), needs="", licence=LICENCE)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "features", extractor(self.features))
+
+    @property
+    def made_of(self) -> list[Any]:
+        return [self.features]
+
+    def __call__(self, images: Any, prompts: Sequence[str], metadata: Sequence[dict],
+                 base: Tensor | None = None) -> list[float | None]:
+        rows = [i for i, entry in enumerate(metadata) if self.key in entry or base is not None]
+        scores: list[float | None] = [None] * len(prompts)
+        if rows:
+            bases = torch.stack([_read(metadata[i][self.key], images.shape[-2:]) if self.key in metadata[i] else base[i]
+                                 for i in rows])
+            apart = (torch.as_tensor(self.features(images[rows])) - torch.as_tensor(self.features(bases))).norm(dim=-1)
+            for i, distance in zip(rows, apart.tolist()):
+                scores[i] = 1 - distance
+        return scores
+
+
+def _read(path: str, size: tuple[int, int]) -> Tensor:
+    from PIL import Image
+    from torchvision.transforms.functional import resize
+
+    try:
+        picture = tensor_of(Image.open(Path(path)))
+    except OSError as error:
+        raise UserError(f"reward 'base_similarity': the base model's picture {path} cannot be read ({error})") from None
+    return picture if picture.shape[-2:] == tuple(size) else resize(picture, list(size), antialias=True)
+
+
+@dataclass(frozen=True)
+class GridArtefacts:
+    """Minus the share of a picture's edges that repeat with the latent grid: 0 none, -1 all.
+
+    period: pixels of one patch, those of a latent pixel (8 in most autoencoders) times the patch size of the
+    transformer (2 in most). The profile of the mean absolute step between neighbouring columns, over the columns, is
+    taken apart by frequencies; what is at the multiples of 1 / period counts, less what chance puts there (as in the
+    adjusted R^2 of the profile's means by phase, which it equals); rows likewise, and the larger of both. A picture
+    that shows a grid of this very period by right, such as tiles, is punished too.
+    """
+
+    period: int = 16
+    about = About(modality="image", range=(-1, 0), needs="", licence=LICENCE)
+
+    def __post_init__(self) -> None:
+        if self.period < 2:
+            raise UserError(f"reward 'grid_artefacts': period is {self.period}, expected 2 pixels or more")
+
+    def __call__(self, images: Any, prompts: Sequence[str]) -> Tensor:
+        light = grey(images)
+        if min(light.shape[-2:]) < 3 * self.period + 1:
+            raise UserError(f"reward 'grid_artefacts' got pictures of {list(light.shape[-2:])} pixels, expected at "
+                            f"least {3 * self.period + 1}, three periods")
+        profiles = light.diff(dim=-1).abs().mean(-2), light.diff(dim=-2).abs().mean(-1)
+        return -torch.maximum(*(periodic(profile, self.period) for profile in profiles))
+
+
+def periodic(profile: Tensor, period: int) -> Tensor:
+    """How much of the variance of a profile [..., N] has that period, in [0, 1], over as many whole periods as fit;
+    0 for a flat one; less what white noise has in the mean."""
+    count = profile.shape[-1] // period
+    power = torch.fft.rfft(profile[..., :count * period]).abs().square()
+    length = count * period
+    power[..., 1:(length + 1) // 2] *= 2  # each but 0 and the highest stands for two frequencies
+    total = power[..., 1:].sum(-1)
+    rest = total - power[..., count::count].sum(-1)
+    unexplained = (rest / (length - period)) / (total / (length - 1)).clamp(min=1e-300)
+    return torch.where(total > 1e-12 * power[..., 0], (1 - unexplained).clamp(0, 1), 0)
+
+
+@dataclass(frozen=True)
+class OverSaturation:
+    """Minus the excess of a picture's colourfulness: 0 where no pixel's largest and smallest channel differ by more
+    than `limit`, -1 where all differ by 1."""
+
+    limit: float = 0.7
+    about = About(modality="image", range=(-1, 0), needs="", licence=LICENCE)
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.limit < 1:
+            raise UserError(f"reward 'over_saturation': limit is {self.limit}, expected from 0 to below 1")
+
+    def __call__(self, images: Any, prompts: Sequence[str]) -> Tensor:
+        chroma = images.amax(-3) - images.amin(-3)
+        return -(chroma - self.limit).clamp(min=0).mean((-2, -1)) / (1 - self.limit)

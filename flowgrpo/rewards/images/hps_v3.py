@@ -1,0 +1,156 @@
+"""HPSv3 (Ma et al. 2025, 2508.03789): human preference, by Qwen2-VL-7B with a head that was trained on rankings.
+
+The model reads the picture and a long instruction with the prompt, and a head of three layers turns what it makes of
+the mark <|Reward|> into mean and spread of the score; the mean counts. As in the release, positions simply count
+up, over the picture's tokens too: Qwen2-VL's own positions by row and column give other scores.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flowgrpo.errors import UserError
+from flowgrpo.rewards.about import About
+from flowgrpo.rewards.images.vision import batched, fill, loading, placed, precision, pretrained, resized, tensors
+
+AREA = 256 * 28 * 28  # pixels that each picture is scaled to, near enough: 448 by 448 for a square
+MARK, IMAGE, PROMPT = "<|Reward|>", "<|image_pad|>", "{text_prompt}"
+# The release's names (of transformers before 4.52, and after) and those of Qwen2VLModel.
+NAMES = ((r"^model\.(?=visual\.|language_model\.)", ""), (r"^model\.", "language_model."), (r"^rm_head\.", "rm_head."),
+         (r"^visual\.", "visual."))
+
+
+@dataclass(frozen=True)
+class HpsV3:
+    """HPSv3: the mean of a picture's preference given its prompt, around -5 to 15.
+
+    The weights know one instruction. It stands in the package hpsv3 (`pip install --no-deps hpsv3`: its requirements
+    are old), of which nothing is run, or in a text file `instruction`, with {text_prompt} for the prompt and one
+    <|Reward|>.
+
+    checkpoint: a file, or `owner/name/file` on the hub; revision: of the hub; model: configuration and processor of
+    Qwen2-VL-7B, a folder or hub id; dtype: of the model, the head has float32; device: None for a GPU where there is
+    one; batch: pictures at a time. UserError where the weights, the instruction or one of its marks are missing.
+    """
+
+    checkpoint: str = "MizzenAI/HPSv3/HPSv3.safetensors"
+    revision: str | None = None
+    model: str = "Qwen/Qwen2-VL-7B-Instruct"
+    instruction: str | None = None
+    dtype: str = "bfloat16"
+    device: str | None = None
+    batch: int = 4
+    parts: Any = field(init=False, repr=False)  # model, head, processor, text of the instruction
+    about = About(modality="image", range=(None, None), needs="hpsv3", licence="Apache-2.0, MIT weights")
+
+    def __post_init__(self) -> None:
+        text = instruction(self.instruction)
+        device = placed(self.device)
+        model, head, processor = self._loaded()
+        object.__setattr__(self, "device", device)
+        object.__setattr__(self, "parts", (model.eval().to(device), head.eval().to(device), processor, text))
+
+    def _loaded(self) -> tuple[Any, nn.Module, Any]:
+        from transformers import Qwen2VLConfig, Qwen2VLProcessor
+
+        dtype = precision("hps_v3", self.dtype)
+        state = renamed(tensors("hps_v3", self.checkpoint, self.revision, "checkpoint"))
+        config = pretrained("hps_v3", Qwen2VLConfig, self.model, None, "model")
+        processor = pretrained("hps_v3", Qwen2VLProcessor, self.model, None, "model")
+        processor.tokenizer.padding_side = "right"
+        processor.tokenizer.add_tokens([MARK], special_tokens=True)
+        with loading(f"reward 'hps_v3': {self.checkpoint}", "give the checkpoint that was made for this reward"):
+            return *assembled(config, state, dtype), processor
+
+    def __call__(self, images: Any, prompts: Sequence[str]) -> Tensor:
+        return batched(self._scores, images, prompts, self.batch)
+
+    def _scores(self, images: Tensor, prompts: list[str]) -> Tensor:
+        model, head, processor, _ = self.parts
+        pictures = list(resized(images.to(self.device), sides(*images.shape[-2:])).to(torch.uint8))
+        seen = processor.image_processor(images=pictures, do_resize=False, return_tensors="pt").to(self.device)
+        count = int(seen.image_grid_thw[0].prod()) // processor.image_processor.merge_size ** 2
+        read = processor.tokenizer([self._message(prompt, count) for prompt in prompts], padding=True,
+                                   return_tensors="pt").to(self.device)
+        shown = model.visual(seen.pixel_values.to(model.dtype), grid_thw=seen.image_grid_thw).pooler_output
+        words = model.get_input_embeddings()(read.input_ids)
+        there = read.input_ids == processor.tokenizer.convert_tokens_to_ids(IMAGE)
+        words = words.masked_scatter(there[..., None], shown.to(words))
+        places = torch.arange(words.shape[1], device=words.device).expand(3, len(prompts), -1)
+        hidden = model.language_model(inputs_embeds=words, attention_mask=read.attention_mask, position_ids=places)
+        marked = read.input_ids == processor.tokenizer.convert_tokens_to_ids(MARK)
+        return head(hidden.last_hidden_state[marked].float())[:, 0]
+
+    def _message(self, prompt: str, count: int) -> str:
+        """The whole conversation, with `count` places for the picture. Marks of the chat in a prompt are taken out."""
+        *_, processor, text = self.parts
+        said = text.replace(PROMPT, re.sub(r"<\|\w+\|>", "", prompt))
+        content = [{"type": "image"}, {"type": "text", "text": said}]
+        chat = processor.apply_chat_template([{"role": "user", "content": content}], tokenize=False,
+                                             add_generation_prompt=True)
+        return chat.replace(IMAGE, IMAGE * count)
+
+
+def sides(height: int, width: int) -> tuple[int, int]:
+    """Height and width near AREA, in steps of two patches, as Qwen2-VL's resizing has them."""
+    from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
+
+    return smart_resize(height, width, factor=28, min_pixels=AREA, max_pixels=AREA)
+
+
+def instruction(file: str | None) -> str:
+    """The instruction in a file; None: the one in the source of the package hpsv3, which is read and not run."""
+    if file is None:
+        found = importlib.util.find_spec("hpsv3")
+        if found is None:
+            raise UserError("reward 'hps_v3' needs the instruction of its weights: pip install --no-deps hpsv3, or "
+                            "give it as args: {instruction: FILE}")
+        source = Path(found.submodule_search_locations[0], "dataset", "data_collator_qwen.py")
+        with loading(f"reward 'hps_v3': the instruction in {source}", "give it as args: {instruction: FILE}"):
+            said = {node.targets[0].id: ast.literal_eval(node.value)
+                    for node in ast.parse(source.read_text(encoding="utf-8")).body
+                    if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)}
+            return said["INSTRUCTION"] + said["prompt_with_special_token"]
+    with loading(f"reward 'hps_v3': {file}", "give a text file as args: {instruction: FILE}"):
+        text = Path(file).read_text(encoding="utf-8")
+    if text.count(MARK) != 1 or PROMPT not in text:
+        raise UserError(f"reward 'hps_v3': {file} has {text.count(MARK)} times {MARK} and {text.count(PROMPT)} times "
+                        f"{PROMPT}, expected one and at least one")
+    return text
+
+
+def renamed(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The released tensors under the names of Qwen2VLModel, and `rm_head`; without the language head."""
+    found = {}
+    for key, value in state.items():
+        name = next((re.sub(pattern, here, key) for pattern, here in NAMES if re.match(pattern, key)), None)
+        if name is not None:
+            found[name] = value
+    return found
+
+
+def assembled(config: Any, state: dict[str, Tensor], dtype: torch.dtype) -> tuple[Any, nn.Module]:
+    """Qwen2VLModel and the head, filled with every tensor of `state`. ValueError where one is missing or too many."""
+    from transformers import Qwen2VLModel
+
+    rows, width = state["language_model.embed_tokens.weight"].shape
+    config.text_config.vocab_size = rows  # the release has one more than its tokens, the base model many more
+    head = nn.Sequential(nn.Linear(width, 1024), nn.ReLU(), nn.Identity(), nn.Linear(1024, 16), nn.ReLU(),
+                         nn.Linear(16, 2))
+    of_head = {key for key in state if key.startswith("rm_head.")}
+    fill("hps_v3", head, {key.removeprefix("rm_head."): state[key].float() for key in of_head}, "the head")
+    body = {key: value for key, value in state.items() if key not in of_head}
+    model, told = Qwen2VLModel.from_pretrained(None, config=config, state_dict=body, dtype=dtype,
+                                               output_loading_info=True)
+    if wrong := {*told["missing_keys"], *told["unexpected_keys"], *told["mismatched_keys"]}:
+        raise ValueError(f"missing or unknown: {', '.join(map(str, sorted(wrong, key=str)[:3]))}")
+    return model, head

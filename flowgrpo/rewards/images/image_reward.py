@@ -1,0 +1,107 @@
+"""ImageReward (Xu et al. 2023, 2304.05977): human preference, by BLIP with a head that was trained on rankings.
+
+The network is put together from transformers' BLIP, into which the released checkpoint is renamed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+from flowgrpo.rewards.about import About
+from flowgrpo.rewards.images.vision import Preparation, batched, fill, perceptron, placed, pretrained, tensors
+
+AVERAGE, SPREAD = 0.16717362830052426, 1.0333394966054072  # of the head's values on the release's training pairs
+LONGEST = 35  # tokens of a prompt
+# BLIP's ViT-L/16 and BERT with cross-attention. Their norms' eps and the heads are not transformers' defaults.
+VISION = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16,
+          "image_size": 224, "patch_size": 16, "layer_norm_eps": 1e-6}
+TEXT = {"vocab_size": 30524, "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12,
+        "num_attention_heads": 12, "max_position_embeddings": 512, "layer_norm_eps": 1e-12, "is_decoder": True}
+NAMES = (  # what the release calls a tensor, and what this network does
+    (r"^blip\.visual_encoder\.cls_token$", "vision.embeddings.class_embedding"),
+    (r"^blip\.visual_encoder\.pos_embed$", "vision.embeddings.position_embedding"),
+    (r"^blip\.visual_encoder\.patch_embed\.proj\.", "vision.embeddings.patch_embedding."),
+    (r"^blip\.visual_encoder\.norm\.", "vision.post_layernorm."),
+    (r"^blip\.visual_encoder\.blocks\.(\d+)\.norm(\d)\.", r"vision.encoder.layers.\1.layer_norm\2."),
+    (r"^blip\.visual_encoder\.blocks\.(\d+)\.attn\.qkv\.", r"vision.encoder.layers.\1.self_attn.qkv."),
+    (r"^blip\.visual_encoder\.blocks\.(\d+)\.attn\.proj\.", r"vision.encoder.layers.\1.self_attn.projection."),
+    (r"^blip\.visual_encoder\.blocks\.(\d+)\.mlp\.", r"vision.encoder.layers.\1.mlp."),
+    (r"^blip\.text_encoder\.(?!embeddings\.position_ids$)", "text."),
+    (r"^mlp\.layers\.", "head."),
+)
+
+
+@dataclass(frozen=True)
+class ImageReward:
+    """ImageReward: the head's value of a picture with its prompt, less 0.167, over 1.033; around -2 to 2.
+
+    checkpoint: a file, or `owner/name/file` on the hub; revision: of the hub; tokenizer: BERT's, a folder or hub id;
+    device: None for a GPU where there is one; batch: pictures at a time; parts: network and tokenizer, ready-made.
+    UserError where the weights cannot be had.
+    """
+
+    checkpoint: str = "THUDM/ImageReward/ImageReward.pt"
+    revision: str | None = None
+    tokenizer: str = "google-bert/bert-base-uncased"
+    device: str | None = None
+    batch: int = 32
+    parts: Any = field(default=None, repr=False)
+    about = About(modality="image", range=(None, None), needs="", licence="Apache-2.0")
+
+    def __post_init__(self) -> None:
+        device = placed(self.device)
+        parts, tokenizer = self.parts or self._loaded()
+        object.__setattr__(self, "device", device)
+        object.__setattr__(self, "parts", (parts.eval().to(device), tokenizer))
+
+    def _loaded(self) -> tuple[Any, Any]:
+        from transformers import AutoTokenizer
+
+        state = tensors("image_reward", self.checkpoint, self.revision, "checkpoint")
+        parts = network()
+        fill("image_reward", parts, renamed(state), self.checkpoint)
+        return parts, pretrained("image_reward", AutoTokenizer, self.tokenizer, None, "tokenizer")
+
+    def __call__(self, images: Any, prompts: Sequence[str]) -> Tensor:
+        return batched(self._scores, images, prompts, self.batch)
+
+    def _scores(self, images: Tensor, prompts: list[str]) -> Tensor:
+        parts, tokenizer = self.parts
+        texts = tokenizer(prompts, padding="max_length", truncation=True, max_length=LONGEST, return_tensors="pt")
+        texts = texts.to(self.device)
+        pictures = Preparation(parts["vision"].config.image_size)(images.to(self.device))
+        seen = parts["vision"](pixel_values=pictures).last_hidden_state
+        read = parts["text"](input_ids=texts.input_ids, attention_mask=texts.attention_mask, encoder_hidden_states=seen)
+        return (parts["head"](read.last_hidden_state[:, 0])[:, 0] - AVERAGE) / SPREAD
+
+
+def network(vision: dict[str, Any] | None = None, text: dict[str, Any] | None = None) -> nn.ModuleDict:
+    """ImageReward's parts with random weights: "vision", "text" and "head".
+
+    vision, text: what is not as released, as transformers' BlipVisionConfig and BlipTextConfig call it.
+    """
+    from transformers import BlipTextConfig, BlipVisionConfig
+    from transformers.models.blip.modeling_blip import BlipVisionModel
+    from transformers.models.blip.modeling_blip_text import BlipTextModel
+
+    seeing = BlipVisionConfig(**VISION | (vision or {}))
+    reading = BlipTextConfig(**TEXT | {"encoder_hidden_size": seeing.hidden_size} | (text or {}))
+    return nn.ModuleDict({"vision": BlipVisionModel(seeing), "text": BlipTextModel(reading, add_pooling_layer=False),
+                          "head": perceptron(reading.hidden_size)})
+
+
+def renamed(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The released checkpoint's tensors under this network's names, without those that only its training needed."""
+    found = {}
+    for key, value in state.items():
+        for pattern, name in NAMES:
+            here, count = re.subn(pattern, name, key)
+            if count:
+                found[here] = value
+                break
+    return found

@@ -1,0 +1,118 @@
+"""Quality of a picture without a reference and without a model.
+
+PIQE (Venkatanath et al. 2015, NCC, "Blind image quality evaluation using perception based features"), turned round so
+that more is better: blocks of 16 by 16 pixels that are not flat are judged. An edge of the block with a flat stretch is
+a compression artefact, a block whose middle is as rough as the rest is noise. The constants are those of the paper.
+
+Size as a JPEG: "compressibility" and "incompressibility" of DDPO (2305.13301), in kilobytes of 1,000 bytes at quality
+95. They are a known case of rewards that ruin pictures when nothing holds them back.
+
+Sharpness: the variance of the Laplacian (Pech-Pacheco et al. 2000). Noise counts as sharp.
+"""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import numpy as np
+from scipy import ndimage
+from torch import Tensor
+
+from flowgrpo.errors import UserError
+from flowgrpo.rewards.about import About
+from flowgrpo.rewards.pixels import eight_bit, grey
+
+BLOCK, STRETCH = 16, 6  # pixels
+ACTIVE, FLAT = 0.1, 0.1  # least variance of a block that counts; standard deviation of a flat stretch
+WINDOW = 7 / 6  # standard deviation of the 7 x 7 Gaussian, in pixels
+
+
+def piqe(images: Any, prompts: Any) -> list[float]:
+    """Quality of a picture, 1 - PIQE / 100 within [0, 1]: 1 without noise and blocks, 0 without any structure."""
+    return [min(max(1 - distortion(np.round(255 * light)) / 100, 0.0), 1.0) for light in grey(images).numpy()]
+
+
+def distortion(light: np.ndarray) -> float:
+    """PIQE of a luminance [H, W] from 0 to 255: 0 (good) to about 100 (bad)."""
+    blocks = _blocks(_normalised(np.pad(light, [(0, -size % BLOCK) for size in light.shape], mode="symmetric")))
+    variance = blocks.var((1, 2), ddof=1)
+    active, variance = blocks[variance > ACTIVE], variance[variance > ACTIVE]
+    harm = _artefact(active) * (1 - variance) + _noisy(active, variance) * variance
+    return float(100 * (harm.sum() + 1) / (len(active) + 1))
+
+
+def _normalised(light: np.ndarray) -> np.ndarray:
+    """Mean-subtracted, contrast-normalised luminance."""
+    def blurred(values: np.ndarray) -> np.ndarray:
+        return ndimage.gaussian_filter(values, WINDOW, radius=3, mode="nearest")
+
+    mean = blurred(light)
+    return (light - mean) / (np.sqrt(np.abs(blurred(light**2) - mean**2)) + 1)
+
+
+def _blocks(values: np.ndarray) -> np.ndarray:
+    """The blocks [N, 16, 16] of [H, W]."""
+    h, w = (size // BLOCK for size in values.shape)
+    return values.reshape(h, BLOCK, w, BLOCK).swapaxes(1, 2).reshape(-1, BLOCK, BLOCK)
+
+
+def _artefact(blocks: np.ndarray) -> np.ndarray:
+    """Whether one of a block's four edges has a flat stretch."""
+    edges = np.stack([blocks[:, 0], blocks[:, -1], blocks[:, :, 0], blocks[:, :, -1]], 1)
+    stretches = np.lib.stride_tricks.sliding_window_view(edges, STRETCH, -1)
+    return (stretches.std(-1, ddof=1) < FLAT).any((1, 2))
+
+
+def _noisy(blocks: np.ndarray, variance: np.ndarray) -> np.ndarray:
+    """Whether the two columns in a block's middle are as rough as the others."""
+    middle = [BLOCK // 2 - 1, BLOCK // 2]
+    centre = blocks[:, :, middle].std((1, 2), ddof=1)
+    around = np.delete(blocks, middle, 2).std((1, 2), ddof=1)
+    ratio, sigma = centre / np.maximum(around, 1e-12), np.sqrt(variance)
+    return sigma > 2 * np.abs(sigma - ratio) / np.maximum(sigma, ratio)
+
+
+piqe.about = About(modality="image", range=(0, 1), needs="", licence="Apache-2.0")
+
+QUALITY = 95
+
+
+def kilobytes(images: Any) -> list[float]:
+    """The size of each picture as a JPEG, in kilobytes."""
+    from PIL import Image
+
+    sizes = []
+    for picture in eight_bit(images):
+        kept = io.BytesIO()
+        Image.fromarray(picture).save(kept, "JPEG", quality=QUALITY)
+        sizes.append(kept.tell() / 1000)
+    return sizes
+
+
+def jpeg_compressibility(images: Any, prompts: Any) -> list[float]:
+    """Minus the size of a picture as a JPEG of quality 95, in kilobytes (DDPO)."""
+    return [-size for size in kilobytes(images)]
+
+
+def jpeg_incompressibility(images: Any, prompts: Any) -> list[float]:
+    """The size of a picture as a JPEG of quality 95, in kilobytes (DDPO)."""
+    return kilobytes(images)
+
+
+jpeg_compressibility.about = About(modality="image", range=(None, 0), needs="", licence="Apache-2.0")
+jpeg_incompressibility.about = About(modality="image", range=(0, None), needs="", licence="Apache-2.0")
+
+
+def sharpness(images: Any, prompts: Any) -> Tensor:
+    """Variance of the Laplacian of a picture's luminance, in [0, 1], without its outermost pixels."""
+    light = grey(images)
+    if min(light.shape[-2:]) < 3:
+        raise UserError(f"reward 'sharpness': got pictures of {light.shape[-1]} x {light.shape[-2]} pixels, expected "
+                        "3 x 3 or more")
+    inside = light[..., 1:-1, 1:-1]
+    around = light[..., :-2, 1:-1] + light[..., 2:, 1:-1] + light[..., 1:-1, :-2] + light[..., 1:-1, 2:]
+    return (around - 4 * inside).flatten(-2).var(-1, correction=0)
+
+
+sharpness.about = About(modality="image", range=(0, None), needs="", licence="Apache-2.0")

@@ -1,0 +1,96 @@
+"""VQAScore (Lin et al. 2024, 2404.01291): does a model that answers questions say that the picture shows the prompt?
+
+The model is InstructBLIP on Flan-T5, one of the paper's, as transformers has it. The paper's best, CLIP-FlanT5, is no
+model of transformers and runs code of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flowgrpo.errors import UserError
+from flowgrpo.rewards.about import About
+from flowgrpo.rewards.images.vision import Preparation, batched, placed, precision, pretrained
+
+LONGEST = 128  # tokens of a question
+
+
+@dataclass(frozen=True)
+class VqaScore:
+    """VQAScore: the probability of the answer "yes" to whether the picture shows its prompt.
+
+    As in the release, it is the geometric mean over the answer's tokens, the end of the text among them, each given
+    those before it.
+
+    model, revision: an InstructBLIP of transformers on an encoder-decoder, a folder or hub id; question: with {} for
+    the prompt; answer: the one whose probability counts; dtype: float32, bfloat16 or float16; device: None for a GPU
+    where there is one; batch: pictures at a time; parts: model, its tokenizer and its Q-Former's tokenizer, ready-made.
+    UserError for a question without {}, another dtype, and where the weights cannot be had.
+    """
+
+    model: str = "Salesforce/instructblip-flan-t5-xl"
+    revision: str | None = None
+    question: str = 'Question: Does this figure show "{}"? Please answer yes or no.'
+    answer: str = "yes"
+    dtype: str = "bfloat16"
+    device: str | None = None
+    batch: int = 8
+    parts: Any = field(default=None, repr=False)
+    reward, within = "vqa_score", ""  # of which mistakes are told, and the argument of it that holds these
+    about = About(modality="image", range=(0, 1), needs="", licence="Apache-2.0, MIT weights")
+
+    def __post_init__(self) -> None:
+        if "{}" not in self.question:
+            raise UserError(f"reward {self.reward!r}: question is {self.question!r}, expected one with {{}} for the "
+                            "prompt")
+        device = placed(self.device)
+        model, *tokenizers = self.parts or self._loaded()
+        if getattr(model.config, "use_decoder_only_language_model", True):
+            raise UserError(f"reward {self.reward!r}: {self.model} is no InstructBLIP on an encoder-decoder: expected "
+                            "one such as Salesforce/instructblip-flan-t5-xl")
+        object.__setattr__(self, "device", device)
+        object.__setattr__(self, "parts", (model.eval().to(device), *tokenizers))
+
+    def _loaded(self) -> tuple[Any, Any, Any]:
+        from transformers import InstructBlipForConditionalGeneration, InstructBlipProcessor
+
+        model = pretrained(self.reward, InstructBlipForConditionalGeneration, self.model, self.revision, "model",
+                           self.within, dtype=precision(self.reward, self.dtype))
+        processor = pretrained(self.reward, InstructBlipProcessor, self.model, self.revision, "model", self.within)
+        return model, processor.tokenizer, processor.qformer_tokenizer
+
+    def __call__(self, images: Any, prompts: Sequence[str]) -> Tensor:
+        return batched(self._scores, images, prompts, self.batch)
+
+    def _scores(self, images: Tensor, prompts: list[str]) -> Tensor:
+        model, tokenizer, _ = self.parts
+        questions = [self.question.replace("{}", prompt) for prompt in prompts]
+        asked = self._tokens(tokenizer, questions)
+        seen = self._seen(images, questions)
+        words = model.get_input_embeddings()(asked.input_ids)
+        answer = tokenizer([self.answer] * len(prompts), return_tensors="pt").input_ids.to(self.device)
+        ones = asked.attention_mask.new_ones(seen.shape[:2])
+        logits = model.language_model(inputs_embeds=torch.cat([seen.to(words), words], 1), labels=answer,
+                                      attention_mask=torch.cat([ones, asked.attention_mask], 1)).logits
+        return logits.float().log_softmax(-1).gather(-1, answer[..., None])[..., 0].mean(1).exp()
+
+    def _seen(self, images: Tensor, questions: list[str]) -> Tensor:
+        """What the language model is shown of the pictures, [B, queries, D]: the Q-Former reads the question too."""
+        model, _, tokenizer = self.parts
+        pictures = Preparation(model.config.vision_config.image_size)(images.to(self.device))
+        features = model.vision_model(pixel_values=pictures.to(model.dtype)).last_hidden_state
+        asked = self._tokens(tokenizer, questions)
+        queries = model.query_tokens.expand(len(questions), -1, -1).to(features)
+        mask = torch.cat([asked.attention_mask.new_ones(queries.shape[:2]), asked.attention_mask], 1)
+        found = model.qformer(input_ids=asked.input_ids, attention_mask=mask, query_embeds=queries,
+                              encoder_hidden_states=features).last_hidden_state
+        return model.language_projection(found[:, :queries.shape[1]])
+
+    def _tokens(self, tokenizer: Any, texts: list[str]) -> Any:
+        found = tokenizer(texts, padding=True, truncation=True, max_length=LONGEST, return_tensors="pt")
+        return found.to(self.device)

@@ -1,0 +1,1 @@
+"""Rewards by a vision-language model that judges samples."""

@@ -1,0 +1,184 @@
+"""Asking a model behind an OpenAI-compatible endpoint (`POST URL/chat/completions`): vLLM, SGLang, a hosted service."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from email.utils import parsedate_to_datetime
+from typing import Any
+
+from flowgrpo.errors import UserError
+from flowgrpo.rewards.failures import Failed
+from flowgrpo.rewards.remote.client import addresses
+from flowgrpo.rewards.remote.exchange import Later, Service, Unanswered, side_by_side
+from flowgrpo.rewards.remote.wire import one_line
+
+FILTERED = ("content_filter", "content_policy_violation")  # codes of a refusal
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the model said. refused: it, or the service for it, declined; cut: it ran into `max_tokens`; tokens: those
+    of the text, each with its likeliest alternatives and their log-probabilities, where the endpoint gave them."""
+
+    text: str
+    refused: bool = False
+    cut: bool = False
+    tokens: tuple[tuple[str, dict[str, float]], ...] = ()
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Endpoint:
+    """Where a judge is asked, and how.
+
+    url: of the API, several joined by commas; model: None for the only one that is served there. key_env: the NAME of
+    the environment variable that holds the key. temperature, max_tokens: None to leave them out; extra: further keys of
+    every request. concurrency: requests at the same time. timeout: seconds for one request; retries: further attempts;
+    wait: seconds before the first of them, doubled for each next, or what the endpoint asks for, 60 at most.
+
+    UserError for settings that cannot be. Asking raises UserError for a person's mistake (the key, the URL, the model),
+    `TimedOut` where the endpoint gives no proper answer, and `Failed` for a request that it rejects.
+    """
+
+    url: str = "http://127.0.0.1:8000/v1"
+    model: str | None = None
+    key_env: str | None = None
+    temperature: float | None = 0.0
+    max_tokens: int | None = 1024
+    extra: dict[str, Any] = field(default_factory=dict)
+    concurrency: int = 16
+    timeout: float = 60.0
+    retries: int = 4
+    wait: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not (self.concurrency >= 1 and self.timeout > 0 and self.retries >= 0 and self.wait >= 0):
+            raise UserError(f"a judge has concurrency {self.concurrency}, timeout {self.timeout}, retries "
+                            f"{self.retries}, wait {self.wait}: expected 1 or more, above 0, and the others 0 or more")
+        self._set(_served={}, _lock=threading.Lock(), _service=Service(
+            "a judge", addresses(self.url), self.timeout, self.retries, self.wait, _authorisation(self.key_env),
+            unpacked=True, connections=self.concurrency))
+
+    def _set(self, **values: Any) -> None:
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+
+    def ask(self, messages: Callable[[int], list[dict[str, Any]]], count: int) -> list[Answer]:
+        """The answers to `messages(0)` to `messages(count - 1)`, in order, `concurrency` of them at the same time."""
+
+        def one(part: range) -> Answer:
+            body = {"messages": messages(part.start), "temperature": self.temperature, "max_tokens": self.max_tokens}
+            return self._answered({key: value for key, value in (body | self.extra).items() if value is not None})
+
+        return side_by_side(one, [range(i, i + 1) for i in range(count)], self.concurrency)
+
+    def _answered(self, body: dict[str, Any]) -> Answer:
+        def attempt(url: str) -> Answer:
+            named = {"model": self.model or self._only_model(url)} | body
+            return self._service.request("POST", f"{url}/chat/completions", json.dumps(named).encode(), answer,
+                                         self._refused)
+
+        return self._service.asked(attempt)
+
+    def _only_model(self, url: str) -> str:
+        """The one model that is served at a URL."""
+        with self._lock:
+            if url not in self._served:
+                names = self._service.request("GET", f"{url}/models", None, _models, self._refused)
+                if len(names) != 1:
+                    raise UserError(f"a judge: {url} serves {len(names)} models: set model to one of "
+                                    f"{one_line(', '.join(names)) or 'them'}")
+                self._served[url] = names[0]
+            return self._served[url]
+
+    def _refused(self, url: str, status: int, headers: Any, body: bytes) -> Answer:
+        """A refusal of the service; else the error for a status: of a person, of this request, or one that passes."""
+        after, error = headers.get("retry-after"), _error(body)
+        told = f"{url} answered {status}" + (f": {one_line(error['message'])}" if error.get("message") else "")
+        if status in (401, 403):
+            how = f"the key in {self.key_env} is not accepted" if self.key_env else "set key_env to the name of the " \
+                "environment variable that holds your key"
+            raise UserError(f"a judge: {url} answered {status}: {how}")
+        if status == 404:
+            raise UserError(f"a judge: {told} (is the url that of the API, such as http://host:8000/v1, and does it "
+                            f"serve the model {self.model!r}?)")
+        if 400 <= status < 500 and error.get("code") in FILTERED:
+            return Answer("", refused=True)
+        if 400 <= status < 500 and status not in (408, 409, 425, 429):
+            raise Failed(f"a judge: {told}")
+        raise Later(told, seconds(after)) if after else Unanswered(told)
+
+
+def answer(body: bytes) -> Answer:
+    """A chat completion as an `Answer`. ValueError for what is none."""
+    try:
+        choice = json.loads(body)["choices"][0]
+        message, reason = choice["message"], choice.get("finish_reason")
+        text = message.get("content") or ""
+        if isinstance(text, list):
+            text = "".join(part["text"] for part in text if part.get("type") == "text")
+        if not isinstance(text, str):
+            raise TypeError("its content is no text")
+        refused = bool(message.get("refusal")) or reason == "content_filter"
+        return Answer(text, refused, reason == "length", _tokens(choice.get("logprobs")))
+    except (KeyError, IndexError, TypeError, AttributeError, ValueError, RecursionError) as error:
+        raise ValueError(f"no chat completion ({type(error).__name__}: {error})") from None
+
+
+def _tokens(told: Any) -> tuple[tuple[str, dict[str, float]], ...]:
+    """Tokens with their alternatives; alternatives that differ in spaces alone are kept apart."""
+    content = (told or {}).get("content") or ()
+    return tuple((each["token"], {other["token"]: float(other["logprob"]) for other in each["top_logprobs"]})
+                 for each in content if each.get("top_logprobs"))
+
+
+def _models(body: bytes) -> list[str]:
+    try:
+        return [str(each["id"]) for each in json.loads(body)["data"]]
+    except (KeyError, TypeError, ValueError, RecursionError):
+        raise ValueError("no list of models") from None
+
+
+def _error(body: bytes) -> dict[str, Any]:
+    """The error that an answer states, {} where it states none: {"error": {...}}, {"error": "..."} or the object."""
+    try:
+        told = json.loads(body)
+    except (ValueError, RecursionError):
+        return {}
+    error = told.get("error", told) if isinstance(told, dict) else {}
+    return error if isinstance(error, dict) else {"message": error}
+
+
+def seconds(after: str) -> float:
+    """A Retry-After in seconds: a number of them, or a date; 0 for anything else."""
+    try:
+        found = float(after)
+    except ValueError:
+        try:
+            date = parsedate_to_datetime(after)
+        except (TypeError, ValueError):
+            return 0.0
+        date = date if date.tzinfo else date.replace(tzinfo=timezone.utc)
+        found = (date - datetime.now(timezone.utc)).total_seconds()
+    return max(found, 0.0) if math.isfinite(found) else 0.0
+
+
+def _authorisation(key_env: str | None) -> dict[str, str]:
+    """The header with the key; UserError, which never tells the key, where there is none."""
+    if key_env is None:
+        return {}
+    key = os.environ.get(key_env, "").strip()
+    if not key or not all("!" <= character <= "~" for character in key):
+        raise UserError(f"a judge's key_env is {key_env!r}: expected the NAME of an environment variable that holds "
+                        "a key of printable ASCII without spaces")
+    return {"Authorization": f"Bearer {key}"}
+
+
+def user(parts: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages of one question."""
+    return [{"role": "user", "content": list(parts)}]

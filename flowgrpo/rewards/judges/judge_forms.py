@@ -1,0 +1,100 @@
+"""Judges with a question and a form of answer of their own: the words are ours, the form that of the models' authors.
+
+A model that was trained on one wording may be given it: `args: {template: question.txt}`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from flowgrpo.rewards.about import About
+from flowgrpo.rewards.failures import Failed
+from flowgrpo.rewards.judges.judge import LICENCE, Asking, Judge, JudgePairs, filled
+from flowgrpo.rewards.judges.judge_client import Answer
+from flowgrpo.rewards.judges.judge_parse import expected_level, level, refused
+
+_CAPTIONED = ("{shown} was made from the text caption below. Judge the alignment with the caption (are its objects, "
+              "their attributes and relations there?) and the quality (clarity, detail, colour, appeal).")
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class UnifiedReward(Judge):
+    """UnifiedReward's mark of a picture or video, 1 to 5 after "Final Score:" (2503.05236)."""
+
+    template: str = (filled(_CAPTIONED, shown="This picture or video") + "\nName the caption's key elements with 1 "
+                     "where they are there and 0 where not, and give a score from 1 to 5 after 'Final Score:'.\n"
+                     "Text Caption: [{prompt}]")
+    parse: str = "score in [1, 5]"
+    max_tokens: int | None = 4096
+    about = About(modality="image/video", range=(1, 5), needs="server", licence=LICENCE)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class UnifiedRewardPairs(JudgePairs):
+    """UnifiedReward's choice between two pictures or videos, as win rates within a group (2503.05236, 2508.20751)."""
+
+    template: str = (filled(_CAPTIONED, shown="Each of the two") + "\nCompare them and end with a clear conclusion: "
+                     "'Image 1 is better than Image 2.', 'Image 2 is better than Image 1.' or 'Both images are equally "
+                     "good.'\nText Caption: [{prompt}]")
+    max_tokens: int | None = 4096
+    about = About(modality="image/video", range=(0, 1), needs="server", licence=LICENCE)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class DeQA(Asking):
+    """Quality of a picture as DeQA-Score: the mean of the levels bad (1) to excellent (5) under their probabilities.
+
+    2501.11561. The probabilities are those of the token that names the level, where the endpoint gives them, and else
+    the level named counts alone. alternatives: how many tokens they are asked for, 0 where it refuses to tell.
+    """
+
+    template: str = ("How would you rate the quality of this image? Answer with one word: excellent, good, fair, poor "
+                     "or bad.")
+    max_tokens: int | None = 16
+    alternatives: int = 20
+    about = About(modality="image", range=(1, 5), needs="server", licence=LICENCE)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        asked = {"logprobs": True, "top_logprobs": self.alternatives} if self.alternatives else {}
+        self._set(extra=asked | self.extra)
+
+    def __call__(self, images: Any, prompts: Sequence[str], metadata: Sequence[dict] = ()) -> list[float | Failed]:
+        return self._pointwise(images, prompts, self._level)
+
+    def _level(self, answer: Answer) -> float | None:
+        expected = None if refused(answer.text) else expected_level(answer.tokens)
+        return level(answer.text) if expected is None else expected
+
+
+_AXIS = ("These are frames of a generated video, in order. Rate its {axis} alone, from 0 (worst) to 10 (best): {means}"
+         "{of}\nEnd with a line `Score: N`.")
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class VideoQuality(Judge):
+    """Visual quality of a video (VideoAlign's axis VQ, 2501.13918), 0 to 10 by a judge."""
+
+    template: str = filled(_AXIS, axis="visual quality", of="", means="is every frame plausible, clear, rich in detail "
+                           "and pleasing?")
+    about = About(modality="video", range=(0, 10), needs="server", licence=LICENCE)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class MotionQuality(Judge):
+    """Motion quality of a video (VideoAlign's axis MQ, 2501.13918), 0 to 10 by a judge."""
+
+    template: str = filled(_AXIS, axis="motion quality", of="", means="is the motion stable, natural, smooth and "
+                           "clear? A video that hardly moves gets a low score.")
+    about = About(modality="video", range=(0, 10), needs="server", licence=LICENCE)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class TextAlignment(Judge):
+    """Alignment of a video with its prompt (VideoAlign's axis TA, 2501.13918), 0 to 10 by a judge."""
+
+    template: str = filled(_AXIS, axis="text alignment", of="\nPrompt: {prompt}", means="do subject, motion, "
+                           "surroundings, style and camera match the prompt?")
+    about = About(modality="video", range=(0, 10), needs="server", licence=LICENCE)

@@ -1,0 +1,149 @@
+"""Rewards that `flowgrpo train-reward` learned from preferences: a folder, by its path.
+
+The folder holds `reward.json` (aspects, scales, which network, what was measured), `network.safetensors`, and of a
+network with a text encoder of its own that one's configuration and tokenizer.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from flowgrpo.errors import UserError, nearest
+from flowgrpo.rewards.about import TRAINED, About
+from flowgrpo.rewards.images.clip_models import ClipScore
+from flowgrpo.rewards.images.vision import batched, fill, loading, placed
+from flowgrpo.rewards.learned.preference_networks import TEXT, TOKENIZER, ClipHead, Film, saved_film
+from flowgrpo.storage import paths
+
+FILE, WEIGHTS = TRAINED, "network.safetensors"
+FORM = 1
+
+
+@dataclass(frozen=True)
+class Aspect:
+    """How an aspect's score enters the reward: weight * (score - mean) / deviation."""
+
+    weight: float = 1.0
+    mean: float = 0.0
+    deviation: float = 1.0
+
+
+@dataclass(frozen=True)
+class Description:
+    """What `reward.json` says: aspects in the order of the network's outputs, which network, and what was measured.
+
+    network: {"kind": "film", "size": S} or {"kind": "clip", "model": NAME, "pretrained": TAG_OR_FILE}.
+    """
+
+    aspects: dict[str, Aspect]
+    network: dict[str, Any]
+    measured: dict[str, Any] = field(default_factory=dict)
+
+    def write(self, folder: Path) -> None:
+        text = json.dumps({"form": FORM, **asdict(self)}, indent=2)
+        (folder / FILE).write_text(text + "\n", encoding="utf-8")
+
+    @classmethod
+    def read(cls, folder: Path) -> Description:
+        """UserError for a file that is none of `flowgrpo train-reward`."""
+        with loading(f"reward {str(folder)!r}: {FILE}", "expected what `flowgrpo train-reward` wrote"):
+            record = json.loads((folder / FILE).read_text(encoding="utf-8"))
+            if record.pop("form") != FORM:
+                raise ValueError(f"expected form {FORM}")
+            aspects = {name: Aspect(**numbers) for name, numbers in record.pop("aspects").items()}
+            return cls(aspects, **record)
+
+
+@dataclass(frozen=True)
+class Preference:
+    """What people or a judge would prefer, as learned from pairs of pictures by `flowgrpo train-reward`.
+
+    The sum over aspects of weight * (score - mean) / deviation, where mean and deviation are those of the held-out
+    pictures, so that aspects and other rewards have like scales. One unit is no fixed odds.
+
+    folder: what `train-reward` wrote; aspect: this one alone, with the weight 1; weights: by aspect, in place of the
+    folder's, 0 for those that are left out; device: None for a GPU where there is one; batch: pictures at a time.
+    UserError for a folder that cannot be read and for an unknown aspect.
+    """
+
+    folder: str
+    aspect: str | None = None
+    weights: dict[str, float] | None = None
+    device: str | None = None
+    batch: int = 64
+    parts: Any = field(default=None, init=False, repr=False)
+    about = About(modality="image", range=(None, None), needs="", licence="Apache-2.0, weights of your own")
+
+    def __post_init__(self) -> None:
+        device, folder = placed(self.device), Path(self.folder)
+        known = Description.read(folder)
+        chosen = _weights(self.folder, known, self.aspect, self.weights)
+        network = read_network(folder, known, device)
+        scales = torch.tensor([(chosen[name], each.mean, each.deviation) for name, each in known.aspects.items()],
+                              dtype=torch.float64)
+        object.__setattr__(self, "device", device)
+        object.__setattr__(self, "parts", (network, scales))
+
+    def __call__(self, images: Any, prompts: Sequence[str]) -> Tensor:
+        weight, mean, deviation = self.parts[1].unbind(1)
+        return ((self.scores(images, prompts).double() - mean) / deviation) @ weight
+
+    def scores(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
+        """The network's own scores [B, A], whose differences between pictures of a prompt are log-odds."""
+        return batched(self._scores, images, prompts, self.batch)
+
+    def _scores(self, images: Tensor, prompts: list[str]) -> Tensor:
+        network = self.parts[0]
+        return network(**network.rows(network.prepare(images.to(self.device)), prompts))
+
+
+def named(folder: Path, aspect: str | None) -> partial:
+    """The reward of a folder, or of one of its aspects, not yet made. UserError for an aspect that it lacks."""
+    _weights(str(folder), Description.read(folder), aspect, None)
+    return partial(Preference, str(folder), **({} if aspect is None else {"aspect": aspect}))
+
+
+def _weights(folder: str, known: Description, aspect: str | None, weights: dict[str, float] | None) -> dict[str, float]:
+    """The weight of every aspect."""
+    if aspect is not None and weights is not None:
+        raise UserError(f"reward {folder!r}: got the aspect {aspect!r} and weights, expected one of them")
+    given = weights or {} if aspect is None else {aspect: 1.0}
+    for name in given:
+        if name not in known.aspects:
+            raise UserError(f"reward {folder!r} has no aspect {name!r}{nearest(name, list(known.aspects))}")
+    others = {name: each.weight if weights is None and aspect is None else 0.0 for name, each in known.aspects.items()}
+    return others | given
+
+
+def save(folder: Path, network: Film | ClipHead, known: Description) -> None:
+    """Write a reward's folder; `reward.json` comes last, so that a folder with one is whole."""
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file({key: value.detach().cpu().clone() for key, value in network.state_dict().items()},
+              folder / WEIGHTS)
+    paths.readable(folder / WEIGHTS)
+    if isinstance(network, Film):
+        network.text.config.save_pretrained(folder / TEXT)
+        network.tokenizer.save_pretrained(folder / TOKENIZER)
+    known.write(folder)
+
+
+def read_network(folder: Path, known: Description, device: str) -> Film | ClipHead:
+    """The network of a folder with its weights. UserError where it cannot be read or does not fit."""
+    with loading(f"reward {str(folder)!r}", "train it again, or copy its whole folder"):
+        if known.network["kind"] == "film":
+            network: Film | ClipHead = saved_film(folder, len(known.aspects), known.network["size"])
+        else:
+            clip = ClipScore(known.network["model"], known.network["pretrained"], device=device)
+            network = ClipHead(clip, len(known.aspects))
+        state = load_file(folder / WEIGHTS)
+    fill(str(folder), network, state, str(folder / WEIGHTS))
+    return network.eval().requires_grad_(False).to(device)

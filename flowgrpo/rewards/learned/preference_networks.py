@@ -1,0 +1,162 @@
+"""The networks of rewards that are learned from preferences: a picture and its prompt to a score per aspect.
+
+Both have the same three parts. `prepare` makes pictures of any size [B, 3, H, W] in [0, 1] those that the network
+takes; `rows` turns these and their B prompts into what no training changes, tensors by name with B rows each, so that
+it is done once per picture; `forward` of these rows gives the scores [B, A] of A aspects.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flowgrpo.errors import UserError
+from flowgrpo.rewards.images.clip_models import ClipScore
+from flowgrpo.rewards.images.vision import Preparation, loading
+from flowgrpo.starter import FOLDERS
+
+WIDTH, BLOCKS = 96, 3
+TEXT, TOKENIZER = "text_encoder", "tokenizer"  # folders, as pipelines name them
+
+
+class Film(nn.Module):
+    """A small convolutional network whose blocks are scaled and shifted, per channel, by the prompt.
+
+    That is FiLM (Perez et al. 2018, 1709.07871): patches of 4 by 4 pixels, convolutions down to an eighth of the side,
+    then residual blocks that also see where they are. Picture and text encoder are trained together.
+
+    text, tokenizer: a text encoder of transformers with its tokenizer; aspects: A; size: the pictures' side.
+    """
+
+    def __init__(self, text: nn.Module, tokenizer: Any, aspects: int, size: int) -> None:
+        from torchvision.ops import Conv2dNormActivation
+
+        super().__init__()
+        self.text, self.tokenizer, width = text, tokenizer, text.config.hidden_size
+        self.prepare = Preparation(size, "longest", mean=(0, 0, 0), deviation=(1, 1, 1))
+        layer = partial(Conv2dNormActivation, norm_layer=partial(nn.GroupNorm, 8))
+        self.trunk = nn.Sequential(layer(3, 64, kernel_size=4, stride=4, padding=0), layer(64, 64),
+                                   layer(64, WIDTH, stride=2))
+        self.blocks = nn.ModuleList(Modulated(width) for _ in range(BLOCKS))
+        self.head = nn.Sequential(nn.Linear(2 * WIDTH + width, 128), nn.ReLU(), nn.Linear(128, aspects))
+
+    @property
+    def longest(self) -> int:
+        """How many tokens of a prompt are read."""
+        return min(self.tokenizer.model_max_length, getattr(self.text.config, "max_position_embeddings", 256))
+
+    def rows(self, prepared: Tensor, prompts: Sequence[str]) -> dict[str, Tensor]:
+        """pictures uint8 [B, 3, S, S], ids and mask [B, L]."""
+        told = self.tokenizer(list(prompts), padding="max_length", truncation=True, max_length=self.longest,
+                              return_tensors="pt")
+        return {"pictures": (prepared * 255).round().to(torch.uint8), "ids": told.input_ids.to(prepared.device),
+                "mask": told.attention_mask.to(prepared.device)}
+
+    def forward(self, pictures: Tensor, ids: Tensor, mask: Tensor) -> Tensor:
+        return self.judged(self.looked(pictures), ids, mask)
+
+    def looked(self, pictures: Tensor) -> Tensor:
+        """What is seen of pictures [B, 3, S, S] whatever the prompts, [B, WIDTH, S / 8, S / 8]."""
+        return self.trunk(pictures.float() / 127.5 - 1)
+
+    def judged(self, seen: Tensor, ids: Tensor, mask: Tensor) -> Tensor:
+        told = self._told(ids, mask)
+        for block in self.blocks:
+            seen = block(seen, told)
+        return self.head(torch.cat([seen.mean((2, 3)), seen.amax((2, 3)), told], 1))
+
+    def _told(self, ids: Tensor, mask: Tensor) -> Tensor:
+        """The mean of a prompt's states [B, width]; prompts that come several times are read once."""
+        both, places = torch.stack([ids, mask], 1).unique(dim=0, return_inverse=True)
+        ids, mask = both.unbind(1)
+        states = self.text(input_ids=ids, attention_mask=mask).last_hidden_state
+        return ((states * mask[..., None]).sum(1) / mask.sum(1, keepdim=True))[places]
+
+
+class Modulated(nn.Module):
+    """A residual block on [B, WIDTH, h, w] whose channels a text [B, width] scales and shifts."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.inner = nn.Conv2d(WIDTH + 2, WIDTH, 1)
+        self.outer = nn.Conv2d(WIDTH, WIDTH, 3, padding=1, bias=False)
+        self.norm = nn.GroupNorm(8, WIDTH, affine=False)
+        self.by_text = nn.Linear(width, 2 * WIDTH)
+
+    def forward(self, seen: Tensor, told: Tensor) -> Tensor:
+        y, x = (torch.linspace(-1, 1, side, device=seen.device, dtype=seen.dtype) for side in seen.shape[-2:])
+        place = torch.stack(torch.meshgrid(y, x, indexing="ij")).expand(len(seen), -1, -1, -1)
+        inner = torch.relu(self.inner(torch.cat([seen, place], 1)))
+        scale, shift = self.by_text(told)[..., None, None].chunk(2, 1)
+        return inner + torch.relu((1 + scale) * self.norm(self.outer(inner)) + shift)
+
+
+class ClipHead(nn.Module):
+    """A head on the embeddings of a frozen CLIP model: picture, prompt, and their product, through one hidden layer.
+
+    clip: model and tokenizer of open_clip as `ClipScore` holds them, on their device; aspects: A.
+    """
+
+    def __init__(self, clip: ClipScore, aspects: int) -> None:
+        super().__init__()
+        self.parts, self.prepare, self.device = clip.parts, clip.prepare, clip.device  # a tuple: no weights of ours
+        width = self._told(["a"]).shape[-1]
+        self.head = nn.Sequential(nn.LayerNorm(3 * width), nn.Linear(3 * width, 256), nn.ReLU(),
+                                  nn.Linear(256, aspects))
+
+    @torch.no_grad()
+    def rows(self, prepared: Tensor, prompts: Sequence[str]) -> dict[str, Tensor]:
+        """features [B, 3 W] of embeddings of width W."""
+        told, seen = self._told(prompts), self.parts[0].encode_image(prepared.to(self.device), normalize=True)
+        scale = told.shape[-1] ** 0.5  # of a normalised embedding, whose numbers then are around 1
+        return {"features": torch.cat([seen * scale, told * scale, seen * told * scale**2], 1).float()}
+
+    def forward(self, features: Tensor) -> Tensor:
+        return self.head(features)
+
+    @torch.no_grad()
+    def _told(self, prompts: Sequence[str]) -> Tensor:
+        model, tokenizer = self.parts
+        return model.encode_text(tokenizer(list(prompts)).to(self.device), normalize=True)
+
+
+def with_text(source: str, aspects: int, size: int) -> Film:
+    """A fresh Film network, whose text encoder is that of a starter, or of a pipeline's folder or hub id.
+
+    Initialised by torch's global seed. UserError where text encoder and tokenizer cannot be had.
+    """
+    from transformers import AutoTokenizer
+
+    place = str(FOLDERS.get(source, source))
+    with loading(f"text encoder {source}", f"expected starter, or a folder or hub id with {TEXT} and {TOKENIZER}"):
+        tokenizer = AutoTokenizer.from_pretrained(place, subfolder=TOKENIZER, trust_remote_code=False)
+        kind, config = _text_class(place, subfolder=TEXT)
+        text = kind.from_pretrained(place, subfolder=TEXT, config=config, dtype=torch.float32,
+                                    attn_implementation="eager")  # backwards on a CPU, the fused one is slow
+    return Film(text, tokenizer, aspects, size)
+
+
+def saved_film(folder: Path, aspects: int, size: int) -> Film:
+    """The Film network whose text encoder's configuration and tokenizer a folder holds, its weights not yet loaded."""
+    from transformers import AutoTokenizer
+
+    kind, config = _text_class(str(folder / TEXT))
+    text = kind._from_config(config, attn_implementation="eager")
+    return Film(text, AutoTokenizer.from_pretrained(folder / TOKENIZER, trust_remote_code=False), aspects, size)
+
+
+def _text_class(place: str, **where: str) -> tuple[Any, Any]:
+    """The class of transformers that a configuration names, and the configuration."""
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained(place, trust_remote_code=False, **where)
+    [name] = config.architectures
+    kind = getattr(transformers, name, None)
+    if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
+        raise UserError(f"text encoder {place}: {name} is no model of transformers")
+    return kind, config

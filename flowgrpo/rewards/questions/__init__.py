@@ -1,0 +1,1 @@
+"""Rewards by answers to questions about a sample."""

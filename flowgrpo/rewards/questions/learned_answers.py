@@ -1,0 +1,65 @@
+"""Answers by a small network in a folder of the form that `flowgrpo train-reward` writes.
+
+Its aspects are the answers that it knows, and the text that it reads is the question: P(answer) is the softmax of its
+scores over the choices, so that of yes and no it is sigmoid(yes - no). `scripts/train_starter_answers.py` trains one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flowgrpo.errors import UserError
+from flowgrpo.rewards.learned.preference import Description, Preference
+from flowgrpo.rewards.questions.questions import Question
+
+ALWAYS = ("yes", "no")  # answers that every such network knows
+
+
+@dataclass(frozen=True)
+class ByFolder:
+    """The probability of the right answer, or whether it is the likeliest of the choices (`score` "share").
+
+    UserError for a folder whose aspects are no answers, and for a choice that is none of them.
+    """
+
+    folder: str
+    score: str
+    model: Any = field(init=False, repr=False)
+    names: tuple[str, ...] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        names = tuple(Description.read(Path(self.folder)).aspects)
+        if not set(ALWAYS) <= set(names):
+            raise UserError(f"reward 'question_answers': {self.folder!r} scores {', '.join(names)}, expected a network "
+                            "whose aspects are answers, yes and no among them: a reward from preferences answers no "
+                            "questions")
+        object.__setattr__(self, "names", names)
+        object.__setattr__(self, "model", Preference(self.folder))
+
+    def right(self, images: Any, asked: Sequence[tuple[int, Question]]) -> list[float]:
+        """images [B, 3, H, W] in [0, 1]; asked: n times the row of a picture and its question."""
+        return [float(p[each.choices.index(each.answer)] if self.score == "probability"
+                      else p.argmax() == each.choices.index(each.answer))
+                for (_, each), p in zip(asked, self.probabilities(images, asked), strict=True)]
+
+    def probabilities(self, images: Any, asked: Sequence[tuple[int, Question]]) -> list[Tensor]:
+        """Of each question those of its choices, float64."""
+        places = [self._places(each) for _, each in asked]
+        if not asked:
+            return []
+        scores = self.model.scores(torch.as_tensor(images)[[row for row, _ in asked]],
+                                   [each.question for _, each in asked]).double().cpu()
+        return [own[at].softmax(0) for own, at in zip(scores, places)]
+
+    def _places(self, question: Question) -> list[int]:
+        strange = [choice for choice in question.choices if choice not in self.names]
+        if strange:
+            raise UserError(f"reward 'question_answers': {self.folder!r} knows no answer {strange[0]!r}, which "
+                            f"{question.question!r} offers, expected some of {', '.join(self.names)}")
+        return [self.names.index(choice) for choice in question.choices]

@@ -1,0 +1,168 @@
+"""Does a model that answers questions say of a picture what its prompt says? UniRL's idea (2505.23380): the pictures
+are questioned, and the answers are the reward.
+
+There one model draws and answers, and learns both, each from the other; here another model answers, and learns nothing
+in the run: InstructBLIP, as of `vqa_score`, one behind a judge's endpoint, or a small network that was trained before
+(`learned_answers.py`). The questions are the prompt's own (`questions.py`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from flowgrpo.errors import UserError
+from flowgrpo.rewards.about import TRAINED, About
+from flowgrpo.rewards.failures import Failed
+from flowgrpo.rewards.images.vqa_score import VqaScore
+from flowgrpo.rewards.judges.judge import Asking, _text, filled
+from flowgrpo.rewards.judges.judge_client import Answer
+from flowgrpo.rewards.judges.judge_parse import conclusion, refused
+from flowgrpo.rewards.questions.learned_answers import ByFolder
+from flowgrpo.rewards.questions.questions import NUMBERS, Question, Writer, of_claims, of_clauses, of_list
+from flowgrpo.starter.scenes import parse
+
+BY, SCORES = ("vqa", "judge"), ("share", "probability")
+Asked = list[tuple[int, Question]]  # the row of a picture, and what is asked of it
+
+
+class Answering(VqaScore):
+    """The model in the process; what is wrong with it is told of the reward that was asked for."""
+
+    reward, within = "question_answers", "vqa"
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class QuestionAnswers:
+    """The share of the prompt's questions that a model answers rightly of the picture.
+
+    by: "vqa", the model of `vqa_score`, with its arguments in `vqa`; "judge", with those of `judge.Asking` in `judge`,
+    whose template holds {question} and {choices}; or the folder of a network as `learned_answers` reads it. score:
+    "share", of questions whose right answer is chosen, or "probability", the mean of that of the right answers, which
+    a judge does not tell. key: where a prompt's metadata has
+    questions of its own, {"question", "answer", "choices"}; others are made of GenEval's metadata, of prompts of the
+    starter's world, or by `writer`, arguments of the endpoint of a language model, and kept in `file`.
+
+    Failed for a picture with no answer. UserError for a prompt that no question can be made of.
+    """
+
+    by: str = "vqa"
+    score: str = "share"
+    key: str = "questions"
+    vqa: dict[str, Any] = field(default_factory=dict)
+    judge: dict[str, Any] = field(default_factory=dict)
+    writer: dict[str, Any] | None = None
+    file: str | None = None
+    about = About(modality="image", range=(0, 1), needs="", licence="Apache-2.0, MIT weights")
+
+    def __post_init__(self) -> None:
+        known = self.by in BY or (Path(self.by) / TRAINED).is_file()
+        if not known or self.score not in SCORES or (self.by, self.score) == ("judge", "probability"):
+            raise UserError(f"reward 'question_answers': by is {self.by!r} and score {self.score!r}, expected "
+                            f"{', '.join(BY)} or a folder with {TRAINED}, and {' or '.join(SCORES)}, the latter not of "
+                            "a judge")
+        if self.file is not None and self.writer is None:
+            raise UserError("reward 'question_answers': file keeps what a writer wrote: give writer, or leave it out")
+        if self.by == "vqa":
+            model: Any = ByVqa(Answering(**{"question": "Question: {} Short answer:"} | self.vqa), self.score)
+        else:
+            model = ByJudge(**self.judge) if self.by == "judge" else ByFolder(self.by, self.score)
+        writer = None if self.writer is None else Writer(self.writer, self.file)
+        for name, value in (("_model", model), ("_writer", writer)):
+            object.__setattr__(self, name, value)
+
+    def __call__(self, images: Any, prompts: Sequence[str], metadata: Sequence[dict]) -> list[float | Failed]:
+        questions = self._questions(prompts, metadata)
+        asked = [(row, question) for row, own in enumerate(questions) for question in own]
+        values: list[list[float]] = [[] for _ in prompts]
+        for (row, _), value in zip(asked, self._model.right(images, asked), strict=True):
+            values[row] += [] if value is None or isinstance(value, Failed) else [value]
+        return [sum(found) / len(found) if found else
+                Failed(f"question_answers: {'no answer to a question' if own else 'no questions'} of the prompt "
+                       f"{prompt!r}") for prompt, own, found in zip(prompts, questions, values)]
+
+    def _questions(self, prompts: Sequence[str], metadata: Sequence[dict]) -> list[list[Question]]:
+        found = [self._derived(prompt, entry) for prompt, entry in zip(prompts, metadata)]
+        left = [prompt for prompt, own in zip(prompts, found) if own is None]
+        if left and self._writer is None:
+            raise UserError(f"reward 'question_answers': no question can be made of the prompt {left[0]!r}: give "
+                            f"metadata with {self.key}, GenEval's metadata, or args: {{writer: {{url: ...}}}}")
+        written = self._writer(left) if left else {}
+        return [written[prompt] if own is None else own for prompt, own in zip(prompts, found)]
+
+    def _derived(self, prompt: str, metadata: dict[str, Any]) -> list[Question] | None:
+        if self.key in metadata:
+            return of_list(metadata[self.key])
+        if "include" in metadata:
+            return of_clauses(metadata)
+        try:
+            return of_claims(parse(prompt))
+        except ValueError:  # no prompt of the starter's world
+            return None
+
+
+@dataclass(frozen=True)
+class ByVqa:
+    """Answers by a `VqaScore`: the probability of the right one, or whether it is the likeliest of the choices."""
+
+    model: VqaScore
+    score: str
+
+    def right(self, images: Any, asked: Asked) -> list[float]:
+        expected = self._probabilities(images, [(row, each, each.answer) for row, each in asked])
+        if self.score == "probability":
+            return expected.tolist()
+        others = [(at, row, each, choice) for at, (row, each) in enumerate(asked)
+                  for choice in each.choices if choice != each.answer]
+        of = torch.tensor([at for at, *_ in others])
+        others = self._probabilities(images, [each[1:] for each in others])
+        likeliest = torch.zeros(len(asked)).scatter_reduce(0, of, others, "amax")
+        return (expected > likeliest).float().tolist()
+
+    def _probabilities(self, images: Any, rows: list[tuple[int, Question, str]]) -> torch.Tensor:
+        """Of each (picture's row, question, answer): [n]."""
+        found = torch.empty(len(rows))
+        for answer in dict.fromkeys(answer for _, _, answer in rows):
+            at = [i for i, row in enumerate(rows) if row[2] == answer]
+            found[at] = replace(self.model, answer=answer)(images[[rows[i][0] for i in at]],
+                                                           [rows[i][1].question for i in at])
+        return found
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ByJudge(Asking):
+    """Answers by a model behind an OpenAI-compatible endpoint: 1 for the right one, 0 for another, Failed for none."""
+
+    template: str = "{question}\nChoose one of: {choices}. End with a line `Answer: CHOICE`."
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if "{question}" not in self._question:
+            raise UserError("a judge's template names no {question}, expected it where the question belongs")
+
+    def right(self, images: Any, asked: Asked) -> list[float | Failed]:
+        def question(i: int) -> list[dict[str, Any]]:
+            row, each = asked[i]
+            text = filled(self._question, question=each.question, choices=", ".join(each.choices))
+            return [*self._parts(images[row]), _text(text)]
+
+        def read(answer: Answer, i: int) -> float | None:
+            chosen = None if answer.cut else chosen_in(answer.text, asked[i][1].choices)
+            return None if chosen is None else float(chosen == asked[i][1].answer)
+
+        return self._values(question, read, len(asked))
+
+
+def chosen_in(text: str, choices: Sequence[str]) -> str | None:
+    """The one choice that an answer names, after its last `Answer:` where it has one; digits stand for their words."""
+    if refused(text):
+        return None
+    said = re.split(r"\banswer\s*(?:is|:|=)", conclusion(text).lower())[-1]
+    said = re.sub(r"\b\d+\b", lambda digit: NUMBERS[int(digit[0])] if int(digit[0]) < len(NUMBERS) else digit[0], said)
+    named = [choice for choice in choices if re.search(rf"(?<!\w){re.escape(choice.lower())}(?!\w)", said)]
+    return named[0] if len(named) == 1 else None

@@ -1,0 +1,193 @@
+"""Questions that tell whether a picture shows its prompt, each with its answer: made by templates, or by a model.
+
+By templates from GenEval's metadata and from prompts of the starter's world: what is there, how many, in which colour
+and where. What no template reads, a language model behind a judge's endpoint turns into questions, once per prompt.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from flowgrpo.errors import UserError
+from flowgrpo.rewards.images.colours import NAMES
+from flowgrpo.rewards.judges.judge_client import Answer, Endpoint, user
+from flowgrpo.rewards.judges.judge_parse import conclusion, objects, refused
+from flowgrpo.rewards.remote.wire import one_line
+from flowgrpo.starter.scenes import SHAPES, Claims
+
+NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
+PLACES = {"left of": "left", "right of": "right", "above": "above", "below": "below"}
+PLURALS = {"person": "people", "knife": "knives", "mouse": "mice", "sheep": "sheep", "skis": "skis",
+           "scissors": "scissors", "bus": "buses"}
+LONGEST = 200  # characters of a question or an answer
+WRITER = ("Write at most 8 short questions that tell whether a picture shows the prompt below, one for each thing that "
+          "it says: what is there, how many, in which colour, of what kind, doing what, and where. Every question has "
+          "one right answer of one or two words, and as choices this answer and the wrong ones that come nearest.\n"
+          "Prompt: {prompt}\nAnswer with JSON alone: [{\"question\": \"How many dogs are there?\", \"answer\": "
+          "\"two\", \"choices\": [\"one\", \"two\", \"three\"]}]")
+
+
+@dataclass(frozen=True)
+class Question:
+    """A question, its right answer, and the answers to choose from, the right one among them. UserError for others."""
+
+    question: str
+    answer: str
+    choices: tuple[str, ...] = ("yes", "no")
+
+    def __post_init__(self) -> None:
+        texts = (self.question, self.answer, *self.choices)
+        if not all(isinstance(text, str) and 0 < len(text.strip()) <= LONGEST for text in texts) or \
+                self.answer not in self.choices or not 1 < len(set(self.choices)) == len(self.choices):
+            raise UserError(f"a question is {one_line(repr(asdict(self)))[:300]}: expected question and answer, and "
+                            "two or more different choices, the answer among them, of "
+                            f"{LONGEST} characters at most")
+
+
+def plural(noun: str) -> str:
+    """The plural of an English noun, such as those of GenEval's classes."""
+    if noun in PLURALS:
+        return PLURALS[noun]
+    if noun.endswith(("s", "x", "ch", "sh")):
+        return noun + "es"
+    return noun[:-1] + "ies" if noun.endswith("y") and noun[-2:-1] not in "aeiou" else noun + "s"
+
+
+def of_clauses(metadata: dict[str, Any]) -> list[Question]:
+    """The questions of GenEval's clauses: {"include": [{"class", "count", "color", "position"}], "exclude": [...]}.
+
+    Of a class that is included the question for its number says what its exclusion would. Of one that several clauses
+    include only the number of all is asked for: "the star" would be any of a red and a blue one.
+    """
+    include, found = metadata["include"], []
+    clauses: dict[str, list[dict[str, Any]]] = {}
+    for clause in include:
+        clauses.setdefault(clause["class"], []).append(clause)
+    for noun, own in clauses.items():
+        found += _of_clause(own[0], include, clauses) if len(own) == 1 else \
+            [_how_many(noun, sum(each.get("count", 1) for each in own))]
+    for clause in metadata.get("exclude", ()):
+        if clause["class"] not in clauses:
+            found.append(Question(f"Is there {article(clause['class'])} {clause['class']} in the picture?", "no"))
+    return found
+
+
+def _how_many(noun: str, count: int) -> Question:
+    return Question(f"How many {plural(noun)} are in the picture?", number(count), _around(count))
+
+
+def _of_clause(clause: dict[str, Any], include: Sequence[dict[str, Any]],
+               clauses: dict[str, list[dict[str, Any]]]) -> list[Question]:
+    noun, count = clause["class"], clause.get("count", 1)
+    if count == 1:
+        found = [Question(f"Is there {article(noun)} {noun} in the picture?", "yes")]
+    else:
+        found = [_how_many(noun, count)]
+    verb, named = ("is", noun) if count == 1 else ("are", plural(noun))
+    if clause.get("color"):
+        choices = tuple(dict.fromkeys((*NAMES, clause["color"])))
+        found.append(Question(f"What color {verb} the {named}?", clause["color"], choices))
+    relation, target = clause.get("position") or (None, 0)
+    other = include[target]["class"]
+    if relation and len(clauses[other]) == 1:
+        found.append(Question(f"Where {verb} the {named}, seen from the {other}: left, right, above or below?",
+                              PLACES[relation], tuple(PLACES.values())))
+    return found
+
+
+def of_claims(claims: Claims) -> list[Question]:
+    """The questions of a prompt of the starter's world, where nothing may be in a picture that its prompt does not say:
+    all things are counted, and every claimed shape, a single one too, and every other shape is asked for. Whether a
+    ring is there would be answered alike for one and for three."""
+    include = [{"class": claim.shape, "count": claim.count, "color": claim.colour} for claim in claims.objects]
+    if claims.relation:
+        include[0]["position"] = [claims.relation, 1]
+    counts = {claim.shape: sum(each.count for each in claims.objects if each.shape == claim.shape)
+              for claim in claims.objects}
+    others = [{"class": shape} for shape in SHAPES if shape not in counts]
+    return [_how_many("thing", sum(counts.values())), *(_how_many(shape, count) for shape, count in counts.items()),
+            *(each for each in of_clauses({"include": include, "exclude": others})
+              if each.answer not in ("yes", *NUMBERS))]
+
+
+def of_list(entries: Any) -> list[Question]:
+    """Questions as metadata or a model lists them: {"question", "answer", "choices"}, the last yes and no if absent.
+    UserError for what is none."""
+    if not isinstance(entries, list) or not entries or not all(isinstance(each, dict) for each in entries):
+        raise UserError(f"questions are {one_line(repr(entries))[:200]}: expected a list of objects with question, "
+                        "answer and choices")
+    choices = [each.get("choices", ["yes", "no"]) for each in entries]
+    return [Question(each.get("question"), each.get("answer"), tuple(own) if isinstance(own, list) else (own,))
+            for each, own in zip(entries, choices)]
+
+
+def number(count: int) -> str:
+    """A count in a sentence: a word where there is one, else digits."""
+    return NUMBERS[count] if count < len(NUMBERS) else str(count)
+
+
+def article(noun: str) -> str:
+    """The indefinite article of a noun, by its first letter."""
+    return "an" if noun[:1] in "aeiou" else "a"
+
+
+def _around(count: int) -> tuple[str, ...]:
+    """The numbers from none to two more."""
+    return tuple(number(each) for each in range(count + 3))
+
+
+class Writer:
+    """A language model that turns prompts into questions, each prompt once.
+
+    endpoint: arguments of `judge_client.Endpoint`; file: a .jsonl that keeps what was written, None to keep it in
+    memory alone; template: what it is asked, with {prompt}. UserError for a template without it, and for a broken file.
+    """
+
+    def __init__(self, endpoint: dict[str, Any], file: str | None = None, template: str = WRITER):
+        if "{prompt}" not in template:
+            raise UserError("a writer's template names no {prompt}, expected it where the prompt belongs")
+        self.endpoint, self.template = Endpoint(**endpoint), template
+        self.file = Path(file).expanduser() if file else None
+        self.known = self._read() if self.file and self.file.is_file() else {}
+
+    def __call__(self, prompts: Sequence[str]) -> dict[str, list[Question]]:
+        """The questions of every prompt; none of one that the model wrote no proper question for."""
+        new = [prompt for prompt in dict.fromkeys(prompts) if prompt not in self.known]
+        told = self.endpoint.ask(
+            lambda i: user([{"type": "text", "text": self.template.replace("{prompt}", new[i])}]), len(new))
+        written = {prompt: found for prompt, answer in zip(new, told) if (found := written_in(answer))}
+        self.known |= written
+        if written and self.file:
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+            with self.file.open("a", encoding="utf-8") as file:
+                file.writelines(json.dumps({"prompt": prompt, "questions": [asdict(each) for each in found]}) + "\n"
+                                for prompt, found in written.items())
+        return {prompt: self.known.get(prompt, []) for prompt in prompts}
+
+    def _read(self) -> dict[str, list[Question]]:
+        found = {}
+        for count, line in enumerate(self.file.read_text(encoding="utf-8").splitlines(), 1):
+            try:
+                entry = json.loads(line)
+                found[entry["prompt"]] = of_list(entry["questions"])
+            except (ValueError, KeyError, TypeError, UserError) as error:
+                raise UserError(f"questions {self.file}, line {count}: {one_line(error)}: remove the line, and they "
+                                "are written anew") from None
+        return found
+
+
+def written_in(answer: Answer) -> list[Question]:
+    """The proper questions in a model's answer, whatever stands around them; none where it declined or was cut off."""
+    if answer.refused or answer.cut or refused(answer.text):
+        return []
+    found = []
+    for entry in objects(conclusion(answer.text)):
+        try:
+            found += of_list([entry])
+        except UserError:  # another object
+            continue
+    return found

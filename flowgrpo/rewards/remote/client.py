@@ -1,0 +1,138 @@
+"""A reward that a server computes: `http://host:port/NAME` in a recipe, several URLs joined by commas.
+
+What goes over the wire is in wire.py, the server in rewards/server.py.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+from urllib.parse import unquote, urlsplit
+
+from flowgrpo.errors import UserError
+from flowgrpo.rewards.about import About
+from flowgrpo.rewards.failures import Failed, TimedOut
+from flowgrpo.rewards.remote import wire
+from flowgrpo.rewards.remote.exchange import Service, Unanswered, brief, side_by_side
+
+TOKEN = "FLOWGRPO_REWARD_TOKEN"  # the environment variable
+
+
+class Remote:
+    """A reward behind one or several URLs, called as any other.
+
+    timeout: seconds for one request. retries: further attempts, after every URL was asked once; wait: seconds before
+    the first of them, doubled for each next, times a random number from 0.5 to 1.5. token_file: holds the server's
+    token; without it, the environment variable FLOWGRPO_REWARD_TOKEN does, if it is set. exact: send the floats
+    themselves, not rounded to 8 bits.
+
+    A batch is sent in parts that keep the server's limits, and to all URLs at the same time. The server is asked what
+    it serves when the object is made: UserError where none answers, or serves another reward. A call raises `Failed`
+    where the reward failed over there, `TimedOut` where no URL gave a proper answer, and UserError for a person's
+    mistake (the token, a limit, a package that the server lacks).
+    """
+
+    def __init__(self, urls: str, timeout: float = 60.0, retries: int = 3, wait: float = 0.5,
+                 token_file: str | None = None, exact: bool = False) -> None:
+        if not (timeout > 0 and retries >= 0 and wait >= 0):
+            raise UserError(f"reward {urls!r}: got timeout {timeout}, retries {retries}, wait {wait}, expected a "
+                            "timeout above 0 and the others not below")
+        self.name, self._urls, self._token, self.exact = urls, addresses(urls), token(token_file), exact
+        headers = {"Authorization": f"Bearer {self._token}"} if self._token else {}
+        self._service = Service(f"reward {urls!r}", self._urls, timeout, retries, wait,
+                                {"Accept-Encoding": "identity"} | headers, unpacked=False)
+        self.info = self._asked_for_info()
+
+    @property
+    def about(self) -> About:
+        return About(self.info.about.modality, self.info.about.range, "server", self.info.about.licence)
+
+    @property
+    def group(self) -> bool:
+        """Whether the reward sees whole groups."""
+        return self.info.group
+
+    def __call__(self, outputs: Any, prompts: Sequence[str], metadata: Sequence[dict[str, Any]],
+                 group: int = 1) -> list[float | None | Failed]:
+        """B scores, None where the reward does not apply, Failed where it has no answer. outputs: as of any
+        reward; group: the size of the groups."""
+        samples = [wire.packed(*sample, self.exact) for sample in zip(outputs, prompts, metadata)]
+        pixels = outputs.shape[1:].numel() // 3 if hasattr(outputs, "shape") else 0
+        try:
+            parts = wire.parted([len(sample) for sample in samples], pixels, self.info.limits, group, len(self._urls))
+        except wire.TooLarge as error:
+            raise UserError(f"reward {self.name!r}: {error}: start the server with a larger --max-mb or --max-batch, "
+                            "or make the pictures or groups smaller") from None
+
+        def ask(part: range) -> list[float | None | Failed]:
+            body = wire.request([samples[row] for row in part], group)
+            return self._service.asked(lambda url: self._service.request(
+                "POST", url, body, lambda answer: wire.scores(answer, len(part)), self._refused))
+
+        return [score for found in side_by_side(ask, parts, len(self._urls)) for score in found]
+
+    def _asked_for_info(self) -> wire.Info:
+        try:
+            with brief():
+                info = self._service.asked(lambda url: self._service.request(
+                    "GET", f"{url.rpartition('/')[0]}/info", None, wire.Info.read, self._refused))
+        except TimedOut as error:
+            raise UserError(f"{error}: is `flowgrpo serve-reward` running there?") from None
+        for url in self._urls:
+            if unquote(url.rpartition("/")[2]) != info.name:
+                raise UserError(f"reward {self.name!r}: the server has the reward {info.name!r}, and {url} names "
+                                "another")
+        return info
+
+    def _refused(self, url: str, status: int, _headers: Any, answer: bytes) -> NoReturn:
+        """Raise the error for a status: of the reward, of a person, or one that another attempt may not meet. A refusal
+        that is not in our format comes from something in between, and may pass."""
+        if status in (401, 403):
+            how = "another token" if self._token else f"a token: set {TOKEN}, or token_file in its args"
+            raise UserError(f"reward {self.name!r}: {url} expects {how}")
+        line = wire.refusal(answer)
+        told = f"{url} answered {status}" + (f": {line}" if line else "")
+        if status == 422 and line:
+            raise Failed(f"reward {self.name!r}: {told}")
+        if status == 413 or (line and 400 <= status < 500 and status not in (408, 429)):
+            raise UserError(f"reward {self.name!r}: {told}")
+        raise Unanswered(told)
+
+
+def is_address(name: str) -> bool:
+    """Whether a reward's name is a URL."""
+    return name.startswith(("http://", "https://"))
+
+
+def addresses(urls: str) -> list[str]:
+    """URLs joined by commas. UserError for one that is not http(s)://host[:port]/NAME."""
+    found = [url.strip().rstrip("/") for url in urls.split(",")]
+    for url in found:
+        try:
+            parts = urlsplit(url)
+            port, proper = parts.port, is_address(url) and parts.hostname and parts.path.strip("/")
+        except ValueError:
+            port, proper = 0, False
+        if not proper or port == 0 or parts.query or parts.fragment or parts.username is not None:
+            raise UserError(f"reward {urls!r}: got {url!r}, expected http://host:port/NAME, several joined by commas")
+    return found
+
+
+def token(file: str | Path | None) -> str | None:
+    """The token in a file, or else in the environment; None where there is none. UserError for an unfit one."""
+    if file is None:
+        found, told = os.environ.get(TOKEN), f"the environment variable {TOKEN}"
+        if found is None:
+            return None
+    else:
+        told = f"the token file {file}"
+        try:
+            found = Path(file).expanduser().read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"{told} cannot be read ({type(error).__name__}): expected a file of one line") from None
+    if not found or not all("!" <= character <= "~" for character in found):
+        raise UserError(f"{told} holds no token: expected printable ASCII without spaces, such as `openssl rand -hex "
+                        "32` prints")
+    return found

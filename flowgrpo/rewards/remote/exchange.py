@@ -1,0 +1,196 @@
+"""Asking one of several URLs over HTTP: in turn, again after a while, for answers that neither take for ever nor fill
+the memory."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from flowgrpo.errors import UserError
+from flowgrpo.extras import needed
+from flowgrpo.rewards.failures import LONGEST_WAIT, TimedOut
+from flowgrpo.rewards.remote.wire import one_line
+
+CONNECT = 10.0  # seconds in which a server that is there accepts a connection
+REST = 30.0  # seconds for which a URL that failed is asked only if all others failed as well
+LONGEST_ANSWER = 2**24  # bytes
+BRIEF_CONNECT, BRIEF = 4.0, 6.0  # seconds, inside `brief`: for a connection, and after which no attempt begins
+T = TypeVar("T")
+
+_brief = 0  # how many `brief` are open
+
+
+@contextmanager
+def brief() -> Iterator[None]:
+    """Inside, in every thread, a service is asked to find out if it is there: `Absent` is a UserError after one attempt
+    at each URL, and after a few seconds no attempt begins but where the server has said when."""
+    global _brief
+    _brief += 1
+    try:
+        yield
+    finally:
+        _brief -= 1
+
+
+class Unanswered(Exception):
+    """One attempt that led to no proper answer: another may."""
+
+
+class Absent(Unanswered):
+    """No connection, or an answer in another form: another attempt at that URL would hardly lead to another."""
+
+
+class Later(Unanswered):
+    """An attempt that was told to come back after some seconds."""
+
+    def __init__(self, told: str, seconds: float) -> None:
+        super().__init__(told)
+        self.seconds = seconds
+
+
+@dataclass(eq=False)
+class _Place:
+    url: str
+    busy: int = 0  # requests under way
+    turn: int = 0  # the number of its last request
+    rests_until: float = 0.0
+
+
+class Places:
+    """URLs in turn: the least busy one is next, and among equals that which was asked the longest ago. One that gave no
+    answer rests, and is asked again before that only where all of them rest."""
+
+    def __init__(self, urls: Sequence[str]) -> None:
+        self._places, self._turns, self._lock = [_Place(url) for url in urls], itertools.count(1), threading.Lock()
+
+    @contextmanager
+    def turn(self) -> Iterator[str]:
+        """The next URL; one in whose turn `Unanswered` is raised rests from then on."""
+        with self._lock:
+            now = time.monotonic()
+            place = min(self._places, key=lambda each: (max(each.rests_until - now, 0), each.busy, each.turn))
+            place.busy, place.turn = place.busy + 1, next(self._turns)
+        try:
+            yield place.url
+            place.rests_until = 0.0
+        except Unanswered:
+            place.rests_until = time.monotonic() + REST
+            raise
+        finally:
+            with self._lock:
+                place.busy -= 1
+
+
+class Service:
+    """URLs that answer alike.
+
+    who: with whose name errors begin; timeout: seconds for one request; retries: further attempts, after every URL was
+    asked once; wait: seconds before the first of them, doubled for each next, times a random number from 0.5 to 1.5;
+    headers: of every request; unpacked: whether a compressed answer is unpacked; connections: at the same time.
+    """
+
+    def __init__(self, who: str, urls: Sequence[str], timeout: float, retries: int, wait: float,
+                 headers: dict[str, str], unpacked: bool, connections: int = 100) -> None:
+        self._httpx = needed("httpx", "server", who)
+        self.who, self.timeout, self.wait, self.unpacked = who, timeout, wait, unpacked
+        self.urls, self.attempts, self._places = len(urls), retries + len(urls), Places(urls)
+        self._random = random.Random()  # the run's own random numbers stay untouched
+        self._http = self._httpx.Client(
+            headers={"Content-Type": "application/json"} | headers, trust_env=False,
+            limits=self._httpx.Limits(max_connections=connections))
+
+    def asked(self, attempt: Callable[[str], T]) -> T:
+        """What `attempt(url)` gives for the first URL that gives a proper answer; TimedOut where none does, and inside
+        `brief` UserError where none is there."""
+        began = time.monotonic()
+        for number in range(1, self.attempts + 1):
+            try:
+                with self._places.turn() as url:
+                    return attempt(url)
+            except Unanswered as error:
+                last = error
+            wait = self.wait * 2.0 ** (number - 1) * self._random.uniform(0.5, 1.5)
+            wait = min(max(wait, getattr(last, "seconds", 0.0)), LONGEST_WAIT)
+            if _brief and self._given_up(last, number, time.monotonic() + wait - began) or number == self.attempts:
+                break
+            time.sleep(wait)
+        raise TimedOut(f"{self.who}: {last} (asked {number} times)")
+
+    def _given_up(self, last: Unanswered, attempts: int, seconds: float) -> bool:
+        """Inside `brief`: whether the next attempt, so many seconds after the first, is left out, but for a server that
+        asks for it. UserError where every URL was asked and the last is `Absent`."""
+        if attempts >= self.urls and isinstance(last, Absent):
+            raise UserError(f"{self.who}: {last}: is a server running there, and is the URL right?")
+        return seconds > BRIEF and not isinstance(last, Later)
+
+    def request(self, method: str, url: str, body: bytes | None, read: Callable[[bytes], T],
+                refused: Callable[[str, int, Any, bytes], T]) -> T:
+        """What `read` makes of an answer, or of one whose status is not 200 `refused(url, status, headers, answer)`.
+        Unanswered where none came in time; `Absent` without a connection, and where `read` raises ValueError."""
+        try:
+            status, headers, answer = self._exchange(method, url, body)
+            if status == 200:
+                return read(answer)
+        except self._httpx.ConnectTimeout:
+            raise Absent(f"{url} took no connection within {self._connect():g} s") from None
+        except self._httpx.TimeoutException:
+            raise Unanswered(f"{url} gave no answer within {self.timeout:g} s") from None
+        except self._httpx.TransportError as error:
+            absent = isinstance(error, (self._httpx.ConnectError, self._httpx.UnsupportedProtocol))
+            kind = Absent if absent else Unanswered
+            raise kind(f"{url} gave no answer ({type(error).__name__}: {one_line(error)})") from None
+        except ValueError as error:
+            raise Absent(f"{url} gave no proper answer: {one_line(error)}") from None
+        return refused(url, status, headers, answer)
+
+    def _exchange(self, method: str, url: str, body: bytes | None) -> tuple[int, Any, bytes]:
+        """Status, headers and body of an answer, which has to be there in time as a whole: httpx counts per piece."""
+        until, told = time.monotonic() + self.timeout, bytearray()
+        limits = self._httpx.Timeout(self.timeout, connect=self._connect())
+        with self._http.stream(method, url, content=body, timeout=limits) as response:
+            for some in response.iter_bytes() if self.unpacked else response.iter_raw():
+                told += some
+                if len(told) > LONGEST_ANSWER:
+                    raise ValueError(f"it sent more than {LONGEST_ANSWER} bytes")
+                if time.monotonic() > until:
+                    raise self._httpx.ReadTimeout("")
+        return response.status_code, response.headers, bytes(told)
+
+    def _connect(self) -> float:
+        """Seconds in which a connection has to be there."""
+        return min(self.timeout, BRIEF_CONNECT if _brief else CONNECT)
+
+
+def side_by_side(call: Callable[[range], T], parts: Sequence[range], lanes: int) -> list[T]:
+    """`call` of every part, in order, up to `lanes` of them at the same time; the first error is raised.
+
+    The threads do not keep the run from ending, which those of an executor would.
+    """
+    lanes = min(lanes, len(parts))
+    if lanes <= 1:
+        return [call(part) for part in parts]
+    found: dict[int, T] = {}
+    errors: list[BaseException] = []
+
+    def lane(first: int) -> None:
+        for i in range(first, len(parts), lanes):
+            try:
+                if not errors:
+                    found[i] = call(parts[i])
+            except BaseException as error:
+                errors.append(error)
+
+    threads = [threading.Thread(target=lane, args=(first,), daemon=True) for first in range(lanes)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return [found[i] for i in range(len(parts))]

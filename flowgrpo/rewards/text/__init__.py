@@ -1,0 +1,1 @@
+"""Rewards for completions of language models."""

@@ -1,0 +1,93 @@
+"""What rewards for text share: the answer that a completion states, and the answer key in a prompt's metadata.
+
+A completion is a model's: whatever it holds scores, at worst 0. A key is the user's: one that cannot be read is a
+UserError in one line. A prompt without the key has no score (None).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from flowgrpo.errors import UserError
+from flowgrpo.rewards.remote.wire import one_line
+
+LICENCE = "Apache-2.0"
+T = TypeVar("T")
+
+_LABEL = re.compile(r"\b(?:final\s+)?answer\b\W{0,4}?(?:\s+is\b|:|=)[ \t]*(\S[^\n]*?)(?=\.\s|\n|$)", re.I)
+_HASHES = re.compile(r"####[ \t]*(\S[^\n]*)")
+_BRACES = re.compile(r"\\boxed\s*\{|\\.|[{}]", re.S)
+
+
+def spoken(text: str) -> str:
+    """A completion without its thoughts: what follows the last </think>, up to a <think> that was never closed."""
+    return text.rpartition("</think>")[2].partition("<think>")[0]
+
+
+def stated(text: str) -> str | None:
+    """The answer that a completion states: `marked`, or else what stands after its last "answer is", "answer:" or
+    "answer =", to the end of the sentence; None where it states none. Thoughts (as of `spoken`) do not count."""
+    text = spoken(text)
+    found = marked(text)
+    return _last(_LABEL, text) if found is None else found
+
+
+def marked(text: str) -> str | None:
+    """What stands in the last <answer> tags, or else in LaTeX's last \\boxed{}, or else after the last #### in its
+    line; None where there is nothing."""
+    return next((found.strip() for found in (tagged(text), boxed(text), _last(_HASHES, text))
+                 if found is not None and found.strip()), None)
+
+
+def tagged(text: str) -> str | None:
+    """The inside of the last <answer> that is closed; None where there is none."""
+    end = text.rfind("</answer>")
+    start = text.rfind("<answer>", 0, max(end, 0))
+    return text[start + len("<answer>"):end] if start >= 0 else None
+
+
+def boxed(text: str) -> str | None:
+    """The inside of the \\boxed{...} that ends last; None where there is none whose braces match."""
+    begun: list[tuple[bool, int]] = []
+    last = None
+    for found in _BRACES.finditer(text):
+        if found[0].endswith("{") and found[0] != "\\{":
+            begun.append((found[0] != "{", found.end()))
+        elif found[0] == "}" and begun:
+            is_box, start = begun.pop()
+            last = text[start:found.start()] if is_box else last
+    return last
+
+
+def _last(pattern: re.Pattern[str], text: str) -> str | None:
+    found = pattern.findall(text)
+    return found[-1] if found else None
+
+
+def keys(reward: str, metadata: Sequence[dict[str, Any]], key: str, prompts: Sequence[str],
+         read: Callable[[Any], T]) -> list[T | None]:
+    """What `read` makes of each prompt's entry under `key`; None where there is none.
+
+    UserError that names the reward, the key and the prompt where `read` raises ValueError.
+    """
+    found: list[T | None] = []
+    for entry, prompt in zip(metadata, prompts):
+        value = entry.get(key)
+        try:
+            found.append(None if value is None else read(value))
+        except UserError:
+            raise
+        except ValueError as error:
+            raise UserError(f"reward {reward!r}: metadata.{key} is {one_line(repr(value)[:120])}, {one_line(error)} "
+                            f"(prompt: {one_line(prompt[:80])!r})") from None
+    return found
+
+
+def several(value: Any) -> list[str]:
+    """An answer key as the texts that it accepts: a text, a number, or a list of these. ValueError for another."""
+    found = value if isinstance(value, list) else [value]
+    if not found or not all(type(each) in (str, int, float) and str(each).strip() for each in found):
+        raise ValueError("expected a text, a number, or a list of these")
+    return [str(each) for each in found]

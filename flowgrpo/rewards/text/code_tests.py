@@ -1,0 +1,120 @@
+"""Whether a completion's Python code passes the tests in its prompt's metadata, run under limits (sandbox.py)."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from flowgrpo.errors import UserError
+from flowgrpo.rewards.about import About
+from flowgrpo.rewards.remote.exchange import side_by_side
+from flowgrpo.rewards.text.answer_keys import LICENCE, keys, spoken
+from flowgrpo.rewards.text.sandbox import Bounds, isolation, run
+
+_BLOCK = re.compile(r"```[ \t]*(?:python3?|py)?[ \t]*\r?\n(.*?)```", re.S | re.I)
+ISOLATION = ("any", "namespace")
+
+
+@dataclass(frozen=True)
+class Checks:
+    """Either asserts, or pairs of what a program is given and what it has to print."""
+
+    asserts: Sequence[str] = ()
+    pairs: Sequence[tuple[str, str]] = ()
+
+
+def code_of(text: str) -> str:
+    """The last block of Python between ``` of a completion, or all that follows its thoughts where there is none."""
+    text = spoken(text)
+    blocks = _BLOCK.findall(text)
+    return blocks[-1] if blocks else text
+
+
+def read_tests(value: Any) -> Checks:
+    """The tests in metadata: a list of texts, Python that raises where something is wrong, or of {input, output}.
+    ValueError for anything else, and for what is not Python."""
+    value = [value] if isinstance(value, str) else value
+    if isinstance(value, list) and value:
+        if all(isinstance(test, str) for test in value):
+            for test in value:
+                _require_python(test)
+            return Checks(asserts=tuple(value))
+        if all(isinstance(test, dict) and test.keys() == {"input", "output"} and
+               all(isinstance(text, str) for text in test.values()) for test in value):
+            return Checks(pairs=tuple((test["input"], test["output"]) for test in value))
+    raise ValueError("expected a list of texts, such as [\"assert f(2) == 4\"], or of {input: text, output: text}")
+
+
+def _require_python(test: str) -> None:
+    try:
+        compile(test, "test", "exec", dont_inherit=True)
+    except (SyntaxError, ValueError) as error:
+        raise ValueError(f"and {test[:60]!r} in it is not Python ({error})") from None
+
+
+def printed(text: str) -> list[str]:
+    """The lines of what a program prints, without spaces at their ends and empty lines at the end."""
+    return [line.rstrip() for line in text.rstrip().splitlines()]
+
+
+@dataclass(frozen=True)
+class CodeRun:
+    """The share of its prompt's tests that a completion's Python code passes, run in a process with limits.
+
+    key: of the metadata, a list of asserts, which see what the code defines, or of {input, output}, for a program that
+    reads its standard input and prints; None for a prompt without it. Code that does not compile, raises, or takes too
+    long or too much fails the tests that are left. strict: 1 where all tests pass, else 0.
+
+    seconds: of the clock for all asserts of a completion together, or for each pair; memory: MiB; files: MiB of the
+    largest file and of what is printed. workers: completions that run at the same time. isolation: `namespace` to
+    refuse to run where the system grants no network namespace, `any` to make do with Python's own refusal.
+    UserError for that, and for tests that are none.
+    """
+
+    key: str = "tests"
+    strict: bool = False
+    seconds: float = 10.0
+    memory: int = 1024
+    files: int = 8
+    workers: int = 4
+    isolation: str = "any"
+    about = About(modality="text", range=(0, 1), needs="", licence=LICENCE)
+
+    def __post_init__(self) -> None:
+        if not (self.seconds > 0 and self.memory >= 64 and self.files >= 1 and self.workers >= 1):
+            raise UserError(f"reward 'code_run': got seconds {self.seconds}, memory {self.memory}, files {self.files}, "
+                            f"workers {self.workers}, expected above 0, from 64, from 1 and from 1")
+        if self.isolation not in ISOLATION:
+            raise UserError(f"reward 'code_run': isolation is {self.isolation!r}, expected {' or '.join(ISOLATION)}")
+        if importlib.util.find_spec("resource") is None:
+            raise UserError("reward 'code_run' needs the limits of a Unix system: run it there, behind "
+                            "`flowgrpo serve-reward code_run`")
+        if (found := isolation()) is None:
+            raise UserError("reward 'code_run' cannot start a Python process under its limits on this machine: run it "
+                            "on another, behind `flowgrpo serve-reward code_run`")
+        if self.isolation == "namespace" and found != "namespace":
+            raise UserError("reward 'code_run': this system grants no network namespace: allow unprivileged user "
+                            "namespaces, or set isolation: any")
+
+    def __call__(self, completions: Sequence[str], prompts: Sequence[str],
+                 metadata: Sequence[dict]) -> list[float | None]:
+        tests = keys("code_run", metadata, self.key, prompts, read_tests)
+        rows = [row for row, each in enumerate(tests) if each is not None]
+        parts = [range(place, place + 1) for place in range(len(rows))]
+        shares = side_by_side(lambda part: self._share(code_of(completions[rows[part[0]]]), tests[rows[part[0]]]),
+                              parts, self.workers)
+        found = dict(zip(rows, shares))
+        return [found.get(row) for row in range(len(prompts))]
+
+    def _share(self, code: str, tests: Checks) -> float:
+        bounds = Bounds(self.seconds, self.memory, self.files)
+        if tests.asserts:
+            passed = run(code, tests.asserts, "", bounds).passed
+            share = sum(passed[:len(tests.asserts)]) / len(tests.asserts)
+        else:
+            done = [(run(code, None, given, bounds), wanted) for given, wanted in tests.pairs]
+            share = sum(each.status == 0 and printed(each.out) == printed(wanted) for each, wanted in done) / len(done)
+        return float(share == 1) if self.strict else share

@@ -1,0 +1,63 @@
+"""The process in which math-verify works for `math_answer.MathAnswer`: `math_worker.py MEMORY_IN_MIB SECONDS`.
+
+It says "ready", or what keeps it from being so. Then it answers each line [key, answer] with "yes" or "no", and
+[key, null] with whether the key can be read. It ends with its standard input, and by itself where a question takes much
+longer than it may.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+
+
+def answered(key: str, answer: str | None) -> bool:
+    """Whether an answer equals the key, or, for None, whether the key can be read."""
+    from math_verify import parse, verify
+
+    wanted = parse(key, fallback_mode="no_fallback", parsing_timeout=None)
+    if answer is None or not wanted:
+        return bool(wanted)
+    return verify(wanted, parse(answer, parsing_timeout=None), timeout_seconds=None)
+
+
+def main(memory: int, seconds: float) -> None:
+    """Answer line after line of standard input; memory: MiB at most, seconds: for one answer."""
+    say, sys.stdout = sys.stdout, sys.stderr  # what a package prints is no answer
+    try:
+        import math_verify  # noqa: F401  (which takes a while)
+    except ImportError as error:
+        print(json.dumps(f"it cannot import math_verify: {error}"), file=say, flush=True)
+        return
+    _limit(memory * 2**20)
+    print(json.dumps("ready"), file=say, flush=True)
+    for line in sys.stdin:
+        _end_after(seconds + 10)
+        try:
+            found = answered(*json.loads(line))
+        except Exception:  # a stranger's text raises what it will
+            found = False
+        _end_after(0)
+        print(json.dumps("yes" if found else "no"), file=say, flush=True)
+
+
+def _limit(size: int) -> None:
+    try:
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_AS, (size, size))
+    except (ImportError, OSError, ValueError):  # a system without this limit
+        pass
+
+
+def _end_after(seconds: float) -> None:
+    if hasattr(signal, "setitimer"):
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+
+
+if __name__ == "__main__":
+    here = os.path.dirname(os.path.realpath(__file__))  # whose modules packages are not to find in place of theirs
+    sys.path[:] = [place for place in sys.path if os.path.realpath(place) != here]
+    main(int(sys.argv[1]), float(sys.argv[2]))

@@ -1,0 +1,179 @@
+"""Whether a completion's number is the one that its prompt's metadata holds. Numbers are read exactly, as fractions."""
+
+from __future__ import annotations
+
+import ast
+import operator
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+from flowgrpo.errors import UserError
+from flowgrpo.rewards.about import About
+from flowgrpo.rewards.text.answer_keys import LICENCE, keys, several, spoken, stated
+
+DIGITS = 300  # a longer number is none, and so is a larger power of ten
+NODES = 200  # of an expression
+BITS = 4096  # of a numerator or denominator inside an expression
+
+_PLAIN = r"(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d{1,4}(?!\w))?(?!\d)"
+_NUMBER = re.compile(
+    r"(?<![\w.])(?P<sign>(?<![\w.)%])[-+])?(?:[$\u20ac\u00a3]\s?)?"
+    r"(?:(?P<whole>\d+)\s+(?P<part>\d+/\d+)(?![\d/]|\.\d)"
+    rf"|(?P<over>{_PLAIN})(?:\s?/\s?(?P<under>{_PLAIN})(?!\s?/))?)(?:\s?(?P<percent>%|percent\b))?")
+_FRAC = re.compile(r"\\[dt]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}")
+_SIGNS = str.maketrans({"\u2212": "-", "\u2013": "-", "\u00d7": "*", "\u00b7": "*", "\u22c5": "*", "\u00f7": "/",
+                        "\u2044": "/", "\u00a0": " ", "\u202f": " "})
+_LATEX = (("\\times", "*"), ("\\cdot", "*"), ("\\div", "/"), ("\\left", ""), ("\\right", ""), ("\\%", "%"),
+          ("\\$", ""), ("\\,", ""), ("\\!", ""), ("{,}", ","))
+
+@dataclass(frozen=True)
+class Number:
+    """A number, and whether a percent sign stood behind it; `value` then is a hundredth of what was written."""
+
+    value: Fraction
+    percent: bool = False
+
+    def equals(self, key: Number, tolerance: Fraction) -> bool:
+        """Whether it is within the tolerance of `key`, times its size where that is above 1. Where only one of the two
+        has a percent sign, 50 % stands for 50 as well as for 0.5."""
+        once = self.percent != key.percent
+        factors = (1, 100 if self.percent else Fraction(1, 100)) if once else (1,)
+        return any(abs(self.value * factor - key.value) <= tolerance * max(1, abs(key.value)) for factor in factors)
+
+
+def plain(text: str) -> str:
+    """A text with the signs of typography and LaTeX as those of a keyboard; \\frac{a}{b} becomes (a)/(b), or a/b of two
+    numbers."""
+    text = text.translate(_SIGNS)
+    for latex, sign in _LATEX:
+        text = text.replace(latex, sign)
+    return _FRAC.sub(lambda found: "{}/{}".format(*(part if re.fullmatch(r"[\d.]+", part) else f"({part})"
+                                                    for part in found.groups())), text)
+
+
+def last_number(text: str) -> Number | None:
+    """The last number in a text: 1,234.5, -7, $18, 2e3, 3/4, 2 1/2, 50 %; None where there is none. The minus of a
+    difference, as in 10-3, is no sign."""
+    found = None
+    for found in _NUMBER.finditer(plain(text)):
+        pass
+    return None if found is None else _number(found)
+
+
+def _number(found: re.Match[str]) -> Number | None:
+    try:
+        value = (int(found["whole"]) + _fraction(*found["part"].split("/")) if found["whole"] else
+                 _fraction(found["over"], found["under"] or "1"))
+    except (ValueError, ZeroDivisionError):
+        return None
+    value = -value if found["sign"] == "-" else value
+    return Number(value / 100, True) if found["percent"] else Number(value)
+
+
+def _fraction(over: str, under: str) -> Fraction:
+    return _decimal(over) / _decimal(under)
+
+
+def _decimal(text: str) -> Fraction:
+    """A decimal number, its thousands separators left out. ValueError for one that is too long."""
+    text = text.replace(",", "")
+    _, _, power = text.lower().partition("e")
+    if len(text) > DIGITS or abs(int(power or 0)) > DIGITS:
+        raise ValueError("too long")
+    return Fraction(text)
+
+
+def expression(text: str) -> Number | None:
+    """The value of arithmetic with + - * / ** (or ^) and parentheses, exactly; None for anything else, for a division
+    by zero and for numbers without measure. Nothing is executed: the text's syntax tree is walked."""
+    if len(text) > 4 * DIGITS:
+        return None
+    text = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", plain(text).replace("^", "**").replace("$", "")).strip()
+    percent = text.endswith("%")
+    try:
+        tree = ast.parse(text.removesuffix("%").strip(), mode="eval")
+        if sum(1 for _ in ast.walk(tree)) > NODES:
+            return None
+        value = _walked(tree.body, text)
+    except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
+        return None
+    return Number(value / 100, True) if percent else Number(value)
+
+
+def _walked(node: ast.AST, text: str) -> Fraction:
+    if isinstance(node, ast.Constant) and type(node.value) in (int, float):
+        return _decimal(ast.get_source_segment(text, node).replace("_", " "))
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, (ast.USub, ast.UAdd)):
+        value = _walked(node.operand, text)
+        return -value if isinstance(node.op, ast.USub) else value
+    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATIONS:
+        value = _OPERATIONS[type(node.op)](_walked(node.left, text), _walked(node.right, text))
+        if _bits(value) <= BITS:
+            return value
+    raise ValueError("no arithmetic, or too large")
+
+
+def _power(base: Fraction, exponent: Fraction) -> Fraction:
+    if exponent.denominator != 1 or abs(exponent) * _bits(base) > BITS:
+        raise ValueError("no whole exponent, or too large")
+    return base ** int(exponent)
+
+
+def _bits(value: Fraction) -> int:
+    return max(value.numerator.bit_length(), value.denominator.bit_length())
+
+
+_OPERATIONS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
+               ast.Pow: _power}
+
+
+@dataclass(frozen=True)
+class NumericMatch:
+    """1 where a completion's number equals the one in the metadata, otherwise 0.
+
+    What is read is the last number in what the completion marks as its answer (as of `answer_keys.stated`), or in all
+    of it where it marks none. Thousands are parted by commas; 1.234,5 is not read as 1234.5.
+
+    key: of the metadata, a number, arithmetic as of `expression`, or a list of accepted ones; None for a prompt without
+    it. tolerance: the largest difference, times the key where that is above 1. expressions: whether a completion may
+    answer with arithmetic; leave it off where the prompt holds some, which could be given back unsolved.
+    """
+
+    key: str = "answer"
+    tolerance: float = 1e-9
+    expressions: bool = False
+    about = About(modality="text", range=(0, 1), needs="", licence=LICENCE)
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.tolerance < 1:
+            raise UserError(f"reward 'numeric_match': tolerance is {self.tolerance}, expected from 0 to below 1")
+
+    def __call__(self, completions: Sequence[str], prompts: Sequence[str],
+                 metadata: Sequence[dict]) -> list[float | None]:
+        wanted = keys("numeric_match", metadata, self.key, prompts, answer_key)
+        return [None if accepted is None else self._one(completion, accepted)
+                for completion, accepted in zip(completions, wanted)]
+
+    def answer(self, completion: str) -> Number | None:
+        """The number that a completion answers; None where there is none."""
+        found = stated(completion)
+        answer = spoken(completion) if found is None else found
+        return (expression(answer) if self.expressions else None) or last_number(answer)
+
+    def _one(self, completion: str, accepted: Sequence[Number]) -> float:
+        told, tolerance = self.answer(completion), Fraction(self.tolerance)
+        return float(told is not None and any(told.equals(key, tolerance) for key in accepted))
+
+
+def answer_key(value: object) -> list[Number]:
+    """An answer key as its numbers. ValueError for a text that is neither a number nor arithmetic."""
+    found = []
+    for text in several(value):
+        whole = _NUMBER.fullmatch(plain(text).strip())
+        number = (whole and _number(whole)) or expression(text)
+        if number is None:
+            raise ValueError("expected a number, arithmetic, or a list of these")
+        found.append(number)
+    return found

@@ -1,0 +1,109 @@
+"""A reward model of transformers: a model with a head of one number, which reads a prompt and its completion."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flowgrpo.errors import UserError
+from flowgrpo.rewards.about import About
+from flowgrpo.rewards.images.vision import placed, precision, pretrained
+from flowgrpo.rewards.judges.judge import filled
+from flowgrpo.rewards.text.answer_keys import LICENCE, spoken
+
+
+@dataclass(frozen=True, eq=False)
+class RewardModel:
+    """The number that a sequence classification model of transformers gives a prompt with its completion.
+
+    model: its folder or name on the hub, with safetensors and one label; revision: of the hub. system: a message before
+    the prompt. template: a text with {prompt} and {completion}, in place of the tokenizer's chat template. thoughts:
+    whether the model sees the <think> part. longest: tokens; of a longer text the beginning is cut, because the score
+    is read at its end. device: None for a GPU where there is one; dtype: float32, bfloat16 or float16; batch: texts at
+    a time; parts: model and tokenizer, ready-made. Code from a hub is never run. UserError for a model that is none,
+    and for a tokenizer without a chat template.
+    """
+
+    model: str = ""
+    revision: str | None = None
+    system: str | None = None
+    template: str | None = None
+    thoughts: bool = False
+    longest: int = 4096
+    device: str | None = None
+    dtype: str = "float32"
+    batch: int = 8
+    parts: Any = field(default=None, repr=False)
+    about = About(modality="text", range=(None, None), needs="", licence=f"{LICENCE}, the model's")
+
+    def __post_init__(self) -> None:
+        if self.batch < 1 or self.longest < 1 or not (self.model or self.parts):
+            raise UserError(f"reward 'reward_model': got model {self.model!r}, batch {self.batch}, longest "
+                            f"{self.longest}, expected args: {{model: FOLDER}}, and both others from 1")
+        network, tokenizer = self.parts or self._loaded()
+        if network.config.num_labels != 1:
+            raise UserError(f"reward 'reward_model': {self.model} has {network.config.num_labels} labels, expected 1, "
+                            "the reward")
+        if self.template is None and getattr(tokenizer, "chat_template", None) is None:
+            raise UserError(f"reward 'reward_model': the tokenizer of {self.model} has no chat template: set template, "
+                            "such as \"{prompt}\\n{completion}\"")
+        device = placed(self.device)
+        object.__setattr__(self, "device", device)
+        object.__setattr__(self, "parts", (network.eval().to(device), tokenizer))
+
+    def _loaded(self) -> tuple[Any, Any]:
+        from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+        network = pretrained("reward_model", AutoModelForSequenceClassification, self.model, self.revision, "model",
+                             dtype=precision("reward_model", self.dtype), use_safetensors=True)
+        return network, pretrained("reward_model", AutoTokenizer, self.model, self.revision, "model")
+
+    @torch.no_grad()
+    def __call__(self, completions: Sequence[str], prompts: Sequence[str]) -> list[float | None]:
+        """B scores; None for a text without any token, which a template may leave."""
+        rows = [self._tokens(prompt, completion) for prompt, completion in zip(prompts, completions)]
+        order = sorted((row for row in range(len(rows)) if rows[row]), key=lambda row: len(rows[row]))
+        found: dict[int, float] = {}
+        for start in range(0, len(order), self.batch):  # equal lengths together: little padding
+            some = order[start:start + self.batch]
+            found |= zip(some, self._scores([rows[row] for row in some]).tolist())
+        return [found.get(row) for row in range(len(rows))]
+
+    def _tokens(self, prompt: str, completion: str) -> list[int]:
+        """A prompt with its completion as tokens, the last `longest` of them."""
+        _, tokenizer = self.parts
+        completion = completion if self.thoughts else spoken(completion)
+        if self.template is not None:
+            return tokenizer(filled(self.template, prompt=prompt, completion=completion))["input_ids"][-self.longest:]
+        turns = [{"role": "system", "content": self.system}] if self.system else []
+        turns += [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
+        text = tokenizer.apply_chat_template(turns, tokenize=False)  # which holds the special tokens already
+        return tokenizer(text, add_special_tokens=False)["input_ids"][-self.longest:]
+
+    def _scores(self, rows: Sequence[list[int]]) -> Tensor:
+        """Token rows, padded at their ends -> [B] float32."""
+        network, _ = self.parts
+        config, length = network.config.get_text_config(), max(map(len, rows))
+        padding, before = unused(rows, config), config.pad_token_id
+        ids = torch.tensor([row + [padding] * (length - len(row)) for row in rows], device=self.device)
+        mask = torch.tensor([[1] * len(row) + [0] * (length - len(row)) for row in rows], device=self.device)
+        config.pad_token_id = padding
+        try:
+            return network(input_ids=ids, attention_mask=mask).logits[:, 0].float().cpu()
+        finally:
+            config.pad_token_id = before
+
+
+def unused(rows: Sequence[list[int]], config: Any) -> int:
+    """A token to pad with: the model's own, or, where one of the rows holds that, the lowest that none holds.
+
+    Models read the score at the last token that is not padding, by its number alone. Where padding is the token that
+    ends a turn, as in many chat models, that would be the one before it.
+    """
+    held = {token for row in rows for token in row}
+    wanted = [config.pad_token_id] if config.pad_token_id is not None else []
+    return next(token for token in (*wanted, *range(config.vocab_size)) if token not in held)

@@ -1,0 +1,153 @@
+"""Does a clip move as its prompt claims, and is it what its prompt names? Read from the frames and the prompt alone.
+
+Every frame of a clip of the video starter's world (`flowgrpo.starter.motion`) is read as a picture by
+`flowgrpo.rewards.images.scene.read`. The largest blob's centroid and size, frame by frame, are the track; `motion`
+compares it with the claimed motion and does not look at the shape, `appearance` looks at shape and colour and not at
+the track. As in `scene`, every criterion is a ramp from 0 (bad) to 1 (good enough), and
+
+    motion == 1  exactly where  motion_graded == 1  exactly where every criterion is met.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import torch
+
+from flowgrpo.rewards.about import About
+from flowgrpo.rewards.images.scene import FLOOR, Reading, read
+from flowgrpo.starter.motion import MOTIONS, Clip, parse
+from flowgrpo.starter.scenes import SIZE
+
+# Ramps: (worth 0 at, worth 1 from). Velocities in pixels per frame; growth is that of the logarithm of the square root
+# of the area, per frame. Both are means over the clip; their unevenness is the largest deviation of a single step.
+PACE = (0.0, 2.0)  # velocity; the slowest drawn clip has 3
+HEADING = (-1.0, 0.96)  # cosine between the velocity and the claimed direction: within 16 degrees
+DRIFT = (2.5, 0.7)  # velocity of what should stay in its place; a growing triangle's centroid has 0.35
+UNEVEN = (4.5, 1.3)  # of the velocity; a jolt of 5 pixels makes it 3.75
+GROWTH = (-0.05, 0.06)  # towards the claimed change of size; the slowest drawn has 0.10
+SWELL = (0.08, 0.03)  # growth of what should keep its size
+PULSE = (0.25, 0.12)  # unevenness of the growth
+EXTRA = (70, 16)  # pixels of other blobs in a frame
+
+LEAST = 3  # frames: with two there is no pace to be even
+
+
+def _ramp(x, ramp: tuple[float, float]):
+    return np.clip((x - ramp[0]) / (ramp[1] - ramp[0]), 0.0, 1.0)
+
+
+@dataclass(frozen=True)
+class Track:
+    """A clip's object: centroids [F, 2] in pixels (x, y), logarithms of its size [F], and how legible it is, in [0, 1]:
+    one crisp blob of one paint per frame, of the same colour in all, on a clean ground."""
+
+    centres: np.ndarray
+    sizes: np.ndarray
+    legible: float
+
+    @property
+    def velocities(self) -> np.ndarray:
+        """Steps of the centroid [F - 1, 2] in pixels per frame."""
+        return np.diff(self.centres, axis=0)
+
+    @property
+    def growths(self) -> np.ndarray:
+        """Steps of the size's logarithm [F - 1]."""
+        return np.diff(self.sizes)
+
+
+def track(frames: Sequence[Reading]) -> Track | None:
+    """Follow the largest blob through the frames of a clip; None where a frame has none."""
+    if not all(frame.objects for frame in frames):
+        return None
+    first = [frame.objects[0] for frame in frames]
+    extra = np.array([sum(blob.area for blob in frame.objects[1:]) for frame in frames])
+    whole = [frame.ground * blob.crispness * blob.unity for frame, blob in zip(frames, first)]
+    nearest = np.array([blob.colours.argmax() for blob in first])
+    same = np.mean(nearest == nearest[0])
+    return Track(np.array([blob.centre for blob in first]), 0.5 * np.log([blob.area for blob in first]),
+                 float(np.mean(whole * _ramp(extra, EXTRA)) * (FLOOR + (1 - FLOOR) * same)))
+
+
+def read_clips(videos) -> tuple[tuple[Reading, ...], ...]:
+    """Read every frame of videos, float [B, F, 3, 64, 64] in [0, 1]. Raises ValueError for other videos."""
+    videos = torch.as_tensor(videos).detach().to("cpu", torch.float32)
+    if videos.ndim != 5 or videos.shape[1] < LEAST or videos.shape[2:] != (3, SIZE, SIZE):
+        raise ValueError(f"the motion reward got videos of shape {list(videos.shape)}, expected [B, F, 3, {SIZE}, "
+                         f"{SIZE}] with at least {LEAST} frames: resize them first")
+    return _remembered(videos.numpy().tobytes(), tuple(videos.shape))
+
+
+@lru_cache(maxsize=1)
+def _remembered(data: bytes, shape: tuple[int, ...]) -> tuple[tuple[Reading, ...], ...]:
+    """The readings of a batch: all three rewards are asked of the same one."""
+    videos = torch.from_numpy(np.frombuffer(data, np.float32).reshape(shape).copy())
+    return tuple(tuple(read(frame) for frame in clip) for clip in videos)
+
+
+def _paired(videos, prompts: Sequence[str]) -> list[tuple[tuple[Reading, ...], Clip]]:
+    """What is seen of each video and what is claimed of it."""
+    claims, seen = [parse(prompt) for prompt in prompts], read_clips(videos)
+    if len(seen) != len(claims):
+        raise ValueError(f"the motion reward got {len(seen)} videos and {len(claims)} prompts, expected one prompt for "
+                         "each video")
+    return list(zip(seen, claims))
+
+
+def motion_graded(videos, prompts: Sequence[str], metadata=None) -> list[float]:
+    """How nearly each clip moves as its prompt claims, in [0, 1]; 1 exactly where `motion` is 1.
+
+    legibility * course * size * evenness; the last three keep a quarter at their worst.
+
+    videos: float [B, F, 3, 64, 64] in [0, 1], at least 3 frames; prompts: B strings. Raises ValueError for other
+    videos, for another number of prompts, and for a prompt outside the grammar of `flowgrpo.starter.motion.parse`.
+    """
+    return [_grade(track(frames), MOTIONS[clip.motion]) for frames, clip in _paired(videos, prompts)]
+
+
+def motion(videos, prompts: Sequence[str], metadata=None) -> list[float]:
+    """1.0 where a clip moves at an even pace as its prompt claims, otherwise 0.0.
+
+    Arguments and errors are those of `motion_graded`.
+    """
+    return [float(grade == 1.0) for grade in motion_graded(videos, prompts)]
+
+
+def appearance(videos, prompts: Sequence[str], metadata=None) -> list[float]:
+    """1.0 where every frame shows the claimed shape in the claimed colour and nothing else, otherwise 0.0.
+
+    It is what `scene` says of every frame. Arguments and errors are those of `motion_graded`.
+    """
+    return [float(all(_shows(frame, clip) for frame in frames)) for frames, clip in _paired(videos, prompts)]
+
+
+motion.about = motion_graded.about = appearance.about = About(modality="video", range=(0, 1), needs="",
+                                                              licence="Apache-2.0")
+
+
+def _shows(frame: Reading, clip: Clip) -> bool:
+    return frame.ground == 1 and [(blob.shape, blob.colour) for blob in frame.objects] == [(clip.shape, clip.colour)]
+
+
+def _grade(found: Track | None, claim: tuple[int, int, int]) -> float:
+    """Credit of a track for a claim: the signs of (x, y, size)."""
+    if found is None:
+        return 0.0
+    velocity, growth = found.velocities.mean(0), found.growths.mean()
+    course = _course(velocity, np.array(claim[:2]))
+    size = _ramp(growth * claim[2], GROWTH) if claim[2] else _ramp(abs(growth), SWELL)
+    uneven = np.linalg.norm(found.velocities - velocity, axis=1).max()
+    evenness = _ramp(uneven, UNEVEN) * _ramp(np.abs(found.growths - growth).max(), PULSE)
+    return float(found.legible * np.prod(FLOOR + (1 - FLOOR) * np.array([course, size, evenness])))
+
+
+def _course(velocity: np.ndarray, claimed: np.ndarray) -> float:
+    """Credit of a mean velocity [2] for a claimed direction [2], or for none (0, 0)."""
+    speed = np.linalg.norm(velocity)
+    if not claimed.any():
+        return float(_ramp(speed, DRIFT))
+    return float(_ramp(speed, PACE) * _ramp(velocity @ claimed / max(speed, 1e-6), HEADING))

@@ -1,0 +1,118 @@
+"""How much, and which way, a clip moves, and whether it holds together: dense optical flow (DIS, Kroeger et al. 2016).
+
+Lengths are shares of the shorter side of a frame, per frame, so that clips of other sizes compare. A clip that stands
+still is perfectly consistent: train `temporal_consistency` beside `flow_amount`, or gated by it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from flowgrpo.errors import UserError
+from flowgrpo.extras import needed
+from flowgrpo.rewards.about import About
+from flowgrpo.rewards.pixels import eight_bit, grey
+
+DIRECTIONS = {"left": (-1, 0), "right": (1, 0), "up": (0, -1), "down": (0, 1)}
+FASTEST = 0.05  # share of the pixels whose speed is that of the clip, as in VBench's dynamic degree (2311.17982)
+STILL = 0.1  # pixels per frame, below which nothing moves
+LICENCE = "Apache-2.0"
+
+
+def flows(videos: Tensor) -> list[np.ndarray]:
+    """The flow from each frame to the next [F-1, H, W, 2] in pixels (right, down), of each of videos [B, F, 3, H, W]
+    in [0, 1]. UserError for clips of one frame, and without OpenCV."""
+    cv2 = needed("cv2", "video", "optical flow")
+    if videos.ndim != 5 or videos.shape[1] < 2:
+        raise UserError(f"optical flow of videos of shape {list(videos.shape)}: expected [B, F, 3, H, W] with at least "
+                        "two frames")
+    method = cv2.DISOpticalFlow_create(cv2.DISOPTICAL_FLOW_PRESET_MEDIUM)
+    method.setFinestScale(0)  # whole pixels: at half the resolution small objects of small clips come out too slow
+    frames = (grey(videos).numpy() * 255).round().clip(0, 255).astype(np.uint8)
+    return [np.stack([method.calc(one, other, None) for one, other in zip(clip, clip[1:])]) for clip in frames]
+
+
+def fastest(flow: np.ndarray) -> np.ndarray:
+    """The flow [N, 2] of the fastest twentieth of the pixels of each step of a clip [F-1, H, W, 2]."""
+    steps = flow.reshape(len(flow), -1, 2)
+    count = max(1, int(FASTEST * steps.shape[1]))
+    rows = np.argpartition(-np.linalg.norm(steps, axis=-1), count - 1, axis=1)[:, :count]
+    return np.take_along_axis(steps, rows[..., None], 1).reshape(-1, 2)
+
+
+@dataclass(frozen=True)
+class FlowAmount:
+    """How fast a clip moves: the mean speed of the fastest twentieth of its pixels, per frame, as a share of the
+    shorter side."""
+
+    about = About(modality="video", range=(0, None), needs="video", licence=LICENCE)
+
+    def __post_init__(self) -> None:
+        needed("cv2", "video", "reward 'flow_amount'")
+
+    def __call__(self, videos: Any, prompts: Sequence[str]) -> list[float]:
+        side = min(videos.shape[-2:])
+        return [float(np.linalg.norm(fastest(flow), axis=-1).mean() / side) for flow in flows(videos)]
+
+
+@dataclass(frozen=True)
+class FlowDirection:
+    """How much of a clip's motion goes the way that is asked for: 1 all of it, -1 all the other way, 0 across or none.
+
+    The way is the metadata's `direction` (left, right, up, down) or, for prompts without one, `direction`; None for a
+    prompt that asks for none. It is that of the fastest twentieth of the pixels, on the screen: when a camera pans to
+    the left, everything moves to the right. UserError for another word.
+    """
+
+    direction: str | None = None
+    about = About(modality="video", range=(-1, 1), needs="video", licence=LICENCE)
+
+    def __post_init__(self) -> None:
+        needed("cv2", "video", "reward 'flow_direction'")
+
+    def __call__(self, videos: Any, prompts: Sequence[str], metadata: Sequence[dict]) -> list[float | None]:
+        wanted = [entry.get("direction", self.direction) for entry in metadata]
+        if wrong := set(wanted) - {None, *DIRECTIONS}:
+            raise UserError(f"reward 'flow_direction': the direction is {wrong.pop()!r}, expected "
+                            f"{', '.join(DIRECTIONS)}")
+        rows = [i for i, way in enumerate(wanted) if way is not None]
+        scores: list[float | None] = [None] * len(wanted)
+        for i, flow in zip(rows, flows(videos[rows]) if rows else ()):
+            scores[i] = _along(fastest(flow), np.array(DIRECTIONS[wanted[i]]))
+        return scores
+
+
+def _along(moves: np.ndarray, way: np.ndarray) -> float:
+    length = np.linalg.norm(moves, axis=-1).sum()
+    return float((moves @ way).sum() / length) if length > STILL * len(moves) else 0.0
+
+
+@dataclass(frozen=True)
+class TemporalConsistency:
+    """How well each frame follows from the last: 1 minus the mean difference between a frame and the next one, warped
+    back along the flow; pixels that leave the picture do not count. A clip that stands still has 1."""
+
+    about = About(modality="video", range=(0, 1), needs="video", licence=LICENCE)
+
+    def __post_init__(self) -> None:
+        needed("cv2", "video", "reward 'temporal_consistency'")
+
+    def __call__(self, videos: Any, prompts: Sequence[str]) -> list[float]:
+        return [float(1 - np.mean([_difference(*step) for step in zip(clip, clip[1:], flow)]))
+                for clip, flow in zip(eight_bit(videos), flows(videos))]
+
+
+def _difference(one: np.ndarray, other: np.ndarray, flow: np.ndarray) -> float:
+    """Mean absolute difference in [0, 1] of two frames, bytes [H, W, 3], along a flow [H, W, 2]."""
+    import cv2
+
+    h, w = flow.shape[:2]
+    target = flow + np.stack(np.meshgrid(np.arange(w), np.arange(h)), -1).astype(np.float32)
+    warped = cv2.remap(other.astype(np.float32), target, None, cv2.INTER_LINEAR)
+    inside = ((target >= 0) & (target <= [w - 1, h - 1])).all(-1)
+    return float(np.abs(warped - one)[inside].mean() / 255) if inside.any() else 1.0

@@ -1,0 +1,1 @@
+"""Rollouts: sample groups with a policy, replay their decisions with gradients."""

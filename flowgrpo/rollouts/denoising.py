@@ -1,0 +1,224 @@
+"""How an epoch's groups are sampled from a pipeline, and how what was drawn is scored again.
+
+All that the training loop does with grids, noise and pictures is here; the loop itself knows of none of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from flowgrpo.config.geometry import Geometry
+from flowgrpo.config.schema import Config
+from flowgrpo.data.prompts import Prompt
+from flowgrpo.distributed.processes import Processes
+from flowgrpo.errors import UserError
+from flowgrpo.log import Clock
+from flowgrpo.methods.method import Method
+from flowgrpo.policies.pipelines import mid_loop_check
+from flowgrpo.policies.pipelines.conditioning import Conditioning, Encoder
+from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
+from flowgrpo.policies.weights.low_precision import quantised, require_torchao
+from flowgrpo.rollouts.loss_inputs import Beside
+from flowgrpo.samplers import cost, joint_density, learned_noise, noised_finals, reward_gradient
+from flowgrpo.samplers.base_samples import BasePictures
+from flowgrpo.samplers.grids import make_grid
+from flowgrpo.samplers.old_policy import Lagging
+from flowgrpo.samplers.preview import chosen, contrasting, previews, require_choice
+from flowgrpo.samplers.replay import replay
+from flowgrpo.samplers.rollout import Exploration, Part, Seed, explore, seeder
+from flowgrpo.types import Scored
+
+# The total reward [P,N] of pictures [P*N,...], N for each prompt in turn.
+Judge = Callable[[torch.Tensor, int], torch.Tensor]
+
+
+class Explorer:
+    """A pipeline under a method: its grid, its initial noises, its rollouts and their replays.
+
+    rollout_evaluations: rows that went through a denoiser to sample, on all processes; saved_evaluations: how many more
+    they would have been if no two pictures shared anything. first: a prompt that the pipeline is asked with for its own
+    grid.
+    """
+
+    def __init__(self, config: Config, policy: PipelinePolicy, method: Method, geometry: Geometry, processes: Processes,
+                 clock: Clock, first: Prompt):
+        self.config, self.policy, self.method, self.geometry = config, policy, method, geometry
+        self.processes, self.clock, self.first = processes, clock, first
+        self.encode = Encoder(policy, Path(config.cache) if config.cache and not policy.live else None)
+        self.grid, self.timesteps = self.make_grid(config.train.steps)
+        self.rollout_evaluations = self.saved_evaluations = 0
+        self.base_pictures = BasePictures(policy, self.grid, self.timesteps, geometry.micro_batch, self.decode)
+        self.lagging = Lagging(method.lag, policy.weights)
+        self.network = method.kernel.network().to(policy.device) if hasattr(method.kernel, "network") else None
+        if self.network is not None:
+            policy.weights.add(learned_noise.NAME, self.network)
+        if method.preview:
+            require_choice(self.explorations(0), method.preview.pool)
+            require_torchao(method.preview.precision)
+        # Only what is given pictures can put them back in; edits replay nothing of the pipeline.
+        if method.edit is None and (policy.given or first.image is not None):
+            mid_loop_check.require(policy, Explorer.conditioning(self, [first]),
+                                   mid_loop_check.goes_on(method, self.explorations(0)))
+
+    def make_grid(self, steps: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        train, policy = self.config.train, self.policy
+        return make_grid(train.grid, steps, train.shift, policy.stock, policy.strength,
+                         lambda steps: policy.stock_grid(self.conditioning([self.first]), steps))
+
+    def conditioning(self, batch: list[Prompt]) -> Conditioning:
+        """What the pipeline reads of these prompts, encoded once."""
+        negatives = [self.config.negative_prompt if p.negative is None else p.negative for p in batch]
+        with self.clock("encode"):
+            found = self.encode([p.text for p in batch], negatives, [p.image for p in batch])
+            if self.config.train.pack and found.mixed:
+                raise UserError("train.pack is true, but the prompts' pictures differ in size, so that every row is a "
+                                "call of its own: set it to false, or bring the pictures to one size")
+            if self.config.train.pack and not self.policy.vector(found):
+                raise UserError(f"train.pack is true, but {type(self.policy.pipe).__name__} takes one timestep per "
+                                f"call at guidance {self.policy.guidance:g}: set it to false")
+        return found
+
+    def explorations(self, epoch: int) -> list[Exploration]:
+        """An epoch's grid, window, kernel and solver."""
+        train, method = self.config.train, self.method
+        if self.network is not None:
+            method = replace(method, kernel=method.kernel.with_network(self.network, epoch, train.epochs))
+        return method.explorations(self.grid, train.group, train.shift, epoch, self.config.seed, self.timesteps)
+
+    def noised(self, epoch: int) -> Exploration | None:
+        """The times at which an epoch's finals are noised and trained; None where its recorded steps are."""
+        alphas = self.policy.stock.alphas_cumprod.cpu() if self.policy.process == "vp" else None
+        return self.method.noised(self.grid, self.config.train.group, epoch, self.config.seed, alphas)
+
+    def seeds(self, epoch: int, turn: int = 0, prompts: int | None = None) -> Seed:
+        """An epoch's seeds: of the first of one's own prompts, by its place among those of all processes, behind those
+        of the turns before. prompts: how many each process has in this turn (None: those of an epoch's first)."""
+        seed, own = seeder(self.config.seed, epoch), self.geometry.prompts if prompts is None else prompts
+        first = turn * self.config.train.prompts + self.processes.rank * own
+        return lambda prompt, sample: seed(first + prompt, sample)
+
+    def sample(self, conditioning: Conditioning, epoch: int, judge: Judge, value: reward_gradient.Value | None = None,
+               turn: int = 0) -> Iterator[tuple[Part, list[torch.Tensor]]]:
+        """Sample a group per prompt: the parts as they are finished, each with its pictures [b,...] on the CPU, once
+        per granularity. judge: the total reward, by which a method with previews chooses its initial noises; value: the
+        one whose gradient a method with `backprop` follows; turn: how often the epoch has drawn before."""
+        seed, explorations = self.seeds(epoch, turn, len(conditioning.prompts)), self.explorations(epoch)
+        self.lagging.begin(epoch)
+        if self.method.preview:
+            with self.lagging.drawing():
+                seed = self.preview(conditioning, seed, judge)
+        before = self.policy.evaluations
+        parts = self.grow(conditioning, explorations, seed)
+        while True:
+            with self.clock("rollout"), self.lagging.drawing():
+                part = next(parts, None)
+            if part is None:
+                break
+            sampled = self.policy.evaluations
+            part = self._trained(part, conditioning, epoch, seed)
+            before += self.policy.evaluations - sampled  # they are the update's
+            with self.clock("decode"):
+                pictures = [self.decode(final, conditioning.rows(part.prompts)) for final in part.finals]
+            if self.method.backprop:
+                with self.clock("reward"):
+                    part = reward_gradient.valued(part, pictures[0], value, self.policy.device,
+                                                  self.geometry.micro_batch)
+            sampled = self.policy.evaluations
+            yield part, pictures
+            before += self.policy.evaluations - sampled  # of the base, which counts its own
+        self._count(self.policy.evaluations - before, explorations)
+
+    def grow(self, conditioning: Conditioning, explorations: list[Exploration], seed: Seed) -> Iterator[Part]:
+        """The parts of an epoch, sampled as the method samples."""
+        if self.method.backprop is None:
+            return explore(self.policy, conditioning, explorations, self.geometry.micro_batch, seed)
+        [exploration] = explorations
+        return reward_gradient.explore(self.policy, conditioning, exploration, self.method.backprop,
+                                       self.geometry.micro_batch, seed)
+
+    def _trained(self, part: Part, conditioning: Conditioning, epoch: int, seed: Seed) -> Part:
+        """The part with what the method trains: its recorded steps, or its finals, noised and scored by the old
+        policy."""
+        times = self.noised(epoch)
+        if times is None:
+            return part if self.method.chain is None else joint_density.joined(part, self.method.chain)
+        with self.clock("update"), self.lagging.old():
+            return noised_finals.noised(self.policy, conditioning, part, times, self.geometry.micro_batch, seed,
+                                        self.method.times.shared, self.config.train.pack)
+
+    def base(self, part: Part, conditioning: Conditioning) -> torch.Tensor | None:
+        """The base model's pictures [b,...] beside a part's, from the same initial noises, on the CPU; None for a part
+        that came from none."""
+        if part.seeds is None:
+            return None
+        before = self.policy.evaluations
+        with self.clock("base"):
+            found = self.base_pictures(part, conditioning)
+        self.rollout_evaluations += (self.policy.evaluations - before) * self.processes.count
+        return found
+
+    def preview(self, conditioning: Conditioning, seed: Seed, judge: Judge) -> Seed:
+        """The seeds of the noises whose cheap previews score best and worst."""
+        asked, before = self.method.preview, self.policy.evaluations
+        with self.clock("preview"):
+            grid, rows = self.make_grid(asked.steps), torch.arange(len(conditioning.prompts))
+            with quantised(self.policy, asked.precision):
+                finals = previews(self.policy, conditioning, *grid, asked.pool, self.geometry.micro_batch, seed)
+            self.rollout_evaluations += (self.policy.evaluations - before) * self.processes.count
+            pictures = self.decode(finals, conditioning.rows(rows.repeat_interleave(asked.pool)))
+        with self.clock("reward"):
+            return chosen(seed, contrasting(judge(pictures, asked.pool), self.config.train.group))
+
+    def decode(self, finals: torch.Tensor, conditioning: Conditioning) -> torch.Tensor:
+        """Pictures on the CPU, decoded in micro-batches."""
+        rows = torch.arange(len(finals)).split(self.geometry.micro_batch)
+        return torch.cat([self.policy.decode(finals[at], conditioning.rows(at)).cpu() for at in rows])
+
+    def _count(self, spent: int, explorations: list[Exploration]) -> None:
+        """Every process spends the same."""
+        spent *= self.processes.count
+        self.rollout_evaluations += spent
+        alone, shared = (count(explorations, self.geometry.prompts) for count in (cost.alone, cost.rollout))
+        self.saved_evaluations += round(spent * alone / shared) - spent
+
+    def replay(self, part: Part, conditioning: Conditioning) -> Iterator[tuple[int, torch.Tensor, Scored]]:
+        """What the present weights make of a part's transitions: (place in `part.transitions`, rows of it, scores)."""
+        if self.method.backprop:
+            return reward_gradient.replay(self.policy, conditioning, part, self.method.backprop,
+                                          self.geometry.micro_batch)
+        if self.method.chain:
+            return joint_density.replay(self.policy, conditioning, part, self.method.chain, self.geometry.micro_batch)
+        return replay(self.policy, conditioning, part, self.geometry.micro_batch, self.config.train.pack)
+
+    def beside(self, part: Part, conditioning: Conditioning, reference: list[Scored]) -> Beside:
+        """What the surrogate reads beside ratio and advantage, in every batch of the part's replay."""
+        most = max(len(taken.parent) for taken in part.transitions)
+        cut = most > self.geometry.micro_batch or self.config.train.pack
+        with self.policy.sampling():
+            return Beside(self.method.surrogate, part, reference, self.policy.device,
+                          (lambda: self.replay(part, conditioning)) if cut else None)
+
+    def step_weights(self, parts: list[Part], epoch: int) -> dict[int, float]:
+        """The method's weight of every step of the grid that the epoch trains, however the parts are dealt out."""
+        times = self.noised(epoch)
+        grid, explorations = (self.grid, self.explorations(epoch)) if times is None else (times.grid, [times])
+        own = {step for part in parts for step in part.exploration.schedule.trained}
+        trained = self.processes.total([step in own for step in range(len(grid) - 1)])
+        steps = [step for step, count in enumerate(trained) if count]
+        if not steps:
+            return {}
+        of = {step: exploration for exploration in explorations for step in exploration.schedule.trained}
+
+        def transition(x: Any, v: Any, grid: Any, i: int) -> Any:  # with the plan's factor on the noise of that step
+            return of[i].transition(x, v, grid, i)
+
+        return dict(zip(steps, self.method.step_weight(transition, grid, steps).tolist()))
+
+    def metrics(self) -> dict[str, float]:
+        """What an epoch's sampling adds to its metrics."""
+        return {}

@@ -1,0 +1,90 @@
+"""How an epoch samples a language model by an engine: completions that count by how likely the trainer finds them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import torch
+
+from flowgrpo.config.geometry import prompts_per_part
+from flowgrpo.config.schema import Config
+from flowgrpo.data.prompts import Prompt
+from flowgrpo.errors import UserError
+from flowgrpo.policies.language import engines
+from flowgrpo.policies.language.causal_lm import CausalLM
+from flowgrpo.rollouts.text import TextExplorer
+from flowgrpo.samplers.replay import rescored
+from flowgrpo.samplers.rollout import Part
+from flowgrpo.samplers.text.groups import Parallel
+from flowgrpo.samplers.text.importance import Mismatch
+from flowgrpo.samplers.text.records import Asked, Sampled
+
+
+class EngineExplorer(TextExplorer):
+    """A language model whose completions an engine draws. Old log-probabilities are the trainer's, as its replay
+    computes them; what the engine's differ by becomes a weight of every token (`Mismatch`)."""
+
+    def __init__(self, config: Config, policy: CausalLM, *rest):
+        super().__init__(config, policy, *rest)
+        if not isinstance(self.method.draws, Parallel):
+            raise UserError(f"method {config.method} draws the texts of a group by {type(self.method.draws).__name__}, "
+                            "which no engine does: leave text.engine and text.engine_precision out")
+        text = config.text
+        self.mismatch = Mismatch(text.correction, text.correction_cap, text.correction_level)
+        self.engine = engines.make(config, policy, self.processes.count)
+        self.apart: list[torch.Tensor] = []  # [n,4] of drawn tokens: trainer, engine, weight, above the cap
+
+    def conditioning(self, batch: list[Prompt]) -> Asked:
+        self.apart = []
+        return super().conditioning(batch)
+
+    def sample(self, asked: Asked, epoch: int, judge: Callable, value: Callable | None = None,
+               turn: int = 0) -> Iterator[tuple[Part, list[list[str]]]]:
+        """As of `TextExplorer`; the engine draws all groups first."""
+        before, group, count = self.engine.evaluations, self.geometry.group, len(asked.prompts)
+        prompts, samples = torch.arange(count).repeat_interleave(group), torch.arange(group).repeat(count)
+        seed = self.seeds(epoch, turn, count)
+        generators = self.policy.generators(seed(int(p), int(k)) for p, k in zip(prompts, samples))
+        greedy = samples < self.method.kernel.greedy
+        with self.clock("rollout"):
+            self.engine.sync(self.policy)
+            made = [self.engine.sample(asked.rows(prompts[at]), self.method.kernel, [generators[i] for i in at],
+                                       greedy[at]) for at in torch.arange(len(prompts)).split(self.engine.together
+                                                                                             or len(prompts))]
+        self.rollout_evaluations += (self.engine.evaluations - before) * self.processes.count
+        whole = Sampled(*(torch.cat([getattr(each, name) for each in made]) for name in ("ids", "logp", "mask", "cut")),
+                        [text for each in made for text in each.texts])
+        for own in torch.arange(count).split(prompts_per_part(group, self.geometry.micro_batch)):
+            rows = slice(int(own[0]) * group, (int(own[-1]) + 1) * group)
+            some = Sampled(whole.ids[rows], whole.logp[rows], whole.mask[rows], whole.cut[rows], whole.texts[rows])
+            if self.method.kernel.expert:
+                [some] = self.answered(asked, prompts[rows], samples[rows], [some])
+            part = self.part(range(int(own[0]), int(own[-1]) + 1), prompts[rows], [some])
+            part = self.corrected(part, asked, greedy[rows])
+            yield self.valued(part, asked, seed, judge) if self.method.spread.samples else part, [some.texts]
+
+    def corrected(self, part: Part, asked: Asked, greedy: torch.Tensor) -> Part:
+        """The part with the trainer's log-probabilities, and weights of its tokens; 1 of greedy rows, which were not
+        drawn."""
+        [by_engine] = part.transitions
+        with torch.no_grad(), self.lagging.old(), self.clock("rescore"):
+            part = rescored(part, self.replay(part, asked))
+        [taken] = part.transitions
+        given = taken.old.logp.cpu(), by_engine.old.logp, by_engine.old.mask
+        weights = self.mismatch(*given).masked_fill(greedy[:, None], 1.0)
+        counted = by_engine.old.mask & ~greedy[:, None]
+        self.apart.append(torch.stack([given[0].float(), given[1].float(), weights.float(),
+                                       self.mismatch.above(*given).float()], -1)[counted])
+        return replace(part, transitions=(replace(taken, correction=weights),))
+
+    def metrics(self) -> dict[str, float]:
+        """How far engine and trainer were apart in this epoch, over the drawn tokens of all processes: engine/kl, the
+        mean of their log-probabilities' difference (an estimate of KL(engine || trainer) per token), engine/max, its
+        largest size, engine/weight, the mean weight, and engine/above, the share above the cap."""
+        found = self.processes.gather(torch.cat(self.apart) if self.apart else torch.empty(0, 4))
+        if not len(found):
+            return {}
+        trainer, engine, weight, above = found.unbind(1)
+        return {"engine/kl": (engine - trainer).mean().item(), "engine/max": (engine - trainer).abs().max().item(),
+                "engine/weight": weight.mean().item(), "engine/above": above.mean().item()}

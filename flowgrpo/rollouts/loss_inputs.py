@@ -1,0 +1,142 @@
+"""Inputs of a loss beside ratio and advantage, batch by batch of a part's replay."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flowgrpo import objectives
+from flowgrpo.methods.method import Method
+from flowgrpo.objectives.actor_critic import Seen
+from flowgrpo.objectives.forward_process import OfNoised
+from flowgrpo.objectives.sequence_losses import OfCompletions
+from flowgrpo.samplers.rollout import Part
+from flowgrpo.types import Compared, Noised, Peers, Scored, Transitions
+
+Replay = Callable[[], Iterator[tuple[int, slice, Scored]]]
+
+
+class Beside:
+    """Of recorded steps `objectives.beside`, of noised samples a `Noised`.
+
+    reference: its scores of the replay's batches, where anything reads them. cut: a replay of the same batches, where
+    they cut groups; a surrogate that compares the samples of a group then sees all of it in a first pass, without
+    gradients, which costs a forward per sample. Without it every batch holds whole groups.
+    """
+
+    def __init__(self, surrogate: Any, part: Part, reference: Sequence[Scored], device: torch.device,
+                 cut: Replay | None = None):
+        self.surrogate, self.part, self.reference, self.device = surrogate, part, reference, device
+        groups = getattr(surrogate, "of_groups", False)
+        self.peers = self._seen(cut) if groups and cut else [None] * len(part.transitions)
+
+    def __call__(self, batch: int, k: int, rows: slice, new: Scored, old: Scored) -> Tensor | Noised:
+        """What is read of the rows of the k-th recorded step, the replay's batch of that number."""
+        if not isinstance(self.surrogate, OfNoised):
+            return objectives.beside(self.surrogate, new, old)
+        noised = self._noised(batch, k, rows, new, old)
+        if not self.surrogate.of_groups:
+            return noised
+        peers = self.peers[k] or self._peers(k, self.surrogate.gap(noised).detach())
+        return replace(noised, peers=peers)
+
+    def _noised(self, batch: int, k: int, rows: slice, new: Scored, old: Scored) -> Noised:
+        taken = self.part.transitions[k]
+        reference = self.reference[batch].to(self.device) if self.surrogate.of_reference else None
+        return Noised(self.part.exploration.grid[taken.step].item(), new, old, taken.x_next[rows].to(self.device),
+                      torch.arange(rows.start, rows.stop, device=self.device), reference)
+
+    def _seen(self, replay: Replay) -> list[Peers]:
+        """The peers of every step, from the present weights."""
+        gaps: list[list[Tensor]] = [[] for _ in self.part.transitions]
+        for batch, (k, rows, new) in enumerate(replay()):
+            old = self.part.transitions[k].old.rows(rows).to(self.device)
+            gaps[k].append(self.surrogate.gap(self._noised(batch, k, rows, new, old)).detach())
+        return [self._peers(k, torch.cat(each)) for k, each in enumerate(gaps)]
+
+    def _peers(self, k: int, gap: Tensor) -> Peers:
+        taken, advantage = self.part.transitions[k], self.part.advantages[k]
+        assert len(gap) == len(advantage), "the batch holds a part of a group, and there was no first pass"
+        return Peers(gap.flatten(), advantage.to(self.device), taken.prompts[taken.parent].to(self.device))
+
+
+TextReplay = Callable[[], Iterator[tuple[int, slice, Scored]]]
+
+
+class BesideText:
+    """Of most surrogates `objectives.beside`, of an `OfCompletions` a `Compared`.
+
+    reference: its scores of the replay's batches, where anything reads them. replay: of the same batches: a surrogate
+    that compares whole groups sees a part, which is whole groups, in a first pass, without gradients, which costs a
+    forward per sample; where one batch holds the part it is not needed.
+    """
+
+    def __init__(self, method: Method, part: Part, reference: Sequence[Scored], device: torch.device,
+                 replay: TextReplay):
+        self.method, self.reference, self.device, self.replay = method, reference, device, replay
+        [self.taken], [advantage] = part.transitions, part.advantages
+        every = {"ids": self.taken.ids, "mask": self.taken.old.mask, "expert": self.taken.expert}
+        self.every = {name: each if each is None else each.to(device) for name, each in every.items()}
+        # Until it is known what is compared, peers have nothing to compare.
+        self.peers = Peers(torch.empty(len(advantage), 0, device=device), advantage.to(device),
+                           self.taken.prompts.to(device))
+        self.seen = not getattr(method.surrogate, "of_groups", False)
+
+    def __call__(self, batch: int, k: int, rows: slice, new: Scored, old: Scored) -> Tensor | Compared:
+        """What is read of these rows of the completions, the replay's batch of that number."""
+        if not isinstance(self.method.surrogate, OfCompletions):
+            return objectives.beside(self.method.surrogate, new, old)
+        compared = self._compared(batch, rows, new, old)
+        if not self.seen:
+            self.peers, self.seen = replace(self.peers, gap=self._gaps(compared)), True
+        return replace(compared, peers=self.peers)
+
+    def _compared(self, batch: int, rows: slice, new: Scored, old: Scored) -> Compared:
+        surrogate = self.method.surrogate
+        at = torch.arange(rows.start, min(rows.stop, len(self.taken.ids)), device=self.device)
+        reference = self.reference[batch].to(self.device) if surrogate.of_reference else None
+        return Compared(new, old, self.method.log_ratio(new, old), at, **self.every, reference=reference)
+
+    @torch.no_grad()
+    def _gaps(self, first: Compared) -> Tensor:
+        """What is compared of all completions, from the present weights; `first`: of the replay's first batch."""
+        if len(first.rows) == len(self.taken.ids):
+            return self.method.surrogate.gap(first).detach()
+        return torch.cat([
+            self.method.surrogate.gap(self._compared(batch, rows, new, self.taken.old.rows(rows).to(self.device)))
+            for batch, (_, rows, new) in enumerate(self.replay())])
+
+
+@dataclass(frozen=True)
+class BesideEdits:
+    """What the surrogate reads in every batch of a part's replay: `Seen` of its rows.
+
+    through: whether it asks for the value of what the present weights edit.
+    """
+
+    editor: Any
+    conditioning: Any
+    part: Part
+    through: bool = False
+
+    def __call__(self, batch: int, k: int, rows: slice, new: Scored, old: Scored) -> Seen:
+        taken, device = self.part.transitions[k], self.editor.device
+        assert taken.rewards is not None, "the critic learns from rewards: `rewarded` was not called"
+        of = taken.parent[rows]
+        x = self.editor.edit.applied(taken.x[of.to(taken.x.device)].to(device), taken.x_next[rows].to(device))
+        value = self.editor.value(self.conditioning.rows(taken.prompts[of]), x)
+        seen = Seen(value[:, None], taken.rewards[rows, None].to(value))
+        return replace(seen, edited=self._edited(taken, of, new.mean[:, 0])) if self.through else seen
+
+    def _edited(self, taken: Transitions, of: Tensor, means: Tensor) -> Tensor:
+        """The value [b, 1] of states `of` [b] moved by decisions [b,*D]. A base and its edit left the same state, which
+        is valued once."""
+        left, at, count = of.unique_consecutive(return_inverse=True, return_counts=True)
+        first = (count.cumsum(0) - count).to(means.device)
+        x = self.editor.edit.applied(taken.x[left.to(taken.x.device)].to(means.device), means[first])
+        value = self.editor.value(self.conditioning.rows(taken.prompts[left]), x, frozen=True)
+        return value[at.to(value.device), None]

@@ -1,0 +1,61 @@
+"""How an epoch takes recorded pairs in place of samples: nothing is drawn, and the rest is as ever."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+import torch
+
+from flowgrpo.config.geometry import prompts_per_part
+from flowgrpo.config.schema import Config
+from flowgrpo.data.prompts import Prompt
+from flowgrpo.errors import UserError
+from flowgrpo.methods.method import Method
+from flowgrpo.policies.pipelines.conditioning import Conditioning
+from flowgrpo.policies.pipelines.image_latents import Latents
+from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
+from flowgrpo.rollouts.denoising import Explorer, Judge
+from flowgrpo.samplers.reward_gradient import Value
+from flowgrpo.samplers.rollout import Part
+
+
+@dataclass(frozen=True)
+class Paired(Conditioning):
+    """Encoded prompts, and of each the files of its two pictures, the chosen one first."""
+
+    pairs: list[tuple[str, str]] = field(default_factory=list)
+
+    def rows(self, index: torch.Tensor) -> Paired:
+        return replace(super().rows(index), pairs=[self.pairs[i] for i in index.tolist()])
+
+
+class PairExplorer(Explorer):
+    """A pipeline under a method that trains finals: the group of a prompt is its recorded pair, encoded once."""
+
+    def __init__(self, config: Config, policy: PipelinePolicy, method: Method, *rest: Any):
+        super().__init__(config, policy, method, *rest)
+        if policy.modality != "image":
+            raise UserError(f"preferences is set, which brings pictures, but {type(policy.pipe).__name__} makes videos")
+        self.latents = Latents(policy)
+
+    def conditioning(self, batch: list[Prompt]) -> Paired:
+        """What the pipeline reads of these prompts, each one of `recorded_pairs`, and their pairs."""
+        found = super().conditioning(batch)
+        return Paired(**{each.name: getattr(found, each.name) for each in fields(found)},
+                      pairs=[(prompt.metadata["chosen"], prompt.metadata["rejected"]) for prompt in batch])
+
+    def sample(self, conditioning: Paired, epoch: int, judge: Judge, value: Value | None = None,
+               turn: int = 0) -> Iterator[tuple[Part, list[torch.Tensor]]]:
+        """The pairs of the prompts, with their pictures [b,3,H,W] as the files have them. judge and value, of methods
+        that draw, are not asked; turn: how often the epoch has taken pairs before."""
+        self.lagging.begin(epoch)
+        seed, group = self.seeds(epoch, turn, len(conditioning.prompts)), self.geometry.group
+        for own in torch.arange(len(conditioning.prompts)).split(prompts_per_part(group, self.geometry.micro_batch)):
+            with self.clock("encode"):
+                latents, pictures = zip(*(self.latents(path, conditioning.rows(torch.tensor([p])))
+                                          for p in own.tolist() for path in conditioning.pairs[p]))
+            finals = torch.cat(latents).to(self.policy.device)
+            part = Part(range(int(own[0]), int(own[-1]) + 1), own.repeat_interleave(group), None, (), (finals,))
+            yield self._trained(part, conditioning, epoch, seed), [torch.stack(pictures)]

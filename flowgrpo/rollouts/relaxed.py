@@ -1,0 +1,104 @@
+"""How an epoch samples and replays a masked language model whose reward's gradient is followed (`gumbel_softmax`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from flowgrpo.config.geometry import prompts_per_part
+from flowgrpo.rewards.text.soft_texts import SoftTexts
+from flowgrpo.rollouts.loss_inputs import Beside
+from flowgrpo.rollouts.text import TextExplorer
+from flowgrpo.samplers.rollout import Part
+from flowgrpo.samplers.text.decoding import decided
+from flowgrpo.samplers.text.gumbel_softmax import GumbelSoftmax
+from flowgrpo.samplers.text.records import Asked
+from flowgrpo.types import Completion, Scored
+
+
+@dataclass(frozen=True, eq=False)
+class Redrawn:
+    """Answers that are drawn again from their noise: prompts int64 [m], the prompt of each; generators: m, of all its
+    noise; old: Scored [m,1], its reward less the KL."""
+
+    prompts: Tensor
+    generators: tuple[torch.Generator, ...]
+    old: Scored
+    step = 0
+    goal = correction = None
+
+    @property
+    def parent(self) -> Tensor:
+        return torch.arange(len(self.prompts))
+
+    def kept(self, keep: Tensor) -> Redrawn | None:
+        """The answers where `keep` (bool [m]) is true; None if there are none."""
+        own = tuple(each for each, kept in zip(self.generators, keep.tolist(), strict=True) if kept)
+        return Redrawn(self.prompts[keep], own, self.old.rows(keep)) if own else None
+
+
+@dataclass(frozen=True)
+class Relaxed(Part):
+    """A part whose score is the reward that `value` gives its answers, less the KL that `gumbel_softmax` weighs."""
+
+    value: Callable[[Tensor, SoftTexts], Tensor] | None = None
+    relaxation: GumbelSoftmax | None = None
+
+
+class RelaxedExplorer(TextExplorer):
+    """A masked language model under a method with `backprop`: a rollout without a graph, the same again with one."""
+
+    def __init__(self, *given):
+        super().__init__(*given)
+        weights = self.policy.weights
+        # Before any update, so that it is the base. A graph holds it beside the present weights: no switching to and
+        # fro, which a backward pass would not see.
+        self.base = {key: each.detach().clone() for key, each in weights.named.items()}
+        self.tokens = tuple(self.policy.vocabulary())
+
+    def sample(self, asked: Asked, epoch: int, judge: Callable, value: Callable | None = None,
+               turn: int = 0) -> Iterator[tuple[Part, list[list[Completion]]]]:
+        """Sample a group per prompt: the parts as they are finished, each with its texts. value: the reward whose
+        gradient is followed; turn: how often the epoch has drawn before."""
+        before, group = self.policy.evaluations, self.geometry.group
+        seed = self.seeds(epoch, turn, len(asked.prompts))
+        now = self.method.backprop.in_epoch(epoch, self.config.train.epochs)
+        for own in torch.arange(len(asked.prompts)).split(prompts_per_part(group, self.geometry.micro_batch)):
+            prompts, unknown = own.repeat_interleave(group), torch.full((len(own) * group, 1), torch.nan)
+            generators = self.policy.generators(seed(int(p), k) for p in own for k in range(group))
+            taken = Redrawn(prompts, tuple(generators), Scored(unknown, unknown.isnan()))
+            part = Relaxed(range(int(own[0]), int(own[-1]) + 1), prompts, None, (taken,), (), value=value,
+                           relaxation=now)
+            with self.clock("rollout"), torch.no_grad():
+                made = [self._made(part, asked, rows) for rows in self._batches(part)]
+                old = Scored(torch.cat([logp for _, logp in made])[:, None].cpu(), taken.old.mask)
+            texts = [text for answers, _ in made for text in self.policy.texts(answers.argmax(-1))]
+            yield replace(part, transitions=(replace(taken, old=old),)), [texts]
+        self.rollout_evaluations += (self.policy.evaluations - before) * self.processes.count
+
+    def replay(self, part: Relaxed, asked: Asked) -> Iterator[tuple[int, slice, Scored]]:
+        """What the present weights make of a part's noise: (0, rows of it, their rewards less their KLs as Scored
+        [b,1]), in micro-batches."""
+        for rows in self._batches(part):
+            found = self._made(part, asked, rows)[1][:, None]
+            yield 0, rows, Scored(found, torch.ones_like(found, dtype=torch.bool))
+
+    def beside(self, part: Relaxed, asked: Asked, reference: list[Scored]) -> Beside:
+        """What the surrogate reads beside ratio and advantage."""
+        return Beside(self.method.surrogate, part, reference, self.policy.device)
+
+    def _batches(self, part: Relaxed) -> list[slice]:
+        most = self.geometry.micro_batch
+        return [slice(start, start + most) for start in range(0, len(part.transitions[0].prompts), most)]
+
+    def _made(self, part: Relaxed, asked: Asked, rows: slice) -> tuple[Tensor, Tensor]:
+        """The answers [b,L,V] of some rows, one-hot, and their scores [b]."""
+        [taken], relaxation = part.transitions, part.relaxation
+        prompts, generators = taken.prompts[rows], [each.clone_state() for each in taken.generators[rows]]
+        answers, kl = self.policy.relaxed(asked, prompts, generators, self.method.kernel, relaxation, self.base)
+        counted, _ = decided(answers.argmax(-1), self.policy.ends)
+        reward = part.value(prompts, SoftTexts(answers * counted[..., None], self.tokens))
+        return answers, reward - relaxation.kl * kl

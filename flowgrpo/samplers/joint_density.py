@@ -1,0 +1,86 @@
+"""All recorded steps of a sample as one decision: the joint density of its chain of states (ReinFlow, 2505.22094)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from flowgrpo import gaussian
+from flowgrpo.samplers.rollout import Exploration, Part
+from flowgrpo.types import Gaussian, Scored, Transitions
+
+
+@dataclass(frozen=True)
+class Joint:
+    """The log-density of a chain, log N(x_0; 0, 1) + sum_k log p(x_k+1 | x_k), over the number of its terms, [b]
+    (ReinFlow, 2505.22094, whose code divides so too).
+
+    first: the state [b,*D] that the chain starts from, standard normal, or None where its density is not known; steps:
+    log-densities [b] of the transitions, each a mean over the latent's values. With one ratio for the whole of a
+    sample, a clip range bounds the chain and not its steps.
+    """
+
+    def __call__(self, first: Tensor | None, steps: Sequence[Tensor]) -> Tensor:
+        terms = list(steps)
+        if first is not None:
+            zero = torch.zeros_like(first)
+            terms.append(gaussian.log_prob(Gaussian(zero, zero.new_ones(())), first).to(terms[0]))
+        return torch.stack(terms).mean(0)
+
+
+@dataclass(frozen=True, eq=False)
+class Chain(Transitions):
+    """The recorded transitions of m samples, its `links`, in grid order, as one of each sample: from the first state x
+    to the last x_next, with the joint old score."""
+
+    links: tuple[Transitions, ...] = ()
+
+    def kept(self, keep: Tensor) -> Chain | None:
+        if keep.all():
+            return self
+        links = tuple(link.kept(keep) for link in self.links)
+        return None if links[0] is None else _chain(links, self.old.rows(keep.to(self.old.logp.device)))
+
+
+def joined(part: Part, joint: Joint) -> Part:
+    """The part with a chain per sample in place of its transitions."""
+    links = part.transitions
+    old = joint(_first(part.exploration, links[0], slice(None)), [link.old.logp[:, 0] for link in links])
+    return replace(part, transitions=(_chain(links, _scored(old)),))
+
+
+def replay(policy, conditioning, part: Part, joint: Joint, micro_batch: int) -> Iterator[tuple[int, slice, Scored]]:
+    """Score a part's chains under the policy's present weights: (0, rows, Scored [b,1], with gradients where they are
+    enabled, in one graph of all steps), one batch at a time, as `replay.replay`."""
+    [chain] = part.transitions
+    for start in range(0, len(chain.x), micro_batch):
+        rows = slice(start, start + micro_batch)
+        own = conditioning.rows(chain.prompts[rows])
+        steps = [_step(policy, own, part.exploration, link, rows) for link in chain.links]
+        yield 0, rows, _scored(joint(_first(part.exploration, chain, rows), steps))
+
+
+def _step(policy, conditioning, exploration: Exploration, link: Transitions, rows: slice) -> Tensor:
+    """The log-density [b] of one step."""
+    x, x_next = (state[rows].to(policy.device) for state in (link.x, link.x_next))
+    v = policy.replay(conditioning, x, exploration.grid, link.step, exploration.timesteps)
+    return gaussian.log_prob(exploration.transition(x, v, exploration.grid, link.step), x_next)
+
+
+def _first(exploration: Exploration, taken: Transitions, rows: slice) -> Tensor | None:
+    """The states that chains start from, where they are the noise that the pipeline drew."""
+    noise = taken.step == 0 and exploration.timesteps is None and float(exploration.grid[0]) > 0.999
+    return taken.x[rows].float() if noise else None
+
+
+def _chain(links: tuple[Transitions, ...], old: Scored) -> Chain:
+    first, last = links[0], links[-1]
+    assert all(torch.equal(link.parent, torch.arange(len(link.x))) for link in links), "a chain that splits"
+    return Chain(first.step, first.x, first.prompts, first.parent, last.x_next, old, links=links)
+
+
+def _scored(logp: Tensor) -> Scored:
+    return Scored(logp[:, None], torch.ones_like(logp[:, None], dtype=torch.bool))

@@ -1,0 +1,131 @@
+"""Edits of final latents: the recorded decisions of EXPO (2507.07986) for a generator that stays as it is.
+
+A small policy looks at a final state x0 and its prompt and draws a decision u ~ N(m, std^2); the edited state is
+x0 + bound * tanh(u). The density of u is that of the edit but for the Jacobian of the tanh, in which no weight stands:
+ratios are the same. A prompt's samples are the candidates that EXPO's acting policy chooses from: half of them bases,
+and after each base its edit. Written as a transition, "from x0 to u" under N(m, std^2), the edit is recorded, replayed
+and scored like any other; a base is the transition to u = 0, which no policy drew and `baselines.Paired` gives no
+advantage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flowgrpo import gaussian
+from flowgrpo.samplers.plans import Schedule
+from flowgrpo.samplers.replay import replay, rescored
+from flowgrpo.samplers.rollout import Exploration, Part, Seed
+from flowgrpo.samplers.scheduler import Noise
+from flowgrpo.types import Gaussian, Scored, Transitions, wide
+
+
+@dataclass(frozen=True)
+class Edit:
+    """A bounded edit of the final latents by a tanh-Gaussian policy (EXPO, 2507.07986).
+
+    bound: the most that a value of the latents moves (0.05 to 0.7 in the paper); std: of the decision before the tanh,
+    in training; width and depth: of the small networks of policy and critic; candidates: bases per picture at
+    inference, from which and from their edits the critic chooses one.
+    """
+
+    bound: float = 0.3
+    std: float = 0.3
+    width: int = 64
+    depth: int = 2
+    candidates: int = 1
+
+    def __post_init__(self) -> None:
+        counts = min(self.width, self.depth, self.candidates)
+        if not (self.bound > 0 and self.std > 0) or self.width % 4 or counts < 1:
+            raise ValueError(f"Edit: bound is {self.bound}, std {self.std}, width {self.width}, depth {self.depth} and "
+                             f"candidates {self.candidates}, expected bound and std above 0, a width that 4 divides, "
+                             "and 1 or more")
+
+    def __call__(self, decision: Tensor) -> Tensor:
+        """The edit [B,*D], within +-bound, of decisions [B,*D]."""
+        return self.bound * decision.tanh()
+
+    def applied(self, x: Tensor, decision: Tensor) -> Tensor:
+        """The edited states [B,*D], rounded as x is; where a decision is 0, x itself."""
+        state, decision = wide(x, decision)
+        return (state + self(decision)).to(x.dtype)
+
+    def transition(self, x: Tensor, mean: Tensor, grid: Tensor, i: int) -> Gaussian:
+        """The kernel: N(mean, std^2) of what the editing network says."""
+        (mean,) = wide(mean)
+        return Gaussian(mean, torch.tensor(self.std, dtype=mean.dtype))
+
+    def exploration(self, group: int, solver: Callable, keep_means: bool) -> Exploration:
+        """Edits as an exploration, in which every state has one step."""
+        return Exploration(torch.tensor([1.0, 0.0]), Schedule((0,), (0,)), self.transition, solver, group, group,
+                           keep_means=keep_means)
+
+
+@dataclass(frozen=True, eq=False)
+class Edits(Transitions):
+    """Decisions x_next [m,*D] at final states x [n,*D], and, once they are known, the rewards [m] of their samples."""
+
+    rewards: Tensor | None = None
+
+    def kept(self, keep: Tensor) -> Edits | None:
+        found = super().kept(keep)
+        if found is None or found is self:
+            return found
+        return Edits(**vars(found), rewards=None if self.rewards is None else self.rewards[keep])
+
+
+def edited(editor: Any, conditioning: Any, part: Part, exploration: Exploration, micro_batch: int, seed: Seed) -> Part:
+    """The part with two samples for each of its finals: it, and its edit by the present weights.
+
+    editor: `edit_networks.Editor`; seed: of the leaves, as in the rollout; the noise of an edit is another draw.
+    """
+    (x0,), of = part.finals, range(exploration.group // 2)
+    seeds = (_forked(seed(int(p), leaf)) for p, leaf in zip(part.prompts, (*of,) * (len(x0) // len(of)), strict=True))
+    noise = Noise([torch.Generator().manual_seed(each) for each in seeds])(x0)
+    with torch.no_grad():
+        means = torch.cat([editor.replay(conditioning.rows(part.prompts[rows]), x0[rows.to(x0.device)])
+                           for rows in torch.arange(len(x0)).split(micro_batch)])
+    drawn = gaussian.sample(editor.edit.transition(x0, means, exploration.grid, 0), noise)
+    decisions = torch.stack([torch.zeros_like(drawn), drawn], 1).flatten(0, 1)
+    logp, parent = torch.zeros(len(decisions), 1), torch.arange(len(x0)).repeat_interleave(2)
+    unscored = Scored(logp, torch.ones_like(logp, dtype=torch.bool),
+                      decisions[:, None].to(editor.states) if exploration.keep_means else None)
+    taken = Edits(0, x0.to(editor.states), part.prompts, parent, decisions.to(editor.states), unscored)
+    part = replace(part, prompts=part.prompts.repeat_interleave(2), exploration=exploration, transitions=(taken,),
+                   finals=(editor.edit.applied(x0.repeat_interleave(2, 0), decisions),),
+                   seeds=None if part.seeds is None else part.seeds.repeat_interleave(2))
+    with torch.no_grad():
+        return rescored(part, replay(editor, conditioning, part, micro_batch))
+
+
+def rewarded(part: Part, rewards: Tensor) -> Part:
+    """The part with the rewards [b] of its samples, which the critic learns."""
+    [taken] = part.transitions
+    return replace(part, transitions=(replace(taken, rewards=rewards),))
+
+
+@torch.no_grad()
+def on_the_fly(editor: Any, conditioning: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    """EXPO's acting policy: of n bases of each prompt and their n edits, the one that the critic values most.
+
+    x: [P, n, *D] -> (the chosen [P, *D], the values of bases, then edits, [P, 2n]). The first of equals is taken, so
+    that edits of 0 leave the first base.
+    """
+    rows = conditioning.rows(torch.arange(len(x)).repeat_interleave(x.shape[1]))
+    flat = x.flatten(0, 1)
+    both = torch.stack([flat, editor.edit.applied(flat, editor.replay(rows, flat))])
+    values = torch.stack([editor.value(rows, each) for each in both]).unflatten(1, x.shape[:2])
+    values, both = values.transpose(0, 1).flatten(1), both.unflatten(1, x.shape[:2]).transpose(0, 1).flatten(1, 2)
+    return both[torch.arange(len(x)), values.argmax(1).cpu()], values
+
+
+def _forked(seed: int) -> int:
+    """Another seed that only this one leads to; `noised_finals` has its own."""
+    return int(np.random.SeedSequence((seed, 2)).generate_state(1, np.uint64)[0] >> 1)

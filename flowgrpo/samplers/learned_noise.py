@@ -1,0 +1,102 @@
+"""Noise that is learned beside the flow (ReinFlow, 2505.22094): a kernel whose deviation a small network gives.
+
+Legend as in `kernels`: s = grid[i], s' = grid[i+1], D = s - s'.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flowgrpo.samplers.kernels import _at
+from flowgrpo.types import Gaussian
+
+NAME = "noise"  # of the network among a policy's weights
+WAVES = 4  # of the time's embedding
+
+
+class NoiseNet(torch.nn.Module):
+    """The level of noise at every latent value x of a state at time s, from 0, the lower bound, to 1, the upper one.
+
+    One hidden layer on x and sines and cosines of s. It sees a value at a time, so that it fits latents of any shape;
+    it starts at 1/2 everywhere.
+    """
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.value, self.time = torch.nn.Linear(1, width), torch.nn.Linear(2 * WAVES, width)
+        self.level = torch.nn.Linear(width, 1)
+        torch.nn.init.zeros_(self.level.weight)
+        torch.nn.init.zeros_(self.level.bias)
+
+    def forward(self, x: Tensor, sigma: Tensor) -> Tensor:
+        """x: [B,*D], sigma: 0-d. Returns [B,*D]."""
+        weight = self.value.weight
+        with torch.autocast(x.device.type, enabled=False):  # a rollout has it on where its replay has not
+            angles = sigma.to(weight) * math.pi * 2.0 ** torch.arange(WAVES, device=weight.device, dtype=weight.dtype)
+            time = self.time(torch.cat([angles.sin(), angles.cos()]))
+            hidden = torch.nn.functional.silu(self.value(x.to(weight)[..., None]) + time)
+            return (torch.tanh(self.level(hidden)[..., 0]) + 1) / 2
+
+
+class Noisy:
+    """`LearnedNoise` with its network, between two bounds: the gradient of its deviation reaches the network."""
+
+    def __init__(self, network: NoiseNet, low: float, high: float):
+        self.network, self.low, self.high = network, low, high
+
+    def __call__(self, x: Tensor, v: Tensor, grid: Tensor, i: int) -> Gaussian:
+        return _noisy(x, v, grid, i, self.low, self.high, self.network)
+
+
+@dataclass(frozen=True)
+class LearnedNoise:
+    """The Euler step with noise of deviation l * sqrt(D), its level l between low and high for every latent value,
+    log l = log low + n (log high - log low), n of a `NoiseNet` on state and time (ReinFlow, 2505.22094).
+
+    The network is trained with the policy and left out at inference. Over a run the upper bound stays for the share
+    `hold` of the epochs and then falls along a cosine to low + decay * (high - low). 0 < low <= high; width: of the
+    network. Called by itself it is the kernel that the network starts as. Bounds of the paper's kind, deviations of
+    0.10 and 0.24 in four equal steps, are levels of 0.20 and 0.48.
+    """
+
+    low: float = 0.2
+    high: float = 0.48
+    hold: float = 0.35
+    decay: float = 0.7
+    width: int = 16
+
+    def __post_init__(self) -> None:
+        if not 0 < self.low <= self.high < math.inf:
+            raise ValueError(f"LearnedNoise: low is {self.low} and high {self.high}, expected 0 < low <= high")
+        if not 0 <= self.hold <= 1 or not 0 <= self.decay <= 1 or self.width < 1:
+            raise ValueError(f"LearnedNoise: hold is {self.hold}, decay {self.decay} and width {self.width}, expected "
+                             "0 to 1, 0 to 1, and 1 or more")
+
+    def __call__(self, x: Tensor, v: Tensor, grid: Tensor, i: int) -> Gaussian:
+        return _noisy(x, v, grid, i, self.low, self.high, lambda x, sigma: torch.full_like(x, 0.5))
+
+    def network(self) -> NoiseNet:
+        return NoiseNet(self.width)
+
+    def upper(self, epoch: int, epochs: int) -> float:
+        """The upper bound in an epoch, counted from 0, of a run of so many."""
+        held = self.hold * epochs
+        gone = min(max(epoch - held, 0) / max(epochs - held, 1), 1)
+        last = self.low + self.decay * (self.high - self.low)
+        return last + (self.high - last) * (1 + math.cos(math.pi * gone)) / 2
+
+    def with_network(self, network: NoiseNet, epoch: int, epochs: int) -> Noisy:
+        """The kernel of an epoch."""
+        return Noisy(network, self.low, self.upper(epoch, epochs))
+
+
+def _noisy(x: Tensor, v: Tensor, grid: Tensor, i: int, low: float, high: float, network: Any) -> Gaussian:
+    x, v, sigma, after = _at(x, v, grid, i)
+    delta = sigma - after
+    level = torch.exp(math.log(low) + math.log(high / low) * network(x, sigma).to(x))
+    return Gaussian(x - delta * v, level * delta.sqrt().to(x.device))

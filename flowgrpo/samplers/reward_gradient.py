@@ -1,0 +1,134 @@
+"""Reward backpropagation: the last steps of a rollout, its picture and the picture's reward in one graph.
+
+A rollout is the ordinary one up to the step where the graph begins, the one step that the plan trains; the state there
+is recorded. An ending, `ending(policy, conditioning, x, exploration, step, generators) -> data [b,*D]`, makes of it
+what is decoded: without gradients to sample, and with gradients, under the present weights, to train. What came before
+is outside of the graph. The "score" of such a part is its reward, which `objectives.Ascent` follows: the first-ratio
+check then says that replay and rollout see the same reward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from flowgrpo.config.geometry import prompts_per_part
+from flowgrpo.samplers.rollout import Exploration, Part, Seed
+from flowgrpo.samplers.scheduler import Noise, Task
+from flowgrpo.types import Scored, Transitions
+
+# The reward [b] of pictures [b,...] of the prompts `rows` [b], differentiable by the pictures.
+Value = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Unroll:
+    """All remaining steps, each through the policy, with the noise of the rollout (DRaFT, 2309.17400).
+
+    checkpointing: the backward computes every step's denoiser again, so that only states are held for the steps.
+    """
+
+    checkpointing: bool = False
+
+    def __call__(self, policy, conditioning, x: torch.Tensor, exploration: Exploration, step: int,
+                 generators: Sequence[torch.Generator]) -> torch.Tensor:
+        task = _task(exploration, step, exploration.steps, [each.clone_state() for each in generators])
+        return policy.unroll(task, conditioning, x, self.checkpointing)
+
+
+@dataclass(frozen=True)
+class OneStep:
+    """The data that one step predicts, x0 = x - s v, in place of all remaining steps (ReFL, 2304.05977, algorithm 1).
+    Rollouts end there too."""
+
+    def __call__(self, policy, conditioning, x: torch.Tensor, exploration: Exploration, step: int,
+                 generators: Sequence[torch.Generator]) -> torch.Tensor:
+        v = policy.replay(conditioning, x, exploration.grid, step, exploration.timesteps)
+        return exploration.task(step, step + 1).predict_x0(x, v, step).to(x.dtype)
+
+
+@dataclass(frozen=True, eq=False)
+class Unfinished(Transitions):
+    """States x [n,*D] before `step`, from which a rollout is finished again, each with its generator of noise as it was
+    there; x_next are the data that the rollout made of them, and old their rewards."""
+
+    generators: tuple[torch.Generator, ...] = ()
+
+    def kept(self, keep: torch.Tensor) -> Unfinished | None:
+        found = super().kept(keep)
+        if found is None or found is self:
+            return found
+        own = tuple(each for each, kept in zip(self.generators, keep.tolist(), strict=True) if kept)
+        return Unfinished(**vars(found), generators=own)
+
+
+@dataclass(frozen=True)
+class Valued(Part):
+    """A part whose score is the reward that `value` gives its pictures."""
+
+    value: Value | None = None
+
+
+def explore(policy, conditioning, exploration: Exploration, ending: Any, micro_batch: int, seed: Seed
+            ) -> Iterator[Part]:
+    """Sample each prompt of `conditioning`; yields whole groups, whose rewards `valued` has to fill in.
+
+    The arguments are those of `rollout.explore`; every sample starts from a noise of its own.
+    """
+    group = exploration.group
+    for prompts in torch.arange(len(conditioning.prompts)).split(prompts_per_part(group, micro_batch)):
+        generators = policy.generators(seed(int(p), leaf) for p in prompts for leaf in range(group))
+        of, found = prompts.repeat_interleave(group), []
+        for rows in torch.arange(len(of)).split(micro_batch):
+            own = generators[rows[0]:rows[-1] + 1]
+            found.append(_sampled(policy, conditioning.rows(of[rows]), exploration, ending, own))
+        x, finals = map(torch.cat, zip(*found))
+        unknown = torch.full((len(of), 1), torch.nan)
+        [step] = exploration.schedule.trained
+        taken = Unfinished(step, x.to(policy.states), of, torch.arange(len(of)), finals,
+                           Scored(unknown, unknown.isnan()), generators=tuple(generators))
+        yield Part(range(int(prompts[0]), int(prompts[-1]) + 1), of, exploration, (taken,), (finals,))
+
+
+def _sampled(policy, conditioning, exploration: Exploration, ending: Any, generators: list[torch.Generator]
+             ) -> tuple[torch.Tensor, torch.Tensor]:
+    """The states where the graph will begin and the data that come of them, each [b,*D]; the generators stay as they
+    were there."""
+    [step] = exploration.schedule.trained
+    x, _ = policy.run(_task(exploration, 0, step, generators), conditioning, None, generators)
+    with policy.sampling():
+        return x, ending(policy, conditioning, x, exploration, step, generators).detach()
+
+
+def valued(part: Part, pictures: torch.Tensor, value: Value, device: torch.device, micro_batch: int) -> Valued:
+    """The part with the rewards of its pictures [b,...] as old scores, in the batches that its replay will have."""
+    with torch.no_grad():
+        found = [value(part.prompts[at], pictures[at].to(device))
+                 for at in torch.arange(len(pictures)).split(micro_batch)]
+    [taken] = part.transitions
+    taken = replace(taken, old=_scored(torch.cat(found)))
+    return Valued(part.groups, part.prompts, part.exploration, (taken,), part.finals, value=value)
+
+
+def replay(policy, conditioning, part: Valued, ending: Any, micro_batch: int) -> Iterator[tuple[int, slice, Scored]]:
+    """What the present weights make of a part's states: (0, rows, their rewards as Scored [b,1], with gradients where
+    they are enabled), one batch at a time, as `replay.replay`."""
+    [taken] = part.transitions
+    for start in range(0, len(taken.x), micro_batch):
+        rows = slice(start, start + micro_batch)
+        own, x = conditioning.rows(taken.prompts[rows]), taken.x[rows].to(policy.device)
+        made = ending(policy, own, x, part.exploration, taken.step, taken.generators[rows])
+        yield 0, rows, _scored(part.value(taken.prompts[rows], policy.picture(made, own)))
+
+
+def _scored(reward: torch.Tensor) -> Scored:
+    return Scored(reward[:, None], torch.ones_like(reward[:, None], dtype=torch.bool))
+
+
+def _task(exploration: Exploration, start: int, stop: int, generators: list[torch.Generator]) -> Task:
+    """A segment of the rollout, in which nothing is recorded; the last step of the grid never draws noise."""
+    task = exploration.task(start, stop, Noise(generators))
+    return replace(task, stochastic=task.stochastic - {exploration.steps - 1}, recorded=frozenset())

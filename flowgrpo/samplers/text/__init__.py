@@ -1,0 +1,1 @@
+"""Samplers of language models: decoding, groups, trees, continuations."""

@@ -1,0 +1,87 @@
+"""Completions that go on from the middle of others, and what the states there are worth."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from flowgrpo.errors import UserError
+from flowgrpo.samplers.rollout import Seed
+from flowgrpo.samplers.text.decoding import Decoding, decided
+from flowgrpo.samplers.text.records import Asked, Sampled
+from flowgrpo.types import Completions, Segmented
+
+
+def continued(policy: Any, asked: Asked, prefixes: Sequence[Tensor], decoding: Decoding,
+              generators: Sequence[torch.Generator]) -> Sampled:
+    """A completion of each row that begins with its prefix (int64, shorter than `text.max_tokens`, without an end):
+    B whole completions of at most so many tokens. logp is 0 where a prefix stands, mask true there too.
+
+    UserError for prompts with pictures.
+    """
+    if type(asked) is not Asked:
+        raise UserError("the method continues completions from the middle, for which prompts with pictures are not "
+                        "made: use another method")
+    ids = [torch.cat(both) for both in zip(asked.ids, prefixes)]
+    made = policy.sample(replace(asked, ids=ids), decoding, generators, torch.zeros(len(ids), dtype=torch.bool))
+    most = policy.text.max_tokens
+    behind = [(each, torch.zeros(len(each))) for each in prefixes]
+    whole = [(torch.cat([first, rest])[:most], torch.cat([none, logp])[:most])
+             for (first, none), rest, logp in zip(behind, made.ids, made.logp)]
+    ids, logp = (torch.stack([pad(each, (0, most - len(each))) for each in column]) for column in zip(*whole))
+    mask, cut = decided(ids, policy.ends)
+    return Sampled(ids, logp.masked_fill(~mask, 0.0), mask, cut, policy.written(ids, mask))
+
+
+@torch.no_grad()
+def alternatives(policy: Any, asked: Asked, ids: Tensor, mask: Tensor, decoding: Decoding
+                 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Of the tokens of completions [B,L]: the likeliest other token at each place, its log-probability, and that of the
+    likeliest of all, which may be the other; -inf where mask is false or nothing else could be drawn.
+
+    UserError for a model whose logits are more than its head's.
+    """
+    if not policy.head_alone(asked):
+        raise UserError(f"{type(policy.model).__name__} does more to its logits than its head: use a method that does "
+                        "not look for other tokens")
+    states, head = policy.states_before(asked, ids.to(policy.device)), policy.model.get_output_embeddings()
+    tokens, logp, likeliest = torch.zeros_like(ids), *(torch.full(ids.shape, -torch.inf) for _ in range(2))
+    for row in range(len(ids)):  # row by row: the vocabulary may be large
+        own = mask[row]
+        found = decoding(head(states[row, :ids.shape[1]][own.to(states.device)])).cpu()
+        likeliest[row, own] = found.amax(1)
+        best = found.scatter(1, ids[row, own][:, None], -torch.inf).max(1)
+        logp[row, own], tokens[row, own] = best.values, best.indices
+    return tokens, logp, likeliest
+
+
+def segmented(policy: Any, asked: Asked, taken: Completions, segments: Tensor,
+              starts: Sequence[tuple[int, int, int]], samples: int, decoding: Decoding, seed: Seed, group: int,
+              micro_batch: int, judge: Callable[[list[str], int, Tensor], Tensor]) -> Segmented:
+    """The completions, whole groups, with the values of the states before their segments: the mean reward of `samples`
+    continuations of each of `starts`, (row, segment, place). NaN for a row's first segment, and where none has one.
+
+    seed(prompt, sample): every continuation has its own, whatever else is sampled; judge(texts, n, prompts): the total
+    rewards [., n] of texts of the prompts, n for each state.
+    """
+    values = torch.full((len(taken.ids), int(segments.max()) + 1), torch.nan)
+    length = taken.ids.shape[1]
+    rows = [(row, place, number) for row, _, place in starts for number in range(samples)]
+    texts: list[str] = []
+    for at in range(0, len(rows), micro_batch):
+        own = rows[at:at + micro_batch]
+        prompts = taken.prompts[[row for row, _, _ in own]]
+        generators = policy.generators(seed(int(p), group + ((row % group) * length + place) * samples + number)
+                                       for p, (row, place, number) in zip(prompts, own))
+        texts += continued(policy, asked.rows(prompts), [taken.ids[row, :place] for row, place, _ in own], decoding,
+                           generators).texts
+    if starts:
+        row, segment, _ = torch.tensor(list(starts)).unbind(1)
+        totals = judge(texts, samples, taken.prompts[row].repeat_interleave(samples))
+        values[row, segment] = totals.nanmean(1).to(values)
+    return Segmented(taken.ids, taken.prompts, taken.old, segments, values, correction=taken.correction)

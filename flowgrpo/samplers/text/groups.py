@@ -1,0 +1,107 @@
+"""How the completions of a group are drawn: `draw(policy, asked, kernel, generators, greedy, group, micro_batch)`.
+
+asked: the prompts of B rows, whole groups of `group`; generators: one per row; greedy: bool [B], rows that take the
+likeliest token; the answer is a list of Sampled, B rows together in their order. `causal`: whether tokens are drawn one
+after the other; `leaves`: of what number a group has to be a multiple.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from flowgrpo.errors import UserError
+
+if TYPE_CHECKING:
+    from flowgrpo.samplers.text.records import Asked, Sampled
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """Every completion for itself."""
+
+    causal, leaves = False, 1
+
+    def __call__(self, policy: Any, asked: Asked, kernel: Any, generators: Sequence[torch.Generator], greedy: Tensor,
+                 group: int, micro_batch: int) -> list[Sampled]:
+        return [policy.sample(asked.rows(at), kernel, [generators[i] for i in at], greedy[at])
+                for at in torch.arange(len(generators)).split(micro_batch)]
+
+
+@dataclass(frozen=True)
+class Serial:
+    """One completion, and the answers that it would have given at earlier places (S-GRPO, 2505.07686).
+
+    The last of a group is drawn as a whole. The others, in the order of their places, repeat its first tokens up to a
+    place drawn evenly from its thought, go on with the text `exit`, which nobody drew and nothing trains, and answer.
+    The thought ends where the text `close` begins, or with the completion.
+    """
+
+    exit: str = "Time is limited, stop thinking and start answering.\n</think>\n\n"
+    close: str = "</think>"
+    causal, leaves = True, 1
+
+    def __call__(self, policy: Any, asked: Asked, kernel: Any, generators: Sequence[torch.Generator], greedy: Tensor,
+                 group: int, micro_batch: int) -> list[Sampled]:
+        exit, most = self._exit(policy), policy.text.max_tokens
+        whole = torch.arange(group - 1, len(generators), group)
+        leaders = joined([policy.sample(asked.rows(at), kernel, [generators[i] for i in at], greedy[at])
+                          for at in whole.split(micro_batch)])
+        places = torch.cat([self.places(thought(policy, ids[mask], self.close), group - 1, most - len(exit) - 1,
+                                        generators[row])
+                            for ids, mask, row in zip(leaders.ids, leaders.mask, whole.tolist())])
+        of = torch.arange(len(whole)).repeat_interleave(group - 1)
+        rows = whole[of] - (group - 1) + torch.arange(group - 1).repeat(len(whole))
+        exits = joined([self._left(policy, asked.rows(rows[at]), kernel, [generators[i] for i in rows[at]],
+                                   leaders.ids[of[at]], leaders.logp[of[at]], places[at], exit)
+                        for at in torch.arange(len(rows)).split(micro_batch)])
+        return [ordered(joined([exits, leaders]), torch.cat([rows, whole]).argsort())]
+
+    def places(self, length: int, count: int, most: int, generator: torch.Generator) -> Tensor:
+        """After how many tokens of a thought of this length the exits are, int64 [count], ascending, at most `most`."""
+        return torch.randint(1, max(min(length, most), 1) + 1, (count,), generator=generator).sort()[0]
+
+    def _exit(self, policy: Any) -> Tensor:
+        """The tokens of `exit`. UserError where they leave no room for an answer."""
+        ids = torch.tensor(policy.tokenizer(self.exit, add_special_tokens=False)["input_ids"], dtype=torch.long)
+        if len(ids) + 2 > policy.text.max_tokens:
+            raise UserError(f"text.max_tokens is {policy.text.max_tokens}, but the exit {self.exit!r} alone has "
+                            f"{len(ids)} tokens: raise it, or set parts.draws.exit to a shorter text")
+        return ids
+
+    @staticmethod
+    def _left(policy: Any, asked: Asked, kernel: Any, generators: Sequence[torch.Generator], ids: Tensor, logp: Tensor,
+              places: Tensor, exit: Tensor) -> Sampled:
+        """Answers of thoughts ids [b,L], with their logp [b,L], that were left at `places` [b]."""
+        from flowgrpo.samplers.text.continuations import continued
+
+        made = continued(policy, asked, [torch.cat([row[:place], exit]) for row, place in zip(ids, places)], kernel,
+                         generators)
+        at = torch.arange(ids.shape[1])
+        before, behind = at < places[:, None], at >= places[:, None] + len(exit)
+        return replace(made, logp=torch.where(before, logp, made.logp), mask=made.mask & (before | behind))
+
+
+def thought(policy: Any, ids: Tensor, close: str) -> int:
+    """How many of a completion's tokens [n] are its thought: those before the text `close`, or before its end."""
+    ends = torch.isin(ids, torch.tensor(policy.ends)).nonzero().flatten().tolist()
+    length = ends[0] if ends else len(ids)
+    mark = policy.tokenizer(close, add_special_tokens=False)["input_ids"]
+    own = ids.tolist()
+    return next((at for at in range(length) if own[at:at + len(mark)] == mark), length) if mark else length
+
+
+def joined(pieces: Sequence[Sampled]) -> Sampled:
+    """Samples one after the other."""
+    columns = [torch.cat([getattr(each, name) for each in pieces]) for name in ("ids", "logp", "mask", "cut")]
+    return type(pieces[0])(*columns, [text for each in pieces for text in each.texts])
+
+
+def ordered(made: Sampled, order: Tensor) -> Sampled:
+    """The samples in another order, or some of them, or some several times."""
+    return type(made)(*(each[order] for each in (made.ids, made.logp, made.mask, made.cut)),
+                      [made.texts[i] for i in order.tolist()])

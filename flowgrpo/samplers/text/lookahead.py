@@ -1,0 +1,122 @@
+"""Completions that branch where the model wavers and stay where they go apart: a part of a method's `draws`."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from flowgrpo.samplers.text.groups import joined, ordered
+
+if TYPE_CHECKING:
+    from flowgrpo.samplers.text.records import Asked, Sampled
+
+
+@dataclass(frozen=True)
+class Lookahead:
+    """A group grows from one completion: where another token was nearly as likely as the one drawn, a branch takes it,
+    and stays if its next tokens differ enough (LATR, 2510.24302).
+
+    A branch is tried where the likeliest other token has a probability above `likely` and at most `gap` less than the
+    likeliest of all. It stays where the next `ahead` tokens, the other token among them, differ from those it left by
+    an edit distance of at least `apart` of their number. Branches branch again behind their place, the earliest first.
+    Of a group the `share` is grown so; what is missing then is drawn in parallel. A token that a branch begins with has
+    the probability that the model gave it. Numbers and the order are a reconstruction.
+    """
+
+    likely: float = 0.25
+    gap: float = 0.15
+    ahead: int = 20
+    apart: float = 0.4
+    share: float = 1.0
+    causal, leaves = True, 1
+
+    def __post_init__(self) -> None:
+        inside = all(0 <= getattr(self, name) <= 1 for name in ("likely", "gap", "apart", "share"))
+        if not inside or self.ahead < 1:
+            raise ValueError(f"Lookahead: likely is {self.likely}, gap {self.gap}, apart {self.apart}, share "
+                             f"{self.share} and ahead {self.ahead}, expected 0 to 1 each, and 1 or more")
+
+    def __call__(self, policy: Any, asked: Asked, kernel: Any, generators: Sequence[torch.Generator], greedy: Tensor,
+                 group: int, micro_batch: int) -> list[Sampled]:
+        def drawn(rows: Tensor) -> list[Sampled]:
+            return [policy.sample(asked.rows(at), kernel, [generators[i] for i in at], greedy[at])
+                    for at in rows.split(micro_batch)]
+
+        rows, most = list(range(0, len(generators), group)), max(round(self.share * group), 1)
+        made = joined(drawn(torch.tensor(rows)))
+        new = self.branches(policy, asked.rows(torch.tensor(rows)), made, kernel, [0] * len(rows), 0)
+        waiting, grown = dict(zip(rows, map(deque, new))), dict.fromkeys(rows, 1)
+        while asking := [row for row in grown if waiting[row] and grown[row] < most][:micro_batch]:
+            tries, own = [waiting[row].popleft() for row in asking], torch.tensor([row + grown[row] for row in asking])
+            found = branched(policy, asked.rows(own), made, kernel, [generators[i] for i in own], tries)
+            for number, (row, branch) in enumerate(zip(asking, tries)):
+                if not self.apart_from(made, found, branch, number):
+                    continue
+                at = torch.tensor([number])
+                [more] = self.branches(policy, asked.rows(own[at]), ordered(found, at), kernel, [branch.place + 1],
+                                       len(rows))
+                made, rows, grown[row] = joined([made, ordered(found, at)]), [*rows, int(own[number])], grown[row] + 1
+                waiting[row] += more
+        missing = [row + number for row in grown for number in range(grown[row], group)]
+        made = joined([made, *drawn(torch.tensor(missing))]) if missing else made
+        return [ordered(made, torch.tensor(rows + missing).argsort())]
+
+    def branches(self, policy: Any, asked: Asked, made: Sampled, kernel: Any, after: Sequence[int], first: int
+                 ) -> list[list[Branch]]:
+        """Where each of the completions [b] may branch, from the place `after` on; they are numbered from `first`."""
+        from flowgrpo.samplers.text.continuations import alternatives
+
+        tokens, logp, likeliest = alternatives(policy, asked, made.ids, made.mask, kernel)
+        fits = made.mask & (logp.exp() > self.likely) & (likeliest.exp() - logp.exp() <= self.gap)
+        fits &= ~torch.isin(tokens, torch.tensor(policy.ends))
+        fits[:, -1] = False  # a branch needs room behind it
+        return [[Branch(first + row, at, int(tokens[row, at]), logp[row, at].item())
+                 for at in fits[row].nonzero().flatten().tolist() if at >= after[row]] for row in range(len(tokens))]
+
+    def apart_from(self, made: Sampled, found: Sampled, branch: Branch, number: int) -> bool:
+        """Whether the found completion differs enough from the one it left."""
+        window = slice(branch.place, branch.place + self.ahead)
+        one, other = (each.ids[at, window][each.mask[at, window]].tolist() for each, at in ((made, branch.parent),
+                                                                                           (found, number)))
+        return edit_distance(one, other) >= self.apart * max(len(one), len(other))
+
+
+@dataclass(frozen=True)
+class Branch:
+    """A branch that may be tried: the number of the completion that it leaves, the place where, the token that it takes
+    there and its log-probability."""
+
+    parent: int
+    place: int
+    token: int
+    logp: float
+
+
+def branched(policy: Any, asked: Asked, made: Sampled, kernel: Any, generators: Sequence[torch.Generator],
+             branches: Sequence[Branch]) -> Sampled:
+    """The completions of these branches, drawn to their end."""
+    from flowgrpo.samplers.text.continuations import continued
+
+    prefixes = [torch.cat([made.ids[each.parent, :each.place], torch.tensor([each.token])]) for each in branches]
+    found = continued(policy, asked, prefixes, kernel, generators)
+    logp = found.logp.clone()
+    for row, each in enumerate(branches):
+        logp[row, :each.place] = made.logp[each.parent, :each.place]
+        logp[row, each.place] = each.logp
+    return replace(found, logp=logp)
+
+
+def edit_distance(one: Sequence[int], other: Sequence[int]) -> int:
+    """The fewest tokens to put in, take out or exchange to make the other of the one (Levenshtein)."""
+    before = list(range(len(other) + 1))
+    for number, token in enumerate(one, 1):
+        now = [number]
+        for place, another in enumerate(other, 1):
+            now.append(min(before[place] + 1, now[-1] + 1, before[place - 1] + (token != another)))
+        before = now
+    return before[-1]

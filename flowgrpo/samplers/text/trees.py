@@ -1,0 +1,71 @@
+"""Groups of completions that share their beginnings: parts of a method's `draws`, as `groups` has them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from flowgrpo.samplers.text.groups import joined, ordered
+
+if TYPE_CHECKING:
+    from flowgrpo.samplers.text.records import Asked, Sampled
+
+
+@dataclass(frozen=True)
+class Tree:
+    """A tree: after every `tokens` tokens each completion so far goes on in `children` ways (SPO-tree, 2505.23564).
+
+    children: of the first split, the second and so on; a group is so many leaves, or a multiple of them, from as many
+    roots of their own. One of the ways is what the completion already was, the others are drawn anew from its
+    beginning. One that has ended before a split is in the group so many times.
+    """
+
+    children: tuple[int, ...] = (2, 2)
+    tokens: int = 32
+    causal = True
+
+    def __post_init__(self) -> None:
+        if not self.children or min(self.children) < 1 or self.tokens < 1:
+            raise ValueError(f"Tree: children are {list(self.children)} and tokens {self.tokens}, expected 1 or more, "
+                             "and one split at least")
+
+    @property
+    def leaves(self) -> int:
+        return math.prod(self.children)
+
+    def __call__(self, policy: Any, asked: Asked, kernel: Any, generators: Sequence[torch.Generator], greedy: Tensor,
+                 group: int, micro_batch: int) -> list[Sampled]:
+        rows = torch.arange(0, len(generators), self.leaves)
+        made = joined([policy.sample(asked.rows(at), kernel, [generators[i] for i in at], greedy[at])
+                       for at in rows.split(micro_batch)])
+        for depth, count in enumerate(self.children):
+            width = math.prod(self.children[depth + 1:])
+            parents = torch.arange(len(rows)).repeat_interleave(count - 1)
+            new = rows[parents] + width * (torch.arange(count - 1) + 1).repeat(len(rows))
+            grown = [regrown(policy, asked.rows(new[at]), kernel, [generators[i] for i in new[at]],
+                             ordered(made, parents[at]), torch.full((len(at),), (depth + 1) * self.tokens))
+                     for at in torch.arange(len(new)).split(micro_batch)]
+            made, rows = joined([made, *grown]), torch.cat([rows, new])
+        return [ordered(made, rows.argsort())]
+
+
+def regrown(policy: Any, asked: Asked, kernel: Any, generators: Sequence[torch.Generator], made: Sampled,
+            places: Tensor) -> Sampled:
+    """The completions again: each as it was up to its place, and drawn anew from there. places: int64 [b], of tokens.
+    One that ends before its place stays as it was."""
+    from flowgrpo.samplers.text.continuations import continued
+
+    open_ = (made.mask.sum(1) > places).nonzero().flatten()
+    if not len(open_):
+        return made
+    anew = continued(policy, asked.rows(open_), [made.ids[i, :places[i]] for i in open_], kernel,
+                     [generators[i] for i in open_])
+    before = torch.arange(made.ids.shape[1]) < places[open_, None]
+    anew = replace(anew, logp=torch.where(before, made.logp[open_], anew.logp))
+    closed = (made.mask.sum(1) <= places).nonzero().flatten()
+    return ordered(joined([anew, ordered(made, closed)]), torch.cat([open_, closed]).argsort())

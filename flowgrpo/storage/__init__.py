@@ -1,0 +1,1 @@
+"""Files on disk: checkpoints, JSON, paths that can be written."""

@@ -1,0 +1,71 @@
+"""Checkpoints: written under a temporary name, then renamed, so that a kill never leaves half of one.
+
+A checkpoint is a folder of safetensors and JSON, never a pickle. Sampling, windows and data order are pure functions of
+(seed, epoch), so weights, optimiser, moving average and a few counters are the whole state of a run.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from flowgrpo.errors import UserError
+from flowgrpo.storage import paths
+
+
+def save(folder: Path, epoch: int, tensors: dict[str, torch.Tensor], state: dict[str, Any], keep: int) -> Path:
+    """Write `folder/epoch-00042` and leave the newest `keep` of them."""
+    target = folder / f"epoch-{epoch:05d}"
+    temporary = folder / f".{target.name}.tmp"
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    save_file({key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()},
+              temporary / "state.safetensors")
+    paths.readable(temporary)
+    (temporary / "state.json").write_text(json.dumps(state, indent=1))
+    shutil.rmtree(target, ignore_errors=True)
+    temporary.rename(target)
+    for old in sorted(folder.glob("epoch-*"))[:-keep]:
+        shutil.rmtree(old)
+    return target
+
+
+def latest(folder: Path) -> Path | None:
+    """The checkpoint of the most epochs; None where there is none."""
+    return max(folder.glob("epoch-*"), default=None)
+
+
+def load(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """The (tensors, state) that `save` wrote. UserError where they cannot be read."""
+    try:
+        return load_file(folder / "state.safetensors"), json.loads((folder / "state.json").read_text())
+    except Exception as error:
+        raise UserError(f"the checkpoint {folder} cannot be read ({error}): remove it to resume from the one "
+                        "before") from None
+
+
+def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """An optimiser's state as flat tensors `0.exp_avg`, `0.step`, ...; a whole number is one of int64."""
+    return {f"{index}.{key}": torch.as_tensor(value) for index, values in optimizer.state_dict()["state"].items()
+            for key, value in _flat(values).items()}
+
+
+def _flat(values: dict[str, Any]) -> dict[str, Any]:
+    """The values without the level that bitsandbytes has between. Its tables are shared by all, which no file can."""
+    nested = [inner for value in values.values() if isinstance(value, dict) for inner in value.items()]
+    return {key: value for key, value in values.items() if not isinstance(value, dict)} | \
+        {key: value.clone() for key, value in nested}
+
+
+def load_optimizer(optimizer: torch.optim.Optimizer, tensors: dict[str, torch.Tensor]) -> None:
+    """Give an optimiser the state that `optimizer_tensors` flattened; its groups stay as they are."""
+    state: dict[int, dict[str, torch.Tensor]] = {}
+    for name, tensor in tensors.items():
+        index, key = name.split(".", 1)
+        state.setdefault(int(index), {})[key] = int(tensor) if tensor.dtype == torch.int64 else tensor
+    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})

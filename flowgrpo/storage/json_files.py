@@ -1,0 +1,54 @@
+"""JSON files: values as JSON has them, and files read back, whose damage is reported in one line."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from flowgrpo.errors import UserError
+
+
+def finite(value: Any) -> Any:
+    """The value with null for what JSON has no number for, such as the mean of a reward that applied to no sample."""
+    if isinstance(value, dict):
+        return {key: finite(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def read_object(path: Path, mend: str, **kinds: type) -> dict[str, Any]:
+    """The JSON object in a file, with values of these types under these keys.
+
+    mend: what a person can do about a file that holds something else, with which the UserError ends.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:  # neither JSON nor, perhaps, UTF-8
+        raise UserError(f"{path} is damaged ({error}): {mend}") from None
+    if not isinstance(found, dict):
+        raise UserError(f"{path} is damaged (expected an object, got {str(found)[:60]}): {mend}")
+    for key, kind in kinds.items():
+        if not isinstance(found.get(key), kind):
+            raise UserError(f"{path} is damaged (it has {str(found.get(key))[:60]} under {key!r}): {mend}")
+    return found
+
+
+def read_lines(path: Path, *numbers: str) -> list[dict[str, Any]]:
+    """The objects of a file of JSON lines that have numbers under these keys, without a last line that is still being
+    written or that a kill cut off; none where there is no such file. UserError names a line that is damaged."""
+    lines = path.read_bytes().split(b"\n")[:-1] if path.is_file() else []
+    return [_line(path, number, line, numbers) for number, line in enumerate(lines, 1)]
+
+
+def _line(path: Path, number: int, line: bytes, numbers: tuple[str, ...]) -> dict[str, Any]:
+    try:
+        found = json.loads(line.decode())
+        if isinstance(found, dict) and all(isinstance(found.get(key), (int, float)) for key in numbers):
+            return found
+        why = f"expected an object with numbers under {', '.join(numbers)}"
+    except ValueError as error:
+        why = str(error)
+    raise UserError(f"{path}, line {number}: damaged ({why}): remove that line")

@@ -1,0 +1,1 @@
+"""What the training loop uses: credit, optimizer, state, metrics, run folder."""

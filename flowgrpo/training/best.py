@@ -1,0 +1,95 @@
+"""The best weights of a run and its early stop, each by a reward that is measured on held-out prompts.
+
+Only what `eval.every` measures counts: the base does not, nor do epochs between. Weights are those that `eval.weights`
+names. A value that is no number, or no better one, is no peak; of equal ones the first is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from torch import Tensor
+
+from flowgrpo.config.sections import Eval
+from flowgrpo.errors import UserError
+
+
+@dataclass
+class Peak:
+    """The highest mean so far of a held-out reward, its epoch, and how many evaluations came after it."""
+
+    reward: str | None = None
+    value: float | None = None
+    epoch: int = 0
+    since: int = 0
+
+    def see(self, metrics: dict[str, Any], epoch: int) -> bool:
+        """Take an evaluation in. Returns whether it is the best so far."""
+        value = metrics[f"held_out/{self.reward}"]
+        better = value == value and (self.value is None or value > self.value)
+        if better:
+            self.value, self.epoch = value, epoch
+        self.since = 0 if better else self.since + 1
+        return better
+
+
+class Best:
+    """What `eval.best` and `eval.stop` remember; weights: those of the best epoch on the CPU, empty without one."""
+
+    def __init__(self, settings: Eval):
+        self.patience = settings.stop.patience if settings.stop else None
+        self.best, self.stop = Peak(settings.best), Peak(settings.stop.reward if settings.stop else None)
+        self.weights: dict[str, Tensor] = {}
+
+    def see(self, metrics: dict[str, Any], epoch: int, weights: Callable[[], dict[str, Tensor]]) -> None:
+        """Take an evaluation in, with the weights that were evaluated."""
+        if self.best.reward and self.best.see(metrics, epoch):
+            self.weights = {key: tensor.detach().cpu().clone() for key, tensor in weights().items()}
+        if self.stop.reward:
+            self.stop.see(metrics, epoch)
+
+    def forget(self) -> None:
+        """Begin anew, where what was measured so far was measured in another way."""
+        self.best, self.stop, self.weights = Peak(self.best.reward), Peak(self.stop.reward), {}
+
+    @property
+    def stopped(self) -> bool:
+        """Whether `patience` evaluations in a row brought no better one."""
+        return self.patience is not None and self.stop.since >= self.patience
+
+    def told(self) -> str | None:
+        """What the run kept and why it ended, for its summary; None where it did as always."""
+        said = []
+        if self.weights:
+            said.append(f"kept the weights of epoch {self.best.epoch}, the best by held-out {self.best.reward} "
+                        f"({self.best.value:.4g})")
+        if self.stopped:
+            said.append(f"stopped: {self.stop.since} evaluations without a better held-out {self.stop.reward} than "
+                        f"that of epoch {self.stop.epoch}")
+        return "; ".join(said) or None
+
+    def state(self) -> dict[str, Any]:
+        return {"best": asdict(self.best), "stop": asdict(self.stop)}
+
+    def restore(self, state: dict[str, Any], weights: dict[str, Tensor]) -> None:
+        """Go on from a checkpoint, as far as it is of the same rewards."""
+        if self.best.reward and state.get("best", {}).get("reward") == self.best.reward:
+            self.best, self.weights = Peak(**state["best"]), dict(weights)
+        if self.stop.reward and state.get("stop", {}).get("reward") == self.stop.reward:
+            self.stop = Peak(**state["stop"])
+
+
+def require(settings: Eval, measured: Iterable[str]) -> None:
+    """UserError where the rewards of `eval.best` and `eval.stop` are never measured."""
+    names = {"best": settings.best, "stop": settings.stop and settings.stop.reward}
+    for key, name in names.items():
+        if name is None:
+            continue
+        if not settings.every:
+            raise UserError(f"eval.{key} is set, but eval.every is 0, so that nothing is measured on the way: set "
+                            "eval.every to a number of epochs")
+        if name not in measured:
+            raise UserError(f"eval.{key} names the reward {name!r}, which is not measured: expected "
+                            f"{', '.join(measured)}, or name it under eval.rewards too")

@@ -1,0 +1,77 @@
+"""From rewards of pictures to advantages of transitions."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from flowgrpo.advantages.group import below, weighted_sum
+from flowgrpo.advantages.selection import of_nodes
+from flowgrpo.methods.method import Method
+from flowgrpo.samplers.latent_edits import rewarded
+from flowgrpo.samplers.rollout import Part
+from flowgrpo.types import Context, Goal, Transitions
+
+
+def credit(method: Method, parts: list[Part], rewards: Tensor, weights: list[float], context: Context,
+           own: Callable[[Tensor], Tensor]) -> Iterator[Part | None]:
+    """Give every transition its advantage, that of the mean reward of the samples below it among its equals in the
+    group, and leave out what the method does not train and samples to which no reward applies: None for a part of which
+    nothing is left.
+
+    What the context deducts is taken off first.
+
+    rewards: [P,G,R] of all processes, NaN where one does not apply; weights: of the R rewards; parts: one's own, whose
+    rows `own` takes out of what all have.
+    """
+    less = rewards if context.deducted is None else rewards - context.deducted[..., None].to(rewards)
+    shaped, totals = method.shaping(less, context), own(weighted_sum(rewards, weights))
+    weights = [1.0] if getattr(method.shaping, "merges", False) else weights
+    advantage = method.advantage(shaped, weights, context)
+    leaves = method.selection(advantage, context) & ~rewards.isnan().all(2)
+    advantage_of, kept_of = {1: own(advantage)}, {1: own(leaves)}  # by the number of samples below a transition
+    for part in parts:
+        at, advantages, kept = slice(part.groups.start, part.groups.stop), [], []
+        for taken in part.transitions:
+            width = len(part.prompts) // len(taken.parent)
+            if width not in advantage_of:
+                # Nodes above the leaves are compared without leaving a trace in what is remembered of the leaves.
+                values = below(shaped, width)
+                advantage = method.advantage(values, weights, copy.deepcopy(context))
+                advantage_of[width] = own(advantage)
+                kept_of[width] = own(of_nodes(method.selection, leaves, advantage) & ~values.isnan().all(2))
+            advantages.append(method.spread(taken, advantage_of[width][at].flatten(), totals[at]))
+            kept.append(kept_of[width][at].flatten())
+        if method.tuning.weight:
+            part = towards_best(part, advantage_of[1][at])
+        if method.edit:
+            part = rewarded(part, own(weighted_sum(shaped, weights))[at].flatten())
+        yield part.credited(advantages, kept)
+
+
+def towards_best(part: Part, advantages: Tensor) -> Part:
+    """The part with a goal for each of its transitions: the mean that it would have with the output v* that the policy
+    gave on the path to the best leaf of its group, and that leaf's advantage.
+
+    advantages: [N, G] of the leaves of the part's N groups. The part has to have its means recorded.
+    """
+    weight, best = advantages.max(dim=1)
+    weight = weight.clamp(min=0)
+    return replace(part, transitions=tuple(_aimed(taken, part, weight, best) for taken in part.transitions))
+
+
+def _aimed(taken: Transitions, part: Part, weight: Tensor, best: Tensor) -> Transitions:
+    assert taken.old.mean is not None, "LayerTuning needs recorded means"
+    exploration, groups, edges = part.exploration, len(best), len(taken.parent)
+    width = len(part.prompts) // edges
+    of_best = torch.arange(groups) * (edges // groups) + best.cpu() // width
+    parent, group = taken.parent, torch.arange(edges) // (edges // groups)
+    rest = exploration.transition(taken.x, torch.zeros_like(taken.x), exploration.grid, taken.step).mean
+    device = rest.device
+    drawn = taken.old.mean[of_best.to(device), 0] - rest[parent[of_best].to(device)]  # slope * v*
+    mean = rest[parent.to(device)] + drawn[group.to(device)]
+    return replace(taken, goal=Goal(mean[:, None], weight.cpu()[group, None].to(mean)))

@@ -1,0 +1,113 @@
+"""A value model beside a language model: advantages per token, by GAE over the steps in which tokens were drawn.
+
+It is a linear head on the policy's last hidden states, of a masked model each in the state of its token's own decoding
+step. The states are constants to it, so that it changes nothing of the policy; it is saved in checkpoints, and no
+adapter has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flowgrpo.advantages.gae import Recall, ValueHead, over_traces, value_loss
+from flowgrpo.config.geometry import Geometry
+from flowgrpo.distributed.processes import Processes
+from flowgrpo.samplers.rollout import Part
+from flowgrpo.samplers.text.decoding import Decoding
+from flowgrpo.storage import checkpoint
+from flowgrpo.training.replay_buffer import Recalling
+
+
+class NoCritic:
+    """A method without a value model."""
+
+    def __call__(self, parts: list[Part], asked: Any) -> list[Part]:
+        return parts
+
+    def fit(self) -> dict[str, float]:
+        return {}
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {}
+
+    def load(self, tensors: dict[str, Tensor]) -> None:
+        pass
+
+
+class Critic:
+    """The value model of a run. seen: of every part of the epoch the states [k,H] of its tokens, float32 on the CPU,
+    their values and returns [k]."""
+
+    def __init__(self, part: ValueHead, policy: Any, kernel: Decoding, geometry: Geometry, processes: Processes):
+        self.part, self.policy, self.kernel = part, policy, kernel
+        self.together, self.processes = geometry.micro_batch, processes
+        self.head = torch.nn.Linear(policy.width, 1).to(policy.device)
+        torch.nn.init.zeros_(self.head.weight)
+        torch.nn.init.zeros_(self.head.bias)
+        self.optimizer = torch.optim.AdamW(self.head.parameters(), lr=part.lr, weight_decay=0.0)
+        self.seen: list[tuple[Tensor, Tensor, Tensor]] = []
+
+    def __call__(self, parts: Sequence[Part], asked: Any) -> list[Part]:
+        """The parts with advantages [m,L] of tokens in place of those [m] of completions."""
+        self.seen = []
+        return [self._credited(part, asked) for part in parts]
+
+    @torch.no_grad()
+    def _credited(self, part: Part, asked: Any) -> Part:
+        [taken], [reward], mask = part.transitions, part.advantages, part.transitions[0].old.mask
+        hidden, turns = self.policy.hidden(asked, taken, self.kernel, self.together)
+        values = self.values(hidden).cpu()
+        advantages, returns = over_traces(reward.cpu(), torch.zeros(mask.shape).masked_scatter(mask, values), turns,
+                                          mask, self.part.gamma, self.part.decay)
+        self.seen.append((hidden.cpu(), values, returns[mask]))
+        return replace(part, advantages=(advantages,))
+
+    def values(self, hidden: Tensor) -> Tensor:
+        """[k] of states [k,H]."""
+        return self.head(hidden.to(self.policy.device, torch.float32))[:, 0]
+
+    def fit(self) -> dict[str, float]:
+        """Follow the clipped loss of what was seen; all processes take the same steps. Returns the loss before them."""
+        [count] = self.processes.total([sum(len(returns) for _, _, returns in self.seen)])
+        losses = []
+        for _ in range(self.part.passes if count else 0):
+            self.optimizer.zero_grad()
+            losses.append(sum(self._backward(*each, count) for each in self.seen))
+            self.processes.add_gradients(list(self.head.parameters()))
+            self.optimizer.step()
+        if not losses:
+            return {}
+        return {"value_loss": self.processes.gather(torch.tensor([float(losses[0])])).sum().item()}
+
+    def _backward(self, hidden: Tensor, old: Tensor, returns: Tensor, count: int) -> float:
+        device = self.policy.device
+        loss = value_loss(self.values(hidden), old.to(device), returns.to(device), self.part.clip).sum() / count
+        loss.backward()
+        return loss.item()
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What a checkpoint keeps: the head and its optimiser's state."""
+        return dict(self.head.state_dict()) | {f"optimizer.{key}": each for key, each in
+                                               checkpoint.optimizer_tensors(self.optimizer).items()}
+
+    def load(self, tensors: dict[str, Tensor]) -> None:
+        """Go on from `tensors`; from a checkpoint without any, from the start."""
+        if not tensors:
+            return
+        self.head.load_state_dict({key: tensors[key] for key in self.head.state_dict()})
+        state = {key.removeprefix("optimizer."): each for key, each in tensors.items() if key.startswith("optimizer.")}
+        checkpoint.load_optimizer(self.optimizer, state)
+
+
+def make_critic(method: Any, policy: Any, geometry: Geometry, processes: Processes) -> NoCritic | Critic | Recalling:
+    """The value model that a method asks for."""
+    if method.value is None:
+        return NoCritic()
+    if isinstance(method.value, Recall):
+        return Recalling(method.value, policy.editor, processes)
+    return Critic(method.value, policy, method.kernel, geometry, processes)

@@ -1,0 +1,67 @@
+"""Metrics of a run: metrics.jsonl, trackers, progress bar, statistics of an update."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from flowgrpo.distributed.processes import Processes
+from flowgrpo.storage.json_files import finite
+
+
+class Log:
+    """Metrics of one run, one line of JSON per epoch, appended as they come; of several processes the first one's."""
+
+    def __init__(self, folder: Path, accelerator, total: int, first: int):
+        self.path, self.accelerator, self.speaks = folder / "metrics.jsonl", accelerator, accelerator.is_main_process
+        self.bar = tqdm(total=total, initial=first, desc="training", unit="epoch", disable=not self.speaks)
+
+    def epoch(self, epoch: int, metrics: dict[str, Any], shown: dict[str, str]) -> None:
+        if not self.speaks:
+            return
+        with self.path.open("a") as file:
+            file.write(json.dumps(finite({"epoch": epoch, **metrics})) + "\n")
+        self.accelerator.log({k: v for k, v in metrics.items() if isinstance(v, (int, float))}, step=epoch)
+        self.bar.set_postfix(shown)
+        self.bar.update()
+
+    def say(self, text: str) -> None:
+        """A line above the progress bar."""
+        if self.speaks:
+            self.bar.write(text)
+
+    def close(self) -> None:
+        self.bar.close()
+
+
+class Stats:
+    """What an epoch's updates looked like, per grid step; read once, at the end."""
+
+    def __init__(self):
+        self.norms: list[torch.Tensor] = []
+        self.decisions: list[torch.Tensor] = []  # [n,5]: step, log-ratio, whether the clip cut it, loss, KL
+
+    def add(self, step: int, mask, log_ratio, clipped, loss, kl=None) -> None:
+        """All [B,N]; mask: the decisions that count; kl: to the reference, None where it was not measured."""
+        each = (torch.full_like(log_ratio, step), log_ratio, clipped, loss,
+                torch.full_like(log_ratio, torch.nan) if kl is None else kl)
+        self.decisions.append(torch.stack([value.detach().float()[mask] for value in each], 1))
+
+    def summary(self, processes: Processes = Processes()) -> dict[str, Any]:
+        """Means over the decisions of all processes, which have the same norms."""
+        decisions = processes.gather(torch.cat(self.decisions).cpu() if self.decisions else torch.empty(0, 5))
+        if not len(decisions):
+            return {"loss": 0.0, "grad_norm": 0.0}
+        of, log_ratio, clipped, loss, kl = decisions.unbind(1)
+        steps = [int(step) for step in of.unique()]
+        return {"loss": loss.mean().item(),
+                "grad_norm": torch.stack(self.norms).mean().item(),
+                "log_ratio_max": log_ratio.abs().max().item(),
+                "clip_fraction": clipped.mean().item(),
+                **({} if kl.isnan().all() else {"kl": kl.nanmean().item()}),
+                **{f"ratio/step_{step}": log_ratio[of == step].exp().mean().item() for step in steps},
+                **{f"clip_fraction/step_{step}": clipped[of == step].mean().item() for step in steps}}

@@ -1,0 +1,86 @@
+"""What the critic of edits learns from: the samples of earlier epochs too, kept in a replay buffer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flowgrpo.advantages.gae import Recall
+from flowgrpo.distributed.processes import Processes
+from flowgrpo.policies.pipelines.edit_networks import prompt_tokens
+from flowgrpo.samplers.rollout import Part
+from flowgrpo.storage import checkpoint
+
+
+class Recalling:
+    """The buffer of a run: final states [n,*D], the places [n] of their prompts among `prompts` [u,T,E], and their
+    rewards [n], on the CPU; every process keeps its own samples."""
+
+    def __init__(self, part: Recall, editor: Any, processes: Processes):
+        self.part, self.editor, self.processes, self.fits = part, editor, processes, 0
+        self.optimizer = torch.optim.AdamW(editor.networks.critic.parameters(), lr=part.lr, weight_decay=0.0)
+        self.states = self.prompts = self.of = self.rewards = torch.zeros(0)
+
+    def __call__(self, parts: list[Part], asked: Any) -> list[Part]:
+        """The parts as they are; their samples are remembered."""
+        taken = [each for part in parts for each in part.transitions]
+        if taken:
+            states = [self.editor.edit.applied(each.x[each.parent], each.x_next).cpu() for each in taken]
+            self.remember(torch.cat(states), prompt_tokens(asked).cpu(),
+                          torch.cat([each.prompts[each.parent] for each in taken]),
+                          torch.cat([each.rewards.float().cpu() for each in taken]))
+        return parts
+
+    def remember(self, states: Tensor, prompts: Tensor, of: Tensor, rewards: Tensor) -> None:
+        """Add samples [m]; of: [m], their places among prompts [P,T,E]. What has another shape than these is forgotten:
+        prompts of another length."""
+        if self.states.shape[1:] != states.shape[1:] or self.prompts.shape[1:] != prompts.shape[1:]:
+            self.states, self.of, self.rewards = states[:0], of[:0], rewards[:0]
+            self.prompts = prompts[:0]
+        newest = slice(-self.part.kept, None)
+        self.states = torch.cat([self.states, states])[newest]
+        self.rewards = torch.cat([self.rewards, rewards])[newest]
+        places = torch.cat([self.of, of + len(self.prompts)])[newest]
+        used, self.of = places.unique(return_inverse=True)
+        self.prompts = torch.cat([self.prompts, prompts])[used]
+
+    def fit(self) -> dict[str, float]:
+        """Follow (Q - R)^2 / 2; all processes take the same steps. Returns the mean loss of the steps."""
+        self.fits += 1
+        generator = torch.Generator().manual_seed(self.fits)
+        [everywhere] = self.processes.total([len(self.states)])
+        losses = []
+        for _ in range(self.part.steps if everywhere else 0):
+            self.optimizer.zero_grad()
+            losses.append(self._backward(generator) if len(self.states) else 0.0)
+            self.processes.add_gradients(list(self.editor.networks.critic.parameters()))
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+        return {"critic_loss": sum(losses) / len(losses)} if losses else {}
+
+    def _backward(self, generator: torch.Generator) -> float:
+        rows = torch.randint(len(self.states), (self.part.batch,), generator=generator)
+        prompts, critic = self.prompts[self.of[rows]], self.editor.networks.critic
+        weight = next(critic.parameters())
+        values = critic(self.states[rows].to(weight), prompts.to(weight))
+        loss = (values - self.rewards[rows].to(weight)).square().mean() / 2
+        (loss / self.processes.count).backward()
+        return loss.item()
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What a checkpoint keeps: the first process's buffer, and the optimiser's state."""
+        return {"states": self.states, "prompts": self.prompts, "of": self.of, "rewards": self.rewards,
+                "fits": torch.tensor(self.fits)} | {
+            f"optimizer.{key}": each for key, each in checkpoint.optimizer_tensors(self.optimizer).items()}
+
+    def load(self, tensors: dict[str, Tensor]) -> None:
+        """Go on from `tensors`; from a checkpoint without any, from the start."""
+        if not tensors:
+            return
+        self.states, self.prompts, self.of, self.rewards = (
+            tensors[key] for key in ("states", "prompts", "of", "rewards"))
+        self.fits = int(tensors["fits"])
+        state = {key.removeprefix("optimizer."): each for key, each in tensors.items() if key.startswith("optimizer.")}
+        checkpoint.load_optimizer(self.optimizer, state)

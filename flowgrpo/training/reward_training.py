@@ -1,0 +1,293 @@
+"""Training a reward on pairs of pictures (Bradley and Terry 1952), as VisionPrefer (2404.15100) and Gen-Drive
+(2410.05582) do: `flowgrpo train-reward`.
+
+P(a preferred to b) = sigmoid(r_a - r_b) for each of A aspects. N pairs have margins r_chosen - r_rejected [N, A] and
+verdicts [N, A]: 1 for chosen, 0 for rejected, 1/2 for a tie, NaN where a pair says nothing of an aspect.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import softplus
+from tqdm import tqdm
+
+from flowgrpo.data.pairs import Pair, aspects
+from flowgrpo.errors import UserError
+from flowgrpo.evaluation.statistics import Interval, interval
+from flowgrpo.rewards.images.clip_models import ClipScore
+from flowgrpo.rewards.images.vision import placed
+from flowgrpo.rewards.learned.preference import FILE, Aspect, Description, save
+from flowgrpo.rewards.learned.preference_networks import ClipHead, Film, with_text
+from flowgrpo.storage import paths
+
+AT_ONCE = 64  # pictures read, or scored without gradients
+Rows = dict[str, Tensor]  # of N pairs: [2, N, ...], the chosen first
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a reward is trained.
+
+    text: whose text encoder the small network takes: starter, or a pipeline's folder or hub id; size: the side of its
+    pictures; clip: a model of open_clip in place of both, frozen, with the tag or file `pretrained`; patience: epochs
+    without a better held-out accuracy after which training stops; batch: pairs per step; lr: what the learning rate
+    rises to in a twentieth of the steps, before it falls to 0; bf16: the forward passes in training; device: None for a
+    GPU where there is one. UserError for one of clip and pretrained alone.
+    """
+
+    text: str = "starter"
+    size: int = 128
+    clip: str | None = None
+    pretrained: str | None = None
+    epochs: int = 20
+    patience: int = 4
+    batch: int = 64
+    lr: float = 1e-3
+    seed: int = 0
+    bf16: bool = False
+    device: str | None = None
+
+    def __post_init__(self) -> None:
+        if (self.clip is None) != (self.pretrained is None):
+            raise UserError("expected clip and pretrained together: the name of a model of open_clip, and its tag or "
+                            "file of weights")
+
+    @property
+    def network(self) -> dict[str, Any]:
+        """Which network, as `reward.json` says it."""
+        if self.clip is None:
+            return {"kind": "film", "size": self.size}
+        return {"kind": "clip", "model": self.clip, "pretrained": self.pretrained}
+
+
+def bradley_terry(margins: Tensor, verdicts: Tensor) -> Tensor:
+    """-y log sigmoid(d) - (1 - y) log sigmoid(-d), the mean over the verdicts that are there; of ties, y is 1/2.
+
+    Its gradient is (sigmoid(d) - y) / their number. margins, verdicts: [N, A].
+    """
+    there = ~verdicts.isnan()
+    d, y = margins[there], verdicts[there].to(margins)
+    return (y * softplus(-d) + (1 - y) * softplus(d)).mean()
+
+
+def right(margins: Tensor, verdicts: Tensor) -> Tensor:
+    """1 where the preferred picture has the higher score, 1/2 where both have the same, 0 where the other has it; NaN
+    where no picture is preferred. [N, A] -> [N, A]."""
+    sided = margins.sign() * (2 * verdicts - 1).sign()
+    return torch.where(verdicts.isnan() | (verdicts == 0.5), torch.nan, (sided + 1) / 2)
+
+
+def accuracy(margins: Tensor, verdicts: Tensor, prompts: Sequence[str]) -> Interval:
+    """The share of pairs [N] told right, the mean of the prompts' means, with its 95 % interval over prompts."""
+    return share(right(margins, verdicts).tolist(), prompts)
+
+
+def share(told: Sequence[float], prompts: Sequence[str]) -> Interval:
+    """The mean of the prompts' means of marks [N], NaN left out, with its 95 % interval over prompts."""
+    of = defaultdict(list)
+    for prompt, value in zip(prompts, told):
+        of[prompt].append(value)
+    longest = max(map(len, of.values()))
+    return interval(np.array([values + [math.nan] * (longest - len(values)) for values in of.values()]))
+
+
+def families(pairs: Sequence[Pair]) -> list[list[int]]:
+    """The pairs' numbers, those together that share a picture, directly or through others."""
+    leads: dict[Path, Path] = {}
+
+    def lead(picture: Path) -> Path:
+        while leads.setdefault(picture, picture) != picture:
+            picture = leads[picture]
+        return picture
+
+    for pair in pairs:
+        leads[lead(pair.chosen)] = lead(pair.rejected)
+    found = defaultdict(list)
+    for number, pair in enumerate(pairs):
+        found[lead(pair.chosen)].append(number)
+    return list(found.values())
+
+
+def batches(grouped: list[list[int]], size: int, rng: np.random.Generator) -> Iterator[list[int]]:
+    """All pairs' numbers in random order, `size` at a time or a little more.
+
+    Pairs that share a picture stand in one batch: spread over several, such a picture is learned by heart.
+    """
+    batch: list[int] = []
+    for at in rng.permutation(len(grouped)):
+        batch += grouped[at]
+        if len(batch) >= size:
+            yield batch
+            batch = []
+    if batch:
+        yield batch
+
+
+def train(trained: Sequence[Pair], held: Sequence[Pair], output: Path, settings: Settings) -> dict[str, Interval]:
+    """Train a reward on pairs, write its folder, and tell its accuracy on the held-out pairs by aspect.
+
+    The weights that are kept are those of the epoch with the best accuracy on these same pairs, ties broken by the
+    loss. UserError for a picture, text encoder or model that cannot be read, as of `aspects`, for a training that
+    diverges, and where `output` holds a reward already.
+    """
+    if (output / FILE).exists():
+        raise UserError(f"{output} holds a reward already: name another folder, or remove that one")
+    paths.require_folder(output)
+    names, device = aspects(trained, held), _device(settings.device)
+    torch.manual_seed(settings.seed)
+    network = _network(settings, len(names), device)
+    _tell_cut(network, {pair.prompt for pair in (*trained, *held)})
+    sides = [(_rows(network, side, told), _verdicts(side, names)) for side, told in
+             ((trained, "reading pairs"), (held, "reading held-out pairs"))]
+    best = _fit(network, trained, *sides, settings, device)
+    scores = _scores(network, sides[1][0], settings, device)
+    found = {name: accuracy((scores[0] - scores[1])[:, i], sides[1][1][:, i], [pair.prompt for pair in held])
+             for i, name in enumerate(names)}
+    save(output, network, Description(_aspects(names, scores), settings.network, {
+        "accuracy": {name: _told(each) for name, each in found.items()}, "epoch": best,
+        "pairs": {"train": len(trained), "held_out": len(held)}, "settings": asdict(settings)}))
+    return found
+
+
+def _device(name: str | None) -> str:
+    """The device of that name, None for a GPU where there is one. UserError where torch cannot use it."""
+    try:
+        return str(torch.empty(0, device=placed(name)).device)
+    except (RuntimeError, AssertionError):
+        raise UserError(f"device is {name!r}, which torch {torch.__version__} cannot use here: leave it out, or take "
+                        "cpu") from None
+
+
+def _network(settings: Settings, aspects: int, device: str) -> Film | ClipHead:
+    if settings.clip is None:
+        return with_text(settings.text, aspects, settings.size).to(device)
+    return ClipHead(ClipScore(settings.clip, settings.pretrained, device=device), aspects).to(device)
+
+
+def _tell_cut(network: Film | ClipHead, prompts: set[str]) -> None:
+    """Say how many prompts a small text encoder does not read to their end."""
+    if isinstance(network, Film):
+        longer = sum(len(ids) > network.longest for ids in network.tokenizer(sorted(prompts)).input_ids)
+        if longer:
+            tqdm.write(f"{longer} of {len(prompts)} prompts have more than the {network.longest} tokens that the text "
+                       "encoder reads: what follows is not seen", file=sys.stderr)
+
+
+def _verdicts(pairs: Sequence[Pair], names: Sequence[str]) -> Tensor:
+    """[N, A]."""
+    return torch.tensor([[pair.verdicts.get(name, math.nan) for name in names] for pair in pairs])
+
+
+def _rows(network: Film | ClipHead, pairs: Sequence[Pair], told: str) -> Rows:
+    """What the network reads of the pairs' pictures and prompts, on the CPU."""
+    shown = [(pair.prompt, picture) for side in ("chosen", "rejected") for pair in pairs
+             for picture in [getattr(pair, side)]]
+    parts = []
+    for at in tqdm(range(0, len(shown), AT_ONCE), desc=told, unit="batch", mininterval=1):
+        prompts, files = zip(*shown[at:at + AT_ONCE])
+        prepared = torch.cat([network.prepare(_picture(file)[None]) for file in files])
+        parts.append({key: value.cpu() for key, value in network.rows(prepared, prompts).items()})
+    return {key: torch.cat([part[key] for part in parts]).unflatten(0, (2, len(pairs))) for key in parts[0]}
+
+
+def _picture(file: Path) -> Tensor:
+    """[3, H, W] in [0, 1]."""
+    from PIL import Image
+
+    from flowgrpo.rewards.pixels import tensor_of
+
+    try:
+        return tensor_of(Image.open(file))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{file} cannot be read ({' '.join(str(error).split())[:120]}): expected a picture") from None
+
+
+def _fit(network: nn.Module, pairs: Sequence[Pair], trained: tuple[Rows, Tensor], held: tuple[Rows, Tensor],
+         settings: Settings, device: str) -> int:
+    """Train, with the best epoch's weights at the end -> that epoch, counted from 1."""
+    grouped, rng = families(pairs), np.random.default_rng(settings.seed)
+    epochs = [list(batches(grouped, settings.batch, rng)) for _ in range(settings.epochs)]
+    return fit(network, epochs, lambda numbers: _loss(network, trained, numbers, settings, device),
+               lambda: _measured(network, held, settings, device), settings)
+
+
+def fit(network: nn.Module, epochs: Sequence[Sequence[Any]], loss_of: Callable[[Any], Tensor],
+        measured: Callable[[], tuple[float, float]], settings: Settings) -> int:
+    """Train on the batches of each epoch, with the best epoch's weights at the end -> that epoch, counted from 1.
+
+    loss_of: the loss of a batch; measured: (accuracy, minus the loss) of what is held out. UserError where it diverges.
+    """
+    optimizer = torch.optim.AdamW(network.parameters(), lr=settings.lr, weight_decay=0.05)
+    total, step, best = sum(map(len, epochs)), 0, (-1.0, 0.0, 0, {})
+    bar = tqdm(total=total, desc="training", unit="step", mininterval=1)
+    for epoch, parts in enumerate(epochs, 1):
+        network.train()
+        for numbers in parts:
+            for group in optimizer.param_groups:
+                group["lr"] = settings.lr * min((step + 1) / max(total // 20, 1), 1 - step / total)
+            loss = loss_of(numbers)
+            if not loss.isfinite():
+                raise UserError(f"training diverged in epoch {epoch}: lower the learning rate, {settings.lr:g}")
+            optimizer.zero_grad()
+            loss.backward()
+            nn.utils.clip_grad_norm_(network.parameters(), 1.0)
+            optimizer.step()
+            step += 1
+            bar.update()
+        found, negative = measured()
+        bar.set_postfix(epoch=epoch, held_out=f"{found:.3f}", held_out_loss=f"{-negative:.3f}")
+        if (found, negative) > best[:2]:
+            best = (found, negative, epoch, copy.deepcopy(network.state_dict()))
+        elif epoch - best[2] >= settings.patience:
+            break
+    bar.close()
+    network.load_state_dict(best[3])
+    return best[2]
+
+
+def _loss(network: nn.Module, side: tuple[Rows, Tensor], numbers: list[int], settings: Settings,
+          device: str) -> Tensor:
+    rows = {key: value[:, numbers].flatten(0, 1).to(device) for key, value in side[0].items()}
+    with torch.autocast(device.partition(":")[0], torch.bfloat16, enabled=settings.bf16):
+        chosen, rejected = network(**rows).float().chunk(2)
+    return bradley_terry(chosen - rejected, side[1][numbers].to(device))
+
+
+def _measured(network: nn.Module, held: tuple[Rows, Tensor], settings: Settings, device: str) -> tuple[float, float]:
+    """Of the held-out pairs, the share of verdicts told right, and minus the loss."""
+    scores = _scores(network, held[0], settings, device)
+    margins = scores[0] - scores[1]
+    return right(margins, held[1]).nanmean().item(), -bradley_terry(margins, held[1]).item()
+
+
+@torch.no_grad()
+def _scores(network: nn.Module, rows: Rows, settings: Settings, device: str) -> Tensor:
+    """[2, N, A] on the CPU."""
+    network.eval()
+    flat = {key: value.flatten(0, 1) for key, value in rows.items()}
+    count = len(next(iter(flat.values())))
+    scores = [network(**{key: value[at:at + AT_ONCE].to(device) for key, value in flat.items()}).float().cpu()
+              for at in range(0, count, AT_ONCE)]
+    return torch.cat(scores).unflatten(0, (2, -1))
+
+
+def _aspects(names: Sequence[str], scores: Tensor) -> dict[str, Aspect]:
+    """Weight 1 each, and the scale of the scores [2, N, A]."""
+    mean, deviation = (values.tolist() for values in (scores.flatten(0, 1).double().mean(0),
+                                                      scores.flatten(0, 1).double().std(0)))
+    return {name: Aspect(1.0, mean[i], deviation[i] or 1.0) for i, name in enumerate(names)}
+
+
+def _told(found: Interval) -> dict[str, Any]:
+    return {key: None if value != value else value for key, value in found.told().items()}

@@ -1,0 +1,89 @@
+"""The state of a run: what a checkpoint holds, and how a run goes on from one."""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from flowgrpo.errors import UserError
+from flowgrpo.storage import checkpoint
+
+COUNTERS = ("epoch", "update", "skipped", "sampled", "seconds", "reward_wait_seconds")
+SAMPLING = ("rollout_evaluations", "saved_evaluations")
+
+
+def counters(trainer: Any) -> dict[str, Any]:
+    """Where a run stands, apart from its weights: the same on all processes."""
+    [evaluations] = trainer.processes.total([trainer.policy.evaluations])
+    return {key: getattr(trainer, key) for key in COUNTERS} | {
+        key: getattr(trainer.explorer, key) for key in SAMPLING} | {
+        "reward_failures": trainer.scoring.reward_failures, "evaluations": evaluations,
+        "first_log_ratio": trainer.first_ratio.found, "rescore": trainer.first_ratio.rescore,
+        "loss_scale": trainer.scaler.state_dict(), "memory": copy.deepcopy(trainer.memory)}
+
+
+def save(trainer: Any, folder: Path) -> None:
+    """Write a checkpoint of everything, as of the end of the last whole epoch; the first process writes it."""
+    if trainer.processes.first:
+        tensors = {f"weights/{k}": v for k, v in trainer.policy.weights.named.items()}
+        tensors |= {f"ema/{k}": v for k, v in (trainer.ema or {}).items()}
+        tensors |= {f"old/{k}": v for k, v in (trainer.explorer.lagging.held or {}).items()}
+        tensors |= {f"best/{k}": v for k, v in trainer.best.weights.items()}
+        tensors |= {f"critic/{k}": v for k, v in trainer.critic.tensors().items()}
+        tensors |= {f"reference{i}/{k}": v for i, each in enumerate(trainer.anchor.held) for k, v in each.items()}
+        tensors |= {f"optimizer/{k}": v for k, v in checkpoint.optimizer_tensors(trainer.optimizer).items()}
+        told = trainer.marked | {"best": trainer.best.state(), "old_epoch": trainer.explorer.lagging.epoch}
+        checkpoint.save(folder / "checkpoints", trainer.epoch, tensors, told, trainer.config.train.keep)
+    trainer.processes.wait()  # a process that left would have the others ended, in the midst of writing
+
+
+def room(trainer: Any) -> int:
+    """The bytes that a run's checkpoints will take beside those that are there: weights, the averages and snapshots of
+    them, and what the optimiser remembers, of as many as are kept and of one that is being written."""
+    train, weights = trainer.config.train, list(trainer.policy.weights.named.values())
+    one = sum(each.numel() * each.element_size() for each in weights)
+    snapshots = (trainer.ema is not None) + (trainer.config.eval.best is not None) + len(trainer.anchor.held)
+    moments = sum(each.numel() for each in weights) * (2 if train.optimizer == "adamw8bit" else 8)
+    kept = list((trainer.config.folder / "checkpoints").glob("epoch-*/*"))
+    written = min(train.keep, -(-train.epochs // train.save_every)) + 1
+    return max(written * (one * (1 + snapshots) + moments) - sum(each.stat().st_size for each in kept), 0)
+
+
+def restore(trainer: Any, folder: Path) -> None:
+    """Take a checkpoint's state. UserError where it is of other weights."""
+    tensors, state = checkpoint.load(folder)
+    taken: dict[str, dict[str, torch.Tensor]] = defaultdict(dict)
+    for name, tensor in tensors.items():
+        room, key = name.split("/", 1)
+        taken[room][key] = tensor
+    weights, anchor = trainer.policy.weights, trainer.anchor
+    shapes = {key: parameter.shape for key, parameter in weights.named.items()}
+    if shapes != {key: tensor.shape for key, tensor in taken["weights"].items()}:
+        raise UserError(f"--resume: {folder} holds other weights than are trained now: keep model and adapter as "
+                        "in the run's config.yaml, or give the run another name")
+    weights.load(taken["weights"])
+    checkpoint.load_optimizer(trainer.optimizer, taken["optimizer"])
+    if trainer.ema is not None:
+        trainer.ema = taken["ema"] or weights.snapshot()
+    trainer.explorer.lagging.restore(taken["old"], state.get("old_epoch", 0))
+    trainer.critic.load(taken["critic"])
+    trainer.best.restore(state.get("best", {}), taken["best"])
+    kept = [taken[f"reference{i}"] for i in range(sum(room.startswith("reference") for room in taken))]
+    if anchor.held:  # the reference is one that keeps snapshots
+        anchor.held = kept or anchor.next([], state["epoch"])
+    for key in COUNTERS:
+        setattr(trainer, key, state.get(key, 0))
+    for key in SAMPLING:
+        setattr(trainer.explorer, key, state[key])
+    trainer.scoring.reward_failures = state["reward_failures"]
+    trainer.policy.evaluations = state["evaluations"] if trainer.processes.first else 0
+    trainer.first_ratio.found, trainer.first_ratio.rescore = state["first_log_ratio"], state["rescore"]
+    if trainer.scaler.is_enabled() and state.get("loss_scale"):
+        trainer.scaler.load_state_dict(state["loss_scale"])
+    trainer.memory.clear()
+    trainer.memory |= copy.deepcopy(state["memory"])
+    trainer.marked = state

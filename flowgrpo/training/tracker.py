@@ -1,0 +1,44 @@
+"""The tracker beside `metrics.jsonl`: accelerate's, which passes over one that is not there without a word."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+
+from flowgrpo.config.schema import Config
+from flowgrpo.errors import UserError
+
+
+def require(config: Config) -> None:
+    """UserError for a tracker whose package is not installed, or that would ask for a key where nobody answers."""
+    name = config.tracker
+    if name == "none":
+        return
+    if importlib.util.find_spec(name) is None:
+        raise UserError(f"tracker is {name!r}, but its package is not installed: pip install {name}, or set tracker "
+                        "to tensorboard or none")
+    if name == "wandb" and not _logged_in():
+        raise UserError("tracker is 'wandb', but it has no key: `wandb login`, or set WANDB_API_KEY, "
+                        "WANDB_MODE=offline or another tracker")
+
+
+def _logged_in() -> bool:
+    """Whether wandb starts without a question, or somebody is there to answer; true where it does not say."""
+    if os.environ.get("WANDB_MODE") in ("offline", "disabled", "dryrun") or sys.stdin.isatty():
+        return True
+    import wandb
+
+    return bool(getattr(getattr(wandb, "api", None), "api_key", "unknown"))
+
+
+def start(accelerator, config: Config) -> None:
+    """Open the tracker, after every check, so that a refused run leaves no empty one. UserError where it does not
+    open."""
+    if config.tracker == "none":
+        return
+    try:
+        accelerator.init_trackers("flowgrpo" if config.tracker == "wandb" else "events")
+    except Exception as error:  # of another package, which may be without a network or refuse the key
+        raise UserError(f"tracker {config.tracker!r} does not start ({type(error).__name__}: "
+                        f"{' '.join(str(error).split())[:200]}): set tracker: none to run without it") from error

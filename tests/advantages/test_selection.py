@@ -1,0 +1,168 @@
+from __future__ import annotations
+
+from itertools import combinations
+
+import pytest
+import torch
+
+from flowgrpo.advantages.selection import (
+    All,
+    BestWorst,
+    Beyond,
+    DropZeroVariance,
+    Extremes,
+    MaxVariance,
+    WidthPruning,
+    of_nodes,
+)
+from flowgrpo.types import Context
+
+SCORES = torch.tensor([[3.0, 1.0, 4.0, 1.5, 9.0, 2.0], [0.0, 0.0, 0.0, 0.0, 0.0, 0.0]])
+
+
+def test_all_keeps_everything():
+    keep = All()(SCORES)
+    assert keep.dtype == torch.bool and keep.shape == SCORES.shape and keep.all()
+
+
+def test_best_and_worst_of_each_group():
+    keep = BestWorst(4)(SCORES)
+    assert keep[0].tolist() == [False, True, True, True, True, False]  # 1, 1.5 below and 4, 9 above
+    assert keep[1].tolist() == [True, True, False, False, True, True]  # ties go by position
+
+
+def test_best_worst_keeps_exactly_n_of_each_group():
+    scores = torch.randint(0, 3, (50, 24), generator=torch.Generator().manual_seed(0)).float()
+    for n in (2, 8, 24):
+        assert (BestWorst(n)(scores).sum(dim=1) == n).all()
+
+
+@pytest.mark.parametrize("n", [0, -2, 3])
+def test_best_worst_wants_an_even_number(n):
+    with pytest.raises(ValueError, match=f"BestWorst: n is {n}, expected an even number"):
+        BestWorst(n)
+
+
+def test_best_worst_wants_enough_samples():
+    with pytest.raises(ValueError, match="BestWorst: n is 8, expected at most the 6 samples of a group"):
+        BestWorst(8)(SCORES)
+
+
+@pytest.mark.parametrize("part", [BestWorst(2), MaxVariance(2), Extremes(), Beyond(0.5), WidthPruning()])
+def test_scores_to_rank_by_have_no_nan(part):
+    with pytest.raises(AssertionError):
+        part(torch.tensor([[1.0, float("nan"), 2.0]]))
+
+
+@pytest.mark.parametrize("part", [All(), BestWorst(2), MaxVariance(2), Extremes(), Beyond(0.5), DropZeroVariance(),
+                                  WidthPruning()])
+def test_every_part_takes_a_context(part):
+    keep = part(SCORES, Context(epochs=3))
+    assert keep.dtype == torch.bool and keep.shape == SCORES.shape and torch.equal(keep, part(SCORES))
+
+
+def test_groups_without_variance_are_dropped_whole():
+    keep = DropZeroVariance()(SCORES)
+    assert keep.dtype == torch.bool and keep.tolist() == [[True] * 6, [False] * 6]
+
+
+# The largest variance
+
+
+def test_max_variance_by_hand():
+    scores = torch.tensor([[0.5, 1.0, 0.0, 0.45, 0.9, 0.1, 0.55], [2.0, 2.0, 2.0, 2.0, 2.0, 2.0, 9.0]])
+    keep = MaxVariance(3)(scores)
+    assert scores[0][keep[0]].tolist() == pytest.approx([1.0, 0.0, 0.1])
+    assert keep[1].sum() == 3 and keep[1, 6]
+
+
+@pytest.mark.parametrize("n", [2, 3, 4, 7, 8])
+def test_max_variance_beats_every_other_subset(n):
+    scores = torch.randn(40, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(n)).exp()
+    keep = MaxVariance(n)(scores)
+    assert (keep.sum(dim=1) == n).all()
+    subsets = torch.stack([scores[:, list(rows)].var(dim=1, correction=0) for rows in combinations(range(8), n)])
+    chosen = torch.stack([group[kept] for group, kept in zip(scores, keep)]).var(dim=1, correction=0)
+    torch.testing.assert_close(chosen, subsets.amax(dim=0), rtol=0, atol=1e-12)
+
+
+def test_max_variance_relaxes_to_whole_groups():
+    part = MaxVariance(2, last=6)
+    counts = [int(part(SCORES, Context(epoch=epoch, epochs=9))[0].sum()) for epoch in range(9)]
+    assert counts == [2, 2, 3, 4, 4, 4, 5, 6, 6]  # 2, 2.5, 3, ... rounded to even
+    assert part(SCORES)[0].sum() == 2 and MaxVariance(3)(SCORES, Context(epoch=8, epochs=9))[0].sum() == 3
+
+
+def test_max_variance_names_mistakes():
+    for call in (lambda: MaxVariance(1), lambda: MaxVariance(4, last=3), lambda: MaxVariance(7)(SCORES),
+                 lambda: MaxVariance(2, last=7)(SCORES)):
+        with pytest.raises(ValueError, match="MaxVariance: .* expected"):
+            call()
+
+
+# Extremes
+
+
+def test_extremes_by_hand():
+    scores = torch.tensor([[0.2, 1.5, -0.4, -0.9, 0.5, 0.6], [0.4, 0.3, 0.2, -0.5, 0.1, 0.0]])
+    whole = [[False, True, False, True, False, False], [False, False, False, True, False, False]]
+    assert Extremes(-0.5, 0.5)(scores).tolist() == whole
+    pairs = [[False, True, False, True, False, True], [False, False, False, True, False, False]]
+    assert Extremes(-0.5, 0.5, branch=2)(scores).tolist() == pairs
+    alone = (scores >= 0.5) | (scores <= -0.5)
+    assert torch.equal(Extremes(-0.5, 0.5, branch=1)(scores), alone)
+
+
+def test_extremes_keep_one_sample_of_a_tie():
+    assert Extremes(0, 1)(torch.tensor([[2.0, 2.0, 0.0, 0.0]])).tolist() == [[True, False, True, False]]
+
+
+def test_extremes_names_mistakes():
+    for call in (lambda: Extremes(1, 0), lambda: Extremes(branch=0), lambda: Extremes(branch=4)(SCORES)):
+        with pytest.raises(ValueError, match="Extremes: .* expected"):
+            call()
+
+
+# The width of a tree
+
+TREE = torch.tensor([[1.0, 2, 9, 3, 4, 4, 0, 7]])
+
+
+@pytest.mark.parametrize("part, kept", [
+    (WidthPruning(), [1, 2, 4, 7]),  # the better of each pair, a tie by position
+    (WidthPruning(branch=4), [2, 3, 4, 7]), (WidthPruning(branch=4, share=0.3), [2, 7]),
+    (WidthPruning(of="depth"), [0, 6, 2, 7]), (WidthPruning(of="depth", share=0.3), [6, 2]),
+    (WidthPruning(share=1), range(8)),
+])
+def test_width_pruning_by_hand(part, kept):
+    assert part(TREE)[0].nonzero().flatten().tolist() == sorted(kept)
+
+
+def test_inner_nodes_are_pruned_where_it_is_asked_for():
+    scores = torch.tensor([[1.0, 2, 4, 3]])
+    assert WidthPruning().nodes(scores).all() and WidthPruning(depths="all").nodes(torch.ones(1, 1)).all()
+    assert WidthPruning(depths="all").nodes(scores).tolist() == [[False, True, True, False]]
+    assert WidthPruning("depth", depths="all").nodes(scores).tolist() == [[True, False, True, False]]
+    leaves = torch.tensor([[True, False, False, False, True, True, False, True]])
+    assert of_nodes(BestWorst(2), leaves, scores).tolist() == [[True, False, True, True]]
+    assert of_nodes(WidthPruning(depths="all"), leaves, scores).tolist() == [[False, True, True, False]]
+
+
+def test_width_pruning_names_mistakes():
+    for call in (lambda: WidthPruning("leaves"), lambda: WidthPruning(depths="first"), lambda: WidthPruning(share=0),
+                 lambda: WidthPruning(branch=1), lambda: WidthPruning(branch=4)(SCORES)):
+        with pytest.raises(ValueError, match="WidthPruning: .* expected"):
+            call()
+
+
+# Beyond
+
+
+def test_beyond_by_hand():
+    # Distances from 0 of the whole batch: 0 to 7.
+    scores = torch.tensor([[0.0, -1.0, 2.0, -3.0], [4.0, -5.0, 6.0, -7.0]])
+    assert Beyond(0.5)(scores).tolist() == [[False] * 4, [True] * 4]
+    assert Beyond(0.75)(scores).tolist() == [[False] * 4, [False, False, True, True]]
+    assert Beyond(0)(scores).all() and Beyond(0.9)(torch.ones(2, 3)).all()
+    with pytest.raises(ValueError, match="Beyond: quantile is 1, expected"):
+        Beyond(1)

@@ -1,0 +1,234 @@
+"""Advantages of segments and steps: by hand on tokens, and in epochs of a tiny model."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from flowgrpo import methods
+from flowgrpo.advantages.segments import (
+    anchors,
+    chain,
+    cut_points,
+    segments_of,
+    shared_values,
+    starts_of,
+    step_advantages,
+    steps_of,
+)
+from flowgrpo.advantages.token_credit import Evenly, SegmentChain, SegmentTree, StepGroups
+from flowgrpo.errors import UserError
+from flowgrpo.samplers.rollout import Part
+from flowgrpo.samplers.text.continuations import continued, segmented
+from flowgrpo.samplers.text.decoding import Decoding
+from flowgrpo.samplers.text.records import Asked
+from flowgrpo.train import decisions
+from flowgrpo.training.metrics import Stats
+from flowgrpo.types import Completions, Scored, Segmented
+from tests.helpers import tiny_text
+
+P = torch.tensor([[0.5, 0.95, 0.8, 0.99, 0.1, 0.2], [0.99, 0.3, 0.99, 0.4, 0.5, 0.5]], dtype=torch.float64)
+MASK = torch.tensor([[True] * 6, [True, True, True, True, False, False]])
+
+
+def old(p=P, mask=MASK) -> Scored:
+    return Scored(p.log() * mask, mask)
+
+
+# --- SPO -------------------------------------------------------------------------------------------------------------
+
+def test_segments_begin_at_cut_points():
+    cuts = cut_points(P.log(), MASK, 0.9)
+    assert cuts.long().tolist() == [[1, 0, 1, 0, 1, 1], [0, 1, 0, 1, 0, 0]]
+    assert segments_of(cuts, 1).tolist() == [[0, 0, 1, 1, 2, 3], [0, 0, 0, 1, 1, 1]]
+    assert segments_of(cuts, 2).tolist() == [[0, 0, 0, 0, 1, 1], [0] * 6]
+    assert starts_of(segments_of(cuts, 1), MASK) == [(0, 1, 2), (0, 2, 4), (0, 3, 5), (1, 1, 3)]
+    assert segments_of(cut_points(P.log(), MASK, 0.01), 3).tolist() == [[0] * 6] * 2  # nothing to cut at
+
+
+def test_a_chain_adds_up_to_the_reward_less_the_first_value():
+    nan = math.nan
+    segments = segments_of(cut_points(P.log(), MASK, 0.9), 1)
+    values = torch.tensor([[0.5, 0.25, 0.75, 1.0], [0.5, 0.125, nan, nan]], dtype=torch.float64)
+    rewards = torch.tensor([1.0, 0.0], dtype=torch.float64)
+    found = chain(values, segments, rewards)
+    assert found[0].tolist() == [-0.25, -0.25, 0.5, 0.5, 0.25, 0.0]
+    assert found[1, :4].tolist() == [-0.375, -0.375, -0.375, -0.125]
+    assert [-0.25 + 0.5 + 0.25 + 0, -0.375 - 0.125] == (rewards - values[:, 0]).tolist()
+
+
+def test_a_spread_reads_the_groups_mean_and_trains_cut_points():
+    segments = segments_of(cut_points(P.log(), MASK, 0.9), 1)
+    values = torch.tensor([[math.nan, 0.25, 0.75, 1.0], [math.nan, 0.125, math.nan, math.nan]], dtype=torch.float64)
+    taken = Segmented(torch.zeros(2, 6, dtype=torch.long), torch.zeros(2, dtype=torch.long), old(), segments, values)
+    totals = torch.tensor([[1.0, 0.0]], dtype=torch.float64)
+    found = SegmentChain(interval=1)(taken, torch.tensor([1.0, -1.0]), totals)
+    assert found.tolist() == [[-0.25, 0, 0.5, 0, 0.25, 0], [0, -0.375, 0, -0.125, 0, 0]]
+    whole = SegmentChain(interval=1, masked=False)(taken, torch.tensor([1.0, -1.0]), totals)
+    assert whole[1].tolist() == [-0.375, -0.375, -0.375, -0.125, 0, 0] and taken.values[:, 0].isnan().all()
+    silent = SegmentChain(interval=1)(taken, torch.zeros(2), torch.tensor([[1.0, math.nan]], dtype=torch.float64))
+    assert silent[1, 3] == 0 and not silent.isnan().any()
+    assert torch.equal(taken.rows(torch.tensor([1])).segments, segments[1:])
+
+
+def sampled(method: str, **options):
+    """(trainer, parts with advantages, what was asked) of two prompts."""
+    trainer = tiny_text.trainer(tiny_text.policy(), {"short": many}, method=method, **options)
+    batch = trainer.prompts[:2]
+    parts, asked, scores = trainer.sample(batch)
+    return trainer, [part for part in trainer.credit(parts, scores, [p.key for p in batch]) if part], asked, scores
+
+
+def many(completions, prompts):
+    return [float(text.count("7") + len(text) > 3) for text in completions]
+
+
+def test_a_continuation_keeps_its_prefix_and_needs_no_neighbour():
+    own = tiny_text.policy()
+    asked = own.encode(["1+2=", "33+4="])
+    prefixes = [torch.tensor([5, 6]), torch.tensor([7])]
+    made = continued(own, asked, prefixes, Decoding(), own.generators([1, 2]))
+    assert made.ids.shape == (2, 6) and made.ids[0, :2].tolist() == [5, 6] and made.ids[1, 0] == 7
+    assert (made.logp[0, :2] == 0).all() and made.mask[:, 0].all()
+    alone = continued(own, asked.rows(torch.tensor([1])), prefixes[1:], Decoding(), own.generators([2]))
+    assert torch.equal(alone.ids[0][alone.mask[0]], made.ids[1][made.mask[1]]) and alone.texts[0] == made.texts[1]
+    plain = own.sample(Asked(asked.prompts, [torch.cat(both) for both in zip(asked.ids, prefixes)]), Decoding(),
+                       own.generators([1, 2]), torch.zeros(2, dtype=torch.bool))
+    kept = min(int(plain.mask[0].sum()), 4)
+    assert torch.equal(made.ids[0, 2:2 + kept], plain.ids[0, :kept])
+    assert torch.equal(made.logp[0, 2:2 + kept], plain.logp[0, :kept])
+
+
+def test_the_value_of_a_state_is_the_mean_reward_of_its_continuations():
+    own = tiny_text.policy()
+    asked, told = own.encode(["1+2=", "33+4="]), []
+    ids = torch.randint(3, 12, (4, 6), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones(4, 6, dtype=torch.bool)
+    taken = Completions(ids, torch.tensor([0, 0, 1, 1]), Scored(torch.zeros(4, 6), mask))
+    segments = torch.tensor([[0, 0, 1, 1, 1, 2], [0] * 6, [0, 0, 0, 1, 1, 1], [0] * 6])
+
+    def judge(texts, group, prompts):
+        told.append((texts, prompts.tolist()))
+        return torch.arange(len(texts)).float().view(-1, group)
+
+    found = [segmented(own, asked, taken, segments, starts_of(segments, mask), 3, Decoding(),
+                       lambda prompt, sample: 1000 * prompt + sample, 2, size, judge) for size in (2, 9)]
+    means = torch.tensor([[-1, 1, 4.0], [-1, -1, -1], [-1, 7, -1], [-1, -1, -1]])
+    assert torch.equal(found[0].values.nan_to_num(-1), means)
+    assert told[0] == told[1] and told[0][1] == [0] * 6 + [1] * 3  # however many go through the model at once
+    assert len(set(told[0][0])) > 3
+
+    def skipping(texts, group, prompts):
+        scored = torch.tensor([[False, True, True], [False] * 3, [True] * 3])
+        return judge(texts, group, prompts).where(scored, math.nan)
+
+    found = segmented(own, asked, taken, segments, starts_of(segments, mask), 3, Decoding(),
+                      lambda prompt, sample: 1000 * prompt + sample, 2, 9, skipping)
+    means = torch.tensor([[-1, 1.5, -1], [-1, -1, -1], [-1, 7, -1], [-1, -1, -1]])  # of continuations with a reward
+    assert torch.equal(found.values.nan_to_num(-1), means)
+
+
+@pytest.mark.parametrize("method, options", [("spo_chain", {"parts": {"spread": {"interval": 1, "samples": 2}}}),
+                                             ("spo_tree", {"parts": tiny_text.PARTS["spo_tree"]}),
+                                             ("gigpo", {"parts": {"spread": {"every": 1}}})])
+def test_tokens_have_advantages_of_their_own(method, options):
+    trainer, parts, asked, _ = sampled(method, **options)
+    found = torch.cat([part.advantages[0] for part in parts])
+    masks = torch.cat([part.transitions[0].old.mask for part in parts])
+    assert found.shape == masks.shape and any(len(set(row[kept].tolist())) > 1 for row, kept in zip(found, masks))
+    tiny_text.stir(trainer.policy, 0.05)
+    gradients = []
+    for size in (1, 8):
+        trainer.geometry = trainer.explorer.geometry = type(trainer.geometry)(2, 4, size, 1)
+        trainer.optimizer.zero_grad()
+        trainer.anchor.begin(0, 1)
+        for part in parts:
+            trainer.backward(part, asked, {0: 1.0}, decisions(parts, trainer.method.reduction), Stats())
+        gradients.append(torch.cat([parameter.grad.flatten() for parameter in trainer.policy.weights.parameters()]))
+    assert gradients[0].norm() > 0 and (gradients[0] - gradients[1]).norm() <= 1e-4 * gradients[0].norm()
+
+
+def test_a_part_has_an_advantage_for_each_row_or_each_decision():
+    parts = [Part(range(1), torch.zeros(3), None, (), (), (advantage,)) for advantage in (torch.arange(3.0),
+                                                                                          torch.ones(3, 5))]
+    assert [part.advantage(0, slice(1, 3)).shape for part in parts] == [(2, 1), (2, 5)]
+
+
+def test_values_of_a_tree_are_means_of_the_leaves_below():
+    ids = torch.tensor([[4, 5, 6, 7], [4, 5, 8, 9], [4, 6, 2, 0], [4, 6, 2, 0]])  # the last two ended: the same leaf
+    mask = torch.tensor([[True] * 4, [True] * 4, [True, True, True, False], [True, True, True, False]])
+    states = anchors(ids, steps_of(ids, mask, 2), mask, torch.zeros(4, dtype=torch.long))
+    rewards = torch.tensor([1.0, 0.0, 1.0, 1.0], dtype=torch.float64)
+    values, count = shared_values(states, rewards)
+    assert values.tolist() == [[0.75, 0.5, 1], [0.75, 0.5, 0], [0.75, 1, 1], [0.75, 1, 1]]
+    assert count.tolist() == [[4, 2, 1], [4, 2, 1], [4, 2, 2], [4, 2, 2]]
+    taken = Completions(ids, torch.zeros(4, dtype=torch.long), Scored(torch.full((4, 4), -1.0) * mask, mask))
+    found = SegmentTree(every=2)(taken, torch.zeros(4), rewards[None])
+    assert found.tolist() == [[-0.125, -0.125, 0.5, 0.5], [-0.125, -0.125, -0.5, -0.5], [0.125, 0.125, 0, 0],
+                              [0.125, 0.125, 0, 0]]
+    edges = found[0, 0] + found[1, 0], found[2, 0] + found[3, 0]
+    assert edges == (0.5 - 0.75, 1 - 0.75)  # each edge once, however many leaves are below
+    likely = Completions(ids, taken.prompts, Scored(torch.full((4, 4), -0.01) * mask, mask))
+    assert SegmentTree(every=2)(likely, torch.zeros(4), rewards[None]).abs().max() == 0  # the probability mask
+
+
+# --- GiGPO -----------------------------------------------------------------------------------------------------------
+
+IDS = torch.tensor([[4, 5, 6, 7], [4, 5, 8, 9], [4, 9, 6, 7], [4, 5, 6, 0]])
+DRAWN = torch.tensor([[True] * 4, [True] * 4, [True] * 4, [True, True, True, False]])
+
+
+def test_steps_that_begin_behind_the_same_tokens_share_a_state():
+    steps = steps_of(IDS, DRAWN, 2)
+    assert steps.tolist() == [[0, 0, 1, 1]] * 4
+    found = anchors(IDS, steps, DRAWN, torch.zeros(4, dtype=torch.long))
+    assert found.tolist() == [[0, 1, 2], [0, 1, 3], [0, 4, 5], [0, 1, 6]]
+    apart = anchors(IDS, steps, DRAWN, torch.tensor([0, 0, 1, 1]))
+    assert apart[0, 0] == apart[1, 0] != apart[2, 0] == apart[3, 0] and apart[3, 1] != apart[0, 1]
+    assert steps_of(IDS, DRAWN, 1, ends=(5, 6)).tolist() == [[0, 0, 1, 2], [0, 0, 1, 1], [0, 0, 0, 1], [0, 0, 1, 1]]
+    one = steps_of(IDS, DRAWN, 1)
+    ends = anchors(IDS, one, DRAWN, torch.zeros(4, dtype=torch.long))
+    assert one[3].tolist() == [0, 1, 2, 2] and ends.shape == (4, 5) and ends[3, 3] == ends[0, 3] and ends[3, 4] == -1
+
+
+def test_step_advantages_by_hand():
+    states = torch.tensor([[0, 1], [0, 1], [0, 2], [0, -1]])
+    rewards = torch.tensor([1.0, 0.0, 1.0, 1.0], dtype=torch.float64)
+    found = step_advantages(states, rewards, 0.5, divide=False)
+    first = [0.5 - 0.5, 0 - 0.5, 0.5 - 0.5, 1 - 0.5]  # returns 0.5, 0, 0.5 and, with one step, 1
+    assert found[:, 0].tolist() == pytest.approx(first, abs=1e-10)
+    assert found[:, 1].tolist() == pytest.approx([0.5, -0.5, 0, 0], abs=1e-10)  # state 2 was left once
+    divided = step_advantages(states, rewards, 0.5)
+    spread = math.sqrt((0.25 + 0.25) / 3) + 1e-6
+    assert divided[:, 0].tolist() == pytest.approx([value / spread for value in first], abs=1e-10)
+    assert divided[:2, 1].tolist() == pytest.approx([0.5 / (math.sqrt(0.5) + 1e-6), -0.5 / (math.sqrt(0.5) + 1e-6)])
+    assert found.sum() == pytest.approx(0, abs=1e-12)
+    assert step_advantages(states, torch.full((4,), 0.3), 1.0).abs().max() == 0
+    missing = step_advantages(states, torch.tensor([1.0, 0.0, math.nan, 1.0]), 1.0, divide=False)
+    assert missing[2].tolist() == [0, 0] and missing[0, 0] == pytest.approx(1 / 3)
+
+
+def test_states_that_are_left_once_leave_the_samples_advantage():
+    taken = Completions(IDS, torch.zeros(4, dtype=torch.long), Scored(torch.zeros(4, 4), DRAWN))
+    advantages, totals = torch.tensor([1.0, -1.0, 0.5, 0.25]), torch.tensor([[1.0, 0.0, 1.0, 1.0]])
+    assert Evenly()(taken, advantages, totals) is advantages
+    found = StepGroups(every=2, gamma=1.0, weight=2.0, divide=False)(taken, advantages, totals)
+    assert found[2].tolist() == pytest.approx([0.5 + 0.5, 1.0, 0.5, 0.5])
+    assert found[1].tolist() == pytest.approx([-1 - 1.5, -2.5, -1 - 4 / 3, -1 - 4 / 3])
+    nothing = StepGroups(every=2, weight=0.0)(taken, advantages, totals)
+    assert torch.equal(nothing, advantages[:, None].expand(4, 4))
+
+
+@pytest.mark.parametrize("method", ["spo_chain", "spo_tree", "gigpo"])
+def test_tokens_in_no_order_have_neither(method):
+    with pytest.raises(UserError, match="one of causal language models"):
+        methods.preset(method).on("masks")
+
+
+@pytest.mark.parametrize("part, options", [(SegmentChain, dict(cut=0.0)), (SegmentChain, dict(samples=0)),
+                                           (StepGroups, dict(every=0)), (StepGroups, dict(gamma=0.0))])
+def test_impossible_spreads(part, options):
+    with pytest.raises(ValueError, match=f"{part.__name__}: "):
+        part(**options)

@@ -1,0 +1,79 @@
+"""The memory that `check` foretells, against sizes worked by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from flowgrpo.check import memory
+from flowgrpo.config.geometry import geometry
+from flowgrpo.config.sections import Memory
+from flowgrpo.samplers.grids import shifted
+from flowgrpo.samplers.kernels import FlowSDE
+from flowgrpo.samplers.plans import Schedule
+from flowgrpo.samplers.rollout import Exploration
+from flowgrpo.samplers.solvers import Euler
+from tests.helpers import tiny
+
+
+def test_parts_of_a_run_by_hand():
+    policy = tiny.policy()
+    conditioning, found = policy.encode(["red"]), geometry(tiny.config().train)
+    phases = memory.memory(policy, tiny.config(), conditioning)
+    parts = phases["update"]
+    prompt = sum(value.numel() * 4 for call in conditioning.calls for value in call if value is not None)
+    assert parts["prompt embeddings"] == prompt * (found.prompts + found.micro_batch)
+    lora = sum(parameter.numel() for parameter in policy.weights.parameters())
+    whole = sum(p.numel() for p in policy.pipe.transformer.parameters())
+    assert parts["trained"] == 4 * lora and parts["gradients and optimiser"] == 12 * lora
+    buffers = sum(b.numel() * b.element_size() for b in policy.pipe.transformer.buffers())
+    assert parts["denoisers"] == 4 * (whole - lora) + buffers
+    encoders = [policy.pipe.text_encoder, policy.pipe.text_encoder_2]
+    assert parts["text encoders"] == sum(each.numel() * each.element_size() for encoder in encoders
+                                         for each in [*encoder.parameters(), *encoder.buffers()])
+    assert parts["recorded states"] % (4 * 4 * 8 * 8) == 0  # a state is 4 x 8 x 8 numbers in fp32
+    assert set(phases["encode"]) < set(phases["rollout"]) < set(parts)
+    assert set(phases["decode"]) - set(phases["rollout"]) == {"decoding"}
+    assert memory.total({"a": 2**30, "b": 2**29}) == 1.5
+
+
+@pytest.mark.parametrize("roots, trained, keep_means, expected", [
+    (1, (1, 2), False, 1 + 4 + 4 + 4),  # x of the split, its four draws, theirs, the ends
+    (4, (1, 2), False, 4 + 4 + 4 + 4),
+    (4, (1, 2), True, 4 + 2 * 4 + 2 * 4 + 4),  # a mean for every draw
+    (4, (0, 2), False, 4 + 4 + 4 + 4 + 4),  # steps that do not follow on each other share no state
+    (4, (2, 3), False, 4 + 4 + 4),  # the last draw is the end
+])
+def test_states_of_a_group_by_hand(roots, trained, keep_means, expected):
+    schedule = Schedule(trained if roots == 4 else (1, 2), trained)
+    exploration = Exploration(shifted(4, 3.0), schedule, FlowSDE(), Euler(), 4, roots, keep_means=keep_means)
+    assert memory._per_group(exploration) == expected
+
+
+def test_activations_are_those_that_the_backward_reads():
+    layer = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.GELU(), torch.nn.Linear(16, 8))
+    x = torch.ones(3, 8, requires_grad=True)
+    # Inputs of both layers and of the activation: 3 x (8 + 16 + 16) numbers; weights do not count.
+    assert memory.kept([layer], lambda: layer(x)) == 4 * 3 * (8 + 16 + 16)
+
+
+def test_guidance_doubles_the_activations():
+    plain, guided = (memory.memory(policy, tiny.config(), policy.encode(["red"]))["update"]["activations"]
+                     for policy in (tiny.policy(guidance=guidance) for guidance in (1.0, 3.0)))
+    assert 1.9 < guided / plain < 2.1
+
+
+def test_the_largest_number_of_bytes_at_a_time():
+    x = torch.ones(1000)
+    with memory.Peak() as seen:
+        for _ in range(5):
+            x = x * 2 + 1  # x, twice x, and the sum
+        assert x.view(10, 100)[2:].shape == (8, 100)  # the same storage
+    assert seen.most == 3 * 4000
+
+
+def test_decoding_picture_by_picture_takes_as_much_as_one_and_the_pictures():
+    whole, sliced = (memory.memory(policy, tiny.config(), policy.encode(["red"]))["decode"]["decoding"]
+                     for policy in (tiny.policy(memory=Memory(vae=vae)) for vae in ("whole", "sliced")))
+    rows, picture = geometry(tiny.config().train).micro_batch, 4 * 3 * 16 * 16
+    assert rows > 1 and rows * picture < sliced < whole

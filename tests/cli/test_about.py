@@ -1,0 +1,209 @@
+"""The table of rewards: what each says of itself, what is installed, and files scored from the command line."""
+
+from __future__ import annotations
+
+import json
+import struct
+import subprocess
+import sys
+import zlib
+
+import pytest
+import torch
+from torchvision.utils import save_image
+
+from flowgrpo import extras, rewards
+from flowgrpo.cli import main
+from flowgrpo.rewards import About, table
+
+
+def told(capsys, *arguments: object) -> str:
+    assert main([str(argument) for argument in arguments]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.count("\n") == 1
+    return captured.err.removeprefix("flowgrpo: error: ")
+
+
+def shown(capsys, *arguments: object) -> str:
+    assert main([str(argument) for argument in arguments]) == 0
+    return capsys.readouterr().out
+
+
+# --- what a reward says of itself ------------------------------------------------------------------------------------
+
+def test_a_plain_function_says_nothing():
+    assert rewards.about(len) == About() and About().installed is None
+    row = {"name": "mine", "modality": None, "range": None, "needs": None, "licence": None, "installed": None,
+           "broken": None}
+    assert table.cells(row) == ["mine", "?", "?", "?", "?", "?"]
+
+
+@pytest.mark.parametrize("bounds, cell", [
+    ((0, 1), "0 to 1"), ((-0.5, 2.25), "-0.5 to 2.25"), ((None, 0), "-inf to 0"), ((0, None), "0 to inf"),
+])
+def test_a_range_is_told(bounds, cell):
+    row = {"name": "mine", "modality": "image", "range": bounds, "needs": "", "licence": "MIT", "installed": True,
+           "broken": None}
+    assert table.cells(row) == ["mine", "image", cell, "nothing", "MIT", "yes"]
+
+
+@pytest.fixture
+def metadata(tmp_path, monkeypatch):
+    """A package that says that it is installed, and a module without such a record."""
+    info = tmp_path / "is_here-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: is_here\nVersion: 1.0\n")
+    (tmp_path / "a_module_alone.py").write_text("raise ImportError('nobody may import this')\n")
+    for extra, modules in {"here": ("torch", "a_module_alone"), "gone": ("torch", "is_gone")}.items():
+        monkeypatch.setitem(extras.EXTRAS, extra, modules)
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+
+@pytest.mark.parametrize("needs, there", [
+    ("", True), (None, None), ("here", True), ("gone", False), ("here, gone", False), ("is-here", True),
+    ("a-module-alone", True), ("no-such-package", False), ("here, a_module_alone", True),
+])
+def test_what_is_installed_is_seen_without_an_import(metadata, needs, there):
+    assert About(needs=needs).installed is there
+
+
+def test_every_built_in_reward_says_what_it_is():
+    for name in rewards.BUILT_IN:
+        known = rewards.about(rewards.locate(name))
+        assert None not in (known.modality, known.range, known.needs, known.licence), name
+
+
+def test_the_table(capsys):
+    out = shown(capsys, "rewards")
+    [line] = [line for line in out.splitlines() if line.startswith(" scene_graded")]
+    assert line.split() == ["scene_graded", "image", "0", "to", "1", "nothing", "Apache-2.0", "yes"]
+    [scene] = [row for row in json.loads(shown(capsys, "rewards", "--json")) if row["name"] == "scene"]
+    assert scene == {"name": "scene", "modality": "image", "range": [0, 1], "needs": "", "licence": "Apache-2.0",
+                     "installed": True, "does": "1.0 where a picture shows exactly what its prompt claims and nothing "
+                                                "else, otherwise 0.0", "source": "built in", "broken": None}
+
+
+def test_a_broken_package_does_not_hide_the_others(tmp_path, monkeypatch, capsys):
+    info = tmp_path / "elsewhere-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: elsewhere\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[flowgrpo.rewards]\nbroken_one = no_such_module_at_all:f\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    out = shown(capsys, "rewards")
+    assert "scene_graded" in out and "reward 'broken_one' does not import: ModuleNotFoundError" in out
+    [line] = [line for line in out.splitlines() if line.startswith(" broken_one")]
+    assert line.split() == ["broken_one", "?", "?", "?", "?", "broken"]
+
+
+def test_the_table_imports_nothing_heavy():
+    code = ("import sys; from flowgrpo.rewards import table; table.listed(); "
+            "sys.exit(bool({'transformers', 'diffusers', 'torchvision', 'open_clip', 'onnxruntime', 'cv2'} & "
+            "set(sys.modules)))")
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+# --- files -----------------------------------------------------------------------------------------------------------
+
+REWARD = """
+from flowgrpo.rewards.about import About
+
+def level(images, prompts, metadata):
+    assert images.shape[1] == 3 and images.dtype.is_floating_point
+    return [None if p == "skip" else float(i.mean()) + m.get("more", 0) for i, p, m in zip(images, prompts, metadata)]
+
+def frames(videos, prompts):
+    return [float(len(video)) + float(video[0].mean()) for video in videos]
+
+frames.about = About(modality="video")
+
+class Length:
+    def __init__(self, per=1):
+        self.per = per
+    def __call__(self, completions, prompts):
+        return [len(text) / self.per for text in completions]
+"""
+
+
+@pytest.fixture
+def files(tmp_path, monkeypatch):
+    """Pictures of two sizes and four levels, in PNG; a reward; a working directory."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(REWARD)
+    for i, size in enumerate((4, 6, 4, 6)):
+        save_image(torch.full((3, size, size), i / 5), f"{i}.png")
+    return ["0.png", "1.png", "2.png", "3.png"]
+
+
+def scores(out: str) -> list:
+    return [row["score"] for row in json.loads(out)["scores"]]
+
+
+def test_files_of_any_size_are_scored_in_their_order(files, capsys):
+    out = shown(capsys, "score", "mine.py:level", *files, "--prompt", "a cat", "--json")
+    assert scores(out) == pytest.approx([0, 0.2, 0.4, 0.6], abs=1e-6)
+    assert [row["file"] for row in json.loads(out)["scores"]] == files
+    assert {row["prompt"] for row in json.loads(out)["scores"]} == {"a cat"}
+    lines = shown(capsys, "score", "mine.py:level", *files[1:3]).splitlines()
+    assert [line.split() for line in lines if ".png" in line] == [["1.png", "0.2000"], ["2.png", "0.4000"]]
+
+
+def test_each_file_has_the_prompt_and_metadata_of_its_line(files, tmp_path, capsys):
+    (tmp_path / "p.jsonl").write_text('{"prompt": "a", "metadata": {"more": 5}}\n{"prompt": "skip"}\n')
+    assert scores(shown(capsys, "score", "mine.py:level", *files[:2], "--prompts", "p.jsonl", "--json")) == [5, None]
+    assert "p.jsonl has 2 prompts for 4 files, expected one for each" in told(
+        capsys, "score", "mine.py:level", *files, "--prompts", "p.jsonl")
+
+
+def test_videos_and_texts_are_scored_likewise(files, tmp_path, capsys):
+    from PIL import Image
+
+    (tmp_path / "clip").mkdir()
+    for i in range(3):
+        save_image(torch.full((3, 4, 4), 0.4), f"clip/{i}.png")
+    pictures = [Image.new("RGB", (4, 4), (51 * i, 0, 0)) for i in range(5)]
+    pictures[0].save("moving.gif", save_all=True, append_images=pictures[1:])
+    found = scores(shown(capsys, "score", "mine.py:frames", "clip", "moving.gif", "--json"))
+    assert found == pytest.approx([3.4, 5.0], abs=1e-6)
+    assert "reward 'mine.py:frames' judges video, but what is generated here is image" in told(
+        capsys, "score", "mine.py:frames", "0.png")
+    (tmp_path / "answer.txt").write_text("four")
+    assert scores(shown(capsys, "score", "mine.py:Length", "answer.txt", "--json", "--args", "{per: 2}")) == [2]
+
+
+def test_grey_of_sixteen_bits_is_read(files, capsys):
+    import numpy as np
+    from PIL import Image
+
+    Image.fromarray(np.full((4, 4), 40000, np.uint16)).save("deep.png")
+    found = scores(shown(capsys, "score", "mine.py:level", "deep.png", "--json"))
+    assert found == pytest.approx([40000 / 65535], abs=1e-6)
+
+
+def png_head(width: int, height: int) -> bytes:
+    """A PNG that says its size, and holds no pixel."""
+    head = b"IHDR" + struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0)
+    data = b"IDAT"
+    return b"\x89PNG\r\n\x1a\n" + b"".join(
+        struct.pack(">I", len(chunk) - 4) + chunk + struct.pack(">I", zlib.crc32(chunk)) for chunk in (head, data))
+
+
+@pytest.mark.parametrize("arguments, line", [
+    (["mine.py:level", "huge.png"], "huge.png cannot be read (Image size (400000000 pixels) exceeds limit"),
+    (["gated", "0.png"], "reward 'gated' needs args: {rewards: ...}: give them in its rule, or to `flowgrpo score` by"),
+    (["scen", "0.png"], "unknown reward 'scen': did you mean 'scene'?"),
+    (["mine.py:level"], "IMAGES..."),
+    (["mine.py:level", "no.png"], "no file at no.png"),
+    (["mine.py:level", "mine.py"], "mine.py cannot be read (cannot identify image file"),
+    (["mine.py:level", "empty"], "empty cannot be read ("),
+    (["mine.py:level", "0.png", "--prompt", "a", "--prompts", "p.txt"], "got --prompt and --prompts, expected one"),
+    (["mine.py:level", "0.png", "--prompts", "p.txt"], "prompts p.txt: no such file"),
+    (["mine.py:Length", "0.png", "--args", "{pre: 2}"], "takes no argument 'pre': did you mean 'per'?"),
+    (["mine.py:Length", "0.png", "--args", "{per"], "--args: '{per' is not valid YAML"),
+    (["mine.py:Length", "0.png", "--args", "2"], "args: got 2, expected a valid dictionary"),
+    (["mine.py:level", "0.png", "--jsn"], "--jsn"),
+])
+def test_mistakes_are_told(files, tmp_path, arguments, line, capsys):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "huge.png").write_bytes(png_head(20_000, 20_000))
+    assert line in told(capsys, "score", *arguments)

@@ -1,0 +1,163 @@
+"""The command line: what answers at once, and mistakes in one line with exit code 2."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from flowgrpo.cli import main
+from flowgrpo.cli.train import _parse
+
+
+def told(capsys, *arguments: object) -> str:
+    """The one line that a person reads after a mistake."""
+    assert main([str(argument) for argument in arguments]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.count("\n") == 1
+    assert captured.err.startswith("flowgrpo: error: ")
+    return captured.err
+
+
+@pytest.mark.parametrize("arguments", [
+    ["--help"], ["--version"], ["train", "--help"], ["sample", "--help"], ["grid", "--help"], ["check", "--help"],
+    ["methods", "--help"], ["eval", "--help"], ["rewards", "--help"], ["score", "--help"],
+])
+def test_help_answers_without_torch(arguments):
+    code = f"import sys, flowgrpo.cli as c; r = c.main({arguments!r}); sys.exit(r or ('torch' in sys.modules) * 7)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "flowgrpo" in done.stdout
+
+
+def test_the_command_ends_its_process_group(tmp_path):
+    """A process that exits while the group's threads run may abort."""
+    code = ("import sys; from torch import distributed as d; from flowgrpo.cli import main; "
+            f"d.init_process_group('gloo', init_method='file://{tmp_path}/store', rank=0, world_size=1); "
+            "main(['--version']); sys.exit(d.is_initialized())")
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_the_package_imports_without_torch():
+    code = ("import sys, flowgrpo; assert flowgrpo.__version__ and flowgrpo.UserError and flowgrpo.reward; "
+            "assert set(flowgrpo.__all__) == set(dir(flowgrpo)); sys.exit('torch' in sys.modules)")
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_mistakes_are_told_without_torch_by_the_module(tmp_path):
+    done = subprocess.run([sys.executable, "-X", "importtime", "-m", "flowgrpo", "train", "--train.lrr=1"],
+                          capture_output=True, text=True)
+    assert done.returncode == 2 and " torch" not in done.stderr and "Traceback" not in done.stderr
+    assert done.stderr.splitlines()[-1].endswith("unknown option --train.lrr: did you mean '--train.lr'?")
+
+
+@pytest.mark.parametrize("arguments, expected", [
+    ([], (None, {})),
+    (["r.yaml"], ("r.yaml", {})),
+    (["--train.lr=1e-4", "r.yaml", "--parts.plan.size", "2"], ("r.yaml", {"train.lr": "1e-4", "parts.plan.size": "2"})),
+    (["--negative_prompt", "", "--name=a=b"], (None, {"negative_prompt": "", "name": "a=b"})),
+    (["--train.lr", "-1"], (None, {"train.lr": "-1"})),
+])
+def test_options_are_parted_from_the_recipe(arguments, expected):
+    assert _parse(arguments) == expected
+
+
+@pytest.mark.parametrize("arguments, line", [
+    (["--lr=1"], "unknown option --lr: did you mean '--train.lr'?"),
+    (["--lr", "1"], "unknown option --lr: did you mean '--train.lr'?"),
+    (["--trian.lr=1"], "unknown option --trian.lr: did you mean '--train.lr'?"),
+    (["--resum"], "unknown option --resum: did you mean '--resume'?"),
+    (["--promts=a.txt"], "unknown option --promts: did you mean '--prompts'?"),
+    (["--train=1"], "unknown option --train; there are: train.epochs"),
+    (["-q"], "unknown option -q; there are: name, model"),
+    (["--train.lr"], "option --train.lr needs a value: --train.lr=VALUE"),
+    (["--train.lr", "--resume"], "option --train.lr needs a value: --train.lr=VALUE"),
+    (["--model"], "--model"),
+    (["--train.lr=-1"], "train.lr: got -1, expected a number greater than 0"),
+    (["--seed", "many"], "seed: got 'many', expected a valid integer"),
+    (["--train.group", "1"], "train.group: got 1, expected a number greater than or equal to 2"),
+    (["a.yaml", "b.yaml"], "expected one recipe, got a.yaml and b.yaml"),
+    (["no.yaml"], "no recipe at no.yaml"),
+    (["--prompts", "no.txt"], "prompts no.txt: no such file"),
+    (["--held_out", "no.txt"], "prompts no.txt: no such file"),
+    (["--prompts=starter_text", "--held_out=0.3"], "held_out: got 0.3, but prompts: starter_text brings held-out"),
+    (["--reward", "scene_grade"], "unknown reward 'scene_grade': did you mean 'scene_graded'?"),
+    (["--reward", "no.py:f"], "reward 'no.py:f': no file at no.py"),
+    (["--eval.rewards", "[scenne]"], "unknown reward 'scenne': did you mean 'scene'?"),
+])
+def test_mistakes_in_training_are_told(arguments, line, capsys):
+    assert line in told(capsys, "train", *arguments)
+
+
+def test_mistakes_in_a_recipe_are_told_with_its_name(tmp_path, capsys):
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text("train: {lrr: 1e-4}\n")
+    assert f"{recipe}: unknown key 'train.lrr': did you mean 'train.lr'?" in told(capsys, "train", recipe)
+    recipe.write_text("train: [\n")
+    assert f"{recipe} is not valid YAML" in told(capsys, "train", recipe)
+
+
+def test_an_empty_prompt_file_is_told(tmp_path, capsys):
+    (tmp_path / "p.txt").write_text("\n\n")
+    assert f"prompts {tmp_path}/p.txt: the file holds no prompt" in told(
+        capsys, "train", "--prompts", tmp_path / "p.txt")
+
+
+def test_a_reward_file_that_does_not_import_is_told(tmp_path, capsys):
+    file = tmp_path / "mine_for_cli.py"
+    file.write_text("import nothing_of_that_name\n")
+    line = told(capsys, "train", "--reward", f"{file}:f")
+    assert f"reward file {file} does not import: ModuleNotFoundError" in line and "(mine_for_cli.py, line 1)" in line
+
+
+def test_an_interruption_exits_with_130(tmp_path):
+    file = tmp_path / "interrupting.py"
+    file.write_text("raise KeyboardInterrupt\n")
+    assert main(["train", "--reward", f"{file}:f"]) == 130
+
+
+@pytest.mark.parametrize("arguments, line", [
+    (["trian"], "'trian'"),
+    (["sample"], "MODEL"),
+    (["sample", "starter"], "--prompt"),
+    (["sample", "starter", "--promt", "x"], "--prompt"),
+    (["sample", "starter", "--prompt", " "], "--prompt: expected a text, got an empty one"),
+    (["sample", "starter", "--prompt", "x", "--count", "0"], "--count"),
+    (["sample", "starter", "--prompt", "x", "--steps", "few"], "--steps"),
+    (["sample", "starter", "--prompt", "x", "--rlg", "1.5"], "--rlg: expected --lora too"),
+    (["sample", "starter", "--prompt", "x", "--lora", "y", "--rlg", "1,2"], "--rlg: got '1,2', expected one number"),
+    (["eval", "x", "--suite", "starter", "--output", "y", "--rlg", "-1"], "--rlg: got '-1', expected numbers from 0"),
+    (["eval", "x", "--suite", "starter", "--output", "y", "--rlg", "1,nan"], "--rlg: got '1,nan', expected numbers"),
+    (["eval", "starter", "--suite", "starter", "--output", "y", "--rlg", "2"], "--rlg guides a result away from its"),
+    (["grid"], "RUN"),
+    (["grid", "no/run"], "no run at no/run"),
+    (["check"], "MODEL"),
+    (["sample", "startr", "--prompt", "x"], "no model 'startr', and no folder of that name: did you mean 'starter'?"),
+    (["train", "--model=starter_vidoe"], "did you mean 'starter_video'?"),
+    (["train", "--model=startr_text", "--method=grpo", "--prompts=starter_text", "--reward=exact_match"],
+     "did you mean 'starter_text'?"),
+])
+def test_mistakes_in_other_commands_are_told(arguments, line, capsys):
+    assert line in told(capsys, *arguments)
+
+
+def test_no_command_shows_the_help(capsys):
+    assert main([]) == 2
+    captured = capsys.readouterr()
+    assert "train" in captured.out + captured.err and "error" not in captured.err
+
+
+def test_methods_are_listed_with_their_pages(capsys):
+    from flowgrpo.methods.presets import PRESETS
+
+    assert main(["methods"]) == 0
+    out = capsys.readouterr().out
+    assert [name for name in PRESETS if f"{name} " not in out] == []
+    assert "2508.04324" in out and "docs/methods/NAME.md" in out and "docs/methods/index.md" in out
+
+
+def test_rewards_are_listed(capsys):
+    assert main(["rewards"]) == 0
+    out = capsys.readouterr().out
+    assert "scene_graded" in out and "licence" in out

@@ -1,0 +1,144 @@
+"""The configuration: what is valid round-trips, what is not is told in one line with its path."""
+
+from __future__ import annotations
+
+import pytest
+
+from flowgrpo import config
+from flowgrpo.config import schema
+from flowgrpo.errors import UserError
+
+
+def message(call, *arguments) -> str:
+    with pytest.raises(UserError) as caught:
+        call(*arguments)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_defaults_pass_their_own_checks():
+    assert config.validate(config.Config().model_dump()) == config.Config()
+
+
+@pytest.mark.parametrize("options", [
+    {},
+    {"name": "1e5", "model": "on", "method": "a+b", "negative_prompt": "null", "prompts": "été.txt"},
+    {"train.lr": "1e-5", "train.betas": "[0.8, 0.95]", "train.checkpointing": "true", "adapter.targets": "[to_q]"},
+    {"reward": "{scene: 0.25, my/file.py:f: 2}", "held_out": "held.jsonl", "eval.rewards": "[scene]"},
+    {"reward.scene": "1e-1", "parts": "{plan: {size: 2, share: 1e-3}}", "picture.call": "{max_sequence_length: 77}"},
+])
+def test_resolved_configuration_runs_again(options, tmp_path):
+    resolved = config.load(None, options)
+    file = tmp_path / "resolved.yaml"
+    file.write_text(resolved.yaml(), encoding="utf-8")
+    assert config.load(file) == resolved
+    assert config.load(file).yaml() == resolved.yaml()
+
+
+def test_numbers_with_an_exponent_are_numbers_everywhere(tmp_path):
+    file = tmp_path / "r.yaml"
+    file.write_text("parts: {kernel: {level: 1e-1, name: '1e-1', steps: 7}}\nheld_out: 2E-1\n")
+    resolved = config.load(file, {"parts.kernel.rate": "5e-6"})
+    assert resolved.parts == {"kernel": {"level": 0.1, "name": "1e-1", "steps": 7, "rate": 5e-6}}
+    assert resolved.held_out == 0.2
+
+
+def test_overrides_win_and_keep_their_neighbours(tmp_path):
+    file = tmp_path / "mine.yaml"
+    file.write_text("train:\n  lr: 0.1\n  group: 6\n")
+    resolved = config.load(file, {"train.lr": "0.2", "eval.steps": 7, "name": "2024"})
+    assert (resolved.train.lr, resolved.train.group, resolved.eval.steps, resolved.name) == (0.2, 6, 7, "2024")
+    assert config.load(file).name == "mine"
+    assert str(resolved.folder) == "runs/2024"
+
+
+def test_rewards_have_weights():
+    assert config.load(None, {"reward": "scene"}).rewards == {"scene": 1.0}
+    assert config.load(None, {"reward": "{a: 2, b: 0.5}"}).rewards == {"a": 2.0, "b": 0.5}
+
+
+@pytest.mark.parametrize("raw, told", [
+    ({"trian": {"lr": 1}}, "unknown key 'trian': did you mean 'train'?"),
+    ({"train": {"group_size": 8}}, "unknown key 'train.group_size': did you mean 'train.group'?"),
+    ({"eval": {"stepss": 8}}, "unknown key 'eval.stepss': did you mean 'eval.steps'?"),
+    ({"lr": 1e-4}, "unknown key 'lr': did you mean 'train.lr'?"),
+    ({"train.lr": 1e-4}, "unknown key 'train.lr': in a file, write 'lr' below 'train'"),
+    ({"picture": {"zzz": 1}}, "'picture.zzz'; there are: picture.height, picture.width, picture.frames, picture.call"),
+    ({"qqqq": 1}, "unknown key 'qqqq'; there are: name, model, "),
+])
+def test_unknown_keys_name_the_nearest(raw, told):
+    assert told in message(config.validate, raw, "r.yaml")
+
+
+@pytest.mark.parametrize("raw, told", [
+    ({"train": {"lr": "fast"}}, "train.lr: got 'fast', expected a valid number"),
+    ({"train": {"group": 2.5}}, "train.group: got 2.5, expected a valid integer"),
+    ({"train": 3}, "train: got 3, expected keys with values"),
+    ({"train": None}, "train: got None, expected keys with values"),
+    ({"name": 2024}, "name: got 2024, expected a valid string"),
+    ({"adapter": {"targets": ["to_q", 3]}}, "adapter.targets.1: got 3, expected a valid string"),
+    ({"reward": 5}, "reward: got 5, expected a valid string or a valid dictionary"),
+    ({"reward": {"scene": "much"}}, "reward.scene: got 'much', expected a valid number"),
+    ({"precision": "fp64"}, "precision: got 'fp64', expected 'auto', 'fp32', 'bf16' or 'fp16'"),
+    ({"train": {"checkpointing": "perhaps"}}, "train.checkpointing: got 'perhaps', expected a valid boolean"),
+    ({"train": {"betas": [0.9]}}, "train.betas.1: got [0.9], expected one more value"),
+])
+def test_wrong_types_have_their_path(raw, told):
+    assert message(config.validate, raw, "r.yaml") == f"r.yaml: {told}"
+
+
+@pytest.mark.parametrize("raw, told", [
+    ({"train": {"lr": 0}}, "train.lr: got 0, expected a number greater than 0"),
+    ({"train": {"group": 1}}, "train.group: got 1, expected a number greater than or equal to 2"),
+    ({"train": {"ema": 1}}, "train.ema: got 1, expected a number less than 1"),
+    ({"train": {"lr": float("inf")}}, "train.lr: got inf, expected a finite number"),
+    ({"reward": {"scene": float("nan")}}, "reward.scene: got nan, expected a finite number"),
+    ({"seed": -1}, "seed: got -1, expected a number greater than or equal to 0"),
+    ({"reward": {}}, "reward: got {}, expected at least 1 item"),
+])
+def test_wrong_ranges_have_their_path(raw, told):
+    assert message(config.validate, raw, "r.yaml") == f"r.yaml: {told}"
+
+
+@pytest.mark.parametrize("text, told", [
+    (b"a: [1\nb: 2", "is not valid YAML: expected ',' or ']', but got ':' (line 2, column 2)"),
+    (b"- a\n- b\n", "expected keys with values at the top, got a list"),
+    (b"a: \xff\xfe", "is not valid YAML: 'utf-8' codec can't decode"),
+    (b"train: {lr: -1}", "train.lr: got -1, expected a number greater than 0"),
+])
+def test_broken_recipes_are_named(text, told, tmp_path):
+    file = tmp_path / "r.yaml"
+    file.write_bytes(text)
+    assert told in message(config.load, file) and message(config.load, file).startswith(str(file))
+
+
+def test_missing_recipe():
+    assert message(config.load, "no.yaml").startswith("no recipe at no.yaml")
+
+
+def test_an_empty_recipe_holds_the_defaults(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("# nothing yet\n")
+    assert config.load(file) == config.Config()
+
+
+@pytest.mark.parametrize("options, told", [
+    ({"train.lr": "-1"}, "the options: train.lr: got -1, expected a number greater than 0"),
+    ({"reward": "{a: 1"}, "--reward: '{a: 1' is not valid YAML: expected ',' or '}'"),
+    ({"train.lr.x": "1"}, "the options: train.lr: got {'x': 1}, expected a valid number"),
+])
+def test_overrides_go_through_the_same_check(options, told):
+    assert message(config.load, None, options).startswith(told)
+
+
+def test_an_override_cannot_reach_into_a_value(tmp_path):
+    file = tmp_path / "r.yaml"
+    file.write_text("reward: scene\n")
+    assert message(config.load, file, {"reward.scene": "1"}).startswith("--reward.scene: reward is a value")
+
+
+def test_a_key_owns_what_lies_below_it():
+    assert schema.owner("train.lr") == "train.lr"
+    assert schema.owner("parts.plan.size") == "parts"
+    assert schema.owner("reward.scene") == "reward"
+    assert schema.owner("train") is None and schema.owner("trainer.lr") is None

@@ -1,0 +1,67 @@
+"""The arithmetic of a batch."""
+
+from __future__ import annotations
+
+import pytest
+
+from flowgrpo.config.geometry import Geometry, geometry
+from flowgrpo.config.sections import Train
+from flowgrpo.errors import UserError
+
+
+def train(**options) -> Train:
+    return Train(**{"prompts": 8, "group": 12, "micro_batch": 8} | options)
+
+
+@pytest.mark.parametrize("options, processes, expected", [
+    ({}, 1, (8, 96, 8)),  # a group is never cut, however small the micro-batch
+    ({}, 4, (2, 24, 2)),
+    ({"micro_batch": 1}, 1, (8, 96, 8)),
+    ({"micro_batch": 23}, 1, (8, 96, 8)),
+    ({"micro_batch": 24}, 1, (8, 96, 4)),
+    ({"micro_batch": 40}, 1, (8, 96, 3)),  # 3, 3 and 2 groups
+    ({"micro_batch": 40}, 4, (2, 24, 1)),
+    ({"micro_batch": 500}, 1, (8, 96, 1)),
+    ({"prompts": 1, "group": 2, "micro_batch": 1}, 1, (1, 2, 1)),
+])
+def test_rows_and_parts_of_whole_groups(options, processes, expected):
+    found = geometry(train(**options), processes)
+    assert (found.prompts, found.rows, found.parts) == expected
+    assert found.updates == 1
+
+
+def test_as_many_updates_as_parts():
+    assert geometry(train(updates=8)) == Geometry(8, 12, 8, 8)
+    assert geometry(train(updates=3, micro_batch=40)) == Geometry(8, 12, 40, 3)
+
+
+@pytest.mark.parametrize("options, processes, told", [
+    ({}, 3, "train.prompts is 8, which 3 processes cannot share evenly: use 6 or 9"),
+    ({"prompts": 2}, 5, "use 5 or 10"),
+    ({"updates": 9}, 1, "8 groups of 12 in micro-batches of 8 make 8 parts: use at most 8 updates"),
+    ({"updates": 4, "micro_batch": 40}, 1, "make 3 parts: use at most 3 updates, or a micro_batch of 24"),
+    ({"updates": 2, "micro_batch": 24}, 4, "2 groups of 12 in micro-batches of 24 make 1 parts: use at most 1 updates, "
+                                           "or a micro_batch of 12"),
+    ({"updates": 97, "micro_batch": 1}, 1, "make 8 parts: use at most 8 updates"),
+    ({"prompts": 12, "updates": 2, "micro_batch": 48}, 2, "micro-batches of 48 take 4 groups of 12 together, which do "
+                                                          "not part the 6 prompts of each of 2 processes evenly: use a "
+                                                          "micro_batch of 36"),
+    ({"prompts": 28, "updates": 4, "micro_batch": 60}, 2, "make 3 parts: use at most 3 updates, or a micro_batch of "
+                                                          "24"),
+])
+def test_what_cannot_work_is_told_with_what_does(options, processes, told):
+    with pytest.raises(UserError) as caught:
+        geometry(train(**options), processes)
+    assert str(caught.value).endswith(told) and "\n" not in str(caught.value)
+
+
+def test_where_nothing_is_dealt_out_processes_may_part_the_prompts_differently():
+    assert geometry(train(prompts=12, micro_batch=48), 2).parts == 2  # 4 and 2 groups; of one process 4, 4 and 4
+
+
+@pytest.mark.parametrize("updates, processes", [*((n, 1) for n in range(2, 9)), (2, 2), (3, 2), (4, 2), (2, 4)])
+def test_the_micro_batch_that_is_proposed_works(updates, processes):
+    with pytest.raises(UserError) as caught:
+        geometry(train(updates=updates, micro_batch=96), processes)
+    proposed = int(str(caught.value).rpartition(" ")[2])
+    assert geometry(train(updates=updates, micro_batch=proposed), processes).parts >= updates

@@ -1,0 +1,162 @@
+"""Groups that are replaced: by hand on what was drawn, and in whole epochs of texts and of pictures."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+
+from flowgrpo.curriculum.epoch_batch import Drawn
+from flowgrpo.curriculum.resampling import Never, Refill, fresh
+from flowgrpo.data.prompts import Prompt
+from flowgrpo.distributed.processes import Processes
+from flowgrpo.errors import UserError
+from flowgrpo.methods import validate
+from flowgrpo.run import run
+from tests.helpers import tiny, tiny_text
+
+POOL = [Prompt(text) for text in "abcdef"]
+MIXED, AGREED = [0.0, 1.0, 0.0], [1.0, 1.0, 1.0]
+
+
+def drawn(*turns: list[tuple[str, list[float]]]) -> Drawn:
+    """An epoch of these turns, each of (prompt, the rewards of its group)."""
+    found = Drawn(POOL, 3, 10, 7, Processes())
+    for turn in turns:
+        totals = torch.tensor([rewards for _, rewards in turn], dtype=torch.float64)
+        found.add([Prompt(text) for text, _ in turn], totals[..., None], totals)
+    return found
+
+
+def test_groups_that_agree_are_replaced_by_prompts_not_drawn_before():
+    found = drawn([("a", MIXED), ("b", AGREED), ("c", [0.0, 0.0, 0.0])])
+    pairs = Refill()(found)
+    assert [place for place, _ in pairs] == [1, 2]
+    assert {prompt.text for _, prompt in pairs} < {"d", "e", "f"} and Never()(found) == []
+    assert Refill()(found) == pairs  # of the seed, the epoch and the turn alone
+    assert [prompt.text for prompt in found.replace(pairs)] == [prompt.text for _, prompt in pairs]
+    assert found.standing() == [0]
+
+
+def test_a_replacement_that_agrees_is_replaced_in_its_turn_until_the_cap():
+    found = drawn([("a", MIXED), ("b", AGREED)])
+    found.replace([(1, POOL[2])])
+    found.add([POOL[2]], torch.zeros(1, 3, 1), torch.zeros(1, 3))
+    assert [place for place, _ in Refill(turns=3)(found)] == [2] and Refill(turns=2)(found) == []
+    found.replace([(2, POOL[3])])
+    found.add([POOL[3]], torch.tensor([MIXED])[..., None], torch.tensor([MIXED]))
+    assert Refill()(found) == []
+    batch, scores = found.compared()
+    assert [prompt.text for prompt in batch] == ["a", "b", "c", "d"]
+    assert scores.isnan().all(2).all(1).tolist() == [False, True, True, False]
+    assert torch.equal(found.first, torch.tensor([MIXED, AGREED], dtype=torch.float64)[..., None])
+
+
+def test_processes_draw_equally_many_and_keep_their_own():
+    processes = Processes()
+    processes.count = 2
+    found = Drawn(POOL, 0, 1, 0, processes)
+    found.add(POOL[:4], torch.zeros(4, 3, 1), torch.zeros(4, 3))
+    pairs = [(0, POOL[4]), (1, POOL[5]), (2, POOL[0])]
+    assert found.replace(pairs) == [POOL[4], POOL[5]] and found.replaced == {0, 1}
+    found.add([POOL[4], POOL[5]], torch.zeros(2, 3, 1), torch.zeros(2, 3))
+    for processes.rank, own in ((0, "abe"), (1, "cdf")):
+        assert "".join(prompt.text for prompt in found.own()) == own
+
+
+def test_fresh_prompts_are_those_drawn_least_often():
+    taken = [POOL[0], POOL[1], POOL[1], POOL[2], POOL[3], POOL[4], POOL[5]]
+    found = [prompt.text for prompt in fresh(POOL, 6, taken, [0, 1, 2])]
+    assert sorted(found[:5]) == list("acdef") and found[5] == "b"
+    assert [prompt.text for prompt in fresh(POOL[:2], 5, [], [1])].count("a") in (2, 3)
+    heavy = [Prompt("x", weight=1e9), Prompt("y"), Prompt("z")]
+    assert all(fresh(heavy, 1, [], [seed])[0].text == "x" for seed in range(20))
+
+
+def counted(calls: list[str]):
+    """A reward by which half of the prompts agree, whatever is answered."""
+    def reward(texts, prompts):
+        calls.extend(prompts[::4])
+        return [len(text) + text.count("7") / 2 if "+" in prompt else 1.0 for text, prompt in zip(texts, prompts)]
+
+    return reward
+
+
+def test_an_epoch_of_texts_is_filled_up_with_groups_that_differ():
+    calls: list[str] = []
+    trainer = tiny_text.trainer(rewards={"short": counted(calls)}, method="dapo+dynamic_sampling", train__prompts=3)
+    kept = [prompt for prompt in tiny_text.PROMPTS if "+" in prompt]
+    drawn, parts, asked = trainer.draw()
+    assert sorted(set(calls)) == sorted(calls) and len(calls) > 3  # no prompt twice
+    batch, grouped = drawn.compared()
+    credited = [part for part in trainer.credit(parts, grouped, [prompt.key for prompt in batch]) if part is not None]
+    trained = [asked.prompts[i] for part in credited for i in part.prompts[::4].tolist() if part.transitions]
+    assert len(batch) == len(calls) and [asked.prompts[i] for part in parts for i in part.prompts[::4]] == calls
+    assert set(trained) <= set(calls) and sum(prompt in kept for prompt in trained) >= 3
+    assert trainer.run_epoch()["grad_norm"] > 0 and trainer.first_ratio.found <= 1e-5
+
+
+def test_turns_have_noise_of_their_own():
+    trainer = tiny_text.trainer(rewards={"short": lambda texts, prompts: [1.0] * len(texts)},
+                                parts={"redraw": {"type": "Refill", "turns": 3}}, train__prompts=2)
+    trainer.prompts = trainer.prompts[:2]
+    drawn, parts, asked = trainer.draw()
+    assert drawn.turn == 3 and len(asked.prompts) == 6 and sorted(drawn.replaced) == [0, 1, 2, 3]
+    ids = {asked.prompts[int(part.prompts[0])]: [] for part in parts}
+    for part in parts:
+        [taken] = part.transitions
+        for at in part.prompts.unique():
+            ids[asked.prompts[int(at)]].append(taken.ids[taken.prompts == at])
+    for first, second, third in ids.values():
+        assert not torch.equal(first, second) and not torch.equal(second, third)
+
+
+def test_a_resumed_run_draws_and_redraws_the_same(tmp_path):
+    def made(name: str, epochs: int, **options):
+        settings = tiny_text.config(tmp_path / name, method="dapo+mopps+dynamic_sampling", train__epochs=epochs,
+                                    parts={"curriculum": {"candidates": 2}}, **options)
+        return settings, dict(pipe=tiny_text.model(), functions={"short": tiny_text.short},
+                              prompts=[Prompt(text) for text in tiny_text.PROMPTS])
+
+    whole, given = made("whole", 3)
+    run(whole, **given)
+    part, given = made("part", 3, train__save_every=1, train__keep=3)
+    run(part, **given)
+    for name in ("after.json", "last.json"):
+        (part.folder / "report" / name).unlink()
+    for epoch in (2, 3):
+        shutil.rmtree(part.folder / "checkpoints" / f"epoch-0000{epoch}")
+    _, given = made("part", 3)
+    run(part, resume=True, **given)
+    one, two = (folder / "adapter_model.safetensors" for folder in (whole.folder, part.folder))
+    assert one.read_bytes() == two.read_bytes()
+    redrawn = [json.loads(line).get("redrawn_groups", 0) for line in (whole.folder / "metrics.jsonl").open()]
+    assert sum(redrawn) > 0
+
+
+def test_pictures_are_redrawn_too():
+    seen = []
+
+    def reward(images, prompts):
+        seen.append(prompts[0])
+        flat = prompts[0] == seen[0]
+        return [1.0] * len(images) if flat else images[:, 1].mean((1, 2))
+
+    trainer = tiny.trainer(method="mix_grpo+dynamic_sampling", rewards={"green": reward}, train__lr=1e-3,
+                           train__micro_batch=4)
+    tiny.stir(trainer.policy)
+    metrics = trainer.run_epoch()
+    assert len(seen) == trainer.config.train.prompts + 1 and metrics["grad_norm"] > 0
+    assert metrics["log_ratio_max"] <= 1e-6
+
+
+@pytest.mark.parametrize("options, told", [
+    (dict(method="tempflow_grpo+dynamic_sampling"), "redraw is Refill"),
+    (dict(method="refl+dynamic_sampling"), "redraw is Refill"),
+    (dict(method="mix_grpo", parts={"redraw": {"type": "Refill", "turns": 1}}), "turns is 1"),
+])
+def test_what_cannot_be_redrawn_is_told_in_a_line(options, told):
+    with pytest.raises(UserError, match=told):
+        validate.resolve(tiny.config(**options))

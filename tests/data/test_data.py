@@ -1,0 +1,334 @@
+"""Prompts: what files hold, what is held out, and which prompts an epoch draws."""
+
+from __future__ import annotations
+
+import json
+import math
+import runpy
+import sys
+from collections import Counter
+from datetime import datetime, timedelta
+from decimal import Decimal
+from pathlib import Path
+
+import pyarrow
+import pytest
+from pyarrow import parquet
+
+from flowgrpo.config import Config
+from flowgrpo.data.prompts import STARTER, Prompt, load_prompts
+from flowgrpo.data.splits import draw, resolve, split
+from flowgrpo.errors import UserError
+from flowgrpo.starter import scenes
+
+ROOT = Path(__file__).parents[2]
+
+
+def write(folder: Path, name: str, text: str | bytes) -> Path:
+    (folder / name).write_bytes(text.encode() if isinstance(text, str) else text)
+    return folder / name
+
+
+def message(call, *arguments) -> str:
+    with pytest.raises(UserError) as caught:
+        call(*arguments)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def named(*texts: str) -> list[Prompt]:
+    return [Prompt(text) for text in texts]
+
+
+# --- files -----------------------------------------------------------------------------------------------------------
+
+def test_txt_holds_a_prompt_per_line(tmp_path):
+    file = write(tmp_path, "p.txt", "\ufeffa cat\r\n\r\n  a dog, running \n")
+    assert load_prompts(file) == named("a cat", "a dog, running")
+
+
+def test_jsonl_and_csv_hold_the_same(tmp_path):
+    write(tmp_path, "cat.png", b"")
+    image = str(tmp_path / "cat.png")
+    expected = [Prompt("a cat", "blurry", {"task": "one", "n": 2}, image, 2.5), Prompt("a dog, big")]
+    lines = [json.dumps({"prompt": "a cat", "negative_prompt": "blurry", "metadata": {"task": "one", "n": 2},
+                         "image": "cat.png", "weight": 2.5}), "", json.dumps({"prompt": "a dog, big"})]
+    assert load_prompts(write(tmp_path, "p.jsonl", "\n".join(lines))) == expected
+    table = ('prompt,negative_prompt,metadata,image,weight\n'
+             'a cat,blurry,"{""task"": ""one"", ""n"": 2}",cat.png,2.5\n"a dog, big",,,,\n')
+    assert load_prompts(write(tmp_path, "p.csv", table)) == expected
+    table = 'prompt,task,metadata,kind\na cat,one,"{""n"": 2, ""kind"": null}",x\n"a dog, big",two,,\n'
+    assert load_prompts(write(tmp_path, "p.csv", table)) == [
+        Prompt("a cat", metadata={"task": "one", "n": 2, "kind": None}), Prompt("a dog, big", metadata={"task": "two"})]
+
+
+def test_metadata_tell_the_full_path_of_a_prompts_picture(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own").mkdir()
+    write(tmp_path / "own", "cat.png", b"")
+    lines = [{"prompt": "a", "image": "cat.png", "metadata": {"n": 2}},
+             {"prompt": "b", "image": "cat.png", "metadata": {"image": "mine"}}, {"prompt": "c"}]
+    write(tmp_path / "own", "p.jsonl", "\n".join(map(json.dumps, lines)))
+    found = load_prompts("own/p.jsonl")
+    assert [p.metadata for p in found] == [{"n": 2, "image": str(tmp_path / "own" / "cat.png")}, {"image": "mine"}, {}]
+    assert found[0].key == "a\nown/cat.png"  # by which prompts are held out: the same on every machine
+
+
+def test_gsm8k_is_read_as_it_is(tmp_path):
+    lines = [{"question": "Ann has 3 pens and buys 1200 more. How many?",
+              "answer": "3+1200=<<3+1200=1203>>\n#### 1,203"},
+             {"question": "He owes $2.50 twice.", "answer": "It is #### or so\n#### -5"}]
+    file = write(tmp_path, "gsm8k.jsonl", "\n".join(map(json.dumps, lines)))
+    assert load_prompts(file) == [Prompt(lines[0]["question"], metadata={"answer": "1203"}),
+                                  Prompt("He owes $2.50 twice.", metadata={"answer": "-5"})]
+
+
+def table(path: Path, rows: list[dict]) -> Path:
+    parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    return path
+
+
+def test_parquet_holds_the_same(tmp_path):
+    rows = [{"prompt": "a cat", "negative_prompt": "blurry", "metadata": {"task": "one", "n": 2}, "weight": 2.5,
+             "level": "easy", "image": {"bytes": b"no path", "path": "x"}, "raw": b"bytes"},
+            {"prompt": "a dog, big", "metadata": {"task": "two"}}]
+    assert load_prompts(table(tmp_path / "p.parquet", rows)) == [
+        Prompt("a cat", "blurry", {"level": "easy", "task": "one", "n": 2}, None, 2.5),
+        Prompt("a dog, big", metadata={"task": "two"})]
+    rows = [{"prompt": "a cat", "metadata": '{"n": 2}'}]
+    assert load_prompts(table(tmp_path / "p.parquet", rows)) == [Prompt("a cat", metadata={"n": 2})]
+    rows = [{"question": "3 and 4?", "answer": "3+4\n#### 7"}]
+    assert load_prompts(table(tmp_path / "p.parquet", rows)) == [Prompt("3 and 4?", metadata={"answer": "7"})]
+
+
+def test_parquet_columns_of_dates_and_decimals_are_metadata_that_json_holds(tmp_path):
+    moment = datetime(2026, 5, 1, 12, 30)
+    rows = [{"prompt": "a cat", "day": moment.date(), "at": moment, "hour": moment.time(), "weight": Decimal("2.5"),
+             "count": Decimal("3.00"), "score": math.nan, "long": timedelta(hours=1), "fine": True,
+             "metadata": {"seen": [{"on": moment.date(), "value": math.nan}]}},
+            {"prompt": "a dog", "day": None, "score": 0.5, "weight": None}]
+    cat, dog = load_prompts(table(tmp_path / "p.parquet", rows))
+    told = {"day": "2026-05-01", "at": "2026-05-01T12:30:00", "hour": "12:30:00", "count": 3, "long": "1:00:00",
+            "fine": True, "seen": [{"on": "2026-05-01", "value": None}]}
+    assert json.loads(json.dumps(cat.metadata, allow_nan=False)) == told and cat.weight == 2.5
+    assert dog == Prompt("a dog", metadata={"score": 0.5})
+
+
+def test_mistakes_in_parquet_are_told(tmp_path):
+    file = table(tmp_path / "p.parquet", [{"text": "a", "url": "b"}])
+    assert message(load_prompts, file) == f"prompts {file}, line 1: expected the column 'prompt', got text, url"
+    file = table(tmp_path / "p.parquet", [{"prompt": "a"}, {"prompt": None}])
+    assert "line 2: expected a text under 'prompt', got None" in message(load_prompts, file)
+    file = table(tmp_path / "p.parquet", [{"prompt": "a", "metadata": "{"}])
+    assert "line 1: not valid JSON" in message(load_prompts, file)
+    assert "not a .parquet file that can be read" in message(load_prompts, write(tmp_path, "q.parquet", "prompt\n"))
+
+
+def test_without_pyarrow_parquet_says_what_to_install(tmp_path, monkeypatch):
+    file = table(tmp_path / "p.parquet", [{"prompt": "a"}])
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    assert message(load_prompts, file).startswith(f"{file} needs pyarrow.parquet (") and \
+        message(load_prompts, file).endswith("pip install 'flowgrpo[parquet]'")
+
+
+def test_geneval_is_read_as_it_is(tmp_path):
+    facts = {"tag": "counting", "include": [{"class": "owl", "count": 2}], "exclude": [{"class": "owl", "count": 3}]}
+    file = write(tmp_path, "evaluation_metadata.jsonl", json.dumps(facts | {"prompt": "a photo of two owls"}))
+    assert load_prompts(file) == [Prompt("a photo of two owls", metadata=facts)]
+
+
+@pytest.mark.parametrize("name, text, told", [
+    ("p.jsonl", '{"question": "a", "answer": "it is 5"}', "line 1: expected a solution that ends with '#### number' "
+                                                          "under 'answer', got 'it is 5'"),
+    ("p.jsonl", '{"question": "a", "answer": "#### "}', "expected a solution that ends with '#### number'"),
+    ("p.jsonl", '{"question": 3, "answer": "#### 4"}', "line 1: expected a text under 'prompt', got 3"),
+    ("p.jsonl", '{"question": "a"}', "line 1: unknown key 'question'"),
+    ("p.jsonl", '{"prompt": "a", "tag": "b"}', "line 1: unknown key 'tag'"),
+    ("p.jsonl", '{"prompt": "a", "tag": "b", "include": [], "metadata": {}}', "line 1: unknown key 'tag'"),
+    ("p.txt", "\n \n", "the file holds no prompt"),
+    ("p.csv", "", "the file holds no prompt"),
+    ("p.csv", "prompt\n", "the file holds no prompt"),
+    ("p.jsonl", "", "the file holds no prompt"),
+    ("p.json", "[]", "expected a .txt, .jsonl, .csv or .parquet file, got '.json'"),
+    ("p.txt", b"\xff\xfe", "not UTF-8 text"),
+    ("p.jsonl", '{"prompt": "a"}\n{"prompt": }', "line 2: not valid JSON: Expecting value (column 12)"),
+    ("p.jsonl", '\n"a cat"', "line 2: expected an object with the key 'prompt', got 'a cat'"),
+    ("p.jsonl", '{"promt": "a"}', "line 1: unknown key 'promt': did you mean 'prompt'?"),
+    ("p.jsonl", '{"weight": 1}', "line 1: expected a text under 'prompt', got None"),
+    ("p.jsonl", '{"prompt": " "}', "line 1: expected a text under 'prompt', got ' '"),
+    ("p.jsonl", '{"prompt": "a", "negative_prompt": 3}', "line 1: expected a text under 'negative_prompt', got 3"),
+    ("p.jsonl", '{"prompt": "a", "metadata": "x"}', "line 1: expected an object under 'metadata', got 'x'"),
+    ("p.jsonl", '{"prompt": "a", "image": "no.png"}', "line 1: no image at"),
+    ("p.jsonl", '{"prompt": "a", "weight": 0}', "line 1: expected a positive number under 'weight', got 0"),
+    ("p.jsonl", '{"prompt": "a", "weight": NaN}', "line 1: expected a positive number under 'weight', got nan"),
+    ("p.jsonl", '{"prompt": "a", "weight": true}', "line 1: expected a positive number under 'weight', got True"),
+    ("p.csv", "text\na cat\n", "line 1: expected the heading 'prompt' in the first line, got ['text']"),
+    ("p.csv", "prompt,task,metadata\na,b,3\n", "line 2: expected an object under 'metadata', got 3"),
+    ("p.csv", "prompt\na cat, big\n", "line 2: 2 cells under 1 headings"),
+    ("p.csv", "prompt,weight\na,1\nb,heavy\n", "line 3: expected a positive number under 'weight', got 'heavy'"),
+    ("p.csv", "prompt,metadata\na,{\n", "line 2: not valid JSON"),
+    ("p.csv", 'prompt\n"a\n', "not valid CSV: unexpected end of data"),
+])
+def test_mistakes_are_told_with_file_and_line(name, text, told, tmp_path):
+    file = write(tmp_path, name, text)
+    assert told in message(load_prompts, file) and str(file) in message(load_prompts, file)
+
+
+def test_missing_file():
+    assert message(load_prompts, "no.txt") == "prompts no.txt: no such file"
+
+
+# --- the held-out split ----------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("share, expected", [(0.1, 3), (0.5, 15), (0.001, 1), (0.96, 29)])
+def test_a_share_of_the_texts_is_held_out(share, expected):
+    prompts = named(*(f"p{i}" for i in range(30)), *(f"p{i}" for i in range(10)))  # ten texts come twice
+    train, held = split(prompts, share, seed=3)
+    assert len({p.text for p in held}) == expected
+    assert not {p.text for p in train} & {p.text for p in held}
+    assert Counter(p.text for p in train + held) == Counter(p.text for p in prompts)
+
+
+def test_the_split_depends_on_texts_and_seed_alone():
+    prompts = named(*(f"p{i}" for i in range(40)))
+    first = {p.text for p in split(prompts, 0.25, 0)[1]}
+    assert first == {p.text for p in split(prompts[::-1] + prompts[:5], 0.25, 0)[1]}
+    assert first != {p.text for p in split(prompts, 0.25, 1)[1]}
+
+
+def test_a_file_of_held_out_prompts_leaves_training(tmp_path):
+    file = write(tmp_path, "held.txt", "b\nc\n")
+    train, held = split(named("a", "b", "a", "d"), str(file), 0)
+    assert [p.text for p in train] == ["a", "a", "d"] and [p.text for p in held] == ["b", "c"]
+
+
+def test_a_text_with_another_picture_is_another_prompt(tmp_path):
+    for name in "abcd":
+        write(tmp_path, f"{name}.png", b"")
+    lines = [json.dumps({"prompt": "what is it?", "image": f"{name}.png"}) for name in "abcd"]
+    train, held = split(load_prompts(write(tmp_path, "p.jsonl", "\n".join(lines))), 0.25, 0)
+    assert len(train) == 3 and len(held) == 1 and held[0].image not in {prompt.image for prompt in train}
+    file = write(tmp_path, "held.jsonl", "\n".join(lines[1:2]))
+    train, held = split(load_prompts(tmp_path / "p.jsonl"), str(file), 0)
+    assert [prompt.image for prompt in train] == [str(tmp_path / f"{name}.png") for name in "acd"]
+    assert Prompt("a").key == "a" and len({prompt.key for prompt in train + held}) == 4
+
+
+@pytest.mark.parametrize("texts, share, told", [
+    (["a", "b"], 0.9, "holds out every prompt"),
+    (["a", "a"], 0.5, "1 different prompts cannot be parted"),
+    (["a", "b"], 0.0, "expected a share between 0 and 1"),
+    (["a", "b"], 1.0, "expected a share between 0 and 1"),
+])
+def test_no_side_is_empty(texts, share, told):
+    assert told in message(split, named(*texts), share, 0)
+
+
+def test_a_file_that_holds_out_everything_is_refused(tmp_path):
+    assert "leaves none to train on" in message(split, named("a"), str(write(tmp_path, "h.txt", "a\nb")), 0)
+
+
+# --- drawing ---------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("n, count", [(7, 3), (5, 4), (6, 3), (10, 1), (9, 8), (30, 29), (4, 4), (3, 7), (1, 5)])
+def test_equal_weights_walk_through_the_data(n, count):
+    prompts = named(*map(str, range(n)))
+    epochs = [[p.text for p in draw(prompts, count, epoch, seed=5)] for epoch in range(40)]
+    assert all(len(epoch) == count for epoch in epochs)
+    assert all(max(Counter(epoch).values()) <= -(-count // n) for epoch in epochs)
+    if count < n:
+        stream = [text for epoch in epochs for text in epoch]
+        passes = [tuple(stream[i:i + n]) for i in range(0, len(stream) - n + 1, n)]
+        assert all(sorted(one) == sorted(map(str, range(n))) for one in passes)
+        assert len(set(passes)) > 1 or n == 1
+
+
+def test_every_first_place_is_equally_likely():
+    prompts = named(*map(str, range(4)))
+    counts = Counter(draw(prompts, 3, 0, seed)[0].text for seed in range(4000))
+    assert all(abs(counts[str(i)] - 1000) < 5 * (4000 * 0.25 * 0.75) ** 0.5 for i in range(4))
+
+
+def test_drawing_is_a_pure_function_of_epoch_and_seed():
+    for prompts in (named(*"abcdefgh"), [Prompt(text, weight=1 + i) for i, text in enumerate("abcdefgh")]):
+        assert draw(prompts, 3, 11, 2) == draw(prompts, 3, 11, 2)
+        assert draw(prompts, 3, 11, 2) != draw(prompts, 3, 12, 2)
+        assert [draw(prompts, 3, e, 2) for e in range(5)] != [draw(prompts, 3, e, 3) for e in range(5)]
+
+
+def test_weights_are_probabilities():
+    prompts = [Prompt("a", weight=1), Prompt("b", weight=2), Prompt("c", weight=5)]
+    counts = Counter(draw(prompts, 1, epoch, 0)[0].text for epoch in range(8000))
+    for text, share in (("a", 1 / 8), ("b", 2 / 8), ("c", 5 / 8)):
+        assert abs(counts[text] - 8000 * share) < 5 * (8000 * share * (1 - share)) ** 0.5
+
+
+def test_weighted_epochs_repeat_no_prompt_unless_they_must():
+    prompts = [Prompt(text, weight=10.0 ** i) for i, text in enumerate("abcd")]
+    for epoch in range(50):
+        assert max(Counter(p.text for p in draw(prompts, 3, epoch, 0)).values()) == 1
+        assert sorted(Counter(p.text for p in draw(prompts, 6, epoch, 0)).values()) == [1, 1, 2, 2]
+
+
+def test_equal_wishes_change_nothing():
+    for prompts in (named(*"abcdef"), [Prompt(text, weight=1 + i) for i, text in enumerate("abcdef")]):
+        for wanted in (None, [0.55] * 6, [0] * 6):
+            assert [draw(prompts, 4, e, 1, wanted) for e in range(9)] == [draw(prompts, 4, e, 1) for e in range(9)]
+
+
+def test_prompts_are_drawn_as_often_as_they_are_wanted_times_their_weight():
+    prompts = [Prompt("a", weight=1), Prompt("b", weight=2), Prompt("c", weight=4)]
+    counts = Counter(draw(prompts, 1, epoch, 0, [4, 1, 0.5])[0].text for epoch in range(8000))
+    for text, share in (("a", 4 / 8), ("b", 2 / 8), ("c", 2 / 8)):
+        assert abs(counts[text] - 8000 * share) < 5 * (8000 * share * (1 - share)) ** 0.5
+    assert draw(prompts, 2, 7, 3, [4, 1, 0.5]) == draw(prompts, 2, 7, 3, [4, 1, 0.5])
+
+
+def test_what_is_not_wanted_comes_last():
+    prompts = named(*"abcd")
+    for epoch in range(30):
+        drawn = [prompt.text for prompt in draw(prompts, 3, epoch, 0, [0, 1, 0, 1])]
+        assert {"b", "d"} < set(drawn) and len(set(drawn)) == 3
+
+
+# --- the starter's prompts -------------------------------------------------------------------------------------------
+
+def test_starter_prompts_are_what_the_script_builds():
+    built = runpy.run_path(str(ROOT / "scripts" / "build_prompts.py"))["build"]()
+    for name, records in built.items():
+        assert [json.loads(line) for line in (STARTER / name).read_text().splitlines()] == records
+
+
+def test_starter_prompts_are_disjoint():
+    train, held = resolve(Config())
+    texts = [p.text for p in train], [p.text for p in held]
+    assert len(texts[0]) == len(set(texts[0])) == 600
+    assert not set(texts[0]) & set(texts[1])
+
+
+def test_starter_prompts_are_on_their_side():
+    for prompts, side in zip(resolve(Config()), (False, True)):
+        for prompt in prompts:
+            claims = scenes.parse(prompt.text)
+            prefix = prompt.text[:len(prompt.text) - len(claims.caption())]
+            assert claims.caption(prefix) == prompt.text and claims.task == prompt.metadata["task"]
+            assert scenes.reserved(claims, prefix) == side
+
+
+def test_starter_tasks_are_drawn_equally_often():
+    train, held = resolve(Config())
+    weights = Counter()
+    for prompt in train:
+        weights[prompt.metadata["task"]] += prompt.weight
+    assert weights == pytest.approx(dict.fromkeys(scenes.TASKS, 100), rel=1e-3)
+    assert Counter(p.metadata["task"] for p in held) == dict.fromkeys(scenes.TASKS, 40)
+
+
+def test_resolve_reads_the_files_of_the_configuration(tmp_path):
+    file = write(tmp_path, "p.txt", "\n".join(f"p{i}" for i in range(20)))
+    train, held = resolve(Config(prompts=str(file), held_out=0.25, seed=1))
+    assert (len(train), len(held)) == (15, 5)
+    assert [p.text for p in held] == [p.text for p in resolve(Config(prompts=str(file), held_out=0.25, seed=2))[1]]
+    other = write(tmp_path, "h.txt", "p0\nq\n")
+    assert [p.text for p in resolve(Config(prompts=str(file), held_out=str(other)))[1]] == ["p0", "q"]
+    assert [p.text for p in resolve(Config(held_out=str(other)))[1]] == ["p0", "q"]

@@ -1,0 +1,192 @@
+"""Runs on recorded pairs: what is trained on, what it teaches, and that nothing is drawn for it."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+from accelerate import Accelerator
+
+from flowgrpo.config import Config, load
+from flowgrpo.data.prompts import Prompt
+from flowgrpo.data.recorded_pairs import in_place
+from flowgrpo.errors import UserError
+from flowgrpo.evaluation.evaluate import _functions
+from flowgrpo.methods.validate import require_recorded_pairs, resolve
+from flowgrpo.objectives.ratios import error
+from flowgrpo.rewards.images.preferred import preferred
+from flowgrpo.train import Trainer
+from tests.helpers import tiny
+from tests.policies.pipelines.test_image_latents import saved
+from tests.test_train import align, epoch, gradient, metrics
+
+DPO = dict(method="diffusion_dpo", train__group=2)
+SHARED = dict(parts__times={"shared": True})  # one noise for both pictures of a pair
+
+
+def pairs_file(folder, *lines: tuple[str, str, str], verdicts: dict[int, str] | None = None):
+    """A file of pairs (prompt, chosen, rejected) beside the pictures that it names, which are noise."""
+    for seed, name in enumerate(sorted({name for _, *names in lines for name in names})):
+        saved(folder / name, seed=seed)
+    records = [{"prompt": prompt, "chosen": chosen, "rejected": rejected} for prompt, chosen, rejected in lines]
+    for line, verdict in (verdicts or {}).items():
+        records[line]["aspects"] = {"overall": verdict}
+    (folder / "pairs.jsonl").write_text("\n".join(map(json.dumps, records)) + "\n")
+    return str(folder / "pairs.jsonl")
+
+
+def trainer(file: str, **options) -> Trainer:
+    """A Trainer on the tiny SD3, off the base, on the pairs of a file."""
+    settings = tiny.config(preferences=file, **DPO | options)
+    torch.manual_seed(settings.seed)
+    policy = tiny.stir(tiny.policy(memory=settings.memory))
+    return Trainer(settings, Accelerator(cpu=True), policy, {"preferred": preferred}, in_place(settings, ([], [])))
+
+
+# --- what a file of pairs says ---------------------------------------------------------------------------------------
+
+def test_a_prompt_per_pair_with_what_is_known_of_its_text(tmp_path):
+    file = pairs_file(tmp_path, ("red", "a.png", "b.png"), ("blue", "b.png", "a.png"), ("red", "b.png", "c.png"),
+                      ("old", "a.png", "c.png"), ("green", "a.png", "c.png"),
+                      verdicts={1: "rejected", 2: "tie"})
+    split = [Prompt("red", "dull", {"task": "colour"}, weight=2.0)], [Prompt("old")]
+    told = [{"chosen": str(tmp_path / chosen), "rejected": str(tmp_path / rejected), "preferred": verdict}
+            for chosen, rejected, verdict in (("a.png", "b.png", 1), ("a.png", "b.png", 1), ("a.png", "c.png", 1),
+                                              ("b.png", "c.png", 0.5), ("b.png", "a.png", 0))]
+    red = Prompt("red", "dull", {"task": "colour"} | told[0], weight=2.0)
+    train, held = in_place(load(None, {"preferences": file}), split)
+    assert held is split[1] and train == [red, Prompt("blue", metadata=told[1]), Prompt("green", metadata=told[2])]
+    assert [prompt.metadata for prompt in train] == [red.metadata, told[1], told[2]]
+    every, _ = in_place(load(None, {"preferences": file, "labels": "rewards"}), split)
+    assert [prompt.text for prompt in every] == ["red", "blue", "red", "green"]
+    assert every[2].metadata == {"task": "colour"} | told[3] and every[1].metadata == told[4]  # in the file's order
+    assert in_place(Config(), split) is split
+
+
+def test_pairs_of_held_out_prompts_alone_are_refused(tmp_path):
+    file = pairs_file(tmp_path, ("red", "a.png", "b.png"), ("old", "a.png", "b.png"), verdicts={0: "tie"})
+    with pytest.raises(UserError, match=r"every pair is a tie or one of a held-out prompt, which leaves none"):
+        in_place(load(None, {"preferences": file}), ([], [Prompt("old")]))
+
+
+def test_who_labels_is_trained_on_and_the_rest_is_measured():
+    plain = load(None, {"reward": "{scene: 2.0, jpeg_compressibility: 0.1}", "eval.rewards": "[scene, sharpness]"})
+    assert (list(plain.trained), list(plain.watched)) == (["scene", "jpeg_compressibility"], ["sharpness"])
+    by_file = plain.model_copy(update={"preferences": "pairs.jsonl"})
+    assert by_file.rewards == {"preferred": 1.0}
+    assert list(by_file.watched) == ["scene", "jpeg_compressibility", "sharpness"]
+    by_rewards = by_file.model_copy(update={"labels": "rewards"})
+    assert (by_rewards.trained, by_rewards.watched) == (plain.trained, plain.watched)
+    assert list(_functions(by_file, [])) == ["scene", "jpeg_compressibility", "sharpness"]  # of `flowgrpo eval`
+    with pytest.raises(UserError, match="'preferred' compares the samples of a group"):
+        _functions(by_file, ["preferred"])
+
+
+def test_the_files_verdicts_as_a_reward():
+    told = [{"preferred": verdict} for verdict in (1.0, 1.0, 0.0, 0.0, 0.5, 0.5)]
+    assert preferred(torch.zeros(6, 3, 2, 2), ["a"] * 6, told, 2) == [1, 0, 0, 1, 0.5, 0.5]
+    for metadata, group in (([{}, {}], 2), (told[:3], 3)):
+        with pytest.raises(UserError, match="reward 'preferred' is what a file says of recorded pairs"):
+            preferred(None, ["a"] * group, metadata, group)
+
+
+@pytest.mark.parametrize("options, told", [
+    ({"method": "flow_grpo"}, "method flow_grpo trains steps of drawing one, or edits"),
+    ({"method": "draft"}, "method draft trains steps of drawing one"),
+    ({"method": "expo"}, "method expo trains steps of drawing one, or edits of drawn ones: use a method of noised"),
+    ({"method": "rpo"}, "labels is 'file', but method rpo draws labels from rewards"),
+    ({"method": "sol_rl+diffusion_dpo"}, "chooses among previews of drawn ones: leave sol_rl out"),
+    ({"method": "diffusion_dpo", "train.group": 4}, "train.group is 4, but preferences brings pairs: set train.group"),
+    ({"method": "diffusion_dpo", "labels": "rewards", "parts.surrogate.similarity": 1}, "pulls to what the file calls"),
+    ({"method": "diffusion_dpo", "preferences": None, "labels": "rewards"}, "labels is 'rewards', but no pairs are"),
+])
+def test_what_does_not_go_with_recorded_pairs_is_refused(options, told):
+    config = load(None, {"preferences": "pairs.jsonl", "train.group": 2} | options)
+    with pytest.raises(UserError, match=told):
+        require_recorded_pairs(config, resolve(config))
+
+
+# --- what it teaches -------------------------------------------------------------------------------------------------
+
+def test_recorded_pairs_train_as_drawn_ones_do(tmp_path):
+    """The pictures that a rollout drew, at the same noise and times: the same scores and the same gradient."""
+    online = tiny.trainer(tiny.stir(tiny.policy()), **DPO)
+    parts, conditioning, grouped = online.sample(online.prompts[:2])
+    drawn = list(online.credit(parts, grouped, conditioning.prompts))
+    better = ["chosen" if one > two else "rejected" for one, two in grouped[..., 0].tolist()]
+    names = [("a.png", "b.png"), ("c.png", "d.png")]
+    lines = [(online.prompts[i].text, *names[i]) for i in (0, 1)]
+    file = pairs_file(tmp_path, *lines, verdicts=dict(enumerate(better)))
+    offline = trainer(file, labels="rewards", reward={"preferred": 1.0})  # the file's order, which is that of drawing
+    files = [str(tmp_path / name) for pair in names for name in pair]
+    [part] = drawn
+    offline.explorer.latents.known |= dict(zip(files, part.finals[0].split(1)))
+    recorded, paired = epoch(offline)
+    for one, two in zip(part.transitions, recorded[0].transitions, strict=True):
+        assert torch.equal(one.x, two.x) and torch.equal(one.x_next, two.x_next)
+        assert torch.equal(one.old.logp, two.old.logp)
+    wanted = gradient(online, drawn, conditioning)
+    assert wanted.norm() > 1e-3
+    torch.testing.assert_close(gradient(offline, recorded, paired), wanted, rtol=1e-5, atol=1e-8)
+
+
+def test_a_pair_of_equal_pictures_teaches_nothing(tmp_path):
+    file = pairs_file(tmp_path, ("red", "a.png", "b.png"))
+    (tmp_path / "b.png").write_bytes((tmp_path / "a.png").read_bytes())
+    same = trainer(file, train__prompts=1, **SHARED)
+    other = trainer(pairs_file(tmp_path, ("red", "a.png", "c.png")), train__prompts=1, **SHARED)
+    flat, steep = (gradient(each, *epoch(each)).norm() for each in (same, other))
+    assert flat < 1e-5 * steep  # float32: what is left is rounding
+
+
+def margins(trainer: Trainer) -> torch.Tensor:
+    """The implicit reward of the first picture of each pair less that of the second, over beta, at a noise that is not
+    trained on: [pairs], the mean over the times."""
+    before, trainer.epoch = trainer.epoch, 1000
+    [part], conditioning, _ = trainer.sample(trainer.prompts)
+    trainer.epoch = before
+
+    def errors() -> torch.Tensor:
+        return torch.stack([error(new).detach().flatten() for _, _, new in trainer.explorer.replay(part, conditioning)])
+
+    now = errors()
+    with trainer.policy.reference():
+        gained = errors() - now
+    return (gained[:, ::2] - gained[:, 1::2]).mean(0)
+
+
+def test_training_moves_the_implicit_reward_to_the_preferred(tmp_path):
+    file = pairs_file(tmp_path, ("red", "a.png", "b.png"), ("blue", "c.png", "d.png"), verdicts={1: "rejected"})
+    run = trainer(file, train__epochs=40, train__lr=0.01, parts__surrogate={"beta": 10.0}, **SHARED)
+    with torch.no_grad():
+        for parameter in run.policy.weights.parameters():
+            parameter.mul_(1e-3)  # next to the base, where margins are 0
+    at_first = margins(run)
+    assert at_first.abs().max() < 1e-3
+    losses = []
+    for run.epoch in range(40):
+        losses.append(run.run_epoch()["loss"])
+    assert run.prompts[1].metadata["chosen"] == str(tmp_path / "d.png")  # as the file prefers it
+    assert margins(run).min() > 0.02
+    assert abs(losses[0] - math.log(2)) < 1e-2 and sum(losses[-10:]) / 10 < 0.68
+    assert run.explorer.rollout_evaluations == 0 and len(run.explorer.latents.known) == 4
+
+
+# --- a whole run -----------------------------------------------------------------------------------------------------
+
+def test_a_run_measures_and_saves_as_ever(tmp_path):
+    file = pairs_file(tmp_path, *((text, "a.png", "b.png") for text in tiny.PROMPTS))
+    settings = tiny.config(tmp_path, preferences=file, **DPO, eval__every=1, train__lr=0.05)
+    summary = align(settings)
+    assert summary["before"].keys() == summary["after"].keys() == {"red"} and summary["before"] != summary["after"]
+    assert summary["rewards"] == {"trained": {"preferred": 1.0}, "measured": ["red"]}
+    assert summary["rollout_evaluations_per_picture"] == 0 and summary["max_first_log_ratio"] <= 1e-6
+    lines = metrics(settings.folder)
+    assert [line["reward/preferred/mean"] for line in lines] == [0.5, 0.5] and "held_out/red" in lines[-1]
+    assert lines[0]["loss"] == pytest.approx(math.log(2), abs=1e-6)
+    assert (settings.folder / "report.html").exists() and (settings.folder / "before_after.png").exists()
+    assert load(settings.folder / "config.yaml") == settings
+    with pytest.raises(UserError, match="method mix_grpo trains steps of drawing one"):
+        align(tiny.config(tmp_path, preferences=file, train__group=2))

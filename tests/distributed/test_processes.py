@@ -1,0 +1,379 @@
+"""Two processes train as one: the same weights, the same memory, the same numbers; and they stop and resume together.
+
+One launch does all that takes two: this file, run as a script in each process, leaves what it found in a folder.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from flowgrpo.cli import main
+from flowgrpo.config import load
+from flowgrpo.data import splits
+from flowgrpo.data.prompts import Prompt
+from flowgrpo.distributed.processes import Processes, require_replicated
+from flowgrpo.distributed.signals import Stopped
+from flowgrpo.errors import UserError
+from flowgrpo.methods import validate
+from flowgrpo.policies.options import require_shardable
+from flowgrpo.policies.weights.lora_files import LORA_FILE
+from flowgrpo.train import chunks
+from flowgrpo.training import state, trial
+from tests.helpers import tiny
+
+# Prompts are sampled one by one, so that one process and two replay the very same batches.
+SMALL = dict(train__prompts=4, train__group=4, train__micro_batch=4, train__lr=1e-3)
+CASES = {
+    "mix_grpo": dict(method="mix_grpo", train__updates=2, train__inner_epochs=2),
+    "flow_grpo": dict(method="flow_grpo", parts__selection={"type": "Beyond", "quantile": 0.4}),
+    "b2_diffurl": dict(method="b2_diffurl", train__group=16, train__micro_batch=16),
+    "tempflow_grpo": dict(method="tempflow_grpo"),  # several explorations of a prompt, weights of the epoch's steps
+    "mix_grpo+sol_rl": dict(method="mix_grpo+sol_rl", parts__preview={"pool": 6, "steps": 2}),
+    "lopsided": dict(method="flow_grpo", parts__selection={"type": "DropZeroVariance"}, train__updates=2),
+    "redrawn lopsided": dict(method="flow_grpo+dynamic_sampling"),
+    # Finals noised at more times than the rollout has steps, whose groups are cut and so looked at before.
+    "noised": dict(method="diffusion_nft", train__updates=2),
+    "noised lopsided": dict(method="dgpo", parts__selection={"type": "DropZeroVariance"}, train__micro_batch=2,
+                            parts__times={"type": "Stratified", "count": 7, "shared": True}),
+}
+# With weights that are shared out, whoever has less to replay goes with the other.
+CASES |= {f"sharded {case}": CASES[case] | {"memory__shard": True}
+          for case in ("mix_grpo", "flow_grpo", "lopsided", "noised lopsided")}
+CASES["sharded mix_grpo"] |= {"train__checkpointing": True}
+EPOCHS = 2
+REWARD = '''
+import os
+import signal
+from pathlib import Path
+
+calls = 0
+
+def red(images, prompts):
+    """Ask the second process to stop in the second epoch; the first call measures the base, two come per epoch."""
+    global calls
+    calls += 1
+    plan = Path(__file__).with_name("stop")
+    if calls == 4 and plan.exists() and os.environ.get("RANK") == "1":
+        plan.unlink()
+        os.kill(os.getpid(), signal.SIGTERM)
+    return images[:, 0].mean((1, 2))
+
+def short(images, prompts):
+    return [0.5]
+'''
+
+
+# --- in both processes -----------------------------------------------------------------------------------------------
+
+def half_flat():
+    """A reward that says nothing of the second half of the first epoch's prompts, which are the second process's."""
+    batch = splits.draw([Prompt(text) for text in tiny.PROMPTS], 4, 0, 0)
+    flat = {prompt.text for prompt in batch[2:]}
+    return lambda images, prompts: [0.5 if prompt in flat else value
+                                    for prompt, value in zip(prompts, tiny.red(images, prompts).tolist())]
+
+
+def green(images, prompts):
+    return images[:, 1].mean((1, 2))
+
+
+def trained(case: str):
+    """A trainer after some epochs, and their metrics."""
+    lopsided = case.endswith("lopsided")
+    rewards = {"red": half_flat()} if lopsided else {"red": tiny.red, "green": green}
+    trainer = tiny.trainer(rewards=rewards, reward={name: 1.0 for name in rewards}, **SMALL | CASES[case])
+    metrics = []
+    trial.require(trainer, {"watched": green})  # of weights that are shared out too
+    for trainer.epoch in range(1 if lopsided else EPOCHS):
+        metrics.append(trainer.run_epoch())
+    counters = {key: value for key, value in state.counters(trainer).items() if "seconds" not in key}
+    return trainer, {"metrics": metrics, "counters": counters}
+
+
+def held(policy) -> int:
+    """How many numbers of the denoiser's weights lie on this process."""
+    return sum(getattr(parameter, "_local_tensor", parameter).numel()
+               for parameter in policy.denoisers["transformer"].parameters())
+
+
+def arguments(folder: Path, output: str) -> list[str]:
+    """A run of the folder's recipe."""
+    return ["train", str(folder / "recipe.yaml"), f"--output={folder / output}"]
+
+
+def collectives(processes: Processes) -> dict:
+    """What the processes tell each other, with values that differ between them."""
+    rank, found = processes.rank, {}
+    found["rows"] = processes.gather(torch.full((rank, 2), 7.0 + rank)).tolist()
+    found["places"] = processes.gather(torch.arange(3) + 10 * rank).tolist()
+    found["nothing"] = list(processes.gather(torch.empty(0, 4)).shape)
+    found["total"], found["own"] = processes.total([1, rank]), processes.own(list(range(5)))
+    found["any"] = [processes.any(rank == 1), processes.any(False)]
+    parameters = [torch.nn.Parameter(torch.full((2,), float(rank))) for _ in range(3)]
+    processes.agree(parameters[:1])
+    parameters[0].grad = torch.tensor([1.0, 2.0]) * (rank + 1)
+    parameters[1].grad = torch.ones(2) if rank else None
+    processes.add_gradients(parameters)
+    found["agreed"] = parameters[0].tolist() + parameters[1].tolist()
+    found["gradients"] = [None if p.grad is None else p.grad.tolist() for p in parameters]
+    try:
+        with processes.together():
+            if rank:
+                raise ValueError("out of reach")
+    except (ValueError, Stopped) as error:
+        found["raised"] = f"{type(error).__name__}: {error}"
+    return found
+
+
+def join_anew(port: str) -> None:
+    """Leave the process group, as every run does at its end, so that the next run can join one."""
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+    AcceleratorState._reset_state(reset_partial_state=True)
+    os.environ["MASTER_PORT"] = port
+
+
+def one_of_two(folder: Path) -> None:
+    """All that one process does: every case, a run that is asked to stop, and the same run resumed."""
+    processes = Processes(Accelerator(cpu=True))
+    own, found = folder / f"process{processes.rank}", {"collectives": collectives(processes)}
+    own.mkdir()
+    for case in CASES:
+        trainer, found[case] = trained(case)
+        save_file(trainer.policy.weights.snapshot(), own / f"{case}.safetensors")
+        if case.startswith("sharded") and processes.first:
+            trainer.policy.weights.save(folder / case)
+        found[case]["held"] = held(trainer.policy)
+        if case == "sharded lopsided":
+            found["after saving"] = trainer.run_epoch()
+    join_anew(os.environ["SECOND_PORT"])
+    found["stopped"] = main(arguments(folder, "two"))
+    if processes.first:
+        shutil.copytree(folder / "two", folder / "stopped")
+    join_anew(os.environ["THIRD_PORT"])
+    found["resumed"] = main([*arguments(folder, "two"), "--resume"])
+    join_anew(os.environ["FOURTH_PORT"])
+    found["refused"] = main([*arguments(folder, "refused"), f"--reward={folder}/reward.py:short"])
+    (own / "found.json").write_text(json.dumps(found))
+
+
+# --- what the tests look at ------------------------------------------------------------------------------------------
+
+def free_ports(count: int) -> list[str]:
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [str(each.getsockname()[1]) for each in sockets]
+    for each in sockets:
+        each.close()
+    return ports
+
+
+def recipe(folder: Path) -> None:
+    """A folder with a model, prompts, a reward and the recipe of a run with a moving average and a warm-up."""
+    (folder / "reward.py").write_text(REWARD)
+    (folder / "stop").touch()
+    (folder / "prompts.txt").write_text("\n".join(tiny.PROMPTS))
+    settings = tiny.config(
+        model=str(tiny.save(tiny.sd3(), folder / "model")), reward=f"{folder}/reward.py:red",
+        prompts=str(folder / "prompts.txt"), tracker="tensorboard", train__epochs=3, train__updates=2, train__ema=0.9,
+        train__warmup=3, train__steps=4, parts__plan__size=2, eval__every=3, eval__samples=2, **SMALL)
+    (folder / "recipe.yaml").write_text(settings.yaml())
+
+
+def launch(folder: Path) -> list[tuple[str, str]]:
+    """Run this file in two processes; what each said on its two streams."""
+    ports = dict(zip(("MASTER_PORT", "SECOND_PORT", "THIRD_PORT", "FOURTH_PORT"), free_ports(4)))
+    shared = os.environ | ports | {"PYTHONPATH": os.pathsep.join(sys.path), "MASTER_ADDR": "127.0.0.1",
+                                   "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
+    launched = [subprocess.Popen([sys.executable, __file__, str(folder)], stdout=subprocess.PIPE, text=True,
+                                 stderr=subprocess.PIPE, env=shared | {"RANK": rank, "LOCAL_RANK": rank})
+                for rank in "01"]
+    try:
+        said = [each.communicate(timeout=900) for each in launched]
+    finally:
+        for each in launched:
+            each.kill()
+    assert [each.returncode for each in launched] == [0, 0], said
+    return said
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """What two processes have left behind, beside the recipe that they ran."""
+    folder = tmp_path_factory.mktemp("processes")
+    recipe(folder)
+    (folder / "said.json").write_text(json.dumps(launch(folder)))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def found(folder):
+    """What each of the two found."""
+    return [json.loads((folder / f"process{rank}" / "found.json").read_text()) for rank in (0, 1)]
+
+
+def test_what_processes_tell_each_other(found):
+    first, second = (each["collectives"] for each in found)
+    for each in (first, second):
+        assert each["rows"] == [[8.0, 8.0]] and each["places"] == [0, 1, 2, 10, 11, 12] and each["nothing"] == [0, 4]
+        assert each["total"] == [2, 1] and each["any"] == [True, False]
+        assert each["gradients"] == [[3.0, 6.0], [1.0, 1.0], None]
+    assert (first["own"], second["own"]) == ([0, 1], [2, 3, 4])
+    assert (first["agreed"], second["agreed"]) == ([0, 0, 0, 0], [0, 0, 1, 1])
+    assert first["raised"] == "Stopped: another process failed or was asked to stop"
+    assert second["raised"] == "ValueError: out of reach"
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_processes_train_as_one(case, folder, found):
+    trainer, alone = trained(case)
+    start = tiny.trainer(**SMALL | CASES[case]).policy.weights.snapshot()
+    weights = trainer.policy.weights.snapshot()
+    both = [load_file(folder / f"process{rank}" / f"{case}.safetensors") for rank in (0, 1)]
+    assert max((weights[key] - start[key]).abs().max() for key in weights) > 1e-4
+    for key, value in weights.items():
+        assert torch.equal(both[0][key], both[1][key]), key
+        torch.testing.assert_close(both[0][key], value, rtol=0, atol=1e-6)
+    told = [{key: each[case][key] for key in alone} for each in found]
+    assert told[0] == told[1]
+    expected = numbers(json.loads(json.dumps(alone)))
+    assert numbers(told[0]) == pytest.approx(expected, rel=1e-4, abs=1e-5)
+
+
+def test_two_processes_hold_half_of_what_is_shared_out_and_save_the_same_file(folder, found, tmp_path):
+    trainer, _ = trained("sharded mix_grpo")
+    lora = sum(parameter.numel() for parameter in trainer.policy.weights.parameters())
+    frozen = held(trainer.policy) - lora
+    shares = [each["sharded mix_grpo"]["held"] - lora for each in found]
+    assert sum(shares) == frozen and max(shares) < 0.55 * frozen
+    assert found[0]["mix_grpo"]["held"] == frozen + lora
+    assert found[0]["after saving"] == found[1]["after saving"]  # what the first did alone has not parted them
+    trainer.policy.weights.save(tmp_path)
+    files = (tmp_path / LORA_FILE, folder / "sharded mix_grpo" / LORA_FILE)
+    with safe_open(files[0], "pt") as alone, safe_open(files[1], "pt") as two:
+        assert told(alone) == told(two) and alone.keys() == two.keys()
+        for key in alone.keys():
+            torch.testing.assert_close(two.get_tensor(key), alone.get_tensor(key), rtol=0, atol=1e-6)
+
+
+def told(file) -> dict:
+    """A LoRA file's metadata; its targets are a set."""
+    [written] = [json.loads(value) for key, value in file.metadata().items() if key != "format"]
+    return {key: sorted(value) if isinstance(value, list) else value for key, value in written.items()}
+
+
+def numbers(record, path: str = "") -> dict[str, float]:
+    """All values of a nested record, each under its path."""
+    inner = record.items() if isinstance(record, dict) else enumerate(record) if isinstance(record, list) else ()
+    found = {} if isinstance(record, (dict, list)) else {path: record}
+    for key, value in inner:
+        found |= numbers(value, f"{path}/{key}")
+    return found
+
+
+def test_a_process_may_have_nothing_to_train(found):
+    """Of the groups of the first epoch only those of the first process differ."""
+    assert found[0]["lopsided"]["metrics"][0]["reward/red/zero_variance_groups"] == 0.5
+    assert found[1]["lopsided"]["counters"]["update"] == 2
+
+
+def lines(run: Path) -> list[dict]:
+    """The metrics without times, under the reward's bare name."""
+    text = re.sub(r'/[^"]*/reward.py:', "", (run / "metrics.jsonl").read_text())
+    return [{key: value for key, value in json.loads(line).items() if "seconds" not in key}
+            for line in text.splitlines()]
+
+
+def test_a_stop_of_one_is_a_stop_of_both(folder, found):
+    assert [each["stopped"] for each in found] == [130, 130] and not (folder / "stop").exists()
+    done = [line["epoch"] for line in lines(folder / "stopped" / "run")]
+    assert done in ([1], [1, 2])
+    assert [path.name for path in (folder / "stopped" / "run" / "checkpoints").iterdir()] == [f"epoch-0000{done[-1]}"]
+    assert [each["resumed"] for each in found] == [0, 0]
+
+
+def test_a_broken_reward_ends_both_with_one_line(folder, found):
+    assert [each["refused"] for each in found] == [2, 130] and not (folder / "refused").exists()
+    (_, first), (_, second) = json.loads((folder / "said.json").read_text())
+    assert first.count("flowgrpo: error:") == 1 and "flowgrpo: error:" not in second
+    assert "reward.py:short' returned 1 values: expected 2 numbers, one per sample" in first
+
+
+def test_only_the_first_process_speaks_and_writes(folder):
+    (_, first), (told, second) = json.loads((folder / "said.json").read_text())
+    assert "training" in first and told == "" and "training" not in second and "held-out" not in second
+    run = folder / "two" / "run"
+    assert len(list(run.rglob("events.out.tfevents*"))) == 2  # one of each attempt
+    assert max(path.name for path in (run / "checkpoints").iterdir()) == "epoch-00003"
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_one_process_makes_the_same_run_and_goes_on_with_that_of_two(resumed, folder):
+    name = "stopped" if resumed else "one"
+    assert main([*arguments(folder, name), *(["--resume"] if resumed else [])]) == 0
+    one, two = (folder / each / "run" for each in (name, "two"))
+    weights = [load_file(run / LORA_FILE) for run in (one, two)]
+    states = [load_file(run / "checkpoints" / "epoch-00003" / "state.safetensors") for run in (one, two)]
+    for ours, theirs in (weights, states):
+        assert ours.keys() == theirs.keys()
+        for key in ours:
+            torch.testing.assert_close(ours[key], theirs[key], rtol=0, atol=1e-6)
+    for ours, theirs in zip(lines(one), lines(two), strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-5)
+    summaries = [json.loads((run / "summary.json").read_text()) for run in (one, two)]
+    for key in ("denoiser_evaluations", "sampled_pictures", "updates", "epochs", "rollout_evaluations_per_picture",
+                "rollout_evaluations_saved_by_sharing", "evaluation"):
+        assert summaries[0][key] == summaries[1][key], key
+    for when in ("before", "after"):
+        assert [*summaries[0][when].values()] == pytest.approx([*summaries[1][when].values()], abs=1e-5)
+
+
+# --- alone -----------------------------------------------------------------------------------------------------------
+
+def test_one_process_hears_itself():
+    alone, values = Processes(), torch.arange(3)
+    assert alone.first and alone.gather(values) is values and alone.total([2, 3]) == [2, 3]
+    assert alone.own([1, 2, 3]) == [1, 2, 3] and alone.any(True) and not alone.any(False)
+    with pytest.raises(ZeroDivisionError), alone.together():
+        1 / 0
+
+
+def test_a_part_goes_to_the_step_of_its_place_among_all():
+    everywhere, shares = list(range(11)), [slice(0, 4), slice(4, 4), slice(4, 5), slice(5, 11)]
+    steps = [chunks(everywhere[at], 3, at.start, 11) for at in shares]
+    assert [sum(each, []) for each in zip(*steps, strict=True)] == chunks(everywhere, 3)
+    assert chunks([], 3, 0, 2) == [[], []] and chunks([7], 3, 1, 2) == [[], [7]]
+
+
+@pytest.mark.parametrize("kind", ["FSDP", "DEEPSPEED"])
+def test_sharding_is_refused_in_one_line(kind):
+    require_replicated({f"ACCELERATE_USE_{kind}": "false"})
+    with pytest.raises(UserError, match=f"launched with {kind}, but accelerate only launches .* memory.shard"):
+        require_replicated({f"ACCELERATE_USE_{kind}": "true"})
+
+
+@pytest.mark.parametrize("options", [
+    {"adapter.rank": 0}, {"memory.weights": "int8"}, {"adapter.dora": True}, {"train.compile": True}, {"cache": "k"}])
+def test_what_does_not_go_with_sharing_out_is_refused_in_one_line(options):
+    chosen = load(None, {"memory.shard": True} | options)
+    with pytest.raises(UserError, match=f"memory.shard is true, which does not go with {[*options][0]}"):
+        require_shardable(chosen, validate.resolve(chosen))
+    free = load(None, options)
+    require_shardable(free, validate.resolve(free))
+
+
+if __name__ == "__main__":
+    one_of_two(Path(sys.argv[1]))

@@ -1,0 +1,371 @@
+"""The report says what the run's files say, shows foreign text as text, and needs nothing beside itself."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import math
+import re
+import subprocess
+import sys
+import threading
+from http.client import HTTPConnection
+
+import pytest
+import torch
+from PIL import Image
+
+from flowgrpo.cli import main
+from flowgrpo.config import validate
+from flowgrpo.data.prompts import Prompt
+from flowgrpo.errors import UserError
+from flowgrpo.evaluation.measured import Measured
+from flowgrpo.evaluation.report import report, snapshots, verdict
+from flowgrpo.evaluation.report.server import server
+from tests.helpers import tiny
+
+EVIL = "</script><script>alert(1)</script><!-- & <img src=x onerror=alert(2)> http://evil.example/ \u2028 '\""
+KEYS = ("reward/scene/mean", "reward/scene/std", "reward/scene/zero_variance_groups", "reward/scene/failed", "loss",
+        "grad_norm", "log_ratio_max", "clip_fraction", "ratio/step_2", "ratio/step_10", "clip_fraction/step_2",
+        "skipped_updates", "seconds/rollout", "seconds/update", "kl", "something_new")
+
+
+def measured(*scores: float, watched: float = 0.5) -> Measured:
+    """Held-out scores of as many prompts; two pictures are kept."""
+    prompts = [Prompt(EVIL), *(Prompt(f"prompt {i}") for i in range(1, len(scores)))]
+    return Measured(prompts, {"scene": list(scores), "piqe": [watched] * len(scores)}, torch.full((2, 3, 8, 8), 0.2))
+
+
+def make_run(folder, epochs: int = 4, every: int = 2, finished: bool = True):
+    folder.mkdir(exist_ok=True)
+    config = validate({"name": "<b>mine</b>", "reward": {"scene": 2.0}, "eval": {"rewards": ["piqe"]},
+                       "train": {"epochs": epochs}})
+    (folder / "config.yaml").write_text(config.yaml())
+    snapshots.begin(folder, 0, "cpu", 1, "fp32")
+    snapshots.stage(folder, "before", 0, measured(0.0, 0.25, math.nan))
+    lines = []
+    for epoch in range(1, epochs + 1):
+        line = {"epoch": epoch, **{key: 0.1 * epoch + place / 3 for place, key in enumerate(KEYS)},
+                "evaluations": 10 * epoch, "seconds": 1.5 * epoch}
+        if epoch % 2:
+            line["kl"] = None
+            del line["ratio/step_2"]
+        if epoch % every == 0:
+            snapshots.stage(folder, f"epoch-{epoch:05d}", epoch, measured(0.5, 0.5, math.nan))
+            line |= {"held_out/scene": 0.5, "held_out/piqe": 0.5}
+        lines.append(json.dumps(line) + "\n")
+    (folder / "metrics.jsonl").write_text("".join(lines))
+    if finished:
+        snapshots.stage(folder, "after", epochs, measured(1.0, 0.75, 1.0, watched=0.25))
+    return folder
+
+
+def read(text: str) -> dict:
+    """The data in a report's HTML."""
+    return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.S)[1])
+
+
+def test_the_metrics_in_the_file_are_those_of_the_run(tmp_path):
+    run = make_run(tmp_path / "run")
+    found = read(report.write(run).read_text())["metrics"]
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert set(found) == {key for line in lines for key in line}
+    for key, values in found.items():
+        assert values == [line.get(key) for line in lines]
+
+
+def test_a_line_that_is_still_being_written_waits(tmp_path):
+    run = make_run(tmp_path / "run")
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"epoch": 5, "lo')
+    assert report.data(run)["metrics"]["epoch"] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("file, text, told", [
+    ("metrics.jsonl", '{"epoch": 1, "lo\n', "metrics.jsonl, line 1: damaged (Unterminated string"),
+    ("metrics.jsonl", '{"epoch": 1}\n', "line 1: damaged (expected an object with numbers under epoch, "),
+    ("metrics.jsonl", "[3]\n", "metrics.jsonl, line 1: damaged (expected an object"),
+    ("metrics.jsonl", b"\xff\xfe\n", "metrics.jsonl, line 1: damaged ('utf-8' codec"),
+    ("report/last.json", "{", "last.json is damaged (Expecting property name"),
+    ("report/last.json", "3", "last.json is damaged (expected an object, got 3)"),
+    ("report/after.json", '{"name": "after"}', "after.json is damaged (it has None under 'epoch')"),
+    ("report/machine.json", "", "machine.json is damaged (Expecting value"),
+    ("summary.json", b"\xff\xfe", "summary.json is damaged ('utf-8'"),
+])
+def test_a_damaged_file_is_told_in_one_line(tmp_path, capsys, file, text, told):
+    run = make_run(tmp_path / "run")
+    (run / file).write_bytes(text if isinstance(text, bytes) else text.encode())
+    assert main(["report", str(run)]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and told in said and "remove " in said
+    if file != "metrics.jsonl":
+        (run / file).unlink()
+        assert main(["report", str(run)]) == 0
+
+
+def test_foreign_text_is_no_markup_and_no_address(tmp_path):
+    text = report.write(make_run(tmp_path / "run")).read_text()
+    assert text.count("<script") == text.count("</script") == 2 and "<!--" not in text
+    assert "<img" not in text and "<b>mine" not in text and "&lt;b&gt;mine&lt;/b&gt;" in text
+    assert not re.search(r"https?://", text, re.I) and "innerHTML" not in text
+    found = read(text)
+    assert found["title"] == "<b>mine</b>" and found["stages"][0]["cards"][0]["prompt"] == EVIL
+
+
+def test_nothing_is_loaded_from_elsewhere(tmp_path):
+    text = report.write(make_run(tmp_path / "run")).read_text()
+    assert re.search(r'Content-Security-Policy" content="default-src \'none\'; img-src data:;', text)
+    assert "connect-src" not in text and "<html lang=\"en\">" in text
+    assert not re.search(r"<link(?! rel=\"icon\" href=\"data:,\")|@import|url\(|src=\"", text)
+
+
+def test_the_slider_has_every_measurement_in_order(tmp_path):
+    run = make_run(tmp_path / "run")
+    assert [stage["label"] for stage in report.data(run)["stages"]] == [
+        "before training", "epoch 2", "epoch 4", "after training"]
+    (run / "report" / "after.json").unlink()
+    assert [stage["label"] for stage in report.data(run)["stages"]] == ["before training", "epoch 2", "epoch 4"]
+
+
+@pytest.mark.parametrize("count", [1, 2, 39, 40, 41, 100])
+def test_a_slider_of_many_measurements_keeps_both_ends(count):
+    stages = [{"name": f"epoch-{i:05d}", "epoch": i, "cards": []} for i in range(count)]
+    labels = [stage["label"] for stage in report.thinned(stages)]
+    assert len(set(labels)) == len(labels) == min(count, 40)
+    assert labels[0] == "epoch 0" and labels[-1] == f"epoch {count - 1}"
+
+
+def test_every_metric_is_in_one_chart(tmp_path):
+    charts = report.data(make_run(tmp_path / "run"))["charts"]
+    drawn = [series.get(end) for chart in charts for series in chart["series"] for end in ("key", "band")]
+    assert sorted(filter(None, drawn)) == sorted(KEYS)
+    by_title = {chart["title"]: chart["series"] for chart in charts}
+    assert [series["label"] for series in by_title["Mean ratio per step"]] == ["step_2", "step_10"]
+    assert by_title["scene"][1] == {"label": "held-out prompts", "x": [0, 2, 4], "y": [0.125, 0.5, 0.5]}
+    assert by_title["piqe"] == [{"label": "held-out prompts", "x": [0, 2, 4], "y": [0.5, 0.5, 0.5]}]
+
+
+def test_the_end_is_a_point_of_the_curve_where_its_epoch_was_not_measured(tmp_path):
+    charts = {chart["title"]: chart["series"] for chart in report.data(make_run(tmp_path / "run", epochs=5))["charts"]}
+    assert charts["scene"][1] == {"label": "held-out prompts", "x": [0, 2, 4, 5], "y": [0.125, 0.5, 0.5, 2.75 / 3]}
+
+
+def test_phases_add_up_longest_first():
+    lines = [{"seconds/update": 1.0, "seconds/rollout": 2.0, "seconds": 9.0}, {"seconds/rollout": 0.5}]
+    assert list(report.phases(lines).items()) == [("rollout", 2.5), ("update", 1.0)]
+
+
+# --- in words --------------------------------------------------------------------------------------------------------
+
+def judged(was: dict, now: dict, rewards: dict, samples: int = 1):
+    config = validate({"reward": rewards, "eval": {"samples": samples}})
+    return config, verdict.changes(config, [{"scores": was}, {"scores": now}])
+
+
+def test_changes_by_hand():
+    _, [change] = judged({"a": [0.0, 0.0, 1.0, None, 0.5]}, {"a": [1.0, 0.5, 1.0, 0.3, None]}, {"a": 1.0})
+    assert (change.before, change.count, change.weight) == (1 / 3, 3, 1.0)
+    assert change.now == pytest.approx(2.5 / 3) and change.change == pytest.approx(0.5)
+    assert change.error == pytest.approx(math.sqrt((0.25 + 0.25) / 2 / 3))  # of 1, 0.5, 0
+    assert change.way == 0  # 0.5 is less than two of 0.289
+
+
+@pytest.mark.parametrize("now, digits", [(0.0, 3), (1.5, 3), (0.02, 3), (0.0034, 4), (-0.0001, 5), (1e-9, 6)])
+def test_a_small_change_is_shown_with_more_decimals(now, digits):
+    _, [change] = judged({"a": [0.0]}, {"a": [now]}, {"a": 1.0})
+    assert change.digits == digits
+
+
+def test_pictures_of_one_prompt_are_not_counted_as_independent():
+    _, [change] = judged({"a": [0.0] * 6}, {"a": [1.0, 1.0, 0.0, 0.0, 0.5, None]}, {"a": 1.0}, samples=2)
+    assert change.error == pytest.approx(0.5 / math.sqrt(3)) and change.change == pytest.approx(0.5)
+
+
+UP, DOWN, SAME = ([0.1, 0.2, 0.3], [0.5, 0.7, 0.8]), ([0.5, 0.7, 0.8], [0.1, 0.2, 0.3]), ([0.1, 0.2], [0.2, 0.1])
+
+
+@pytest.mark.parametrize("trained, weight, watched, hinted", [
+    (UP, 1.0, DOWN, True), (DOWN, -1.0, DOWN, True), (UP, 1.0, UP, False), (DOWN, 1.0, DOWN, False),
+    (UP, 1.0, SAME, False), (UP, -1.0, DOWN, False)])
+def test_reward_hacking_is_hinted_at(trained, weight, watched, hinted):
+    (was, now), (held, after) = trained, watched
+    config, found = judged({"a": was, "b": held}, {"a": now, "b": after}, {"a": weight})
+    told = verdict.sentences(config, [{"epoch": 1, "evaluations": 5, "seconds": 3.0}], found, {}, True)
+    texts = [each["text"] for each in told]
+    assert any("Possible reward hacking: a got better, while b" in text for text in texts) == hinted
+    assert not any("No reward was only watched" in text for text in texts)
+
+
+def test_the_summary_in_words(tmp_path):
+    run = make_run(tmp_path / "run")
+    last = {"epoch": 4, "best": [], "worst": [], "first_ratio": {"found": 2e-8, "limit": 1e-6, "rescored": False}}
+    snapshots.write(run / "report" / "last.json", last)
+    told = [each["text"] for each in report.data(run)["sentences"]]
+    assert told[0] == ("starter was aligned to scene (weight 2) with mix_grpo: 4 of 4 epochs, 40 denoiser evaluations, "
+                       "6 s.")
+    assert told[1] == "scene, trained on, rose from 0.125 to 0.875 on 2 held-out pictures."
+    assert told[2] == "piqe, only watched, fell from 0.500 to 0.250 on 3 held-out pictures."
+    assert told[3].startswith("Possible reward hacking")
+    assert "was 2.0e-08 (at most 1.0e-06 is right)" in told[4]
+
+
+def test_a_run_that_has_just_begun_has_a_report(tmp_path):
+    (tmp_path / "config.yaml").write_text(validate({}).yaml())
+    found = read(report.write(tmp_path).read_text())
+    assert found["stages"] == found["changes"] == found["charts"] == [] and len(found["sentences"]) == 1
+    assert "is being aligned" in found["sentences"][0]["text"]
+
+
+# --- what is kept ----------------------------------------------------------------------------------------------------
+
+def decoded(url: str) -> Image.Image:
+    assert url.startswith("data:image/webp;base64,")
+    return Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2])))
+
+
+def test_small_pictures_are_kept_without_loss():
+    pixels = torch.randint(0, 256, (3, 16, 24), generator=torch.Generator().manual_seed(0))
+    found = torch.tensor(list(decoded(snapshots.data_url(pixels / 255)).convert("RGB").tobytes()))
+    assert torch.equal(found.view(16, 24, 3).permute(2, 0, 1), pixels)
+
+
+def test_large_pictures_and_clips_are_made_smaller():
+    assert decoded(snapshots.data_url(torch.rand(3, 320, 640))).size == (320, 160)
+    clip = decoded(snapshots.data_url(torch.linspace(0, 1, 5)[:, None, None, None].expand(5, 3, 8, 8)))
+    assert clip.n_frames == 5 and clip.size == (8, 8)
+
+
+def test_extremes_by_hand():
+    found = snapshots.Extremes(["a", "b"])
+    pictures = torch.arange(8.0)[:, None, None, None].expand(8, 3, 2, 2) / 8
+    scores = torch.tensor([[0.1, 1], [0.9, 1], [0.5, 1], [0.5, 1], [math.nan, math.nan], [0.3, math.nan], [0, 0],
+                           [1, 1]])
+    totals = torch.tensor([0.1, 0.9, 0.5, 0.5, 0.0, 0.3, -1.0, 2.0])
+    for part in (slice(0, 2), slice(2, 6), slice(6, 8)):
+        found.add(["p", "p", "q", "q", "r", "r", "p", "q"][part], pictures[part], scores[part], totals[part])
+    assert [(total, prompt) for total, prompt, *_ in found.best] == [
+        (2.0, "q"), (pytest.approx(0.9), "p"), (pytest.approx(0.3), "r")]
+    assert [(total, prompt) for total, prompt, *_ in found.worst] == [
+        (-1.0, "p"), (pytest.approx(0.3), "r"), (0.5, "q")]
+    assert [float(picture[0, 0, 0] * 8) for *_, picture in found.worst] == [6, 5, 3]  # of equal ones another than best
+    told = found.told()
+    assert told["worst"][1]["scores"] == {"a": pytest.approx(0.3), "b": None}
+    assert decoded(told["best"][0]["picture"]).getpixel((0, 0)) == (round(255 * 7 / 8),) * 3
+
+
+def test_a_sample_that_lost_a_score_is_no_extreme():
+    """Of p the third and of q both lack what the others have; r has the first reward alone."""
+    found, nan = snapshots.Extremes(["a", "b"]), math.nan
+    scores = torch.tensor([[0.5, 1], [0.2, 1], [0.9, nan], [nan, 1], [0.1, nan], [0.4, nan], [0.3, nan], [nan, nan]])
+    found.add([*"pppqqrrr"], ["text"] * 8, scores, torch.arange(8.0))
+    assert [(total, prompt) for total, prompt, *_ in found.best] == [(6, "r"), (1, "p")]
+    assert [(total, prompt) for total, prompt, *_ in found.worst] == [(0, "p"), (5, "r")]
+
+
+def test_only_the_most_extreme_are_kept():
+    found = snapshots.Extremes(["a"])
+    totals = torch.tensor([3.0, 9, 1, 7, 5, 0, 8, 2, 6, 4])
+    for i in range(10):
+        found.add([str(i)], ["text"], totals[i:i + 1, None], totals[i:i + 1])
+    assert [sample[0] for sample in found.best] == [9, 8, 7, 6, 5, 4]
+    assert [sample[0] for sample in found.worst] == [0, 1, 2, 3, 4, 5]
+    assert found.told()["best"][0] == {"prompt": "1", "scores": {"a": 9.0}, "text": "text"}
+
+
+def test_what_an_earlier_run_has_kept_is_dropped(tmp_path):
+    run = make_run(tmp_path / "run")
+    snapshots.begin(run, 2, "cpu", 1, "fp32")
+    assert sorted(file.name for file in (run / "report").iterdir()) == [
+        "before.json", "epoch-00002.json", "machine.json"]
+    snapshots.begin(run, 0, "cpu", 2, "fp32")
+    assert [file.name for file in (run / "report").iterdir()] == ["machine.json"]
+    assert report.data(run)["machine"]["processes"] == "2"
+
+
+def test_training_keeps_its_pictures_and_writes_the_report(tmp_path):
+    trainer = tiny.trainer(output=tmp_path, eval__every=1)
+    trainer.held_out = [Prompt("held out"), Prompt(EVIL)]
+    run = trainer.config.folder
+    run.mkdir()
+    (run / "config.yaml").write_text(trainer.config.yaml())
+    trainer.train(run, {"red": tiny.red})
+    found = read((run / "report.html").read_text())
+    assert [stage["label"] for stage in found["stages"]] == ["epoch 1", "epoch 2"]
+    assert found["metrics"]["epoch"] == [1, 2] and found["extremes"]["epoch"] == 2
+    best, worst = found["extremes"]["best"], found["extremes"]["worst"]
+    assert len({each["prompt"] for each in best}) == len(best) == len(worst) == 2
+    assert best[0]["scores"]["red"] >= best[1]["scores"]["red"] > worst[0]["scores"]["red"]
+    for sample in best + worst + found["stages"][1]["cards"]:  # each score is that of the picture beside it
+        assert torch.tensor(list(decoded(sample["picture"]).convert("RGB").tobytes()[::3])).float().mean() / 255 == \
+            pytest.approx(sample["scores"]["red"], abs=3e-3)
+
+
+# --- served ----------------------------------------------------------------------------------------------------------
+
+@pytest.fixture
+def served(tmp_path):
+    run = make_run(tmp_path / "run", finished=False)
+    with server(run, 0) as serving:
+        thread = threading.Thread(target=serving.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield run, serving.server_address
+        serving.shutdown()
+        thread.join()
+
+
+def ask(address, path: str, **headers: str):
+    """The status and the text of an answer."""
+    connection = HTTPConnection(*address, timeout=60)
+    connection.request("GET", path, headers=headers)
+    answer = connection.getresponse()
+    return answer.status, answer.read().decode()
+
+
+def test_live_it_follows_the_run(served):
+    run, address = served
+    assert address[0] == "127.0.0.1"
+    status, text = ask(address, "/")
+    assert status == 200 and "<html lang=\"en\" data-live>" in text and "connect-src 'self'" in text
+    version = read(text)["version"]
+    assert ask(address, "/data.json", **{"If-None-Match": version}) == (304, "")
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"epoch": 5, "evaluations": 50, "seconds": 7.5}\n')
+    status, text = ask(address, "/data.json", **{"If-None-Match": version})
+    assert status == 200 and json.loads(text)["metrics"]["epoch"] == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("path", ["/config.yaml", "/../config.yaml", "//etc/passwd", "/report/before.json", "/?x"])
+def test_live_it_gives_nothing_else(served, path):
+    assert ask(served[1], path)[0] in (400, 404)
+
+
+def test_live_it_answers_no_other_host(served):
+    assert ask(served[1], "/", Host="evil.example:80")[0] == 403
+    assert ask(served[1], "/", Host=f"localhost:{served[1][1]}")[0] == 200
+
+
+def test_a_taken_port_is_told(served):
+    with pytest.raises(UserError, match=f"port {served[1][1]} cannot be used .*--port"):
+        server(served[0], served[1][1])
+
+
+# --- the command -----------------------------------------------------------------------------------------------------
+
+def test_the_command_writes_the_file(tmp_path, capsys):
+    run = make_run(tmp_path / "run")
+    assert main(["report", str(run)]) == 0
+    assert capsys.readouterr().out.strip() == str(run / "report.html") and (run / "report.html").is_file()
+
+
+@pytest.mark.parametrize("options", [[], ["--live"]])
+def test_what_is_no_run_is_told(tmp_path, capsys, options):
+    for folder, line in (("none", "no run at"), (".", "is not a run: it has no config.yaml")):
+        assert main(["report", str(tmp_path / folder), *options]) == 2
+        assert line in capsys.readouterr().err
+
+
+def test_a_report_needs_no_torch(tmp_path):
+    (tmp_path / "config.yaml").write_text(validate({}).yaml())
+    code = f"import sys, flowgrpo.cli as c; sys.exit(c.main(['report', {str(tmp_path)!r}]) or ('torch' in sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -1,0 +1,249 @@
+"""Pages with columns of one kind: which pictures stand where, as PNG and as HTML."""
+
+from __future__ import annotations
+
+import base64
+import io
+import re
+import shutil
+import weakref
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from flowgrpo.cli import main
+from flowgrpo.cli.draw import ColumnKind
+from flowgrpo.data import splits
+from flowgrpo.errors import UserError
+from flowgrpo.evaluation import columns, images
+from flowgrpo.evaluation.pages import grid
+from flowgrpo.evaluation.pages.grid import Row, draw_grid
+from flowgrpo.evaluation.pages.html_page import write_page
+from flowgrpo.policies.pipelines.load import denoisers, load_pipeline
+from flowgrpo.policies.weights.trainable import Weights
+from flowgrpo.samplers import rollout
+from flowgrpo.storage import checkpoint
+from tests.evaluation.pages.test_grid import area, flat
+from tests.evaluation.test_images import make_run
+from tests.helpers import tiny
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return tiny.save(tiny.sd3(), tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory, model):
+    """Two finished runs; the first has a checkpoint of its last weights, and one of the base's (an untrained LoRA)."""
+    folder = tmp_path_factory.mktemp("runs")
+    first, second = make_run(folder / "first", model, 0.3), make_run(folder / "second", model, 0.6)
+    pipe = load_pipeline(str(model))
+    config = images.run_config(first)
+    fresh = Weights(pipe, denoisers(pipe), config.adapter)
+    tensors = {f"weights/{key}": value for key, value in fresh.snapshot().items()}
+    checkpoint.save(first / "checkpoints", 1, tensors, {}, 9)
+    with torch.no_grad():  # what make_run does to them
+        for key, parameter in fresh.named.items():
+            if "lora_B" in key:
+                parameter.add_(0.3 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+    tuned = {key: fresh.named[key].detach() for key in fresh.named}
+    checkpoint.save(first / "checkpoints", 20, {f"weights/{key}": value for key, value in tuned.items()}, {}, 9)
+    fresh.save(first)
+    return first, second
+
+
+class Page(HTMLParser):
+    """Headings, captions, numbers and pictures of a page; outside: what it would fetch."""
+
+    def __init__(self, path):
+        super().__init__()
+        self.pictures, self.texts, self.outside, self.stack = [], [], [], []
+        self.feed(path.read_text())
+        self.close()
+        assert self.stack == []
+
+    def handle_starttag(self, tag, attributes):
+        given = dict(attributes)
+        if tag == "img":
+            head, code = given["src"].split(",")
+            self.pictures.append(np.asarray(Image.open(io.BytesIO(base64.b64decode(code))).convert("RGB")).astype(int))
+        self.outside += [value for key, value in attributes if key in ("src", "href") and not value.startswith("data:")]
+        self.stack += [tag] if tag not in ("img", "meta", "br") else []
+
+    def handle_endtag(self, tag):
+        assert self.stack.pop() == tag
+
+    def handle_data(self, text):
+        self.texts += [(self.stack[-1], text)] if text.strip() and self.stack[-1] in ("th", "dt", "dd") else []
+
+
+def drawn(run, kind, values, folder, count=2, seed=0) -> tuple[Page, list[str]]:
+    png, page = columns.columns(run, kind, values, None, count, seed, folder / "page.png")
+    assert Image.open(png).size > (16, 16) and page == folder / "page.html"
+    found = Page(page)
+    heads = [text for tag, text in found.texts if tag == "th"]
+    return found, heads
+
+
+def alone(run, prompt: int, seed: int = 0, lora: bool = True, **asked) -> np.ndarray:
+    """A picture as it is drawn by itself, at the size of the page."""
+    config = images.run_config(run)
+    pipe = load_pipeline(config.model)
+    if lora:
+        images.load_tuned(pipe, run)
+    texts = [f"picture {i}" for i in range(20)]
+    held = splits.resolve(config)[1]
+    assert held[prompt].text in texts
+    call = {"num_inference_steps": 2, "guidance_scale": 1.5, **tiny.CALL, **asked}
+    picture = images.draw_one(pipe, held[prompt], rollout.seeder(seed, 0)(prompt, 0), call)
+    return np.asarray(grid._picture(picture)).astype(int)
+
+
+@pytest.mark.parametrize("kind, values, heads, options", [
+    ("seeds", ["3", "0"], ["seed 3", "seed 0"], [{"seed": 3}, {"seed": 0}]),
+    ("guidance", ["1", "4.5"], ["guidance 1", "guidance 4.5"], [{"guidance_scale": 1.0}, {"guidance_scale": 4.5}]),
+    ("steps", ["1", "3"], ["steps 1", "steps 3"], [{"num_inference_steps": 1}, {"num_inference_steps": 3}]),
+])
+def test_columns_differ_in_what_was_asked(runs, tmp_path, kind, values, heads, options):
+    page, found = drawn(runs[0], kind, values, tmp_path)
+    assert [head for head in found if not head.startswith("picture")] == heads and page.outside == []
+    for row in range(2):
+        for column, changed in enumerate(options):
+            assert np.abs(page.pictures[2 * row + column] - alone(runs[0], row, **changed)).max() <= 1
+    assert np.abs(page.pictures[0] - page.pictures[1]).max() > 1
+
+
+def test_checkpoints_go_from_the_base_to_the_result(runs, tmp_path):
+    page, heads = drawn(runs[0], "checkpoints", [], tmp_path)
+    assert heads[:3] == ["base", "epoch 1", "epoch 20"]
+    base, first, last = page.pictures[:3]
+    assert (base == alone(runs[0], 0, lora=False)).all() and np.abs(base - first).max() <= 1
+    assert np.abs(last - alone(runs[0], 0)).max() <= 1 < np.abs(last - first).max()
+    chosen, heads = drawn(runs[0], "checkpoints", ["20", "0"], tmp_path)
+    assert heads[:2] == ["epoch 20", "base"]
+    assert (chosen.pictures[0] == last).all() and (chosen.pictures[1] == base).all()
+
+
+def test_a_pipeline_is_gone_before_the_next_is_loaded(runs, tmp_path, monkeypatch):
+    load, alive = images.make_pipeline, []
+
+    def watched(*given, **options):
+        assert not any(module() for module in alive)
+        pipe = load(*given, **options)
+        alive.append(weakref.ref(pipe.transformer))
+        return pipe
+
+    monkeypatch.setattr(images, "make_pipeline", watched)
+    drawn(runs[0], "checkpoints", [], tmp_path, count=1)
+    assert len(alive) == 2  # the base leaves room for the first checkpoint, and nothing else for the second
+
+
+def test_runs_stand_beside_each_other(runs, tmp_path):
+    page, heads = drawn(runs[0], "runs", [str(runs[1])], tmp_path)
+    assert heads[0] == "base" and len(page.pictures) == 6
+    for column, (run, lora) in enumerate([(runs[0], False), (runs[0], True), (runs[1], True)]):
+        assert np.abs(page.pictures[column] - alone(run, 0, lora=lora)).max() <= 1
+
+
+def test_a_page_is_the_same_every_time_and_has_scores(runs, tmp_path):
+    for folder in ("a", "b"):
+        drawn(runs[0], "seeds", ["0", "1"], tmp_path / folder)
+    for name in ("page.png", "page.html"):
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+    page = Page(tmp_path / "a" / "page.html")
+    numbers = [text for tag, text in page.texts if tag == "dd"]
+    assert numbers == [f"{picture.mean() / 255:.3f}" for picture in page.pictures]  # `bright`, of enlarged pixels
+
+
+BESIDE = """
+def far(images, prompts, base=None):
+    return (images - base).abs().mean((1, 2, 3))
+
+
+far.base = True
+"""
+
+
+def test_a_reward_that_compares_with_the_base_sees_that_of_its_column(runs, model, tmp_path):
+    """With the base's own weights the distance is 0 at every guidance, with the run's it is not."""
+    for change in (0.0, 0.3):
+        run = make_run(tmp_path / f"run{change}", model, change)
+        (run / "far.py").write_text(BESIDE)
+        told = (run / "config.yaml").read_text().replace("bright.py:bright", "far.py:far")
+        (run / "config.yaml").write_text(told)
+        page, _ = drawn(run, "guidance", ["1", "4.5"], run)
+        values = [float(text) for tag, text in page.texts if tag == "dd"]
+        assert len(values) == 4 and (values == [0.0] * 4 if not change else min(values) > 0)
+
+
+@pytest.mark.parametrize("kind, values, told", [
+    ("checkpoints", ["7"], r"has none of epoch 7; there are: 1, 20 \(train.keep"),
+    ("checkpoints", ["x"], "got 'x' in --values, expected whole numbers from 0 up"),
+    ("runs", [], "expected --values with the folders of further runs"),
+    ("runs", ["nowhere"], "nowhere is not a run"),
+    ("guidance", [], "expected --values with a number for each column"),
+    ("guidance", ["-1"], "got '-1' in --values, expected numbers from 0 up"),
+    ("guidance", ["inf"], "got 'inf'"),
+    ("steps", ["0"], "got '0' in --values, expected whole numbers from 1 up"),
+    ("seeds", ["1.5"], "got '1.5' in --values, expected whole numbers"),
+    ("rlg", ["-1"], "got '-1' in --values, expected numbers from 0 up"),
+])
+def test_values_that_are_not_of_the_kind_are_told(runs, tmp_path, kind, values, told):
+    with pytest.raises(UserError, match=told) as error:
+        columns.columns(runs[0], kind, values, None, 1, 0, tmp_path / "a.png")
+    assert "\n" not in str(error.value)
+
+
+def test_a_run_without_checkpoints_and_one_of_another_model_are_told(runs, tmp_path):
+    with pytest.raises(UserError, match="has none at all; there are: none"):
+        columns.columns(runs[1], "checkpoints", [], None, 1, 0, tmp_path / "a.png")
+    other = shutil.copytree(runs[1], tmp_path / "other")
+    text = (other / "config.yaml").read_text()
+    (other / "config.yaml").write_text(re.sub(r"(?m)^model: .*$", "model: starter", text))
+    with pytest.raises(UserError, match="tuned 'starter', but .* expected runs of one model"):
+        columns.columns(runs[0], "runs", [str(other)], None, 1, 0, tmp_path / "a.png")
+
+
+def test_the_command_line_writes_both_and_knows_every_kind(runs, tmp_path, capsys):
+    assert set(ColumnKind.__args__) == set(columns.KINDS)
+    code = main(["grid", str(runs[0]), "--columns", "seeds", "--values", "0,1", "--count", "1", "--output",
+                 str(tmp_path / "s.png")])
+    assert code == 0 and capsys.readouterr().out.split() == [str(tmp_path / "s.png"), str(tmp_path / "s.html")]
+    assert main(["grid", str(runs[0]), "--values", "0,1"]) == 2 and "--columns too" in capsys.readouterr().err
+    assert main(["grid", str(runs[0]), "--output", "a.html"]) == 2 and "the PNG" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("count, width, names", [(4, 4, 1), (40, 8, 7)])
+def test_large_pages_are_tables_with_repeated_names(tmp_path, count, width, names):
+    caption = "a very long prompt about a red square on a blue table, with a green cat beside it and a lamp"
+    row = Row(caption, [flat((1, 0, 0))] * width, [{"scene": 0.5}] * width)
+    heads = [f"epoch {i}" for i in range(width)]
+    page = Image.open(draw_grid(tmp_path / "a.png", heads, [row] * count))
+    one = Image.open(draw_grid(tmp_path / "b.png", heads, [row]))
+    assert area(page, "#ff0000") == count * width * 190 ** 2
+    assert page.width == one.width == 2 * grid.MARGIN + width * (192 + grid.BETWEEN_PICTURES) - grid.BETWEEN_PICTURES
+    head, card = grid.HEADING.height + 6, one.height - 2 * grid.MARGIN - grid.HEADING.height - 6
+    assert page.height == 2 * grid.MARGIN + names * head + count * (card + grid.BETWEEN_CARDS) - grid.BETWEEN_CARDS
+
+
+def test_an_html_page_escapes_and_colours(tmp_path):
+    rows = [Row('a <b>"cat"</b> & dog', [flat((1, 0, 0)), flat((0, 0, 1)), flat((0, 1, 0))],
+                [{"x/r<1": 0.2}, {"x/r<1": 0.8}, {"x/r<1": 0.1}])]
+    text = write_page(tmp_path / "p.html", "<t>", ["a", "b<", "c"], rows).read_text()
+    page = Page(tmp_path / "p.html")
+    assert [text for _, text in page.texts] == ["a", "b<", "c", 'a <b>"cat"</b> & dog', "r<1", "0.200", "r<1", "0.800",
+                                                "r<1", "0.100"]
+    assert [tuple(picture[5, 5]) for picture in page.pictures] == [(255, 0, 0), (0, 0, 255), (0, 255, 0)]
+    assert '<dd class="rose">0.800' in text and '<dd class="fell">0.100' in text and "<dd>0.200" in text
+
+
+def test_clips_move_on_an_html_page(tmp_path):
+    clip = torch.stack([flat((1, 0, 0)), flat((0, 0, 1))])
+    text = write_page(tmp_path / "p.html", "t", ["a"], [Row("x", [clip], [{}])]).read_text()
+    [code] = re.findall(r"data:image/webp;base64,([^\"]+)", text)
+    shown = Image.open(io.BytesIO(base64.b64decode(code)))
+    assert shown.n_frames == 2 and shown.convert("RGB").getpixel((5, 5)) == (255, 0, 0)

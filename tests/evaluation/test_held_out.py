@@ -1,0 +1,66 @@
+"""What is told of held-out scores: per task, whatever a person calls it."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from flowgrpo.cli.show import print_table
+from flowgrpo.data.prompts import Prompt
+from flowgrpo.evaluation import findings, held_out
+from flowgrpo.evaluation.measured import Measured
+
+TASKS = [1, ["a", "b"], "[/red]x", "[red]y", ":cat:", {"of": 2}]
+
+
+def measured(*scores: float, tasks=TASKS) -> Measured:
+    """A prompt of each task, with these scores of the reward `[b]`."""
+    return Measured([Prompt(f"prompt {i}", metadata={"task": task}) for i, task in enumerate(tasks)],
+                    {"[b]": list(scores)}, torch.empty(0))
+
+
+def summary(before: Measured, after: Measured) -> dict:
+    return {"evaluation": {"prompts": len(before.prompts), "of": "pictures"}, "before": before.mean(),
+            "after": after.mean(), "tasks": {"[b]": {"before": before.by_task("[b]"), "after": after.by_task("[b]")}},
+            "seconds": 1.0, "denoiser_evaluations": 2, "unit": "evaluations", "rollout_evaluations_per_picture": 1.0,
+            "rollout_evaluations_saved_by_sharing": 0, "max_first_log_ratio": None, "kept": "kept [bold]"}
+
+
+def test_tasks_may_be_anything_that_json_has(capsys):
+    before, after = measured(*[0.25] * 6), measured(*[0.5] * 6)
+    assert before.by_task("[b]") == dict.fromkeys(
+        ["1", "['a', 'b']", "[/red]x", "[red]y", ":cat:", "{'of': 2}"], 0.25)
+    held_out.print_report(summary(before, after), "weights: runs/c[red]", Path("runs/c[red]"))
+    out = capsys.readouterr().out
+    rows = [line.split("│") for line in out.splitlines() if "+0.250" in line]
+    assert [row[1].strip() for row in rows] == ["1", "['a', 'b']", "[/red]x", "[red]y", ":cat:", "{'of': 2}", "all"]
+    assert "[b] on 6 held-out pictures" in out and "kept [bold]\nweights: runs/c[red]\n" in out
+    assert "before and after: runs/c[red]/before_after.png; report: runs/c[red]/report.html" in out
+
+
+@pytest.mark.parametrize("name", ["[/red]x", "[red]y", ":cat:"])
+def test_names_in_other_tables_are_text_too(name, capsys):
+    print_table([name, "b", name], [[name, "1", name]])
+    assert capsys.readouterr().out.count(name) == 4
+    entry = {"mean": 0.5, "low": 0.4, "high": 0.6, "prompts": 3, "method": "exact"}
+    findings.show({"suite": {"name": name, "prompts": 3}, "samples": 1, "compared": {}, "unit": "picture",
+                   "arms": {name: {name: {name: entry, findings.ALL: entry}}}, "category_means": {name: {name: 0.5}},
+                   "failed": {}, "tries": {}, "diversity": {}, "drift": []})
+    title, *rest = capsys.readouterr().out.splitlines()
+    assert f"{name} on {name} (3 prompts, 1 per prompt)" in title and "\n".join(rest).count(name) == 4
+
+
+def test_scores_that_do_not_apply_are_a_dash_in_the_table_and_null_in_the_file(tmp_path, capsys):
+    before, after = measured(math.nan, math.nan, 0.5, tasks="aab"), measured(math.nan, math.nan, math.nan, tasks="aab")
+    held_out.print_report(summary(before, after), "", tmp_path)
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in capsys.readouterr().out.splitlines()
+            if line.startswith("│")]
+    assert rows == [["a", "-", "-", "-"], ["b", "0.500", "-", "-"], ["all", "0.500", "-", "-"]]
+    held_out.write_before(tmp_path, before, {})
+    told = json.loads((tmp_path / "before.json").read_text(), parse_constant=pytest.fail)
+    assert told["scores"] == {"[b]": [None, None, 0.5]}
+    assert Measured(before.prompts, told["scores"], torch.empty(0)).mean() == before.mean() == {"[b]": 0.5}

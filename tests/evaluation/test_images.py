@@ -1,0 +1,327 @@
+"""Pictures from saved weights are those of the stock pipeline, and a run's page shows base beside tuned."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image, ImageColor
+
+from flowgrpo import starter
+from flowgrpo.check import tiny as pipelines
+from flowgrpo.cli import main
+from flowgrpo.config import validate
+from flowgrpo.config.sections import Adapter
+from flowgrpo.data import splits
+from flowgrpo.data.prompts import Prompt
+from flowgrpo.errors import UserError
+from flowgrpo.evaluation import columns, images
+from flowgrpo.evaluation.pages import grid
+from flowgrpo.evaluation.pages.clips import as_image
+from flowgrpo.policies.pipelines.load import load_pipeline
+from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
+from flowgrpo.policies.weights.lora_files import LORA_FILE
+from flowgrpo.samplers.rollout import seeder
+from tests.helpers import tiny
+
+BRIGHT = "def bright(images, prompts):\n    return images.flatten(1).mean(1).tolist()\n"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return tiny.save(tiny.sd3(), tmp_path_factory.mktemp("model") / "tiny")
+
+
+def make_run(folder, model, change: float, rank: int = 2, **options):
+    """A run's folder as training leaves it, with weights that differ from the base by `change`."""
+    pipe = load_pipeline(str(model))
+    policy = PipelinePolicy(pipe, Adapter(rank=rank), call=tiny.CALL)
+    with torch.no_grad():
+        for key, parameter in policy.weights.named.items():
+            if "lora_B" in key or not rank:
+                parameter.add_(change * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+    folder.mkdir()
+    policy.weights.save(folder)
+    (folder / "bright.py").write_text(BRIGHT)
+    (folder / "prompts.txt").write_text("".join(f"picture {i}\n" for i in range(20)))
+    config = {"model": str(model), "reward": f"{folder}/bright.py:bright", "prompts": f"{folder}/prompts.txt",
+              "precision": "fp32",
+              "picture": {"call": tiny.CALL}, "eval": {"steps": 2, "guidance": 1.5}, "adapter": {"rank": rank}}
+    (folder / "config.yaml").write_text(validate(config | options).yaml())
+    return folder
+
+
+def pixels(path) -> np.ndarray:
+    return np.asarray(Image.open(path)).astype(int)
+
+
+def drawn(folder, model, lora=None, prompts=("a dog", "a cat"), count=1, seed=3, steps=2, guidance=1.5):
+    paths = images.sample(str(model), lora, list(prompts), count, seed, steps, guidance, folder, precision="fp32")
+    return [pixels(path) for path in paths]
+
+
+def stock(model, lora, row, **options) -> np.ndarray:
+    """What a user of diffusers gets for the second prompt's first picture."""
+    pipe = load_pipeline(str(model))
+    if lora:
+        pipe.load_lora_weights(lora)
+    generator = torch.Generator().manual_seed(seeder(3, 0)(*row))
+    with torch.no_grad():
+        return np.asarray(pipe("a cat", generator=generator, **options).images[0]).astype(int)
+
+
+def test_files_sort_by_prompt_and_number(tmp_path, model):
+    paths = images.sample(str(model), None, ["b, c!", "a", "a"], 2, 0, 1, 1.0, tmp_path / "deep" / "out")
+    names = [path.name for path in paths]
+    assert names == ["000-b-c-000.png", "000-b-c-001.png", "001-a-000.png", "001-a-001.png", "002-a-000.png",
+                     "002-a-001.png"] == sorted(names)
+    assert sorted((tmp_path / "deep" / "out").iterdir()) == paths
+    assert all(Image.open(path).size == (16, 16) for path in paths)
+    assert [name for name in images._names(["a"] * 1001, 1)] == sorted(images._names(["a"] * 1001, 1))
+
+
+def test_a_picture_is_the_stock_pipelines(tmp_path, model):
+    ours = drawn(tmp_path, model)[1]
+    assert np.abs(ours - stock(model, None, (1, 0), num_inference_steps=2, guidance_scale=1.5)).max() <= 1
+
+
+def test_without_steps_and_guidance_the_pipelines_own_are_taken(tmp_path, model):
+    ours = drawn(tmp_path, model, steps=None, guidance=None)[1]
+    assert np.abs(ours - stock(model, None, (1, 0))).max() <= 1
+    assert np.abs(ours - drawn(tmp_path, model)[1]).max() > 1
+
+
+def test_a_picture_depends_on_its_own_place_and_the_seed_alone(tmp_path, model):
+    one, two = drawn(tmp_path, model), drawn(tmp_path, model, count=2)
+    assert (two[0] == one[0]).all() and (two[2] == one[1]).all() and (two[0] != two[1]).any()
+    assert (drawn(tmp_path, model, seed=4)[0] != one[0]).any()
+
+
+@pytest.mark.parametrize("lora", ["folder", "file"])
+def test_a_lora_is_drawn_as_stock_diffusers_loads_it(tmp_path, model, lora):
+    run = make_run(tmp_path / "run", model, 0.3)
+    ours = drawn(tmp_path / "out", model, run if lora == "folder" else run / LORA_FILE)[1]
+    options = tiny.CALL if lora == "folder" else {}  # a run brings its `picture` settings with it
+    theirs = stock(model, run, (1, 0), num_inference_steps=2, guidance_scale=1.5, **options)
+    assert np.abs(ours - theirs).max() <= 1
+    assert np.abs(ours - drawn(tmp_path / "out", model)[1]).max() > 1
+
+
+def test_all_weights_are_loaded_too(tmp_path, model):
+    run = make_run(tmp_path / "run", model, 0.1, rank=0)
+    same = make_run(tmp_path / "same", model, 0.0, rank=0)
+    assert not (run / LORA_FILE).exists()
+    tuned, base = drawn(tmp_path / "out", model, run)[0], drawn(tmp_path / "out", model, same)[0]
+    assert np.abs(tuned - base).max() > 1
+
+
+@pytest.mark.parametrize("model, steps, guidance, expected", [
+    ("starter", None, None, {"num_inference_steps": 20, "guidance": 2.0, "max_sequence_length": 1}),
+    ("starter", 4, 0.0, {"num_inference_steps": 4, "guidance": 0.0, "max_sequence_length": 1}),
+    ("other", None, None, {}),
+    ("other", 4, None, {"num_inference_steps": 4}),
+])
+def test_defaults(model, steps, guidance, expected):
+    assert images.call_arguments(model, None, steps, guidance) == expected
+
+
+@pytest.mark.parametrize("raw, expected", [
+    ({"model": "starter"}, {"max_sequence_length": 1}),
+    ({"model": "starter", "picture": {"call": {"max_sequence_length": 2}}}, {"max_sequence_length": 2}),
+    ({"model": "x", "picture": {"height": 64, "frames": 5, "call": {"a": 1}}}, {"height": 64, "num_frames": 5, "a": 1}),
+    ({"model": "x"}, {}),
+])
+def test_what_a_runs_pipeline_is_called_with(raw, expected):
+    assert validate(raw).call == expected
+
+
+@pytest.mark.parametrize("name, more", [
+    ("QwenImagePipeline", {}), ("QwenImagePipeline", {"guidance_scale": 2.0}),  # which only an embedded guidance reads
+    ("HunyuanSkyreelsImageToVideoPipeline", {}),
+    ("FluxPipeline", {"true_cfg_scale": 2.0}), ("StableDiffusion3Pipeline", {})])
+def test_guidance_is_the_scale_that_a_run_evaluates_with(name, more):
+    pipe, call = pipelines.make(name)
+    policy = PipelinePolicy(pipe, None, call=call | more)
+    conditioning = policy.encode(["red"], ["old"])
+    pictures = []
+    for guidance in (1.0, 4.0):
+        asked = images.call_arguments("other", None, 2, guidance) | call | more
+        pictures.append(images.draw_one(pipe, Prompt("red"), 0, asked, "old"))
+        expected = policy.generate(conditioning, policy.generators([0]), 2, guidance)[0]
+        torch.testing.assert_close(pictures[-1], expected, rtol=0, atol=1e-5)
+    assert (pictures[0] - pictures[1]).abs().max() > 1e-4
+
+
+def test_what_a_person_asks_for_goes_before_a_runs_picture_settings(tmp_path):
+    config = {"model": "x", "picture": {"height": 64, "call": {"num_inference_steps": 7, "true_cfg_scale": 2.0}}}
+    (tmp_path / "config.yaml").write_text(validate(config).yaml())
+    asked = {"height": 64, "num_inference_steps": 7, "true_cfg_scale": 2.0}
+    assert images.call_arguments("x", tmp_path, None, None) == asked
+    assert images.call_arguments("x", tmp_path, 3, 4.0) == asked | {"num_inference_steps": 3, "guidance": 4.0}
+
+
+@pytest.mark.parametrize("change", [0.0, 0.5])
+def test_a_runs_page_shows_base_beside_tuned(tmp_path, model, change):
+    run = make_run(tmp_path / "run", model, change)
+    path = images.grid(run, None, 2, 0, tmp_path / "deep" / "grid.png")
+    assert path == tmp_path / "deep" / "grid.png"
+    page = np.asarray(Image.open(path))
+    coloured = (page[None] == np.array([ImageColor.getrgb(grid.ROSE), ImageColor.getrgb(grid.FELL)])[:, None, None])
+    assert coloured.all(-1).any() == (change > 0)  # a score's colour says that it changed
+    left, top, side = grid.MARGIN + 1, grid.MARGIN + grid.HEADING.height + 7, 158
+    base, tuned = (page[top:top + side, at:at + side] for at in (left, left + 160 + grid.BETWEEN_PICTURES))
+    assert base.std() > 0 and (base == tuned).all() == (change == 0)
+
+
+def test_a_reward_that_cannot_judge_the_prompts_loses_no_picture(tmp_path, model, capsys):
+    whole = Image.open(images.grid(make_run(tmp_path / "whole", model, 0.3), None, 2, 0, tmp_path / "whole.png"))
+    run = make_run(tmp_path / "run", model, 0.3)
+    (run / "bright.py").write_text("def bright(images, prompts):\n    raise KeyError(prompts[0])\n")
+    assert Image.open(images.grid(run, None, 2, 0, tmp_path / "page.png")).size[0] == whole.size[0]
+    assert "left out: reward " in capsys.readouterr().err
+    columns.columns(run, "seeds", ["0"], None, 2, 0, tmp_path / "columns.png")
+    assert "left out: reward " in capsys.readouterr().err and (tmp_path / "columns.html").is_file()
+
+
+def test_a_page_of_other_prompts_and_seeds(tmp_path, model):
+    run = make_run(tmp_path / "run", model, 0.3)
+    (tmp_path / "p.jsonl").write_text('{"prompt": "a dog"}\n{"prompt": "a cat", "negative_prompt": "blue"}\n')
+    pages = [Image.open(images.grid(run, tmp_path / "p.jsonl", 5, seed, tmp_path / f"{seed}.png")) for seed in (0, 1)]
+    assert pages[0].size == pages[1].size and pages[0].tobytes() != pages[1].tobytes()
+
+
+def test_a_folder_that_is_no_run_is_told(tmp_path):
+    with pytest.raises(UserError, match="is not a run: it has no config.yaml"):
+        images.grid(tmp_path, None, 1, 0, tmp_path / "g.png")
+
+
+def test_a_run_without_weights_is_told(tmp_path, model):
+    run = make_run(tmp_path / "run", model, 0.1)
+    (run / LORA_FILE).unlink()
+    with pytest.raises(UserError, match="no weights at .* the run has not finished: --resume it"):
+        images.grid(run, None, 1, 0, tmp_path / "g.png")
+
+
+@pytest.mark.parametrize("content, told", [
+    (None, "no weights at .*: expected a finished run, a folder with a LoRA, or its file"),
+    ({"lora.weight": (2, 2)}, "Invalid LoRA|holds no LoRA layer"),
+    ({"unet.a.lora_A.weight": (2, 4), "unet.a.lora_B.weight": (4, 2)}, "holds no LoRA layer for StableDiffusion3"),
+    ({"transformer.transformer_blocks.0.attn.to_q.lora_A.weight": (2, 4),
+      "transformer.transformer_blocks.0.attn.to_q.lora_B.weight": (4, 2)}, "does not load into .* size mismatch"),
+])
+def test_a_lora_that_does_not_fit_is_told(tmp_path, model, content, told):
+    from safetensors.torch import save_file
+
+    file = tmp_path / "some.safetensors"
+    if content:
+        save_file({key: torch.zeros(shape) for key, shape in content.items()}, file)
+    with pytest.raises(UserError, match=told) as error:
+        drawn(tmp_path, model, file)
+    assert "\n" not in str(error.value)
+
+
+# --- pictures to start from ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def moving(tmp_path_factory):
+    """A folder with an image-to-video model and two pictures, and what makes its clips small."""
+    folder = tmp_path_factory.mktemp("moving")
+    pipe, call = pipelines.make("WanImageToVideoPipeline")
+    pipe.save_pretrained(folder / "model")
+    for colour in ("red", "blue"):
+        Image.new("RGB", (16, 16), colour).save(folder / f"{colour}.png")
+    return folder, {key: value for key, value in call.items() if key != "image"}
+
+
+def test_a_picture_on_the_command_line_is_what_a_pipeline_starts_from(moving, tmp_path, monkeypatch):
+    folder, small = moving
+    model = str(folder / "model")
+    monkeypatch.setitem(starter.CALLS, model, small)
+    pipe, first = load_pipeline(model), []
+    for colour in ("red", "blue"):
+        picture, output = str(folder / f"{colour}.png"), tmp_path / colour
+        assert main(["sample", model, "--prompt", "a cat", "--image", picture, "--steps", "2", "--guidance", "2",
+                     "--precision", "fp32", "--output", str(output)]) == 0
+        asked = small | {"num_inference_steps": 2, "guidance": 2.0}
+        expected = images.draw_one(pipe, Prompt("a cat", image=picture), seeder(0, 0)(0, 0), asked)
+        [file] = output.iterdir()
+        first.append(np.asarray(Image.open(file).convert("RGB")).astype(int))
+        assert (first[-1] == np.asarray(as_image(expected[0]))).all()
+    assert (first[0] != first[1]).any()
+
+
+@pytest.mark.parametrize("options, told", [
+    ([], ["WanImageToVideoPipeline takes an image, and fails without one (", "): give `sample` an --image FILE, or"]),
+    (["--image", "nowhere.png"], ["cannot read the picture nowhere.png (No such file or directory)"]),
+    (["--image", "config.json"], ["cannot read the picture config.json (it is damaged, or no picture)"])])
+def test_a_picture_that_is_missing_is_told(moving, tmp_path, monkeypatch, capsys, options, told):
+    monkeypatch.chdir(moving[0] / "model" / "transformer")
+    assert main(["sample", str(moving[0] / "model"), "--prompt", "red", "--output", str(tmp_path), *options]) == 2
+    [line] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("flowgrpo: error")]
+    assert all(part in line for part in told)
+
+
+@pytest.mark.parametrize("name", ["QwenImageEditPipeline", "WanImageToVideoPipeline"])
+def test_a_prompt_without_the_picture_that_a_pipeline_needs_is_told(name):
+    pipe, call = pipelines.make(name)
+    asked = {key: value for key, value in call.items() if key != "image"}
+    with pytest.raises(UserError, match=f"{name} takes an image, and fails without one") as error:
+        images.draw_one(pipe, Prompt("red"), 0, asked | {"num_inference_steps": 1})
+    assert "\n" not in str(error.value)
+
+
+# --- memory ----------------------------------------------------------------------------------------------------------
+
+LOW = {"weights": "int8", "encoders": "cpu", "vae": "tiled"}
+
+
+def test_a_pipeline_takes_the_memory_that_its_run_takes(model):
+    pipe = images.make_pipeline(str(model), "bf16", memory=validate({"memory": LOW}).memory)
+    assert any(hasattr(parameter, "qdata") for parameter in pipe.transformer.parameters())
+    assert pipe.vae.use_slicing and pipe.vae.use_tiling
+    plain = images.make_pipeline(str(model), "bf16")
+    assert not any(hasattr(parameter, "qdata") for parameter in plain.transformer.parameters())
+    assert not plain.vae.use_slicing and not plain.vae.use_tiling
+    low, full = (images.draw_one(each, Prompt("red"), 0, tiny.CALL | {"num_inference_steps": 2})
+                 for each in (pipe, plain))
+    assert 0 < (low - full).abs().mean() < 0.05
+
+
+def test_every_command_draws_with_the_memory_of_the_run(tmp_path, model):
+    low, full = make_run(tmp_path / "low", model, 0.3, memory=LOW), make_run(tmp_path / "full", model, 0.3)
+    config = images.run_config(low)
+    pipe = load_pipeline(str(model), weights="int8")
+    images.load_tuned(pipe, low)
+    prompt, seed_of = splits.resolve(config)[1][0], seeder(0, 0)
+    asked = {"num_inference_steps": 2, "guidance": 1.5, **tiny.CALL}
+    expected = images.draw_one(pipe, prompt, seed_of(0, 0), asked)
+    page = columns._drawn(config, low, [columns.Column("tuned", low, 0, asked)], [prompt])
+    assert torch.equal(page[0][0], expected)
+    [other] = drawn(tmp_path / "f", model, full, [prompt.text], seed=0)
+    [ours] = drawn(tmp_path / "l", model, low, [prompt.text], seed=0)
+    assert np.abs(ours - np.asarray(grid._picture(expected, 16))).max() <= 1 < np.abs(ours - other).max()
+    (tmp_path / "suite.txt").write_text(prompt.text)
+    assert main(["eval", str(low), "--suite", str(tmp_path / "suite.txt"), "--output", str(tmp_path / "e")]) == 0
+    assert (pixels(tmp_path / "e" / "pictures" / "tuned" / "00000-00.png") == ours).all()
+    pages = [images.grid(run, None, 1, 0, tmp_path / f"{run.name}.png") for run in (low, full)]
+    assert (pixels(pages[0]) != pixels(pages[1])).any()
+
+
+COMMANDS = [["sample", "MODEL", "--prompt", "red", "--output", "out"], ["grid", "RUN"],
+            ["sample", "MODEL", "--prompts", "RUN/prompts.txt", "--output", "out"],
+            ["grid", "RUN", "--columns", "seeds"], ["eval", "RUN", "--suite", "RUN/prompts.txt", "--output", "out"]]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_too_little_memory_is_told_in_one_line(tmp_path, model, monkeypatch, capsys, command):
+    run = make_run(tmp_path / "run", model, 0.3)
+
+    def large(self, prompt=None, generator=None, **options):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nGPU 0 has a total capacity")
+
+    monkeypatch.setattr("diffusers.StableDiffusion3Pipeline.__call__", large)
+    monkeypatch.chdir(tmp_path)
+    assert main([word.replace("MODEL", str(model)).replace("RUN", str(run)) for word in command]) == 2
+    told = [line for line in capsys.readouterr().err.splitlines() if line.startswith("flowgrpo: error")]
+    assert told[0].startswith("flowgrpo: error: out of memory (CUDA out of memory. Tried to allocate 2.00 GiB.): set")

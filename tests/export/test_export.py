@@ -1,0 +1,318 @@
+"""A run's other forms say what the run's own file says: checked by what they do to the pictures."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+import torch
+from huggingface_hub.utils import filter_repo_objects
+from safetensors.torch import load_file
+
+from flowgrpo.check.tiny import make
+from flowgrpo.config import validate
+from flowgrpo.config.sections import Adapter
+from flowgrpo.errors import UserError
+from flowgrpo.evaluation.images import load_tuned
+from flowgrpo.export import comfy_names, export
+from flowgrpo.policies.pipelines.load import denoisers, load_pipeline
+from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
+from flowgrpo.policies.weights.lora_files import LORA_FILE, merge
+from tests.helpers import tiny
+
+SUMMARY = {"before": {"bright": 0.25}, "after": {"bright": 0.5},
+           "evaluation": {"prompts": 4, "steps": 2, "guidance": 1.0, "of": "pictures (2 steps, guidance 1)"},
+           "epochs": 2, "updates": 2, "denoiser_evaluations": 1234, "unit": "denoiser evaluations", "seconds": 3.0,
+           "seed": 7}
+
+
+def make_run(folder, pipe, call, rank: int = 2, alpha: float | None = 3.0, **options):
+    """A finished run's folder; the trained weights are far from the base's."""
+    model = tiny.save(pipe, folder / "model")
+    policy = tiny.stir(tiny.policy(load_pipeline(str(model)), rank, alpha, call=call))
+    policy.weights.save(folder)
+    adapter = Adapter(rank=rank, alpha=alpha).model_dump()
+    config = validate({"name": "mine", "model": str(model), "method": "mix_grpo+grpo_guard", "reward": {"bright": 2.0},
+                       "seed": 7, "precision": "fp32", "picture": {"call": call}, "adapter": adapter, **options})
+    (folder / "config.yaml").write_text(config.yaml())
+    (folder / "summary.json").write_text(json.dumps(SUMMARY))
+    lines = [{"evaluations": 10 * i, "reward/bright/mean": 0.1 * i, "reward/bright/std": 1.0} for i in (1, 2, 3)]
+    lines[1]["held_out/bright"] = 0.3
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def unet(tmp_path_factory):
+    return make_run(tmp_path_factory.mktemp("unet"), tiny.sd15(), {})
+
+
+@pytest.fixture(scope="module")
+def sd3(tmp_path_factory):
+    return make_run(tmp_path_factory.mktemp("sd3"), tiny.sd3(), tiny.CALL)
+
+
+@pytest.fixture(scope="module")
+def pixart(tmp_path_factory):
+    """Of a pipeline without a LoRA loader: the run's file is peft's own."""
+    return make_run(tmp_path_factory.mktemp("pixart"), *make("PixArtSigmaPipeline"))
+
+
+def latents(pipe, **call) -> torch.Tensor:
+    with torch.no_grad():
+        return pipe("a cat", num_inference_steps=2, guidance_scale=1.0, output_type="latent",
+                    generator=torch.Generator().manual_seed(0), **call).images
+
+
+def test_the_kohya_file_of_a_unet_does_what_the_runs_own_does(unet, tmp_path):
+    [file] = export.kohya(unet, tmp_path / "kohya.safetensors")
+    made = []
+    for lora in (None, unet / LORA_FILE, file):
+        pipe = load_pipeline(str(unet / "model"))
+        if lora:
+            pipe.load_lora_weights(lora.parent, weight_name=lora.name)
+        made.append(latents(pipe))
+    torch.testing.assert_close(made[1], made[2], rtol=1e-5, atol=1e-6)
+    assert (made[0] - made[1]).abs().max() > 1e-3
+
+
+def test_the_kohya_layers_of_a_transformer_give_the_same_change(sd3, tmp_path):
+    layers, own = load_file(*export.kohya(sd3, tmp_path / "kohya.safetensors")), load_file(sd3 / LORA_FILE)
+    for name in {key.rpartition(".lora_A")[0] for key in own if ".lora_A" in key}:
+        layer = "lora_transformer_" + name.removeprefix("transformer.").replace(".", "_")
+        down, up, alpha = (layers[f"{layer}.{end}"] for end in ("lora_down.weight", "lora_up.weight", "alpha"))
+        change = own[f"{name}.lora_B.weight"] @ own[f"{name}.lora_A.weight"] * (3 / 2)  # alpha / rank
+        torch.testing.assert_close(up @ down * alpha / len(down), change)
+    assert len(layers) == 3 * len(own) / 2
+
+
+def test_a_lora_in_pefts_own_format_is_merged_and_has_the_kohya_layout(pixart, tmp_path):
+    assert not (pixart / LORA_FILE).exists()
+    base, merged = (load_pipeline(str(folder)) for folder in (pixart / "model", export.merged(pixart, tmp_path / "m")))
+    layers = load_file(*export.kohya(pixart, tmp_path / "kohya.safetensors"))
+    before, after = base.transformer.state_dict(), merged.transformer.state_dict()
+    changed = {key for key in before if not torch.equal(before[key], after[key])}
+    for key in changed:
+        layer = "transformer." + key.removesuffix(".weight")
+        down, up, alpha = (layers.pop(f"{layer}.{end}") for end in ("lora_down.weight", "lora_up.weight", "alpha"))
+        torch.testing.assert_close(after[key] - before[key], up @ down * alpha / len(down), rtol=1e-4, atol=1e-6)
+    assert changed and not layers and set(before) == set(after)
+
+
+# What ComfyUI's loader calls a layer of each family, and with it the first trained one of a tiny pipeline.
+NAMES = {
+    "StableDiffusionXLPipeline": ("unet.down_blocks.0.attentions.0.transformer_blocks.0.attn1.to_out.0",
+                                  "lora_unet_down_blocks_0_attentions_0_transformer_blocks_0_attn1_to_out_0"),
+    "StableDiffusion3Pipeline": ("transformer.transformer_blocks.1.attn.add_q_proj",
+                                 "lora_transformer_transformer_blocks_1_attn_add_q_proj"),
+    "FluxPipeline": ("transformer.single_transformer_blocks.0.attn.to_q",
+                     "lora_transformer_single_transformer_blocks_0_attn_to_q"),
+    "Flux2Pipeline": ("transformer.transformer_blocks.0.attn.to_out.0",
+                      "lora_transformer_transformer_blocks_0_attn_to_out_0"),
+    "ChromaPipeline": ("transformer.transformer_blocks.0.attn.to_add_out",
+                       "lora_transformer_transformer_blocks_0_attn_to_add_out"),
+    "AuraFlowPipeline": ("transformer.joint_transformer_blocks.0.attn.to_q",
+                         "transformer.joint_transformer_blocks.0.attn.to_q"),
+    "PixArtSigmaPipeline": ("transformer.transformer_blocks.0.attn2.to_v",
+                            "transformer.transformer_blocks.0.attn2.to_v"),
+    "QwenImagePipeline": ("transformer.transformer_blocks.0.attn.add_k_proj",
+                          "diffusion_model.transformer_blocks.0.attn.add_k_proj"),
+    "ZImagePipeline": ("transformer.layers.0.attention.to_out.0", "diffusion_model.layers.0.attention.to_out.0"),
+    "LTXPipeline": ("transformer.transformer_blocks.0.attn1.to_out.0",
+                    "diffusion_model.transformer_blocks.0.attn1.to_out.0"),
+    "WanPipeline": ("transformer.blocks.0.attn2.to_out.0", "diffusion_model.blocks.0.cross_attn.o"),
+}
+
+
+def lora_run(folder, name: str, **adapter):
+    """The folder of a run that trained a LoRA of the tiny pipeline `name`, which was loaded from Python."""
+    pipe, call = make(name)
+    tiny.stir(PipelinePolicy(pipe, Adapter(**{"rank": 2, "alpha": 3.0} | adapter), call=call)).weights.save(folder)
+    (folder / "config.yaml").write_text(validate({"model": type(pipe).__name__, "reward": "bright"}).yaml())
+    return folder
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_family_has_the_names_that_comfyui_maps(name, tmp_path):
+    ours, theirs = NAMES[name]
+    (tensors, adapter), = export.lora(lora_run(tmp_path, name)).values()
+    layers = load_file(*export.kohya(tmp_path, tmp_path / "out" / "kohya.safetensors"))
+    ours = ours.partition(".")[2]
+    assert torch.equal(layers[f"{theirs}.lora_down.weight"], tensors[f"{ours}.lora_A.weight"])
+    assert torch.equal(layers[f"{theirs}.lora_up.weight"], tensors[f"{ours}.lora_B.weight"])
+    assert layers[f"{theirs}.alpha"] == 3 and adapter["lora_alpha"] == 3
+    prefix = re.match(r"lora_unet_|lora_transformer_|transformer\.|diffusion_model\.", theirs)[0]
+    modules = {re.sub(r"\.(lora_down\.weight|lora_up\.weight|alpha)$", "", key) for key in layers}
+    assert all(module.startswith(prefix) for module in modules) and len(layers) == 3 * len(modules)
+
+
+def merged_weights(name: str, *files, **options) -> dict[str, torch.Tensor]:
+    """The denoisers' weights of a tiny pipeline after diffusers has read the files."""
+    pipe, _ = make(name)
+    for file, option in zip(files, options.get("into", ({}, {}))):
+        pipe.load_lora_weights(file.parent, weight_name=file.name, **option)
+    for module in denoisers(pipe).values():
+        merge(module)
+    return {f"{part}.{key}": value for part, module in denoisers(pipe).items()
+            for key, value in module.state_dict().items()}
+
+
+@pytest.mark.parametrize("name", ["QwenImagePipeline", "ZImagePipeline", "WanPipeline", "WanPipeline (2.2)",
+                                  "WanImageToVideoPipeline"])
+def test_what_is_written_for_comfyui_is_read_by_diffusers_too(name, tmp_path):
+    """Every layer, as diffusers' own tables of other people's names have it."""
+    run = lora_run(tmp_path, name)
+    found = export.kohya(run, tmp_path / "kohya.safetensors")
+    assert len(found) == (2 if name in ("WanPipeline (2.2)", "WanImageToVideoPipeline") else 1)
+    own, into = [run / LORA_FILE], [{}, {"load_into_transformer_2": True}]
+    if len(found) == 2:  # of two experts
+        assert [file.name for file in found] == ["kohya_high_noise.safetensors", "kohya_low_noise.safetensors"]
+        own.append(run / "transformer_2" / LORA_FILE)
+    base, expected = merged_weights(name), merged_weights(name, *own, into=into)
+    read = merged_weights(name, *found, into=into)
+    assert any(not torch.equal(base[key], expected[key]) for key in base)
+    for key in base:
+        torch.testing.assert_close(read[key], expected[key], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("part, cls, layer, name", [
+    ("text_encoder", "CLIPTextModel", "encoder.layers.0.mlp.fc1", "lora_te1_text_model_encoder_layers_0_mlp_fc1"),
+    ("text_encoder_2", "CLIPTextModelWithProjection", "text_model.encoder.layers.3.self_attn.q_proj",
+     "lora_te2_text_model_encoder_layers_3_self_attn_q_proj"),
+    ("text_encoder_3", "T5EncoderModel", "encoder.block.0.layer.0.SelfAttention.q",
+     "lora_te3_encoder_block_0_layer_0_SelfAttention_q")])
+def test_names_of_text_encoders(part, cls, layer, name):
+    assert comfy_names.namer(part, {"transformer": "SD3Transformer2DModel", part: cls})(layer) == name
+
+
+@pytest.mark.parametrize("part, known, told", [
+    ("transformer", {"transformer": "SanaTransformer2DModel"}, "no name for the transformer (SanaTransformer2DModel)"),
+    ("transformer", {"transformer": "HunyuanVideoTransformer3DModel"}, "pytorch_lora_weights.safetensors"),
+    ("text_encoder", {"transformer": "PixArtTransformer2DModel", "text_encoder": "T5EncoderModel"}, "--form merged"),
+    ("text_encoder", {"unet": "UNet2DConditionModel", "text_encoder": "ChatGLMModel"}, "no name for the text_encoder"),
+    ("prior", {}, "of an unknown class")])
+def test_what_comfyui_has_no_name_for_is_refused(part, known, told):
+    with pytest.raises(UserError, match=re.escape(told)):
+        comfy_names.namer(part, known)
+
+
+def test_layers_and_models_that_cannot_be_named_are_refused(tmp_path):
+    with pytest.raises(UserError, match="Wan's layer condition_embedder.time_proj is not known"):
+        comfy_names.namer("transformer", {"transformer": "WanTransformer3DModel"})("condition_embedder.time_proj")
+    with pytest.raises(UserError, match="the parts of the model .* cannot be told"):
+        comfy_names.classes(str(tmp_path))
+    with pytest.raises(UserError, match="adapter.dora"):
+        export.kohya(lora_run(tmp_path, "FluxPipeline", dora=True), tmp_path / "out.safetensors")
+
+
+@pytest.mark.parametrize("adapter, rank, expected", [
+    ({"lora_alpha": 8}, 4, 2.0), ({"lora_alpha": 8, "use_rslora": False}, 16, 0.5),
+    ({"lora_alpha": 8, "use_rslora": True}, 16, 2.0)])
+def test_scales_by_hand(adapter, rank, expected):
+    assert export.scale(adapter, rank) == expected
+
+
+def test_a_merged_pipeline_draws_what_the_lora_draws(sd3, tmp_path):
+    tuned, base = (load_pipeline(str(sd3 / "model")) for _ in range(2))
+    tuned.load_lora_weights(sd3)
+    merged = load_pipeline(str(export.merged(sd3, tmp_path / "merged")))
+    assert not any("lora" in key for key in merged.transformer.state_dict())
+    expected = latents(tuned, **tiny.CALL)
+    torch.testing.assert_close(latents(merged, **tiny.CALL), expected, rtol=1e-4, atol=1e-5)
+    assert (latents(base, **tiny.CALL) - expected).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("rank", [2, 0])
+def test_a_merged_wan_in_bf16_keeps_in_fp32_what_the_stock_model_keeps(rank, tmp_path):
+    run = make_run(tmp_path, *make("WanPipeline"), rank=rank, precision="bf16")
+    stock = load_pipeline(str(run / "model"), "bf16").transformer.state_dict()
+    exact = load_pipeline(str(run / "model")).transformer.state_dict()
+    written = load_file(export.merged(run, tmp_path / "merged") / "transformer" / "diffusion_pytorch_model.safetensors")
+    kept = {key for key, value in stock.items() if value.dtype == torch.float32}
+    assert any("scale_shift_table" in key for key in kept) and any("time_embedder" in key for key in kept)
+    assert {key: value.dtype for key, value in written.items()} == {key: value.dtype for key, value in stock.items()}
+    if rank:
+        for key in kept:
+            assert torch.equal(written[key], exact[key])
+    else:  # all weights were trained: none is rounded before it is written
+        own = load_file(run / "transformer" / "diffusion_pytorch_model.safetensors")
+        assert all(torch.equal(written[key], own[key].to(stock[key].dtype)) for key in own)
+        tuned = load_pipeline(str(run / "model"), "bf16")
+        load_tuned(tuned, run)
+        assert all(torch.equal(value, written[key]) for key, value in tuned.transformer.state_dict().items())
+
+
+def test_the_card_says_what_the_run_says(sd3):
+    text = export.card(sd3).read_text()
+    assert text.startswith(f"---\nbase_model: {sd3 / 'model'}\nlibrary_name: diffusers\n")
+    assert "with `mix_grpo+grpo_guard` to 2 `bright`" in text and "| bright | 0.250 | 0.500 | yes |" in text
+    assert "Means over 4 held-out pictures (2 steps, guidance 1), with the pipeline's own scheduler.\n" in text
+    assert "1,234 denoiser evaluations" in text and "alpha: 3.0" in text
+    assert (sd3 / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_reward_that_applied_to_no_held_out_prompt_has_no_mean_in_the_card(tmp_path):
+    (tmp_path / "config.yaml").write_text(validate({"model": "starter", "reward": {"bright": 1, "dark": 1}}).yaml())
+    told = SUMMARY | {"before": {"bright": None, "dark": 0.5}, "after": {"bright": 0.25, "dark": None}}
+    (tmp_path / "summary.json").write_text(json.dumps(told))
+    lines = [{"evaluations": 5, "reward/bright/mean": None, "reward/dark/mean": 0.5, "reward/dark/std": 1.0},
+             {"evaluations": 9, "reward/bright/mean": None, "reward/dark/mean": None, "held_out/dark": 0.75},
+             {"evaluations": 14, "held_out/dark": 1.0, "loss": 2.0}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    text = export.card(tmp_path).read_text()
+    assert "| bright | - | 0.250 | yes |" in text and "| dark | 0.500 | - | yes |" in text
+    assert export.points(lines) == {"reward/dark": [(5, 0.5)], "held_out/dark": [(9, 0.75), (14, 1.0)]}
+
+
+def test_the_card_of_a_video_run_shows_its_clips(sd3):
+    clip = sd3 / "before_after.webp"
+    try:
+        assert "(before_after.png)" in export.card(sd3).read_text()
+        clip.touch()
+        assert "(before_after.webp)" in export.card(sd3).read_text()
+    finally:
+        clip.unlink()
+
+
+SENT = {"README.md", "config.yaml", "summary.json", "metrics.jsonl", "curves.png", "before_after.png",
+        "before_after.webp", "pytorch_lora_weights.safetensors", "transformer_2/pytorch_lora_weights.safetensors",
+        "adapter_model.safetensors", "adapter_config.json", "transformer/adapter_config.json",
+        "transformer/adapter_model.safetensors", "transformer/config.json",
+        "text_encoder/pytorch_lora_weights.safetensors", "text_encoder_2/adapter_config.json",
+        "text_encoder_2/adapter_model.safetensors", "edit.safetensors", "kohya.safetensors", "model/config.json",
+        "model/model.safetensors", "model/tokenizer.json"}
+KEPT = {"report.html", "checkpoints/epoch-00001/state.safetensors", "checkpoints/epoch-00001/state.json",
+        "before/0000.png", "samples/00010.png", "events/events.out.tfevents.1", "merged/model_index.json",
+        "merged/transformer/config.json", "merged/transformer/diffusion_pytorch_model.safetensors",
+        "merged/text_encoder/adapter_config.json"}
+
+
+def test_what_an_upload_takes_of_a_runs_folder(tmp_path):
+    """By the hub's own filter, on the names of a folder's files."""
+    for name in SENT | KEPT:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    names = [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()]
+    assert set(filter_repo_objects(names, allow_patterns=export.SENT, ignore_patterns=export.KEPT)) == SENT
+
+
+@pytest.mark.parametrize("files, told", [
+    ((), "is not a run: it has no config.yaml"),
+    (("config.yaml",), "has not finished (it has no summary.json): --resume it")])
+def test_what_is_no_finished_run_is_refused(tmp_path, files, told):
+    for name in files:
+        (tmp_path / name).write_text("")
+    with pytest.raises(UserError) as error:
+        export.finished(tmp_path)
+    assert told in str(error.value)
+
+
+def test_a_foreign_lora_without_its_alpha_is_refused(tmp_path):
+    from safetensors.torch import save_file
+
+    save_file({"transformer.x.lora_A.weight": torch.ones(1, 1)}, tmp_path / LORA_FILE)
+    with pytest.raises(UserError, match="does not say its alpha"):
+        export.kohya(tmp_path, tmp_path / "out.safetensors")
+    with pytest.raises(UserError, match="no LoRA in"):
+        export.kohya(tmp_path / "elsewhere", tmp_path / "out.safetensors")

@@ -1,0 +1,84 @@
+"""Tiny random pipelines, built in code: real diffusers classes with a few thousand weights and 16 x 16 pictures."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+
+from flowgrpo.check.tiny.images import FLUX_CALL, SD3_CALL, flux, sd3  # noqa: F401 tests read them here
+from flowgrpo.check.tiny.unets import SD_NOISE as SD15_NOISE  # noqa: F401 the tests read it here
+from flowgrpo.check.tiny.unets import pndm, sd15  # noqa: F401
+from flowgrpo.config import Config, load
+from flowgrpo.config.sections import Adapter
+from flowgrpo.data.prompts import Prompt
+from flowgrpo.methods import preset
+from flowgrpo.methods.overlay import with_parts
+from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
+from flowgrpo.train import Trainer
+
+LATENTS = (4, 8, 8)
+CALL = SD3_CALL
+PROMPTS = ["red", "blue", "green", "a cat", "two dogs", "old"]
+
+
+def save(pipe, folder: Path) -> Path:
+    """The pipeline as a directory that `DiffusionPipeline.from_pretrained` reads, its absent parts named as such."""
+    pipe.save_pretrained(folder)
+    index = json.loads((folder / "model_index.json").read_text())
+    index |= {name: [None, None] for name, part in pipe.components.items() if part is None}
+    (folder / "model_index.json").write_text(json.dumps(index))
+    vae = json.loads((folder / "vae" / "config.json").read_text())
+    vae.pop("block_out_channels", None)  # AutoencoderTiny writes it and does not take it
+    (folder / "vae" / "config.json").write_text(json.dumps(vae))
+    return folder
+
+
+def call_of(pipe) -> dict[str, Any]:
+    return {"StableDiffusion3Pipeline": CALL, "FluxPipeline": FLUX_CALL}.get(type(pipe).__name__, {})
+
+
+def policy(pipe=None, rank: int = 2, alpha: float | None = None, **options: Any) -> PipelinePolicy:
+    pipe = pipe or sd3()
+    return PipelinePolicy(pipe, Adapter(rank=rank, alpha=alpha), **{"call": call_of(pipe)} | options)
+
+
+def stir(policy: PipelinePolicy, scale: float = 0.1) -> PipelinePolicy:
+    """Move the trained weights off their start, where a LoRA is the base."""
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in policy.weights.parameters():
+            parameter += scale * torch.randn(parameter.shape, generator=generator)
+    return policy
+
+
+def red(images, prompts):
+    """The mean of a picture's red channel."""
+    return images[:, 0].mean((1, 2))
+
+
+def config(output: Path | str = "nowhere", **options: Any) -> Config:
+    """A run of seconds: 2 prompts x 4 samples, 6 steps. An option train__lr is the configuration's train.lr."""
+    small = dict(output=str(output), name="run", device="cpu", precision="fp32", tracker="none", reward="red",
+                 held_out=0.3, picture__call=CALL, adapter__rank=2, train__epochs=2, train__prompts=2, train__group=4,
+                 train__micro_batch=4, train__steps=6, eval__steps=3, eval__guidance=1.0, eval__prompts=2)
+    return load(None, {key.replace("__", "."): value for key, value in (small | options).items()})
+
+
+def trainer(policy: PipelinePolicy | None = None, rewards=None, **options: Any) -> Trainer:
+    """A Trainer as `train.run` makes it, on the tiny SD3."""
+    settings = config(**options)
+    torch.manual_seed(settings.seed)
+    policy = policy or PipelinePolicy(sd3(), settings.adapter, precision=settings.precision,
+                                      guidance=settings.train.guidance, call=CALL, memory=settings.memory,
+                                      adapted=with_parts(preset(settings.method), settings.parts).adapted)
+    return Trainer(settings, Accelerator(cpu=True), policy, rewards or {"red": red},
+                   ([Prompt(text) for text in PROMPTS], []))
+
+
+def step_weights(trainer: Trainer, parts) -> dict[int, float]:
+    """The method's weights of the steps that these parts train, in the trainer's epoch."""
+    return trainer.explorer.step_weights(parts, trainer.epoch)

@@ -1,0 +1,71 @@
+"""A tiny random language model, built in code: a real Qwen3 with a few thousand weights, and its tokenizer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+
+from flowgrpo.config import Config, load
+from flowgrpo.config.sections import Adapter, Text
+from flowgrpo.data.prompts import Prompt
+from flowgrpo.policies.language.causal_lm import CausalLM
+from flowgrpo.starter.arithmetic import build_tokenizer
+from flowgrpo.train import Trainer
+
+PROMPTS = ["1+2=", "33+4=", "5-66=", "7+8=", "90-1=", "2+2="]
+
+# What a preset needs beside its defaults: texts that the tokenizer knows and that leave room for an answer.
+PARTS = {"s_grpo": {"draws": {"exit": "=", "close": "="}},
+         "spo_tree": {"draws": {"tokens": 1}, "spread": {"every": 1}}}
+
+
+def model(layers: int = 2, seed: int = 0, **options: Any):
+    """(model, tokenizer); embeddings far enough apart for distributions that are not flat."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    tokenizer = build_tokenizer()
+    torch.manual_seed(seed)
+    settings = dict(vocab_size=len(tokenizer), hidden_size=32, intermediate_size=48, num_hidden_layers=layers,
+                    num_attention_heads=4, num_key_value_heads=2, head_dim=8, max_position_embeddings=64,
+                    initializer_range=0.15, tie_word_embeddings=True, pad_token_id=tokenizer.pad_token_id,
+                    bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id)
+    return Qwen3ForCausalLM(Qwen3Config(**settings | options)), tokenizer
+
+
+def policy(loaded=None, rank: int = 2, checkpointing: bool = False, **text: Any) -> CausalLM:
+    loaded = loaded or model()
+    return CausalLM(*loaded, Adapter(rank=rank), Text(**{"max_tokens": 6} | text), checkpointing=checkpointing)
+
+
+def short(completions, prompts):
+    """1 for a completion of at most two characters."""
+    return [float(len(text) < 3) for text in completions]
+
+
+def config(output: Path | str = "nowhere", **options: Any) -> Config:
+    """A run of a second: 2 prompts x 4 samples of 6 tokens. An option train__lr is the configuration's train.lr."""
+    small = dict(output=str(output), name="run", device="cpu", precision="fp32", tracker="none", reward="short",
+                 held_out=0.3, method="grpo", text__max_tokens=6, adapter__rank=2, train__epochs=2,
+                 train__prompts=2, train__group=4, train__micro_batch=4, train__lr=1e-2, eval__prompts=2)
+    return load(None, {key.replace("__", "."): value for key, value in (small | options).items()})
+
+
+def trainer(own: CausalLM | None = None, rewards=None, **options: Any) -> Trainer:
+    """A Trainer as `run` makes it, on the tiny model."""
+    settings = config(**options)
+    torch.manual_seed(settings.seed)
+    own = own or CausalLM(*model(), settings.adapter, settings.text)
+    return Trainer(settings, Accelerator(cpu=True), own, rewards or {"short": short},
+                   ([Prompt(text) for text in PROMPTS], []))
+
+
+def stir(own: CausalLM, scale: float = 0.1) -> CausalLM:
+    """Move the trained weights off their start, where a LoRA is the base."""
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in own.weights.parameters():
+            parameter += scale * torch.randn(parameter.shape, generator=generator)
+    return own

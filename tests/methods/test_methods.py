@@ -1,0 +1,327 @@
+"""Methods as compositions: presets stack, parts can be changed, and every method's loss is its own."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from flowgrpo.advantages.baselines import First, NoBaseline
+from flowgrpo.advantages.correctness import Correctness, Signed
+from flowgrpo.advantages.gae import ValueHead
+from flowgrpo.advantages.group import Advantage
+from flowgrpo.advantages.length_shaping import ExitDecay, LengthSwitch
+from flowgrpo.advantages.selection import All, BestWorst, ButFirst, DropZeroVariance, Extremes
+from flowgrpo.advantages.shaping import AsIs, Overlong, WinRate
+from flowgrpo.advantages.token_credit import SegmentChain, SegmentTree, StepGroups
+from flowgrpo.config import load
+from flowgrpo.errors import UserError
+from flowgrpo.methods import preset, registry
+from flowgrpo.methods.method import Method
+from flowgrpo.methods.overlay import with_parts
+from flowgrpo.methods.presets import suited
+from flowgrpo.methods.presets.denoising import mix_grpo
+from flowgrpo.methods.presets.overlays import grpo_guard
+from flowgrpo.methods.validate import resolve
+from flowgrpo.objectives import (
+    AdaptiveClip,
+    Clip,
+    Guard,
+    InverseDelta,
+    NoiseLevel,
+    PlainRatio,
+    Reinforce,
+    SampledKL,
+    SequenceRatio,
+    Truncated,
+    Uniform,
+)
+from flowgrpo.objectives.best_path import LayerTuning
+from flowgrpo.objectives.ratios import CompletionRatio
+from flowgrpo.objectives.reductions import PerDecision, PerRow, RowSums
+from flowgrpo.objectives.references import Teacher
+from flowgrpo.objectives.schedules import Linear
+from flowgrpo.objectives.sequence_losses import Discriminative, ImplicitNegative, Levels, Regressed, Tapered
+from flowgrpo.objectives.token_losses import Conflicts, EntropyBonus, ExpertMixture, HighEntropy, LikelihoodKept
+from flowgrpo.samplers.kernels import CPS, DanceSDE, FlowDDIM, FlowSDE
+from flowgrpo.samplers.plans import AllSteps, Branches, EachStep, GrowingTail, RandomSubset, Single, Sliding, TreeWindow
+from flowgrpo.samplers.solvers import DPMSolver2M, Euler
+from flowgrpo.samplers.text.decoding import Decoding
+from flowgrpo.samplers.text.groups import Serial
+from flowgrpo.samplers.text.lookahead import Lookahead
+from flowgrpo.samplers.text.trees import Tree
+from flowgrpo.train import decisions
+from flowgrpo.training.metrics import Stats
+from tests.helpers import tiny
+
+# kernel, plan, solver, tail, shared noise, advantage's scale and order, clip range, KL
+PUBLISHED = {
+    "flow_grpo": (FlowSDE(0.7), AllSteps(), Euler(), 1.0, False, "batch", "rewards", 1e-4, 0.004),
+    "flow_grpo_fast": (FlowSDE(0.7), Sliding(size=2, order="random", stop=0.5), Euler(), 1.0, False, "batch", "rewards",
+                       1e-4, 0.0),
+    "dance_grpo": (DanceSDE(0.3), RandomSubset(0.6), Euler(), 1.0, True, "group", "advantages", 1e-4, 0.0),
+    "mix_grpo": (FlowSDE(0.7), Sliding(size=4, stride=1, every=25, order="progressive"), Euler(), 1.0, True, "group",
+                 "advantages", 1e-4, 0.0),
+    "mix_grpo_flash": (FlowSDE(0.7), Sliding(size=4, stride=1, every=25, order="progressive"), DPMSolver2M(), 0.4, True,
+                       "group", "advantages", 1e-4, 0.0),
+    "ddpo": (FlowDDIM(1.0), AllSteps(), Euler(), 1.0, False, "running", "rewards", 1e-4, 0.0),
+    "tempflow_grpo": (FlowSDE(0.7), EachStep(), Euler(), 1.0, True, "group", "rewards", 1e-4, 0.004),
+    "granular_grpo": (FlowSDE(0.7), EachStep(stop=0.5), Euler(), 1.0, True, "group", "advantages", 1e-4, 0.0),
+    "branch_grpo": (DanceSDE(0.3), Branches((0, 3, 6, 9)), Euler(), 1.0, False, "group", "advantages", 1e-3, 0.0),
+    "tree_rpo": (FlowSDE(0.7), TreeWindow(Sliding(size=4), 2, 0.5), Euler(), 1.0, False, "group", "advantages", 1e-4,
+                 0.0),
+    "pref_grpo": (FlowSDE(0.7), RandomSubset(0.6), Euler(), 1.0, True, "group", "advantages", 1e-4, 0.0),
+    "b2_diffurl": (FlowDDIM(1.0), GrowingTail(4, 0.7, 1.0, 100), Euler(), 1.0, False, "running", "rewards", 0.1, 0.0),
+    "rlcm": (CPS(1.0), AllSteps(), Euler(), 1.0, False, "running", "rewards", 1e-4, 0.0),
+}
+CLAMPS = {"rlcm": 10.0}  # of the advantage
+# What a preset has beside these.
+OTHER = {"tempflow_grpo": {"step_weight": NoiseLevel()}, "granular_grpo": {"strides": (1, 2, 3)},
+         "tree_rpo": {"surrogate": AdaptiveClip(1e-4, 2e-4, 1.0), "tuning": LayerTuning(1e-4)},
+         "pref_grpo": {"shaping": WinRate()}, "b2_diffurl": {"selection": Extremes(-0.5, 0.5, branch=4)}}
+OVERLAYS = {"grpo_guard", "flow_dppo", "sol_rl", "texforce", "dynamic_sampling", "mopps", "scaf_grpo", "ghpo",
+            "knapsack_rl"}
+# Of language models: ratio, surrogate, reduction, advantage's scale and order, KL.
+OF_TOKENS = {
+    "grpo": (PlainRatio(), Clip(0.2, 0.2), PerRow(), "group", "rewards", SampledKL(0.04, "k3")),
+    "dr_grpo": (PlainRatio(), Clip(0.2, 0.2), RowSums(budgeted=True), "none", "rewards", SampledKL()),
+    "dapo": (PlainRatio(), Clip(0.2, 0.28), PerDecision(), "group", "rewards", SampledKL()),
+    "gspo": (SequenceRatio(), Clip(3e-4, 4e-4), PerRow(), "group", "rewards", SampledKL()),
+    "cispo": (PlainRatio(), Truncated(1.0, 4.0), PerDecision(), "group", "rewards", SampledKL()),
+    "rloo": (PlainRatio(), Reinforce(), RowSums(), "leave_one_out", "rewards", SampledKL()),
+    "reinforce_pp": (PlainRatio(), Clip(0.2, 0.2), PerDecision(), "none", "gdpo", SampledKL(1e-3, "k2")),
+    "remax": (PlainRatio(), Reinforce(), RowSums(), None, None, SampledKL()),
+    "grpo_lambda": (PlainRatio(), Clip(0.2, 0.2), PerRow(), "group", "rewards", SampledKL()),
+    "spo_chain": (PlainRatio(), Clip(0.2, 0.2), PerDecision(), "group", "rewards", SampledKL(1e-4, "k3")),
+    "spo_tree": (PlainRatio(), Clip(0.2, 0.2), PerDecision(), "group", "rewards", SampledKL(1e-4, "k3")),
+    "gigpo": (PlainRatio(), Clip(0.2, 0.2), PerRow(), "group", "rewards", SampledKL(0.01, "k3")),
+    "latr": (PlainRatio(), Clip(0.2, 0.2), PerRow(), "group", "rewards", SampledKL()),
+    "s_grpo": (PlainRatio(), Clip(0.2, 0.2), PerRow(), "group", "rewards", SampledKL()),
+    "ppo": (PlainRatio(), Clip(0.2, 0.2), PerDecision(), None, None, SampledKL()),
+    "topr": (CompletionRatio(), Tapered(1.0), RowSums(), "none", "rewards", SampledKL()),
+    "nft": (PlainRatio(), ImplicitNegative("linear", 1.0), PerDecision(), None, None, SampledKL()),
+    "disco": (PlainRatio(), Discriminative("log", 10.0, 1000.0, 1e-4), PerRow(), None, None, SampledKL()),
+    "reg_grpo": (CompletionRatio(), Regressed(0.1), RowSums(), "group", "rewards", SampledKL()),
+    "trpa": (PlainRatio(), Levels(0.1, 2.5, 1e-3), PerRow(), "none", "rewards", SampledKL()),
+    "w_reinforce": (PlainRatio(), Clip(0.2, 0.2), PerDecision(), None, None, SampledKL()),
+    "entropy_bonus": (PlainRatio(), EntropyBonus(Clip(0.2, 0.2), 0.01), PerRow(), "group", "rewards",
+                      SampledKL(0.04, "k3")),
+    "high_entropy": (PlainRatio(), HighEntropy(Clip(0.2, 0.28), 0.2), PerDecision(), "group", "rewards", SampledKL()),
+    "gtpo": (PlainRatio(), Conflicts(Reinforce(), 2.0), PerRow(), "group", "rewards", SampledKL()),
+    "kdrl": (PlainRatio(), Clip(0.2, 0.2), PerRow(), "group", "rewards", SampledKL(5e-3, "k2", Linear(1e-3))),
+    "visurf": (PlainRatio(), Clip(0.2, 0.2), PerRow(), "group", "rewards", SampledKL(0.04, "k3")),
+    "rl_plus": (PlainRatio(), ExpertMixture(Clip(0.2, 0.2), 2.0, 1.0), PerRow(), "group", "rewards",
+                SampledKL(0.04, "k3")),
+    "llds": (PlainRatio(), LikelihoodKept(Clip(0.2, 0.2), 0.1), PerRow(), "group", "rewards", SampledKL(0.04, "k3")),
+}
+OTHER_OF_TOKENS = {"dapo": {"shaping": Overlong(0.2), "selection": DropZeroVariance()},
+                   "grpo_lambda": {"shaping": LengthSwitch(0.2, 0.0, 0.2, 1.0)},
+                   "spo_chain": {"spread": SegmentChain(0.9, 5, 9, True)},
+                   "latr": {"draws": Lookahead(0.25, 0.15, 20, 0.4, 1.0)},
+                   "s_grpo": {"draws": Serial(), "shaping": ExitDecay(1.0)},
+                   "spo_tree": {"spread": SegmentTree(32, 0.9), "draws": Tree((2, 2), 32)},
+                   "gigpo": {"spread": StepGroups(8, (), 0.95, 1.0, True)},
+                   "remax": {"kernel": Decoding(greedy=1), "advantage": First(), "selection": ButFirst()},
+                   "ppo": {"advantage": NoBaseline(), "value": ValueHead(decay=0.95)},
+                   "nft": {"advantage": Correctness(), "selection": DropZeroVariance()},
+                   "high_entropy": {"shaping": Overlong(0.2), "selection": DropZeroVariance()},
+                   "visurf": {"kernel": Decoding(expert=1)}, "kdrl": {"reference": Teacher()},
+                   "rl_plus": {"kernel": Decoding(expert=1)},
+                   "disco": {"advantage": Correctness()}, "w_reinforce": {"advantage": Signed(0.1, 1.0)}}
+
+
+@pytest.mark.parametrize("name", OF_TOKENS)
+def test_published_defaults_of_language_models(name):
+    ratio, surrogate, reduction, scale, order, kl = OF_TOKENS[name]
+    expected = {"log_ratio": ratio, "surrogate": surrogate, "reduction": reduction, "kl": kl, "kernel": Decoding(),
+                "shaping": AsIs(), "selection": All(), "step_weight": Uniform(), "tuning": LayerTuning(),
+                "advantage": Advantage(scale, order, clamp=math.inf) if scale else None}
+    expected |= OTHER_OF_TOKENS.get(name, {})
+    assert {key: getattr(preset(name), key) for key in expected} == expected
+# see tests/samplers/test_noised_finals.py, test_rpo.py
+NOISED = {"diffusion_nft", "awm", "dgpo", "crd", "diffusion_dpo", "rpo"}
+LEARNED = {"reinflow"}  # noise: see tests/samplers/test_reinflow.py
+GRADIENT = {"refl", "draft", "alignprop"}  # of a reward: see tests/samplers/test_reward_gradient.py
+EDITS = {"expo"}  # tests/samplers/test_latent_edits.py
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_defaults(name):
+    kernel, plan, solver, tail, shared, scale, order, clip, kl = PUBLISHED[name]
+    method = preset(name)
+    assert (method.kernel, method.plan, method.solver, method.tail) == (kernel, plan, solver, tail)
+    assert (method.roots == 1) is shared and method.advantage == Advantage(scale, order, clamp=CLAMPS.get(name, 5.0))
+    assert method.kl.weight == kl
+    usual = {"log_ratio": PlainRatio(), "step_weight": Uniform(), "selection": All(), "shaping": AsIs(),
+             "strides": (1,), "preview": None, "surrogate": Clip(clip, clip), "tuning": LayerTuning()}
+    assert {key: getattr(method, key) for key in usual} == usual | OTHER.get(name, {})
+
+
+def test_every_preset_has_its_defaults_published_here():
+    assert set(suited("flow")) == {*PUBLISHED, *OVERLAYS, *NOISED, *GRADIENT, *LEARNED, *EDITS}
+    assert set(suited("tokens")) == set(OF_TOKENS)
+
+
+def test_guard_changes_the_objective_of_any_host_and_nothing_else():
+    for name in PUBLISHED:
+        host, guarded = preset(name), preset(name, "grpo_guard")
+        changes = dict(log_ratio=Guard(), surrogate=Clip(2e-6, 2e-6), step_weight=InverseDelta())
+        assert guarded == replace(host, **changes)
+
+
+def test_presets_stack_from_left_to_right():
+    assert preset("mix_grpo+grpo_guard") == preset("mix_grpo", "grpo_guard") == grpo_guard(mix_grpo())
+    assert preset(" mix_grpo + grpo_guard ") == preset("mix_grpo", "grpo_guard")
+    assert preset() == Method()
+    assert preset("grpo_guard", "mix_grpo").log_ratio == Guard()
+    for names in (["diffusion_nft+ddpo"], ["draft", "mix_grpo"], ["tree_rpo", "grpo_guard+tree_rpo"]):
+        with pytest.raises(UserError, match=r"and .* each say what is trained: name one of them"):
+            preset(*names)
+    for name in ("draft", "reinflow", "expo"):
+        assert resolve(tiny.config(method=name, parts={}))
+        with pytest.raises(UserError, match="train.pack puts recorded steps into one call"):
+            resolve(tiny.config(method=name, parts={}, train__pack=True))
+
+
+def test_means_are_read_by_a_kl_by_guard_and_by_layer_tuning_only():
+    assert preset("flow_grpo").reads_means and preset("mix_grpo+grpo_guard").reads_means
+    assert preset("tree_rpo").reads_means and not with_parts(preset("tree_rpo"), {"tuning": {"weight": 0}}).reads_means
+    assert not preset("mix_grpo").reads_means and not preset("dance_grpo").reads_means
+
+
+@pytest.mark.parametrize("name, told", [
+    ("mixgrpo", "unknown method 'mixgrpo': did you mean 'mix_grpo'?"),
+    ("mix_grpo+guard", "unknown method 'guard': did you mean 'grpo_guard'?"),
+    ("", "unknown method ''"),
+    ("mix_grpo++grpo_guard", "unknown method ''"),
+])
+def test_an_unknown_method_is_told_with_the_nearest(name, told):
+    with pytest.raises(UserError) as caught:
+        preset(name)
+    assert told in str(caught.value)
+
+
+def test_parts_are_laid_over_a_method():
+    method = with_parts(preset("mix_grpo"), {"plan": {"size": 2}, "kernel": {"type": "CPS"}, "tail": 0.5})
+    assert method == replace(preset("mix_grpo"), plan=Sliding(size=2), kernel=CPS(), tail=0.5)
+    assert with_parts(preset("mix_grpo"), {"kernel": {"type": "FlowSDE", "level": 0.9}}).kernel == FlowSDE(0.9)
+    assert with_parts(preset("mix_grpo"), {"plan": {"type": "Single", "step": 3}}).plan == Single(3)
+    assert with_parts(preset("mix_grpo"), {"plan": {"type": "Sliding", "size": 2}}).plan == Sliding(size=2)
+    assert with_parts(preset("dance_grpo"), {"selection": {"type": "BestWorst", "n": 8}}).selection == BestWorst(8)
+    assert with_parts(preset("flow_grpo"), {"kl": {"weight": 0.04}}).kl.weight == 0.04
+    assert with_parts(preset("mix_grpo"), {}) == preset("mix_grpo")
+
+
+@pytest.mark.parametrize("parts, told", [
+    ({"plann": {"size": 2}}, "unknown key parts.plann: did you mean 'plan'?"),
+    ({"plan": {"sizes": 2}}, "unknown key parts.plan.sizes: did you mean 'size'?"),
+    ({"kernel": {"type": "FlowSED"}}, "parts.kernel.type: unknown part 'FlowSED': did you mean 'FlowSDE'?"),
+    ({"kernel": {"type": "Sliding"}}, "parts.kernel.type: Sliding does not belong there; there are: CPS, DDIM,"),
+    ({"kernel": {"type": "CPS", "eta": 1}}, "unknown key parts.kernel.eta"),
+    ({"kernel": {"level": -1}}, "parts.kernel: FlowSDE: level is -1, expected 0 or more"),
+    ({"kernel": {"level": "high"}}, "parts.kernel: "),
+    ({"kernel": 0.7}, "parts.kernel: got 0.7, expected keys with values, such as {type: FlowSDE}"),
+    ({"plan": "Single"}, "parts.plan: got 'Single', expected keys with values, such as {type: Sliding}"),
+    ({"plan": {"type": "Single"}}, "parts.plan: "),
+    ({"tail": 0}, "parts: tail is 0, expected above 0 and at most 1"),
+    ({"surrogate": {"low": 2}}, "parts.surrogate: Clip: low is 2"),
+    ({"selection": {"type": "BestWorst", "n": 3}}, "parts.selection: BestWorst: n is 3"),
+])
+def test_mistakes_in_parts_are_told_with_their_path(parts, told):
+    with pytest.raises(UserError) as caught:
+        with_parts(preset("mix_grpo"), parts)
+    assert str(caught.value).startswith(told) and "\n" not in str(caught.value)
+
+
+def test_parts_of_another_method_are_told_with_what_leaves_them_out():
+    with pytest.raises(UserError) as caught:
+        resolve(load("configs/starter.yaml", {"method": "diffusion_nft"}))
+    assert str(caught.value).startswith("unknown key parts.plan.size; there are: none (parts.plan is NoSteps; ")
+    assert "--parts={} leaves them out" in str(caught.value) and "\n" not in str(caught.value)
+    assert resolve(load("configs/starter.yaml", {"method": "diffusion_nft", "parts": "{}"})) == preset("diffusion_nft")
+
+
+@pytest.mark.parametrize("place", [field for field in registry.MODULES if "." not in field])
+def test_no_part_is_taken_in_the_place_of_another(place):
+    other = [name for name, cls in registry.TYPES.items() if registry.PLACES[cls] != place]
+    assert len(other) > 80
+    for name in other:
+        with pytest.raises(UserError, match=rf"^parts.{place}.type: {name} does not belong there; there are: \w+"):
+            with_parts(preset("flow_grpo"), {place: {"type": name}})
+
+
+def test_a_place_without_parts_takes_none():
+    for path, parts in (("parts.roots", {"roots": {"type": "Clip"}}),
+                        ("parts.surrogate.margin", {"surrogate": {"type": "Ascent", "margin": {"type": "Clip"}}})):
+        told = f"^{path}.type: Clip does not belong there; there are: no parts, but a value"
+        with pytest.raises(UserError, match=told):
+            with_parts(preset("flow_grpo"), parts)
+    with pytest.raises(UserError, match="^unknown key parts.type"):
+        with_parts(preset("flow_grpo"), {"type": "Clip"})
+
+
+@pytest.mark.parametrize("options, told", [
+    ({"train__steps": 4}, "a window of 4 from step 0 does not fit below step 3 of 4 steps"),
+    ({"parts": {"plan": {"type": "Single", "step": 5}}}, "Single: step is 5, expected 0 to 4"),
+    ({"parts": {"plan": {"size": 2.5}}}, "train.steps 6"),
+    ({"parts": {"selection": {"type": "BestWorst", "n": 8}}}, "n is 8, expected at most the 4 samples of a group"),
+    ({"parts": {"kernel": {"level": 0}}}, "this transition has std 0, so it has no density"),
+    ({"parts": {"kernel": {"type": "CPS", "level": 0}}}, "this transition has std 0, so it has no density"),
+])
+def test_parts_that_do_not_fit_the_run_are_told_before_it(options, told):
+    with pytest.raises(UserError) as caught:
+        resolve(tiny.config(**options))
+    assert told in str(caught.value) and "\n" not in str(caught.value)
+
+
+# --- the loss of every method, on one model, one batch and one pair of rewards ---------------------------------------
+
+GROWN = ("branch_grpo", "tree_rpo", "b2_diffurl")  # they need room for their splits, and a group that these make
+
+
+def green(images, prompts):
+    return images[:, 1].mean((1, 2))
+
+
+def loss(name: str) -> float:
+    """The loss of the first epoch's rollout once the weights have moved, through the trainer's own pieces."""
+    options = {"train__steps": 12, "train__group": 16, "train__micro_batch": 32} if name.startswith(GROWN) else {}
+    trainer = tiny.trainer(method=name, reward={"red": 1.0, "green": 0.5}, rewards={"red": tiny.red, "green": green},
+                           **options)
+    tiny.stir(trainer.policy)
+    parts, conditioning, grouped = trainer.sample(trainer.prompts[:2])
+    parts = [part for part in trainer.credit(parts, grouped, conditioning.prompts) if part]
+    assert parts, f"{name} trains nothing"
+    tiny.stir(trainer.policy, 0.02)
+    stats = Stats()
+    for part in parts:
+        trainer.backward(part, conditioning, tiny.step_weights(trainer, parts), decisions(parts), stats)
+    trainer.step_optimizer(stats)
+    return stats.summary()["loss"]
+
+
+@pytest.fixture(scope="module")
+def losses():
+    names = (*PUBLISHED, "mix_grpo+sol_rl", "flow_grpo+flow_dppo", *NOISED,
+             *(f"{name}+grpo_guard" for name in PUBLISHED))
+    return {name: loss(name) for name in names}
+
+
+@pytest.mark.parametrize("child, parent", [
+    ("flow_grpo_fast", "flow_grpo"), ("dance_grpo", "flow_grpo"), ("mix_grpo", "flow_grpo"),
+    ("mix_grpo_flash", "mix_grpo"), ("ddpo", "flow_grpo"), ("tempflow_grpo", "flow_grpo"),
+    ("granular_grpo", "mix_grpo"),
+    ("pref_grpo", "flow_grpo"), ("tree_rpo", "branch_grpo"), ("b2_diffurl", "ddpo"), ("mix_grpo+sol_rl", "mix_grpo"),
+    ("flow_grpo+flow_dppo", "flow_grpo"),
+    ("awm", "flow_grpo"), *((name, "awm") for name in sorted(NOISED - {"awm"})),
+    *((f"{name}+grpo_guard", name) for name in PUBLISHED),
+])
+def test_every_presets_loss_differs_from_its_parents(losses, child, parent):
+    assert abs(losses[child] - losses[parent]) > 1e-6
+    assert all(torch.tensor(value).isfinite() for value in losses.values())
+
+
+def test_a_loss_is_reproducible(losses):
+    assert loss("mix_grpo") == losses["mix_grpo"]

@@ -1,0 +1,386 @@
+"""What makes each preset the method that it is, and two epochs of those whose rollout is not MixGRPO's."""
+
+from __future__ import annotations
+
+import math
+from itertools import accumulate
+
+import pytest
+import torch
+
+from flowgrpo.advantages import group_relative
+from flowgrpo.advantages.group import below
+from flowgrpo.errors import UserError
+from flowgrpo.methods import preset
+from flowgrpo.samplers.grids import shifted
+from flowgrpo.samplers.kernels import FlowSDE
+from flowgrpo.samplers.plans import Branches, EachStep, GrowingTail, Sliding, TreeWindow
+from flowgrpo.samplers.preview import Preview, contrasting
+from flowgrpo.samplers.rollout import seeder
+from flowgrpo.storage import checkpoint
+from flowgrpo.train import decisions
+from flowgrpo.training import state
+from tests.helpers import tiny
+
+# What a preset needs beside the six steps and four samples of tests/helpers/tiny.py: room for its splits.
+SIZES = {"branch_grpo": dict(train__steps=12, train__group=16, train__micro_batch=32),
+         "tree_rpo": dict(train__group=16, train__micro_batch=32),
+         "b2_diffurl": dict(train__group=16, train__micro_batch=32),
+         "mix_grpo+sol_rl": dict(parts__preview__pool=12, parts__preview__steps=2)}
+PRESETS = ("ddpo", "tempflow_grpo", "granular_grpo", "branch_grpo", "tree_rpo", "pref_grpo", "b2_diffurl",
+           "mix_grpo+sol_rl")
+
+
+def green(images, prompts):
+    return images[:, 1].mean((1, 2))
+
+
+def made(method: str, **options):
+    """A trainer of the method on the tiny SD3, its weights off their start."""
+    trainer = tiny.trainer(method=method, **SIZES.get(method, {}) | options)
+    tiny.stir(trainer.policy)
+    return trainer
+
+
+def sampled(trainer):
+    """(parts, conditioning, scores [groups,G,R]) of two prompts."""
+    return trainer.sample(trainer.prompts[:2])
+
+
+def credited(trainer, parts, conditioning, grouped):
+    """The parts with their advantages, where the rewards are the given ones."""
+    return list(trainer.credit(parts, torch.as_tensor(grouped, dtype=torch.float32), conditioning.prompts))
+
+
+def weights(policy) -> dict[str, torch.Tensor]:
+    return {f"{name}.{key}": value.clone() for name, module in policy.pipe.components.items()
+            if isinstance(module, torch.nn.Module) for key, value in module.state_dict().items()}
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_two_epochs_move_the_adapter_and_nothing_else(name):
+    trainer, found = made(name, train__lr=1e-3), []
+    before = weights(trainer.policy)
+    for trainer.epoch in range(2):
+        found.append(trainer.run_epoch())
+    assert found[0]["log_ratio_max"] <= 1e-6 and all(math.isfinite(each["loss"]) for each in found)
+    assert (trainer.update, trainer.skipped) == (2, 0)
+    after = weights(trainer.policy)
+    changed = {key for key in after if not torch.equal(after[key], before[key])}
+    assert changed and all("lora_" in key for key in changed)
+
+
+# --- ddpo ------------------------------------------------------------------------------------------------------------
+
+def test_ddpo_compares_with_the_epochs_before_even_after_a_checkpoint(tmp_path):
+    trainer = made("ddpo", parts__advantage__least=8)
+    parts, conditioning, _ = sampled(trainer)
+    first, second = [[1.0, 2, 3, 4], [0, 0, 2, 2]], [[5.0, 6, 7, 8], [1, 1, 1, 1]]
+    grouped = [torch.tensor(values)[..., None] for values in (first, second)]
+    credited(trainer, parts, conditioning, grouped[0])
+    trainer.epoch = 1
+    trainer.marked = state.counters(trainer)
+    state.save(trainer, tmp_path)
+    again = made("ddpo", parts__advantage__least=8)
+    state.restore(again, checkpoint.latest(tmp_path / "checkpoints"))
+    assert again.epoch == 1 and again.memory == trainer.memory
+    # The eight rewards 1 to 8 have mean 4.5 and variance 5.25; 0, 0, 2, 2 and four ones have mean 1 and variance 1/2.
+    expected = torch.tensor([[(r - 4.5) / 5.25**0.5 for r in second[0]], [0, 0, 0, 0]])
+    for each in (trainer, again):
+        found = torch.cat([part.advantages[0] for part in credited(each, parts, conditioning, grouped[1])])
+        torch.testing.assert_close(found.view(2, 4), expected, rtol=1e-5, atol=1e-6)
+
+
+# --- tempflow_grpo ---------------------------------------------------------------------------------------------------
+
+def test_tempflow_has_a_schedule_per_step():
+    assert [(each.stochastic, each.trained) for each in EachStep()(6, 0, 0)] == [((step,),) * 2 for step in range(5)]
+    assert len(EachStep()(10, 3, 7)) == 9 and len(EachStep(stop=0.5)(16, 0, 0)) == 8 and len(EachStep()(2, 0, 0)) == 1
+
+
+def test_tempflow_branches_of_a_step_share_its_state_on_one_deterministic_trunk():
+    trainer = made("tempflow_grpo", train__micro_batch=8)
+    parts, conditioning, grouped = sampled(trainer)
+    assert grouped.shape == (5 * 2, 4, 1) and [part.transitions[0].step for part in parts] == list(range(5))
+    for part in parts:
+        [taken] = part.transitions
+        assert len(taken.x) == 2 and taken.parent.tolist() == [0] * 4 + [1] * 4
+        assert all((torch.pdist(branches.flatten(1)) > 0.1).all() for branches in taken.x_next.view(2, 4, -1))
+    for part, later in zip(parts, parts[1:]):
+        step, x = part.transitions[0].step, part.transitions[0].x
+        with torch.no_grad():
+            v = trainer.policy.replay(conditioning, x, trainer.explorer.grid, step)
+        ode = x - (trainer.explorer.grid[step] - trainer.explorer.grid[step + 1]).float() * v
+        torch.testing.assert_close(ode, later.transitions[0].x, rtol=1e-5, atol=1e-5)
+
+
+def test_tempflow_compares_the_branches_of_one_step_alone():
+    trainer = made("tempflow_grpo", train__micro_batch=8)
+    parts, conditioning, grouped = sampled(trainer)
+    for part in credited(trainer, parts, conditioning, grouped):
+        own = grouped[part.groups.start:part.groups.stop, :, 0]
+        torch.testing.assert_close(part.advantages[0], group_relative(own).flatten())
+
+
+def test_tempflow_weights_go_with_the_noise_and_have_mean_one():
+    trainer = made("tempflow_grpo")
+    found = tiny.step_weights(trainer, sampled(trainer)[0])
+    sigma = shifted(6, 3.0).tolist()
+    # At sigma 1 the released 1 - sigmas[1] stands for 1 - sigma.
+    std = [0.7 * math.sqrt(s / (1 - (s if s < 1 else sigma[1])) * (s - after)) for s, after in zip(sigma, sigma[1:6])]
+    assert found == pytest.approx({step: s * len(std) / sum(std) for step, s in enumerate(std)}, rel=1e-6)
+    assert sum(found.values()) / len(found) == pytest.approx(1, rel=1e-6)
+
+
+# --- granular_grpo ---------------------------------------------------------------------------------------------------
+
+def test_granular_sums_the_advantages_of_three_granularities():
+    trainer = made("granular_grpo", reward={"red": 1.0, "green": 0.5}, rewards={"red": tiny.red, "green": green},
+                   train__micro_batch=8)
+    parts, conditioning, grouped = sampled(trainer)
+    assert [part.transitions[0].step for part in parts] == [0, 1, 2]  # the first half of six steps
+    assert all(len(part.finals) == 3 for part in parts) and grouped.shape == (3 * 2, 4, 3 * 2)
+    for part, given in zip(parts, credited(trainer, parts, conditioning, grouped)):
+        at = slice(part.groups.start, part.groups.stop)
+        pictures = [trainer.explorer.decode(final, conditioning.rows(part.prompts)) for final in part.finals]
+        each = [score(picture, None).view(2, 4) for picture in pictures for score in (tiny.red, green)]
+        torch.testing.assert_close(grouped[at], torch.stack(each, 2))
+        assert (torch.stack(each[::2]).diff(dim=0).abs() > 1e-5).any()  # the granularities are not one picture
+        summed = sum(weight * group_relative(rewards) for weight, rewards in zip([1, 0.5] * 3, each))
+        torch.testing.assert_close(given.advantages[0], summed.clamp(-5, 5).flatten(), rtol=1e-3, atol=1e-3)
+
+
+# --- branch_grpo -----------------------------------------------------------------------------------------------------
+
+def test_branch_edges_have_the_advantage_of_the_mean_below_them_among_their_depth():
+    trainer = made("branch_grpo")
+    parts, conditioning, _ = sampled(trainer)
+    rewards = torch.arange(16.0).expand(2, 16)
+    [part] = credited(trainer, parts, conditioning, rewards[..., None])
+    # Means of the 8, 4, 2 and 1 leaves below, less their mean 7.5, over their deviation (ddof 1).
+    depths = [torch.tensor([-4.0, 4]) / 32**0.5,
+              torch.tensor([-6.0, -2, 2, 6]) / (80 / 3)**0.5,
+              torch.tensor([-7.0, -5, -3, -1, 1, 3, 5, 7]) / 24**0.5,
+              (torch.arange(16.0) - 7.5) / (340 / 15)**0.5]
+    assert [taken.step for taken in part.transitions] == list(range(11))
+    for taken, advantage in zip(part.transitions, part.advantages):
+        torch.testing.assert_close(advantage, depths[min(taken.step // 3, 3)].repeat(2))
+
+
+def test_branch_depth_pruning_leaves_out_steps_that_slide_to_the_last_split():
+    def left_out(plan: Branches, epoch: int) -> list[int]:
+        schedule = plan(12, epoch, 0)
+        assert schedule.stochastic == tuple(range(11))
+        return sorted(set(schedule.stochastic) - set(schedule.trained))
+
+    plan = Branches((0, 3, 6), pruned=2, every=30)
+    assert [left_out(plan, epoch) for epoch in (0, 29, 30, 60, 90, 120, 999)] == [
+        [9, 10], [9, 10], [8, 9], [7, 8], [6, 7], [6, 7], [6, 7]]
+    assert left_out(Branches(pruned=4), 500) == [7, 8, 9, 10] and left_out(Branches(), 0) == []
+    with pytest.raises(ValueError, match="^Branches: pruned is 11, expected at most 10 of 12 steps"):
+        Branches(pruned=11)(12, 0, 0)
+    trainer = made("branch_grpo", parts__plan={"splits": [0, 3, 5, 7], "pruned": 2, "every": 1})
+    for trainer.epoch, missing in enumerate(({9, 10}, {8, 9}, {7, 8}, {7, 8})):
+        [part] = sampled(trainer)[0]
+        assert {taken.step for taken in part.transitions} == set(range(11)) - missing
+        assert part.exploration.splits == {0: 2, 3: 2, 5: 2, 7: 2} and len(part.prompts) == 32
+
+
+LATE, EVEN = [0, 1, 2, 3, 12, 13, 14, 15], list(range(16))
+
+
+# Splits 0, 3, 6, 9 of 12 steps: 2, 4, 8 and 16 edges. The rewards rise from leaf to leaf, so that the better one of two
+# siblings is the second.
+@pytest.mark.parametrize("settings, kept, states", [
+    ({}, [[1, 3, 5, 7, 9, 11, 13, 15], range(8), range(4), range(2)], [1, 2, 2, 2, 4, 4, 4, 8, 8, 8, 8]),
+    ({"of": "depth"}, [LATE, range(8), range(4), range(2)], [1, 2, 2, 2, 4, 4, 4, 8, 8, 4, 8]),
+    ({"depths": "all"}, [EVEN[1::2], [1, 3, 5, 7], [1, 3], [1]], [1, 1, 1, 2, 2, 2, 4, 4, 4, 8, 8]),
+    ({"of": "depth", "depths": "all"}, [LATE, [0, 1, 6, 7], [0, 3], [0, 1]], [1, 2, 2, 2, 2, 2, 2, 4, 4, 4, 8]),
+])
+def test_branch_width_pruning_neither_replays_nor_counts_what_it_leaves_out(settings, kept, states):
+    trainer = made("branch_grpo", parts__selection={"type": "WidthPruning"} | settings)
+    parts, conditioning, _ = sampled(trainer)
+    [part] = credited(trainer, parts, conditioning, torch.arange(16.0).expand(2, 16)[..., None])
+    per_depth = [list(edges) for edges in kept][::-1]
+    for whole, taken, advantage in zip(parts[0].transitions, part.transitions, part.advantages):
+        edges = per_depth[min(taken.step // 3, 3)]
+        count = len(whole.parent) // 2
+        both = torch.tensor([group * count + edge for group in range(2) for edge in edges])
+        assert torch.equal(taken.x_next, whole.x_next[both])
+        values = below(torch.arange(16.0).expand(2, 16)[..., None], 16 // count)[..., 0]  # of all nodes, pruned or not
+        torch.testing.assert_close(advantage, group_relative(values)[:, edges].flatten())
+    assert decisions([part]) == 2 * sum(len(per_depth[min(step // 3, 3)]) for step in range(11))
+    before = trainer.policy.evaluations
+    with torch.no_grad():
+        assert all(torch.isfinite(new.logp).all() for _, _, new in trainer.explorer.replay(part, conditioning))
+    assert [len(taken.x) for taken in part.transitions] == [2 * n for n in states]
+    assert trainer.policy.evaluations - before == 2 * sum(states)
+
+
+@pytest.mark.parametrize("settings", [{"splits": ()}, {"splits": (3, 0)}, {"splits": (0, 0)}, {"branch": 1},
+                                      {"every": 0}, {"pruned": -1}])
+def test_impossible_branches_are_refused(settings):
+    with pytest.raises(ValueError, match="^Branches: "):
+        Branches(**settings)
+    with pytest.raises(ValueError, match="a split at step 9 of 10 steps: the last is never split"):
+        Branches()(10, 0, 0)
+
+
+# --- tree_rpo --------------------------------------------------------------------------------------------------------
+
+def test_tree_noise_grows_linearly_with_the_depth():
+    trainer = made("tree_rpo", parts__kl__weight=0.004)  # a KL has deviations recorded
+    [part] = sampled(trainer)[0]
+    assert [len(taken.parent) for taken in part.transitions] == [2 * 2, 2 * 4, 2 * 8, 2 * 16]
+    x = torch.zeros(1, 1)
+    for depth, taken in enumerate(part.transitions):
+        plain = FlowSDE(0.7)(x, x, trainer.explorer.grid, taken.step).std
+        torch.testing.assert_close(taken.old.std, (1 + 0.5 * depth / 4) * plain.reshape(1))
+
+
+def test_weights_by_noise_follow_the_noise_that_grows_in_a_tree():
+    weights = []
+    for growth in (0.0, 1.0):
+        trainer = made("tree_rpo", parts={"plan": {"growth": growth}, "step_weight": {"type": "NoiseLevel"}})
+        weights.append(tiny.step_weights(trainer, sampled(trainer)[0]))
+    std = [FlowSDE(0.7)(torch.zeros(1, 1), torch.zeros(1, 1), shifted(6, 3.0), step).std.item() for step in range(4)]
+    for found, factors in zip(weights, ((1, 1, 1, 1), (1, 1.25, 1.5, 1.75))):
+        grown = [s * factor for s, factor in zip(std, factors)]
+        assert found == pytest.approx({step: 4 * s / sum(grown) for step, s in enumerate(grown)}, rel=1e-5)
+
+
+@pytest.mark.parametrize("kernel, told", [
+    ({"type": "FlowDDIM", "eta": 0.9}, "FlowDDIM: eta is 1.0125, expected 0 to 1: it is the kernel's times 1.125, the "
+                                       "plan's factor on the noise of a step; lower the plan's growth or the kernel's"),
+    ({"type": "CPS", "level": 0.8}, "CPS: level is 1.1, expected 0 to 1: it is the kernel's times 1.375"),
+])
+def test_noise_that_grows_out_of_the_kernels_range_is_told_before_the_run(kernel, told):
+    with pytest.raises(UserError) as caught:
+        made("tree_rpo", parts__kernel=kernel)
+    assert told in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_tree_moves_with_its_window():
+    plan = TreeWindow(Sliding(size=3, every=2), growth=1.0)
+    for epoch, first in ((0, 0), (1, 0), (2, 1), (4, 2)):
+        schedule = plan(8, epoch, 0)
+        assert schedule.stochastic == schedule.trained == (first, first + 1, first + 2)
+        assert schedule.children == (2, 2, 2) and schedule.noise == pytest.approx((1, 4 / 3, 5 / 3))
+
+
+# --- pref_grpo -------------------------------------------------------------------------------------------------------
+
+def test_pref_trains_on_win_rates_which_sum_to_half_the_group():
+    trainer = made("pref_grpo")
+    parts, conditioning, grouped = sampled(trainer)
+    rates = trainer.method.shaping(grouped)
+    torch.testing.assert_close(rates.sum(1), torch.full((2, 1), 4 / 2))
+    assert sorted(rates[0, :, 0].tolist()) == pytest.approx([0, 1 / 3, 2 / 3, 1])
+    found, stretched = (credited(trainer, parts, conditioning, rewards) for rewards in (grouped, (9 * grouped).exp()))
+    for part, other in zip(found, stretched):  # how far one picture is from the other does not count
+        assert all(torch.equal(a, b) for a, b in zip(part.advantages, other.advantages))
+    torch.testing.assert_close(found[0].advantages[0], group_relative(rates[..., 0])[0])
+
+
+# --- b2_diffurl ------------------------------------------------------------------------------------------------------
+
+def test_b2_trains_an_interval_that_grows_from_the_end_and_splits_where_it_begins():
+    plan = preset("b2_diffurl").plan
+    for epoch, count in ((0, 13), (50, 16), (99, 18), (100, 19), (500, 19)):  # of 19: 70 %, 85 %, 99.7 %, all
+        schedule = plan(20, epoch, 0)
+        assert schedule.stochastic == tuple(range(19)) and schedule.trained == tuple(range(19 - count, 19))
+        assert [n for n in schedule.children if n > 1] == [4] and schedule.children[19 - count] == 4
+    counts = [len(plan(20, epoch, 0).trained) for epoch in range(120)]
+    assert counts == list(accumulate(counts, max))
+    with pytest.raises(ValueError, match="^GrowingTail: first is 0.9, final 0.5"):
+        GrowingTail(first=0.9, final=0.5)
+
+
+def test_b2_trains_only_extremes_past_the_thresholds():
+    trainer = made("b2_diffurl")
+    parts, conditioning, _ = sampled(trainer)
+    # Four branch groups of four, of mean 0 and variance 77/32: the second is too near to 0, the third has no extremes.
+    rewards = torch.tensor([[3.0, 0, 0, -3, 0.5, 0, 0, -0.5, 0, 0, 0, 0, 3, 1, -1, -3], [1.0] * 16])
+    [part] = credited(trainer, parts, conditioning, rewards[..., None])
+    z = 3 / (77 / 32)**0.5
+    assert [taken.step for taken in part.transitions] == [2, 3, 4]
+    for taken, was, advantage in zip(part.transitions, parts[0].transitions, part.advantages):
+        assert torch.equal(taken.x_next, was.x_next[[0, 3, 12, 15]])
+        torch.testing.assert_close(advantage, torch.tensor([z, -z, z, -z]))
+    assert [len(taken.x) for taken in part.transitions] == [2, 4, 4]  # at its beginning a branch group is one state
+
+
+# --- sol_rl ----------------------------------------------------------------------------------------------------------
+
+def noises(prompt: int, samples) -> torch.Tensor:
+    """The initial noises of epoch 0, from their seeds."""
+    generators = [torch.Generator().manual_seed(seeder(0, 0)(prompt, int(sample))) for sample in samples]
+    return torch.cat([torch.randn(1, *tiny.LATENTS, generator=generator) for generator in generators])
+
+
+def previewed(trainer, conditioning, prompt: int, grid: torch.Tensor, pool: int) -> torch.Tensor:
+    """How red every noise of the pool becomes on the grid, by Euler's steps one after the other: [pool]."""
+    x, rows = noises(prompt, range(pool)), conditioning.rows(torch.full((pool,), prompt))
+    for step, delta in enumerate((grid[:-1] - grid[1:]).float()):
+        with torch.no_grad():
+            x = x - delta * trainer.policy.replay(rows, x, grid, step)
+    return tiny.red(trainer.explorer.decode(x, rows), None)
+
+
+def test_sol_rl_starts_from_the_very_noises_that_previewed_best_and_worst():
+    trainer = made("mix_grpo+sol_rl", parts__preview={"pool": 9, "steps": 2})
+    parts, conditioning, _ = sampled(trainer)
+    for prompt, part in enumerate(parts):
+        ranked = previewed(trainer, conditioning, prompt, shifted(2, 3.0), pool=9).argsort(descending=True)
+        chosen = [*ranked[:2], *ranked[-2:]]
+        assert part.transitions[0].step == 0 and torch.equal(part.transitions[0].x, noises(prompt, chosen))
+
+
+def test_sol_rls_published_pool():
+    assert preset("sol_rl").preview == Preview(96, 6) and preset("sol_rl").roots is None
+
+
+def test_sol_rl_scores_its_pictures_anew():
+    calls = []
+
+    def red_then_its_opposite(images, prompts):  # the previews are scored in one call, before all others
+        calls.append(tiny.red(images, prompts) * (-1 if calls else 1))
+        return calls[-1]
+
+    trainer = made("mix_grpo+sol_rl", parts__preview={"pool": 9, "steps": 2}, rewards={"red": red_then_its_opposite})
+    parts, conditioning, grouped = sampled(trainer)
+    assert [len(call) for call in calls] == [18, 4, 4]
+    for part, scores, given in zip(parts, grouped, credited(trainer, parts, conditioning, grouped)):
+        pictures = trainer.explorer.decode(part.finals[0], conditioning.rows(part.prompts))
+        torch.testing.assert_close(scores[:, 0], -tiny.red(pictures, None))
+        torch.testing.assert_close(given.advantages[0], group_relative(scores.T)[0])
+
+
+@pytest.mark.parametrize("method", ["branch_grpo+sol_rl", "tempflow_grpo+sol_rl", "sol_rl+mix_grpo"])
+def test_sol_rl_refuses_samples_that_share_a_noise(method):
+    with pytest.raises(UserError, match="previews choose an initial noise for each of the .* samples of a group, but"):
+        made(method, **SIZES["branch_grpo"])
+
+
+@pytest.mark.parametrize("options", [{"train__group": 5}, {"parts__preview__pool": 2}])
+def test_a_group_that_a_pool_cannot_give_is_told_before_the_run(options):
+    with pytest.raises(UserError, match="cannot be the best and the worst of a pool of"):
+        made("mix_grpo+sol_rl", **options)
+
+
+def test_the_best_and_the_worst_of_a_pool_by_hand():
+    scores = torch.tensor([[0.1, 0.9, 0.5, 0.7, 0.3], [1.0, 1.0, 0.0, 1.0, 0.0]])
+    assert contrasting(scores, 4).tolist() == [[1, 3, 4, 0], [0, 1, 2, 4]]
+    nan = float("nan")
+    lost = torch.tensor([[nan, 0.9, nan, 0.7, 0.3], [0.1, nan, nan, nan, 0.2], [nan] * 5])
+    assert contrasting(lost, 2).tolist() == [[1, 4], [4, 0], [0, 4]]
+    assert contrasting(lost, 4).tolist() == [[1, 0, 3, 4], [4, 1, 3, 0], [0, 1, 3, 4]]
+    for group in (3, 6):
+        with pytest.raises(ValueError, match=f"a group of {group} cannot be the best and the worst of a pool of 5"):
+            contrasting(scores, group)
+
+
+@pytest.mark.parametrize("settings", [{"pool": 1}, {"steps": 0}])
+def test_impossible_previews_are_refused(settings):
+    with pytest.raises(ValueError, match="^Preview: "):
+        Preview(**settings)

@@ -1,0 +1,209 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from diffusers import FlowMatchEulerDiscreteScheduler
+
+from flowgrpo.gaussian import kl, log_prob
+from flowgrpo.objectives import (
+    Clip,
+    GaussianKL,
+    Guard,
+    InverseDelta,
+    NoiseLevel,
+    PlainRatio,
+    Uniform,
+)
+from flowgrpo.samplers.grids import shifted
+from flowgrpo.samplers.kernels import CPS, DanceSDE, FlowDDIM, FlowSDE
+from flowgrpo.types import Gaussian, Scored
+from tests.helpers.tables import stock
+
+F64 = torch.float64
+
+
+def draw(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, dtype=F64, generator=torch.Generator().manual_seed(seed))
+
+
+def scored(mean: torch.Tensor, std: torch.Tensor, x_next: torch.Tensor) -> Scored:
+    """The score of x_next [B, N, *D] under transitions of mean [B, N, *D] and std [N] or [B, N]."""
+    flat = std.expand(mean.shape[:2]).reshape(-1, *[1] * (mean.ndim - 2))
+    logp = log_prob(Gaussian(mean.flatten(0, 1), flat), x_next.flatten(0, 1)).view(mean.shape[:2])
+    return Scored(logp, torch.ones_like(logp, dtype=torch.bool), mean, std)
+
+
+# Log-ratios
+
+
+def test_both_log_ratios_by_hand():
+    # From 0 with std 1/2, x' = 1/2, so z = 1; the new mean is 0.2. logp changes by (0.25 - 0.09) / 0.5 = 0.32,
+    # b = 0.04 / 0.5 = 0.08, and 0.5 * 0.4 = 0.2 = z * 0.2.
+    x_next, std = torch.full((1, 1, 1), 0.5, dtype=F64), torch.tensor([0.5], dtype=F64)
+    old, new = scored(0 * x_next, std, x_next), scored(0.4 * x_next, std, x_next)
+    assert PlainRatio()(new, old).item() == pytest.approx(0.32, abs=1e-12)
+    assert Guard()(new, old).item() == pytest.approx(0.2, abs=1e-12)
+
+
+@pytest.mark.parametrize("std", [torch.tensor([0.3, 1.7, 0.05], dtype=F64), draw(4, 3, seed=9).exp()])
+def test_guard_is_the_mean_of_noise_times_shift_with_its_gradient(std):
+    mean, shift, noise = draw(4, 3, 2, 5), draw(4, 3, 2, 5, seed=1).requires_grad_(), draw(4, 3, 2, 5, seed=2)
+    x_next = mean + std.expand(4, 3)[..., None, None] * noise
+    ratio = Guard()(scored(mean + shift, std, x_next), scored(mean, std, x_next))
+    torch.testing.assert_close(ratio, (noise * shift).mean(dim=(2, 3)), rtol=0, atol=1e-10)
+    # Only with b in the graph is the gradient free of the shift.
+    ratio.sum().backward()
+    torch.testing.assert_close(shift.grad, noise / 10, rtol=0, atol=1e-10)
+
+
+def test_plain_ratios_sit_below_guards_by_b_over_std():
+    mean, noise, shift = (draw(2, 1, 6, seed=seed) for seed in range(3))
+    std = torch.tensor([0.4], dtype=F64)
+    old, new = (scored(m, std, mean + std * noise) for m in (mean, mean + shift))
+    b = shift.square().mean(dim=2) / (2 * 0.16)
+    torch.testing.assert_close(Guard()(new, old) / 0.4 - PlainRatio()(new, old), b, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("ratio", [PlainRatio(), Guard()])
+@pytest.mark.parametrize("dtype", [torch.float32, F64])
+def test_the_same_policy_has_a_ratio_of_exactly_one(ratio, dtype):
+    mean, std = draw(3, 2, 7).to(dtype), torch.tensor([0.2, 0.9], dtype=dtype)
+    score = scored(mean, std, mean + draw(3, 2, 7, seed=1).to(dtype))
+    assert (ratio(score, score) == 0).all()
+
+
+def test_guard_needs_means_and_deviations():
+    bare = Scored(torch.zeros(1, 2), torch.ones(1, 2, dtype=torch.bool))
+    with pytest.raises(AssertionError):
+        Guard()(bare, bare)
+
+
+# Surrogate
+
+
+# low 0.2, high 0.1. A, r, loss, gradient of the loss by log r (-A r, or 0 where the clip cuts).
+CLIP_TABLE = [
+    (2, 0.7, -1.4, -1.4),
+    (2, 0.9, -1.8, -1.8),
+    (2, 1.0, -2.0, -2.0),
+    (2, 1.05, -2.1, -2.1),
+    (2, 1.3, -2.2, 0.0),
+    (-2, 0.7, 1.6, 0.0),
+    (-2, 0.9, 1.8, 1.8),
+    (-2, 1.0, 2.0, 2.0),
+    (-2, 1.05, 2.1, 2.1),
+    (-2, 1.3, 2.6, 2.6),
+    (0, 0.7, 0.0, 0.0),
+    (0, 1.0, 0.0, 0.0),
+    (0, 1.3, 0.0, 0.0),
+]
+
+
+@pytest.mark.parametrize(("advantage", "ratio", "loss", "gradient"), CLIP_TABLE)
+def test_clip_by_hand(advantage, ratio, loss, gradient):
+    log_ratio = torch.tensor([[math.log(ratio)]], dtype=F64, requires_grad=True)
+    value = Clip(low=0.2, high=0.1)(log_ratio, torch.tensor([[float(advantage)]], dtype=F64))
+    value.sum().backward()
+    assert value.item() == pytest.approx(loss, abs=1e-12)
+    assert log_ratio.grad.item() == pytest.approx(gradient, abs=1e-12)
+
+
+@pytest.mark.parametrize(("advantage", "ratio", "loss", "gradient"), CLIP_TABLE)
+def test_clipped_is_where_the_gradient_is_cut(advantage, ratio, loss, gradient):
+    log_ratio, a = torch.tensor([[math.log(ratio)]], dtype=F64), torch.tensor([[float(advantage)]], dtype=F64)
+    assert Clip(low=0.2, high=0.1).clipped(log_ratio, a).item() == (advantage != 0 and gradient == 0)
+
+
+def test_clip_is_the_published_formula():
+    log_ratio, advantage = draw(20, 30) * 0.2, draw(20, 1, seed=1)
+    ratio = log_ratio.exp()
+    expected = torch.maximum(-advantage * ratio, -advantage * ratio.clamp(0.9, 1.2))
+    torch.testing.assert_close(Clip(0.1, 0.2)(log_ratio, advantage), expected, rtol=0, atol=1e-12)
+    every = Clip(0.1, 0.2)(log_ratio, advantage.expand(20, 30))
+    assert torch.equal(every, Clip(0.1, 0.2)(log_ratio, advantage))
+
+
+def test_the_range_of_guard_is_told_apart_in_float32():
+    # 1 + 2e-6 and 1 + 2.05e-6 are the same float32 number.
+    log_ratio = torch.tensor([[1.9e-6, 2.05e-6]], requires_grad=True)
+    clip, advantage = Clip(2e-6, 2e-6), torch.ones(1, 1)
+    assert clip.clipped(log_ratio, advantage).tolist() == [[False, True]]
+    clip(log_ratio, advantage).sum().backward()
+    assert log_ratio.grad.tolist() == [[pytest.approx(-1, abs=1e-5), 0]]
+
+
+def test_an_advantage_without_decisions_is_refused():
+    with pytest.raises(AssertionError):
+        Clip()(torch.zeros(3, 3), torch.ones(3))
+
+
+@pytest.mark.parametrize(("low", "high"), [(-0.1, 0.1), (1.1, 0.1), (0.1, -0.1), (float("nan"), 0.1)])
+def test_impossible_ranges_are_refused(low, high):
+    with pytest.raises(ValueError, match="Clip: low is"):
+        Clip(low, high)
+
+
+# Step weights, regulariser, reduction
+
+
+def test_step_weights_by_hand():
+    grid, kernel = torch.tensor([1, 0.9, 0.65, 0], dtype=F64), DanceSDE(0.3)
+    assert Uniform()(kernel, grid, (0, 2)).tolist() == [1, 1]
+    assert InverseDelta()(kernel, grid, (0, 1)).tolist() == pytest.approx([10, 4], abs=1e-12)
+    assert InverseDelta()(kernel, grid, (1,)).tolist() == pytest.approx([4], abs=1e-12)
+    torch.testing.assert_close(InverseDelta()(kernel, shifted(8, 1), range(7)), torch.full((7,), 8.0, dtype=F64))
+    # Of DanceSDE std is 0.3 sqrt(delta): sqrt(0.1) and sqrt(0.25) over their mean, whatever the level.
+    roots = torch.tensor([0.1, 0.25], dtype=F64).sqrt()
+    torch.testing.assert_close(NoiseLevel()(kernel, grid, (0, 1)), roots / roots.mean(), rtol=0, atol=1e-12)
+    assert NoiseLevel()(kernel, grid, (1,)).tolist() == [1]
+
+
+@pytest.mark.parametrize("kernel", [FlowSDE(0.7), DanceSDE(0.3), CPS(0.8), FlowDDIM(1.0)])
+@pytest.mark.parametrize("steps", [range(9), (0, 3, 5), (4,)])
+def test_noise_levels_have_mean_one_and_the_proportions_of_the_deviations(kernel, steps):
+    grid, x = shifted(10, 3), torch.zeros(1, 1, dtype=F64)
+    weights = NoiseLevel()(kernel, grid, steps)
+    std = torch.stack([kernel(x, x, grid, step).std for step in steps])
+    assert weights.shape == (len(steps),) and weights.mean().item() == pytest.approx(1, abs=1e-12)
+    torch.testing.assert_close(weights * std[0], std * weights[0], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("level, grid, published", [
+    (0.7, stock(FlowMatchEulerDiscreteScheduler(shift=3.0), 10), 2.252),
+    (0.9, shifted(10, 3.158), 1.726),  # FLUX at 1024 x 1024: mu = 1.15
+])
+def test_the_released_normalisers_of_tempflow(level, grid, published):
+    # 1 / mean(std) over all steps but the last, of a grid of 10.
+    x = torch.zeros(1, 1, dtype=F64)
+    weights = NoiseLevel()(FlowSDE(level), grid.to(F64), range(9))
+    std = torch.stack([FlowSDE(level)(x, x, grid.to(F64), step).std for step in range(9)])
+    torch.testing.assert_close(weights / std, torch.full((9,), published, dtype=F64), rtol=0, atol=5e-4)
+
+
+def test_gaussian_kl_is_the_weighted_kl_of_each_decision():
+    std = torch.tensor([0.3, 0.8], dtype=F64)
+    mean, other, x_next = draw(3, 2, 4, 5).requires_grad_(), draw(3, 2, 4, 5, seed=1), draw(3, 2, 4, 5, seed=2)
+    new, reference = scored(mean, std, x_next), scored(other, std, x_next)
+    value = GaussianKL(0.04)(new, reference)
+    for k in range(2):
+        expected = 0.04 * kl(Gaussian(mean[:, k], std[k]), Gaussian(other[:, k], std[k]))
+        torch.testing.assert_close(value[:, k], expected, rtol=0, atol=1e-12)
+    value.sum().backward()
+    slope = 0.04 * (mean.detach() - other) / std[:, None, None].square() / 20
+    torch.testing.assert_close(mean.grad, slope, rtol=0, atol=1e-12)
+
+
+def test_gaussian_kl_by_hand():
+    # 0.5 * (0.3^2 + 0.1^2) / 2 / (2 * 0.25) = 0.05
+    std, zero = torch.tensor([0.5], dtype=F64), torch.zeros(1, 1, 2, dtype=F64)
+    new = scored(torch.tensor([[[0.3, -0.1]]], dtype=F64), std, zero)
+    assert GaussianKL(0.5)(new, scored(zero, std, zero)).item() == pytest.approx(0.05, abs=1e-12)
+
+
+def test_no_kl_needs_no_reference():
+    new = Scored(torch.ones(2, 3), torch.ones(2, 3, dtype=torch.bool))
+    assert torch.equal(GaussianKL()(new, None), torch.zeros(2, 3))
+    with pytest.raises(ValueError, match="GaussianKL: weight is -1"):
+        GaussianKL(-1)

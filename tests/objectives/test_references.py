@@ -1,0 +1,224 @@
+"""References: which weights a KL holds the policy to, epoch by epoch, and that a resumed run holds to the same."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from peft.tuners.lora import LoraLayer
+
+from flowgrpo.errors import UserError
+from flowgrpo.methods import preset
+from flowgrpo.methods.overlay import with_parts
+from flowgrpo.methods.validate import resolve
+from flowgrpo.objectives.references import EMA, Base, Old, Soup
+from flowgrpo.storage import checkpoint
+from flowgrpo.training import state
+from tests.helpers import tiny
+
+PARTS = {"ema": {"type": "EMA", "decay": 0.75}, "old": {"type": "Old", "every": 2},
+         "soup": {"type": "Soup", "every": 1, "size": 2}}
+
+
+def recipe(reference: dict, weight: float = 0.01, **kl) -> dict:
+    return {"kl": {"weight": weight} | kl, "reference": reference}
+
+
+def numbers(part, values: list[float]) -> list[list[float]]:
+    """What a reference holds in each epoch, of one weight whose value at the start of epoch i is values[i]."""
+    held, found = [], []
+    for epoch, value in enumerate(values):
+        held = part(held, lambda value=value: {"w": torch.tensor([value])}, epoch)
+        found.append([each["w"].item() for each in held])
+    return found
+
+
+@pytest.mark.parametrize("part, expected", [
+    (Base(), [[], [], [], [], []]),
+    (Old(), [[8.0], [4.0], [2.0], [6.0], [0.0]]),
+    (Old(every=2), [[8.0], [8.0], [2.0], [2.0], [0.0]]),
+    (EMA(decay=0.5), [[8.0], [6.0], [4.0], [5.0], [2.5]]),
+    (EMA(decay=1), [[8.0]] * 5),
+    (EMA(decay=0), [[8.0], [4.0], [2.0], [6.0], [0.0]]),
+    (Soup(every=1, size=2), [[8.0], [8.0, 4.0], [4.0, 2.0], [2.0, 6.0], [6.0, 0.0]]),
+    (Soup(every=2, size=3), [[8.0], [8.0], [8.0, 2.0], [8.0, 2.0], [8.0, 2.0, 0.0]]),
+    (Soup(every=3, size=1), [[8.0], [8.0], [8.0], [6.0], [6.0]]),
+])
+def test_what_is_held_by_hand(part, expected):
+    assert numbers(part, [8.0, 4.0, 2.0, 6.0, 0.0]) == expected
+
+
+def test_weights_that_are_not_asked_for_are_not_copied():
+    def refuse():
+        raise AssertionError("copied")
+
+    held = [{"w": torch.ones(1)}]
+    assert Base()([], refuse, 0) == [] and Old(3)(held, refuse, 4) is held and Soup(3)(held, refuse, 4) is held
+
+
+# --- the weights in place --------------------------------------------------------------------------------------------
+
+def output(policy, held=None) -> torch.Tensor:
+    """The policy's velocity, with `held` that of the reference."""
+    conditioning = policy.encode(tiny.PROMPTS[:2])
+    x = torch.randn(2, *tiny.LATENTS, generator=torch.Generator().manual_seed(3))
+    with torch.no_grad():
+        if held is None:
+            return policy.replay(conditioning, x, torch.tensor([1.0, 0.5, 0.0]), 0)
+        with policy.reference(held):
+            return policy.replay(conditioning, x, torch.tensor([1.0, 0.5, 0.0]), 0)
+
+
+@pytest.mark.parametrize("rank", [2, 0])
+def test_a_snapshot_is_in_place_inside_and_the_policy_is_back_outside(rank):
+    policy = tiny.policy(rank=rank)
+    base = output(policy)
+    first, then = tiny.stir(policy).weights.snapshot(), output(policy)
+    tiny.stir(policy, 0.3)
+    now, kept = output(policy), policy.weights.snapshot()
+    assert (now - then).abs().max() > 1e-3 < (then - base).abs().max()
+    assert torch.equal(output(policy, [first]), then) and torch.equal(output(policy, []), base)
+    with pytest.raises(RuntimeError, match="broken"), policy.reference([first, kept]):
+        raise RuntimeError("broken")
+    assert torch.equal(output(policy), now)
+    torch.testing.assert_close(output(policy, [kept] * 3), now, rtol=1e-5, atol=1e-5)  # a soup of one and the same
+    assert all(torch.equal(kept[key], value) for key, value in policy.weights.snapshot().items())
+
+
+def test_a_soup_of_adapters_is_the_average_of_the_merged_weights():
+    policy = tiny.policy()
+    snapshots, layers = [], [m for m in policy.pipe.transformer.modules() if isinstance(m, LoraLayer)]
+    merged = [torch.zeros_like(layer.base_layer.weight) for layer in layers]
+    for scale in (0.2, 0.4, 0.1):
+        snapshots.append(tiny.stir(policy, scale).weights.snapshot())
+        for delta, layer in zip(merged, layers):
+            delta += layer.scaling["default"] * layer.lora_B["default"].weight @ layer.lora_A["default"].weight / 3
+    found, base = output(policy, snapshots), output(policy, [])
+    factors = {key: torch.stack([each[key] for each in snapshots]).mean(0) for key in snapshots[0]}
+    with torch.no_grad():
+        for delta, layer in zip(merged, layers):
+            layer.base_layer.weight += delta
+    torch.testing.assert_close(found, output(policy, []), rtol=1e-4, atol=1e-5)
+    with torch.no_grad():
+        for delta, layer in zip(merged, layers):
+            layer.base_layer.weight -= delta
+    # Which is neither the base nor what averaged factors give.
+    assert (found - base).abs().max() > 1e-2 < (found - output(policy, [factors])).abs().max()
+
+
+def test_a_soup_of_all_weights_is_their_mean():
+    policy = tiny.policy(rank=0)
+    snapshots = [policy.weights.snapshot(), tiny.stir(policy).weights.snapshot()]
+    policy.weights.load({key: (value + snapshots[1][key]) / 2 for key, value in snapshots[0].items()})
+    mean = output(policy)
+    tiny.stir(policy)
+    torch.testing.assert_close(output(policy, snapshots), mean, rtol=1e-5, atol=1e-5)
+
+
+# --- in a run --------------------------------------------------------------------------------------------------------
+
+def made(reference: dict, **options):
+    parts = recipe(reference, **options.pop("kl", {})) | {"plan": {"size": 2}}
+    trainer = tiny.trainer(parts=parts, train__steps=4, train__lr=1e-2, **options)
+    tiny.stir(trainer.policy)
+    trainer.anchor.held = trainer.anchor.next([], 0)
+    return trainer
+
+
+def test_an_adapter_that_has_not_moved_is_at_any_reference():
+    for reference in ({"type": "Base"}, *PARTS.values()):
+        trainer = tiny.trainer(parts=recipe(reference))
+        assert trainer.run_epoch()["kl"] == 0
+
+
+def test_old_is_the_policy_at_the_start_of_the_epoch():
+    trainer = made({"type": "Old"}, train__epochs=3)
+    for trainer.epoch in range(3):
+        assert trainer.run_epoch()["kl"] == 0  # one update per epoch, before which the two are the same
+    assert made({"type": "Old"}, train__updates=2).run_epoch()["kl"] > 1e-9
+    trainer, found = made({"type": "Old", "every": 2}, train__epochs=3), []
+    for trainer.epoch in range(3):
+        found.append(trainer.run_epoch()["kl"])
+    assert found[0] == found[2] == 0 and found[1] > 1e-9
+
+
+def test_the_average_follows_the_weights_at_the_end_of_every_epoch():
+    trainer = made(PARTS["ema"], train__epochs=3)
+    expected, own = trainer.policy.weights.snapshot(), trainer.policy.weights.named
+    for trainer.epoch in range(3):
+        trainer.run_epoch()
+        expected = {key: 0.75 * value + 0.25 * own[key].detach() for key, value in expected.items()}
+        [held] = trainer.anchor.held
+        assert held.keys() == own.keys()  # of all that the model holds, the trainable weights alone
+        for key, value in expected.items():
+            torch.testing.assert_close(held[key], value)
+
+
+def test_every_reference_gives_a_loss_of_its_own():
+    found = []
+    for reference in ({"type": "Base"}, PARTS["ema"], {"type": "Old"}, PARTS["soup"]):
+        trainer = made(reference, kl={"weight": 1.0}, train__epochs=2)
+        losses = []
+        for trainer.epoch in range(2):
+            losses.append(trainer.run_epoch()["loss"])
+        found.append(losses[-1])
+    assert all(abs(a - b) > 1e-7 for i, a in enumerate(found) for b in found[:i])
+
+
+@pytest.mark.parametrize("reference", PARTS)
+def test_a_resumed_run_holds_to_the_same_to_the_last_bit(reference, tmp_path):
+    options = dict(kl={"schedule": {"type": "Adaptive", "target": 1e-7}}, train__epochs=4, train__updates=2)
+    trainer = made(PARTS[reference], **options)
+    for trainer.epoch in range(4):
+        if trainer.epoch == 2:
+            trainer.sample(trainer.prompts[:2])  # an epoch that is interrupted before its first update
+            trainer.marked = state.counters(trainer)
+            trainer.save_whole(tmp_path)
+        metrics = trainer.run_epoch()
+    again = made(PARTS[reference], **options)
+    state.restore(again, checkpoint.latest(tmp_path / "checkpoints"))
+    assert again.epoch == 2 and len(again.anchor.held) == (2 if reference == "soup" else 1)
+    for again.epoch in (2, 3):
+        repeated = again.run_epoch()
+    assert {key: value for key, value in repeated.items() if "seconds" not in key} == metrics
+    assert again.memory == trainer.memory and len(again.anchor.held) == len(trainer.anchor.held)
+    for ours, theirs in zip([again.policy.weights.snapshot(), *again.anchor.held],
+                            [trainer.policy.weights.snapshot(), *trainer.anchor.held]):
+        assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
+
+
+def test_a_run_that_goes_on_with_another_reference_begins_it_anew(tmp_path):
+    trainer = made({"type": "Base"})
+    trainer.run_epoch()
+    state.save(trainer, tmp_path)
+    for reference, kept in ((PARTS["ema"], 1), ({"type": "Base"}, 0)):
+        again = made(reference)
+        state.restore(again, checkpoint.latest(tmp_path / "checkpoints"))
+        assert len(again.anchor.held) == kept
+        if kept:
+            now = again.policy.weights.snapshot()
+            assert all(torch.equal(again.anchor.held[0][key], now[key]) for key in now)
+            state.save(again, tmp_path)  # which the second one passes over
+
+
+# --- recipes ---------------------------------------------------------------------------------------------------------
+
+def test_a_recipe_names_its_reference():
+    assert preset("flow_grpo").reference == Base()
+    assert with_parts(preset("flow_grpo"), {"reference": {"type": "Soup", "every": 5}}).reference == Soup(every=5)
+    with pytest.raises(UserError, match="parts.reference.type: Sliding does not belong there; there are: Base, EMA"):
+        with_parts(preset("flow_grpo"), {"reference": {"type": "Sliding"}})
+
+
+def test_a_reference_that_nothing_reads_is_told():
+    with pytest.raises(UserError, match="the reference EMA is read by a KL alone, whose weight is 0: set parts.kl"):
+        resolve(tiny.config(parts={"reference": {"type": "EMA"}}))
+    resolve(tiny.config(parts=recipe({"type": "EMA"}, weight=0.0, schedule={"type": "Linear", "last": 0.1})))
+
+
+@pytest.mark.parametrize("call, told", [
+    (lambda: EMA(1.5), "EMA: decay is 1.5"), (lambda: Old(0), "Old: every is 0"),
+    (lambda: Soup(every=0), "Soup: every is 0"), (lambda: Soup(size=0), "Soup: size is 0"),
+])
+def test_impossible_references_are_refused(call, told):
+    with pytest.raises(ValueError, match=f"{told}.*expected"):
+        call()

@@ -1,0 +1,245 @@
+"""Every pipeline class that a tiny instance can be built of is driven, replayed, trained, saved and loaded.
+
+No line here is about one class; the tables at the top say what is known of some.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from flowgrpo.check import report, tiny
+from flowgrpo.config.sections import Adapter
+from flowgrpo.methods.method import Method
+from flowgrpo.policies.pipelines.load import denoisers
+from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
+from flowgrpo.policies.pipelines.reference_images import other
+from flowgrpo.policies.weights.lora_files import load_lora
+from flowgrpo.samplers.grids import make_grid
+from flowgrpo.samplers.kernels import FlowDDIM
+from flowgrpo.samplers.plans import Schedule
+from flowgrpo.samplers.replay import replay
+from flowgrpo.samplers.rollout import Exploration, explore, seeder
+from flowgrpo.samplers.scheduler import Task
+from flowgrpo.samplers.solvers import Euler
+
+FACTORIES = tiny.factories()
+PUT_BACK = "does not go on from the middle of its loop as the whole loop does"
+# Classes that cannot be driven, and what `check` says of them.
+UNFIT = {
+    # They put their picture back in after every step, under the noise of the whole run.
+    "FluxInpaintPipeline": PUT_BACK,
+    "QwenImageInpaintPipeline": PUT_BACK,
+    "StableDiffusionInpaintPipeline (4 channels)": PUT_BACK,
+    "HiDreamImagePipeline": "a part of the model runs without gradients",  # its experts, outside of training mode
+    "OmniGenPipeline": "has no encode_prompt",
+}
+# Classes without a guidance scale, or whose scale does nothing at 1.
+UNGUIDED: set[str] = set()
+STEPS, GUIDANCE = 3, 3.0
+PROMPTS, NEGATIVES = ["red", "sky"], ["old", "old"]  # of three tokens each
+BATCH = 5e-5  # of the output's largest number: what another batch size may change in fp32
+
+
+@dataclass(frozen=True)
+class Case:
+    """A tiny pipeline as a policy whose LoRA is not at its start."""
+
+    name: str
+
+    @cached_property
+    def policy(self) -> PipelinePolicy:
+        pipe, call = FACTORIES[self.name](0)
+        torch.manual_seed(0)
+        policy = PipelinePolicy(pipe, Adapter(rank=2, alpha=7.0), guidance=GUIDANCE, call=call)
+        generator = torch.Generator().manual_seed(5)
+        with torch.no_grad():
+            for parameter in policy.weights.parameters():
+                parameter += 0.2 * torch.randn(parameter.shape, generator=generator)
+        return policy
+
+    @cached_property
+    def conditioning(self):
+        return self.policy.encode(PROMPTS, NEGATIVES)
+
+    @cached_property
+    def grid(self):
+        return make_grid("shifted", STEPS, 3.0, self.policy.stock)
+
+    @cached_property
+    def kernel(self):
+        return Method(kernel=FlowDDIM()).on(self.policy.process).kernel
+
+    @cached_property
+    def state(self) -> torch.Tensor:
+        """The state of both prompts after one deterministic step."""
+        return self.run(range(1))[0]
+
+    def run(self, steps: range, x=None, x0=None):
+        grid, timesteps = self.grid
+        generators = self.policy.generators([1, 2]) if x is None else None
+        return self.policy.run(Task(grid, steps, timesteps=timesteps), self.conditioning, x, generators, x0)
+
+    def output(self, x=None, rows=(0, 1), conditioning=None) -> torch.Tensor:
+        """The model output at the second step."""
+        grid, timesteps = self.grid
+        index = torch.tensor(rows)
+        return self.policy.replay((conditioning or self.conditioning).rows(index),
+                                  self.state[index] if x is None else x, grid, 1, timesteps)
+
+
+class Remembering:
+    """A kernel that keeps the model outputs it is given."""
+
+    def __init__(self, kernel):
+        self.kernel, self.outputs = kernel, []
+
+    def __call__(self, x, v, grid, i):
+        self.outputs.append(v)
+        return self.kernel(x, v, grid, i)
+
+
+@pytest.fixture(scope="module", params=sorted(set(FACTORIES) - set(UNFIT)))
+def case(request):
+    return Case(request.param)
+
+
+@pytest.mark.parametrize("guidance", [GUIDANCE, 1.0])
+def test_a_replay_sees_what_the_rollout_saw(case, guidance):
+    policy, kernel = case.policy, Remembering(case.kernel)
+    grid, timesteps = case.grid
+    plan = Exploration(grid, Schedule((0, 1), (0, 1)), kernel, Euler(), 2, roots=2, timesteps=timesteps)
+    policy.guidance = guidance
+    try:
+        [part] = explore(policy, case.conditioning, [plan], 4, seeder(0, 0))
+        sampled, kernel.outputs = kernel.outputs, []
+        scores = list(replay(policy, case.conditioning, part, 4))
+    finally:
+        policy.guidance = GUIDANCE
+    assert len(part.finals[0]) == 4 and torch.isfinite(part.finals[0]).all()
+    for then, now in zip(by_step(sampled), by_step(kernel.outputs), strict=True):
+        assert now.requires_grad and then.std() > 1e-3
+        torch.testing.assert_close(now.detach(), then, rtol=0, atol=1e-5)
+    for k, rows, new in scores:
+        assert (new.logp - part.transitions[k].old.logp[rows]).abs().max() <= 1e-6
+
+
+def by_step(outputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The outputs of all rows at the two recorded steps; one row runs through both steps before the next one, where a
+    pipeline takes one alone. A second state (LTX-2's sound) follows the first."""
+    flat = [output.flatten(1) for output in outputs]
+    if len({output.shape[1] for output in flat}) > 1:
+        flat = [torch.cat(both, 1) for both in zip(flat[::2], flat[1::2], strict=True)]
+    return [torch.cat(flat[step::2]) for step in range(2)]
+
+
+def test_the_gradient_reaches_the_lora_and_nothing_else(case):
+    policy = case.policy
+    trained = {id(parameter) for parameter in policy.weights.parameters()}
+    case.output().float().square().mean().backward()
+    reached = {key for key, p in policy.weights.named.items() if p.grad is not None and p.grad.abs().max() > 0}
+    assert {"lora_A", "lora_B"} == {key.split(".")[-3] for key in reached}
+    for module in policy.pipe.components.values():
+        if isinstance(module, torch.nn.Module):
+            assert not module.training
+            for parameter in module.parameters():
+                assert parameter.requires_grad == (id(parameter) in trained)
+                assert parameter.grad is None or id(parameter) in trained
+    for parameter in policy.weights.parameters():
+        parameter.grad = None
+
+
+def test_a_segment_from_the_middle_is_the_whole_run(case):
+    whole, _ = case.run(range(STEPS))
+    first, record = case.run(range(1))
+    rest, _ = case.run(range(1, STEPS), first, record.x0)
+    torch.testing.assert_close(rest, whole, rtol=0, atol=1e-6)
+    assert whole.shape == first.shape and (whole - first).abs().max() > 1e-3
+
+
+def test_guidance_changes_the_output(case):
+    policy = case.policy
+    with torch.no_grad():
+        guided = case.output()
+        policy.guidance = 1.0
+        try:
+            plain = case.output()
+        finally:
+            policy.guidance = GUIDANCE
+    assert ((guided - plain).abs().max() > 1e-4) == (case.name not in UNGUIDED)
+
+
+def test_the_prompt_changes_the_output(case):
+    with torch.no_grad():
+        swapped = case.conditioning.rows(torch.tensor([1, 0]))
+        assert (case.output(conditioning=swapped) - case.output()).abs().max() > 1e-4
+
+
+def test_a_prompt_sees_its_own_picture(case):
+    policy = case.policy
+    if "image" not in policy.given:
+        assert not case.conditioning.inputs.get("image")
+        return
+    own, (grid, timesteps) = policy.given["image"], case.grid
+    states = []
+    for image in (other(own), own):
+        conditioning = policy.encode(["red", "red"], NEGATIVES, [own, image])
+        states.append(policy.run(Task(grid, range(1), timesteps=timesteps), conditioning, None,
+                                 policy.generators([1, 1]))[0])
+    ours, theirs = states
+    scale = BATCH * theirs.abs().max()
+    assert (ours[0] - theirs[0]).abs().max() <= scale and (theirs[0] - theirs[1]).abs().max() <= scale
+    assert (ours[1] - theirs[1]).abs().max() > 1e-4
+
+
+def test_decoding_gives_pictures_or_frames(case):
+    seen = case.policy.decode(case.run(range(STEPS))[0], case.conditioning)
+    assert seen.ndim in (4, 5) and seen.shape[0] == 2 and seen.shape[-3] == 3
+    assert torch.isfinite(seen).all() and seen.min() >= 0 and seen.max() <= 1 and seen.std() > 1e-3
+
+
+def test_one_row_is_what_it_is_among_others(case):
+    with torch.no_grad():
+        together = case.output()
+        alone = torch.cat([case.output(rows=(row,)) for row in (0, 1)])
+    assert (together - alone).abs().max() <= BATCH * together.abs().max()
+
+
+def test_the_stock_pipeline_loads_the_lora(case, tmp_path):
+    """With an alpha that is not the rank, and a B that is not zero."""
+    assert "same scale" in case.policy.weights.save(tmp_path)
+    stock, call = FACTORIES[case.name](0)
+    untuned = stock_latents(stock, call)
+    used = load_lora(stock, denoisers(stock), tmp_path)
+    assert used and (stock_latents(stock, call) - stock_latents(case.policy.pipe, call)).abs().max() <= 1e-5
+    assert (untuned - stock_latents(stock, call)).abs().max() > 1e-3
+
+
+def stock_latents(pipe: Any, call: dict[str, Any]) -> torch.Tensor:
+    """The latents of one prompt, as a user calls the pipeline."""
+    options = dict(prompt="red", negative_prompt="old", num_inference_steps=2, output_type="latent", return_dict=False,
+                   generator=torch.Generator().manual_seed(1), **call)
+    takes = inspect.signature(type(pipe).__call__).parameters
+    return pipe(**{key: value for key, value in options.items() if key in takes})[0]
+
+
+@pytest.mark.parametrize("name", sorted(UNFIT))
+def test_check_says_what_stops_a_pipeline(name):
+    told = report.report(name)
+    assert not told["drivable"] and UNFIT[name] in told["reason"]
+
+
+def test_the_page_tells_of_every_class():
+    """The page is written by scripts/build_pipelines.py; verdicts are those of the tests above."""
+    page = (Path(__file__).parents[3] / "docs" / "pipelines.md").read_text()
+    rows = [[cell.strip() for cell in line.split(" | ")] for line in page.splitlines() if line.startswith("| ")][2:]
+    assert {cells[0].lstrip("| "): cells[1] for cells in rows} == \
+        {name: "no" if name in UNFIT else "yes" for name in {*FACTORIES, *UNFIT}}
+    assert set(UNFIT) == set(tiny.UNFIT)
+    assert all(any(reason in cells[-1] for cells in rows) for reason in UNFIT.values())

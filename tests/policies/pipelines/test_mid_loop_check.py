@@ -1,0 +1,62 @@
+"""Pipelines whose loop has no middle are refused where a method would start there."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from flowgrpo.check import report
+from flowgrpo.check.tiny import make
+from flowgrpo.config import Config
+from flowgrpo.config.sections import Adapter
+from flowgrpo.data.prompts import Prompt
+from flowgrpo.errors import UserError
+from flowgrpo.policies.pipelines import mid_loop_check
+from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
+from tests.helpers import tiny
+
+PROMPTS = [Prompt("red"), Prompt("sky")]
+FOUR = "StableDiffusionInpaintPipeline (4 channels)"
+TOLD = "Pipeline does not go on from the middle of its loop as the whole loop does, but .*% off: it may put a picture"
+
+
+def policy(name: str, dtype: torch.dtype = torch.float32) -> PipelinePolicy:
+    pipe, call = make(name)
+    precision = "bf16" if dtype == torch.bfloat16 else "fp32"
+    return PipelinePolicy(pipe.to(dtype), Adapter(rank=2), call=call, precision=precision)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["FluxInpaintPipeline", "QwenImageInpaintPipeline"])
+def test_training_is_refused_where_replays_would_see_another_background(name, dtype):
+    with pytest.raises(UserError, match=f"{name[:-8]}{TOLD}"):
+        tiny.trainer(policy(name, dtype), method="flow_grpo")
+
+
+def test_where_replays_are_right_only_methods_that_share_steps_are_refused():
+    alone = tiny.trainer(policy(FOUR), method="ddpo").explorer
+    [part, *_] = [part for part, _ in alone.sample(alone.conditioning(PROMPTS), 0, None)]
+    ratios = [(new.logp - part.transitions[k].old.logp[rows]).abs().max()
+              for k, rows, new in alone.replay(part, alone.conditioning(PROMPTS))]
+    assert max(ratios) <= 1e-6
+    with pytest.raises(UserError, match=f"StableDiffusionInpaint{TOLD}"):
+        tiny.trainer(policy(FOUR), method="ddpo", parts__roots=1)
+    told = [report.report(FOUR, Config(method="ddpo", precision="fp32", parts=parts))["drivable"]
+            for parts in ({}, {"roots": 1})]
+    assert told == [True, False] and not report.report(FOUR)["drivable"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["StableDiffusionInpaintPipeline", "LTXConditionPipeline"])
+def test_a_picture_that_the_denoiser_reads_stops_nothing(name, dtype):
+    trained = policy(name, dtype)
+    conditioning, before = trained.encode(["red"]), trained.evaluations
+    mid_loop_check.require(trained, conditioning)
+    assert trained.evaluations == before
+
+
+def test_a_random_module_is_told_as_such():
+    trained = policy("StableDiffusion3Pipeline")
+    trained.pipe.transformer.register_forward_hook(lambda _, args, out: (out[0] + 0.01 * torch.randn(out[0].shape),))
+    with pytest.raises(UserError, match="two equal runs of StableDiffusion3Pipeline differ, by .*: look for dropout"):
+        mid_loop_check.require(trained, trained.encode(["red"]))

@@ -1,0 +1,366 @@
+"""A pipeline as a policy: replay, reference, gradients, and a LoRA that stock diffusers loads."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from flowgrpo.config.sections import Adapter
+from flowgrpo.errors import UserError
+from flowgrpo.methods import preset
+from flowgrpo.methods.presets import suited
+from flowgrpo.policies.pipelines.conditioning import Conditioning
+from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
+from flowgrpo.policies.weights.lora_files import LORA_FILE
+from flowgrpo.samplers.grids import shifted
+from flowgrpo.samplers.kernels import FlowSDE
+from flowgrpo.samplers.plans import Schedule
+from flowgrpo.samplers.replay import replay
+from flowgrpo.samplers.rollout import Exploration, explore, seeder
+from flowgrpo.samplers.scheduler import Task
+from flowgrpo.samplers.solvers import Euler
+from tests.helpers import tiny
+from tests.helpers.tables import near
+
+# The others are met in tests/samplers/test_noised_finals.py, tests/samplers/test_reward_gradient.py and
+# tests/samplers/test_reinflow.py.
+METHODS = [*(name for name in suited("flow") if preset(name).records_steps and not preset(name).chain),
+           "mix_grpo+grpo_guard"]
+ROWS = torch.tensor([0, 0, 1, 1])
+
+ROOM = {"train__steps": 11, "train__group": 16}  # that trees need for their splits
+
+def rollout(trainer):
+    """One epoch's parts, with their means, and the conditioning they come from."""
+    batch = trainer.prompts[:2]
+    conditioning = trainer.policy.encode([p.text for p in batch])
+    explorations = [replace(each, keep_means=True) for each in trainer.explorer.explorations(trainer.epoch)]
+    return list(explore(trainer.policy, conditioning, explorations, 16, seeder(0, 0))), conditioning
+
+
+def replays(trainer, parts, conditioning):
+    """(old, new) of every batch of a replay."""
+    for part in parts:
+        for k, rows, new in replay(trainer.policy, conditioning, part, 16):
+            yield part.transitions[k].old.rows(rows), new
+
+
+class Remembering:
+    """A kernel that keeps the model outputs it is given."""
+
+    def __init__(self):
+        self.outputs = []
+
+    def __call__(self, x, v, grid, i):
+        self.outputs.append(v)
+        return FlowSDE(0.7)(x, v, grid, i)
+
+
+# --- replay ----------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("pipe, guidance", [(tiny.sd3, 1.0), (tiny.sd3, 3.0), (tiny.flux, 3.5)])
+def test_a_replay_sees_what_the_rollout_saw(pipe, guidance):
+    policy = tiny.stir(tiny.policy(pipe(), guidance=guidance))
+    conditioning, kernel = policy.encode(["red", "blue"]), Remembering()
+    plan = Exploration(shifted(4, 3.0), Schedule((0, 1, 2), (0, 1, 2)), kernel, Euler(), 2, roots=2)
+    [part] = explore(policy, conditioning, [plan], 4, seeder(0, 0))
+    sampled, kernel.outputs = kernel.outputs, []
+    list(replay(policy, conditioning, part, 4))
+    for then, now in zip(sampled, kernel.outputs, strict=True):
+        assert now.requires_grad and not then.requires_grad and then.std() > 0.1
+        torch.testing.assert_close(now.detach(), then, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("guidance", [1.0, 3.0])
+@pytest.mark.parametrize("method", METHODS)
+def test_the_first_ratio_is_one(method, guidance):
+    trainer = tiny.trainer(method=method, train__guidance=guidance, **ROOM)
+    tiny.stir(trainer.policy)
+    for old, new in replays(trainer, *rollout(trainer)):
+        assert (new.logp - old.logp).abs().max() <= 1e-6
+        assert trainer.method.log_ratio(new, old).abs().max() <= 1e-6
+        torch.testing.assert_close(new.mean.detach(), old.mean, rtol=0, atol=1e-5)
+        assert torch.equal(new.std, old.std)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_first_ratio_is_one_in_half_precision(method):
+    policy = tiny.policy(tiny.sd3().to(torch.bfloat16), precision="bf16", guidance=3.0)
+    trainer = tiny.trainer(tiny.stir(policy), method=method, precision="bf16", **ROOM)
+    parts, conditioning = rollout(trainer)
+    assert parts[0].finals[0].dtype == torch.bfloat16 and parts[0].transitions[0].old.logp.dtype == torch.float32
+    assert all(parameter.dtype == torch.float32 for parameter in policy.weights.parameters())
+    assert all(torch.equal(new.logp, old.logp) for old, new in replays(trainer, parts, conditioning))
+
+
+def test_another_guidance_in_the_replay_is_found_out():
+    trainer = tiny.trainer()
+    parts, conditioning = rollout(trainer)
+    trainer.policy.guidance = 3.0
+    assert max((new.logp - old.logp).abs().max() for old, new in replays(trainer, parts, conditioning)) > 1e-3
+
+
+# --- what is trained -------------------------------------------------------------------------------------------------
+
+def gradient_of(policy) -> None:
+    policy.replay(policy.encode(["red"]), torch.ones(1, *tiny.LATENTS), shifted(4, 3.0), 1).square().sum().backward()
+
+
+@pytest.mark.parametrize("rank", [2, 0])
+def test_the_gradient_reaches_what_is_trained_and_nothing_else(rank):
+    policy = tiny.stir(tiny.policy(rank=rank), 0.01)
+    gradient_of(policy)
+    trained = {id(parameter) for parameter in policy.weights.parameters()}
+    modules = [m for m in policy.pipe.components.values() if isinstance(m, torch.nn.Module)]
+    for module in modules:
+        for parameter in module.parameters():
+            assert parameter.requires_grad == (id(parameter) in trained)
+            assert parameter.grad is None or id(parameter) in trained
+    reached = [key for key, p in policy.weights.named.items() if p.grad is not None and p.grad.abs().max() > 0]
+    assert {"lora_A", "lora_B"} == {key.split(".")[-3] for key in reached} if rank else len(reached) > 20
+    assert all(not module.training for module in modules)
+
+
+def test_a_lora_starts_as_the_base_and_its_gradient_at_b():
+    policy = tiny.policy()
+    assert torch.equal(output(policy), base_output(1.0))
+    gradient_of(policy)
+    sides = {side: [p.grad.abs().max() for key, p in policy.weights.named.items() if side in key and p.grad is not None]
+             for side in ("lora_A", "lora_B")}
+    assert max(sides["lora_A"]) == 0 and max(sides["lora_B"]) > 0
+
+
+def output(policy) -> torch.Tensor:
+    x = torch.randn(2, *tiny.LATENTS, generator=torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        return policy.replay(policy.encode(["red", "blue"]), x, shifted(4, 3.0), 1)
+
+
+def base_output(guidance: float) -> torch.Tensor:
+    """What the pipeline gives that nobody has touched: all of its weights are trainable, none has moved."""
+    return output(tiny.policy(rank=0, guidance=guidance))
+
+
+@pytest.mark.parametrize("rank", [2, 0])
+@pytest.mark.parametrize("guidance", [1.0, 3.0])
+def test_the_reference_is_the_base_to_the_last_bit(rank, guidance):
+    policy = tiny.stir(tiny.policy(rank=rank, guidance=guidance))
+    tuned, kept = output(policy), policy.weights.snapshot()
+    with policy.reference():
+        assert torch.equal(output(policy), base_output(guidance))
+        assert not torch.is_grad_enabled()
+    assert (tuned - base_output(guidance)).abs().max() > 1e-3
+    assert torch.equal(output(policy), tuned)
+    assert all(torch.equal(kept[key], parameter) and parameter.requires_grad
+               for key, parameter in policy.weights.named.items())
+
+
+def test_the_reference_ends_with_an_error_too():
+    policy = tiny.stir(tiny.policy())
+    tuned = output(policy)
+    with pytest.raises(ZeroDivisionError), policy.reference():
+        1 / 0
+    assert torch.equal(output(policy), tuned)
+
+
+@pytest.mark.parametrize("rank", [2, 0])
+def test_swapped_weights_come_back(rank):
+    policy = tiny.stir(tiny.policy(rank=rank))
+    tuned, kept = output(policy), policy.weights.snapshot()
+    other = {key: torch.full_like(value, 0.1) for key, value in kept.items()}
+    with pytest.raises(ZeroDivisionError), policy.weights.swapped(other):
+        assert all((parameter == 0.1).all() for parameter in policy.weights.parameters())
+        assert not torch.equal(output(policy), tuned)
+        1 / 0
+    assert torch.equal(output(policy), tuned)
+    assert all(torch.equal(kept[key], parameter) for key, parameter in policy.weights.named.items())
+
+
+def test_the_same_seed_gives_the_same_weights_and_pictures():
+    made = []
+    for _ in range(2):
+        policy = tiny.trainer(seed=7).policy
+        pictures = policy.generate(policy.encode(["red"]), policy.generators([1]), 3, 2.0)
+        made.append((policy.weights.snapshot(), pictures))
+    assert all(torch.equal(made[0][0][key], made[1][0][key]) for key in made[0][0])
+    assert torch.equal(made[0][1], made[1][1]) and made[0][1].shape == (1, 3, 16, 16)
+
+
+@pytest.mark.parametrize("targets, told", [
+    (["to_qq"], "to_qq"),
+    (["attn"], "attn"),  # exists, but is no layer that takes a LoRA
+])
+def test_targets_that_match_nothing_are_told(targets, told):
+    with pytest.raises(UserError, match=f"{told}.*match no module of the transformer.*to_add_out, to_k, to_q, to_v"):
+        PipelinePolicy(tiny.sd3(), Adapter(targets=targets))
+
+
+def test_targets_are_whole_names():
+    policy = PipelinePolicy(tiny.sd3(), Adapter(rank=2, targets=["to_out.0", "nothing"]))
+    assert {key.split(".lora_")[0].removeprefix("transformer.") for key in policy.weights.named} == \
+        {f"transformer_blocks.{i}.attn.to_out.0" for i in (0, 1)}
+
+
+def test_a_pipeline_with_an_adapter_is_refused():
+    pipe = tiny.policy().pipe
+    with pytest.raises(UserError, match="has an adapter already"):
+        tiny.policy(pipe)
+
+
+def test_a_pipeline_in_another_precision_is_refused():
+    with pytest.raises(UserError, match="transformer is in torch.bfloat16, but precision is 'fp32'"):
+        tiny.policy(tiny.sd3().to(torch.bfloat16))
+
+
+def test_arguments_that_the_pipeline_does_not_take_are_told():
+    with pytest.raises(UserError, match="takes no 'num_frames'"):
+        PipelinePolicy(tiny.sd3(), Adapter(), call={"num_frames": 8})
+    with pytest.raises(UserError, match="takes no 'max_sequence_len'.*did you mean 'max_sequence_length'"):
+        PipelinePolicy(tiny.sd3(), Adapter(), call={"max_sequence_len": 8})
+
+
+def test_arguments_that_the_pipeline_refuses_are_told():
+    policy = PipelinePolicy(tiny.sd3(), Adapter(), call={"height": 17})
+    with pytest.raises(UserError, match="refuses its arguments:.*17"):
+        policy.encode(["red"])
+
+
+# --- files -----------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("pipe", [tiny.sd3, tiny.flux])
+def test_stock_diffusers_loads_the_lora_and_gives_the_same_latents(pipe, tmp_path):
+    policy = tiny.stir(tiny.policy(pipe(), rank=2, alpha=7.0), 0.3)
+    said = policy.weights.save(tmp_path)
+    assert LORA_FILE in said and "same scale" in said
+    ours = policy.generate(policy.encode(["red", "blue"], ["old", "old"]), policy.generators([1, 2]), 3, 2.5, "latent")
+    stock = pipe()
+
+    def latents():
+        options = {"negative_prompt": ["old", "old"]} if pipe is tiny.sd3 else {}
+        return stock(["red", "blue"], num_inference_steps=3, guidance_scale=2.5, output_type="latent",
+                     generator=PipelinePolicy.generators([1, 2]), **tiny.call_of(stock), **options).images
+
+    untuned = latents()
+    stock.load_lora_weights(tmp_path)
+    near(latents(), ours, depth=3 * 2 * 6)  # 3 steps through 2 blocks of 6 layers
+    assert (untuned - ours).abs().max() > 0.05
+
+
+def test_the_file_carries_rank_alpha_and_targets(tmp_path):
+    tiny.stir(tiny.policy(rank=2, alpha=7.0)).weights.save(tmp_path)
+    with safe_open(tmp_path / LORA_FILE, "pt") as file:
+        [told] = [json.loads(text) for key, text in file.metadata().items() if "lora_adapter_metadata" in key]
+        tensors = {key: file.get_tensor(key) for key in file.keys()}
+    assert (told["transformer.r"], told["transformer.lora_alpha"]) == (2, 7.0)
+    assert "transformer_blocks.0.attn.to_q" in told["transformer.target_modules"]
+    assert len(tensors) == 2 * len(told["transformer.target_modules"])
+    assert all(tensor.dtype == torch.float32 for tensor in tensors.values())
+
+
+def test_saving_leaves_the_adapter_as_it_was(tmp_path):
+    policy = tiny.stir(tiny.policy())
+    before, kept = output(policy), policy.weights.snapshot()
+    policy.weights.save(tmp_path)
+    assert torch.equal(output(policy), before)
+    gradient_of(policy)
+    assert all(torch.equal(kept[key], p) and p.requires_grad for key, p in policy.weights.named.items())
+    assert list(policy.pipe.transformer.peft_config) == ["default"]
+
+
+def test_a_lora_of_a_half_precision_run_is_saved_in_full(tmp_path):
+    policy = tiny.stir(tiny.policy(tiny.sd3().to(torch.bfloat16), precision="bf16"))
+    policy.weights.save(tmp_path)
+    with safe_open(tmp_path / LORA_FILE, "pt") as file:
+        assert all(file.get_tensor(key).dtype == torch.float32 for key in file.keys())
+
+
+def test_all_weights_are_saved_as_a_denoiser(tmp_path):
+    policy = tiny.stir(tiny.policy(rank=0), 0.01)
+    policy.weights.save(tmp_path)
+    loaded = type(policy.pipe.transformer).from_pretrained(tmp_path / "transformer")
+    trained = policy.weights.named
+    assert all(torch.equal(trained[f"transformer.{key}"], value) for key, value in loaded.named_parameters())
+
+
+# --- prompts and pictures --------------------------------------------------------------------------------------------
+
+def test_rows_of_the_conditioning_follow_the_prompts():
+    policy = tiny.policy()
+    conditioning = policy.encode(["red", "blue", "green"], ["old", "", "old"])
+    rows = conditioning.rows(torch.tensor([2, 0, 0]))
+    assert rows.prompts == ["green", "red", "red"] and rows.negatives == ["old", "old", "old"]
+    for whole, taken in zip(conditioning.calls[0], rows.calls[0], strict=True):
+        assert len(whole) == 3 and torch.equal(taken, whole[[2, 0, 0]])
+    assert all((value[0] != value[1]).any() for value in conditioning.calls[0])
+    alone = policy.encode(["green"], ["old"])
+    for whole, one in zip(conditioning.calls[0], alone.calls[0], strict=True):
+        torch.testing.assert_close(one[0], whole[2])
+
+
+def test_values_without_a_row_per_prompt_serve_all():
+    policy = tiny.policy(tiny.flux())
+    conditioning = policy.encode(["red"] * 16)  # as many prompts as tokens: a length alone would not tell
+    embeddings, pooled, text_ids = conditioning.calls[0]
+    assert embeddings.shape == (16, 16, 16) and pooled.shape == (16, 16) and text_ids.shape == (16, 3)
+    assert conditioning.per_prompt == ((True, True, False),)
+    rows = conditioning.rows(torch.tensor([1, 1, 0, 1]))
+    assert [len(value) for value in rows.calls[0]] == [4, 4, 16]
+    assert rows.calls[0][2] is text_ids
+
+
+def test_lists_and_absent_values_are_rows_too():
+    conditioning = Conditioning(["a", "b"], ["", ""], (([torch.zeros(1), torch.ones(2)], None),), ((True, False),))
+    [(values, absent)] = conditioning.rows(torch.tensor([1, 0, 1])).calls
+    assert [len(value) for value in values] == [2, 1, 2] and absent is None
+
+
+def test_a_pipeline_that_encodes_negative_prompts_by_themselves():
+    policy = tiny.policy(tiny.flux(), call=tiny.FLUX_CALL | {"true_cfg_scale": 4.0}, guidance=2.0)
+    conditioning = policy.encode(["red", "blue"], ["old", "old"])
+    assert len(conditioning.calls) == 2 and not torch.equal(conditioning.calls[0][0], conditioning.calls[1][0])
+    plan = Exploration(shifted(3, 3.0), Schedule((1,), (1,)), FlowSDE(0.7), Euler(), 2, roots=2)
+    policy.evaluations = 0
+    [part] = explore(policy, conditioning, [plan], 4, seeder(0, 0))
+    assert policy.evaluations == 2 * 4 * 3
+    [(_, _, new)] = replay(policy, conditioning, part, 4)
+    assert (new.logp - part.transitions[0].old.logp).abs().max() <= 1e-6
+    ours = policy.generate(conditioning, policy.generators([1, 2]), 3, 2.0, "latent")
+    stock = tiny.flux()(["red", "blue"], negative_prompt=["old", "old"], true_cfg_scale=4.0, num_inference_steps=3,
+                        guidance_scale=2.0, output_type="latent", generator=policy.generators([1, 2]), **tiny.FLUX_CALL)
+    torch.testing.assert_close(ours, stock.images, rtol=0, atol=1e-4)
+
+
+def test_without_noise_flux_gives_its_stock_latents():
+    pipe = tiny.flux()
+    stock = pipe(["red", "blue"], num_inference_steps=4, guidance_scale=3.5, output_type="latent",
+                 generator=PipelinePolicy.generators([1, 2]), **tiny.FLUX_CALL).images
+    grid = pipe.scheduler.sigmas.clone()
+    policy = tiny.policy(pipe, guidance=3.5)
+    final, _ = policy.run(Task(grid, range(4)), policy.encode(["red", "blue"]), None, policy.generators([1, 2]))
+    torch.testing.assert_close(final, stock, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("pipe", [tiny.sd3, tiny.flux])
+def test_decoding_is_what_the_pipeline_does_at_its_end(pipe):
+    policy = tiny.policy(pipe())
+    conditioning = policy.encode(["red", "blue"])
+    latents, expected = (policy.generate(conditioning, policy.generators([1, 2]), 3, 1.0, kind)
+                         for kind in ("latent", "pt"))
+    pictures = policy.decode(latents, conditioning)
+    torch.testing.assert_close(pictures, expected, rtol=0, atol=1e-6)
+    assert pictures.shape == (2, 3, 16, 16) and pictures.min() >= 0 and pictures.max() <= 1 and pictures.std() > 0.01
+
+
+def test_the_pipeline_is_left_as_it_was():
+    pipe = tiny.sd3()
+    scheduler = pipe.scheduler
+    policy = tiny.policy(pipe)
+    output(policy)
+    assert pipe.scheduler is scheduler and "encode_prompt" not in vars(pipe)
+    with pytest.raises(RuntimeError):
+        policy.run(Task(shifted(2, 3.0), range(2)), policy.encode(["red"]), torch.ones(1, 4, 3, 3))
+    assert pipe.scheduler is scheduler and "encode_prompt" not in vars(pipe)

@@ -1,0 +1,175 @@
+"""Previews in low precision: near to full precision, from the same noise, and without a trace in the weights."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+
+from flowgrpo.errors import UserError
+from flowgrpo.policies.weights.low_precision import quantised, require_torchao
+from flowgrpo.samplers.grids import shifted
+from flowgrpo.samplers.preview import PRECISIONS, Preview, previews
+from flowgrpo.samplers.rollout import seeder
+from tests.helpers import tiny
+
+sys.path.append(str(Path(__file__).parents[3] / "scripts"))
+
+from preview_correlation import agreement  # noqa: E402
+
+LOW = PRECISIONS[1:]
+# The largest relative error of a weight in each form: half a step of 1/127, 1/16 and 1/4.
+LARGEST = {"int8": 0.02, "fp8": 0.08, "nvfp4": 0.4}
+
+
+@pytest.fixture(scope="module")
+def policy():
+    return tiny.stir(tiny.policy())
+
+
+def looked(policy, conditioning) -> torch.Tensor:
+    return previews(policy, conditioning, shifted(3, 3.0), None, 4, 8, seeder(0, 0))
+
+
+def weights(policy) -> dict[str, torch.Tensor]:
+    return {f"{name}.{key}": value.clone() for name, module in policy.denoisers.items()
+            for key, value in module.state_dict().items()}
+
+
+def far(a: torch.Tensor, b: torch.Tensor) -> float:
+    return ((a - b).norm() / b.norm()).item()
+
+
+@pytest.mark.parametrize("precision", LOW)
+def test_a_preview_differs_little_and_leaves_the_weights_as_they_were(policy, precision):
+    conditioning, before = policy.encode(["red", "a cat"]), weights(policy)
+    parameters = dict(policy.denoisers["transformer"].named_parameters())
+    full = looked(policy, conditioning)
+    with quantised(policy, precision):
+        low = looked(policy, conditioning)
+    assert 0 < far(low, full) < LARGEST[precision]
+    after = weights(policy)
+    assert after.keys() == before.keys() and all(torch.equal(after[key], before[key]) for key in before)
+    now = dict(policy.denoisers["transformer"].named_parameters())
+    assert all(now[key] is parameter for key, parameter in parameters.items())
+    assert torch.equal(looked(policy, conditioning), full)
+
+
+def test_the_coarser_form_is_farther(policy):
+    conditioning = policy.encode(["red"])
+    full, found = looked(policy, conditioning), []
+    for precision in LOW:
+        with quantised(policy, precision):
+            found.append(far(looked(policy, conditioning), full))
+    assert found == sorted(found) and found[0] < found[-1] / 3
+
+
+@pytest.mark.parametrize("precision", LOW)
+def test_the_adapter_stays_in_full_precision_and_is_the_present_one(policy, precision):
+    """Only base weights are quantised; a LoRA that has moved since is seen by the next preview."""
+    conditioning, kept = policy.encode(["red"]), policy.weights.snapshot()
+    with quantised(policy, precision):
+        assert {type(p) for p in policy.weights.parameters()} == {torch.nn.Parameter}
+        layers = [layer for name, layer in policy.denoisers["transformer"].named_modules()
+                  if isinstance(layer, torch.nn.Linear) and "lora_" not in name]
+        changed = [type(layer.weight.data).__name__ for layer in layers]
+        first = looked(policy, conditioning)
+    fitting = [layer for layer in layers if precision != "nvfp4" or not any(n % 16 for n in layer.weight.shape)]
+    assert len(fitting) > 10 and len([name for name in changed if name != "Tensor"]) == len(fitting)
+    tiny.stir(policy)
+    with quantised(policy, precision):
+        assert far(looked(policy, conditioning), first) > 1e-2
+    policy.weights.load(kept)
+
+
+def test_weights_that_are_all_trained_are_copied_anew():
+    policy = tiny.policy(rank=0)
+    conditioning = policy.encode(["red"])
+    with quantised(policy, "int8"):
+        first = looked(policy, conditioning)
+    tiny.stir(policy)
+    with quantised(policy, "int8"):
+        assert far(looked(policy, conditioning), first) > 1e-2
+    assert all(parameter.requires_grad for parameter in policy.weights.parameters())
+
+
+def test_the_copies_are_freed_even_after_an_error(policy):
+    before = weights(policy)
+    layer = next(layer for name, layer in policy.denoisers["transformer"].named_modules()
+                 if isinstance(layer, torch.nn.Linear) and "lora_" not in name)
+    with pytest.raises(ArithmeticError), quantised(policy, "int8"):
+        copy = weakref.ref(layer.weight)
+        raise ArithmeticError
+    gc.collect()
+    assert copy() is None and all(torch.equal(value, before[key]) for key, value in weights(policy).items())
+
+
+def test_full_precision_changes_nothing(policy):
+    layer = next(layer for layer in policy.denoisers["transformer"].modules() if isinstance(layer, torch.nn.Linear))
+    weight = layer.weight
+    with quantised(policy, "full"):
+        assert layer.weight is weight and torch.is_grad_enabled()
+
+
+@pytest.mark.parametrize("precision", LOW)
+def test_half_precision_models_are_quantised_too(precision):
+    policy = tiny.stir(tiny.policy(tiny.sd3().to(torch.bfloat16), precision="bf16"))
+    conditioning = policy.encode(["red"])
+    full = looked(policy, conditioning)
+    with quantised(policy, precision):
+        assert 0 < far(looked(policy, conditioning).float(), full.float()) < LARGEST[precision] + 0.05
+
+
+def test_unknown_precisions_and_an_absent_torchao_are_told(monkeypatch):
+    with pytest.raises(ValueError, match="Preview: precision is 'int4', expected one of full, int8, fp8, nvfp4"):
+        Preview(precision="int4")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    require_torchao("full")
+    with pytest.raises(UserError, match="previews in fp8 need torchao: pip install 'flowgrpo\\[torchao\\]', or set"):
+        require_torchao("fp8")
+
+
+# --- sol_rl in low precision -----------------------------------------------------------------------------------------
+
+def noises(prompt: int, samples) -> torch.Tensor:
+    """The initial noises of epoch 0, from their seeds."""
+    generators = [torch.Generator().manual_seed(seeder(0, 0)(prompt, int(sample))) for sample in samples]
+    return torch.cat([torch.randn(1, *tiny.LATENTS, generator=generator) for generator in generators])
+
+
+@pytest.mark.parametrize("precision", LOW)
+def test_the_chosen_pictures_start_from_bit_identical_noise(precision):
+    trainer = tiny.trainer(method="mix_grpo+sol_rl", parts__preview={"pool": 9, "steps": 2, "precision": precision})
+    tiny.stir(trainer.policy)
+    before = weights(trainer.policy)
+    parts, conditioning, _ = trainer.sample(trainer.prompts[:2])
+    assert all(torch.equal(value, before[key]) for key, value in weights(trainer.policy).items())
+    with quantised(trainer.policy, precision):
+        finals = previews(trainer.policy, conditioning, shifted(2, 3.0), None, 9, 4, seeder(0, 0))
+    scores = tiny.red(trainer.explorer.decode(finals, conditioning.rows(torch.arange(2).repeat_interleave(9))), None)
+    for prompt, part in enumerate(parts):
+        ranked = scores.view(2, 9)[prompt].argsort(descending=True)
+        assert torch.equal(part.transitions[0].x, noises(prompt, [*ranked[:2], *ranked[-2:]]))
+
+
+def test_the_agreement_of_two_rankings_by_hand():
+    """The last two of four have changed places: 1 - 6 * 2 / 60, (5 - 1) / 6, and of the extremes only the worst is the
+    same. A pool without ranks says nothing."""
+    low, full = torch.tensor([[1.0, 2, 3, 4], [5, 5, 5, 5]]), torch.tensor([[1.0, 2, 4, 3], [1, 2, 3, 4]])
+    assert agreement(low, full, 2) == [pytest.approx((0.8, 2 / 3, 0.5))]
+    assert agreement(full, full, 4) == [pytest.approx((1, 1, 1))] * 2
+
+
+def test_previews_count_among_the_evaluations_of_a_rollout():
+    found = {}
+    for name, parts in (("mix_grpo", {}), ("mix_grpo+sol_rl", {"preview": {"pool": 9, "steps": 2}})):
+        trainer = tiny.trainer(method=name, parts=parts | {"roots": 4})
+        trainer.sample(trainer.prompts[:2])
+        explorer = trainer.explorer
+        found[name] = explorer.rollout_evaluations, trainer.policy.evaluations, explorer.saved_evaluations
+    without, beside = found.values()
+    assert beside == (without[0] + 2 * 9 * 2, without[1] + 2 * 9 * 2, without[2])

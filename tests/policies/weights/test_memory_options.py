@@ -1,0 +1,413 @@
+"""Less memory changes where things are and how they are kept, and nothing else of a run."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import types
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from flowgrpo.check import memory
+from flowgrpo.check import tiny as pipelines
+from flowgrpo.config import load
+from flowgrpo.config.sections import Adapter, Memory, Train
+from flowgrpo.data.prompts import Prompt
+from flowgrpo.errors import UserError
+from flowgrpo.methods import validate
+from flowgrpo.policies.options import require_memory
+from flowgrpo.policies.pipelines.conditioning import Encoder
+from flowgrpo.policies.pipelines.load import load_pipeline
+from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
+from flowgrpo.policies.weights import memory_options
+from flowgrpo.policies.weights.compiled import compile_blocks
+from flowgrpo.policies.weights.lora_files import LORA_FILE
+from flowgrpo.run import run
+from flowgrpo.samplers.grids import shifted
+from flowgrpo.samplers.kernels import FlowSDE
+from flowgrpo.samplers.plans import Schedule
+from flowgrpo.samplers.replay import replay
+from flowgrpo.samplers.rollout import Exploration, explore, seeder
+from flowgrpo.samplers.scheduler import Task
+from flowgrpo.samplers.solvers import Euler
+from flowgrpo.storage import checkpoint
+from flowgrpo.training.optimizer import make_optimizer
+from tests.helpers import tiny
+
+PLAN = Exploration(shifted(4, 3.0), Schedule((1, 2), (1, 2)), FlowSDE(0.7), Euler(), 4, keep_means=True)
+
+
+def rollout(policy, conditioning=None, plan=PLAN):
+    [part] = explore(policy, conditioning or policy.encode(["red"]), [plan], 4, seeder(0, 0))
+    return part
+
+
+def first_log_ratio(policy, part, conditioning=None) -> float:
+    """The largest |log ratio| of the replay, whose gradient is left in the parameters."""
+    largest = 0.0
+    for k, rows, new in replay(policy, conditioning or policy.encode(["red"]), part, 4):
+        largest = max(largest, (new.logp - part.transitions[k].old.logp[rows]).abs().max().item())
+        new.logp.sum().backward()
+    return largest
+
+
+# --- a quantised denoiser ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    return tiny.save(tiny.sd3(), tmp_path_factory.mktemp("sd3"))
+
+
+@pytest.fixture(scope="module")
+def both(saved):
+    """The same model with the same LoRA, in full and in int8."""
+    made = []
+    for weights in ("full", "int8"):
+        pipe = load_pipeline(str(saved), weights=weights)
+        torch.manual_seed(0)
+        made.append(tiny.stir(PipelinePolicy(pipe, Adapter(rank=2, alpha=3.0), call=tiny.CALL)))
+    return made
+
+
+def quantised(policy) -> dict[str, torch.Tensor]:
+    return {key: p for key, p in policy.denoisers["transformer"].named_parameters() if hasattr(p, "qdata")}
+
+
+def test_int8_weights_are_integers_near_the_full_ones(both):
+    weights, low = dict(both[0].denoisers["transformer"].named_parameters()), quantised(both[1])
+    assert len(low) > 10 and not quantised(both[0]) and not any("lora_" in key for key in low)
+    for key, weight in low.items():
+        step = weights[key].abs().amax(1, keepdim=True) / 127
+        assert weight.qdata.dtype == torch.int8 and ((weight.dequantize() - weights[key]).abs() <= 0.51 * step).all()
+
+
+def test_a_lora_on_int8_weights_samples_and_replays_as_ever(both):
+    full, low = (rollout(policy).finals[0] for policy in both)
+    assert 0 < ((low - full).norm() / full.norm()).item() < 0.05
+    policy = both[1]
+    assert first_log_ratio(policy, rollout(policy)) <= 1e-6
+    ours = {id(p) for p in policy.weights.parameters()}
+    reached = [id(p) for p in policy.denoisers["transformer"].parameters() if p.grad is not None and p.grad.any()]
+    assert reached and set(reached) <= ours
+
+
+def test_the_file_of_a_lora_on_int8_weights_is_the_same_as_ever(both, tmp_path):
+    for policy, name in zip(both, ("full", "int8")):
+        policy.weights.save(tmp_path / name)  # reads it back beside the live one
+    (tensors, told), (low, low_told) = (contents(tmp_path / name / LORA_FILE) for name in ("full", "int8"))
+    assert tensors.keys() == low.keys() and all(torch.equal(tensors[key], low[key]) for key in tensors)
+    assert told == low_told and told["transformer.lora_alpha"] == 3
+
+
+def contents(file):
+    """The tensors of a LoRA's file, and what it says of itself; sets are written in any order."""
+    with safe_open(file, "pt") as opened:
+        told = json.loads(opened.metadata()["lora_adapter_metadata"])
+        told = {key: sorted(value) if isinstance(value, list) else value for key, value in told.items()}
+        return {key: opened.get_tensor(key) for key in opened.keys()}, told  # noqa: SIM118, it is no dictionary
+
+
+def test_the_estimate_counts_int8_weights_as_they_are_kept(both):
+    config = load(None, {"train.micro_batch": 4, "train.group": 4})
+    full, low = (memory.memory(policy, config, policy.encode(["red"]))["update"]["denoisers"] for policy in both)
+    # From four bytes a value to one, and per row a scale of four bytes and a zero point of one.
+    assert full - low == sum(3 * weight.numel() - 5 * len(weight) for weight in quantised(both[1]).values())
+
+
+def test_a_run_with_all_that_saves_memory(saved, tmp_path):
+    config = tiny.config(tmp_path, model=str(saved), memory={"weights": "int8", "encoders": "cpu", "states": "cpu"},
+                         train__optimizer="adamw8bit", train__lr=1e-2, train__checkpointing=True, adapter__rslora=True)
+    summary = run(config, functions={"red": tiny.red}, prompts=[Prompt(text) for text in tiny.PROMPTS])
+    assert summary["max_first_log_ratio"] <= 1e-6 and summary["updates"] == 2
+    tensors, told = contents(config.folder / LORA_FILE)
+    assert told["transformer.use_rslora"] and max(t.abs().max() for k, t in tensors.items() if "lora_B" in k) > 0
+
+
+def test_nf4_is_asked_of_diffusers_for_every_denoiser():
+    form = memory_options.quantisation(["transformer", "transformer_2"], "nf4", torch.bfloat16).quant_mapping
+    assert set(form) == {"transformer", "transformer_2"}
+    asked = form["transformer_2"]
+    assert asked.load_in_4bit and asked.bnb_4bit_quant_type == "nf4" and asked.bnb_4bit_compute_dtype == torch.bfloat16
+    assert memory_options.quantisation(["transformer"], "full", torch.bfloat16) is None
+
+
+REFUSED = [
+    ({"memory.weights": "nf4"}, "onto a GPU alone"),
+    ({"memory.weights": "int8", "adapter.rank": 0}, "cannot be trained"),
+    ({"memory.weights": "int8", "adapter.dora": True}, "adapter.dora"),
+    ({"memory.weights": "int8", "method": "mix_grpo+sol_rl", "parts": {"preview": {"precision": "int8"}}}, "once"),
+    ({"adapter.rank": 0, "adapter.rslora": True}, "set a rank"),
+    ({"adapter.dora": True, "parts": {"reference": {"type": "Soup"}, "kl": {"weight": 0.1}}}, "EMA or Old"),
+]
+
+
+@pytest.mark.parametrize("options, told", REFUSED)
+def test_what_does_not_go_together_is_refused_in_one_line(options, told):
+    config = load(None, options)
+    with pytest.raises(UserError, match=told) as error:
+        require_memory(config, validate.resolve(config), "cpu")
+    assert "\n" not in str(error.value)
+
+
+def test_a_pipeline_that_is_loaded_already_is_not_quantised():
+    config = load(None, {"memory.weights": "int8"})
+    require_memory(config, validate.resolve(config), "cpu")
+    with pytest.raises(UserError, match="when you load it"):
+        require_memory(config, validate.resolve(config), "cpu", loaded=True)
+
+
+# --- who waits where -----------------------------------------------------------------------------------------------
+
+
+def test_only_text_encoders_leave():
+    pipe = tiny.sd3()
+    encoders = memory_options.Encoders(pipe, torch.device("cpu"), "meta")
+    encoders.come()
+    encoders.leave()
+    where = {name: part.device.type for name, part in pipe.components.items() if isinstance(part, torch.nn.Module)}
+    assert where == {"text_encoder": "meta", "text_encoder_2": "meta", "transformer": "cpu", "vae": "cpu"}
+
+
+def test_text_encoders_are_there_whenever_they_run_and_away_otherwise():
+    policy, seen = tiny.policy(memory=Memory(encoders="cpu")), []
+    for encoder in policy.encoders.modules:
+        encoder.register_forward_pre_hook(lambda *_: seen.append(policy.encoders.here))
+    policy.denoisers["transformer"].register_forward_pre_hook(lambda *_: seen.append(not policy.encoders.here))
+    conditioning = policy.encode(["red"])
+    part = rollout(policy, conditioning)
+    assert first_log_ratio(policy, part, conditioning) == 0
+    policy.encode(["blue"])
+    assert policy.encoders.here
+    policy.decode(part.finals[0], conditioning.rows(part.prompts))
+    assert not policy.encoders.here and len(seen) > 10 and all(seen)
+
+
+def test_text_encoders_come_for_a_stock_pipelines_own_call():
+    pipe, seen = tiny.sd3(), []
+    asked = dict(num_inference_steps=2, output_type="pt", return_dict=False, **tiny.CALL)
+    plain = pipe("red", generator=torch.Generator().manual_seed(0), **asked)[0]
+    encoders = memory_options.Encoders(pipe, torch.device("cpu"), "cpu")
+    encoders.attend(pipe)
+    for encoder in encoders.modules:
+        encoder.register_forward_pre_hook(lambda *_: seen.append(encoders.here))
+    pipe.transformer.register_forward_pre_hook(lambda *_: seen.append(not encoders.here))
+    assert torch.equal(pipe("red", generator=torch.Generator().manual_seed(0), **asked)[0], plain)
+    assert not encoders.here and len(seen) >= 6 and all(seen)
+
+
+def test_text_encoders_come_once_for_a_row_of_prompts():
+    policy, moves = tiny.policy(memory=Memory(encoders="cpu")), []
+    policy.encode(["red"])  # looks at the pipeline, too
+    policy.encoders.leave()
+    encoder, move = Encoder(policy), policy.encoders._move
+    policy.encoders._move = lambda device, here: (moves.append(here), move(device, here))
+    conditioning = encoder(["red", "blue", "a cat"], ["", "", ""])
+    rollout(policy, conditioning.rows(torch.tensor([1])))
+    rollout(policy, encoder(["blue"], [""]))
+    assert moves == [True, False]
+
+
+@pytest.mark.parametrize("how", ["sliced", "tiled"])
+def test_pictures_are_decoded_one_by_one(how):
+    (one, call), (two, _) = (pipelines.make("WanPipeline") for _ in range(2))
+    whole, parts = tiny.policy(one, call=call), tiny.policy(two, call=call, memory=Memory(vae=how))
+    vae, seen = parts.pipe.vae, []
+    assert vae.use_slicing and vae.use_tiling == (how == "tiled")
+    decode = vae._decode
+    vae._decode = lambda z, **options: (seen.append(len(z)), decode(z, **options))[1]
+    conditioning = whole.encode(["red", "blue", "a cat"])
+    parts.encode(["red"])
+    x, _ = whole.run(Task(PLAN.grid, range(0)), conditioning, None, whole.generators(range(3)))
+    torch.testing.assert_close(parts.decode(x, conditioning), whole.decode(x, conditioning), rtol=0, atol=1e-5)
+    assert seen[-3:] == [1, 1, 1]
+
+
+def test_the_starters_pictures_are_decoded_tile_by_tile():
+    """Of its autoencoder diffusers thinks that a picture has 8 times the size of its latents."""
+    pipe = load_pipeline("starter")
+    pipe.vae.tile_sample_min_size = 64
+    whole = PipelinePolicy(pipe, None, guidance=2.0)
+    conditioning, tiles = whole.encode(["two red circles"]), []
+    grid = shifted(8, 3.0)
+    latents = whole.run(Task(grid, range(8)), conditioning, None, whole.generators([0]))[0].repeat(1, 1, 2, 2)
+    expected = whole.decode(latents, conditioning)
+    tiled = PipelinePolicy(pipe, None, guidance=2.0, memory=Memory(vae="tiled"))
+    pipe.vae.decoder.register_forward_hook(lambda _, args, out: tiles.append((args[0].shape[-1], out.shape[-1])))
+    found = tiled.decode(latents, conditioning)
+    assert found.shape == expected.shape == (1, 3, 128, 128) and len(tiles) == 9 and tiles[0] == (16, 64)
+    assert (found - expected).abs().mean() < 0.1 * expected.std() and expected.std() > 0.1
+    torch.testing.assert_close(found[..., :32, :32], expected[..., :32, :32], rtol=0, atol=1e-3)
+
+
+def test_an_autoencoder_of_sound_has_no_tiles_and_hinders_none():
+    pipe, _ = pipelines.make("LTX2Pipeline")
+    memory_options.decode_in_parts(pipe, "tiled")
+    assert pipe.vae.use_tiling and pipe.vae.use_slicing and not hasattr(pipe.audio_vae, "use_tiling")
+
+
+def test_an_autoencoder_without_parts_is_told():
+    pipe = types.SimpleNamespace(components={"vae": torch.nn.Identity()})
+    with pytest.raises(UserError, match="no slicing: use whole"):
+        memory_options.decode_in_parts(pipe, "tiled")
+
+
+def test_recorded_states_and_means_wait_elsewhere_each_of_them_once():
+    policy = tiny.policy()
+    policy.states = torch.device("meta")
+    first, second = rollout(policy, plan=dataclasses.replace(PLAN, roots=4)).transitions  # both steps in one run
+    away = [first.x, first.x_next, first.old.mean, second.x, second.x_next, second.old.mean]
+    assert {value.device.type for value in away} == {"meta"}
+    assert first.x_next is second.x
+    assert first.old.logp.device.type == second.old.logp.device.type == "cpu"
+
+
+def test_the_estimate_leaves_out_what_waits_elsewhere():
+    told = {}
+    for name, options in {"plain": {}, "away": {"memory.encoders": "cpu", "train.optimizer": "adamw8bit"}}.items():
+        config = load(None, {"train.group": 4, "train.micro_batch": 4} | options)
+        policy = tiny.policy(memory=config.memory)
+        if name == "away":
+            policy.states = torch.device("meta")
+        told[name] = memory.memory(policy, config, policy.encode(["red"]))
+    plain, away = told["plain"], told["away"]
+    assert away["encode"] == plain["encode"] and plain["update"]["text encoders"] > 0
+    assert away["update"]["text encoders"] == away["rollout"]["text encoders"] == 0
+    assert plain["rollout"]["recorded states"] > 0 == away["rollout"]["recorded states"]
+    trained = plain["update"]["trained"]
+    assert plain["update"]["gradients and optimiser"] == 3 * trained
+    assert away["update"]["gradients and optimiser"] == trained + trained // 2
+
+
+# --- the optimiser and the compiler --------------------------------------------------------------------------------
+
+
+def quadratic(kind: str):
+    """Two tensors, their optimiser, and steps on a loss whose gradient is known."""
+    generator = torch.Generator().manual_seed(0)
+    parameters = [torch.nn.Parameter(torch.randn(n, generator=generator)) for n in (8192, 5000)]
+    optimizer = make_optimizer(Train(optimizer=kind, lr=0.1, weight_decay=0.0), parameters)
+
+    def step(times: int) -> None:
+        for _ in range(times):
+            for parameter in parameters:
+                parameter.grad = 2 * (parameter.detach() - 1)
+            optimizer.step()
+    return parameters, optimizer, step
+
+
+def test_the_first_step_of_adamw_is_the_learning_rate_in_either_form():
+    """Its moments are g and g^2 after their correction: every value moves by lr * sign(g)."""
+    for kind in ("adamw", "adamw8bit"):
+        parameters, optimizer, step = quadratic(kind)
+        before = [p.detach().clone() for p in parameters]
+        step(1)
+        for old, new in zip(before, parameters):
+            far = (old - 1).abs() > 1e-3
+            torch.testing.assert_close((new - old)[far], -0.1 * (old - 1).sign()[far], rtol=0, atol=1e-4)
+    state = optimizer.state[parameters[0]]
+    assert state["state1"].dtype == state["state2"].dtype == torch.uint8
+
+
+@pytest.mark.parametrize("kind", ["adamw", "adamw8bit"])
+def test_an_optimiser_goes_on_from_its_tensors_bit_for_bit(kind, tmp_path):
+    whole, _, step = quadratic(kind)
+    step(5)
+    first, optimizer, step = quadratic(kind)
+    step(2)
+    folder = checkpoint.save(tmp_path, 1, checkpoint.optimizer_tensors(optimizer), {}, 1)
+    second, fresh, step = quadratic(kind)
+    with torch.no_grad():
+        for to, of in zip(second, first):
+            to.copy_(of)
+    checkpoint.load_optimizer(fresh, checkpoint.load(folder)[0])
+    step(3)
+    assert all(torch.equal(a, b) for a, b in zip(whole, second))
+
+
+def test_a_policy_that_samples_in_grad_mode_draws_the_same_and_keeps_no_graph():
+    plain, other = seeded(), seeded()
+    other.compiled = True
+    expected, found = rollout(plain), rollout(other)
+    assert torch.equal(found.finals[0], expected.finals[0])
+    for taken in found.transitions:
+        assert not any(value.requires_grad for value in (taken.x, taken.x_next, taken.old.logp, taken.old.mean))
+    assert first_log_ratio(other, found) == 0
+
+
+def test_compiled_blocks_sample_and_replay_alike():
+    plain, policy, plan = seeded(), seeded(), dataclasses.replace(PLAN, roots=4)  # one shape, one graph per block
+    policy.compiled = True
+    transformer = policy.denoisers["transformer"]
+    assert compile_blocks(transformer, backend="eager") == len(transformer.transformer_blocks) == 2
+    part = rollout(policy, plan=plan)
+    torch.testing.assert_close(part.finals[0], rollout(plain, plan=plan).finals[0], rtol=0, atol=1e-4)
+    assert first_log_ratio(policy, part) <= 1e-6
+    assert any(p.grad.any() for p in policy.weights.parameters())
+    assert compile_blocks(torch.nn.Linear(2, 2), backend="eager") == 1
+
+
+def seeded():
+    """A policy whose LoRA is the same every time."""
+    torch.manual_seed(0)
+    return tiny.stir(tiny.policy())
+
+
+# --- reference predictions -----------------------------------------------------------------------------------------
+
+
+def epoch_of(again: bool):
+    """(weights, evaluations of the update, KL) of an epoch of two passes with a KL; `again`: nothing is kept."""
+    trainer = tiny.trainer(train__inner_epochs=2, train__lr=1e-2, parts={"kl": {"type": "GaussianKL", "weight": 1.0}})
+    tiny.stir(trainer.policy)
+    assert trainer.anchor.keep
+    trainer.anchor.keep = not again
+    spent, learn = [], trainer.learn
+
+    def counted(*given):
+        before = trainer.policy.evaluations
+        found = learn(*given)
+        spent.append(trainer.policy.evaluations - before)
+        return found
+    trainer.learn = counted
+    metrics = trainer.run_epoch()
+    return trainer.policy.weights.snapshot(), spent[0], metrics["kl"]
+
+
+def test_reference_predictions_are_computed_once_for_all_inner_epochs():
+    (kept, few, kl), (again, many, same) = epoch_of(False), epoch_of(True)
+    assert all(torch.equal(kept[key], again[key]) for key in kept) and kl == same > 0
+    unit = many // 5  # the first ratio's look, and in either pass the policy's forward and the reference's
+    assert many == 5 * unit and few == 4 * unit
+
+
+# --- other kinds of LoRA -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options, scale", [
+    ({"dora": True}, 2.0), ({"dora": True, "alpha": 3.0}, 0.75),
+    ({"rslora": True}, 2.0), ({"rslora": True, "alpha": 8.0}, 4.0)])
+def test_dora_and_rslora_load_in_stock_diffusers(options, scale, tmp_path):
+    policy = tiny.stir(PipelinePolicy(tiny.sd3(), Adapter(rank=4, **options), call=tiny.CALL))
+    assert {each for layer in policy.weights._layers().values() for each in layer.scaling.values()} == {scale}
+    assert any("magnitude" in key for key in policy.weights.named) == bool(options.get("dora"))
+    policy.weights.save(tmp_path)
+    stock = tiny.sd3()
+    base = copy.deepcopy(stock)
+    stock.load_lora_weights(tmp_path, weight_name=LORA_FILE)
+    conditioning = policy.encode(["red"])
+    tuned, loaded, plain = (generated(pipe, conditioning) for pipe in (policy.pipe, stock, base))
+    torch.testing.assert_close(loaded, tuned, rtol=0, atol=1e-5)
+    assert (loaded - plain).abs().max() > 1e-3
+
+
+def generated(pipe, conditioning) -> torch.Tensor:
+    """What a stock pipeline gives for the encoded prompt."""
+    prompt, _, pooled, _ = conditioning.calls[0]
+    with torch.no_grad():
+        return pipe(prompt_embeds=prompt, pooled_prompt_embeds=pooled, num_inference_steps=3, guidance_scale=1.0,
+                    generator=torch.Generator().manual_seed(0), output_type="latent",
+                    **{key: tiny.CALL[key] for key in ("height", "width") if key in tiny.CALL}).images

@@ -1,0 +1,389 @@
+"""GenEval's rules by hand tables, with detections that are given; colours against the named colours of the web; the
+detectors' own arithmetic."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import math
+import os
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image, ImageColor
+
+from flowgrpo import rewards
+from flowgrpo.errors import UserError
+from flowgrpo.rewards.images import colours, detectors
+from flowgrpo.rewards.images.detectors import OBJECTS, Detection, decoded
+from flowgrpo.rewards.images.geneval import GenEval, Rules, relations
+
+PROMPT = "a photo"
+
+
+def seen(label: str, score: float = 0.95, box=(0, 0, 10, 10)) -> Detection:
+    return Detection(box, label, score)
+
+
+def judged(found: list[Detection], wanted: dict, score: str = "strict", picture: torch.Tensor | None = None,
+           **rules) -> float:
+    picture = torch.zeros(3, 64, 64) if picture is None else picture
+    reward = GenEval(detector=lambda images: [found for _ in images], score=score, **rules)
+    return rewards.score({"geneval": reward}, picture[None], [PROMPT], [wanted])[0, 0].item()
+
+
+def painted(*boxes) -> torch.Tensor:
+    """A grey picture with boxes ((left, top, right, bottom), colour)."""
+    picture = torch.full((3, 64, 64), 0.5)
+    for (left, top, right, bottom), name in boxes:
+        paint = torch.tensor(ImageColor.getrgb(name)) / 255
+        picture[:, top:bottom, left:right] = paint[:, None, None]
+    return picture
+
+
+# --- counts ----------------------------------------------------------------------------------------------------------
+
+ONE = {"tag": "single_object", "include": [{"class": "dog", "count": 1}]}
+TWO = {"tag": "two_object", "include": [{"class": "dog", "count": 1}, {"class": "cat", "count": 1}]}
+THREE = {"tag": "counting", "include": [{"class": "dog", "count": 3}], "exclude": [{"class": "dog", "count": 4}]}
+
+
+@pytest.mark.parametrize("wanted, found, strict, graded", [
+    (ONE, [], 0, 0),
+    (ONE, [seen("dog")], 1, 1),
+    (ONE, [seen("dog"), seen("dog")], 1, 0),  # at least one is enough for GenEval; too many cost in the graded score
+    (ONE, [seen("cat")], 0, 0),
+    (ONE, [seen("dog", 0.31)], 1, 1),
+    (ONE, [seen("dog", 0.3)], 0, 0),  # above the threshold, not at it
+    (TWO, [seen("dog"), seen("cat")], 1, 1),
+    (TWO, [seen("dog")], 0, 0.5),
+    (THREE, [seen("dog")] * 3, 1, 1),
+    (THREE, [seen("dog")] * 2, 0, 2 / 3),
+    (THREE, [seen("dog")] * 4, 0, 2 / 3),
+    (THREE, [seen("dog")] * 9, 0, 0),  # never below 0
+    (THREE, [seen("dog")] * 3 + [seen("dog", 0.89)], 1, 1),  # counted from 0.9 on
+    (THREE, [seen("dog")] * 2 + [seen("dog", 0.89)], 0, 2 / 3),
+])
+def test_counts(wanted, found, strict, graded):
+    assert judged(found, wanted) == strict
+    assert judged(found, wanted, "graded") == pytest.approx(graded, abs=1e-7)
+
+
+def test_at_most_sixteen_objects_of_a_class_are_seen():
+    many = {"tag": "counting", "include": [{"class": "dog", "count": 16}], "exclude": [{"class": "dog", "count": 17}]}
+    assert judged([seen("dog")] * 20, many) == 1
+    assert judged([seen("dog")] * 20, many, max_objects=17) == 0
+
+
+def test_thresholds_are_arguments():
+    assert judged([seen("dog", 0.5)] * 3, THREE) == 0
+    assert judged([seen("dog", 0.5)] * 3, THREE, counting_threshold=0.4) == 1
+    assert judged([seen("dog", 0.5)], ONE, threshold=0.6) == 0
+
+
+# --- places ----------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("centre, expected", [
+    # Boxes of 10 by 10: each axis is shortened by 0.1 * (10 + 10) = 2.
+    ((20, 0), {"right of"}), ((-20, 0), {"left of"}), ((0, -20), {"above"}), ((0, 20), {"below"}),
+    ((20, 20), {"right of", "below"}),  # 18 / 28.3 = 0.64 on both
+    ((20, 10), {"right of"}),  # 18 / 22.4 = 0.80, 8 / 22.4 = 0.36
+    ((2, 0), set()), ((0, 0), set()), ((2, 2), set()),
+    ((5, 0), {"right of"}),  # 3 / 5 = 0.6
+    ((3.9, 0), set()),  # 1.9 / 3.9 = 0.49
+    ((4.1, 0), {"right of"}),  # 2.1 / 4.1 = 0.51
+])
+def test_relations(centre, expected):
+    x, y = centre
+    assert relations((x - 5, y - 5, x + 5, y + 5), (-5, -5, 5, 5)) == expected
+
+
+def test_the_size_of_both_boxes_counts():
+    # Shortened by 0.1 * (40 + 10) = 5: 3 / 8 = 0.375; by 0.1 * (10 + 10): 6 / 8.
+    assert relations((-12, -5, 28, 5), (-5, -5, 5, 5)) == set()
+    assert relations((3, -5, 13, 5), (-5, -5, 5, 5)) == {"right of"}
+    assert relations((-12, -5, 28, 5), (-5, -5, 5, 5), threshold=0) == {"right of"}
+
+
+LEFT = {"tag": "position", "include": [{"class": "dog", "count": 1},
+                                       {"class": "cat", "count": 1, "position": ["left of", 0]}]}
+
+
+@pytest.mark.parametrize("found, strict, graded", [
+    ([seen("dog", box=(40, 0, 50, 10)), seen("cat", box=(0, 0, 10, 10))], 1, 1),
+    ([seen("dog", box=(0, 0, 10, 10)), seen("cat", box=(40, 0, 50, 10))], 0, 2 / 3),
+    ([seen("cat", box=(0, 0, 10, 10))], 0, 1 / 3),  # no target: neither dog nor place
+    ([seen("dog", box=(40, 0, 50, 10))], 0, 1 / 3),
+    # The surest cat is looked at: the right one here, the wrong one there.
+    ([seen("dog", box=(40, 0, 50, 10)), seen("cat", 0.6, (50, 0, 60, 10)), seen("cat", 0.9, (0, 0, 10, 10))], 1, 1 / 3),
+    ([seen("dog", box=(40, 0, 50, 10)), seen("cat", 0.9, (50, 0, 60, 10)), seen("cat", 0.6, (0, 0, 10, 10))], 0, 1 / 3),
+])
+def test_places(found, strict, graded):
+    assert judged(found, LEFT) == strict
+    assert judged(found, LEFT, "graded") == pytest.approx(graded, abs=1e-7)
+
+
+# --- colours ---------------------------------------------------------------------------------------------------------
+
+RED_BLUE = {"tag": "color_attr", "include": [{"class": "dog", "count": 1, "color": "red"},
+                                             {"class": "cat", "count": 1, "color": "blue"}]}
+HERE, THERE = (0, 0, 20, 20), (40, 40, 60, 60)
+
+
+@pytest.mark.parametrize("here, there, strict, graded", [
+    ("red", "blue", 1, 1), ("blue", "red", 0, 0.5), ("red", "green", 0, 0.75), ("grey", "blue", 0, 0.75),
+])
+def test_each_object_has_its_own_colour(here, there, strict, graded):
+    picture, found = painted((HERE, here), (THERE, there)), [seen("dog", box=HERE), seen("cat", box=THERE)]
+    assert judged(found, RED_BLUE, picture=picture) == strict
+    assert judged(found, RED_BLUE, "graded", picture) == pytest.approx(graded, abs=1e-7)
+
+
+def test_every_object_that_counts_has_the_colour():
+    wanted = {"tag": "colors", "include": [{"class": "dog", "count": 2, "color": "red"}]}
+    found = [seen("dog", box=HERE), seen("dog", box=THERE)]
+    assert judged(found, wanted, picture=painted((HERE, "red"), (THERE, "red"))) == 1
+    assert judged(found, wanted, picture=painted((HERE, "red"), (THERE, "blue"))) == 0
+
+
+@pytest.mark.parametrize("name, web", [
+    ("red", "red crimson firebrick darkred #f03018"), ("orange", "orange darkorange"),
+    ("yellow", "yellow gold khaki goldenrod"),
+    ("green", "green lime forestgreen darkgreen seagreen limegreen"),
+    ("blue", "blue navy royalblue dodgerblue steelblue skyblue"),
+    ("purple", "purple indigo darkviolet rebeccapurple mediumpurple darkmagenta"),
+    ("pink", "pink hotpink deeppink lightpink palevioletred"), ("brown", "saddlebrown sienna #5c4033 #8a5c5c"),
+    ("black", "black #101010 #202020 #3c3a42 #40394a"), ("white", "white snow whitesmoke ivory"),
+    ("", "grey silver dimgrey darkcyan"),
+])
+def test_named_colours_of_the_web(name, web):
+    pixels = np.array([ImageColor.getrgb(paint) for paint in web.split()], dtype=np.uint8)
+    assert dict(zip(web.split(), colours.pixel_colours(pixels))) == dict.fromkeys(web.split(), name)
+
+
+def test_hues_are_those_of_pillow():
+    pixels = np.random.default_rng(0).integers(0, 256, (500, 3), dtype=np.uint8)
+    pixels = pixels[np.ptp(pixels, axis=1) > 40]
+    expected = np.array(Image.fromarray(pixels[None]).convert("HSV"))[0, :, 0] * (360.0 / 255)
+    channels = pixels / 255
+    found = colours._hue(channels, channels.max(-1), np.ptp(channels, -1))
+    apart = np.abs(found - expected) % 360
+    assert np.minimum(apart, 360 - apart).max() < 3  # Pillow has 256 steps
+
+
+def test_the_middle_of_the_box_decides():
+    picture = (painted(((8, 8, 24, 24), "red")).permute(1, 2, 0) * 255).byte().numpy()
+    assert colours.colour(picture, (8, 8, 24, 24)) == "red"
+    assert colours.colour(picture, (0, 0, 32, 32)) == "red"  # grey around it, the middle half is red
+    assert colours.colour(picture, (16, 16, 64, 64)) is None  # grey
+    assert colours.colour(picture, (70, 70, 90, 90)) is None  # outside
+    assert colours.colour(picture, (12.2, 12.2, 12.4, 12.4)) == "red"  # less than a pixel
+    assert colours.colour(picture[8:, 8:], (-16, -16, 16, 16)) == "red"  # of the middle, what is in the picture
+
+
+# --- the reward ------------------------------------------------------------------------------------------------------
+
+def test_prompts_without_metadata_of_geneval_are_left_out():
+    asked = []
+
+    def detector(images):
+        asked.append(len(images))
+        return [[seen("dog")] for _ in images]
+
+    found = rewards.score({"geneval": GenEval(detector=detector)}, torch.zeros(3, 3, 8, 8), [PROMPT] * 3,
+                          [ONE, {}, TWO])[:, 0].tolist()
+    assert found[0] == 1 and math.isnan(found[1]) and found[2] == 0 and asked == [2]
+
+
+@pytest.mark.parametrize("clause, told", [
+    ({"class": "dog"}, "expected a class and a count of 1 or more"),
+    ({"class": "dog", "count": 0}, "expected a class and a count of 1 or more"),
+    ({"class": "dog", "count": 1, "color": "teal"}, "expected a colour of red, orange"),
+    ({"class": "dog", "count": 1, "position": ["near", 0]}, "expected a place of left of, right of"),
+    ({"class": "dog", "count": 1, "position": ["above", 0]}, "the number of an earlier clause"),
+])
+def test_metadata_of_another_format_is_refused(clause, told):
+    with pytest.raises(UserError, match=told):
+        judged([], {"include": [clause]})
+
+
+def test_a_class_that_the_detector_does_not_know_is_refused():
+    def dogs(images):
+        return [[Detection((0, 0, 4, 4), "dog", 0.95)] for _ in images]
+
+    def scored(*names: str) -> list:
+        return GenEval(detector=dogs)(torch.zeros(1, 3, 8, 8), [PROMPT], [{
+            "include": [{"class": name, "count": 1} for name in names]}])
+
+    assert scored("dog") == [1] and scored("unicorn") == [0]  # nothing is known of what it can find
+    dogs.labels = OBJECTS
+    assert scored("dog") == [1]
+    with pytest.raises(UserError, match=f"of the prompt '{PROMPT}' has the clause .*: the detector knows no class "
+                                        r"'persn': did you mean 'person'\?"):
+        scored("dog", "persn")
+    model = torch.nn.Identity()
+    assert detectors.Torchvision(model=model, categories=("N/A", "mouse")).labels == ("computer mouse",)
+
+
+def test_other_scores_and_detectors_are_refused(tmp_path):
+    with pytest.raises(UserError, match="score is 'loose', expected strict, graded"):
+        rewards.find("geneval", {"score": "loose"})
+    with pytest.raises(UserError, match="no detector 'fasterrcnn': expected one of torchvision's"):
+        rewards.find("geneval", {"detector": "fasterrcnn"})
+    with pytest.raises(UserError, match="no detector at .*gone.onnx: expected FastestDet's .onnx file"):
+        rewards.find("geneval", {"detector": str(tmp_path / "gone.onnx")})
+
+
+def test_a_detector_from_a_file(tmp_path):
+    (tmp_path / "mine.py").write_text("def dogs(images):\n    return [[((0, 0, 4, 4), 'dog', 0.95)] for _ in images]\n")
+    reward = rewards.find("geneval", {"detector": f"{tmp_path}/mine.py:dogs"})
+    assert reward(torch.zeros(2, 3, 8, 8), [PROMPT] * 2, [ONE, TWO]) == [1, 0]
+
+
+def test_rules_are_the_defaults_of_the_reward():
+    mine, rules = GenEval(detector=len), Rules()
+    assert [getattr(mine, name) for name in vars(rules)] == list(vars(rules).values())
+
+
+# --- detectors -------------------------------------------------------------------------------------------------------
+
+def test_the_names_are_the_eighty_of_geneval():
+    assert len(OBJECTS) == len(set(OBJECTS)) == 80 and OBJECTS[0] == "person" and OBJECTS[-1] == "toothbrush"
+    assert {"computer mouse", "tv remote", "computer keyboard", "potted plant", "wine glass"} <= set(OBJECTS)
+
+
+def test_every_category_of_torchvisions_weights_has_one_of_these_names():
+    from torchvision.models.detection import FasterRCNN_ResNet50_FPN_V2_Weights as Weights
+
+    names = {detectors.named(name) for name in Weights.DEFAULT.meta["categories"]}
+    assert names - {"__background__", "N/A"} == set(OBJECTS)
+
+
+class Command:
+    """A pickle that runs a command when it is read."""
+
+    def __init__(self, command: str) -> None:
+        self.command = command
+
+    def __reduce__(self):
+        return os.system, (self.command,)
+
+
+LIGHT = "ssdlite320_mobilenet_v3_large"
+LIGHT_FILE = "ssdlite320_mobilenet_v3_large_coco-a79551df.pth"
+
+
+@pytest.mark.parametrize("name, file", [
+    ("fasterrcnn_resnet50_fpn_v2", "fasterrcnn_resnet50_fpn_v2_coco-dd69338a.pth"), (LIGHT, LIGHT_FILE)])
+@pytest.mark.parametrize("zipped", [False, True])
+def test_a_file_of_weights_runs_nothing(tmp_path, monkeypatch, name, file, zipped):
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    checkpoints = tmp_path / "hub" / "checkpoints"
+    checkpoints.mkdir(parents=True)
+    torch.save({"a": Command(f"touch {tmp_path}/ran")}, checkpoints / file, _use_new_zipfile_serialization=zipped)
+    with pytest.raises(UserError, match=f"detector '{name}': {checkpoints}/{file} holds no weights of it") as told:
+        detectors.detector(name)
+    assert not (tmp_path / "ran").exists() and "\n" not in str(told.value)
+    assert detectors.WEIGHTS_ONLY not in os.environ
+
+
+def test_the_weights_in_the_cache_are_read(tmp_path, monkeypatch):
+    from torchvision.models import get_model
+
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    checkpoints = tmp_path / "hub" / "checkpoints"
+    checkpoints.mkdir(parents=True)
+    state = get_model(LIGHT, weights=None, weights_backbone=None).state_dict()
+    torch.save(state, checkpoints / LIGHT_FILE)
+    found = detectors.detector(LIGHT).model.state_dict()
+    assert all(torch.equal(value.cpu(), state[name]) for name, value in found.items())
+
+
+def test_weights_that_cannot_be_fetched_are_told_where_to_put(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    for proxy in ("https_proxy", "HTTPS_PROXY"):
+        monkeypatch.setenv(proxy, "http://127.0.0.1:9")  # nothing listens there
+    monkeypatch.delenv("no_proxy", raising=False)
+    with pytest.raises(UserError, match=f"its weights cannot be downloaded .*: put https://download.pytorch.org/models/"
+                                        f"{LIGHT_FILE} at {tmp_path}/hub/checkpoints/{LIGHT_FILE}"):
+        detectors.detector(LIGHT)
+
+
+def test_a_model_of_torchvision():
+    from torchvision.models import get_model
+
+    torch.manual_seed(0)
+    model = get_model("ssdlite320_mobilenet_v3_large", weights=None, weights_backbone=None, num_classes=4).eval()
+    images, names = torch.rand(2, 3, 40, 60), ("background", "mouse", "dog", "cat")
+    found = detectors.Torchvision(model=model, categories=names, device="cpu")(images)
+    with torch.no_grad():
+        for detections, image in zip(found, images):
+            [expected] = model([image])
+            assert len(detections) == len(expected["scores"]) > 0
+            assert [one.score for one in detections] == expected["scores"].tolist()
+            assert [one.box for one in detections] == [tuple(box) for box in expected["boxes"].tolist()]
+            assert {one.label for one in detections} <= {"computer mouse", "dog", "cat"}
+
+
+def test_the_output_of_fastest_det_by_hand():
+    features = np.full((85, 2, 4), -20.0)
+    features[0] = 0.0
+    features[5:] = 0.0
+    # Cell (row 1, column 2): centre half a cell to the right and down, half the width and a quarter of the height.
+    features[:5, 1, 2] = [0.9, math.atanh(0.5), math.atanh(0.5), 0.0, math.log(1 / 3)]
+    features[5 + 16, 1, 2] = 0.5  # a dog
+    # Beside it the same box, less sure: suppressed. Far away a box that overlaps neither, and one below the threshold.
+    features[:5, 1, 3] = [0.8, math.atanh(-0.5), math.atanh(0.5), 0.0, math.log(1 / 3)]
+    features[5 + 15, 1, 3] = 0.5
+    features[:5, 0, 0] = [0.6, 0.0, 0.0, math.log(0.1 / 0.9), math.log(0.1 / 0.9)]
+    features[5 + 15, 0, 0] = 1.0
+    features[:5, 0, 3] = [0.5, 0.0, 0.0, math.log(0.1 / 0.9), math.log(0.1 / 0.9)]
+    features[5 + 15, 0, 3] = 0.19
+    found = decoded(features, (100, 200), 0.1)
+    assert [(one.label, round(one.score, 9)) for one in found] == [("cat", 0.6), ("dog", 0.45)]
+    # Centre (2.5 / 4, 1.5 / 2) of 200 by 100: (125, 75); size 0.5 * 200 by 0.25 * 100.
+    assert found[1].box == pytest.approx((75, 62.5, 175, 87.5))
+    assert found[0].box == pytest.approx((-10, -5, 10, 5))
+    assert decoded(features, (100, 200), 0.7) == []
+
+
+class Answering(BaseHTTPRequestHandler):
+    """Answers with one box per picture, whose score is the picture's mean."""
+
+    def do_POST(self):
+        sent = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        pictures = [np.array(Image.open(io.BytesIO(base64.b64decode(image)))) for image in sent["images"]]
+        answers = [[{"box": [0, 1, 2, 3], "label": "mouse", "score": float(picture.mean()) / 255}]
+                   for picture in pictures]
+        body = json.dumps({"detections": answers[:1] if self.path == "/short" else answers}).encode()
+        self.send_response(500 if self.path == "/broken" else 200)
+        self.end_headers()
+        self.wfile.write(b"<html>" if self.path == "/garbage" else body)
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def address():
+    server = HTTPServer(("127.0.0.1", 0), Answering)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+def test_a_remote_detector(address):
+    images = torch.tensor([0.2, 0.6])[:, None, None, None].expand(2, 3, 5, 7)
+    found = detectors.detector(f"{address}/detect")(images)
+    assert found == [[Detection((0, 1, 2, 3), "computer mouse", pytest.approx(value))] for value in (0.2, 0.6)]
+
+
+@pytest.mark.parametrize("path, told", [("short", "1 answers, expected 2"), ("broken", "500"), ("garbage", "JSON")])
+def test_a_remote_detector_that_fails_is_told(address, path, told):
+    with pytest.raises(RuntimeError, match=f"the detector at {address}/{path} did not answer as it should: .*{told}"):
+        detectors.detector(f"{address}/{path}")(torch.zeros(2, 3, 4, 4))

@@ -1,0 +1,160 @@
+"""Guards against hacking, on features and pictures whose answers are known."""
+
+from __future__ import annotations
+
+import colorsys
+import math
+
+import numpy as np
+import pytest
+import torch
+from scipy import ndimage
+from torchvision.utils import save_image
+
+from flowgrpo import rewards
+from flowgrpo.errors import UserError
+from flowgrpo.rewards.images import guards
+from tests.helpers.tables import close, f64
+
+
+def scored(name: str, images: torch.Tensor, group: int = 1, metadata=None, **args) -> list[float]:
+    count = len(images)
+    return rewards.score({name: rewards.find(name, args)}, images, [""] * count, metadata or [{}] * count,
+                         group)[:, 0].tolist()
+
+
+def flat(*levels: float, size: int = 32) -> torch.Tensor:
+    return torch.tensor(levels, dtype=torch.float32)[:, None, None, None].expand(-1, 3, size, size)
+
+
+# --- diversity -------------------------------------------------------------------------------------------------------
+
+def test_mean_distances_within_a_group():
+    # A triangle of sides 3, 4, 5; and a group of equals. Groups do not see each other.
+    features = f64([[[0, 0], [3, 0], [0, 4]], [[7, 7], [7, 7], [7, 7]]])
+    close(guards.distances(features), [[3.5, 4, 4.5], [0, 0, 0]])
+
+
+def test_black_and_white_are_one_apart():
+    found = scored("diversity", flat(0, 1, 0.25, 0.25), group=2)
+    assert found == pytest.approx([1, 1, 0, 0], abs=1e-6)
+    # 0, 1, 0.25, 0.25 as one group: (1 + 2 * 0.25) / 3, (1 + 2 * 0.75) / 3, (0.25 + 0.75) / 3.
+    assert scored("diversity", flat(0, 1, 0.25, 0.25), group=4) == pytest.approx([0.5, 2.5 / 3, 1 / 3, 1 / 3], abs=1e-6)
+
+
+def test_a_copy_in_the_group_costs_its_twin():
+    images = torch.rand(4, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    apart = scored("diversity", images, group=4)
+    images[3] = images[0]
+    found = scored("diversity", images, group=4)
+    assert found[0] == found[3] < apart[0] and sum(found) < sum(apart)
+
+
+def test_features_of_ones_own(tmp_path):
+    (tmp_path / "mine.py").write_text("def levels(images):\n    return 10 * images.mean((1, 2, 3))[:, None]\n")
+    assert scored("diversity", flat(0, 1), group=2, features=f"{tmp_path}/mine.py:levels") == pytest.approx([10, 10])
+    reward = guards.Diversity(lambda images: images[:, :1].mean((2, 3)))
+    assert reward(flat(0, 0.5), ["", ""], [{}, {}], 2).tolist() == pytest.approx([0.5, 0.5])
+
+
+def test_single_pictures_have_no_diversity():
+    with pytest.raises(UserError, match="reward 'diversity' compares the samples of a group"):
+        scored("diversity", flat(0, 1))
+
+
+# --- the base model's picture ----------------------------------------------------------------------------------------
+
+def test_likeness_to_the_base_models_picture(tmp_path):
+    save_image(flat(0.2)[0], tmp_path / "base.png")  # 51 of 255
+    save_image(flat(1.0, size=64)[0], tmp_path / "large.png")
+    metadata = [{"base_image": f"{tmp_path}/base.png"}] * 2 + [{"base_image": f"{tmp_path}/large.png"}, {}]
+    found = scored("base_similarity", flat(0.2, 0.7, 0.7, 0.7), metadata=metadata)
+    assert found[:3] == pytest.approx([1, 0.5, 0.7], abs=1e-5) and math.isnan(found[3])
+    with pytest.raises(UserError, match="the base model's picture .*gone.png cannot be read"):
+        scored("base_similarity", flat(0.2), metadata=[{"base_image": f"{tmp_path}/gone.png"}])
+
+
+# --- grids -----------------------------------------------------------------------------------------------------------
+
+def explained(profile: np.ndarray, period: int) -> float:
+    """Adjusted R^2 of a profile by its phase: the analysis of variance that the spectrum stands for."""
+    phases = profile[:len(profile) // period * period].reshape(-1, period)
+    within = ((phases - phases.mean(0))**2).sum() / (phases.size - period)
+    return max(0.0, 1 - within / phases.var(ddof=1))
+
+
+@pytest.mark.parametrize("period, length", [(16, 255), (8, 63), (7, 50), (16, 48), (2, 9), (3, 27)])
+def test_the_spectrum_is_the_variance_that_the_phase_explains(period, length):
+    rng = np.random.default_rng(length)
+    for strength in (0, 0.5, 3):
+        profile = rng.random(length) + strength * (np.arange(length) % period == 1)
+        found = guards.periodic(torch.from_numpy(profile), period).item()
+        assert found == pytest.approx(explained(profile, period), abs=1e-9)
+
+
+def natural(size: int = 128) -> np.ndarray:
+    rough = ndimage.gaussian_filter(np.random.default_rng(3).normal(size=(size, size)), 2)
+    return 0.5 + 0.15 * rough / rough.std()
+
+
+def grid(size: int, period: int, strength: float, down: bool) -> np.ndarray:
+    """Steps of brightness at every border of patches, in columns or in rows."""
+    levels = np.random.default_rng(4).normal(size=(size // period, size // period)) * strength
+    patches = levels.repeat(period, 0).repeat(period, 1)
+    return patches if down else patches[:1].repeat(size, 0)
+
+
+def test_patches_are_seen_at_their_period():
+    clean, both, columns, other, flat_one = (torch.from_numpy(picture).float().expand(3, -1, -1) for picture in (
+        natural(), natural() + grid(128, 16, 0.2, True), natural() + grid(128, 16, 0.2, False),
+        natural() + grid(128, 32, 0.2, True), np.full((128, 128), 0.3)))
+    clean, both, columns, other, flat_one = scored("grid_artefacts",
+                                                   torch.stack([clean, both, columns, other, flat_one]))
+    assert clean > -0.15 and both < -0.5 and columns < -0.5 and flat_one == 0
+    assert other > both  # borders at every second place alone
+    [seen_at_8] = scored("grid_artefacts", torch.from_numpy(natural() + grid(128, 8, 0.2, True)).float().expand(
+        1, 3, -1, -1), period=8)
+    assert seen_at_8 < -0.5
+
+
+def test_a_stronger_grid_costs_more():
+    images = torch.stack([torch.from_numpy(natural() + grid(128, 16, strength, True)).float().expand(3, -1, -1)
+                          for strength in (0, 0.05, 0.1, 0.4)])
+    found = scored("grid_artefacts", images)
+    assert found == sorted(found, reverse=True) and len(set(found)) == 4 and min(found) >= -1
+
+
+def test_white_noise_has_no_grid_in_the_mean():
+    profiles = torch.rand(4000, 255, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    found = guards.periodic(profiles, 16)
+    assert (found > 0).double().mean().item() == pytest.approx(0.45, abs=0.1) and found.mean() < 0.03
+
+
+def test_pictures_too_small_for_a_grid_are_refused():
+    with pytest.raises(UserError, match=r"got pictures of \[32, 32\] pixels, expected at least 49, three periods"):
+        scored("grid_artefacts", flat(0.5))
+    with pytest.raises(UserError, match="period is 1, expected 2 pixels or more"):
+        rewards.find("grid_artefacts", {"period": 1})
+
+
+# --- saturation ------------------------------------------------------------------------------------------------------
+
+def test_colourfulness_above_the_limit():
+    colours = [(1, 0, 0), (0.9, 0.1, 0.1), (0.85, 0.1, 0.1), (0.8, 0.1, 0.5), (0.5, 0.5, 0.5), (0.3, 0, 0)]
+    images = torch.tensor(colours)[:, :, None, None].expand(-1, -1, 8, 8)
+    # Beyond 0.7, over 0.3: 1 -> 1, 0.8 -> 1/3, 0.75 -> 1/6, 0.7 and less -> 0.
+    assert scored("over_saturation", images) == pytest.approx([-1, -1 / 3, -1 / 6, 0, 0, 0], abs=1e-5)
+    half = images[:1].clone()
+    half[..., 4:] = 0.5
+    assert scored("over_saturation", half) == pytest.approx([-0.5])
+
+
+def test_colourfulness_is_saturation_times_value():
+    pixels = torch.rand(50, 3, 1, 1, generator=torch.Generator().manual_seed(0))
+    expected = [-s * v for _, s, v in (colorsys.rgb_to_hsv(*pixel) for pixel in pixels.flatten(1).tolist())]
+    assert scored("over_saturation", pixels, limit=0.0) == pytest.approx(expected, abs=1e-6)
+
+
+def test_a_limit_that_leaves_nothing_is_refused():
+    with pytest.raises(UserError, match="limit is 1.0, expected from 0 to below 1"):
+        rewards.find("over_saturation", {"limit": 1.0})

@@ -1,0 +1,111 @@
+"""Text in pictures: what is asked for, the three scores by hand, and PP-OCRv4 reading pictures that are drawn here."""
+
+from __future__ import annotations
+
+import random
+import sys
+from functools import lru_cache
+
+import pytest
+import torch
+from PIL import Image, ImageDraw, ImageFont
+from torchvision.transforms.functional import to_tensor
+
+from flowgrpo import rewards
+from flowgrpo.errors import UserError
+from flowgrpo.rewards.images import ocr
+
+
+def drawn(*lines: str, size: int = 256, height: int = 34) -> torch.Tensor:
+    picture = Image.new("RGB", (size, size), "white")
+    pen = ImageDraw.Draw(picture)
+    for place, line in enumerate(lines):
+        pen.text((16, 30 + 1.6 * height * place), line, fill="black", font=ImageFont.load_default(height))
+    return to_tensor(picture)
+
+
+# --- what is asked for -----------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("prompt, metadata, text", [
+    ('A sign that says "Open 24 Hours" at night', {}, "Open 24 Hours"),
+    ("A sign that says “Open 24 Hours”", {}, "Open 24 Hours"),
+    ('Two signs, "first" and "second"', {}, "first"),
+    ('A sign that says "Open"', {"text": "Closed"}, "Closed"),
+    ("A bus with a number", {"text": 42}, "42"),
+    ("A sign that says nothing", {}, None),
+    ("It's a dog's life, isn't it", {}, None),
+    ('An empty "  " sign', {}, None),
+    ("A sign", {"text": " "}, None),
+])
+def test_the_text_that_is_asked_for(prompt, metadata, text):
+    assert ocr.asked(prompt, metadata) == text
+
+
+# --- the scores ------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("found, wanted, edit, exact, partial", [
+    ("Hello World", "hello world", 1, 1, 1),
+    ("H e l l o", "Hello", 1, 1, 1),
+    ("", "abcd", 0, 0, 0),
+    ("abxd", "abcd", 0.75, 0, 0.75),  # one substitution
+    ("abd", "abcd", 0.75, 0, 0.75),  # one letter is missing
+    ("abccd", "abcd", 0.75, 0, 0.75),  # one too many: inside, so the nearest part has it too
+    ("the abcd sign", "abcd", 1, 0, 1),  # contained
+    ("the abxd sign", "abcd", 0, 0, 0.75),  # 8 edits to the whole, 1 to its part
+    ("zzzzzzzzzz", "abcd", 0, 0, 0),  # never below 0
+    ("open hours 24", "open 24 hours", 1 - 4 / 11, 0, 1 - 2 / 11),  # openhours24: 24 in and out again; only in
+])
+def test_the_scores(found, wanted, edit, exact, partial):
+    assert ocr.edit(found, wanted) == pytest.approx(edit, abs=1e-12)
+    assert ocr.exact(found, wanted) == exact
+    assert ocr.partial(found, wanted) == pytest.approx(partial, abs=1e-12)
+
+
+def by_definition(found: str, wanted: str) -> int:
+    """The edit distance as the recursion that defines it."""
+    @lru_cache(maxsize=None)
+    def distance(i: int, j: int) -> int:
+        if not i or not j:
+            return i + j
+        return min(distance(i - 1, j) + 1, distance(i, j - 1) + 1,
+                   distance(i - 1, j - 1) + (found[i - 1] != wanted[j - 1]))
+    return distance(len(found), len(wanted))
+
+
+def test_the_edits_are_those_of_their_definition():
+    rng = random.Random(0)
+    for _ in range(200):
+        found, wanted = ("".join(rng.choices("abc", k=rng.randint(0, 7))) for _ in range(2))
+        assert ocr.edits(found, wanted) == ocr.edits(wanted, found) == by_definition(found, wanted)
+        parts = {found[i:j] for i in range(len(found) + 1) for j in range(i, len(found) + 1)}
+        assert ocr.edits(found, wanted, anywhere=True) == min(by_definition(part, wanted) for part in parts)
+
+
+# --- reading ---------------------------------------------------------------------------------------------------------
+
+def scores(score: str, images: list[torch.Tensor], prompts: list[str]) -> list[float | None]:
+    made = rewards.find("ocr", {"score": score})
+    return rewards.score({"ocr": made}, torch.stack(images), prompts, [{}] * len(prompts))[:, 0].tolist()
+
+
+def test_pictures_are_read():
+    images = [drawn("HELLO WORLD"), drawn("Open 24", "Hours"), drawn("HELLO WORLD"), drawn(), drawn("HELLO WORLD")]
+    prompts = ['a sign "Hello World"', 'a sign "Open 24 Hours"', 'a sign "Hello Work"', 'a sign "Hello"', "a sign"]
+    edit = scores("edit", images, prompts)
+    assert edit[:2] == [1, 1] and edit[3] == 0 and edit[4] != edit[4]
+    # helloworld to hellowork: a substitution and a letter too many, of 9; and its part helloworl: one substitution.
+    assert edit[2] == pytest.approx(1 - 2 / 9)
+    assert scores("exact", images[:3], prompts[:3]) == [1, 1, 0]
+    assert scores("partial", images[2:3], prompts[2:3]) == pytest.approx([1 - 1 / 9])
+
+
+def test_other_scores_are_refused():
+    with pytest.raises(UserError, match="reward 'ocr': score is 'exat', expected edit, exact, partial"):
+        rewards.find("ocr", {"score": "exat"})
+
+
+def test_a_missing_package_names_its_extra(monkeypatch):
+    ocr.reader.cache_clear()
+    monkeypatch.setitem(sys.modules, "rapidocr_onnxruntime", None)
+    with pytest.raises(UserError, match=r"^reward 'ocr' needs rapidocr_onnxruntime .*: pip install 'flowgrpo\[ocr\]'$"):
+        rewards.find("ocr")

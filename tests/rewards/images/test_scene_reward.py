@@ -1,0 +1,350 @@
+"""The scene reward: what it accepts, what it refuses, and how its graded form falls from one to the other."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from flowgrpo.rewards.images.scene import detect, read, scene, scene_graded
+from flowgrpo.starter.scenes import COLOURS, SHAPES, SIZE, TASKS, coverage
+
+_SCRIPT = Path(__file__).parents[3] / "scripts" / "show_scene_reward.py"  # its scenes are tested too, not a copy
+_SPEC = spec_from_file_location("show_scene_reward", _SCRIPT)
+show = sys.modules["show_scene_reward"] = module_from_spec(_SPEC)
+_SPEC.loader.exec_module(show)
+
+
+def draw(*objects, ground: float = 0.96) -> torch.Tensor:
+    """A picture [3, 64, 64] of (shape, colour, centre) or (shape, colour, centre, radius), later ones on top."""
+    picture = np.full((3, SIZE, SIZE), ground)
+    for shape, colour, centre, *radius in objects:
+        mask = coverage(shape, radius[0] if radius else 9.0, centre)
+        paint = np.array(COLOURS.get(colour, colour))[:, None, None]
+        picture = picture * (1 - mask) + paint * mask
+    return torch.from_numpy(picture).float()
+
+
+def both(picture, prompt: str) -> tuple[float, float]:
+    picture = torch.as_tensor(picture).float()
+    (strict,), (graded,) = scene(picture[None], [prompt]), scene_graded(picture[None], [prompt])
+    assert 0 <= graded <= 1 and strict == float(graded == 1)
+    return strict, graded
+
+
+LEFT, RIGHT, TOP, BOTTOM = (16, 32), (48, 32), (32, 16), (32, 48)
+RING_STAR = draw(("ring", "red", LEFT), ("star", "blue", RIGHT))
+
+
+# --- drawn scenes ----------------------------------------------------------------------------------------------------
+
+@pytest.fixture(scope="module")
+def drawn() -> list[show.Scene]:
+    return show.draw(300, seed=10)
+
+
+def scores(pictures, prompts) -> tuple[np.ndarray, np.ndarray]:
+    pictures = torch.from_numpy(np.stack(list(pictures)))
+    graded = np.array(scene_graded(pictures, prompts))
+    assert graded.min() >= 0 and graded.max() <= 1
+    strict = (graded == 1).astype(float)
+    assert scene(pictures[:50], prompts[:50]) == strict[:50].tolist()
+    return strict, graded
+
+
+def test_true_captions_are_accepted_in_all_tasks_of_both_splits(drawn):
+    strict, _ = scores([s.picture for s in drawn], [s.prompt for s in drawn])
+    for task in TASKS:
+        assert strict[[s.claims.task == task for s in drawn]].mean() >= 0.99
+
+
+@pytest.mark.parametrize("sigma, blur", [(0.02, 0.0), (0.03, 0.0), (0.0, 0.5), (0.02, 0.5)])
+def test_a_little_noise_and_blur_are_forgiven(drawn, sigma, blur):
+    rng = np.random.default_rng(11)
+    pictures = [show.noisy(show.blurred(s.picture, blur), sigma, rng) for s in drawn]
+    assert scores(pictures, [s.prompt for s in drawn])[0].mean() >= 0.97
+
+
+@pytest.mark.parametrize("change", show.CHANGES)
+def test_one_changed_fact_is_refused_and_costs_much_but_not_all(drawn, change):
+    pictures, prompts = zip(*show.changed(drawn, change, seed=12))
+    assert len(pictures) >= 50
+    strict, graded = scores(pictures, prompts)
+    assert strict.mean() <= 0.01
+    assert 0.2 < graded.mean() < 0.75
+
+
+@pytest.mark.parametrize("damage", ["blur 3 px", "noise 0.3", "empty"])
+def test_pictures_without_readable_objects_are_worth_nothing(drawn, damage):
+    rng = np.random.default_rng(13)
+    strict, graded = scores([show.DAMAGES[damage](s.picture, rng) for s in drawn], [s.prompt for s in drawn])
+    assert strict.max() == 0 and graded.mean() < 0.01 and graded.max() < 0.15
+
+
+def test_pictures_that_lost_their_fullest_half_are_refused(drawn):
+    # A triangle cut level is a smaller triangle, and rightly accepted.
+    rest = [s for s in drawn if s.claims.objects != (replace(s.claims.objects[0], shape="triangle", count=1),)]
+    assert len(rest) > 250
+    strict, graded = scores([show.half_cut(s.picture) for s in rest], [s.prompt for s in rest])
+    assert strict.max() == 0 and graded.mean() < 0.25
+
+
+def test_the_reward_falls_with_blur_and_is_gone_at_two_and_a_half_pixels(drawn):
+    prompts = [s.prompt for s in drawn]
+    means = [np.mean(scene_graded(np.stack([show.blurred(s.picture, sigma) for s in drawn]), prompts))
+             for sigma in (0.5, 1.0, 1.5, 2.0, 2.5)]
+    assert means == sorted(means, reverse=True)
+    assert means[0] > 0.99 and 0.1 < means[2] < 0.7 and means[4] < 0.05
+
+
+def test_another_scenes_caption_earns_less_than_one_wrong_fact(drawn):
+    prompts = [s.prompt for s in drawn]
+    strict, graded = scores([s.picture for s in drawn], prompts[1:] + prompts[:1])
+    assert strict.mean() < 0.05 and graded.mean() < 0.35
+
+
+# --- pictures made by hand -------------------------------------------------------------------------------------------
+
+def test_each_object_is_read_with_its_shape_colour_and_place():
+    for shape in SHAPES:
+        for colour in COLOURS:
+            (found,) = detect(draw((shape, colour, (30.3, 34.8), 11.0)))
+            assert (found.shape, found.colour) == (shape, colour)
+            contrast = np.linalg.norm(0.96 - np.array(COLOURS[colour]))
+            standing_out = np.count_nonzero(coverage(shape, 11.0, (30.3, 34.8)) > 0.45 / contrast)
+            assert found.area == pytest.approx(standing_out, abs=3)  # the very tips of a star may be apart
+            rise = 0.22 * 11 if shape == "triangle" else 0  # its centroid lies below the centre it is drawn at
+            assert found.centre == pytest.approx((30.3, 34.8 + rise), abs=0.15)
+            assert np.sort(found.shapes)[-2] < 0.2 and np.sort(found.colours)[-2] == 0
+
+
+def test_blobs_come_largest_first():
+    found = detect(draw(("square", "red", LEFT, 7.0), ("square", "blue", RIGHT, 12.0),
+                        ("star", "green", (32, 54), 7.0)))
+    assert [(f.shape, f.colour) for f in found] == [("square", "blue"), ("square", "red"), ("star", "green")]
+
+
+@pytest.mark.parametrize("first, second, relation", [
+    (LEFT, RIGHT, "left of"), (RIGHT, LEFT, "right of"), (TOP, BOTTOM, "above"), (BOTTOM, TOP, "below")])
+def test_relations(first, second, relation):
+    picture = draw(("ring", "red", first), ("star", "blue", second))
+    for claimed, reverse in [("left of", "right of"), ("right of", "left of"), ("above", "below"), ("below", "above")]:
+        assert both(picture, f"a ring {claimed} a star")[0] == (claimed == relation)
+        assert both(picture, f"a star {reverse} a ring")[0] == (claimed == relation)
+
+
+def test_a_relation_is_that_of_the_dominant_direction():
+    mostly_left = draw(("ring", "red", (16, 20)), ("star", "blue", (46, 44)))
+    assert both(mostly_left, "a ring left of a star")[0] == 1
+    assert both(mostly_left, "a ring above a star")[0] == 0
+    mostly_above = draw(("ring", "red", (20, 16)), ("star", "blue", (44, 46)))
+    assert both(mostly_above, "a ring above a star")[0] == 1
+    assert both(mostly_above, "a ring left of a star")[0] == 0
+
+
+def test_a_relation_is_worth_more_the_nearer_its_direction():
+    grades = []
+    for angle in np.radians([0, 60, 90, 120, 180]):
+        line = 15 * np.array([-np.cos(angle), np.sin(angle)])
+        picture = draw(("ring", "red", 32 + line), ("star", "blue", 32 - line))
+        grades.append(both(picture, "a ring left of a star")[1])
+    assert grades[0] == 1 and all(a > b + 0.05 for a, b in zip(grades, grades[1:])) and grades[-1] > 0
+
+
+def test_a_relation_between_equal_shapes_is_told_by_colour_or_holds_either_way():
+    picture = draw(("ring", "red", LEFT), ("ring", "blue", RIGHT))
+    assert both(picture, "a red ring left of a blue ring")[0] == 1
+    assert both(picture, "a blue ring left of a red ring")[0] == 0
+    assert both(picture, "a ring left of a ring")[0] == both(picture, "a ring right of a ring")[0] == 1
+    assert both(picture, "a ring above a ring")[0] == 0
+    assert both(picture, "a ring right of a red ring")[0] == 1
+    assert both(picture, "a ring left of a red ring")[0] == 0
+
+
+def test_a_relation_of_several_holds_for_every_pair():
+    star = ("star", "blue", (50, 32))
+    assert both(draw(("ring", "red", LEFT), ("ring", "red", (20, 50), 7.0), star), "two rings left of a star")[0] == 1
+    assert both(draw(("ring", "red", LEFT), ("ring", "red", (50, 12), 7.0), star), "two rings left of a star")[0] == 0
+
+
+@pytest.mark.parametrize("prompt, true", [
+    ("a ring and a star", 1), ("a star and a ring", 1), ("a red ring and a blue star", 1),
+    ("a ring and a blue star", 1), ("a blue ring and a red star", 0), ("a red ring and a blue cross", 0),
+    ("a ring", 0), ("a blue star", 0), ("two rings", 0), ("two rings and a star", 0), ("a ring and two stars", 0)])
+def test_two_objects_by_hand(prompt, true):
+    assert both(RING_STAR, prompt)[0] == true
+
+
+def test_a_graded_value_worked_by_hand():
+    """Floors of 0.25: a wrong colour leaves 1/4 of an object, a missing object nothing, an extra one shares."""
+    assert both(RING_STAR, "a green ring and a blue star")[1] == pytest.approx((0.25 + 1) / 2)
+    assert both(RING_STAR, "a green cross and a blue star")[1] == pytest.approx((0.25 * 0.25 + 1) / 2)
+    assert both(RING_STAR, "a ring")[1] == pytest.approx(1 / 2)
+    assert both(RING_STAR, "a ring and two stars")[1] == pytest.approx(2 / 3)
+    assert both(RING_STAR, "a ring right of a star")[1] == pytest.approx(0.25, abs=1e-3)
+    assert both(draw(("ring", "red", LEFT)), "a ring left of a star")[1] == pytest.approx(0.25 / 2)
+
+
+def test_counts():
+    places = [(14, 14), (50, 14), (14, 50), (50, 50)]
+    for shown in (1, 2, 3, 4):
+        picture = draw(*[("square", "green", place) for place in places[:shown]])
+        for word, claimed in {"one": 1, "two": 2, "three": 3, "four": 4}.items():
+            strict, graded = both(picture, f"{word} square" + "s" * (claimed > 1))
+            assert strict == (shown == claimed)
+            assert graded == pytest.approx(min(shown, claimed) / max(shown, claimed))
+
+
+def test_an_extra_object_is_refused_whatever_its_size_or_form():
+    for extra in (("circle", "black", (54, 54), 3.0), ("star", "red", (50, 50)), ("circle", (0.5, 0.5, 0.5), (50, 50))):
+        strict, graded = both(draw(("ring", "red", LEFT), extra), "a ring")
+        assert strict == 0 and graded < 0.85
+
+
+def test_touching_objects_are_no_objects():
+    for colours in (("red", "red"), ("red", "blue")):
+        merged = draw(("circle", colours[0], (24, 32)), ("circle", colours[1], (39, 32)))
+        (found,) = detect(merged)
+        assert found.shape is None
+        assert both(merged, "two circles")[1] < 0.2
+        assert both(merged, "a circle and a square")[1] < 0.2
+
+
+def test_two_paints_in_one_shape_are_no_colour():
+    picture = draw(("circle", "red", (32, 32), 12.0))
+    picture[:, :, 32:] = draw(("circle", "blue", (32, 32), 12.0))[:, :, 32:]
+    (found,) = detect(picture)
+    assert found.shape is None and found.colour is None
+    assert both(picture, "a circle")[1] < 0.2
+
+
+def test_stripes_whose_median_is_the_ground_are_no_object():
+    """Cyan, magenta and yellow: each channel is light in two stripes of three."""
+    picture = draw(("ring", "red", (48, 32)))
+    for channel in range(3):
+        picture[:, 16 + 6 * channel:22 + 6 * channel, 8:26] = 0.96
+        picture[channel, 16 + 6 * channel:22 + 6 * channel, 8:26] = 0.0
+    stripes = detect(picture)[0]
+    assert (stripes.shape, stripes.colour, stripes.area) == (None, None, 18 * 18)
+    assert both(picture, "a ring")[1] == pytest.approx(0.5)
+    assert both(picture, "a ring and a square")[1] == pytest.approx(0.5)
+
+
+def test_a_paint_off_the_palette_is_no_colour():
+    for paint in ((0.5, 0.5, 0.5), (0.1, 0.8, 0.85), (1.0, 0.5, 0.6)):
+        picture = draw(("square", paint, (32, 32)))
+        (found,) = detect(picture)
+        assert (found.shape, found.colour) == ("square", None)
+        strict, graded = both(picture, "a square")
+        assert strict == 0 and graded < 0.8
+
+
+def test_the_credit_of_a_colour_grows_as_the_paint_comes_nearer():
+    red, blue = np.array(COLOURS["red"]), np.array(COLOURS["blue"])
+    grades = [both(draw(("star", tuple(red + t * (blue - red)), (32, 32), 12.0)), "a blue star")[1]
+              for t in (0, 0.4, 0.7, 0.75, 0.8, 1)]
+    assert grades == sorted(grades) and grades[0] == pytest.approx(0.25) and grades[-1] == 1
+    assert len({round(grade, 3) for grade in grades}) >= 4
+
+
+def test_stretched_turned_and_cut_shapes_are_refused():
+    circle = draw(("circle", "red", (32, 32), 12.0))
+    square = draw(("square", "red", (32, 32), 12.0))
+    wide = torch.nn.functional.interpolate(circle[None, :, 8:56], size=(64, 64), mode="bilinear")[0]
+    assert both(wide, "a circle")[0] == 0
+    axis = torch.arange(64) - 31.5
+    diamond = torch.where(axis[:, None].abs() + axis.abs() < 14, square[:, 32:33, 32:33], square[:, :1, :1])
+    for shape in SHAPES:
+        assert both(diamond, f"a {shape}")[0] == 0
+        upside_down = draw((shape, "red", (32, 32), 12.0)).flip(1)
+        assert both(upside_down, f"a {shape}")[0] == (shape not in ("triangle", "star"))
+        cut = draw((shape, "red", (32, 32), 12.0))
+        cut[:, :, 32:] = 0.96
+        strict, graded = both(cut, f"a {shape}")
+        assert strict == 0 and graded < 0.3
+
+
+def test_objects_that_leave_the_picture_are_refused():
+    for shape in SHAPES:
+        assert both(draw((shape, "red", (2, 32), 12.0)), f"a {shape}")[0] == 0
+
+
+@pytest.mark.parametrize("name", ["white", "grey", "black", "checks", "stripes", "fine checks", "slope", "hue", "noise",
+                                  "soft noise"])
+def test_pictures_of_nothing_are_worth_nothing(name):
+    rng = np.random.default_rng(14)
+    y, x = np.mgrid[:SIZE, :SIZE]
+    clouds = show.blurred(rng.normal(0.8, 3, (1, SIZE, SIZE)), 3)[0]
+    plane = {
+        "white": np.ones((SIZE, SIZE)), "grey": np.full((SIZE, SIZE), 0.5), "black": np.zeros((SIZE, SIZE)),
+        "checks": (x // 8 + y // 8) % 2, "stripes": x // 6 % 2, "fine checks": (x + y) % 2, "slope": x / 63,
+        "hue": x / 63, "noise": rng.random((SIZE, SIZE)), "soft noise": np.clip(clouds, 0, 1)}[name]
+    picture = np.broadcast_to(plane, (3, SIZE, SIZE)).astype(np.float32).copy()
+    if name == "hue":
+        picture[1:] = 0.9
+    for shape in SHAPES:
+        for colour in COLOURS:
+            assert both(picture, f"a {colour} {shape}")[1] < 0.02
+        assert both(picture, f"a {shape} and three black crosses")[1] < 0.02
+
+
+def test_a_faint_extra_object_is_refused():
+    picture = draw(("ring", "red", LEFT), ("star", (0.85, 0.85, 0.85), RIGHT))
+    assert len(detect(picture)) == 1
+    assert both(picture, "a ring")[0] == 0
+    assert both(picture, "a ring and a star")[0] == 0
+
+
+def test_the_ground_must_be_light_even_and_clean():
+    objects = ("ring", "red", LEFT), ("star", "blue", RIGHT)
+    assert both(draw(*objects, ground=0.90), "a ring and a star")[0] == 1
+    for ground in (0.6, 0.3, 0.0):
+        assert both(draw(*objects, ground=ground), "a ring and a star")[1] < 0.05
+    tinted = draw(*objects)
+    tinted[2] *= 0.85
+    assert both(tinted, "a ring and a star")[0] == 0
+    half = draw(*objects)
+    half[:, :28][half[:, :28] > 0.9] -= 0.14
+    assert both(half, "a ring and a star")[0] == 0
+    assert read(draw(*objects)).ground == 1
+    grounds = []
+    for step in (8, 5, 4, 3):
+        specks = draw(*objects)
+        specks[:, 2:62:step, 2:62:step] *= 0.5
+        assert both(specks, "a ring and a star")[0] == 0
+        grounds.append(read(specks).ground)
+    assert grounds == sorted(grounds, reverse=True) and 0.5 < grounds[0] < 1 and grounds[-1] < 0.1
+
+
+# --- the call --------------------------------------------------------------------------------------------------------
+
+def test_rows_are_scored_on_their_own_and_half_precision_and_numpy_read_alike():
+    pictures = torch.stack([RING_STAR, draw(("square", "green", (32, 32))), RING_STAR])
+    prompts = ["a ring left of a star", "a green square", "a square"]
+    assert scene(pictures, prompts) == [1.0, 1.0, 0.0]
+    assert scene(pictures.to(torch.bfloat16), prompts, [{}] * 3) == [1.0, 1.0, 0.0]
+    assert scene_graded(pictures.numpy(), prompts, metadata=None) == scene_graded(pictures, prompts)
+    assert scene_graded(pictures[2:], prompts[2:]) == scene_graded(pictures, prompts)[2:]
+    assert all(type(score) is float for score in scene(pictures, prompts) + scene_graded(pictures, prompts))
+    assert scene(pictures[:0], []) == []
+
+
+def test_wrong_calls_are_errors_of_one_line():
+    picture = RING_STAR[None]
+    for images, prompts, message in [
+        (picture, ["a photo of a dog"], "cannot read the prompt 'a photo of a dog'"),
+        (picture, ["a ring", "a star"], "got 1 pictures and 2 prompts"),
+        (picture[:, :, :32], ["a ring"], "expected [B, 3, 64, 64]"),
+        (picture[0], ["a ring"], "expected [B, 3, 64, 64]"),
+        (picture * 255, ["a ring"], "expected [0, 1]"),
+        (picture * 2 - 1, ["a ring"], "expected [0, 1]"),
+        (picture * float("nan"), ["a ring"], "expected [0, 1]"),
+    ]:
+        with pytest.raises(ValueError) as error:
+            scene(images, prompts)
+        assert message in str(error.value) and "\n" not in str(error.value)

@@ -1,0 +1,544 @@
+"""Judges: what their answers say, and what they make of every answer and fault of an endpoint, a real HTTP server."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import math
+import re
+import threading
+from contextlib import contextmanager
+from datetime import datetime, timedelta, timezone
+from email.utils import format_datetime
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from flowgrpo import rewards
+from flowgrpo.config.reward_rules import Retry, RewardRule
+from flowgrpo.errors import UserError
+from flowgrpo.rewards import Composed, Failed, Tally
+from flowgrpo.rewards.failures import TimedOut
+from flowgrpo.rewards.judges.judge import Judge, JudgePairs, JudgeRubric, data_url, filled, spaced
+from flowgrpo.rewards.judges.judge_client import seconds
+from flowgrpo.rewards.judges.judge_forms import DeQA, UnifiedReward, UnifiedRewardPairs
+from flowgrpo.rewards.judges.judge_parse import answers, compared, expected_level, level, parser, share, verdict
+
+
+def message(call, *arguments, error=UserError, **keywords) -> str:
+    with pytest.raises(error) as caught:
+        call(*arguments, **keywords)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+# --- what an answer says ---------------------------------------------------------------------------------------------
+
+REFUSAL = "I'm sorry, but I can't rate this picture. Score: 0"
+
+
+@pytest.mark.parametrize("text, score", [
+    ("8", 8), ("8.5", 8.5), (" 8.\n", 8), ("8/10", 8), ("8 / 10", 8), ("8 out of 10", 8), ("0", 0), ("10", 10),
+    ("Score: 8", 8), ("score = 8", 8), ("**Score:** 8", 8), ("**Score: 8**", 8), ("Score: **8**/10", 8),
+    ("Score: `8`", 8), ("Score (0-10): 7", 7), ("The score is 7.", 7), ("a score of 6", 6), ("Score - 6", 6),
+    ("Rating: 8 out of 10", 8), ("A score from 0 to 10.\nScore: 4", 4),
+    ("A score of 1 to 5 is low.\nFinal score: 9", 9), ("Alignment score: 7, quality score: 5", 5),
+    ("Final Score: 6 (alignment score: 7)", 6),
+    ("I see 3 cats.\n\n8", 8), ("9\nbecause it has 3 cats", 9), ("I would give it 7/10, for its 3 cats.", 7),
+    ('{"score": 8}', 8), ('```json\n{"score": 8, "why": "3 cats"}\n```', 8), ('Here: {"score": "8/10"} Done.', 8),
+    ('{"result": {"score": 4}}', 4), ('{broken {"score": 5}', 5), ('{"score": 1} no, {"score": 2}', 2),
+    ("<think>score: 1, or 2?</think>Score: 7", 7), ("<think>a</think><answer>7</answer>", 7),
+    # no answer
+    ("", None), ("It is good.", None), ("I see 3 cats.", None), ("11", None), ("-1", None), ("Score: 11", None),
+    ("Score: -1", None), ("4/5", None), ("Score: 4/5", None), ("a score of 1 to 5", None), ("score: high", None),
+    ('{"score": null}', None), ('{"score": NaN}', None), ('{"score": 1e400}', None), ('{"score": [8]}', None),
+    ("<think>Score: 7", None), (REFUSAL, None), ("As an AI, I cannot. Score: 5", None), ("[" * 3000, None),
+    ("{" * 3000, None), ("I\u2019m sorry. 5/10", None), ("I cannot see any flaw. Score: 9", 9),
+    ("I am unable to find a flaw. Score: 9", 9), ("I am unable to rate it. Score: 9", None), ("Score: 1,000", None),
+    ("Score: 5-8", None), ("Score: 8" + "0" * 5000, None), ("score (" * 1400, None), ("1" * 9999, None),
+])
+def test_a_score_is_found(text, score):
+    assert parser("score in [0, 10]")(text) == score
+
+
+@pytest.mark.parametrize("parse, scale, text, score", [
+    ("score in [1, 5]", [1, 5], "Score: 4", 0.75), ("score in [1, 5]", None, "Score: 6", None),
+    ("score in [0, 100]", [0, 100], "85/100", 0.85), ("score in [-1, 1]", None, "Score: -0.5", -0.5),
+    ("json rating", None, '{"rating": 3, "score": 9}', 3), ("json rating", None, '{"score": 9}', None),
+    ("json rating in [0, 2]", None, '{"rating": 3}', None), ("json ok", None, '{"ok": true}', 1),
+    ("json ok", None, '{"ok": "no"}', 0), ("json a.b", None, '{"a.b": 2}', 2),
+    ("json rating", [0, 4], '{"rating": 5}', None),
+    (r"mark <(\d+)>", None, "mark <3> mark <4>", 4), (r"mark <(.*?)>", None, "mark <high>", None),
+    (r"mark <(\d+)>", [0, 8], "mark <2>", 0.25), (r"mark <(\d+)>", [0, 8], "mark <9>", None),
+    (r"<answer>(\d)</answer>", None, "<think>x</think><answer>3</answer>", 3), (r"(\d)", None, REFUSAL, None),
+])
+def test_a_score_in_another_form(parse, scale, text, score):
+    assert parser(parse, scale)(text) == score
+
+
+@pytest.mark.parametrize("parse, scale, told", [
+    ("score", None, "has 0 groups"), ("(a)(b)", None, "has 2 groups"), ("(", None, "no regular expression"),
+    ("score in [5, 1]", None, "range is [5, 1]"), ("score in [a]", None, "range is None"),
+    ("score in [0, 10]", [0], "range is [0]"), ("score in [0, 10]", 10, "range is 10"),
+])
+def test_a_form_that_is_none(parse, scale, told):
+    assert told in message(parser, parse, scale)
+
+
+@pytest.mark.parametrize("text, first", [
+    ("Image 1 is better than Image 2.", 1), ("Image 2 is better than Image 1.", 0),
+    ("Both images are equally good.", 0.5), ("Video 2 is clearly the better one", 0),
+    ("The first image is slightly better.", 1), ("Image 1 is worse.", 0),
+    ("Image A is better in colour. Image B is better in shape. Overall, Image B is better than Image A.", 0),
+    ("Answer: 1", 1), ("Answer: 2.", 0), ("Answer: tie", 0.5), ("**Answer:** [[B]]", 0), ("The winner is image 1", 1),
+    ("1", 1), ("[[A]]", 1), ("B.", 0), ("Image 2", 0), ("tie", 0.5), ("It is a tie.", 0.5), ("second", 0),
+    ('{"better": 2}', 0), ('```json\n{"winner": "Image 1"}\n```', 1), ('{"better": "tie"}', 0.5),
+    ("<think>Image 1 is better</think><answer>Image 2 is better</answer>", 0), ("the first one wins", 1),
+    ("", None), ("Image 1 is a cat.", None), ("Image 2 is not better.", None), ("3", None), ('{"better": 3}', None),
+    ("I cannot judge these images. Answer: 1", None), ("The answer is a picture of a cat.", None),
+    ("Sorry, Image 1 is better", None),
+])
+def test_a_verdict_is_found(text, first):
+    assert verdict(text) == first
+
+
+def test_a_verdict_in_another_form():
+    read = compared(r"PICK (\w+)")
+    assert [read("PICK A, no: PICK B"), read("PICK first"), read("PICK 9"), read("none")] == [0, 1, None, None]
+    assert "expected `verdict`" in message(compared, "prefer")
+
+
+@pytest.mark.parametrize("text, met", [
+    ('{"1": "yes", "2": "no", "3": "unsure"}', [True, False, None]), ('{"1": true, "3": 0}', [True, None, False]),
+    ('```json\n{"criterion 2": "Yes."}\n```', [None, True, None]), ("1. yes\n2: no\n3) unsure", [True, False, None]),
+    ("- 1: met\n- 2: not met", [True, False, None]), ("Criterion 3: Yes, it is", [None, None, True]),
+    ("1. yes\n1. no", [None] * 3), ('{"4": "yes", "0": "no"}', [None] * 3), ("yes", [None] * 3),
+    ("I can't help with that.\n1. yes", [None] * 3), ('{"a": "yes"}', [None] * 3),
+])
+def test_criteria_are_read(text, met):
+    assert answers(text, 3) == met
+
+
+@pytest.mark.parametrize("met, weights, expected", [
+    ([True, False], [1, 1], 0.5), ([True, None, False], [3, 5, 1], 0.75), ([None, None], [1, 1], None),
+    ([True], [2], 1), ([False, False], [1, 2], 0), ([], [], None),
+])
+def test_the_share_leaves_abstentions_out(met, weights, expected):
+    assert share(met, weights) == expected
+
+
+@pytest.mark.parametrize("text, value", [
+    ("excellent", 5), ("Good.", 4), ("The quality of the image is fair.", 3), ("**Poor**", 2), ("bad", 1),
+    ("good to excellent", None), ("not good", None), ("goodness", None), ("fairly", None), ("", None),
+])
+def test_a_level_is_found(text, value):
+    assert level(text) == value
+
+
+def test_levels_count_by_their_probabilities():
+    told = {" good": math.log(0.5), " Good": math.log(0.1), " fair": math.log(0.2), " cat": math.log(0.1)}
+    tokens = [(" The", {" The": 0.0}), (" good", told), (" bad", {" bad": 0.0})]
+    assert expected_level(tokens) == pytest.approx((4 * 0.6 + 3 * 0.2) / 0.8, abs=1e-12)
+    assert expected_level([("ex", {"ex": math.log(0.5), "po": math.log(0.25)})]) == pytest.approx(4, abs=1e-12)
+    assert expected_level([("cat", told)]) is None and expected_level([]) is None
+    assert expected_level([("good", {"cat": 0.0})]) is None
+
+
+# --- what is sent ----------------------------------------------------------------------------------------------------
+
+def test_a_template_is_filled_once():
+    assert filled('{prompt} {"a": {}} {criteria}', prompt="{criteria}", criteria="c") == '{criteria} {"a": {}} c'
+
+
+@pytest.mark.parametrize("count, wanted, rows", [
+    (9, 3, [0, 4, 8]), (9, 1, [4]), (3, 8, [0, 1, 2]), (16, 4, [0, 5, 10, 15]), (2, 2, [0, 1]),
+])
+def test_frames_are_spread(count, wanted, rows):
+    assert spaced(count, wanted) == rows
+
+
+def opened(url: str) -> Image.Image:
+    found = re.fullmatch(r"data:image/(png|webp);base64,(.+)", url)
+    picture = Image.open(io.BytesIO(base64.b64decode(found[2], validate=True)))
+    assert picture.format.lower() == found[1]
+    return picture
+
+
+def test_pictures_are_sent_as_they_are_or_smaller():
+    picture = torch.rand(3, 8, 20, generator=torch.Generator().manual_seed(0))
+    got = torch.from_numpy(np.array(opened(data_url(picture, 20, "png")))).movedim(-1, 0)
+    assert torch.equal(got, (picture * 255).round().to(torch.uint8))
+    assert opened(data_url(picture, 10, "webp")).size == (10, 4)
+    assert opened(data_url(torch.zeros(3, 1, 50), 10, "png")).size == (10, 1)
+    assert "NaN" in message(data_url, picture / 0, 20, "png", error=Failed)
+
+
+# --- an endpoint -----------------------------------------------------------------------------------------------------
+
+def said(text, reason: str = "stop", **more) -> tuple[int, dict, dict]:
+    message = {"role": "assistant", "content": text} | more.pop("message", {})
+    return 200, {}, {"choices": [{"index": 0, "message": message, "finish_reason": reason} | more]}
+
+
+class Script(BaseHTTPRequestHandler):
+    """Answers with what `server.reply(body, number of the request)` says: (status, headers, JSON, bytes or None); None
+    closes the connection, and an Event is waited for before the answer."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self):
+        self.answer(*self.server.models)
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        with self.server.lock:
+            self.server.seen.append((self.path, dict(self.headers), body))
+            number = len(self.server.seen)
+        self.answer(*self.server.reply(body, number))
+
+    def answer(self, status, headers, content):
+        if isinstance(content, threading.Event):
+            content.wait(20)
+            content = None
+        if content is None:
+            self.close_connection = True
+            return
+        content = content if isinstance(content, bytes) else json.dumps(content).encode()
+        self.send_response(status)
+        for name, value in ({"Content-Length": str(len(content))} | headers).items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *_):
+        pass
+
+
+@contextmanager
+def endpoint(reply):
+    """A scripted endpoint -> it, with its address under `url` and what it was asked under `seen`. reply: a function of
+    (body, number), or a list of answers, one after another, the last one for all that follow."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Script)
+    server.reply = reply if callable(reply) else lambda _, number: reply[min(number, len(reply)) - 1]
+    server.models = (200, {}, {"data": [{"id": "only-one"}]})
+    server.seen, server.lock, server.daemon_threads = [], threading.Lock(), True
+    server.url = f"http://127.0.0.1:{server.server_address[1]}/v1"
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def shades(*levels: int) -> torch.Tensor:
+    """Grey pictures of these levels, of 255."""
+    return torch.tensor(levels)[:, None, None, None].expand(-1, 3, 4, 4) / 255
+
+
+QUICK = {"model": "m", "wait": 0.001, "retries": 2, "timeout": 20}
+ONE = torch.zeros(1, 3, 4, 4)
+
+
+def parts(body: dict, kind: str) -> list:
+    [question] = body["messages"]
+    assert question["role"] == "user"
+    return [part[kind] for part in question["content"] if part["type"] == kind]
+
+
+def level_of(body: dict) -> int:
+    """The red of the only picture that a question shows."""
+    [shown] = parts(body, "image_url")
+    return opened(shown["url"]).getpixel((0, 0))[0]
+
+
+def answered(values: list) -> list:
+    return ["failed" if isinstance(value, Failed) else value for value in values]
+
+
+def test_every_output_has_its_own_score():
+    def reply(body, number):
+        return said(f"{parts(body, 'text')[0]}\nScore: {level_of(body) / 10}")
+
+    outputs = shades(*range(0, 90, 10))
+    with endpoint(reply) as server:
+        judge = Judge(url=server.url, template="about {prompt}", concurrency=3, **QUICK)
+        assert judge(outputs, [f"p{i}" for i in range(9)]) == list(range(9))
+    path, headers, body = server.seen[0]
+    assert path == "/v1/chat/completions" and "Authorization" not in headers
+    assert {key: body[key] for key in ("model", "temperature", "max_tokens")} == {
+        "model": "m", "temperature": 0, "max_tokens": 1024}
+    asked = {(level_of(body), parts(body, "text")[0]) for _, _, body in server.seen}
+    assert asked == {(10 * i, f"about p{i}") for i in range(9)}
+
+
+def test_as_many_are_asked_at_once_as_may_be():
+    together, lock, under_way, most = threading.Barrier(3), threading.Lock(), [], []
+
+    def reply(body, number):
+        with lock:
+            under_way.append(number)
+            most.append(len(under_way))
+        together.wait(20)  # passed by three at a time alone
+        with lock:
+            under_way.remove(number)
+        return said("5")
+
+    with endpoint(reply) as server:
+        assert Judge(url=server.url, concurrency=3, **QUICK)(ONE.expand(9, 3, 4, 4), ["p"] * 9) == [5] * 9
+    assert max(most) == 3
+
+
+def test_settings_and_the_key_arrive(monkeypatch, tmp_path):
+    monkeypatch.setenv("MY_JUDGE_KEY", "s3cret")
+    (tmp_path / "question.txt").write_text("größe of {prompt}?", encoding="utf-8")
+    with endpoint([said("5")]) as server:
+        judge = Judge(url=server.url, key_env="MY_JUDGE_KEY", temperature=None, max_tokens=None, wait=0.001,
+                      extra={"max_completion_tokens": 7}, template=str(tmp_path / "question.txt"))
+        assert judge(["a text"], ["p"]) == [5] and judge(["a text"], ["p"]) == [5]
+    _, headers, body = server.seen[0]
+    assert headers["Authorization"] == "Bearer s3cret" and "s3cret" not in repr(judge)
+    assert body.keys() == {"model", "messages", "max_completion_tokens"} and body["model"] == "only-one"
+    assert parts(body, "text") == ["a text", "größe of p?"]
+
+
+def test_frames_of_a_video_are_shown_in_order():
+    videos = torch.linspace(0, 1, 9)[None, :, None, None, None].expand(1, 9, 3, 4, 4)
+    with endpoint([said("Score: 7")]) as server:
+        found = rewards.find("videoalign_mq", {"url": server.url, "frames": 3, **QUICK})(videos, ["p"])
+        assert found == [7]
+        shown = [opened(part["url"]).getpixel((0, 0))[0] for part in parts(server.seen[0][2], "image_url")]
+        assert shown == [0, 128, 255]
+        assert rewards.score({"ta": rewards.find("videoalign_ta", {"url": server.url, **QUICK})}, videos, ["a cat"],
+                             [{}]).tolist() == [[7]]
+        assert "a cat" in parts(server.seen[1][2], "text")[0] and "a cat" not in parts(server.seen[0][2], "text")[0]
+
+
+@pytest.mark.parametrize("reply, told", [
+    (said("It is nice."), "gave no answer in the form: 'It is nice.'"), (said(REFUSAL), "can't rate"),
+    (said(None, message={"refusal": "I can't."}), "declined"), (said("Score: 8", reason="content_filter"), "declined"),
+    (said("Score: 1", reason="length"), "cut off at max_tokens"), (said(None), "gave no answer"),
+    ((400, {}, {"error": {"code": "content_filter", "message": "no"}}), "declined"),
+    (said([{"type": "text", "text": "none"}]), "'none'"),
+])
+def test_an_answer_that_says_nothing_is_no_score_and_counted(reply, told):
+    tally = Tally()
+    with endpoint(lambda body, number: reply if level_of(body) else said("Score: 3")) as server:
+        judge = Judge(url=server.url, **QUICK)
+        found = rewards.score({"j": judge}, shades(0, 255), ["a", "b"], [{}, {}], tally=tally)
+    assert found[0, 0] == 3 and found[1, 0].isnan() and tally.failed == {"j": 1} and told in tally.said["j"]
+    assert len(server.seen) == 2
+
+
+@pytest.mark.parametrize("name, given", [
+    ("gated", {"thresholds": [0.5]}), ("tiered", {"thresholds": [0.5]}), ("checklist", {"thresholds": [0.5, 0]})])
+def test_a_gate_does_not_open_where_its_judge_declines(name, given):
+    """Of three pictures the judge passes the first, declines the second, and marks the third too low."""
+    tally = Tally()
+    with endpoint(lambda body, number: said({9: "Score: 9", 5: REFUSAL, 0: "Score: 0"}[level_of(body)])) as server:
+        safe = {"use": "judge", "args": {"url": server.url, "scale": [0, 10], **QUICK}}
+        reward = rewards.find(name, {"rewards": [safe, lambda images, prompts: [0.25] * len(prompts)], **given})
+        found = rewards.score({"it": reward}, shades(9, 5, 0), ["a"] * 3, [{}] * 3, tally=tally)[:, 0].tolist()
+    assert found[::2] == {"gated": [0.25, 0], "tiered": [pytest.approx(1.15), 0], "checklist": [1, 0.5]}[name]
+    assert math.isnan(found[1]) and tally.failed == {"it": 1} and "can't rate" in tally.said["it"]
+
+
+def test_a_clip_whose_frame_the_judge_declines_has_no_score():
+    tally, clips = Tally(), shades(9, 9, 9, 5).unflatten(0, (2, 2))
+    with endpoint(lambda body, number: said(REFUSAL if level_of(body) == 5 else "Score: 9")) as server:
+        reward = rewards.find("frames", {"reward": "judge", "args": {"url": server.url, **QUICK}})
+        found = rewards.score({"it": reward}, clips, ["a"] * 2, [{}] * 2, tally=tally)[:, 0].tolist()
+    assert found[0] == 9 and math.isnan(found[1]) and tally.failed == {"it": 1}
+
+
+# --- faults ----------------------------------------------------------------------------------------------------------
+
+def cut_short():
+    return 200, {"Content-Length": "500"}, b'{"choices": '
+
+
+@pytest.mark.parametrize("fault", [
+    (500, {}, {"error": "oops"}), (503, {}, b"<html>"), (429, {"Retry-After": "0"}, {"error": {"message": "slow"}}),
+    (429, {}, b""), (200, {}, b"garbage"), (200, {}, {"choices": []}), (200, {}, []), (200, {}, b"[" * 100_000),
+    (200, {}, {"choices": [{"message": {"content": 5}}]}), (302, {"Location": "/"}, b""), (200, {}, None),
+])
+def test_what_passes_is_asked_again(fault):
+    with endpoint([fault, fault, said("Score: 4")]) as server:
+        assert Judge(url=server.url, **QUICK)(ONE, ["p"]) == [4]
+    assert len(server.seen) == 3
+
+
+@pytest.mark.parametrize("fault, told", [
+    ((500, {}, {"error": "oops"}), "answered 500: oops (asked 3 times)"),
+    ((429, {}, {"error": {"message": "slow\ndown"}}), "answered 429: slow down (asked 3 times)"),
+    ((200, {}, b"garbage"), "gave no proper answer: no chat completion"), ((200, {}, None), "gave no answer (Remote"),
+])
+def test_an_outage_follows_the_policy(fault, told):
+    with endpoint([fault]) as server:
+        judge = Judge(url=server.url, **QUICK)
+        assert told in message(judge, ONE, ["p"], error=TimedOut)
+        tally = Tally()
+        found = rewards.score({"j": Composed(judge, RewardRule(on_error="skip"))}, ONE, ["p"], [{}], tally=tally)
+        assert found.isnan().all() and tally.failed == {"j": 1} and told in tally.said["j"]
+    assert len(server.seen) == 6
+
+
+def test_a_slow_endpoint_is_left():
+    hold = threading.Event()
+    with endpoint([(200, {}, hold)]) as server:
+        judge = Judge(url=server.url, model="m", retries=1, wait=0.001, timeout=0.2)
+        assert "gave no answer within 0.2 s (asked 2 times)" in message(judge, ONE, ["p"], error=TimedOut)
+        hold.set()
+
+
+def test_another_url_takes_over():
+    with endpoint([(500, {}, b"")]) as one, endpoint([said("Score: 2")]) as two:
+        judge = Judge(url=f"{one.url},{two.url}", concurrency=1, **QUICK)
+        assert judge(ONE.expand(4, 3, 4, 4), ["p"] * 4) == [2] * 4
+    assert (len(one.seen), len(two.seen)) == (1, 4)
+
+
+def test_a_rejected_request_fails_alone():
+    def reply(body, number):
+        return said("Score: 6") if level_of(body) else (400, {}, {"error": {"message": "too long"}})
+
+    outputs, tally = shades(255, 0, 255), Tally()
+    with endpoint(reply) as server:
+        judge = Judge(url=server.url, **QUICK)
+        assert "answered 400: too long" in message(judge, outputs, ["p"] * 3, error=Failed)
+        rule = RewardRule(on_error=Retry(retry=1, wait=0, then="skip"))
+        found = rewards.score({"j": Composed(judge, rule)}, outputs, ["p"] * 3, [{}] * 3, tally=tally)[:, 0].tolist()
+    assert found[0] == found[2] == 6 and math.isnan(found[1]) and tally.failed == {"j": 1}
+
+
+@pytest.mark.parametrize("status, told", [
+    (401, "set key_env"), (403, "set key_env"), (404, "serve the model 'm'"),
+])
+def test_a_persons_mistake_ends_the_run(status, told):
+    with endpoint([(status, {}, {"error": {"message": "no"}})]) as server:
+        judge = Composed(Judge(url=server.url, **QUICK), RewardRule(on_error="skip"))
+        with pytest.raises(UserError, match=re.escape(told)) as caught:
+            rewards.score({"j": judge}, ONE, ["p"], [{}])
+        assert not isinstance(caught.value, Failed) and len(server.seen) == 1
+
+
+def test_several_models_are_a_choice():
+    with endpoint([said("5")]) as server:
+        server.models = (200, {}, {"data": [{"id": "a"}, {"id": "b"}]})
+        told = message(Judge(url=server.url, wait=0.001), ONE, ["p"])
+        assert "serves 2 models: set model to one of a, b" in told and server.seen == []
+
+
+def test_waits_grow_and_are_those_that_are_asked_for(monkeypatch):
+    waits = []
+    monkeypatch.setattr("time.sleep", waits.append)
+    busy = [(429, {"Retry-After": after}, b"") for after in ("7", "500")]
+    with endpoint([*busy, (500, {}, b""), (500, {}, b""), said("Score: 1")]) as server:
+        assert Judge(url=server.url, model="m", wait=0.25, retries=4)(ONE, ["p"]) == [1]
+    assert waits[:2] == [7, 60] and 0.5 <= waits[2] <= 1.5 and 1 <= waits[3] <= 3
+
+
+@pytest.mark.parametrize("after, least, most", [
+    ("7", 7, 7), ("0.5", 0.5, 0.5), ("-3", 0, 0), ("soon", 0, 0), ("nan", 0, 0),
+    ("Wed, 21 Oct 2015 07:28:00 GMT", 0, 0),
+])
+def test_how_long_to_stay_away(after, least, most):
+    assert least <= seconds(after) <= most
+
+
+def test_a_date_says_how_long_to_stay_away():
+    tomorrow = datetime.now(timezone.utc) + timedelta(days=1)
+    assert 80_000 <= seconds(format_datetime(tomorrow, usegmt=True)) <= 86_400
+
+
+@pytest.mark.parametrize("settings, told", [
+    ({"url": "localhost:8000"}, "expected http://"), ({"concurrency": 0}, "concurrency 0"),
+    ({"timeout": 0}, "timeout 0"), ({"encoding": "gif"}, "encoding 'gif'"), ({"frames": 0}, "frames 0"),
+    ({"parse": "mark"}, "has 0 groups"),
+    ({"key_env": "NO_SUCH_KEY_AT_ALL"}, "'NO_SUCH_KEY_AT_ALL'"),
+    ({"template": "nowhere.txt"}, "nowhere.txt cannot be read"),
+    ({"modle": "m"}, "did you mean 'model'?"),
+])
+def test_mistakes_are_told_at_once(settings, told):
+    assert told in message(rewards.find, "judge", settings)
+
+
+# --- pairs, criteria, forms ------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("judge, both", [(JudgePairs, True), (UnifiedRewardPairs, True), (JudgePairs, False)])
+def test_pairs_become_win_rates(judge, both):
+    def reply(body, number):  # the brighter one; for a difference of 10 the first one shown, whichever that is
+        first, second = (opened(part["url"]).getpixel((0, 0))[0] for part in parts(body, "image_url"))
+        return said(f"Image {1 if first - second >= -10 else 2} is better than the other.")
+
+    with endpoint(reply) as server:
+        named = judge(url=server.url, both_orders=both, **QUICK)
+        found = rewards.score({"j": named}, shades(10, 60, 70, 200), ["a cat"] * 4, [{}] * 4, group=4)[:, 0].tolist()
+    assert len(server.seen) == (12 if both else 6)
+    assert found[0] == 0 and found[3] == 1 and sum(found) == pytest.approx(2)
+    if both:
+        assert found == pytest.approx([0, 0.5, 0.5, 1])
+    texts = parts(server.seen[0][2], "text")
+    assert texts[:2] == ["Image 1:", "Image 2:"] and "a cat" in texts[2]
+
+
+def test_a_pair_without_an_answer_does_not_count():
+    def reply(body, number):
+        return said("no idea" if "dog" in parts(body, "text")[-1] else "Answer: 1")
+
+    with endpoint(reply) as server:
+        judge = JudgePairs(url=server.url, **QUICK)
+        assert answered(judge(shades(1, 2), shades(3, 4), ["dog", "cat"])) == ["failed", 1]
+        tally = Tally()
+        found = rewards.score({"j": judge}, shades(1, 2), ["dog"] * 2, [{}] * 2, group=2, tally=tally)
+        assert found.isnan().all() and tally.failed == {"j": 2} and "gave no answer in the form" in tally.said["j"]
+        assert judge(["a"], ["b"], ["cat"]) == [1]
+        assert parts(server.seen[-1][2], "text")[:4] == ["Text 1:", "a", "Text 2:", "b"]
+
+
+def test_criteria_of_the_recipe_and_of_the_prompt():
+    def reply(body, number):
+        text = parts(body, "text")[0]
+        if "mute" in text:
+            return said("", message={"refusal": "no"})
+        return said(json.dumps({n: "unsure" if "odd" in line else "yes" if "is" in line else "no"
+                                for n, line in re.findall(r"^(\d+)\. (.+)$", text, re.M)}))
+
+    entries = [{"criteria": ["is red", {"text": "has legs", "weight": 3}, "odd"]}, {}, {"criteria": ["mute"]}]
+    with endpoint(reply) as server:
+        plain = JudgeRubric(url=server.url, **QUICK)
+        assert answered(plain(shades(1, 2, 3), ["p"] * 3, entries)) == [0.25, None, "failed"]
+        assert len(server.seen) == 2
+        always = JudgeRubric(url=server.url, criteria=["is sharp"], **QUICK)
+        assert always(shades(1, 2), ["p"] * 2, entries[:2]) == [0.4, 1]
+    assert "criterion is {'text': 'a', 'weight': 0}" in message(JudgeRubric, criteria=[{"text": "a", "weight": 0}])
+    assert "names no {criteria}" in message(JudgeRubric, template="{prompt}")
+    assert "criterion is 5" in message(plain, ONE, ["p"], [{"criteria": 5}])
+
+
+def test_unified_reward_is_read_after_its_label():
+    text = "cat (object): 1\nhat (object): 0\nFinal Score: 3.5"
+    with endpoint([said(text), said("cat (object): 1")]) as server:
+        reward = UnifiedReward(url=server.url, concurrency=1, **QUICK)
+        assert answered(reward(shades(1, 2), ["a {cat}"] * 2)) == [3.5, "failed"]
+    assert "Text Caption: [a {cat}]" in parts(server.seen[0][2], "text")[0]
+
+
+def test_deqa_takes_probabilities_where_there_are_any():
+    top = [{"token": "fair", "logprob": math.log(0.25)}, {"token": "good", "logprob": math.log(0.75)}]
+    replies = [said("good", reason="length", logprobs={"content": [{"token": "good", "top_logprobs": top}]}),
+               said("good", logprobs=None), said("good", logprobs={"content": []}), said("nice"),
+               said("Sorry, it is good", logprobs={"content": [{"token": "good", "top_logprobs": top}]})]
+    with endpoint(replies) as server:
+        reward = DeQA(url=server.url, concurrency=1, **QUICK)
+        found = answered(reward(shades(1, 2, 3, 4, 5), ["p"] * 5))
+        assert found == [pytest.approx(3.75, abs=1e-12), 4, 4, "failed", "failed"]
+        DeQA(url=server.url, alternatives=0, **QUICK)(ONE, ["p"])
+    assert server.seen[0][2]["logprobs"] is True and server.seen[0][2]["top_logprobs"] == 20
+    assert "logprobs" not in server.seen[-1][2]

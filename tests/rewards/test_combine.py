@@ -1,0 +1,188 @@
+"""Rewards made of rewards: hand tables of the pure functions, and the classes as a recipe names them."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from flowgrpo import rewards
+from flowgrpo.errors import UserError
+from flowgrpo.rewards import combine
+from tests.helpers.tables import close, f64
+
+NAN = math.nan
+
+
+def same(found: torch.Tensor, expected: list[float]) -> None:
+    torch.testing.assert_close(found, f64(expected), rtol=0, atol=1e-12, equal_nan=True)
+
+
+# --- pure ------------------------------------------------------------------------------------------------------------
+
+def test_tiers():
+    scores = f64([[1, 1, 0.8],  # all counts
+                  [0.5, 1, 0.8],  # the lowest just passes
+                  [0.4, 1, 0.8],  # the lowest fails: it counts itself, nothing above it does
+                  [1, 0.9, 0.8],  # the middle fails
+                  [0, 0, 0.8],
+                  [NAN, 1, 0.8],  # what does not apply holds nothing up
+                  [1, NAN, 0.8],
+                  [0.4, NAN, 0.8],
+                  [NAN, NAN, NAN]])
+    same(combine.tiered(scores, [0.5, 1]), [2.8, 2.3, 0.4, 1.9, 0, 1.8, 1.8, 0.4, NAN])
+    same(combine.tiered(scores, [0.5, 1], [1, 10, 100]), [91, 90.5, 0.4, 10, 0, 90, 81, 0.4, NAN])
+
+
+def test_a_higher_tier_orders_only_what_passed_the_lower_one():
+    passed = combine.tiered(f64([[1, 0.2], [1, 0.7]]), [1])
+    failed = combine.tiered(f64([[0, 0.2], [0, 0.7]]), [1])
+    assert passed[0] < passed[1] and failed[0] == failed[1] < passed[0]
+
+
+def test_gates():
+    scores = f64([[1, 0.3, 7], [0.9, 0.3, 7], [1, 0.2, 7], [1, 0.3, -7], [NAN, 0.3, 7], [1, NAN, 7], [1, 0.3, NAN],
+                  [0, 0, -7]])
+    same(combine.gated(scores, [1, 0.3]), [7, 0, 0, -7, 7, 7, NAN, 0])
+
+
+def test_abstaining_stands_between_right_and_wrong():
+    same(combine.ternary(f64([1, 0.8, 0.79, 0.5, 0.21, 0.2, 0, NAN]), 0.8, 0.2), [1, 1, 0, 0, 0, -1, -1, 0])
+    # Among a group that abstains or is wrong, abstaining is the better one; a binary reward has both at 0.
+    abstains, wrong = combine.ternary(f64([NAN, 0]), 1, 0).tolist()
+    assert abstains > wrong
+
+
+def test_the_share_of_a_checklist():
+    scores = f64([[1, 1, 0.5, 1], [1, 0, 0.5, 0], [1, NAN, 0.4, NAN], [0, 0, 0, 0], [NAN] * 4])
+    same(combine.checklist(scores, [1, 1, 0.5, 1]), [1, 0.5, 0.5, 0, NAN])
+
+
+def test_the_harmonic_mean():
+    # 1 / (0.3 / 0.8 + 0.7 / 0.2) = 1 / 3.875, below the arithmetic 0.3 * 0.8 + 0.7 * 0.2 = 0.38.
+    image, text = f64([0.8, 0.5, 1, 0, 0.5, -0.1, NAN]), f64([0.2, 0.5, 1, 0.9, 0, 0.5, 0.5])
+    same(combine.harmonic(image, text, 0.3), [1 / 3.875, 0.5, 1, 0, 0, 0, NAN])
+    same(combine.harmonic(image[:3], text[:3], 1), [0.8, 0.5, 1])
+    same(combine.harmonic(image[:3], text[:3], 0), [0.2, 0.5, 1])
+
+
+@pytest.mark.parametrize("false_positive, false_negative", [(0.1, 0.3), (0, 0.4), (0.25, 0), (0, 0), (0.45, 0.5)])
+def test_the_corrected_verdict_is_right_in_the_mean(false_positive, false_negative):
+    passed, failed = combine.corrected(f64([1, 0]), false_positive, false_negative).tolist()
+    assert (1 - false_negative) * passed + false_negative * failed == pytest.approx(1, abs=1e-12)
+    assert false_positive * passed + (1 - false_positive) * failed == pytest.approx(0, abs=1e-12)
+
+
+def test_the_corrected_verdict_by_hand():
+    close(combine.corrected(f64([1, 0, 0.5]), 0.1, 0.3), [0.9 / 0.6, -0.1 / 0.6, 0.4 / 0.6])
+
+
+# --- for a recipe ----------------------------------------------------------------------------------------------------
+
+def channel(row: int):
+    """A reward that is a channel of the picture; none where it is above 1."""
+    return lambda images, prompts: [None if value > 1 else value for value in images[:, row].mean((1, 2)).tolist()]
+
+
+RED, GREEN, BLUE = (channel(row) for row in range(3))
+
+
+def scored(reward, *pixels: tuple[float, float, float], metadata=None) -> list[float]:
+    images = torch.tensor(pixels, dtype=torch.float32)[:, :, None, None].expand(-1, -1, 4, 4)
+    count = len(pixels)
+    return rewards.score({"it": reward}, images, [""] * count, metadata or [{}] * count)[:, 0].tolist()
+
+
+@pytest.mark.parametrize("name, args, expected", [
+    ("tiered", {"rewards": [RED, GREEN, BLUE], "thresholds": [0.5, 0.5]}, [1.75, 0.25, 1.0]),
+    ("tiered", {"rewards": [RED, GREEN], "thresholds": [0.5], "weights": [2, 4]}, [3.5, 0.5, 2.5]),
+    ("gated", {"rewards": [RED, GREEN], "thresholds": [0.5]}, [0.5, 0, 0.25]),
+    ("ternary", {"rewards": [RED], "right": 0.75, "wrong": 0.25}, [1, -1, 1]),
+    ("ternary", {"rewards": [GREEN], "right": 0.75, "wrong": 0.25}, [0, 1, -1]),
+    ("checklist", {"rewards": [RED, GREEN, BLUE], "thresholds": [0.5, 0.5, 0.5]}, [1, 2 / 3, 2 / 3]),
+    ("checklist", {"rewards": [RED, GREEN]}, [0, 0.5, 0]),
+    ("harmonic", {"rewards": [RED, GREEN], "share": 0.5}, [0.6, 0.4, 0.375]),
+    ("corrected", {"rewards": [RED], "false_positive": 0.25, "false_negative": 0.25}, [1, 0, 1]),
+])
+def test_in_a_recipe(name, args, expected):
+    found = scored(rewards.find(name, args), (0.75, 0.5, 0.5), (0.25, 1, 0.5), (0.75, 0.25, 0.5))
+    assert found == pytest.approx(expected, abs=1e-6)
+
+
+def test_parts_by_name_with_their_arguments_and_routes():
+    parts = [{"use": "over_saturation", "args": {"limit": 0.0}, "when": {"task": "calm"}}, BLUE]
+    reward = rewards.find("tiered", {"rewards": parts, "thresholds": [-0.5]})
+    found = scored(reward, (0.5, 0.5, 0.25), (1, 0, 0.25), (1, 0, 0.25),
+                   metadata=[{"task": "calm"}, {"task": "calm"}, {}])
+    # Channels 0.25 apart, at a limit of 0: -0.25, passed; 1 apart: -1, below the threshold; no route: nothing to pass.
+    assert found == pytest.approx([0, -1, 0.25])
+
+
+def test_what_does_not_apply_is_left_out():
+    found = scored(rewards.find("checklist", {"rewards": [RED, GREEN]}), (1, 2, 0), (2, 2, 0))
+    assert found[0] == 1 and math.isnan(found[1])
+    assert rewards.find("gated", {"rewards": [RED]})(torch.full((1, 3, 2, 2), 2.0), [""], [{}]) == [None]
+
+
+BREAKING = """
+def red(images, prompts):
+    assert 0.5 not in images[:, 2].mean((1, 2)).tolist()
+    return images[:, 0].mean((1, 2))
+"""
+
+
+@pytest.mark.parametrize("name, args, expected", [
+    ("tiered", {"thresholds": [0.5]}, [2, NAN, 0.25]), ("gated", {"thresholds": [0.5]}, [1, NAN, 0]),
+    ("checklist", {"thresholds": [0.5, 0.5]}, [1, NAN, 0]), ("harmonic", {"share": 0}, [1, NAN, 0.25]),
+    ("ternary", {"right": 0.75, "wrong": 0.25}, [1, NAN, -1]), ("corrected", {"false_negative": 0.5}, [2, NAN, 0.5]),
+])
+def test_a_part_that_failed_leaves_no_score_and_is_counted(tmp_path, name, args, expected):
+    """Three pictures; the first part breaks on the second one, and its rule skips."""
+    (tmp_path / "breaking.py").write_text(BREAKING)
+    parts = [{"use": f"{tmp_path}/breaking.py:red", "on_error": "skip"}, GREEN]
+    reward = rewards.find(name, {"rewards": parts[:1 if name in ("ternary", "corrected") else 2], **args})
+    tally = rewards.Tally()
+    pictures = torch.tensor([[1, 1, 0], [1, 1, 0.5], [0.25, 0.25, 0]])[:, :, None, None].expand(-1, -1, 4, 4)
+    found = rewards.score({"it": reward}, pictures, [""] * 3, [{}] * 3, tally=tally)[:, 0]
+    same(found.double(), expected)
+    assert tally.failed == {"it": 1} and "AssertionError" in tally.said["it"]
+
+
+def test_compositions_compose():
+    inner = {"use": "gated", "args": {"rewards": ["sharpness", {"use": "over_saturation"}], "thresholds": [0.0]}}
+    found = scored(rewards.find("ternary", {"rewards": [inner], "right": 0, "wrong": -0.5}), (0.5, 0.5, 0.5), (1, 0, 0))
+    assert found == [1, -1]
+
+
+def test_it_judges_what_all_its_parts_judge():
+    assert rewards.find("gated", {"rewards": [RED]}).about.modality == "image/video/text"
+    assert rewards.find("checklist", {"rewards": [RED, "sharpness"]}).about == rewards.About("image", (0, 1), "",
+                                                                                             "the rewards'")
+    with pytest.raises(UserError, match="judges image, but what is generated here is video"):
+        rewards.score({"it": rewards.find("gated", {"rewards": ["piqe"]})}, torch.zeros(1, 2, 3, 8, 8), [""], [{}])
+
+
+@pytest.mark.parametrize("name, args, told", [
+    ("checklist", {"rewards": ["sharpness", "flow_amount"]}, "expected rewards that judge the same: pictures, videos"),
+    ("tiered", {"rewards": []}, r"rewards is \[\], expected a list of rewards"),
+    ("tiered", {"rewards": "ocr"}, "rewards is 'ocr', expected a list of rewards"),
+    ("tiered", {"rewards": [RED, GREEN]}, r"thresholds is \(\), expected 1, one per reward but the last"),
+    ("tiered", {"rewards": [RED], "weights": [1, 2]}, r"weights is \[1, 2\], expected 1, one per reward"),
+    ("gated", {"rewards": [RED], "thresholds": [1]}, r"thresholds is \[1\], expected 0, one per reward but the last"),
+    ("ternary", {"rewards": [RED, GREEN]}, "expected one reward"),
+    ("ternary", {"rewards": [RED], "right": 0.5, "wrong": 0.5}, "wrong is 0.5, expected less than right, which is 0.5"),
+    ("checklist", {"rewards": [RED], "thresholds": []}, r"thresholds is \[\], expected 1, one per reward"),
+    ("harmonic", {"rewards": [RED]}, "expected two rewards"),
+    ("harmonic", {"rewards": [RED, GREEN], "share": 1.5}, "share is 1.5, expected a number from 0 to 1"),
+    ("corrected", {"rewards": [RED], "false_positive": 1}, "false_positive is 1, expected a rate from 0 to below 1"),
+    ("corrected", {"rewards": [RED], "false_positive": 0.5, "false_negative": 0.5},
+     "false_positive is 0.5, expected less than 1 - false_negative, 0.5: such a verdict says nothing"),
+    ("gated", {"rewards": ["sharpnes"]}, "unknown reward 'sharpnes'"),
+    ("gated", {"rewards": ["diversity"]}, "expected rewards that score one sample at a time, not whole groups"),
+    ("gated", {"rewards": [{"use": "ocr", "weight": 2}]}, r"gated\[0\]: weight: got 2, extra inputs are not permitted"),
+])
+def test_mistakes_are_told_in_one_line(name, args, told):
+    with pytest.raises(UserError, match=told) as error:
+        rewards.find(name, args)
+    assert "\n" not in str(error.value)

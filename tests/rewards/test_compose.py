@@ -1,0 +1,222 @@
+"""The long form of a reward: what a recipe may say, what a mistake is told, and which prompts a reward is asked for."""
+
+from __future__ import annotations
+
+import math
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from flowgrpo import config, rewards
+from flowgrpo.config.reward_rules import Retry, RewardRule, WatchRule
+from flowgrpo.errors import UserError
+from tests.helpers import tiny
+
+ROOT = Path(__file__).parents[2]
+PROMPTS = ["a", "bb", "ccc", "dddd"]
+METADATA = [{"task": "text"}, {"task": "count", "n": 2}, {"n": 2}, {"task": "colour", "n": 3}]
+PICTURES = torch.arange(4.0)[:, None, None, None].expand(4, 3, 2, 2)
+
+
+def message(call, *arguments) -> str:
+    with pytest.raises(UserError) as caught:
+        call(*arguments)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def numbers(scores: torch.Tensor) -> list:
+    """Columns of scores, None for NaN."""
+    return [[None if math.isnan(value) else value for value in column] for column in scores.T.tolist()]
+
+
+# --- the notation ----------------------------------------------------------------------------------------------------
+
+LONG = {"ocr": {"weight": 0.5, "when": {"task": "text"}, "transform": [{"clip": [0, 1]}, "log", {"threshold": 0.5}],
+                "on_error": {"retry": 3, "wait": 0.5}, "timeout": 30, "cache": True, "args": {"edits": 2},
+                "use": "mine.py:Ocr"}, "scene": 2, "red": {"on_error": "skip"}}
+
+
+def test_the_long_form_stands_beside_the_short_one_and_runs_again(tmp_path):
+    resolved = config.validate({"reward": LONG, "eval": {"rewards": {"scene_graded": {}, "red": {"timeout": 5}}}})
+    assert resolved.rewards == {"ocr": 0.5, "scene": 2.0, "red": 1.0}
+    ocr = resolved.trained["ocr"]
+    assert (ocr.use, ocr.args, ocr.when, ocr.timeout, ocr.cache) == ("mine.py:Ocr", {"edits": 2}, {"task": "text"}, 30,
+                                                                     True)
+    assert ocr.on_error == Retry(retry=3, wait=0.5, then="raise")
+    assert resolved.trained["scene"] == RewardRule(weight=2) and resolved.trained["red"].on_error == "skip"
+    assert resolved.watched == {"scene_graded": WatchRule(), "red": WatchRule(timeout=5)}
+    (tmp_path / "again.yaml").write_text(resolved.yaml())
+    again = config.load(tmp_path / "again.yaml", {"name": resolved.name})
+    assert again == resolved and again.yaml() == resolved.yaml()
+    assert "scene: 2.0" in resolved.yaml()  # what was short stays short
+
+
+def test_the_recipe_of_the_page_says_what_the_page_says(tmp_path):
+    [block, *_] = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs" / "rewards.md").read_text(encoding="utf-8"), re.S)
+    (tmp_path / "page.yaml").write_text(block)
+    found = config.load(tmp_path / "page.yaml")  # the last of its forms of `reward`
+    assert found.rewards == {"scene_graded": 1.0, "ocr": 0.5} and found.watched.keys() == {"scene", "judge"}
+    assert found.trained["ocr"].on_error == Retry(retry=3, then="skip") and found.watched["judge"].timeout == 60
+
+
+def test_a_reward_that_is_trained_on_and_merely_named_keeps_its_rule():
+    resolved = config.validate({"reward": {"red": {"timeout": 5}}, "eval": {"rewards": ["red", "scene"]}})
+    assert resolved.watched == {"scene": WatchRule()}
+
+
+@pytest.mark.parametrize("rule, told", [
+    ({"wieght": 1}, "unknown key 'reward.ocr.wieght': did you mean 'weight'?"),
+    ({"normalise": "group"}, "unknown key 'reward.ocr.normalise'"),
+    ({"weight": "much"}, "reward.ocr.weight: got 'much', expected a valid number"),
+    ({"weight": float("nan")}, "reward.ocr.weight: got nan, expected a finite number"),
+    ({"timeout": 0}, "reward.ocr.timeout: got 0, expected a number greater than 0"),
+    ({"when": "text"}, "reward.ocr.when: got 'text', expected a valid dictionary"),
+    ({"on_error": "sikp"}, "reward.ocr.on_error: got 'sikp', expected 'raise' or 'skip'"),
+    ({"on_error": {"retry": 0}}, "reward.ocr.on_error.retry: got 0, expected a number greater than or equal to 1"),
+    ({"on_error": {"rety": 2}}, "unknown key 'reward.ocr.on_error.rety': did you mean 'retry'?"),
+    ({"on_error": {"wait": 2}}, "reward.ocr.on_error.retry: got {'wait': 2}, expected one more value"),
+    ({"transform": ["lgo"]}, "reward.ocr.transform.0: got 'lgo', expected 'log' or 'rank'"),
+    ({"transform": ["log", {"clip": 1}]}, "reward.ocr.transform.1.clip: got 1, expected a valid tuple"),
+    ({"transform": [{"clip": [1, 0]}]}, "reward.ocr.transform.0: got {'clip': [1, 0]}, expected the lower bound below"),
+    ({"transform": [{"clap": [0, 1]}]}, "unknown key 'reward.ocr.transform.0.clap': did you mean 'clip'?"),
+    ({"transform": "log"}, "reward.ocr.transform: got 'log', expected a valid list"),
+])
+def test_mistakes_in_a_rule_have_their_path(rule, told):
+    assert message(config.validate, {"reward": {"ocr": rule}}, "r.yaml").startswith(f"r.yaml: {told}")
+
+
+@pytest.mark.parametrize("given, told", [
+    ({"ocr": {"weight": 1}}, "unknown key 'eval.rewards.ocr.weight'"),
+    ({"ocr": {"timeout": -1}}, "eval.rewards.ocr.timeout: got -1, expected a number greater than 0"),
+    (["ocr", 3], "eval.rewards.1: got 3, expected a valid string"),
+    (3, "eval.rewards: got 3, expected a valid list or a valid dictionary"),
+])
+def test_mistakes_in_watched_rewards_have_their_path(given, told):
+    assert message(config.validate, {"eval": {"rewards": given}}, "r.yaml").startswith(f"r.yaml: {told}")
+
+
+# --- which prompts a reward is asked for -----------------------------------------------------------------------------
+
+class Spy:
+    """The level of a picture, with a memory of what it was asked."""
+
+    def __init__(self):
+        self.asked = []
+
+    def __call__(self, images, prompts, metadata):
+        assert len(images) == len(prompts) == len(metadata)
+        self.asked.append(prompts)
+        return images.mean((1, 2, 3))
+
+
+@pytest.mark.parametrize("when, expected", [
+    ({}, [0, 1, 2, 3]),
+    ({"task": "text"}, [0, None, None, None]),
+    ({"task": ["text", "colour"]}, [0, None, None, 3]),
+    ({"task": "count", "n": 2}, [None, 1, None, None]),
+    ({"n": [2, 3]}, [None, 1, 2, 3]),
+    ({"task": "text", "n": 2}, [None] * 4),
+])
+def test_a_reward_is_asked_where_it_applies_alone(when, expected):
+    spy = Spy()
+    mine = {"all": Spy(), "some": rewards.Composed(spy, RewardRule(when=when))}
+    found = numbers(rewards.score(mine, PICTURES, PROMPTS, METADATA))
+    assert found == [[0, 1, 2, 3], expected]
+    asked = [prompt for prompt, value in zip(PROMPTS, expected) if value is not None]
+    assert spy.asked == ([asked] if asked else [])
+
+
+def test_texts_are_routed_as_pictures_are():
+    mine = {"length": rewards.Composed(lambda texts, prompts: [len(text) for text in texts], WatchRule(when={"n": 2}))}
+    assert numbers(rewards.score(mine, ["x", "yy", "zzz", ""], PROMPTS, METADATA)) == [[None, 2, 3, None]]
+
+
+def test_a_route_that_no_prompt_takes_is_told_with_what_there_is():
+    mine = rewards.compose({"scene": WatchRule(when={"task": "txet"})})
+    assert message(rewards.require_routes, mine, METADATA) == (
+        "reward 'scene' applies to no prompt: its `when` is {'task': 'txet'}, and the metadata of the 4 prompts has n, "
+        "task (task: 'colour', 'count', 'text')")
+    assert "the 1 prompts has no keys" in message(rewards.require_routes, mine, [{}])
+    rewards.require_routes(rewards.compose({"scene": WatchRule(when={"n": 3})}), METADATA)
+
+
+# --- how rewards are made --------------------------------------------------------------------------------------------
+
+FILE = """
+class Weighing:
+    def __init__(self, factor, least=0.0):
+        self.factor, self.least = factor, least
+    def __call__(self, images, prompts):
+        return [max(self.factor * len(prompt), self.least) for prompt in prompts]
+
+def plain(images, prompts):
+    return [1.0] * len(prompts)
+"""
+
+
+@pytest.fixture
+def file(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "weighing.py").write_text(FILE)
+    return tmp_path / "weighing.py"
+
+
+def test_a_class_is_made_with_its_arguments_under_labels_of_ones_own(file):
+    rules = {"once": WatchRule(use=f"{file}:Weighing", args={"factor": 1}),
+             "twice": WatchRule(use=f"{file}:Weighing", args={"factor": 2, "least": 5}), f"{file}:plain": WatchRule()}
+    found = rewards.score(rewards.compose(rules), PICTURES, PROMPTS, METADATA)
+    assert numbers(found) == [[1, 2, 3, 4], [5, 5, 6, 8], [1] * 4]
+
+
+@pytest.mark.parametrize("name, arguments, told", [
+    ("Weighing", {"fcator": 1}, "takes no argument 'fcator': did you mean 'factor'?"),
+    ("Weighing", {"least": 1}, "needs args: {factor: ...}: give them in its rule"),
+    ("Weighing", {}, "needs args: {factor: ...}: give them in its rule"),
+    ("plain", {"factor": 1}, "takes no args: it is not a class, got factor"),
+])
+def test_arguments_that_do_not_fit_are_told(file, name, arguments, told):
+    assert told in message(rewards.compose, {"mine": WatchRule(use=f"{file}:{name}", args=arguments)})
+
+
+def test_objects_take_the_place_of_names():
+    spy = Spy()
+    assert rewards.compose({"spy": WatchRule()}, given={"spy": spy})["spy"].function is spy
+    assert "takes no args" in message(lambda: rewards.compose({"spy": WatchRule(args={"a": 1})}, given={"spy": spy}))
+
+
+# --- what a reward judges --------------------------------------------------------------------------------------------
+
+def test_another_modality_is_refused_where_it_is_known():
+    def of_videos(videos, prompts):
+        return videos.mean((1, 2, 3, 4))
+
+    videos = PICTURES[:, None].expand(4, 5, 3, 2, 2)
+    assert numbers(rewards.score({"mine": of_videos}, videos, PROMPTS, METADATA)) == [[0, 1, 2, 3]]
+    of_videos.about = rewards.About(modality="video")
+    assert numbers(rewards.score({"mine": of_videos}, videos, PROMPTS, METADATA)) == [[0, 1, 2, 3]]
+    for outputs, kind in ((PICTURES, "image"), (PROMPTS, "text")):
+        for mine in (of_videos, rewards.Composed(of_videos)):
+            assert f"reward 'mine' judges video, but what is generated here is {kind}" in message(
+                rewards.score, {"mine": mine}, outputs, PROMPTS, METADATA)
+    of_videos.about = rewards.About(modality="image/video")
+    rewards.require_modality({"mine": of_videos}, "image")
+    with pytest.raises(ValueError, match="modality is 'picture', expected image, video, text"):
+        rewards.About(modality="picture")
+
+
+def test_a_reward_of_videos_is_refused_before_a_picture_is_drawn(tmp_path):
+    from flowgrpo.run import run
+
+    def still(videos, prompts):
+        return [1.0] * len(prompts)
+
+    still.about = rewards.About(modality="video")
+    for rewarded in ({"reward": {"still": 1.0}}, {"eval__rewards": {"still": {}}, "reward": {"red": 1.0}}):
+        assert "reward 'still' judges video, but what is generated here is image" in message(
+            lambda: run(tiny.config(tmp_path, **rewarded), pipe=tiny.sd3(), functions={"red": tiny.red, "still": still},
+                        prompts=[tiny.Prompt(text) for text in tiny.PROMPTS]))
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,353 @@
+"""A reward that fails: told, tried again, or left out and counted; never a 0, and never trained on."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import threading
+
+import pytest
+import torch
+
+from flowgrpo import rewards
+from flowgrpo.advantages.group import ORDERS, SCALES, combine
+from flowgrpo.config.reward_rules import Retry, RewardRule
+from flowgrpo.errors import UserError
+from flowgrpo.rewards import Composed, Failed, Tally
+from flowgrpo.rewards.failures import settled
+from flowgrpo.types import Context
+from tests.helpers import tiny
+
+NAN = math.nan
+PROMPTS = ["a", "bb", "ccc", "dddd"]
+
+
+def values(reward, tally=None, group: int = 1) -> list:
+    found = rewards.score({"mine": reward}, torch.zeros(4, 3, 2, 2), PROMPTS, [{}] * 4, group, tally)
+    return [None if math.isnan(value) else value for value in found[:, 0].tolist()]
+
+
+def message(call, *arguments) -> str:
+    with pytest.raises(UserError) as caught:
+        call(*arguments)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def lengths(images, prompts):
+    return [len(prompt) for prompt in prompts]
+
+
+def choking(*on: str, error=ArithmeticError("too much")):
+    """The length of a prompt; calls that hold one of `on` fail."""
+    def reward(images, prompts):
+        if set(on) & set(prompts):
+            raise error
+        return lengths(images, prompts)
+
+    return reward
+
+
+def failing(times: int):
+    """Fails so many times, then answers; `calls` counts both."""
+    def reward(images, prompts):
+        reward.calls += 1
+        if reward.calls <= times:
+            raise ConnectionError("refused")
+        return lengths(images, prompts)
+
+    reward.calls = 0
+    return reward
+
+
+# --- raise -----------------------------------------------------------------------------------------------------------
+
+def test_without_a_rule_a_failure_ends_the_run():
+    assert "reward 'mine' raised on 4 samples" in message(values, choking("bb"))
+    assert "reward 'mine' raised on 4 samples" in message(values, Composed(choking("bb"), RewardRule()))
+
+
+# --- skip ------------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("broken", [
+    choking("bb"), choking("bb", error=SystemExit(1)),
+    lambda images, prompts: [NAN if prompt == "bb" else len(prompt) for prompt in prompts],
+    lambda images, prompts: [math.inf if prompt == "bb" else len(prompt) for prompt in prompts],
+    lambda images, prompts: lengths(images, prompts)[:None if "bb" not in prompts else -1],
+    lambda images, prompts: None if "bb" in prompts else lengths(images, prompts),
+])
+def test_what_fails_alone_is_left_out_and_counted_once(broken):
+    tally = Tally()
+    assert values(Composed(broken, RewardRule(on_error="skip")), tally) == [1, None, 3, 4]
+    assert tally.failed == {"mine": 1} and "'mine'" in tally.said["mine"]
+    assert values(Composed(lengths, RewardRule(on_error="skip")), tally) == [1, 2, 3, 4]
+    assert tally.failed == {"mine": 1}
+
+
+def test_what_cannot_bear_company_alone_is_not_left_out():
+    def alone(images, prompts):
+        assert len(prompts) == 1
+        return lengths(images, prompts)
+
+    tally = Tally()
+    assert values(Composed(alone, RewardRule(on_error="skip")), tally) == [1, 2, 3, 4] and not tally.failed
+
+
+def test_none_is_no_failure():
+    tally = Tally()
+    assert values(Composed(lambda images, prompts: [None, 0, None, 0], RewardRule(on_error="skip")), tally) == [
+        None, 0, None, 0]
+    assert not tally.failed
+
+
+def test_a_reward_says_itself_where_it_has_no_answer():
+    tally = Tally()
+    assert values(lambda images, prompts: [1, Failed("no idea"), None, 4], tally) == [1, None, None, 4]
+    assert tally.failed == {"mine": 1} and tally.said == {"mine": "no idea"}
+
+
+def test_rewards_of_groups_are_left_out_by_groups():
+    def of_groups(images, prompts, metadata, group):
+        assert len(prompts) % group == 0
+        return choking("dddd")(images, prompts)
+
+    of_groups.group = True
+    tally = Tally()
+    assert values(Composed(of_groups, RewardRule(on_error="skip")), tally, group=2) == [1, 2, None, None]
+    assert tally.failed == {"mine": 2}
+
+
+def test_a_persons_mistake_is_never_skipped_or_tried_again():
+    asked = []
+
+    def needs(images, prompts):
+        asked.append(prompts)
+        raise UserError("install it")
+
+    for policy in ("skip", Retry(retry=3, wait=0)):
+        assert message(values, Composed(needs, RewardRule(on_error=policy))) == "install it"
+    assert len(asked) == 2
+
+
+# --- retry -----------------------------------------------------------------------------------------------------------
+
+def test_a_reward_is_asked_again_as_often_as_said():
+    reward = failing(2)
+    assert values(Composed(reward, RewardRule(on_error=Retry(retry=2, wait=0)))) == [1, 2, 3, 4] and reward.calls == 3
+    reward = failing(3)
+    told = message(values, Composed(reward, RewardRule(on_error=Retry(retry=2, wait=0))))
+    assert "ConnectionError: refused" in told and told.endswith("(asked 3 times)") and reward.calls == 3
+
+
+def test_what_does_not_come_round_is_skipped_where_that_is_said():
+    tally = Tally()
+    rule = RewardRule(on_error=Retry(retry=1, wait=0, then="skip"))
+    assert values(Composed(choking("a", "ccc"), rule), tally) == [None, 2, None, 4] and tally.failed == {"mine": 2}
+
+
+def test_waits_double(monkeypatch):
+    waits = []
+    monkeypatch.setattr("time.sleep", waits.append)
+
+    def ask(rows):
+        raise Failed("no")
+
+    with pytest.raises(Failed):
+        settled(ask, [0], Retry(retry=8, wait=1.5))
+    assert waits == [1.5, 3, 6, 12, 24, 48, 60, 60]
+
+
+# --- time-outs -------------------------------------------------------------------------------------------------------
+
+@pytest.fixture
+def hanging():
+    """A reward that does not answer until the test is over, but on a prompt "a" alone."""
+    over = threading.Event()
+
+    def reward(images, prompts):
+        reward.calls += 1
+        if prompts != ["a"]:
+            over.wait()
+        return lengths(images, prompts)
+
+    reward.calls = 0
+    yield reward
+    over.set()
+
+
+def test_a_reward_that_hangs_is_told(hanging):
+    assert message(values, Composed(hanging, RewardRule(timeout=0.05))) == (
+        "reward 'mine' hangs on 4 samples (first prompt of the batch: 'a'): no answer within 0.05 s")
+
+
+def test_a_reward_that_hangs_is_skipped_without_asking_for_each_sample(hanging):
+    tally = Tally()
+    assert values(Composed(hanging, RewardRule(timeout=0.05, on_error="skip")), tally) == [None] * 4
+    assert tally.failed == {"mine": 4} and hanging.calls == 1
+
+
+def test_a_reward_that_hangs_once_is_asked_again():
+    calls = itertools.count()
+    over = threading.Event()
+
+    def reward(images, prompts):
+        if next(calls) == 0:
+            over.wait()
+        return lengths(images, prompts)
+
+    assert values(Composed(reward, RewardRule(timeout=5, on_error=Retry(retry=1, wait=0)))) == [1, 2, 3, 4]
+    over.set()
+
+
+def test_in_time_all_is_as_without():
+    weight = torch.ones(4, requires_grad=True)
+    recorded = []
+
+    def learned(images, prompts):
+        recorded.append((weight * 2).requires_grad)
+        return weight * 2
+
+    assert values(Composed(learned, RewardRule(timeout=60))) == [2] * 4 and recorded == [False]
+    told = message(values, Composed(choking("bb"), RewardRule(timeout=60)))
+    assert "ArithmeticError: too much (test_failures.py, line " in told
+
+
+# --- what becomes of a sample without any reward ---------------------------------------------------------------------
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("scale", [*SCALES, "running"])
+def test_a_sample_without_a_reward_is_as_if_it_had_not_been_drawn(scale, order):
+    """The advantages of five samples of which the second has no reward are those of the other four, and a 0."""
+    torch.manual_seed(0)
+    others = torch.randn(3, 4, 2, dtype=torch.float64)
+    lost = torch.full((3, 1, 2), NAN, dtype=torch.float64)
+    with_lost = torch.cat([others[:, :1], lost, others[:, 1:]], 1)
+    found, expected = (combine(each, [1.0, 0.5], scale, order, context=Context(["p", "q", "r"]))
+                       for each in (with_lost, others))
+    torch.testing.assert_close(found[:, [0, 2, 3, 4]], expected, rtol=0, atol=1e-12)
+    assert (found[:, 1] == 0).all() and expected.abs().min() > 0
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("scale", [*SCALES, "running"])
+def test_where_no_sample_has_a_reward_all_advantages_are_0(scale, order):
+    nothing = torch.full((2, 3, 2), NAN)
+    assert (combine(nothing, [1.0, 0.5], scale, order, context=Context(["p", "q"])) == 0).all()
+
+
+def missing(*places: int):
+    """The red channel, with failures on some pictures of every epoch, counted from 0."""
+    def reward(images, prompts):
+        start, reward.seen = reward.seen, reward.seen + len(prompts)
+        if any(place in places for place in range(start, start + len(prompts))):
+            reward.seen = start if len(prompts) > 1 else reward.seen
+            raise ArithmeticError("out of order")
+        return tiny.red(images, prompts)
+
+    reward.seen = 0
+    return reward
+
+
+def test_a_sample_that_was_skipped_is_not_trained_on():
+    """Eight pictures in parts of four, the third and the sixth without a reward: six decisions a step are left."""
+    trainer = tiny.trainer(reward={"red": {"on_error": "skip"}}, rewards={
+        "red": Composed(missing(2, 5), RewardRule(on_error="skip"))}, parts__plan__size=2)
+    said = []
+    trainer.say = said.append
+    batch = trainer.prompts[:2]
+    parts, conditioning, grouped = trainer.sample(batch)
+    assert grouped.isnan().flatten().nonzero().flatten().tolist() == [2, 5]
+    credited = list(trainer.credit(parts, grouped, [prompt.text for prompt in batch]))
+    kept = [[len(advantage) for advantage in part.advantages] for part in credited]
+    assert kept == [[3, 3], [3, 3]] and all(len(part.transitions[0].x_next) == 3 for part in credited)
+    expected = combine(grouped[:, :, :1], [1.0])
+    found = torch.stack([part.advantages[0] for part in credited])
+    torch.testing.assert_close(found.flatten(), expected.flatten()[[0, 1, 3, 4, 6, 7]])
+    metrics = trainer.scoring.metrics(grouped, said.append)
+    assert metrics["reward/red/failed"] == 2 and trainer.scoring.reward_failures == {"red": 2}
+    assert metrics["reward/red/mean"] == pytest.approx(grouped.nanmean().item())
+    assert metrics["reward/red/zero_variance_groups"] == 0
+    assert len(said) == 1 and said[0].startswith("left out: 2 samples that a reward failed on; the last: reward 'red'")
+    again = trainer.scoring.metrics(grouped, said.append)
+    assert again["reward/red/failed"] == 0 and trainer.scoring.reward_failures == {"red": 2}
+
+
+def test_a_skipped_reward_neither_raises_nor_lowers_a_samples_total():
+    """One reward is about -100 and fails on the third picture; its group's mean stands in, and the picture is not shown
+    as the best one."""
+    costly = missing(2)
+    trainer = tiny.trainer(reward={"cost": {"on_error": "skip"}, "red": 1.0}, parts__plan__size=2, rewards={
+        "cost": Composed(lambda images, prompts: costly(images, prompts) - 100, RewardRule(on_error="skip")),
+        "red": Composed(tiny.red)})
+    batch = trainer.prompts[:2]
+    _, _, grouped = trainer.sample(batch)
+    assert grouped.isnan().nonzero().tolist() == [[0, 2, 0]]
+    totals = trainer.scoring.weighted(grouped)
+    assert totals[0, 2] == pytest.approx((grouped[0, [0, 1, 3], 0].mean() + grouped[0, 2, 1]).item(), abs=1e-4)
+    totals[0, 2] = NAN
+    best = {prompt: total for total, prompt, *_ in trainer.scoring.extremes.best}
+    assert best == {prompt.text: pytest.approx(own[~own.isnan()].max().item(), abs=1e-4)
+                    for prompt, own in zip(batch, totals)}
+
+
+def test_an_epoch_without_any_reward_trains_nothing():
+    trainer = tiny.trainer(rewards={"red": Composed(choking(*tiny.PROMPTS), RewardRule(on_error="skip"))})
+    trainer.say = [].append
+    before = trainer.policy.weights.snapshot()
+    metrics = trainer.run_epoch()
+    assert metrics["reward/red/failed"] == 8 and metrics["loss"] == 0.0
+    assert all(torch.equal(before[key], value) for key, value in trainer.policy.weights.snapshot().items())
+
+
+def test_a_first_epoch_without_any_score_stops_and_a_later_one_is_said_once():
+    """Nothing failed: the rewards do not apply to these prompts."""
+    rewards_of_none = dict.fromkeys(["red", "blue"], lambda images, prompts: [None] * len(prompts))
+    trainer = tiny.trainer(rewards=rewards_of_none, reward=dict.fromkeys(rewards_of_none, 1.0))
+    told, said = message(trainer.run_epoch), []
+    assert told.startswith("no sample of the first epoch had a score from 'red' or 'blue': expected prompts to which")
+    assert any(repr(prompt) in told for prompt in tiny.PROMPTS) and trainer.update == 0
+    trainer.say, before = said.append, trainer.policy.weights.snapshot()
+    for trainer.epoch in (1, 2):
+        assert trainer.run_epoch()["loss"] == 0.0
+    assert said == ["no sample of epoch 2 had a score from 'red' or 'blue': nothing is trained in such epochs"]
+    assert all(torch.equal(before[key], value) for key, value in trainer.policy.weights.snapshot().items())
+
+
+def test_transforms_are_trained_on_and_the_reward_is_told():
+    rule = RewardRule(transform=["rank"])
+    trainer = tiny.trainer(rewards={"red": Composed(tiny.red, rule)}, method="mix_grpo", parts__plan__size=2)
+    batch = trainer.prompts[:2]
+    parts, conditioning, grouped = trainer.sample(batch)
+    credited = list(trainer.credit(parts, grouped, [prompt.text for prompt in batch]))
+    assert 0 < grouped.std() < 0.2  # the mean of a channel, not its rank
+    places = grouped[..., 0].argsort(1).argsort(1).double()[..., None] / 3
+    found = torch.stack([part.advantages[0] for part in credited])
+    torch.testing.assert_close(found.double(), combine(places, [1.0]), rtol=0, atol=1e-5)
+    assert trainer.scoring.metrics(grouped, [].append)["reward/red/mean"] == pytest.approx(grouped.mean().item())
+
+
+def test_a_run_tells_what_it_waited_for_and_what_failed(tmp_path):
+    from flowgrpo.run import run
+
+    settings = tiny.config(tmp_path, reward={"red": {"on_error": "skip", "when": {"of": "red"}}, "all": 1.0},
+                           eval__rewards={"held": {"timeout": 60}}, train__epochs=1)
+    functions = {"red": choking("a cat"), "all": tiny.red, "held": lengths}
+    prompts = [tiny.Prompt(text, metadata={"of": "red"}) for text in tiny.PROMPTS]
+    summary = run(settings, pipe=tiny.sd3(), functions=functions, prompts=prompts)
+    written = json.loads((tmp_path / "run" / "summary.json").read_text())
+    [line] = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert written["reward_wait_seconds"] == summary["reward_wait_seconds"] >= 0 and line["seconds/reward"] >= 0
+    assert written["reward_failures"]["trained"] == {"red": line["reward/red/failed"], "all": 0}
+    held = json.loads((tmp_path / "run" / "before.json").read_text())["scores"]["red"]
+    assert written["reward_failures"]["before"] == {"red": held.count(None), "all": 0, "held": 0}
+    assert written["rewards"]["trained"] == {"red": 1.0, "all": 1.0}
+
+
+def test_a_route_that_no_prompt_takes_is_told_before_anything_is_loaded(tmp_path):
+    from flowgrpo.run import run
+
+    settings = tiny.config(tmp_path, reward={"red": {"when": {"of": "rde"}}})
+    prompts = [tiny.Prompt(text, metadata={"of": "red"}) for text in tiny.PROMPTS]
+    told = message(lambda: run(settings, functions={"red": tiny.red}, prompts=prompts))
+    assert "reward 'red' applies to no prompt" in told and "(of: 'red')" in told

@@ -1,0 +1,163 @@
+"""Motion and consistency of clips whose motion is known, and rewards of pictures lifted to clips."""
+
+from __future__ import annotations
+
+import math
+import sys
+
+import numpy as np
+import pytest
+import torch
+from scipy import ndimage
+
+from flowgrpo import rewards
+from flowgrpo.errors import UserError
+from flowgrpo.rewards import About
+from flowgrpo.rewards.videos.frames import Frames
+from flowgrpo.rewards.videos.optical_flow import _along
+
+SIDE, FRAMES = 64, 5
+
+
+def texture(seed: int, size: int) -> np.ndarray:
+    rough = ndimage.gaussian_filter(np.random.default_rng(seed).normal(size=(size, size)), 1.5)
+    return np.clip(0.5 + 0.2 * rough / rough.std(), 0, 1)
+
+
+def square(step: tuple[float, float], first=(20.0, 20.0), seed: int = 0, frames: int = FRAMES) -> torch.Tensor:
+    """A clip [F, 3, 64, 64]: a textured square of 20 pixels moves by `step` pixels (right, down) on a still ground."""
+    ground, patch, clip = texture(99, SIDE), texture(seed, 20), []
+    for i in range(frames):
+        frame = ground.copy()
+        left, top = (round(start + i * move) for start, move in zip(first, step))
+        frame[top:top + 20, left:left + 20] = patch
+        clip.append(frame)
+    return torch.from_numpy(np.stack(clip)).float()[:, None].expand(-1, 3, -1, -1)
+
+
+def scored(name: str, clips: list[torch.Tensor], metadata: list[dict] | None = None, **args) -> list[float]:
+    count = len(clips)
+    return rewards.score({name: rewards.find(name, args)}, torch.stack(clips), [""] * count,
+                         metadata or [{}] * count)[:, 0].tolist()
+
+
+# --- how much --------------------------------------------------------------------------------------------------------
+
+def test_the_speed_is_that_of_the_square():
+    still, two, three, diagonal = scored("flow_amount", [square((0, 0)), square((2, 0)), square((0, 3)),
+                                                         square((3, -4), (10, 36))])
+    assert still < 0.1 / SIDE
+    assert two == pytest.approx(2 / SIDE, rel=0.05) and three == pytest.approx(3 / SIDE, rel=0.05)
+    assert diagonal == pytest.approx(5 / SIDE, rel=0.05)
+
+
+def test_a_larger_clip_has_the_same_speed():
+    small = square((2, 1))
+    large = torch.nn.functional.interpolate(small, (128, 160), mode="bicubic", antialias=True)
+    [one], [other] = scored("flow_amount", [small]), scored("flow_amount", [large[..., :128]])
+    # The picture is 2 times as high and 2.5 times as wide.
+    assert one == pytest.approx(5**0.5 / 64, rel=0.05) and other == pytest.approx((5**2 + 2**2)**0.5 / 128, rel=0.05)
+
+
+# --- which way -------------------------------------------------------------------------------------------------------
+
+def test_the_direction():
+    ways = ["right", "left", "up", "down", "right", "right"]
+    clips = [square((3, 0))] * 4 + [square((2, 2)), square((0, 0))]
+    right, left, up, down, diagonal, still = scored("flow_direction", clips, [{"direction": way} for way in ways])
+    assert right > 0.95 and left < -0.95 and abs(up) < 0.15 and abs(down) < 0.15 and still == 0
+    assert diagonal == pytest.approx(0.5**0.5, abs=0.1)
+
+
+@pytest.mark.parametrize("moves, along", [
+    ([(0.11, 0)] * 4, 1), ([(0.09, 0)] * 4, 0), ([(0, 0)] * 4, 0),  # a tenth of a pixel is no motion
+    ([(3, 4), (0, 5)], 0.3), ([(3, 0), (-1, 0)], 0.5),  # longer moves count more
+])
+def test_the_share_of_the_motion_along_a_direction(moves, along):
+    assert _along(np.array(moves), np.array((1, 0))) == pytest.approx(along, abs=1e-12)
+
+
+def test_a_direction_for_all_and_prompts_that_ask_for_none():
+    clips = [square((0, 3))] * 2
+    assert min(scored("flow_direction", clips, direction="down")) > 0.95
+    asked, not_asked = scored("flow_direction", clips, [{"direction": "up"}, {}])
+    assert asked < -0.95 and math.isnan(not_asked)
+    with pytest.raises(UserError, match="the direction is 'sideways', expected left, right, up, down"):
+        scored("flow_direction", clips, [{"direction": "sideways"}] * 2)
+
+
+# --- consistency -----------------------------------------------------------------------------------------------------
+
+def test_a_clip_that_changes_what_it_shows_is_less_consistent():
+    still, moving = square((0, 0)), square((2, 0))
+    flicker = (moving * torch.tensor([1.0, 0.7, 1.0, 0.7, 1.0])[:, None, None, None]).clone()
+    other = torch.stack([square((0, 0), seed=i)[0] for i in range(FRAMES)])
+    none, smooth, brightness, patches = scored("temporal_consistency", [still, moving, flicker, other])
+    assert none == 1 and smooth > 0.97 and smooth - 0.01 > max(brightness, patches)
+    # Half the light of a mean of 0.5 lost at every step, up or down: about 0.15 of difference that no flow mends.
+    assert brightness == pytest.approx(1 - 0.3 * 0.5, abs=0.05)
+
+
+def test_a_pan_is_consistent():
+    # The whole picture moves by 3 pixels: what the flow explains and what leaves the picture does not count.
+    wide = torch.from_numpy(texture(5, 80)).float()
+    clip = torch.stack([wide[:64, 3 * i:3 * i + 64] for i in range(FRAMES)])[:, None].expand(-1, 3, -1, -1)
+    unwarped = 1 - (clip[1:] - clip[:-1]).abs().mean().item()
+    [warped] = scored("temporal_consistency", [clip])
+    assert warped > 0.98 and unwarped < 0.9
+
+
+@pytest.mark.parametrize("name", ["flow_amount", "flow_direction", "temporal_consistency"])
+def test_single_frames_and_pictures_are_refused(name):
+    args = {"direction": "up"} if name == "flow_direction" else {}
+    with pytest.raises(UserError, match="with at least two frames"):
+        scored(name, [square((0, 0), frames=1)], **args)
+    with pytest.raises(UserError, match="judges video, but what is generated here is image"):
+        rewards.score({name: rewards.find(name)}, torch.zeros(1, 3, 8, 8), [""], [{}])
+
+
+def test_a_missing_package_names_its_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "cv2", None)
+    with pytest.raises(UserError, match=r"^reward 'flow_amount' needs cv2 \(.*\): pip install 'flowgrpo\[video\]'$"):
+        rewards.find("flow_amount")
+
+
+# --- frames ----------------------------------------------------------------------------------------------------------
+
+def level(images, prompts, metadata):
+    """The light of a picture; none where it is black, twice as much where the prompt is bold."""
+    values = images.mean((1, 2, 3)).tolist()
+    return [None if value == 0 else value * (1 + (prompt == "bold")) + entry.get("more", 0)
+            for value, prompt, entry in zip(values, prompts, metadata)]
+
+
+def lit(*values: float) -> torch.Tensor:
+    return torch.tensor(values)[:, None, None, None].expand(-1, 3, 4, 4)
+
+
+@pytest.mark.parametrize("args, expected", [
+    ({}, [0.4, 1.0, 3.5, None]), ({"frames": "min"}, [0.2, 0.5, 3.5, None]), ({"every": 2}, [0.4, 1.0, None, None]),
+])
+def test_the_mean_or_the_worst_frame_counts(args, expected):
+    clips = torch.stack([lit(0.2, 0.4, 0.6), lit(0.25, 0.5, 0.75), lit(0, 0.5, 0), lit(0, 0, 0)])
+    reward = Frames(level, **args)
+    found = reward(clips, ["", "bold", "", ""], [{}, {}, {"more": 3}, {}])
+    assert [None if value is None else pytest.approx(value) for value in expected] == found
+
+
+def test_a_reward_by_name_and_its_arguments():
+    clips = torch.stack([square((2, 0))])
+    reward = rewards.find("frames", {"reward": "grid_artefacts", "args": {"period": 8}, "frames": "min"})
+    expected = rewards.find("grid_artefacts", {"period": 8})(clips[0], [""] * FRAMES).min().item()
+    assert rewards.score({"it": reward}, clips, [""], [{}]).tolist() == [[pytest.approx(expected)]]
+
+
+def test_what_cannot_be_lifted_is_refused():
+    with pytest.raises(UserError, match="frames is 'max' and every 1, expected mean or min and 1 or more"):
+        Frames(level, "max")
+    for name in ("flow_amount", "diversity"):
+        with pytest.raises(UserError, match=f"'{name}' is no reward of single pictures: choose one that is"):
+            rewards.find("frames", {"reward": name})
+    with pytest.raises(UserError, match="unknown reward 'sharpnes': did you mean 'sharpness'"):
+        rewards.find("frames", {"reward": "sharpnes"})
+    assert rewards.about(Frames(level)).modality == "video" and About().modality is None

@@ -1,0 +1,131 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from diffusers import (
+    DDIMScheduler,
+    DPMSolverMultistepScheduler,
+    FlowMatchEulerDiscreteScheduler,
+    FlowMatchHeunDiscreteScheduler,
+)
+
+from flowgrpo.samplers.grids import compress_tail, shifted, thinned
+from tests.helpers.tables import stock
+
+F64 = torch.float64
+
+
+def close(actual: torch.Tensor, expected: list[float], atol: float) -> None:
+    torch.testing.assert_close(actual.double(), torch.tensor(expected, dtype=F64), rtol=0, atol=atol)
+
+
+def test_shifted_by_hand():
+    close(shifted(10, 3), [1, 27 / 28, 12 / 13, 7 / 8, 9 / 11, 3 / 4, 2 / 3, 9 / 16, 3 / 7, 1 / 4, 0], 1e-15)
+    close(shifted(4, 1), [1, 0.75, 0.5, 0.25, 0], 0)
+
+
+@pytest.mark.parametrize("shift", [0.1, 0.3, 1, 3, 3.158, math.exp(1.15), 7, 12.5])
+def test_shifted_starts_at_exactly_one_and_ends_at_exactly_zero(shift):
+    grid = shifted(25, shift)
+    assert grid[0] == 1 and grid[-1] == 0 and (grid.diff() < 0).all()
+
+
+@pytest.mark.parametrize(("steps", "shift"), [(0, 3), (10, 0), (10, -1), (10, float("nan"))])
+def test_shifted_refuses_impossible_settings(steps, shift):
+    with pytest.raises(ValueError, match="expected"):
+        shifted(steps, shift)
+
+
+def test_stock_of_sd3_shifts_twice():
+    scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0)
+    grid = stock(scheduler, 10)
+    close(grid, [1, 0.960, 0.913, 0.858, 0.790, 0.707, 0.602, 0.465, 0.278, 0.009, 0], 5e-4)
+    assert torch.equal(grid, scheduler.sigmas) and grid is not scheduler.sigmas
+
+
+def test_stock_of_flux_with_its_pipelines_sigmas_is_one_shift_by_exp_mu():
+    scheduler = FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True)
+    grid = stock(scheduler, 10, mu=1.15, sigmas=[1 - i / 10 for i in range(10)])
+    torch.testing.assert_close(grid.double(), shifted(10, math.exp(1.15)), rtol=0, atol=1e-6)
+    # The scheduler alone spaces its times down to 1/1000 and not to 1/10.
+    assert stock(scheduler, 10, mu=1.15)[-2] < 0.01 < grid[-2]
+
+
+def test_stock_refuses_schedulers_that_are_no_first_order_flow():
+    with pytest.raises(ValueError, match="DDIMScheduler has no sigmas"):
+        stock(DDIMScheduler(), 10)
+    with pytest.raises(ValueError, match="DPMSolverMultistepScheduler sets 11 sigmas from 157.4 to 0 for 10 steps"):
+        stock(DPMSolverMultistepScheduler(), 10)
+    with pytest.raises(ValueError, match="FlowMatchHeunDiscreteScheduler sets 20 sigmas"):
+        stock(FlowMatchHeunDiscreteScheduler(), 10)
+
+
+def test_stock_of_inverted_sigmas_runs_from_noise_to_data_too():
+    grid = stock(FlowMatchEulerDiscreteScheduler(invert_sigmas=True, shift=3.0), 10)
+    torch.testing.assert_close(grid, stock(FlowMatchEulerDiscreteScheduler(shift=3.0), 10), rtol=0, atol=1e-6)
+
+
+def test_compress_tail_by_hand():
+    # From 3/4 (t = 1/2 at shift 3) five intervals become int(5 * 0.4) = 2: t = 1/2, 1/4, 0.
+    grid = shifted(10, 3)
+    close(compress_tail(grid, after=5, ratio=0.4, shift=3), [*grid[:6].tolist(), 1 / 2, 0], 1e-15)
+    # int(5 * 0.2) = 1 and max(int(5 * 0.1), 1) = 1: one interval down to 0, where the released code never gets.
+    for ratio in (0.2, 0.1):
+        close(compress_tail(grid, after=5, ratio=ratio, shift=3), [*grid[:6].tolist(), 0], 1e-15)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, F64])
+@pytest.mark.parametrize("after", range(0, 25))
+@pytest.mark.parametrize("ratio", [0.01, 0.2, 0.4, 1.0])
+def test_compress_tail_keeps_the_head_and_ends_at_zero(dtype, after, ratio):
+    grid = shifted(25, 3).to(dtype)
+    short = compress_tail(grid, after, ratio, shift=3)
+    assert short.dtype == dtype and torch.equal(short[: after + 1], grid[: after + 1])
+    assert len(short) - 1 - after == max(int((25 - after) * ratio), 1)
+    assert short[-1] == 0 and (short.diff() < 0).all()
+
+
+def test_compress_tail_at_ratio_one_changes_nothing():
+    grid = shifted(16, 5)
+    torch.testing.assert_close(compress_tail(grid, 6, 1.0, shift=5), grid, rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize(("after", "ratio", "shift"), [(10, 0.4, 3), (-1, 0.4, 3), (3, 0, 3), (3, 1.1, 3), (3, 0.4, 0)])
+def test_compress_tail_refuses_impossible_settings(after, ratio, shift):
+    with pytest.raises(ValueError, match="expected"):
+        compress_tail(shifted(10, 3), after, ratio, shift)
+
+
+@pytest.mark.parametrize(("steps", "after", "stride", "kept"), [
+    (6, 3, 1, range(7)),
+    (6, 3, 2, (0, 1, 2, 3, 4, 6)),
+    (6, 2, 2, (0, 1, 2, 3, 5, 6)),  # 3, 5 and then past the end: the released code stops at 5
+    (6, 2, 3, (0, 1, 2, 3, 6)),
+    (6, 0, 2, (0, 1, 3, 5, 6)),
+    (6, 5, 2, range(7)),
+    (6, 1, 99, (0, 1, 2, 6)),
+    # G2RPO on 16 steps, at step k = 3: sigma[:k+2] and sigma[k+2::2].
+    (16, 4, 2, (0, 1, 2, 3, 4, 5, 7, 9, 11, 13, 15, 16)),
+])
+def test_thinned_by_hand(steps, after, stride, kept):
+    grid = shifted(steps, 3)
+    assert torch.equal(thinned(grid, after, stride), grid[list(kept)])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, F64])
+@pytest.mark.parametrize("stride", range(1, 8))
+def test_thinned_keeps_the_head_and_ends_at_zero_once(dtype, stride):
+    grid = shifted(25, 3).to(dtype)
+    for after in range(25):
+        short = thinned(grid, after, stride)
+        assert short.dtype == dtype and torch.equal(short[: after + 2], grid[: after + 2])
+        assert short[-1] == 0 and (short.diff() < 0).all() and set(short.tolist()) <= set(grid.tolist())
+        assert len(short) - 2 - after == math.ceil((25 - after - 1) / stride)
+
+
+@pytest.mark.parametrize(("after", "stride"), [(10, 2), (-1, 2), (3, 0), (3, -2)])
+def test_thinned_refuses_impossible_settings(after, stride):
+    with pytest.raises(ValueError, match=f"after is {after} and stride {stride}, expected 0 to 9 and 1 or more"):
+        thinned(shifted(10, 3), after, stride)

@@ -1,0 +1,339 @@
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+from diffusers import (
+    DDIMScheduler,
+    DPMSolverMultistepScheduler,
+    FlowMatchEulerDiscreteScheduler,
+    UniPCMultistepScheduler,
+)
+
+from flowgrpo.gaussian import log_prob, sample
+from flowgrpo.samplers.grids import shifted
+from flowgrpo.samplers.kernels import CPS, DDIM, ODE, DanceSDE, FlowDDIM, FlowSDE, predict_x0, scaled
+from tests.helpers.tables import stock
+
+F64 = torch.float64
+FLOW = [FlowSDE, DanceSDE, CPS, FlowDDIM]
+KERNELS = [ODE(), *(kernel() for kernel in FLOW), DDIM()]
+
+
+def draw(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, dtype=F64, generator=torch.Generator().manual_seed(seed))
+
+
+def scalars(*values: float) -> torch.Tensor:
+    return torch.tensor(values, dtype=F64)
+
+
+def grid_of(kernel) -> torch.Tensor:
+    return torch.linspace(0.01, 0.99, 11, dtype=F64) if isinstance(kernel, DDIM) else shifted(10, 3)
+
+
+# Values
+
+
+def posterior(x: float, v: float, s: float, after: float, std: float) -> float:
+    return (1 - after) * (x - s * v) + math.sqrt(after**2 - std**2) * (x + (1 - s) * v)
+
+
+def euler_maruyama(x: float, v: float, s: float, after: float, g: float) -> float:
+    return x * (1 - g**2 * (s - after) / (2 * s)) - (s - after) * v * (1 + g**2 * (1 - s) / (2 * s))
+
+
+CPS_STD = 0.7 * math.sin(0.4 * math.pi)
+DDIM_STD = 0.7 * math.sqrt(1 - (0.7 * 0.2 / (0.8 * 0.3)) ** 2)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "grid", "mean", "std", "published"),
+    [
+        (ODE(), (0.8, 0.7), 0.95, 0, (0.95, 0)),
+        (FlowSDE(0.7), (0.8, 0.7), euler_maruyama(1, 0.5, 0.8, 0.7, 1.4), 1.4 * 0.1**0.5, (0.81525, 0.4427189)),
+        (DanceSDE(0.3), (0.8, 0.7), euler_maruyama(1, 0.5, 0.8, 0.7, 0.3), 0.3 * 0.1**0.5, (0.9438125, 0.0948683)),
+        (CPS(0.8), (0.8, 0.7), posterior(1, 0.5, 0.8, 0.7, CPS_STD), CPS_STD, (0.4179431, 0.6657396)),
+        (FlowDDIM(1.0), (0.8, 0.7), posterior(1, 0.5, 0.8, 0.7, DDIM_STD), DDIM_STD, (0.6291667, 0.5685630)),
+        (FlowSDE(0.7), (1.0, 0.96), 0.735, 0.7, (0.735, 0.7)),
+    ],
+)
+def test_published_vectors(kernel, grid, mean, std, published):
+    x = torch.ones(1, dtype=F64)
+    step = kernel(x, x / 2, scalars(*grid), 0)
+    assert step.mean.item() == pytest.approx(mean, abs=1e-12) == pytest.approx(published[0], abs=5e-8)
+    assert step.std.item() == pytest.approx(std, abs=1e-12) == pytest.approx(published[1], abs=5e-8)
+
+
+def test_published_log_prob():
+    x, half = torch.ones(1, dtype=F64), torch.full((1,), 0.5, dtype=F64)
+    step = FlowSDE(0.7)(x, half, scalars(0.8, 0.7), 0)
+    assert log_prob(step, sample(step, half)).item() == pytest.approx(-0.2291182, abs=5e-8)
+
+
+def test_dance_in_its_own_score_form():
+    x, v, level = draw(4), draw(4, seed=1), 0.3
+    score = -(x - 0.2 * (x - 0.8 * v)) / 0.64
+    step = DanceSDE(level)(x, v, scalars(0.8, 0.7), 0)
+    torch.testing.assert_close(step.mean, x - 0.1 * v + level**2 / 2 * score * 0.1, rtol=0, atol=1e-12)
+
+
+def test_predict_x0_and_noise_rebuild_the_state():
+    x0, noise = draw(3, 2), draw(3, 2, seed=1)
+    x, v = 0.3 * x0 + 0.7 * noise, noise - x0
+    torch.testing.assert_close(predict_x0(x, v, 0.7), x0, rtol=0, atol=1e-14)
+    assert predict_x0(x.bfloat16(), v.bfloat16(), torch.tensor(0.7)).dtype == torch.float32
+
+
+@pytest.mark.parametrize(("level", "grid", "normaliser"), [(0.7, "sd3", 2.252), (0.9, "flux", 1.726)])
+def test_tempflow_normalisers(level, grid, normaliser):
+    sd3 = FlowMatchEulerDiscreteScheduler(shift=3.0)
+    sigmas = stock(sd3, 10) if grid == "sd3" else shifted(10, math.exp(1.15))
+    x = torch.zeros(1, dtype=F64)
+    mean = sum(FlowSDE(level)(x, x, sigmas, i).std.item() for i in range(9)) / 9
+    assert 1 / mean == pytest.approx(normaliser, abs=5e-4)
+
+
+def test_ddim_is_diffusers_ddim():
+    scheduler = DDIMScheduler(clip_sample=False, set_alpha_to_one=False)
+    scheduler.set_timesteps(10)
+    times = [*scheduler.timesteps.tolist(), scheduler.timesteps[-1].item() - 100]
+    alphas = torch.stack([scheduler.alphas_cumprod[max(t, 0)] for t in times]).double()
+    x, eps, noise = draw(2, 4, 8, 8), draw(2, 4, 8, 8, seed=1), draw(2, 4, 8, 8, seed=2)
+    for i in range(10):
+        step = DDIM(0.6)(x, eps, alphas, i)
+        expected = scheduler.step(eps, scheduler.timesteps[i], x, eta=0.6, variance_noise=noise).prev_sample
+        torch.testing.assert_close(sample(step, noise), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("eta", [0.0, 0.4, 1.0])
+def test_flow_ddim_is_ddim_in_other_coordinates(eta):
+    # y = c x with c = sqrt(a) + sqrt(1-a) turns sqrt(a) x0 + sqrt(1-a) eps into (1-s) x0 + s eps, s = sqrt(1-a)/c.
+    alphas = torch.tensor([0.02, 0.3, 0.8, 0.999], dtype=F64)
+    scale = alphas.sqrt() + (1 - alphas).sqrt()
+    sigmas = (1 - alphas).sqrt() / scale
+    x, v = draw(3, 5), draw(3, 5, seed=1)
+    for i in range(3):
+        flow = FlowDDIM(eta)(x, v, sigmas, i)
+        vp = DDIM(eta)(scale[i] * x, x + (1 - sigmas[i]) * v, alphas, i)
+        torch.testing.assert_close(scale[i + 1] * flow.mean, vp.mean, rtol=0, atol=1e-12)
+        torch.testing.assert_close(scale[i + 1] * flow.std, vp.std, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("kernel", [CPS(0.8), CPS(1.0), FlowDDIM(1.0), FlowDDIM(0.5)])
+def test_posteriors_preserve_the_coefficients_of_data_and_noise(kernel):
+    grid = shifted(10, 3)
+    x0, noise = torch.eye(2, dtype=F64)  # in coordinates of data and noise
+    for i in range(10):
+        x = (1 - grid[i]) * x0 + grid[i] * noise
+        step = kernel(x, noise - x0, grid, i)
+        data, kept = step.mean.tolist()
+        assert data == pytest.approx(1 - grid[i + 1].item(), abs=1e-12)
+        assert kept**2 + step.std.item() ** 2 == pytest.approx(grid[i + 1].item() ** 2, abs=1e-12)
+
+
+def test_posteriors_draw_nothing_on_the_last_step():
+    x, v, grid = draw(2, 3), draw(2, 3, seed=1), shifted(10, 3)
+    for kernel in (CPS(0.8), FlowDDIM(1.0)):
+        step = kernel(x, v, grid, 9)
+        assert step.std == 0
+        torch.testing.assert_close(step.mean, predict_x0(x, v, grid[9]), rtol=0, atol=1e-14)
+
+
+# Marginals: Gaussian data of variance V, whose exact velocity is linear in x
+
+
+def final_variance(kernel, variance: float, steps: int, decode_x0: bool = False, start: float = 1.0) -> float:
+    """Variance of the final state over `variance`, by propagating it through the linear map of each step."""
+    grid, one = start * shifted(steps, 3), torch.ones(1, dtype=F64)
+    spread = (1 - start) ** 2 * variance + start**2
+    for i, sigma in enumerate(grid[:-1].tolist()):
+        slope = (sigma - (1 - sigma) * variance) / ((1 - sigma) ** 2 * variance + sigma**2)
+        last = decode_x0 and i == steps - 1
+        step = (ODE() if last else kernel)(one, slope * one, grid, i)
+        spread = step.mean.item() ** 2 * spread + step.std.item() ** 2
+    return spread / variance
+
+
+@pytest.mark.parametrize(
+    ("kernel", "decode_x0", "published"),
+    [
+        (ODE(), False, ("0.55", "0.080", "0.0009")),
+        (FlowSDE(0.7), False, ("0.72", "4.5", "518")),
+        (FlowSDE(0.7), True, ("0.70", "0.13", "0.0015")),
+        (DanceSDE(0.3), False, ("0.59", "2.3", "248")),
+        (DanceSDE(0.3), True, ("0.57", "0.09", "0.001")),
+        (CPS(0.8), False, ("0.40", "0.077", "0.0009")),
+        (FlowDDIM(1.0), False, ("0.44", "0.078", "0.0009")),
+    ],
+)
+def test_published_spreads(kernel, decode_x0, published):
+    for variance, text in zip((0.25, 0.01, 1e-4), published, strict=True):
+        decimals = len(text.partition(".")[2])
+        assert f"{final_variance(kernel, variance, 10, decode_x0):.{decimals}f}" == text
+
+
+@pytest.mark.parametrize("kernel", [ODE(), FlowSDE(0.7), DanceSDE(0.3), FlowDDIM(1.0)])
+def test_many_steps_recover_the_data_to_first_order(kernel):
+    errors = [abs(final_variance(kernel, 0.25, steps, start=0.95) - 1) for steps in (200, 400, 800)]
+    assert errors[-1] < 0.02
+    for coarse, fine in pairwise(errors):
+        assert math.log2(coarse / fine) == pytest.approx(1, abs=0.1)
+
+
+def test_many_steps_of_flow_sde_from_pure_noise_recover_the_data():
+    # Of no clean order: the first step adds a finite g^2 D = level^2 however fine the grid, forgotten as T^(-level^2).
+    errors = [abs(final_variance(FlowSDE(0.7), 0.25, steps) - 1) for steps in (100, 400, 1600)]
+    assert errors[0] < 0.04 and errors[1] < 0.01 and errors[2] < 0.001
+
+
+def test_cps_never_recovers_the_spread_of_the_data():
+    # It preserves coefficients and not marginals: at a given level, finer grids renew the noise more often.
+    assert all(final_variance(CPS(0.8), 0.25, steps) < 0.7 for steps in (10, 100, 1600))
+
+
+# Limits
+
+
+@pytest.mark.parametrize("kernel", FLOW)
+def test_level_zero_is_the_ode_to_the_last_bit(kernel):
+    x, v, grid = draw(3, 4), draw(3, 4, seed=1), shifted(10, 3)
+    for i in range(10):
+        step = kernel(0.0)(x, v, grid, i)
+        assert torch.equal(step.mean, x - (grid[i] - grid[i + 1]) * v) and step.std == 0
+        assert torch.equal(step.mean, ODE()(x, v, grid, i).mean)
+
+
+@pytest.mark.parametrize("kernel", [*FLOW, DDIM])
+def test_kernels_tend_to_their_deterministic_step(kernel):
+    x, v, grid = draw(3, 4), draw(3, 4, seed=1), grid_of(kernel())
+    for i in range(9):
+        still = kernel(0.0)(x, v, grid, i)
+        steps = [kernel(level)(x, v, grid, i) for level in (2e-3, 1e-3)]
+        gaps = [(step.mean - still.mean).abs().max().item() for step in steps]
+        assert steps[0].std / steps[1].std == pytest.approx(2, rel=1e-4)  # the std is of first order in the level,
+        assert gaps[0] / gaps[1] == pytest.approx(4, rel=1e-3)  # the mean of second
+
+
+@pytest.mark.parametrize(
+    ("kernel", "expected"),
+    [(FlowSDE(0.7), FlowSDE(0.35)), (DanceSDE(0.3), DanceSDE(0.15)), (CPS(0.8), CPS(0.4)),
+     (FlowDDIM(1.0), FlowDDIM(0.5)), (DDIM(0.6), DDIM(0.3))],
+)
+def test_a_scaled_kernel_has_a_multiple_of_its_noise(kernel, expected):
+    assert scaled(kernel, 0.5) == expected
+    assert scaled(kernel, 1) == kernel and type(scaled(kernel, 0)) is type(kernel)
+
+
+@pytest.mark.parametrize("kernel", [FlowSDE(0.7), DanceSDE(0.3), FlowDDIM(0.5), DDIM(0.5)])
+def test_a_scaled_kernel_has_a_multiple_of_its_deviation(kernel):
+    x, v, grid = draw(3, 4), draw(3, 4, seed=1), grid_of(kernel)
+    for i in range(9):
+        for factor in (0.25, 1.7):
+            std = scaled(kernel, factor)(x, v, grid, i).std.item()
+            assert std == pytest.approx(factor * kernel(x, v, grid, i).std.item(), abs=1e-10)
+
+
+def test_cps_is_scaled_in_its_angle():
+    x, grid = draw(1), scalars(0.8, 0.7)
+    assert scaled(CPS(0.8), 0.5)(x, x, grid, 0).std.item() == pytest.approx(0.7 * math.sin(0.2 * math.pi), abs=1e-12)
+
+
+def test_noise_scaled_out_of_its_range_is_refused():
+    for kernel, factor in ((CPS(0.8), 2), (FlowDDIM(0.6), 2), (FlowSDE(0.7), -1)):
+        with pytest.raises(ValueError, match=f"{type(kernel).__name__}: (level|eta) is"):
+            scaled(kernel, factor)
+
+
+def test_ddim_without_noise_is_the_deterministic_ddim_step():
+    x, eps, alphas = draw(2, 3), draw(2, 3, seed=1), scalars(0.36, 0.64)
+    step = DDIM(0.0)(x, eps, alphas, 0)
+    torch.testing.assert_close(step.mean, 0.8 * (x - 0.8 * eps) / 0.6 + 0.6 * eps, rtol=0, atol=1e-12)
+    assert step.std == 0
+
+
+def test_the_guard_at_sigma_one_is_in_g_alone_and_nowhere_else():
+    x, v = draw(4), draw(4, seed=1)
+    grid = scalars(1, 0.96, 0.9, 0)
+    # g(1) = 0.7 sqrt(1 / 0.04) = 3.5; the other sigmas keep the value 1, so the predicted noise is x itself.
+    first = FlowSDE(0.7)(x, v, grid, 0)
+    torch.testing.assert_close(first.mean, x - 0.04 * v - 3.5**2 * 0.04 / 2 * x, rtol=0, atol=1e-12)
+    second = FlowSDE(0.7)(x, v, grid, 1)
+    assert second.std.item() == pytest.approx(0.7 * math.sqrt(0.96 / 0.04 * 0.06), abs=1e-12)
+
+
+@pytest.mark.parametrize("start", [0.999999, 0.9997])
+def test_a_start_a_hair_below_one_is_taken_as_one(start):
+    x, v = draw(4), draw(4, seed=1)
+    near, one = (FlowSDE(0.7)(x, v, scalars(first, 0.96, 0.9, 0), 0) for first in (start, 1))
+    assert near.std.item() == pytest.approx(one.std.item(), rel=0.01)
+    torch.testing.assert_close(near.mean, one.mean, rtol=0, atol=0.01)
+    # Later steps keep their own sigma, however near to 1.
+    late = FlowSDE(0.7)(x, v, scalars(1, 0.9998, 0.9995, 0.99, 0), 2)
+    assert late.std.item() == pytest.approx(0.7 * math.sqrt(0.9995 / 0.0005 * 0.0095), abs=1e-10)
+
+
+def test_flow_sde_on_the_stock_grids_of_multistep_schedulers():
+    flow = {"prediction_type": "flow_prediction", "use_flow_sigmas": True, "flow_shift": 3.0}
+    for scheduler in (UniPCMultistepScheduler(**flow), DPMSolverMultistepScheduler(**flow)):
+        grid = stock(scheduler, 10)
+        assert 0.999 < grid[0] < 1
+        assert all(FlowSDE(0.7)(draw(4), draw(4), grid, i).std < 0.8 for i in range(10))
+
+
+# Numbers
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_every_step_of_a_grid_is_finite(kernel):
+    x, v, grid = draw(3, 4), draw(3, 4, seed=1), grid_of(kernel)
+    for i in range(10):
+        step = kernel(x, v, grid, i)
+        assert step.mean.isfinite().all() and step.std.isfinite() and step.std.ndim == 0 and step.std >= 0
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_states_are_computed_in_float32(kernel, dtype):
+    x, v, grid = draw(3, 4).to(dtype), draw(3, 4, seed=1).to(dtype), grid_of(kernel)
+    for i in range(10):
+        step, same = kernel(x, v, grid, i), kernel(x.float(), v.float(), grid, i)
+        assert step.mean.dtype == step.std.dtype == torch.float32
+        assert torch.equal(step.mean, same.mean) and torch.equal(step.std, same.std)
+        exact = kernel(x.double(), v.double(), grid, i)
+        assert exact.mean.dtype == F64
+        torch.testing.assert_close(step.mean.double(), exact.mean, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_no_kernel_reads_a_value_back(kernel):
+    # Tensors on the meta device have no values: reading one raises.
+    x = torch.empty(2, 3, device="meta")
+    step = kernel(x, x, torch.empty(5, device="meta"), 1)
+    assert step.mean.shape == (2, 3) and step.std.shape == ()
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_the_gradient_reaches_the_velocity(kernel):
+    x, v = draw(2, 3), draw(2, 3, seed=1).requires_grad_()
+    kernel(x, v, grid_of(kernel), 4).mean.sum().backward()
+    assert (v.grad != 0).all()
+
+
+@pytest.mark.parametrize("i", [-1, 10])
+def test_a_step_outside_the_grid_is_refused(i):
+    x = torch.zeros(1, 2)
+    for kernel in KERNELS:
+        with pytest.raises(AssertionError):
+            kernel(x, x, grid_of(kernel), i)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "value"),
+    [(FlowSDE, -0.1), (DanceSDE, -0.1), (CPS, 1.1), (CPS, -0.1), (FlowDDIM, 1.1), (DDIM, 1.1), (DDIM, float("nan"))],
+)
+def test_impossible_levels_are_refused_by_name(kernel, value):
+    with pytest.raises(ValueError, match=f"{kernel.__name__}: (level|eta) is {value}, expected 0"):
+        kernel(value)

@@ -1,0 +1,397 @@
+"""EXPO: bounded edits of final latents, their density, the critic, best of base and edited at equal scorer calls."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch.distributions import AffineTransform, Independent, Normal, TanhTransform, TransformedDistribution
+
+from flowgrpo.advantages.baselines import Paired
+from flowgrpo.advantages.gae import Recall
+from flowgrpo.data.prompts import Prompt
+from flowgrpo.errors import UserError
+from flowgrpo.evaluation.images import load_tuned
+from flowgrpo.evaluation.statistics import interval
+from flowgrpo.export.export import card, kohya
+from flowgrpo.methods import preset
+from flowgrpo.methods.validate import resolve
+from flowgrpo.objectives import GaussianKL, actor_critic
+from flowgrpo.objectives.actor_critic import ActorCritic
+from flowgrpo.policies.pipelines.conditioning import Conditioning
+from flowgrpo.policies.pipelines.edit_networks import Editor, EditWeights, load_editor, tokens, untokens
+from flowgrpo.policies.pipelines.edit_policy import EditPolicy
+from flowgrpo.rollouts import loss_inputs
+from flowgrpo.run import run
+from flowgrpo.samplers import latent_edits
+from flowgrpo.samplers.latent_edits import Edit
+from flowgrpo.samplers.replay import replay
+from flowgrpo.samplers.rollout import Part, seeder
+from flowgrpo.samplers.solvers import Euler
+from flowgrpo.training import state
+from flowgrpo.training.credit import credit
+from flowgrpo.types import Context
+from tests.helpers import tiny
+
+CENTRE = torch.tensor([2.0, -1.0])  # where the toy's reward is highest
+
+
+def asked(prompts: int) -> Conditioning:
+    """Prompts whose encoding is one number each."""
+    return Conditioning(["p"] * prompts, [""] * prompts, ((torch.ones(prompts, 1, 1),),), ((True,),))
+
+
+def stirred(editor: Editor, scale: float = 0.3) -> Editor:
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in editor.networks.parameters():
+            parameter += scale * torch.randn(parameter.shape, generator=generator).to(parameter)
+    return editor
+
+
+def sampled(editor: Editor, method, prompts: int, group: int, seed: int = 0) -> Part:
+    """The toy's part: bases from N(0, I) in two dimensions, with their edits."""
+    of = torch.arange(prompts).repeat_interleave(group // 2)
+    x0 = torch.randn(len(of), 2, generator=torch.Generator().manual_seed(seed)).to(editor.networks.edit.leave.weight)
+    bases = Part(range(prompts), of, None, (), (x0,))
+    explored = method.edit.exploration(group, Euler(), method.reads_means)
+    return latent_edits.edited(editor, asked(prompts), bases, explored, 64, seeder(seed, 0))
+
+
+def reward(x: torch.Tensor) -> torch.Tensor:
+    return -(x - CENTRE).square().sum(-1)
+
+
+def trained(editor: Editor, method, epochs: int, prompts: int = 16, group: int = 16, lr: float = 3e-3) -> None:
+    """What the loop does of an epoch, on the toy."""
+    optimizer = torch.optim.Adam(editor.networks.parameters(), lr)
+    for epoch in range(epochs):
+        part = sampled(editor, method, prompts, group, 1000 + epoch)
+        scores = reward(part.finals[0]).view(prompts, group, 1)
+        [part] = credit(method, [part], scores, [1.0], Context(["p"] * prompts), lambda rows: rows)
+        beside = loss_inputs.BesideEdits(editor, asked(prompts), part, method.surrogate.through > 0)
+        for batch, (k, rows, new) in enumerate(replay(editor, asked(prompts), part, 512)):
+            old = part.transitions[k].old.rows(rows)
+            read = beside(batch, k, rows, new, old)
+            loss = method.surrogate(method.log_ratio(new, old), part.advantages[k][rows, None], read)
+            optimizer.zero_grad()
+            loss.mean().backward()
+            optimizer.step()
+
+
+# --- one edit --------------------------------------------------------------------------------------------------------
+
+def test_an_edit_is_bounded_and_none_is_the_base_itself():
+    edit, x = Edit(bound=0.25), torch.randn(4, 3, 5, 5, dtype=torch.bfloat16)
+    assert torch.equal(edit.applied(x, torch.zeros(4, 3, 5, 5)), x) and edit.applied(x, x.float()).dtype == x.dtype
+    far = edit(torch.tensor([[-1e9, -2.0, 0.0, 0.1, 1e9]], dtype=torch.float64))
+    expected = [-0.25, 0.25 * math.tanh(-2), 0, 0.25 * math.tanh(0.1), 0.25]
+    torch.testing.assert_close(far[0], torch.tensor(expected, dtype=torch.float64), rtol=0, atol=1e-15)
+
+
+@pytest.mark.parametrize("fields", [{"bound": 0}, {"std": -1.0}, {"width": 6}, {"width": 0}, {"depth": 0},
+                                    {"candidates": 0}])
+def test_impossible_fields_are_refused(fields):
+    with pytest.raises(ValueError, match="Edit: bound is"):
+        Edit(**fields)
+
+
+@pytest.mark.parametrize("shape", [(2, 3), (2, 7, 3), (2, 3, 4, 5), (2, 3, 2, 4, 5)])
+def test_latents_of_any_shape_are_tokens_and_come_back(shape):
+    x = torch.randn(shape)
+    assert tokens(x).shape[::2] == (2, 3) and torch.equal(untokens(tokens(x), x), x)
+    editor = stirred(Editor(Edit(width=8, depth=1), 3, 1))
+    assert editor.replay(asked(2), x).shape == shape and editor.value(asked(2), x).shape == (2,)
+
+
+def test_the_density_is_exact_and_its_ratio_that_of_the_squashed_edit():
+    """In float64 against torch.distributions, the edit itself as a transformed normal."""
+    method = replace(preset("expo"), edit=Edit(bound=0.4, std=0.7, width=8, depth=1))
+    editor = Editor(method.edit, 2, 1)
+    editor.networks.double()
+    part = sampled(stirred(editor), method, 3, 4)
+    [taken] = part.transitions
+    before = editor.replay(asked(3).rows(taken.prompts), taken.x).detach()[taken.parent]
+    stirred(editor)
+    after = editor.replay(asked(3).rows(taken.prompts), taken.x).detach()[taken.parent]
+    new = torch.cat([new.logp for _, _, new in replay(editor, asked(3), part, 5)]).detach()
+    std = torch.tensor(0.7, dtype=torch.float64)
+    for mean, found in ((before, taken.old.logp), (after, new)):
+        torch.testing.assert_close(found[:, 0], Normal(mean, std).log_prob(taken.x_next).mean(1), rtol=0, atol=1e-10)
+    squash = [TanhTransform(), AffineTransform(0.0, 0.4)]
+    one, two = (TransformedDistribution(Independent(Normal(mean, std), 1), squash).log_prob(method.edit(taken.x_next))
+                for mean in (after, before))
+    torch.testing.assert_close(2 * (new - taken.old.logp)[:, 0], one - two, rtol=0, atol=1e-10)
+
+
+def test_a_base_stands_before_each_edit_of_it():
+    method = replace(preset("expo"), edit=Edit(bound=0.4, width=8, depth=1))
+    part = sampled(stirred(Editor(method.edit, 2, 1)), method, 3, 4)
+    [taken] = part.transitions
+    assert part.prompts.tolist() == [0] * 4 + [1] * 4 + [2] * 4 and taken.parent.tolist() == [0, 0, 1, 1, 2, 2, 3, 3, 4,
+                                                                                             4, 5, 5]
+    bases, edited = part.finals[0][::2], part.finals[0][1::2]
+    assert torch.equal(bases, taken.x) and (taken.x_next[::2] == 0).all()
+    torch.testing.assert_close(edited - bases, 0.4 * taken.x_next[1::2].tanh(), rtol=0, atol=1e-6)
+    assert 0 < (edited - bases).abs().max() <= 0.4 and len(taken.x_next[1::2].unique()) == 12
+
+
+def test_the_kl_is_the_distance_to_no_edit():
+    """Of means m: mean(m^2) / (2 std^2), which is also what the entropy of a fixed std leaves of the regulariser."""
+    method = replace(preset("expo"), edit=Edit(std=0.5, width=8, depth=1))
+    editor = Editor(method.edit, 2, 1)
+    weights = EditWeights(editor)
+    part = sampled(stirred(editor), method, 2, 4)
+    [(_, _, new)] = replay(editor, asked(2), part, 8)
+    with weights.reference(), torch.no_grad():
+        [(_, _, base)] = replay(editor, asked(2), part, 8)
+    assert (base.mean == 0).all() and (new.mean != 0).all()
+    torch.testing.assert_close(GaussianKL(2.0)(new, base), 2 * new.mean.square().mean(2) / (2 * 0.25))
+
+
+# --- advantage and loss ----------------------------------------------------------------------------------------------
+
+def test_the_advantage_is_against_the_own_base_by_hand():
+    """Gains 1, 3, -1, 1 of mean 1 and deviation sqrt(2)."""
+    rewards = torch.tensor([[[0.0], [1.0], [10.0], [13.0]], [[5.0], [4.0], [-2.0], [-1.0]]])
+    one = 2 / (math.sqrt(2) + 1e-4)
+    torch.testing.assert_close(Paired()(rewards, [1.0]), torch.tensor([[0, 0, 0, one], [0, -one, 0, 0]]))
+    rewards[0, 2] = math.nan
+    assert (Paired()(rewards, [1.0])[0, 2:] == 0).all() and (Paired()(torch.ones(2, 4, 1), [1.0]) == 0).all()
+    with pytest.raises(ValueError, match="a group of 3"):
+        Paired()(torch.ones(1, 3, 1), [1.0])
+
+
+def test_the_loss_by_hand():
+    seen = actor_critic.Seen(torch.tensor([[0.5], [2.0]], dtype=torch.float64), torch.tensor([[1.0], [0.0]]).double())
+    ratio, advantage = torch.tensor([[1.5], [1.05]]).double().log(), torch.tensor([[2.0], [-1.0]]).double()
+    loss = ActorCritic(0.1, 0.1, 0.5)
+    torch.testing.assert_close(loss(ratio, advantage, seen), torch.tensor([[-2.2 + 0.125], [1.05 + 2.0]]).double(),
+                               rtol=0, atol=1e-7)
+    assert loss.clipped(ratio, advantage).tolist() == [[True], [False]]
+    for fields in ({"critic": -0.1}, {"low": -1.0}, {"through": -1.0}, {"ratio": -1.0}, {"ratio": 0.0}):
+        with pytest.raises(ValueError):
+            ActorCritic(**fields)
+
+
+def test_the_loss_through_the_critic_by_hand():
+    """0.5 (Q - R)^2 - 2 Q(edited), with the clipped loss and without."""
+    seen = actor_critic.Seen(*torch.tensor([[[0.5], [2.0]], [[1.0], [0.0]], [[0.25], [-1.0]]], dtype=torch.float64))
+    ratio, advantage = torch.tensor([[1.5], [1.05]]).double().log(), torch.tensor([[2.0], [-1.0]]).double()
+    alone, both = ActorCritic(0.1, 0.1, through=2.0, ratio=0.0), ActorCritic(0.1, 0.1, through=2.0, ratio=3.0)
+    own = torch.tensor([[0.125 - 0.5], [2.0 + 2.0]]).double()
+    torch.testing.assert_close(alone(ratio, advantage, seen), own, rtol=0, atol=1e-10)
+    torch.testing.assert_close(both(ratio, advantage, seen), own + 3 * torch.tensor([[-2.2], [1.05]]).double(),
+                               rtol=0, atol=1e-6)
+    assert not alone.clipped(ratio, advantage).any() and both.clipped(ratio, advantage).tolist() == [[True], [False]]
+
+
+class Quadratic(torch.nn.Module):
+    """Q = -w |x - c|^2, whose derivative by x is -2 w (x - c)."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.tensor(0.7, dtype=torch.float64))
+
+    def forward(self, x, prompts):
+        return -self.weight * (x - CENTRE.to(x)).square().sum(-1)
+
+
+def test_the_gradient_through_a_quadratic_critic_is_the_closed_form_and_reaches_the_edit_alone():
+    """By the mean m of the decision: -2 w (x + b tanh(m) - c) b (1 - tanh(m)^2)."""
+    method = replace(preset("expo"), edit=Edit(bound=0.4, width=8, depth=1), surrogate=ActorCritic(through=1.0))
+    editor = Editor(method.edit, 2, 1)
+    editor.networks.double()
+    stirred(editor).networks["critic"] = Quadratic()
+    part = sampled(editor, method, 2, 4)
+    [part] = credit(method, [part], reward(part.finals[0]).view(2, 4, 1), [1.0], Context(["p"] * 2), lambda rows: rows)
+    [taken] = part.transitions
+    keep = torch.tensor([True, True, False, True, True, True, True, True])  # a pair may be without its base
+    part = replace(part, transitions=(taken.kept(keep),))
+    [(k, rows, new)] = replay(editor, asked(2), part, 8)
+    seen = loss_inputs.BesideEdits(editor, asked(2), part, True)(0, k, rows, new, part.transitions[0].old)
+    x, tanh = taken.x[taken.parent][keep], new.mean[:, 0].detach().tanh()
+    moved = x + 0.4 * tanh - CENTRE
+    torch.testing.assert_close(seen.edited[:, 0], -0.7 * moved.square().sum(1), rtol=0, atol=1e-10)
+    [found] = torch.autograd.grad(seen.edited.sum(), new.mean, retain_graph=True)
+    # The pair's two rows read one mean: the first of them takes the gradient of both.
+    first = torch.tensor([True, False, True, True, False, True, False])
+    both = torch.tensor([2.0, 0, 1, 2, 0, 2, 0]).double()[:, None]
+    assert (found[~first] == 0).all()
+    torch.testing.assert_close(found[:, 0], both * -1.4 * moved * 0.4 * (1 - tanh**2), rtol=0, atol=1e-10)
+    seen.edited.sum().backward()
+    assert editor.networks["critic"].weight.grad is None
+    assert all(parameter.grad is not None for key, parameter in editor.networks["edit"].named_parameters())
+
+
+def test_no_gradient_of_the_critic_reaches_the_edit_and_the_other_way_round():
+    method = replace(preset("expo"), edit=Edit(width=8, depth=1))
+    editor = stirred(Editor(method.edit, 2, 1))
+    part = sampled(editor, method, 2, 4)
+    [part] = credit(method, [part], reward(part.finals[0]).view(2, 4, 1), [1.0], Context(["p"] * 2), lambda rows: rows)
+    [(k, rows, new)] = replay(editor, asked(2), part, 8)
+    seen = loss_inputs.BesideEdits(editor, asked(2), part)(0, k, rows, new, part.transitions[0].old)
+    torch.testing.assert_close(seen.reward[:, 0], reward(part.finals[0]))
+    for loss, name in (((seen.value - seen.reward).square().sum(), "critic"), (new.logp.sum(), "edit")):
+        editor.networks.zero_grad()
+        loss.backward(retain_graph=True)
+        assert all((parameter.grad is not None and parameter.grad.abs().max() > 0) == key.startswith(name)
+                   for key, parameter in editor.networks.named_parameters() if "in_proj_bias" not in key)
+
+
+# --- the toy: N(0, I) in two dimensions, reward -|x - c|^2 -----------------------------------------------------------
+
+@pytest.fixture(scope="module", params=[ActorCritic(0.2, 0.2, 0.5), ActorCritic(through=1.0, ratio=0.0)],
+                ids=["by its ratio", "through the critic"])
+def toy(request) -> Editor:
+    torch.manual_seed(0)
+    method = replace(preset("expo"), edit=Edit(bound=1.0, std=0.5, width=32, depth=1), surrogate=request.param)
+    editor = Editor(method.edit, 2, 1)
+    trained(editor, method, 250)
+    return editor
+
+
+def test_the_edit_comes_to_its_optimum(toy):
+    """The best edit within the bound is c - x, cut at -1 and 1 in either dimension."""
+    x = torch.randn(2000, 2, generator=torch.Generator().manual_seed(7))
+    made = toy.edit(toy.replay(asked(2000), x).detach())
+    best = (CENTRE - x).clamp(-1, 1)
+    assert made.abs().max() <= 1 and (made - best).abs().mean() < 0.25 < best.abs().mean()
+    gain, most = reward(x + made) - reward(x), reward(x + best) - reward(x)
+    assert gain.mean() > 0.85 * most.mean()
+
+
+def test_the_critic_learns_the_rewards(toy):
+    x = torch.randn(2000, 2, generator=torch.Generator().manual_seed(8))
+    for states in (x, toy.edit.applied(x, toy.replay(asked(2000), x).detach())):
+        value, known = toy.value(asked(2000), states).detach(), reward(states)
+        assert torch.corrcoef(torch.stack([value, known]))[0, 1] > 0.95
+
+
+def test_best_of_base_and_edited_is_not_worse_than_best_of_as_many_bases(toy):
+    """2N scorer calls each, N = 4, on 400 prompts: the lower end of the paired difference's interval is above 0, chosen
+    by the critic, which needs no scorer call, and by the scorer."""
+    x = torch.randn(400, 8, 2, generator=torch.Generator().manual_seed(9))
+    chosen, values = latent_edits.on_the_fly(toy, asked(400), x[:, :4])
+    edited = toy.edit.applied(x[:, :4], toy.replay(asked(1600), x[:, :4].flatten(0, 1)).view(400, 4, 2).detach())
+    both = torch.cat([x[:, :4], edited], 1)
+    torch.testing.assert_close(chosen, both[torch.arange(400), values.argmax(1)])
+    bases = toy.value(asked(3200), x.flatten(0, 1)).view(400, 8).argmax(1)
+    by_critic = reward(chosen) - reward(x[torch.arange(400), bases])
+    by_scorer = reward(both).max(1).values - reward(x).max(1).values
+    for gain in (by_critic, by_scorer):
+        assert interval(gain.detach().numpy()[:, None].astype(np.float64), share=False).low > 0
+
+
+def test_equal_values_leave_the_first_base():
+    x = torch.randn(3, 2, 2)
+    chosen, values = latent_edits.on_the_fly(Editor(Edit(width=8, depth=1), 2, 1), asked(3), x)
+    assert torch.equal(chosen, x[:, 0]) and torch.equal(values, torch.zeros(3, 4))
+
+
+# --- pipelines -------------------------------------------------------------------------------------------------------
+
+def policy(pipe=None, edit: Edit = Edit(width=8, depth=1), **options) -> EditPolicy:
+    pipe = pipe or tiny.sd3()
+    torch.manual_seed(0)
+    return EditPolicy(pipe, edit, **{"call": tiny.call_of(pipe)} | options)
+
+
+def drawn(policy) -> torch.Tensor:
+    return policy.generate(policy.encode(["red", "a cat"]), policy.generators([1, 2]), 3, 2.0)
+
+
+def test_without_training_pictures_are_the_stock_ones():
+    stock, own = tiny.policy(), policy()
+    want, have = drawn(stock), drawn(own)
+    assert torch.equal(want, have) and own.evaluations > 0
+
+
+def test_the_critic_chooses_between_a_picture_and_its_edit():
+    """Of two critics with opposite values one takes the base of a prompt and the other its edit."""
+    base, own = drawn(tiny.policy()), policy()
+    leave = stirred(own.editor).networks.critic.leave
+    changed = []
+    for _ in range(2):
+        changed.append((drawn(own) != base).flatten(1).any(1))
+        with torch.no_grad():
+            leave.weight.neg_()
+            leave.bias.neg_()
+    assert (changed[0] ^ changed[1]).all()
+
+
+def test_more_candidates_are_bases_of_their_own():
+    own = policy(edit=Edit(width=8, depth=1, candidates=3))
+    first, *others = own._candidates(own.generators([4, 5]))
+    seeds = [each.initial_seed() for row in (first, *others) for each in row]
+    assert len(set(seeds)) == 6 and seeds[:2] == [4, 5] and len(others) == 2
+    want = tiny.policy().generate(own.encode(["red"]), own.generators([4]), 2, 1.0)
+    assert torch.equal(own.generate(own.encode(["red"]), own.generators([4]), 2, 1.0), want)
+
+
+@pytest.mark.parametrize("pipe, options", [
+    (tiny.sd3, {}), (tiny.sd15, {"picture__call": {}}), (tiny.flux, {}),
+    (tiny.sd3, {"parts__surrogate__through": 1.0, "parts__surrogate__ratio": 0.0})])
+def test_two_epochs_train_the_editor_and_nothing_else(pipe, options):
+    made = pipe()
+    options = {"picture__call": tiny.call_of(made)} | options
+    trainer = tiny.trainer(policy=policy(made), method="expo", train__lr=1e-3, train__updates=1, **options)
+    frozen = {name: module.state_dict() for name, module in made.components.items()
+              if isinstance(module, torch.nn.Module)}
+    frozen = {(name, key): value.clone() for name, held in frozen.items() for key, value in held.items()}
+    start = trainer.policy.weights.snapshot()
+    for trainer.epoch in range(2):
+        metrics = trainer.run_epoch()
+        assert math.isfinite(metrics["loss"]) and metrics["grad_norm"] > 0 and not metrics["skipped_updates"]
+    assert trainer.first_ratio.found <= 1e-6 and trainer.update == 2
+    for (name, key), value in frozen.items():
+        assert torch.equal(made.components[name].state_dict()[key], value)
+    changed = {key.split(".")[0] for key, value in trainer.policy.weights.snapshot().items()
+               if not torch.equal(value, start[key])}
+    assert changed == {"edit", "critic"}
+
+
+def test_a_run_saves_what_draws_its_pictures_and_resumes(tmp_path):
+    prompts = [Prompt(text) for text in tiny.PROMPTS]
+    config = tiny.config(tmp_path, method="expo", train__lr=1e-2, parts__edit__width=8, parts__edit__depth=1)
+    summary = run(config, pipe=tiny.sd3(), functions={"red": tiny.red}, prompts=prompts)
+    folder = config.folder
+    assert math.isfinite(summary["after"]["red"]) and load_editor(folder).edit == Edit(width=8, depth=1)
+    again = policy(edit=folder)
+    trainer = tiny.trainer(policy=policy(), method="expo", parts__edit__width=8, parts__edit__depth=1)
+    state.restore(trainer, sorted((folder / "checkpoints").glob("epoch-*"))[-1])
+    for key, value in trainer.policy.weights.snapshot().items():
+        assert torch.equal(again.weights.snapshot()[key], value)
+    with pytest.raises(UserError, match="an edit policy, which no stock pipeline loads"):
+        load_tuned(tiny.sd3(), folder)
+    with pytest.raises(UserError, match="no LoRA in .*: it holds an edit policy, which no stock pipeline loads"):
+        kohya(folder, tmp_path / "out.safetensors")
+    assert "lora" not in card(folder).read_text().partition("tags:")[2].partition("\n")[0]
+    with pytest.raises(UserError, match="no edit policy at"):
+        load_editor(tmp_path)
+
+
+@pytest.mark.parametrize("options, told", [
+    (dict(method="expo", train__group=3), "train.group is 3"),
+    (dict(method="expo+grpo_guard"), "the surrogate Clip trains no critic"),
+    (dict(method="expo+knapsack_rl"), "the advantage Pooled gives bases some, which no policy drew"),
+    (dict(method="expo", parts={"advantage": {"type": "Advantage"}}), "{type: Paired}, or surrogate: {ratio: 0,"),
+    (dict(method="expo+texforce"), "trains nothing of the pipeline: leave texforce out"),
+    (dict(method="flow_grpo", parts={"surrogate": {"type": "ActorCritic"}}), "set parts.edit: {type: Edit}"),
+    (dict(method="expo", parts={"preview": {"type": "Preview"}}), "trains that alone"),
+    (dict(method="expo", parts={"times": {"type": "GridTimes"}}), "trains that alone"),
+    (dict(method="expo", parts={"edit": {"bound": 0}}), "Edit: bound is 0")])
+def test_parts_that_do_not_go_with_an_edit_are_refused(options, told):
+    with pytest.raises(UserError) as caught:
+        resolve(tiny.config(**options))
+    assert told in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_defaults():
+    expo = preset("expo")
+    assert (expo.edit, expo.surrogate, expo.advantage) == (Edit(), ActorCritic(1e-3, 1e-3, 0.5), Paired())
+    assert expo.value == Recall()
+    assert expo.kl == GaussianKL(0.01) and not expo.records_steps

@@ -1,0 +1,413 @@
+"""Noised finals: when, how and under whose weights they are scored, and runs of the methods that train on them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from itertools import combinations
+
+import pytest
+import torch
+
+from flowgrpo.advantages.group import Advantage
+from flowgrpo.advantages.selection import All, BestWorst
+from flowgrpo.check import memory
+from flowgrpo.errors import UserError
+from flowgrpo.methods import preset
+from flowgrpo.methods.overlay import with_parts
+from flowgrpo.methods.validate import resolve
+from flowgrpo.objectives import Clip, OutputError, Sigma, Uniform
+from flowgrpo.objectives.forward_process import CentredReward, GroupPreference, NegativeAware, Preference
+from flowgrpo.objectives.ratios import Matching
+from flowgrpo.samplers.grids import shifted
+from flowgrpo.samplers.noised_finals import GridTimes, RandomGridTimes, Recorded, Stratified, matching
+from flowgrpo.samplers.old_policy import Lag, Lagging
+from flowgrpo.samplers.plans import NoSteps
+from flowgrpo.storage import checkpoint
+from flowgrpo.training import state
+from tests.helpers import tiny
+from tests.methods.test_presets import weights
+from tests.test_train import gradient
+
+# surrogate, log-ratio, times, lag, KL, step weight, selection
+PUBLISHED = {
+    "diffusion_nft": (NegativeAware(1.0, 5.0), Matching(), RandomGridTimes(0.99), Lag(slope=0.001, most=0.5), 1e-4,
+                      Uniform(), All()),
+    "awm": (Clip(1.0, 1.0), Matching(0.25), GridTimes(2, 1, 0.9), Lag(), 0.005, Sigma(), All()),
+    "dgpo": (GroupPreference(100.0, 0.05, 0.05), Matching(), GridTimes(2, 0, 0.7, shared=True),
+             Lag(slope=0.001, most=0.3, draws=False), 0.001, Uniform(), All()),
+    "crd": (CentredReward(1.0, 5.0), Matching(), GridTimes(share=0.99), Lag(start=0.25, slope=0.005, most=0.999), 0.05,
+            Uniform(), All()),
+    "diffusion_dpo": (Preference(100.0), Matching(), Stratified(4), Lag(), 0.0, Uniform(), BestWorst(2)),
+}
+RUNS = (*PUBLISHED, "sol_rl+diffusion_nft")
+COMPARING = ("dgpo", "crd", "diffusion_dpo")  # the samples of a group
+
+
+def epoch(trainer):
+    """One epoch's parts, each transition with its advantage, and the conditioning, before any update."""
+    parts, conditioning, grouped = trainer.sample(trainer.prompts[:2])
+    return list(trainer.credit(parts, grouped, conditioning.prompts)), conditioning
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_defaults(name):
+    surrogate, log_ratio, times, lag, kl, weight, selection = PUBLISHED[name]
+    method = preset(name)
+    assert (method.surrogate, method.log_ratio, method.times, method.lag) == (surrogate, log_ratio, times, lag)
+    assert isinstance(method.kl, OutputError) and method.kl.weight == kl
+    assert (method.step_weight, method.selection) == (weight, selection)
+    assert method.plan == NoSteps() and method.roots is None and method.advantage == Advantage("batch", "rewards")
+
+
+def test_sol_rl_goes_with_diffusion_nft_in_either_order():
+    both = preset("sol_rl+diffusion_nft")
+    assert both == preset("diffusion_nft+sol_rl") == replace(preset("diffusion_nft"), preview=preset("sol_rl").preview)
+
+
+@pytest.mark.parametrize("name", [*PUBLISHED, "rpo"])
+def test_what_is_trained_does_not_depend_on_the_presets_before(name):
+    redraw = preset("dynamic_sampling").redraw
+    assert preset("grpo_guard+dynamic_sampling", name) == replace(preset(name), redraw=redraw)
+    guarded = preset(name, "flow_dppo+dynamic_sampling")  # what comes after still changes it
+    assert guarded == replace(preset(name), surrogate=preset("flow_dppo").surrogate, redraw=redraw)
+
+
+# --- times -----------------------------------------------------------------------------------------------------------
+
+def places(times, steps: int, epochs: int) -> list[tuple[int, ...]]:
+    """Which steps of the grid an epoch's times are."""
+    grid = shifted(steps, 3.0)
+    found = [times(grid, epoch, 0) for epoch in range(epochs)]
+    return [tuple((grid == t).nonzero().item() for t in each) for each in found]
+
+
+def test_grid_times_are_the_steps_that_are_asked_for():
+    assert set(places(GridTimes(), 4, 5)) == {(0, 1, 2, 3)}
+    assert set(places(GridTimes(share=0.99), 10, 5)) == {tuple(range(9))}
+    assert set(places(GridTimes(start=1, share=0.5), 10, 5)) == {(1, 2, 3, 4)}
+    # Stretches of two steps, the last one short: every combination comes.
+    assert set(places(GridTimes(every=2, share=0.5), 10, 80)) == {(a, b, 4) for a in (0, 1) for b in (2, 3)}
+
+
+def test_stratified_times_fall_one_in_each_slice():
+    grid = shifted(6, 3.0)
+    for each in range(50):
+        times = Stratified(4, 0.2, 1.0)(grid, each, 0)
+        assert times.dtype == grid.dtype and ((1.0 - times) // 0.2).tolist() == [0, 1, 2, 3]
+    drawn = torch.cat([Stratified(1)(grid, each, 0) for each in range(2000)])
+    assert abs(drawn.mean() - 0.5) < 0.03 and abs(drawn.var() - 1 / 12) < 0.01
+
+
+def test_random_grid_times_are_any_of_the_grid_with_one_probability():
+    found = places(RandomGridTimes(0.5), 4, 3000)
+    counts = {each: found.count(each) for each in set(found)}
+    assert set(counts) == set(combinations(range(4), 2))  # falling, none twice
+    assert all(count == pytest.approx(500, abs=4 * (3000 * 5 / 36) ** 0.5) for count in counts.values())
+    for share, size in ((0.6, 6), (0.99, 9)):  # the last time too, as often as all others
+        found = places(RandomGridTimes(share), 10, 2000)
+        assert {len(each) for each in found} == {size}
+        for step in range(10):
+            told = sum(step in each for each in found) / 2000
+            assert told == pytest.approx(size / 10, abs=4 * (size / 10 * (1 - size / 10) / 2000) ** 0.5)
+    assert set(places(RandomGridTimes(), 4, 5)) == {(0, 1, 2, 3)}
+
+
+def test_the_recipe_of_sol_rl_draws_six_of_all_ten_times():
+    method = with_parts(preset("sol_rl+diffusion_nft"), {"times": {"share": 0.6}})
+    found = places(method.times, 10, 200)
+    assert {len(each) for each in found} == {6} and {step for each in found for step in each} == set(range(10))
+
+
+@pytest.mark.parametrize("times", [GridTimes(every=3), RandomGridTimes(0.5), Stratified(3)])
+def test_times_are_functions_of_seed_and_epoch(times):
+    drawn = [[times(shifted(12, 3.0), each, seed).tolist() for each in range(20)] for seed in (0, 0, 1)]
+    assert drawn[0] == drawn[1] != drawn[2] and len({tuple(each) for each in drawn[0]}) > 10
+
+
+@pytest.mark.parametrize("make, told", [
+    (lambda: GridTimes(every=0), "GridTimes: every is 0"), (lambda: GridTimes(share=1.1), "share 1.1, expected"),
+    (lambda: Stratified(count=0), "Stratified: count is 0"), (lambda: Stratified(low=0.5, high=0.5), "low 0.5"),
+    (lambda: GridTimes(start=3, share=0.5)(shifted(6, 3.0), 0, 0), "leave none of 6 steps"),
+    (lambda: RandomGridTimes(0.0), "RandomGridTimes: share is 0.0"),
+    (lambda: RandomGridTimes(0.1)(shifted(6, 3.0), 0, 0), "share 0.1 leaves none of 6 steps"),
+    (lambda: Lag(start=0.5, most=0.4), "Lag: start is 0.5, most 0.4"), (lambda: Lag(slope=-1.0), "slope -1.0"),
+])
+def test_impossible_fields_are_refused(make, told):
+    with pytest.raises(ValueError, match=told):
+        make()
+
+
+# --- the old policy --------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("lag, expected", [
+    (Lag(), {0: 0, 500: 0}),
+    (Lag(slope=0.001, most=0.5), {0: 0, 1: 0.001, 400: 0.4, 500: 0.5, 900: 0.5}),
+    (Lag(after=75, slope=0.0075, most=0.999), {75: 0, 77: 0.015, 208: 0.9975, 209: 0.999}),
+    (Lag(start=0.25, slope=0.005, most=0.999), {0: 0.25, 10: 0.3, 200: 0.999}),
+])
+def test_decays_by_hand(lag, expected):
+    assert {updates: lag(updates) for updates in expected} == pytest.approx(expected)
+
+
+class One:
+    """One trained weight."""
+
+    def __init__(self, value: float):
+        self.value = torch.tensor([value], dtype=torch.float64)
+
+    def snapshot(self) -> dict[str, torch.Tensor]:
+        return {"w": self.value.clone()}
+
+
+def test_the_old_policy_follows_once_per_epoch():
+    one = One(8.0)
+    lagging, found = Lagging(Lag(start=0.25, slope=0.25, most=0.75), one), []
+    for epoch, (value, updates) in enumerate([(8.0, 0), (4.0, 1), (0.0, 2), (8.0, 4)]):
+        one.value.fill_(value)
+        lagging.updates = updates
+        lagging.begin(epoch)
+        lagging.begin(epoch)  # an interrupted epoch is begun again
+        found.append(lagging.held["w"].item())
+    # 8, then 1/2 * 8 + 1/2 * 4, 3/4 * 6 + 1/4 * 0 and 3/4 * 4.5 + 1/4 * 8
+    assert found == [8.0, 6.0, 4.5, 5.375]
+
+
+def test_the_decay_counts_updates_of_which_an_epoch_may_make_several():
+    trainer = tiny.trainer(method="crd", train__updates=2, train__lr=0.02)
+    first = trainer.policy.weights.snapshot()
+    for trainer.epoch in range(2):
+        trainer.run_epoch()
+        present = trainer.policy.weights.snapshot()
+    trainer.epoch = 2
+    held = trainer.explorer.lagging.held
+    trainer.sample(trainer.prompts[:2])
+    assert trainer.update == 4 and any(not torch.equal(held[key], first[key]) for key in first)
+    for key, old in trainer.explorer.lagging.held.items():
+        torch.testing.assert_close(old, (0.25 + 4 * 0.005) * held[key] + 0.73 * present[key])
+
+
+def test_without_a_lag_nothing_is_copied():
+    lagging = Lagging(Lag(), None)
+    lagging.begin(3)
+    assert lagging.held is None
+
+
+def test_rollouts_and_old_scores_are_the_old_policys():
+    found = {}
+    for draws in (True, False):
+        lag = {"start": 0.5, "most": 0.5, "draws": draws}
+        trainer = tiny.trainer(method="diffusion_nft", parts__lag=lag)
+        tiny.stir(trainer.policy)
+        trainer.explorer.lagging.begin(0)
+        tiny.stir(trainer.policy)
+        parts, conditioning, _ = trainer.sample(trainer.prompts[:2])
+        found[draws] = torch.cat([part.finals[0] for part in parts])
+        with trainer.explorer.lagging.old(), torch.no_grad():
+            again = [(new, part.transitions[k].old.rows(rows)) for part in parts
+                     for k, rows, new in trainer.explorer.replay(part, conditioning)]
+        assert all(torch.equal(new.logp, old.logp) and torch.equal(new.mean, old.mean) for new, old in again)
+    other = tiny.trainer(method="awm")
+    tiny.stir(tiny.stir(other.policy))
+    present = torch.cat([part.finals[0] for part in other.sample(other.prompts[:2])[0]])
+    assert torch.equal(found[False], present) and not torch.allclose(found[True], present, atol=1e-3)
+
+
+def test_a_resumed_run_has_the_same_old_policy(tmp_path):
+    options = dict(method="diffusion_nft", parts__lag={"start": 0.5, "slope": 0.1, "most": 0.9}, train__lr=0.02)
+    trainer = tiny.trainer(**options)
+    for trainer.epoch in range(2):
+        trainer.run_epoch()
+    trainer.epoch = 2
+    trainer.marked = state.counters(trainer)
+    state.save(trainer, tmp_path)
+    again = tiny.trainer(**options)
+    state.restore(again, checkpoint.latest(tmp_path / "checkpoints"))
+    assert again.explorer.lagging.epoch == 1
+    for each in (trainer, again):
+        each.metrics = each.run_epoch()
+    held, kept = (each.explorer.lagging.held for each in (trainer, again))
+    assert all(torch.equal(kept[key], held[key]) for key in held) and trainer.metrics.keys() == again.metrics.keys()
+    assert any(not torch.equal(held[key], now) for key, now in trainer.policy.weights.snapshot().items())
+    now = again.policy.weights.snapshot()
+    assert all(torch.equal(value, now[key]) for key, value in trainer.policy.weights.snapshot().items())
+
+
+# --- noised finals ---------------------------------------------------------------------------------------------------
+
+def test_the_kernel_is_a_unit_gaussian_around_the_velocity():
+    v, u = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64).chunk(2, 1)
+    found = matching(torch.zeros_like(v), v, shifted(4, 3.0), 2)
+    expected = torch.distributions.Normal(v, 1.0).log_prob(u)
+    torch.testing.assert_close(torch.distributions.Normal(found.mean, found.std).log_prob(u), expected)
+
+
+def noised_parts(**options):
+    trainer = tiny.trainer(method="diffusion_nft", **options)
+    tiny.stir(trainer.policy)
+    return trainer, trainer.sample(trainer.prompts[:2])[0]
+
+
+def noises(parts) -> torch.Tensor:
+    """The noise of every time and leaf, [K,b,*D]: target + x0."""
+    steps = range(len(parts[0].transitions))
+    return torch.stack([torch.cat([part.transitions[k].x_next + part.finals[0] for part in parts]) for k in steps])
+
+
+def test_finals_are_noised_at_the_epochs_times():
+    trainer, parts = noised_parts()
+    times = RandomGridTimes(0.99)(trainer.explorer.grid, 0, 0)
+    assert len(times) == 5
+    for part in parts:
+        assert [taken.step for taken in part.transitions] == list(range(5))
+        for t, taken in zip(times.tolist(), part.transitions):
+            torch.testing.assert_close(taken.x, part.finals[0] + t * taken.x_next, rtol=1e-5, atol=1e-5)
+            assert torch.equal(taken.parent, torch.arange(len(taken.x))) and torch.equal(taken.prompts, part.prompts)
+
+
+def test_the_noise_is_standard_normal_and_every_samples_own():
+    trainer, parts = noised_parts(train__group=16, train__micro_batch=16)
+    noise = noises(parts)
+    assert noise.shape == (5, 32, *tiny.LATENTS)
+    assert abs(noise.mean()) < 0.015 and abs(noise.var() - 1) < 0.02  # 40,960 values: 3 deviations
+    rows = torch.nn.functional.normalize(noise.flatten(0, 1).flatten(1), dim=1)
+    assert (rows @ rows.T - torch.eye(len(rows))).abs().max() < 0.35  # 5.6 deviations of 256 values
+    first = torch.randn(256, generator=torch.Generator().manual_seed(trainer.explorer.seeds(0)(0, 0)))
+    assert abs(torch.nn.functional.normalize(first, dim=0) @ rows[0]) < 0.35  # not that of the rollout
+
+
+def test_the_noise_does_not_depend_on_the_micro_batch():
+    found = [noises(noised_parts(train__micro_batch=size)[1]) for size in (8, 3)]
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
+
+
+def test_a_group_may_share_its_noise():
+    _, parts = noised_parts(parts__times={"shared": True}, train__micro_batch=8)
+    noise = noises(parts).unflatten(1, (2, 4))
+    torch.testing.assert_close(noise, noise[:, :, :1].expand_as(noise), rtol=1e-5, atol=1e-5)
+    assert not torch.allclose(noise[:, 0], noise[:, 1], atol=0.5) and not torch.allclose(noise[0], noise[1], atol=0.5)
+
+
+def test_any_rollout_will_do():
+    trainer = tiny.trainer(method="diffusion_nft", parts__plan={"type": "AllSteps"}, train__lr=1e-3)
+    plain = torch.cat([part.finals[0] for part in tiny.trainer(method="diffusion_nft").sample(trainer.prompts[:2])[0]])
+    parts = trainer.sample(trainer.prompts[:2])[0]
+    assert not torch.allclose(torch.cat([part.finals[0] for part in parts]), plain, atol=1e-2)
+    assert all(len(part.transitions) == 5 for part in parts) and math.isfinite(trainer.run_epoch()["loss"])
+
+
+def test_what_noised_finals_hold_is_foretold():
+    trainer, parts = noised_parts()
+    held = [tensor for part in parts for taken in part.transitions
+            for tensor in (taken.x, taken.x_next, taken.old.mean)] + [part.finals[0] for part in parts]
+    assert sum(len(tensor) for tensor in held) == memory._recorded(
+        trainer.policy, trainer.config, trainer.explorer.conditioning(trainer.prompts[:2])) == 8 * (5 * 3 + 1)
+
+
+# --- runs ------------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("name", RUNS)
+def test_two_epochs_move_the_adapter_and_nothing_else(name):
+    trainer, found = tiny.trainer(method=name, train__lr=1e-3), []
+    tiny.stir(trainer.policy)
+    before = weights(trainer.policy)
+    for trainer.epoch in range(2):
+        found.append(trainer.run_epoch())
+    assert found[0]["log_ratio_max"] <= 1e-6 and all(math.isfinite(each["loss"]) for each in found)
+    assert trainer.first_ratio.found <= 1e-6 and (trainer.update, trainer.skipped) == (2, 0)
+    after = weights(trainer.policy)
+    changed = {key for key in after if not torch.equal(after[key], before[key])}
+    assert changed and all("lora_" in key for key in changed)
+
+
+def test_in_half_precision_old_scores_stand_as_they_are():
+    policy = tiny.stir(tiny.policy(tiny.sd3().to(torch.bfloat16), precision="bf16"))
+    trainer = tiny.trainer(policy, precision="bf16", method="diffusion_nft")
+    trainer.first_ratio(*epoch(trainer), print)
+    assert trainer.first_ratio.found == 0 and not trainer.first_ratio.rescore
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_the_gradient_does_not_depend_on_the_micro_batch(name):
+    found = []
+    for micro_batch, pack in ((12, False), (6, False), (4, False), (12, True)):  # of groups of 6, some cut into two
+        trainer = tiny.trainer(method=name, train__group=6, train__micro_batch=micro_batch)
+        tiny.stir(trainer.policy)
+        parts, conditioning = epoch(trainer)
+        tiny.stir(trainer.policy, 0.02)
+        trainer.explorer.config = tiny.config(method=name, train__group=6, train__pack=pack)
+        assert trainer.policy.vector(conditioning)
+        found.append(gradient(trainer, parts, conditioning))
+    scale = found[0].abs().max()
+    assert scale > 1e-4
+    for other in found[1:]:
+        torch.testing.assert_close(other / scale, found[0] / scale, rtol=0, atol=1e-4)
+
+
+def test_a_first_pass_is_made_only_where_a_comparing_method_cuts_its_groups():
+    spent = {}
+    for name, micro_batch in (("crd", 4), ("crd", 2), ("diffusion_nft", 2)):
+        trainer = tiny.trainer(method=name, train__micro_batch=micro_batch)
+        parts, conditioning = epoch(trainer)
+        before = trainer.policy.evaluations
+        gradient(trainer, parts, conditioning)
+        spent[name, micro_batch] = trainer.policy.evaluations - before
+    replays = 5 * 8  # times and samples; the KL has the reference's
+    assert spent == {("crd", 4): 2 * replays, ("crd", 2): 3 * replays, ("diffusion_nft", 2): 2 * replays}
+
+
+def test_a_better_matched_good_sample_is_what_every_method_reaches_for():
+    """After some updates on one batch of samples the errors of the good ones have fallen against those of the bad."""
+    for name in PUBLISHED:
+        trainer = tiny.trainer(method=name, train__micro_batch=8, train__lr=1e-3, parts__kl__weight=0.0)
+        tiny.stir(trainer.policy)
+        parts, conditioning = epoch(trainer)
+
+        def fit() -> float:
+            with torch.no_grad():
+                return sum((part.advantages[k][rows] * new.logp[:, 0]).sum().item() for part in parts
+                           for k, rows, new in trainer.explorer.replay(part, conditioning))
+
+        before = fit()
+        for _ in range(3):
+            gradient(trainer, parts, conditioning)
+            trainer.optimizer.step()
+        assert fit() > before, name
+
+
+# --- what is refused -------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("options, told", [
+    (dict(method="mix_grpo", parts__plan={"type": "NoSteps"}), "the plan NoSteps records no step to be trained"),
+    (dict(method="mix_grpo", parts__surrogate={"type": "NegativeAware"}), "NegativeAware reads noised finals"),
+    (dict(method="awm", parts__strides=[1, 2]), "strides are [1, 2]"),
+    (dict(method="awm", parts__tuning={"weight": 0.1}), "tuning.weight 0.1"),
+    (dict(method="diffusion_nft+grpo_guard"), "set parts: {log_ratio: {type: Matching}, step_weight: {type: Uniform}}"),
+    (dict(method="diffusion_dpo", parts__step_weight={"type": "InverseDelta"}), "{step_weight: {type: Uniform}}"),
+    (dict(method="awm", parts__log_ratio={"type": "Guard"}), "recorded steps, but times is GridTimes"),
+    (dict(method="awm", parts__times={"start": 5}), "leave none of 6 steps"),
+    (dict(method="awm", parts__reference={"type": "Old"}, parts__kl__weight=0.0), "the reference Old is read by a KL"),
+])
+def test_what_does_not_go_together_is_told_before_a_run(options, told):
+    with pytest.raises(UserError) as caught:
+        resolve(tiny.config(**options))
+    assert told in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_variance_preserving_model_is_refused_in_one_line():
+    with pytest.raises(UserError) as caught:
+        resolve(tiny.config(method="diffusion_nft"), "vp")
+    assert "GridTimes" in str(caught.value) and "ddpo" in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_comparison_with_the_reference_keeps_it_without_a_kl():
+    trainer = tiny.trainer(method="diffusion_dpo", parts__reference={"type": "Old"})
+    assert trainer.method.kl.weight == 0 and len(trainer.anchor.held) == 1
+    assert "kl_weight" not in trainer.run_epoch()
+
+
+def test_parts_can_be_changed_like_any_other():
+    method = with_parts(preset("diffusion_nft"), {"times": {"type": "Stratified", "count": 2}, "lag": {"most": 0.9},
+                                                  "surrogate": {"beta": 0.1}})
+    assert (method.times, method.lag.most, method.surrogate) == (Stratified(2), 0.9, NegativeAware(0.1))
+    assert with_parts(preset("mix_grpo"), {}).times == Recorded()

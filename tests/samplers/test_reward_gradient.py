@@ -1,0 +1,376 @@
+"""Reward backpropagation: what is in the graph, its gradient, and the runs of refl, draft and alignprop."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from diffusers import FlowMatchEulerDiscreteScheduler
+
+from flowgrpo.data.prompts import Prompt
+from flowgrpo.errors import UserError
+from flowgrpo.methods import preset, validate
+from flowgrpo.methods.validate import resolve
+from flowgrpo.objectives import Ascent
+from flowgrpo.policies.weights.checkpointing import recomputed
+from flowgrpo.rewards import differentiable
+from flowgrpo.run import run
+from flowgrpo.samplers import reward_gradient
+from flowgrpo.samplers.kernels import FlowDDIM
+from flowgrpo.samplers.plans import LastSteps, LateStep, RandomLast
+from flowgrpo.samplers.reward_gradient import OneStep, Unroll
+from flowgrpo.samplers.rollout import Exploration, seeder
+from flowgrpo.samplers.scheduler import PolicyScheduler
+from flowgrpo.samplers.solvers import Euler
+from tests.helpers import tiny
+from tests.helpers.tables import close, draw, f64, near
+
+PRESETS = ("refl", "draft", "alignprop")
+GRID = f64([1.0, 0.8, 0.55, 0.3, 0.0])
+STEPS, SIZE, GROUP = 4, 3, 4
+
+
+class Matrices:
+    """A policy in float64 whose velocity at step i is `weight[i] @ x`: every step has weights of its own."""
+
+    device = states = torch.device("cpu")
+
+    def __init__(self):
+        self.weight = (draw(STEPS, SIZE, SIZE) / 2).requires_grad_()
+        self.scheduler = PolicyScheduler.over(FlowMatchEulerDiscreteScheduler())
+
+    def run(self, task, conditioning, x=None, generators=None, x0=None):
+        if x is None:
+            x = torch.stack([torch.randn(SIZE, dtype=torch.float64, generator=each) for each in generators])
+        record = self.scheduler.follow(task)
+        self.scheduler.set_timesteps()
+        for i in task.steps:
+            x = self.scheduler.step(x @ self.weight[i].T, None, x).prev_sample
+        return x, record
+
+    def unroll(self, task, conditioning, latents, checkpointing=False):
+        return self.run(replace(task, unrolled=True), conditioning, latents)[0]
+
+    def replay(self, conditioning, x, grid, step, timesteps=None):
+        return x @ self.weight[step].T
+
+    def picture(self, latents, conditioning):
+        return latents
+
+    def sampling(self):
+        return torch.no_grad()
+
+    @staticmethod
+    def generators(seeds):
+        return [torch.Generator().manual_seed(int(seed)) for seed in seeds]
+
+
+class Two:
+    """The conditioning of two prompts."""
+
+    prompts = ["one", "two"]
+
+    def rows(self, rows):
+        return self
+
+
+AIM = draw(2, SIZE, seed=3)
+
+
+def value(rows, pictures):
+    """A reward that is not linear, of a goal of its own for each prompt."""
+    return -(pictures - AIM[rows]).square().sum(1)
+
+
+def exploration(plan, eta: float = 0.0) -> Exploration:
+    return Exploration(GRID, plan(STEPS, 0, 0), FlowDDIM(eta), Euler(), GROUP, GROUP)
+
+
+def sampled(plan, ending, eta: float = 0.0, policy=None, micro_batch: int = 2):
+    """(policy, its one part with rewards) of the toy."""
+    policy = policy or Matrices()
+    [*parts] = reward_gradient.explore(policy, Two(), exploration(plan, eta), ending, micro_batch, seeder(0, 0))
+    return policy, [reward_gradient.valued(part, part.finals[0], value, policy.device, micro_batch) for part in parts]
+
+
+def rewards(policy, parts, ending, micro_batch: int = 2) -> torch.Tensor:
+    """The rewards of a replay, [B]."""
+    found = [new for part in parts for _, _, new in reward_gradient.replay(policy, Two(), part, ending, micro_batch)]
+    assert all(new.mask.all() for new in found)
+    return torch.cat([new.logp[:, 0] for new in found])
+
+
+def gradient(policy, parts, ending) -> torch.Tensor:
+    policy.weight.grad = None
+    rewards(policy, parts, ending).sum().backward()
+    return policy.weight.grad
+
+
+# --- the graph -------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("ending", [OneStep(), Unroll(), Unroll(checkpointing=True)])
+@pytest.mark.parametrize("eta", [0.0, 1.0])
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_the_replay_sees_the_rollouts_rewards(ending, eta, count):
+    policy, parts = sampled(LastSteps(count), ending, eta)
+    assert [part.groups for part in parts] == [range(1), range(1, 2)]
+    old = torch.cat([part.transitions[0].old.logp[:, 0] for part in parts])
+    assert old.isfinite().all() and torch.equal(rewards(policy, parts, ending).detach(), old)
+
+
+@pytest.mark.parametrize("eta", [0.0, 1.0])
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_nothing_before_the_truncation_has_a_gradient(count, eta):
+    policy, parts = sampled(LastSteps(count), Unroll(), eta)
+    found = gradient(policy, parts, Unroll())
+    assert (found[:-count] == 0).all() and (found[-count:].abs().amax((1, 2)) > 1e-3).all()
+
+
+@pytest.mark.parametrize("step", range(STEPS))
+def test_one_step_trains_that_step_alone(step):
+    policy, parts = sampled(LastSteps(STEPS - step), OneStep())
+    found = gradient(policy, parts, OneStep())
+    assert found[step].abs().max() > 1e-3 and (found[torch.arange(STEPS) != step] == 0).all()
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_the_gradient_of_the_last_steps_is_that_of_their_product(count):
+    """Deterministic steps x - D W x, written out; with count = T it is the gradient of the whole rollout."""
+    policy, parts = sampled(LastSteps(count), Unroll())
+    weight, total = policy.weight.detach().clone().requires_grad_(), 0.0
+    for p, part in enumerate(parts):
+        x = part.transitions[0].x
+        for i in range(STEPS - count, STEPS):
+            x = x - (GRID[i] - GRID[i + 1]) * x @ weight[i].T
+        total = total - (x - AIM[p]).square().sum()
+    total.backward()
+    torch.testing.assert_close(gradient(policy, parts, Unroll()), weight.grad, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("eta", [0.0, 1.0])
+def test_the_whole_gradient_is_that_of_finite_differences(eta):
+    """Of rollouts from their initial noise, in which every step draws the same noise as before."""
+    policy, parts = sampled(LastSteps(STEPS), Unroll(), eta)
+    found, shift = gradient(policy, parts, Unroll()), 1e-5
+
+    def rollout(weight) -> float:
+        other = Matrices()
+        other.weight = weight
+        _, again = sampled(LastSteps(1), Unroll(), eta, other)  # its graph is short, its rollout the same
+        return sum(part.transitions[0].old.logp.sum().item() for part in again)
+
+    for at in [(0, 0, 1), (1, 2, 0), (2, 1, 1), (3, 0, 2)]:
+        both = []
+        for sign in (1, -1):
+            weight = policy.weight.detach().clone()
+            weight[at] += sign * shift
+            both.append(rollout(weight))
+        assert found[at].item() == pytest.approx((both[0] - both[1]) / (2 * shift), rel=1e-7, abs=1e-7)
+
+
+@pytest.mark.parametrize("step", range(STEPS))
+def test_one_step_ends_with_the_data_that_it_predicts(step):
+    policy, parts = sampled(LastSteps(STEPS - step), OneStep())
+    for p, part in enumerate(parts):
+        x = part.transitions[0].x
+        x0 = x - GRID[step] * x @ policy.weight[step].detach().T
+        torch.testing.assert_close(part.finals[0], x0, rtol=0, atol=1e-10)
+        torch.testing.assert_close(part.transitions[0].old.logp[:, 0], -(x0 - AIM[p]).square().sum(1), rtol=0,
+                                   atol=1e-10)
+
+
+def test_every_sample_has_its_noise_whatever_the_batch_and_the_rows_kept():
+    policy, parts = sampled(LastSteps(3), Unroll(), 1.0)
+    _, whole = sampled(LastSteps(3), Unroll(), 1.0, micro_batch=8)
+    assert len(whole) == 1
+    near(whole[0].finals[0], torch.cat([part.finals[0] for part in parts]), depth=STEPS)
+    keep = torch.tensor([False, True, True, False, True, False, False, False])
+    kept = whole[0].credited([torch.arange(8.0)], [keep])
+    assert torch.equal(kept.advantages[0], torch.tensor([1.0, 2, 4]))
+    torch.testing.assert_close(rewards(policy, [kept], Unroll()), whole[0].transitions[0].old.logp[keep, 0],
+                               rtol=0, atol=1e-12)
+    assert whole[0].credited([torch.zeros(8)], [torch.zeros(8, dtype=torch.bool)]) is None
+
+
+def test_the_last_step_draws_no_noise():
+    policy, parts = sampled(LastSteps(1), Unroll(), 1.0)
+    for part in parts:
+        x = part.transitions[0].x
+        torch.testing.assert_close(part.finals[0], x - GRID[3] * x @ policy.weight[3].detach().T, rtol=0, atol=1e-12)
+
+
+# --- the parts -------------------------------------------------------------------------------------------------------
+
+def test_ascent_by_hand():
+    log_ratio, old = f64([[0.5], [0.0], [-0.25]]), f64([[1.0], [3.0], [2.0]])
+    close(Ascent()(log_ratio, None, old), [[-1.5], [-3.0], [-1.75]])
+    close(Ascent(2.0)(log_ratio, None, old), [[0.5], [0.0], [0.25]])
+    assert Ascent(2.0).clipped(log_ratio, None, old).flatten().tolist() == [False, True, False]
+    assert not Ascent().clipped(log_ratio, None, old).any()
+    log_ratio.requires_grad_()
+    Ascent(2.0)(log_ratio, None, old).sum().backward()
+    assert log_ratio.grad.flatten().tolist() == [-1.0, 0.0, -1.0]
+
+
+def test_where_the_graph_begins():
+    assert LastSteps(3)(10, 0, 0).trained == (7,) and LastSteps(10)(10, 5, 1).trained == (0,)
+    assert {LateStep(0.75)(40, epoch, 0).trained[0] for epoch in range(400)} == set(range(30, 40))
+    assert {LateStep(0.75)(3, epoch, 0).trained[0] for epoch in range(20)} == {2}
+    begins = torch.tensor([RandomLast(0.16, 0.1)(50, epoch, 0).trained[0] for epoch in range(2000)]).double()
+    assert begins.mean().item() == pytest.approx(42, abs=0.5) and begins.std().item() == pytest.approx(4.7, abs=0.4)
+    assert 49 >= begins.max() and begins.min() >= 0
+    assert RandomLast(1.0, 0.0)(10, 0, 0).trained == (0,) and RandomLast(0.3, 0.0)(10, 0, 0).trained == (7,)
+
+
+@pytest.mark.parametrize("make, told", [
+    (lambda: LastSteps(0), "count is 0"), (lambda: LastSteps(5)(4, 0, 0), "at most the 4 steps"),
+    (lambda: LateStep(1.0), "first is 1.0"), (lambda: RandomLast(0.0), "mean is 0.0"),
+    (lambda: RandomLast(0.5, -1.0), "deviation -1.0")])
+def test_impossible_fields_are_refused(make, told):
+    with pytest.raises(ValueError, match=told):
+        make()
+
+
+def test_defaults():
+    refl, draft, alignprop = map(preset, PRESETS)
+    assert (refl.plan, refl.backprop, refl.surrogate) == (LateStep(0.75), OneStep(), Ascent(2.0))
+    assert (draft.plan, draft.backprop, draft.surrogate) == (LastSteps(1), Unroll(), Ascent())
+    assert (alignprop.plan, alignprop.backprop) == (RandomLast(0.16, 0.1), Unroll(checkpointing=True))
+    assert refl.kernel == draft.kernel == FlowDDIM(0.0) and alignprop.kernel == FlowDDIM(1.0)
+    for name in PRESETS:
+        assert preset("grpo_guard", name) == preset(name)
+    assert preset("draft", "sol_rl").preview == preset("sol_rl", "draft").preview is not None
+
+
+# --- refusals --------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("options, told", [
+    (dict(method="draft+grpo_guard"), "the surrogate Clip reads log-probabilities"),
+    (dict(method="draft", parts={"kl": {"weight": 0.1}}), "kl: {weight: 0}"),
+    (dict(method="draft", parts={"plan": {"type": "AllSteps"}}), "plan: {type: LastSteps}"),
+    (dict(method="refl", parts={"roots": 1}), "roots: null"),
+    (dict(method="refl", parts={"log_ratio": {"type": "Guard"}, "tail": 0.5}), "PlainRatio}, tail: 1.0"),
+    (dict(method="draft", parts={"plan": {"count": 7}}), "at most the 6 steps"),
+    (dict(method="draft", parts={"times": {"type": "GridTimes"}}), "set parts: {times: {type: Recorded}}"),
+    (dict(method="mix_grpo", parts={"surrogate": {"type": "Ascent"}}), "set parts.backprop: {type: Unroll}")])
+def test_parts_that_do_not_go_with_a_gradient_are_refused(options, told):
+    with pytest.raises(UserError) as caught:
+        resolve(tiny.config(**options))
+    assert told in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_reward_without_a_gradient_is_refused_before_anything_is_loaded(name, tmp_path):
+    prompts = [Prompt(text) for text in tiny.PROMPTS]
+    with pytest.raises(UserError, match="reward 'red' is not differentiable.*such as scene_soft") as caught:
+        run(tiny.config(tmp_path, method=name), functions={"red": tiny.red}, prompts=prompts)
+    assert "\n" not in str(caught.value) and not any(tmp_path.iterdir())
+
+
+def test_weights_that_are_shared_out_are_refused():
+    from flowgrpo.policies import options
+
+    config = tiny.config(method="draft", memory__shard=True)
+    with pytest.raises(UserError, match="method draft, whose graph has many steps"):
+        options.require_shardable(config, validate.resolve(config))
+
+
+# --- on pipelines ----------------------------------------------------------------------------------------------------
+
+def made(method: str, **options):
+    trainer = tiny.trainer(method=method, **options)
+    tiny.stir(trainer.policy)
+    return trainer
+
+
+def weights(policy) -> dict[str, torch.Tensor]:
+    return {f"{name}.{key}": held.clone() for name, module in policy.pipe.components.items()
+            if isinstance(module, torch.nn.Module) for key, held in module.state_dict().items()}
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_two_epochs_move_the_adapter_and_nothing_else(name):
+    trainer, found = made(name, train__lr=1e-3), []
+    before = weights(trainer.policy)
+    for trainer.epoch in range(2):
+        found.append(trainer.run_epoch())
+    assert trainer.first_ratio.found <= 1e-6 and (trainer.update, trainer.skipped) == (2, 0)
+    assert all(math.isfinite(each["loss"]) and each["grad_norm"] > 1e-6 for each in found)
+    margin = 2.0 if name == "refl" else 0.0
+    assert found[0]["loss"] == pytest.approx(margin - found[0]["reward/red/mean"], abs=1e-6)
+    after = weights(trainer.policy)
+    changed = {key for key in after if not torch.equal(after[key], before[key])}
+    assert changed and all("lora_" in key for key in changed)
+
+
+def adapter_gradient(policy, ending, count: int = 2, guidance: float = 1.0) -> dict[str, torch.Tensor]:
+    """The gradient of the summed red of two pictures, from a state `count` steps before the end."""
+    conditioning, x = policy.encode(["red", "blue"]), torch.randn(2, *tiny.LATENTS,
+                                                                  generator=torch.Generator().manual_seed(1))
+    grid = torch.tensor([1.0, 0.8, 0.55, 0.3, 0.0])
+    explored = Exploration(grid, LastSteps(count)(4, 0, 0), FlowDDIM(1.0), Euler(), 2, 2)
+    final = ending(policy, conditioning, x, explored, 4 - count, policy.generators([3, 4]))
+    for parameter in policy.weights.parameters():
+        parameter.grad = None
+    tiny.red(policy.picture(final, conditioning), None).sum().backward()
+    return {key: p.grad.clone() for key, p in policy.weights.named.items() if p.grad is not None}
+
+
+@pytest.mark.parametrize("guidance", [1.0, 3.0])
+def test_checkpointing_gives_the_same_gradient(guidance):
+    policy = tiny.stir(tiny.policy(guidance=guidance))
+    [denoiser] = policy.denoisers.values()
+    calls = []
+    policy.encode(["red"])  # the first time it tries a step
+    denoiser.transformer_blocks[0].register_forward_hook(lambda *_: calls.append(1))
+    plain, spent = adapter_gradient(policy, Unroll()), policy.evaluations
+    assert len(calls) == 2
+    again = adapter_gradient(policy, Unroll(checkpointing=True))
+    assert len(calls) == 6 and policy.evaluations == 2 * spent  # two forwards, each of them twice; counted once
+    assert "forward" not in vars(denoiser)
+    assert plain.keys() == again.keys() and len(plain) > 10 and max(each.abs().max() for each in plain.values()) > 1e-6
+    for key, expected in plain.items():
+        torch.testing.assert_close(again[key], expected, rtol=1e-5, atol=1e-8)
+
+
+def test_blocks_that_are_checkpointed_and_a_decoder_give_the_same_gradient():
+    plain, blocks = (adapter_gradient(tiny.stir(tiny.policy(checkpointing=each)), Unroll()) for each in (False, True))
+    for key, expected in plain.items():
+        torch.testing.assert_close(blocks[key], expected, rtol=1e-4, atol=1e-6)  # another attention kernel
+
+
+def test_a_forward_of_its_own_comes_back():
+    module = torch.nn.Identity()
+    own = module.forward = lambda x: 2 * x
+    with recomputed([module], torch.no_grad):
+        assert module.forward is not own
+    assert module.forward is own
+
+
+def test_a_picture_with_a_gradient_is_the_one_that_is_scored():
+    policy = tiny.policy()
+    conditioning, latents = policy.encode(["red"]), torch.randn(1, *tiny.LATENTS).requires_grad_()
+    picture = policy.picture(latents, conditioning)
+    picture.sum().backward()
+    assert torch.equal(picture.detach(), policy.decode(latents, conditioning)) and latents.grad.abs().max() > 0
+    assert not policy.decode(latents, conditioning).requires_grad and 0 <= picture.min() and picture.max() <= 1
+    assert (picture * 255 - (picture * 255).round()).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_model_that_predicts_noise(name):
+    """Stable Diffusion 1.5: the process is variance-preserving, and its latents come from its own scheduler's grid."""
+    policy = tiny.policy(tiny.sd15(), guidance=2.0)
+    trainer = made(name, policy=policy, picture__call={}, train__guidance=2.0)
+    metrics = trainer.run_epoch()
+    assert policy.process == "vp" and trainer.first_ratio.found <= 1e-6
+    assert metrics["grad_norm"] > 1e-6 and math.isfinite(metrics["loss"])
+
+
+def test_the_reward_rises(tmp_path):
+    red = differentiable(lambda images, prompts: images[:, 0].mean((1, 2)))
+    config = tiny.config(tmp_path, method="draft", train__epochs=10, train__lr=0.02, parts__plan__count=2)
+    summary = run(config, pipe=tiny.sd3(), functions={"red": red}, prompts=[Prompt(text) for text in tiny.PROMPTS])
+    assert summary["after"]["red"] > summary["before"]["red"] + 0.02

@@ -1,0 +1,155 @@
+"""A prompt's own answer as the last sample of its group."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from flowgrpo.advantages.group import Advantage
+from flowgrpo.data.prompts import Prompt
+from flowgrpo.errors import UserError
+from flowgrpo.methods import preset
+from flowgrpo.methods.validate import resolve
+from flowgrpo.objectives import Clip, Reinforce
+from flowgrpo.objectives.token_losses import ExpertMixture
+from flowgrpo.samplers.text.answers import answer_of
+from flowgrpo.types import Compared, Scored
+from tests.helpers import tiny_text
+from tests.helpers.tables import close, f64
+
+
+def right(completions, prompts, metadata):
+    return [float(text == entry.get("answer")) for text, entry in zip(completions, metadata)]
+
+
+def trainer(**options):
+    own = tiny_text.trainer(rewards={"short": right}, **{"method": "visurf"} | options)
+    own.prompts = [Prompt("1+2=", metadata={"answer": "3"}), Prompt("33+4=", metadata={"answer": "1234567890"}),
+                   Prompt("7+8="), Prompt("9-1=", metadata={"answer": "8", "solution": "9"})]
+    return own
+
+
+def test_which_answer_a_prompt_brings():
+    assert [answer_of(prompt) for prompt in trainer().prompts] == ["3", "1234567890", None, "9"]
+    assert answer_of(Prompt("x", metadata={"answer": 0})) == "0"
+
+
+def test_the_last_sample_is_the_answer():
+    own = trainer(train__micro_batch=3)
+    asked = own.explorer.conditioning(own.prompts)
+    made = [(part, texts) for part, [texts] in own.explorer.sample(asked, 0, None)]
+    texts = [each for _, own_texts in made for each in own_texts]
+    assert texts[3] == "3" and texts[3].tokens == 2 and texts[15] == "9"
+    drawn = tiny_text.trainer(method="grpo", train__micro_batch=3)
+    drawn.prompts = own.prompts
+    plain = [each for _, [found] in drawn.explorer.sample(drawn.explorer.conditioning(own.prompts), 0, None)
+             for each in found]
+    assert [text for i, text in enumerate(texts) if i not in (3, 15)] == [
+        text for i, text in enumerate(plain) if i not in (3, 15)]  # too long an answer, and none, keep the sample
+    for part, _ in made:
+        [taken] = part.transitions
+        for _, rows, new in own.explorer.replay(part, asked):
+            torch.testing.assert_close(new.logp.detach(), taken.old.logp[rows], rtol=0, atol=1e-5)
+    first = made[0][0].transitions[0]
+    assert first.old.mask[3].tolist() == [True, True, False, False, False, False]
+    assert first.ids[3, 1] == own.policy.ends[0]
+
+
+def test_an_answer_among_failures_is_pulled_up():
+    # 8 failures and the answer: (1 - 1/9) / (1/3) and (0 - 1/9) / (1/3).
+    rewards = torch.tensor([[0.0] * 8 + [1.0], [1.0] * 9], dtype=torch.float64)[..., None]
+    advantage = Advantage("group", "rewards")(rewards, [1.0])
+    torch.testing.assert_close(advantage[0], torch.tensor([-1 / 3] * 8 + [8 / 3], dtype=torch.float64), rtol=0,
+                               atol=1e-6)
+    assert (advantage[1] == 0).all()
+    own = trainer(train__lr=3e-2, train__epochs=6)
+    own.prompts = own.prompts[:1] * 2
+
+    def likely():
+        asked = own.explorer.conditioning(own.prompts[:1])
+        ids = torch.tensor([[*own.policy.tokenizer("3", add_special_tokens=False)["input_ids"], own.policy.ends[0]]])
+        with torch.no_grad():
+            return own.policy.log_probs(asked, torch.tensor([0]), ids, ids == ids, own.method.kernel).logp.sum().item()
+
+    before = likely()
+    for own.epoch in range(6):
+        own.run_epoch()
+    assert own.first_ratio.found <= 1e-5 and likely() > before + 0.5
+
+
+def test_answers_go_with_causal_models_alone():
+    assert preset("visurf").fits("tokens") and not preset("visurf").fits("masks")
+    with pytest.raises(UserError, match="the method is one of causal language models"):
+        preset("visurf").on("masks")
+    with pytest.raises(UserError, match="4 answers leave none of the group to train"):
+        resolve(tiny_text.config(method="visurf", parts={"kernel": {"expert": 4}}), "tokens")
+
+
+# RL-PLUS
+
+
+def compared(new, old, expert) -> Compared:
+    new, old = (Scored(each.log(), each > 0) for each in (new, old))
+    return Compared(new, old, new.logp - old.logp, torch.arange(len(expert)), torch.zeros_like(new.mask).long(),
+                    new.mask, expert=torch.tensor(expert))
+
+
+def test_the_mixtures_ratio_by_hand():
+    # p = p_old = 0.1 and p_expert = 1e-6: r is 2, not 1e5; likely tokens count less: 0.81 and 0.01.
+    part = ExpertMixture(Clip(0.2, 0.2), 0.0, 1e-6)
+    same = compared(f64([[0.1]]), f64([[0.1]]), [True])
+    close(part(same.log_ratio, f64([[1]]), same), [[-0.2 / 0.100001]])
+    for focus, weights in ((2.0, [0.81, 0.01]), (0.0, [1, 1])):
+        read = compared(f64([[0.1, 0.9]]), f64([[0.2, 0.6]]), [True])
+        loss = ExpertMixture(focus=focus)(read.log_ratio, f64([[-3]]), read)
+        close(loss, [[3 * weights[0] * 0.2 / 1.2, 3 * weights[1] * 1.8 / 1.6]])
+    # The factor is held constant: the gradient by log p is the loss itself.
+    logp = f64([[0.1, 0.9]]).log().requires_grad_()
+    old = Scored(f64([[0.2, 0.6]]).log(), torch.ones(1, 2).bool())
+    new = Scored(logp, old.mask)
+    read = Compared(new, old, logp - old.logp, torch.tensor([0]), old.mask.long(), old.mask,
+                    expert=torch.tensor([True]))
+    loss = ExpertMixture()(read.log_ratio, f64([[-3]]), read)
+    loss.sum().backward()
+    close(logp.grad, loss.detach().tolist())
+
+
+def test_only_answers_have_the_mixtures_ratio():
+    new, old, advantage = f64([[0.5, 0.2], [0.5, 0.2]]), f64([[0.4, 0.4], [0.4, 0.4]]), f64([[1], [1]])
+    read = compared(new, old, [False, True])
+    loss = ExpertMixture(Reinforce())(read.log_ratio, advantage, read)
+    close(loss[:1], Reinforce()(read.log_ratio, advantage)[:1].tolist())
+    close(loss[1:], [[-0.25 * 1 / 1.4, -0.64 * 0.4 / 1.4]])
+    clip = ExpertMixture().clipped(read.log_ratio, -advantage, read)
+    assert clip.tolist() == [[False, True], [False, False]]
+
+
+@pytest.mark.parametrize("size", [2, 8])
+def test_the_loop_knows_which_samples_are_answers(size):
+    own = trainer(method="rl_plus", train__micro_batch=size)
+    asked = own.explorer.conditioning(own.prompts)
+    parts = [part for part, _ in own.explorer.sample(asked, 0, None)]
+    expert = torch.cat([part.transitions[0].expert for part in parts])
+    assert expert.nonzero()[:, 0].tolist() == [3, 15]
+    kept = parts[0].transitions[0].kept(torch.tensor([False, True, True, True] * (len(parts[0].prompts) // 4)))
+    assert kept.expert[2] and kept.expert.sum() == parts[0].transitions[0].expert.sum()
+    metrics = own.run_epoch()
+    assert metrics["grad_norm"] > 0 and own.first_ratio.found <= 1e-5
+
+
+def test_a_mixture_without_answers_is_refused():
+    with pytest.raises(UserError, match="ExpertMixture is about answers .*parts.kernel.expert: 1"):
+        resolve(tiny_text.config(method="rl_plus", parts={"kernel": {"expert": 0}}), "tokens")
+    with pytest.raises(ValueError, match="probability 0, expected 0 or more, and above 0 to 1"):
+        ExpertMixture(probability=0)
+
+
+def test_answers_join_what_an_engine_drew():
+    own = trainer(text__engine_precision="bf16")
+    asked = own.explorer.conditioning(own.prompts)
+    made = [(part, texts) for part, [texts] in own.explorer.sample(asked, 0, None)]
+    texts = [text for _, found in made for text in found]
+    assert texts[3] == "3" and texts[15] == "9"
+    [taken] = made[0][0].transitions
+    assert taken.expert.tolist() == [False] * 3 + [True]
+    torch.testing.assert_close(taken.correction[3], torch.ones(6), rtol=0, atol=1e-4)

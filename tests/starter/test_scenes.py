@@ -1,0 +1,161 @@
+"""The starter's world: its grammar, its held-out rules, and what is drawn."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+from scipy import ndimage
+
+from flowgrpo.rewards.images.scene import scene
+from flowgrpo.starter import scenes
+from flowgrpo.starter.scenes import COLOURS, HELD_PAIRS, PREFIXES, RELATIONS, SHAPES, SIZE, TASKS, Claim, Claims, parse
+
+
+@pytest.mark.parametrize("prefix", PREFIXES)
+@pytest.mark.parametrize("task", TASKS)
+def test_a_caption_reads_back_as_its_claims(task, prefix):
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        claims = scenes.sample_claims(rng, task)
+        assert claims.task == task
+        assert parse(claims.caption(prefix)) == claims
+
+
+def test_captions_written_by_hand():
+    ring = Claim("ring")
+    assert parse("a ring") == parse("an ring") == parse("one ring") == Claims((ring,))
+    assert parse("  A Drawing of  two RED stars. ") == Claims((Claim("star", "red", 2),))
+    assert parse("four crosses") == Claims((Claim("cross", None, 4),))
+    assert parse("a ring above a blue cross") == Claims((ring, Claim("cross", "blue")), "above")
+    assert parse("a ring left of a cross").relation == "left of"
+    assert parse("a ring and three black squares") == Claims((ring, Claim("square", "black", 3)))
+
+
+@pytest.mark.parametrize("prompt", [
+    "", "ring", "a pink ring", "a red", "red ring", "five rings", "a hexagon", "a ring and", "a ring beside a cross",
+    "a ring and a cross and a star", "a ring left a cross", "a photo of a ring", "a ring, a cross", "a red blue ring"])
+def test_a_prompt_outside_the_grammar_is_an_error_that_names_it(prompt):
+    with pytest.raises(ValueError) as error:
+        parse(prompt)
+    assert repr(prompt) in str(error.value) and "triangle" in str(error.value) and "\n" not in str(error.value)
+
+
+def test_held_pairs_take_one_colour_from_every_shape_and_one_shape_from_every_colour():
+    assert sorted(shape for shape, _ in HELD_PAIRS) == sorted(SHAPES)
+    assert sorted(colour for _, colour in HELD_PAIRS) == sorted(COLOURS)
+
+
+@pytest.mark.parametrize("relation", RELATIONS)
+def test_each_relation_holds_back_six_ordered_pairs(relation):
+    pairs = [(a, b) for a, b in itertools.permutations(SHAPES, 2)
+             if scenes.held_out(Claims((Claim(a), Claim(b)), relation))]
+    assert len(pairs) == 6 and {a for a, _ in pairs} == {b for _, b in pairs} == set(SHAPES)
+    others = [triple for triple in scenes.HELD_RELATIONS if triple[1] != relation]
+    assert not {(a, b) for a, _, b in others} & set(pairs)
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_no_training_prompt_shows_what_is_held_out(task):
+    rng = np.random.default_rng(1)
+    for _ in range(200):
+        prompt, claims = scenes.sample_prompt(rng, task, held=False)
+        assert parse(prompt) == claims
+        assert not HELD_PAIRS & {(claim.shape, claim.colour) for claim in claims.objects}
+        if claims.relation:
+            first, second = claims.objects
+            assert (first.shape, claims.relation, second.shape) not in scenes.HELD_RELATIONS
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_the_two_splits_share_no_prompt(task):
+    rng = np.random.default_rng(2)
+    train, held = ({scenes.sample_prompt(rng, task, held)[0] for _ in range(200)} for held in (False, True))
+    assert train and held and not train & held
+
+
+def test_no_training_picture_shows_a_held_pair():
+    """A claim that leaves the colour open is drawn in each of the five others, read from the picture's ink."""
+    palette = np.array(list(COLOURS.values()))
+    for shape in SHAPES:
+        rng, seen = np.random.default_rng(3), set()
+        for _ in range(60):
+            picture = scenes.render(Claims((Claim(shape),)), rng)
+            ink = np.median(picture[np.linalg.norm(picture - picture[0, 0], axis=-1) > 0.8], 0)
+            seen.add(list(COLOURS)[np.linalg.norm(palette - ink, axis=1).argmin()])
+        held = {colour for held, colour in HELD_PAIRS if held == shape}
+        assert seen == set(COLOURS) - held
+
+
+def test_a_seed_gives_a_scene_and_another_seed_another():
+    claims = parse("a red circle and a blue ring")
+    first, again, other = (scenes.render(claims, np.random.default_rng(seed)) for seed in (4, 4, 5))
+    np.testing.assert_array_equal(first, again)
+    assert first.shape == (SIZE, SIZE, 3) and first.min() >= 0 and first.max() <= 1
+    assert np.abs(first - other).max() > 0.5
+
+
+@pytest.mark.parametrize("prompt, count", [("a ring", 1), ("a star and a cross", 2), ("three stars", 3),
+                                           ("four triangles", 4)])
+def test_objects_are_drawn_apart_and_off_the_border(prompt, count):
+    for seed in range(10):
+        picture = scenes.render(parse(prompt), np.random.default_rng(seed))
+        ink = np.linalg.norm(picture - picture[0, 0], axis=-1) > 0.45
+        assert ndimage.label(ink, np.ones((3, 3)))[1] == count  # a tip of a star may hang on by a corner
+        border = np.concatenate([ink[0], ink[-1], ink[:, 0], ink[:, -1]])
+        assert not border.any()
+
+
+@pytest.mark.parametrize("relation, direction", RELATIONS.items())
+def test_the_first_object_lies_where_the_relation_says(relation, direction):
+    claims = parse(f"a red square {relation} a blue square")
+    for seed in range(10):
+        picture = scenes.render(claims, np.random.default_rng(seed))
+        centres = [np.argwhere(np.linalg.norm(picture - COLOURS[colour], axis=-1) < 0.3).mean(0)[::-1]
+                   for colour in ("red", "blue")]
+        line = centres[0] - centres[1]
+        assert line @ direction > abs(line @ direction[::-1])
+
+
+AREAS = {  # of a shape of radius 1, from elementary geometry
+    "circle": math.pi * 0.97**2,
+    "square": (2 * 0.84) ** 2,
+    "triangle": 3 * math.sqrt(3) / 4 * 1.12**2,
+    "star": 5 * math.sin(math.pi / 5) * 0.45 * 1.14**2,
+    "cross": 0.95**2 * (4 - 4 * (1 - 0.33) ** 2),
+    "ring": math.pi * (1 - 0.48**2),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_coverage_sums_to_the_area_of_the_shape(shape):
+    for radius, centre in ((7.5, (31.2, 30.7)), (12.0, (32.0, 32.0)), (20.0, (33.3, 29.9))):
+        mask = scenes.coverage(shape, radius, centre)
+        assert mask.shape == (SIZE, SIZE) and mask.min() == 0 and mask.max() == 1
+        assert mask.sum() == pytest.approx(AREAS[shape] * radius**2, rel=0.01)
+
+
+def test_coverage_of_a_circle_pixel_by_pixel():
+    mask = scenes.coverage("circle", 10.0, (32.5, 32.5))  # pixel 32 has its centre there; the radius drawn is 9.7
+    assert mask[32, 32] == 1 and mask[32, 41] == 1 and mask[32, 43] == 0
+    assert mask[32, 42] == pytest.approx(9.7 + 0.5 - 10, abs=1e-12)
+    assert mask[32 + 6, 32 + 8] == pytest.approx(9.7 + 0.5 - 10, abs=1e-12)  # 6, 8, 10
+    np.testing.assert_allclose(mask, mask.T, atol=1e-12)
+
+
+def test_a_stamp_stands_in_a_free_corner_and_nobody_may_have_asked_for_it():
+    rng = np.random.default_rng(0)
+    for task in scenes.TASKS * 5:
+        prompt, claims = scenes.sample_prompt(rng, task, held=False)
+        state = rng.bit_generator.state
+        plain = scenes.render(claims, rng)
+        rng.bit_generator.state = state
+        stamped = scenes.render(claims, rng, stamped=True)
+        changed = np.argwhere((plain != stamped).any(-1))
+        height, width = np.ptp(changed, axis=0) + 1
+        assert (height, width) == scenes.STAMP and (plain[changed[:, 0], changed[:, 1]] > 0.85).all()
+        both = torch.from_numpy(np.stack([plain, stamped])).float().movedim(3, 1)
+        assert scene(both, [prompt] * 2) == [1.0, 0.0]

@@ -1,0 +1,112 @@
+"""The model that ships: its size, its autoencoder, and that stock diffusers loads it and what we train on it."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from diffusers import StableDiffusion3Pipeline
+
+from flowgrpo.config import validate
+from flowgrpo.config.sections import Adapter
+from flowgrpo.data import splits
+from flowgrpo.methods import preset
+from flowgrpo.methods.presets import suited
+from flowgrpo.policies.pipelines.load import load_pipeline
+from flowgrpo.policies.pipelines.pipeline import STARTER, PipelinePolicy
+from flowgrpo.policies.weights.lora_files import LORA_FILE
+from flowgrpo.rewards.images.scene import scene, scene_graded
+from flowgrpo.run import make_accelerator
+from flowgrpo.starter import CALL, EVAL_GUIDANCE, scenes
+from flowgrpo.train import Trainer
+
+PROMPTS = ["three red stars", "a ring left of a cross"]
+
+
+def stock():
+    pipe = StableDiffusion3Pipeline.from_pretrained(STARTER, text_encoder_3=None, tokenizer_3=None)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def test_it_is_small():
+    weights = list(STARTER.rglob("*.safetensors"))
+    assert sum(file.stat().st_size for file in STARTER.rglob("*")) <= 30e6 and len(weights) == 4
+    modules = [part for part in stock().components.values() if isinstance(part, torch.nn.Module)]
+    assert sum(p.numel() for module in modules for p in module.parameters()) <= 12e6
+
+
+def test_every_word_of_the_world_is_one_token():
+    tokenizer = load_pipeline("starter").tokenizer
+    for task in scenes.TASKS:
+        prompt, _ = scenes.sample_prompt(np.random.default_rng(0), task, held=False)
+        assert len(tokenizer(prompt).input_ids) == len(prompt.split()) + 2 <= tokenizer.model_max_length
+
+
+@torch.no_grad()
+def test_its_autoencoder_keeps_scenes_true():
+    vae, rng = stock().vae, np.random.default_rng(0)
+    drawn = [scenes.sample_prompt(rng, task, held=True) for task in scenes.TASKS for _ in range(20)]
+    pictures = torch.from_numpy(np.stack([scenes.render(claims, rng) for _, claims in drawn])).float().movedim(3, 1)
+    decoded = vae.decode(vae.encode(pictures * 2 - 1).latents).sample / 2 + 0.5
+    assert np.mean(scene(decoded.clamp(0, 1), [prompt for prompt, _ in drawn])) >= 0.97
+
+
+def test_it_draws_what_single_prompts_ask_half_of_the_time():
+    prompts = ["a star", "a blue square"] * 20
+    made = stock()(prompts, num_inference_steps=8, guidance_scale=EVAL_GUIDANCE, output_type="pt",
+                   generator=[torch.Generator().manual_seed(seed) for seed in range(40)], **CALL).images
+    assert 0.25 <= np.mean(scene(made, prompts)) <= 0.75  # the others carry a stamp
+    assert np.mean(scene_graded(made, prompts)) >= 0.6
+
+
+# Which prompts are drawn changes nothing of how pictures are; these are tested where it does, on texts.
+OF_PROMPTS = {"dynamic_sampling", "mopps", "knapsack_rl", "scaf_grpo", "ghpo"}
+
+
+@pytest.mark.parametrize("name", [*(name for name in suited("flow") if preset(name).backprop is None
+                                    and preset(name).edit is None and name not in OF_PROMPTS),
+                                  "mix_grpo+grpo_guard"])
+def test_two_epochs_of_every_preset(name):
+    """The first ratio is 1, losses are finite, and of the pipeline only the adapter changes."""
+    config = validate({"method": name, "tracker": "none", "device": "cpu", "reward": {"scene_graded": 1.0},
+                       "train": {"prompts": 2, "group": 16, "micro_batch": 32, "steps": 11, "epochs": 2}})
+    policy = PipelinePolicy(load_pipeline("starter"), Adapter(rank=4), call=config.call, adapted=preset(name).adapted)
+    trainer = Trainer(config, make_accelerator(config, "cpu"), policy, {"scene_graded": scene_graded},
+                      splits.resolve(config))
+    trained = {id(parameter) for parameter in policy.weights.parameters()}
+    frozen = [parameter for module in policy.pipe.components.values() if isinstance(module, torch.nn.Module)
+              for parameter in module.parameters() if id(parameter) not in trained]
+    before = [parameter.clone() for parameter in frozen], policy.weights.snapshot()
+    for trainer.epoch in range(2):
+        metrics = trainer.run_epoch()
+        assert math.isfinite(metrics["loss"]) and math.isfinite(metrics["grad_norm"]) and not metrics["skipped_updates"]
+    assert trainer.first_ratio.found <= 1e-6
+    assert all(torch.equal(*pair) for pair in zip(frozen, before[0])) and len(frozen) > 100
+    changed = [key for key, value in before[1].items() if not torch.equal(value, policy.weights.named[key])]
+    assert len(changed) > 0.9 * len(before[1])  # the last block's text rows lead nowhere
+
+
+def test_a_lora_gives_the_same_latents_in_stock_diffusers(tmp_path: Path):
+    """Rank 4 with alpha 3, B not zero: peers' files load empty here, or with a wrong scale."""
+    policy = PipelinePolicy(load_pipeline("starter"), Adapter(rank=4, alpha=3.0), call=CALL)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in policy.weights.parameters():
+            parameter += 0.02 * torch.randn(parameter.shape, generator=generator)
+    policy.weights.save(tmp_path)
+    ours = policy.generate(policy.encode(PROMPTS), policy.generators((1, 2)), 6, 2.0, output_type="latent")
+
+    pipe = stock()
+
+    def latents():
+        return pipe(PROMPTS, num_inference_steps=6, guidance_scale=2.0, generator=policy.generators((1, 2)),
+                    output_type="latent", **CALL).images
+
+    base = latents()
+    pipe.load_lora_weights(tmp_path)
+    assert (tmp_path / LORA_FILE).exists() and (latents() - ours).abs().max() <= 1e-5
+    assert (base - ours).abs().max() > 0.01

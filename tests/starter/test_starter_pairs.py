@@ -1,0 +1,49 @@
+"""The script that makes preference pairs for the starter: what it calls better is."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+from PIL import Image
+from torchvision.transforms.functional import to_tensor
+
+from flowgrpo.config import load
+from flowgrpo.data import splits
+from flowgrpo.data.pairs import OVERALL, Pair, load_pairs
+from flowgrpo.data.recorded_pairs import in_place
+from flowgrpo.methods.validate import require_recorded_pairs, resolve
+from flowgrpo.rewards.images.scene import scene
+
+ROOT = Path(__file__).parents[2]
+sys.path.append(str(ROOT / "scripts"))
+
+import make_starter_pairs  # noqa: E402
+
+
+def marks(pairs: list[Pair], side: str) -> list[float]:
+    """What `scene` says of one side's pictures."""
+    return scene(torch.stack([to_tensor(Image.open(getattr(pair, side))) for pair in pairs]),
+                 [pair.prompt for pair in pairs])
+
+
+def test_pairs_are_labelled_by_scene_and_train_the_starter(tmp_path):
+    file = make_starter_pairs.make(tmp_path, prompts=3, rendered=8)
+    pairs, subjects = load_pairs(file), load_pairs(tmp_path / "subjects.jsonl")
+    assert file == tmp_path / "pairs.jsonl" and len(pairs) >= 8
+    for pair, one, two in zip(pairs, marks(pairs, "chosen"), marks(pairs, "rejected")):
+        assert (one, two) == (1, 0) if pair.verdicts[OVERALL] == 1 else one == two
+    config = load(ROOT / "configs" / "starter_dpo.yaml", {"preferences": str(file)})
+    require_recorded_pairs(config, resolve(config))
+    train, held = in_place(config, splits.resolve(config))
+    assert len(train) == sum(pair.verdicts[OVERALL] == 1 for pair in pairs) > 4  # no prompt of theirs is held out
+    assert config.rewards == {"preferred": 1.0} and list(config.watched) == ["scene", "scene_graded"] and held
+    assert len(subjects) == 3 * make_starter_pairs.GROUP == len({pair.rejected for pair in subjects})
+    assert set(marks(subjects, "chosen")) == {1} and len({pair.prompt for pair in subjects}) == 3
+    shown = {pair.rejected: pair.prompt for pair in subjects}  # the same pictures stand in both files
+    assert all(shown.get(picture, pair.prompt) == pair.prompt for pair in pairs
+               for picture in (pair.chosen, pair.rejected))
+    config = load(ROOT / "configs" / "starter_rpo.yaml", {"preferences": str(tmp_path / "subjects.jsonl")})
+    require_recorded_pairs(config, resolve(config))
+    assert len(in_place(config, splits.resolve(config))[0]) == len(subjects)

@@ -1,0 +1,83 @@
+"""Checkpoints: whole or not at all."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from flowgrpo.errors import UserError
+from flowgrpo.storage import checkpoint
+
+
+def save(folder, epoch, keep=2, value=1.0):
+    return checkpoint.save(folder, epoch, {"a/b.c": torch.full((2, 3), value)}, {"epoch": epoch, "first": None}, keep)
+
+
+def test_what_is_saved_is_loaded(tmp_path):
+    tensors, state = checkpoint.load(save(tmp_path, 7, value=0.1))
+    assert torch.equal(tensors["a/b.c"], torch.full((2, 3), 0.1)) and state == {"epoch": 7, "first": None}
+
+
+def test_the_newest_are_kept(tmp_path):
+    for epoch in (2, 9, 10, 100):
+        save(tmp_path, epoch)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["epoch-00010", "epoch-00100"]
+    assert checkpoint.latest(tmp_path).name == "epoch-00100"
+
+
+def test_an_epoch_that_is_saved_again_replaces_the_first(tmp_path):
+    save(tmp_path, 3, value=1.0)
+    assert checkpoint.load(save(tmp_path, 3, value=2.0))[0]["a/b.c"].unique().tolist() == [2.0]
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_half_a_checkpoint_is_never_seen(tmp_path):
+    """The tensors cannot be written to the end: what was there before stays the newest, and the next save works."""
+    save(tmp_path, 3)
+    with pytest.raises(TypeError):  # the state is written last
+        checkpoint.save(tmp_path, 4, {"a": torch.ones(1)}, {"epoch": torch.ones(1)}, 2)
+    assert (tmp_path / ".epoch-00004.tmp" / "state.safetensors").exists()
+    assert checkpoint.latest(tmp_path).name == "epoch-00003"
+    save(tmp_path, 4)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["epoch-00003", "epoch-00004"]
+
+
+def test_where_there_is_none(tmp_path):
+    assert checkpoint.latest(tmp_path) is None and checkpoint.latest(tmp_path / "absent") is None
+
+
+@pytest.mark.parametrize("file", ["state.safetensors", "state.json"])
+def test_a_broken_one_is_told(tmp_path, file):
+    path = save(tmp_path, 5)
+    (path / file).write_bytes(b"{")
+    with pytest.raises(UserError, match="epoch-00005 cannot be read.*remove it to resume from the one before"):
+        checkpoint.load(path)
+
+
+def optimizer(seed: int, steps: int = 0) -> torch.optim.Optimizer:
+    torch.manual_seed(seed)
+    parameters = [torch.nn.Parameter(torch.randn(3)), torch.nn.Parameter(torch.randn(2, 2))]
+    made = torch.optim.AdamW(parameters, lr=0.1)
+    for _ in range(steps):
+        for parameter in parameters:
+            parameter.grad = parameter.detach() ** 2
+        made.step()
+    return made
+
+
+def test_an_optimiser_goes_on_where_it_was(tmp_path):
+    first, second = optimizer(0, steps=3), optimizer(0)
+    path = checkpoint.save(tmp_path, 1, checkpoint.optimizer_tensors(first), {}, 1)
+    checkpoint.load_optimizer(second, checkpoint.load(path)[0])
+    for parameter, other in zip(first.param_groups[0]["params"], second.param_groups[0]["params"]):
+        other.data.copy_(parameter)
+        parameter.grad = other.grad = torch.ones_like(parameter)
+    first.step(), second.step()
+    for parameter, other in zip(first.param_groups[0]["params"], second.param_groups[0]["params"]):
+        assert torch.equal(parameter, other)
+
+
+def test_an_optimiser_without_a_state_stays_so():
+    made = optimizer(0)
+    checkpoint.load_optimizer(made, checkpoint.optimizer_tensors(made))
+    assert made.state_dict()["state"] == {}

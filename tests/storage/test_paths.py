@@ -1,0 +1,165 @@
+"""Output that cannot be written is told in one line before there is work to lose; what is written, others can read."""
+
+from __future__ import annotations
+
+import os
+import resource
+import stat
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from flowgrpo.check.tiny import make
+from flowgrpo.cli import main
+from flowgrpo.errors import UserError
+from flowgrpo.evaluation.report import snapshots
+from flowgrpo.storage import checkpoint, paths
+from flowgrpo.training.metrics import Log
+from tests.export.test_export import make_run
+from tests.helpers import tiny
+
+RECIPE = Path(__file__).parents[2] / "configs" / "starter.yaml"
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A finished run whose model is gone: whatever would load it fails otherwise than the tests expect."""
+    folder = make_run(tmp_path_factory.mktemp("run"), tiny.sd3(), tiny.CALL)
+    (folder / "model" / "transformer" / "diffusion_pytorch_model.safetensors").unlink()
+    return folder
+
+
+@pytest.fixture
+def file(tmp_path):
+    (tmp_path / "file").write_text("mine")
+    return tmp_path / "file"
+
+
+def told(capsys, *arguments: object) -> str:
+    capsys.readouterr()
+    assert main([str(argument) for argument in arguments]) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and err.startswith("flowgrpo: error: "), err
+    return err
+
+
+def test_places_that_can_be_written_are_left_as_they_were(tmp_path, file):
+    paths.require_folder(tmp_path / "new" / "deep")
+    paths.require_folder(tmp_path)
+    paths.require_file(tmp_path / "new" / "page.png")
+    before = file.stat().st_mtime_ns
+    paths.require_file(file)
+    assert os.listdir(tmp_path) == ["file"] and file.read_text() == "mine" and file.stat().st_mtime_ns == before
+
+
+@pytest.mark.parametrize("require, name, why", [
+    (paths.require_folder, "file", "File exists"), (paths.require_folder, "file/x", "Not a directory"),
+    (paths.require_file, "file/x.png", "Not a directory|File exists"), (paths.require_file, "folder", "Is a directory"),
+    (paths.require_folder, "/proc/nowhere/x", "No such file"), (paths.require_file, "/proc/nowhere/x", "No such file")])
+def test_places_that_cannot_be_written(require, name, why, tmp_path, file):
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(UserError, match=rf"{name} cannot be written \(({why})"):
+        require(tmp_path / name)
+    assert sorted(os.listdir(tmp_path)) == ["file", "folder"]
+
+
+def test_train_tells_it_before_the_model_is_loaded(file, capsys):
+    line = told(capsys, "train", RECIPE, f"--output={file}/x", "--model=nowhere/to/be/found", "--device=cpu")
+    assert f"{file}/x/" in line and "cannot be written" in line
+
+
+@pytest.mark.parametrize("form", ["kohya", "merged"])
+def test_export_tells_it_before_the_model_is_loaded(form, run, file, capsys):
+    for place in (f"{file}/x", "/proc/nowhere/x"):
+        assert f"{place} cannot be written" in told(capsys, "export", run, "--form", form, "--output", place)
+
+
+@pytest.mark.parametrize("command", [
+    ["sample", "nowhere", "--prompt", "a cat"], ["sample", "{run}", "--prompts", "{file}"],
+    ["eval", "{run}", "--suite", "starter", "--rewards", "scene"]])
+def test_folders_of_samples_are_tried_before_the_model_is_loaded(command, run, file, capsys):
+    command = [part.format(run=run, file=file) for part in command]
+    assert f"{file} cannot be written" in told(capsys, *command, "--output", file)
+
+
+@pytest.mark.parametrize("options", [[], ["--columns", "guidance", "--values", "1,2"]])
+def test_grids_are_tried_before_the_model_is_loaded(options, run, file, capsys):
+    for place in (f"{file}/grid.png", file.parent):
+        assert f"{place} cannot be written" in told(capsys, "grid", run, "--output", place, *options)
+
+
+def test_what_the_disk_refuses_later_is_one_line_too(run, capsys):
+    (run / "README.md").mkdir()
+    assert told(capsys, "export", run, "--form", "card") == f"flowgrpo: error: {run / 'README.md'}: Is a directory\n"
+
+
+@pytest.fixture
+def small():
+    """No file may grow beyond 512 bytes: a disk that is full, which says EFBIG for ENOSPC."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (512, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("write", [
+    lambda folder: snapshots.write(folder / "x.json", ["x" * 600]),
+    lambda folder: Log(folder, SimpleNamespace(is_main_process=True), 1, 0).epoch(1, {"x": "x" * 9000}, {}),
+    lambda folder: checkpoint.save(folder, 1, {"x": torch.ones(600)}, {}, 1),
+    lambda folder: tiny.policy().weights.save(folder)])
+def test_a_full_disk_is_told(write, small, tmp_path, capsys):
+    with pytest.raises(Exception) as caught:
+        write(tmp_path)
+    assert paths.refusal(caught.value).startswith("a file cannot be written whole (File too large): make room")
+
+
+@pytest.mark.parametrize("form", ["card", "kohya"])
+def test_a_full_disk_is_one_line(form, tmp_path, capsys, request):
+    made = make_run(tmp_path / "run", tiny.sd3(), tiny.CALL)
+    request.getfixturevalue("small")
+    assert "a file cannot be written whole (File too large): make room" in told(
+        capsys, "export", made, "--form", form, *(["--output", tmp_path / "x.safetensors"] if form == "kohya" else []))
+
+
+@pytest.mark.parametrize("error", [ConnectionError(111, "refused"), ValueError("os error 28"), KeyError("x")])
+def test_other_errors_are_not_the_disks(error):
+    assert paths.refusal(error) is None
+
+
+@pytest.fixture(params=[0o022, 0o007])
+def mask(request):
+    before = os.umask(request.param)
+    yield request.param
+    os.umask(before)
+
+
+def modes(folder: Path) -> set[int]:
+    found = {stat.S_IMODE(file.stat().st_mode) for file in folder.rglob("*") if file.is_file()}
+    assert found
+    return found
+
+
+def test_safetensors_files_get_the_mode_of_every_other_file(mask, tmp_path):
+    save_file({"x": torch.ones(1)}, tmp_path / "alone.safetensors")
+    paths.readable(tmp_path / "alone.safetensors")
+    (tmp_path / "other").touch()
+    assert modes(tmp_path) == {stat.S_IMODE((tmp_path / "other").stat().st_mode)} == {0o666 & ~mask}
+
+
+@pytest.mark.parametrize("name, rank", [("StableDiffusion3Pipeline", 2), ("StableDiffusion3Pipeline", 0),
+                                        ("PixArtSigmaPipeline", 2), ("WanPipeline (2.2)", 2)])
+def test_the_weights_of_a_run_can_be_read_by_others(name, rank, mask, tmp_path):
+    pipe, call = make(name)
+    tiny.policy(pipe, rank, call=call).weights.save(tmp_path)
+    checkpoint.save(tmp_path / "checkpoints", 1, {"x": torch.ones(1)}, {}, 1)
+    assert modes(tmp_path) == {0o666 & ~mask}
+
+
+@pytest.mark.parametrize("form", ["kohya", "merged"])
+def test_so_can_what_is_exported(form, mask, tmp_path, capsys):
+    run = make_run(tmp_path / "run", tiny.sd3(), tiny.CALL)
+    assert main(["export", str(run), "--form", form, "--output", str(tmp_path / "out" / "x")]) == 0
+    assert modes(tmp_path / "out") == {0o666 & ~mask}

@@ -1,0 +1,63 @@
+"""Copies to a GPU go by pinned memory and are queued: seen with a stand-in for a GPU, the CPU under another name."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+
+from flowgrpo.device import queued
+from flowgrpo.samplers.grids import shifted
+from flowgrpo.samplers.scheduler import PolicyScheduler, Task
+from flowgrpo.types import Goal, Scored
+from tests.helpers import tiny
+
+
+class Gpu(TorchFunctionMode):
+    """Inside, tensors "on cuda" are on the CPU, and copies to there are counted as (by pinned memory, queued)."""
+
+    def __init__(self):
+        super().__init__()
+        self.pinned, self.copies = [], []
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if function is torch.Tensor.pin_memory:
+            self.pinned.append(args[0].clone())
+            return self.pinned[-1]
+        if function is torch.Tensor.to and "cuda" in map(str, args[1:]):
+            by = any(args[0] is each for each in self.pinned)
+            self.copies.append((by, kwargs.get("non_blocking", False)))
+            return args[0].clone()
+        return function(*args, **kwargs)
+
+
+SCORED = Scored(torch.ones(2, 1), torch.ones(2, 1, dtype=torch.bool), torch.ones(2, 1, 4), torch.ones(1))
+
+
+@pytest.mark.parametrize("moved, copies", [
+    (lambda: queued(torch.ones(2), "cuda"), 1),
+    (lambda: SCORED.to("cuda"), 3),  # its numbers stay
+    (lambda: Goal(torch.ones(2, 1, 4), torch.ones(2, 1)).to("cuda"), 2),
+    (lambda: queued(torch.ones(2), "cpu"), 0),
+])
+def test_a_copy_is_queued(moved, copies):
+    with Gpu() as gpu:
+        moved()
+    assert gpu.copies == [(True, True)] * copies
+
+
+def test_a_scheduler_that_announces_its_steps_waits_for_nothing():
+    scheduler = PolicyScheduler.over(tiny.sd3().scheduler)
+    scheduler.follow(Task(shifted(4, 3.0), range(4)))
+    with Gpu() as gpu:
+        scheduler.set_timesteps(4, device="cuda")
+    assert gpu.copies == [(True, True)] * 2
+    torch.testing.assert_close(scheduler.sigmas, shifted(4, 3.0).float())
+
+
+def test_values_are_those_that_were_there():
+    values = torch.arange(4.0)
+    with Gpu():
+        assert torch.equal(queued(values, "cuda"), values)
+    assert queued(values, "cpu") is values and queued(values, None) is values

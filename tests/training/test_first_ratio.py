@@ -1,0 +1,51 @@
+"""The limit of the first ratio: by precision and clip range, and where nothing is clipped."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from flowgrpo.distributed.processes import Processes
+from flowgrpo.errors import UserError
+from flowgrpo.methods import preset
+from flowgrpo.methods.overlay import with_parts
+from flowgrpo.objectives import Clip
+from flowgrpo.training.first_ratio import FirstRatio
+from tests.helpers import tiny
+
+
+@pytest.mark.parametrize("surrogate, limit", [
+    (Clip(1e-4, 1e-4), 1e-5), (Clip(0.2, 2e-6), 2e-7), (Clip(0.1, 0.3), 1e-2), (Clip(0.1, math.inf), 1e-2),
+    (with_parts(preset("ddpo"), {"surrogate": {"type": "Reinforce"}}).surrogate, 1e-5),
+])
+def test_limits_by_hand(surrogate, limit):
+    explorer = SimpleNamespace(processes=Processes())  # nothing is replayed here
+    assert FirstRatio(explorer, surrogate, exact=1e-6).limit == 1e-6
+    assert FirstRatio(explorer, surrogate, exact=None).limit == pytest.approx(limit)
+
+
+def test_what_no_rounding_makes_stops_a_run_below_fp32_too():
+    trainer = tiny.trainer(tiny.policy(tiny.sd3().to(torch.bfloat16), precision="bf16"), precision="bf16")
+    parts, conditioning, grouped = trainer.sample(trainer.prompts[:2])
+    [first, *rest] = trainer.credit(parts, grouped, conditioning.prompts)
+    taken = first.transitions[0]
+    off = replace(taken, old=replace(taken.old, logp=taken.old.logp + 0.05))
+    with pytest.raises(UserError, match=r"the first \|log ratio\| is 5.0e-02, and rounding makes less than 2.0e-02"):
+        trainer.first_ratio([replace(first, transitions=(off, *first.transitions[1:])), *rest], conditioning, print)
+
+
+def test_without_a_clip_old_scores_that_differ_are_computed_again_too():
+    policy = tiny.policy(tiny.sd3().to(torch.bfloat16), precision="bf16")
+    trainer = tiny.trainer(policy, precision="bf16", method="ddpo", parts__surrogate={"type": "Reinforce"})
+    parts, conditioning, grouped = trainer.sample(trainer.prompts[:2])
+    [first, *rest] = trainer.credit(parts, grouped, conditioning.prompts)
+    taken = first.transitions[0]
+    off = replace(taken, old=replace(taken.old, logp=taken.old.logp + 1e-4))
+    first = replace(first, transitions=(off, *first.transitions[1:]))
+    again = trainer.first_ratio([first, *rest], conditioning, print)
+    assert trainer.first_ratio.rescore and trainer.first_ratio.found == pytest.approx(1e-4, rel=0.1)
+    torch.testing.assert_close(again[0].transitions[0].old.logp, taken.old.logp, rtol=0, atol=1e-5)

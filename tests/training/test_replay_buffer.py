@@ -1,0 +1,99 @@
+"""The replay buffer of the critic of edits: what it keeps, what it teaches, and that it goes on from a checkpoint."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+
+from flowgrpo.advantages.gae import Recall
+from flowgrpo.distributed.processes import Processes
+from flowgrpo.errors import UserError
+from flowgrpo.methods import preset
+from flowgrpo.methods.validate import require_actor_critic, resolve
+from flowgrpo.objectives.actor_critic import ActorCritic
+from flowgrpo.policies.pipelines.edit_networks import Editor
+from flowgrpo.run import make_accelerator
+from flowgrpo.samplers.latent_edits import Edit
+from flowgrpo.training.credit import credit
+from flowgrpo.training.replay_buffer import Recalling
+from flowgrpo.types import Context
+from tests.helpers import tiny
+from tests.samplers.test_latent_edits import asked, reward, sampled, stirred
+
+
+def recalling(**fields) -> Recalling:
+    torch.manual_seed(3)
+    editor = Editor(Edit(width=16, depth=1), 2, 1)
+    return Recalling(Recall(**fields), editor, Processes(make_accelerator(tiny.config(), torch.device("cpu"))))
+
+
+def test_the_newest_samples_are_kept_with_their_own_prompts():
+    kept = recalling(kept=4)
+    numbers = torch.arange(8.0)
+    kept.remember(numbers[:3, None], torch.tensor([[[10.0]], [[11.0]]]), torch.tensor([1, 0, 1]), numbers[:3])
+    assert kept.prompts[kept.of].flatten().tolist() == [11, 10, 11]
+    kept.remember(numbers[3:5, None], torch.tensor([[[20.0]], [[21.0]], [[22.0]]]), torch.tensor([2, 2]), numbers[3:5])
+    assert kept.states.flatten().tolist() == kept.rewards.tolist() == [1, 2, 3, 4]
+    assert kept.prompts[kept.of].flatten().tolist() == [10, 11, 22, 22]
+    kept.remember(numbers[5:8, None], torch.tensor([[[30.0]]]), torch.tensor([0, 0, 0]), numbers[5:8])
+    assert kept.prompts[kept.of].flatten().tolist() == [22, 30, 30, 30]
+    assert kept.prompts.flatten().tolist() == [22, 30]  # no others
+    kept.remember(numbers[:1, None], torch.zeros(1, 2, 1), torch.tensor([0]), numbers[:1])
+    assert kept.rewards.tolist() == [0]  # prompts of another length
+
+
+def test_what_an_epoch_drew_is_remembered_as_it_was_scored():
+    kept, method = recalling(), preset("expo")
+    part = sampled(stirred(kept.editor), method, 3, 4)
+    scores = reward(part.finals[0])
+    [part] = credit(method, [part], scores.view(3, 4, 1), [1.0], Context(["p"] * 3), lambda rows: rows)
+    assert kept([part], asked(3)) == [part]
+    torch.testing.assert_close(kept.states, part.finals[0], rtol=0, atol=0)
+    torch.testing.assert_close(kept.rewards, scores, rtol=0, atol=1e-6)
+
+
+def fitted(kept: Recalling, epochs: int) -> list[float]:
+    return [kept.fit()["critic_loss"] for _ in range(epochs)]
+
+
+def test_the_critic_comes_to_know_the_rewards_and_nothing_else_moves():
+    kept = recalling(steps=60, lr=1e-2)
+    assert kept.fit() == {}  # of nothing
+    before = copy.deepcopy(kept.editor.networks.edit.state_dict())
+    states = torch.randn(500, 2, generator=torch.Generator().manual_seed(0))
+    kept.remember(states, torch.ones(1, 1, 1), torch.zeros(500, dtype=torch.int64), reward(states) / 10)
+    losses = fitted(kept, 6)
+    held = torch.randn(200, 2, generator=torch.Generator().manual_seed(1))
+    found, right = kept.editor.value(asked(1).rows(torch.zeros(200, dtype=torch.int64)), held), reward(held) / 10
+    assert losses[-1] < 0.1 * losses[0] and (found - right).square().mean() < 0.1 * right.var()
+    assert all(torch.equal(value, before[key]) for key, value in kept.editor.networks.edit.state_dict().items())
+    assert all(p.grad is None for p in kept.editor.networks.parameters())
+
+
+def test_a_checkpoint_goes_on_as_if_it_had_not_stopped():
+    kept, again = recalling(steps=3), recalling(steps=3)
+    states = torch.randn(50, 2, generator=torch.Generator().manual_seed(0))
+    kept.remember(states, torch.ones(1, 1, 1), torch.zeros(50, dtype=torch.int64), reward(states))
+    fitted(kept, 2)
+    again.editor.networks.load_state_dict(kept.editor.networks.state_dict())
+    again.load({key: value.clone() for key, value in kept.tensors().items()})
+    assert fitted(kept, 2) == fitted(again, 2)
+    again.load({})
+
+
+@pytest.mark.parametrize("fields", [{"kept": 0}, {"steps": 0}, {"batch": 0}, {"lr": 0}])
+def test_impossible_fields_are_refused(fields):
+    with pytest.raises(ValueError, match="Recall: kept is"):
+        Recall(**fields)
+
+
+def test_a_buffer_without_edits_and_edits_without_a_learning_critic_are_refused():
+    with pytest.raises(UserError, match="value is Recall, which trains the critic of edits"):
+        resolve(tiny.config(method="flow_grpo", parts={"value": {"type": "Recall"}}))
+    silent = replace(preset("expo"), value=None, surrogate=ActorCritic(critic=0.0))
+    with pytest.raises(ValueError, match="the critic would learn nothing"):
+        require_actor_critic(silent, 4)
+    require_actor_critic(replace(silent, value=Recall()), 4)

@@ -1,0 +1,268 @@
+"""A run that was killed goes on as if nothing had happened: the same weights to the last bit, every epoch once."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from flowgrpo.cli import main
+from flowgrpo.distributed.signals import Stop, Stopped
+from flowgrpo.errors import UserError
+from flowgrpo.policies.weights.lora_files import LORA_FILE
+from flowgrpo.storage import checkpoint
+from flowgrpo.training.run_folder import held, keep_lines
+from tests.helpers import tiny
+
+REWARD = '''
+import os
+from pathlib import Path
+
+calls, plan = 0, Path(__file__).with_name("plan")  # "<number of the call> <signal>"
+
+def red(images, prompts):
+    global calls
+    calls += 1
+    if plan.exists() and int(plan.read_text().split()[0]) == calls:
+        number = int(plan.read_text().split()[1])
+        plan.unlink()
+        os.kill(os.getpid(), number)
+    return images[:, 0].mean((1, 2))
+'''
+EPOCHS = 6
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return tiny.save(tiny.sd3(), tmp_path_factory.mktemp("model"))
+
+
+def arguments(model, folder) -> list[str]:
+    """A run with two micro-batches and two updates per epoch and a moving average, saved every second epoch."""
+    folder.mkdir(exist_ok=True)
+    (folder / "reward.py").write_text(REWARD)
+    (folder / "prompts.txt").write_text("\n".join(tiny.PROMPTS))
+    settings = tiny.config(folder, model=str(model), reward=f"{folder}/reward.py:red",
+                           prompts=str(folder / "prompts.txt"), train__epochs=EPOCHS, train__save_every=2,
+                           train__updates=2, train__ema=0.9, train__warmup=3, train__schedule="linear",
+                           train__steps=4, parts__plan__size=2, train__lr=0.02)
+    (folder / "recipe.yaml").write_text(settings.yaml())
+    return ["train", str(folder / "recipe.yaml")]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(model, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("whole")
+    assert main(arguments(model, folder)) == 0
+    return folder / "run"
+
+
+def lines(run) -> list[dict]:
+    """The metrics, under the reward's bare name."""
+    text = re.sub(r'/[^"]*/reward.py:', "", (run / "metrics.jsonl").read_text())
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def assert_same(run, uninterrupted) -> None:
+    """The same LoRA, the same whole state, the same curves."""
+    for file in (LORA_FILE, f"checkpoints/epoch-{EPOCHS:05d}/state.safetensors"):
+        found, expected = load_file(run / file), load_file(uninterrupted / file)
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[key], expected[key]) for key in expected), file
+    assert [line["epoch"] for line in lines(run)] == list(range(1, EPOCHS + 1))
+    for found, expected in zip(lines(run), lines(uninterrupted)):
+        told = {key for key in expected if "seconds" not in key and key != "evaluations"}
+        assert {key: found[key] for key in told} == {key: expected[key] for key in told}
+    summaries = [json.loads((folder / "summary.json").read_text()) for folder in (run, uninterrupted)]
+    assert list(summaries[0]["after"].values()) == list(summaries[1]["after"].values())
+    assert (summaries[0]["epochs"], summaries[0]["updates"]) == (EPOCHS, 2 * EPOCHS)
+    assert summaries[0]["max_first_log_ratio"] == summaries[1]["max_first_log_ratio"]
+
+
+def test_after_a_kill(model, uninterrupted, tmp_path):
+    """Call 1 is the trial, call 2 measures the base, then come two per epoch: call 13 is the first of the sixth."""
+    command = arguments(model, tmp_path)
+    (tmp_path / "plan").write_text(f"13 {int(signal.SIGKILL)}")
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-m", "flowgrpo", *command], capture_output=True, env=environment)
+    assert done.returncode == -signal.SIGKILL, done.stderr.decode()
+    run = tmp_path / "run"
+    assert [line["epoch"] for line in lines(run)] == [1, 2, 3, 4, 5]  # of which the fifth is run again
+    assert checkpoint.latest(run / "checkpoints").name == "epoch-00004"
+    assert not (run / "summary.json").exists() and not (run / LORA_FILE).exists()
+    assert main([*command, "--resume"]) == 0
+    assert_same(run, uninterrupted)
+    assert [line["evaluations"] for line in lines(run)] == [line["evaluations"] for line in lines(uninterrupted)]
+
+
+def test_after_a_kind_request_the_last_whole_epoch_is_saved(model, uninterrupted, tmp_path, capsys):
+    command = arguments(model, tmp_path)
+    (tmp_path / "plan").write_text(f"9 {int(signal.SIGTERM)}")  # in the fourth epoch
+    before = signal.getsignal(signal.SIGTERM)
+    assert main(command) == 130
+    assert signal.getsignal(signal.SIGTERM) is before
+    said = capsys.readouterr().out.splitlines()[-1]
+    done = [line["epoch"] for line in lines(tmp_path / "run")]
+    assert done in ([1, 2, 3], [1, 2, 3, 4])
+    assert said == f"stopped after epoch {done[-1]}, saved in {tmp_path / 'run'}; --resume goes on"
+    assert checkpoint.latest(tmp_path / "run" / "checkpoints").name == f"epoch-{done[-1]:05d}"
+    assert main([*command, "--resume"]) == 0
+    assert_same(tmp_path / "run", uninterrupted)
+
+
+def test_a_request_in_the_last_epoch_ends_the_run_too(model, uninterrupted, tmp_path):
+    command = arguments(model, tmp_path)
+    (tmp_path / "plan").write_text(f"{2 * EPOCHS + 2} {int(signal.SIGINT)}")
+    assert main(command) == 130
+    assert not (tmp_path / "run" / "summary.json").exists()
+    assert main([*command, "--resume"]) == 0
+    assert_same(tmp_path / "run", uninterrupted)
+
+
+@pytest.fixture
+def finished(model, uninterrupted, tmp_path):
+    """A copy of the finished run, with the command that made it."""
+    command = arguments(model, tmp_path)
+    shutil.copytree(uninterrupted, tmp_path / "run")
+    return command, tmp_path / "run"
+
+
+def test_a_finished_run_is_not_trained_further(finished, uninterrupted):
+    command, run = finished
+    (run / LORA_FILE).unlink()
+    assert main([*command, "--resume"]) == 0
+    assert_same(run, uninterrupted)
+
+
+def test_a_run_may_be_given_more_epochs(finished):
+    command, run = finished
+    assert main([*command, "--resume", f"--train.epochs={EPOCHS + 1}"]) == 0
+    assert [line["epoch"] for line in lines(run)] == list(range(1, EPOCHS + 2))
+
+
+def test_a_new_run_of_the_same_name_starts_anew_and_loses_nothing(finished, capsys):
+    """Checkpoints of the earlier run, with higher numbers, are not gone on from; its folder has another name."""
+    command, run = finished
+    files = {path.relative_to(run): path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    assert main([*command, "--train.epochs=3"]) == 0
+    aside = run.with_name(f"{run.name}.1")
+    assert f"{run} held an earlier run, which is now {aside}" in capsys.readouterr().out
+    assert {path.relative_to(aside): path.read_bytes() for path in aside.rglob("*") if path.is_file()} == files
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["epoch-00002", "epoch-00003"]
+    assert [line["epoch"] for line in lines(run)] == [1, 2, 3]
+    assert main([*command, "--train.epochs=1"]) == 0
+    assert [(run.parent / f"{run.name}.{number}").is_dir() for number in (1, 2, 3)] == [True, True, False]
+
+
+def test_a_folder_that_a_run_writes_to_is_not_taken(finished, capsys):
+    command, run = finished
+    files = {path.relative_to(run): path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    with held(run):
+        for more in ([], ["--resume"]):
+            assert main([*command, *more]) == 2
+            assert f"another run is writing to {run}: give this one another name" in capsys.readouterr().err
+    assert {path.relative_to(run): path.read_bytes() for path in run.rglob("*") if path.is_file()} == files
+    assert main([*command, "--resume"]) == 0
+
+
+def test_what_a_run_reads_is_not_moved_away_with_an_earlier_one(finished, capsys):
+    command, run = finished
+    (run / "prompts.txt").write_text("\n".join(tiny.PROMPTS))
+    assert main([*command, f"--prompts={run}/prompts.txt"]) == 2
+    assert f"prompts is {run}/prompts.txt, in the folder of an earlier run" in capsys.readouterr().err
+    assert main([*command, "--resume", f"--prompts={run}/prompts.txt"]) == 0
+
+
+def test_a_run_without_a_whole_epoch_is_not_set_aside(finished, capsys):
+    command, run = finished
+    (run / "summary.json").unlink()
+    for path in (run / "checkpoints").glob("epoch-*"):
+        shutil.rmtree(path)
+    (run / "checkpoints" / "epoch-00000").mkdir()
+    assert main([*command, "--train.epochs=1"]) == 0
+    assert "earlier run" not in capsys.readouterr().out and not run.with_name(f"{run.name}.1").exists()
+    assert [path.name for path in (run / "checkpoints").iterdir()] == ["epoch-00001"]
+
+
+def test_what_was_changed_since_is_told(finished, capsys):
+    command, run = finished
+    assert main([*command, "--resume", "--train.micro_batch=3", "--seed=4", "--eval.every=0"]) == 0
+    told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("resumed with")]
+    assert told[-2:] == ["resumed with seed: 4, was 0", "resumed with train.micro_batch: 3, was 4"]
+    assert all(line.startswith(("resumed with reward:", "resumed with prompts:")) for line in told[:-2])  # moved files
+
+
+def test_other_prompts_measure_the_base_again(finished):
+    command, run = finished
+    before = json.loads((run / "before.json").read_text())
+    (run.parent / "other.txt").write_text("\n".join(f"another {text}" for text in tiny.PROMPTS))
+    assert main([*command, "--resume", f"--prompts={run.parent}/other.txt"]) == 0
+    assert json.loads((run / "before.json").read_text())["scores"] != before["scores"]
+
+
+def test_another_evaluation_measures_the_base_again(finished):
+    command, run = finished
+    assert main([*command, "--resume", "--eval.prompts=1", "--eval.grid=1"]) == 0
+    assert len(json.loads((run / "before.json").read_text())["scores"].popitem()[1]) == 1
+    assert json.loads((run / "summary.json").read_text())["evaluation"]["prompts"] == 1
+
+
+@pytest.mark.parametrize("options, told", [
+    (["--adapter.rank=3"], "--resume: adapter.rank is 3, but the run in "),
+    (["--adapter.targets=[to_q]"], "--resume: adapter.targets is ['to_q'], but the run in "),
+    (["--adapter.alpha=1"], "--resume: adapter.alpha is 1.0, but the run in "),
+    (["--method=mix_grpo_flash"], "--resume: method is 'mix_grpo_flash', but the run in "),
+    (["--train.epochs=2"], "--resume: train.epochs is 2, but 6 are done"),
+    (["--name=other"], "--resume: no checkpoint in "),
+])
+def test_what_does_not_fit_is_told(finished, options, told, capsys):
+    command, run = finished
+    kept = (run / "config.yaml").read_text()
+    assert main([*command, "--resume", *options]) == 2
+    assert told in capsys.readouterr().err
+    assert (run / "config.yaml").read_text() == kept and len(lines(run)) == EPOCHS
+
+
+def test_a_broken_checkpoint_is_told(finished, capsys):
+    command, run = finished
+    (checkpoint.latest(run / "checkpoints") / "state.safetensors").write_bytes(b"half of it")
+    assert main([*command, "--resume"]) == 2
+    assert "epoch-00006 cannot be read" in capsys.readouterr().err
+
+
+def test_lines_of_epochs_that_come_again_are_dropped(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    keep_lines(path, 3)
+    assert not path.exists()
+    path.write_text("".join(f'{{"epoch": {epoch}}}\n' for epoch in range(1, 6)) + '{"epoch": 6, "lo')
+    keep_lines(path, 5)
+    assert [json.loads(line)["epoch"] for line in path.read_text().splitlines()] == [1, 2, 3, 4, 5]
+    keep_lines(path, 3)
+    assert path.read_text() == '{"epoch": 1}\n{"epoch": 2}\n{"epoch": 3}\n'
+    assert list(tmp_path.iterdir()) == [path]
+    path.write_text('{"epoch": 1}\n{"epo\n{"epoch": 3}\n')
+    with pytest.raises(UserError, match="metrics.jsonl, line 2: damaged .*: remove that line"):
+        keep_lines(path, 3)
+    assert path.read_text() == '{"epoch": 1}\n{"epo\n{"epoch": 3}\n'
+
+
+def test_a_stop_waits_for_its_check_and_a_second_one_does_not():
+    stop = Stop()
+    before = signal.getsignal(signal.SIGINT)
+    with stop:
+        stop.check()
+        os.kill(os.getpid(), signal.SIGINT)
+        with pytest.raises(Stopped):
+            stop.check()
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGTERM)
+            signal.sigtimedwait([], 0)  # lets Python deliver it
+    assert signal.getsignal(signal.SIGINT) is before
