@@ -2,9 +2,8 @@
 
     python scripts/bench_starter.py --output runs/bench     # go on after an interruption: the same line
 
-One run of `flowgrpo train` per method and seed, in a process of its own, all from the demo's recipe, but with half of
-its prompts in an epoch, so that the dearest method too makes some dozens of updates. The budget counts rows that go
-through the denoiser in training: previews, rollouts, replays, replays of the reference where the method has a KL, and
+One run of `flowgrpo train` per method and seed, in a process of its own, all from the demo's recipe, with six steps,
+micro-batches of 192 in bf16, and 240 held-out prompts. The budget counts rows that go through the denoiser in training: previews, rollouts, replays, replays of the reference where the method has a KL, and
 the check of the first ratio; evaluation does not count. What an epoch costs is known beforehand from the method's
 plan, so each run is given the number of epochs that first reaches the budget, and its learning-rate schedule ends
 there; where a run counts otherwise, that is printed. Backward passes are not counted, but seconds are.
@@ -235,7 +234,8 @@ def run_all(args: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str, A
     """Every method with every seed: (what each run gave, the base's accuracy). The files are written after each run."""
     args.output.mkdir(parents=True, exist_ok=True)
     # Without the recipe's own parts, which fit one method: every method has its published ones.
-    settled = {"output": str(args.output), "tracker": "none", "train.prompts": "6"} | options(args.option)
+    settled = {"output": str(args.output), "tracker": "none", "precision": "bf16", "train.prompts": "6",
+               "train.micro_batch": "192", "train.steps": "6", "eval.prompts": "240"} | options(args.option)
     before, results = base(load(RECIPE, settled), args.output / "base.json"), []
     for seed in args.seeds:
         for method in args.methods:
