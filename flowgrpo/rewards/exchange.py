@@ -143,7 +143,8 @@ class Service:
             raise Unanswered(f"{url} gave no answer within {self.timeout:g} s") from None
         except self._httpx.TransportError as error:
             absent = isinstance(error, (self._httpx.ConnectError, self._httpx.UnsupportedProtocol))
-            raise (Absent if absent else Unanswered)(f"{url} gave no answer ({type(error).__name__}: {one_line(error)})") from None
+            told = f"{url} gave no answer ({type(error).__name__}: {one_line(error)})"
+            raise (Absent(told) if absent else Unanswered(told)) from None
         except ValueError as error:
             raise Absent(f"{url} gave no proper answer: {one_line(error)}") from None
         return refused(url, status, headers, answer)
