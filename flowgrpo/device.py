@@ -81,7 +81,7 @@ def bf16_speed() -> float:
 
 
 def _mps_multiplies(dtype: torch.dtype) -> bool:
-    """Whether a small product on Apple's MPS succeeds."""
+    """Try a small product on Apple's MPS; returns True where it succeeds."""
     if not torch.backends.mps.is_available():
         return False
     try:

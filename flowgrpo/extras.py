@@ -26,7 +26,7 @@ def version(package: str) -> str:
 
 
 def present(name: str) -> bool:
-    """Whether all modules of an extra of flowgrpo, or else the package of that name, are there; imports nothing."""
+    """Find all modules of an extra of flowgrpo, or else the package of that name; imports nothing."""
     if name in EXTRAS:
         return all(importlib.util.find_spec(module) is not None for module in EXTRAS[name])
     return version(name) != "unknown" or importlib.util.find_spec(name.replace("-", "_")) is not None
