@@ -140,7 +140,7 @@ METHODS_TAIL = """## How to add a method
 3. Its docstring says what, with shapes and source: `(Name, 2501.01234)` puts it into the table of papers.
 4. Refuse impossible fields in `__post_init__`, in one line: what was got, what was expected.
 5. Test it on values worked by hand, in the test file of its module.
-6. Write the preset in a module of `flowgrpo/presets/`, a `replace(method, ...)` of what defines it.
+6. Write the preset in a module of `flowgrpo/methods/presets/`, a `replace(method, ...)` of what defines it.
 7. Its first line is what `flowgrpo methods` shows: `Name: what it does (2501.01234).`
 8. Test its defining property in `tests/methods/test_presets.py` and its defaults in `tests/methods/test_methods.py`.
 9. Write `docs/methods/<preset>.md`: the formula as implemented, where it differs and why, a recipe, its test.

@@ -4,7 +4,7 @@ Each compares the weighted sum of the rewards (`group.weighted_sum`) and ends wi
 reward applies is left out of every statistic and has advantage 0; so has a group without variance, except where a part
 is made to learn from it.
 
-The advantage of edits: a sample against the very base that it was made of.
+`Paired` compares an edit with the base sample that it was made of.
 """
 
 from __future__ import annotations

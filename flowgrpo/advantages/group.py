@@ -5,7 +5,7 @@ A group counts as having no variance when its deviation is at most 1e-6 of its l
 float32 rewards differ by rounding alone, and dividing by the deviation would train on the rounding. Its advantages
 are 0 at every scale but "running", where what counts is the variance of all that a prompt is compared with.
 
-The groups of one prompt compared as one: a part of a method's `advantage`.
+`Pooled` compares the groups of one prompt as one.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Which prompts an epoch begins with: `curriculum(pool, count, epoch, seed, wanted, memory, group) -> count prompts`.
+"""Prompts of an epoch: `curriculum(pool, count, epoch, seed, wanted, memory, group) -> count prompts`.
 
-pool: the training prompts; wanted: how often the method's advantage wants each of them drawn, or None; memory: what is
-kept between epochs and in checkpoints; group: the samples of each prompt. After an epoch's sampling `learn(memory,
-drawn)` tells what was found. All of it is the same on every process, and after a resume.
+pool: the training prompts.
+wanted: weights of the prompts by the method's advantage, or None.
+memory: state kept between epochs and in checkpoints, such as Beta posteriors of each prompt's success rate.
+group: samples per prompt.
 
-What is believed of every prompt's success rate: Beta posteriors, kept between epochs and in checkpoints.
-
-How an epoch's samples are shared out among prompts: a part of a method's `curriculum`, and the advantage with it.
+`learn(memory, drawn)` updates the state after an epoch's sampling. Both are the same on every process, and after a
+resume. The knapsack shares out an epoch's samples among prompts, and brings the advantage that goes with it.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
-"""Which groups of an epoch are replaced, and by which prompts: `redraw(drawn) -> [(place, prompt), ...]`.
+"""Groups of an epoch that are sampled again, and their new prompts: `redraw(drawn) -> [(place, prompt), ...]`.
 
-Asked again after every turn, until nothing is to be drawn any more; `drawn` (`epoch_batch.Drawn`) holds all turns so
-far, of all processes. A replaced group is neither compared with others nor trained. Pure functions of what was drawn,
-so that a resumed run draws the same.
-
-Hints for prompts that no sample solves: a part of a method's `redraw`.
+The loop asks after every turn, until nothing is left to draw. `drawn` (`epoch_batch.Drawn`) holds all turns so far, of
+all processes. A replaced group is neither compared with others nor trained. All are pure functions of `drawn`: a
+resumed run draws the same. The new prompt may be the old one with a hint, where no sample solved it.
 """
 
 from __future__ import annotations

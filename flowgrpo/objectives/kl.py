@@ -1,9 +1,8 @@
-"""Regularisers: `kl(new, reference) -> loss [B, N]`, for B rows of N decisions.
+"""KL regularisers: `kl(new, reference) -> loss [B, N]`, for B rows of N decisions, and the divergence [B, N] of two
+policies from recorded means and deviations.
 
-Their schedule says what becomes of the weight from epoch to epoch: `in_epoch`. Where the weight is 0 the reference is
-not read, and may be None.
-
-How far apart two policies are in a decision: [B, N], from recorded means and deviations.
+`in_epoch` gives the regulariser with the weight of an epoch, by its schedule. With a weight of 0 the reference is not
+read, and may be None.
 """
 
 from __future__ import annotations

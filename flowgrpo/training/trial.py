@@ -188,7 +188,7 @@ class Samples:
 
 @contextlib.contextmanager
 def _short(policy: Any) -> Iterator[None]:
-    """Inside, completions are of a few tokens."""
+    """Context manager: sample completions of a few tokens."""
     text = policy.text
     policy.text = text.model_copy(update={"max_tokens": min(text.max_tokens, TOKENS)})
     try:
@@ -199,7 +199,7 @@ def _short(policy: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _unseen(policy: Any) -> Iterator[None]:
-    """Inside, no evaluation counts, and all random numbers are those of before when it ends."""
+    """Context manager: count no evaluation, and restore the state of all random numbers at the end."""
     evaluations, python, numbers = policy.evaluations, random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng([policy.device] if policy.device.type == "cuda" else []):

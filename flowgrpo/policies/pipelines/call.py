@@ -1,10 +1,7 @@
 """Calls of a pipeline with our scheduler in the place of its own: its loop, its guidance and its packing stay its own.
 
-What a call is to do is a `Task` of the scheduler; see samplers/scheduler.py.
-
-What a pipeline's call calls its guidance scale.
-
-A call of a pipeline that ends as soon as its scheduler knows its steps.
+A `Task` of the scheduler (samplers/scheduler.py) states the steps of a call. The file also finds the argument that
+sets a pipeline's guidance scale, and ends a call as soon as its scheduler knows its steps.
 """
 
 from __future__ import annotations
