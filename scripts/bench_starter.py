@@ -3,10 +3,11 @@
     python scripts/bench_starter.py --output runs/bench     # go on after an interruption: the same line
 
 One run of `flowgrpo train` per method and seed, in a process of its own, all from the demo's recipe, with six steps,
-micro-batches of 192 in bf16, and 240 held-out prompts. The budget counts rows that go through the denoiser in training: previews, rollouts, replays, replays of the reference where the method has a KL, and
-the check of the first ratio; evaluation does not count. What an epoch costs is known beforehand from the method's
-plan, so each run is given the number of epochs that first reaches the budget, and its learning-rate schedule ends
-there; where a run counts otherwise, that is printed. Backward passes are not counted, but seconds are.
+micro-batches of 192 in bf16, and 240 held-out prompts. The budget counts rows that go through the denoiser in training:
+previews, rollouts, replays, replays of the reference where the method has a KL, and the check of the first ratio;
+evaluation does not count. What an epoch costs is known beforehand from the method's plan, so each run is given the
+number of epochs that first reaches the budget, and its learning-rate schedule ends there; where a run counts otherwise,
+that is printed. Backward passes are not counted, but seconds are.
 
 A gain is the strict accuracy on held-out prompts (mean over tasks) after training, with the evaluation sampler, less
 the base's at the best of several guidance scales. It is measured on the way as well, --points times in all. Written to
