@@ -85,8 +85,8 @@ Written by `python scripts/bench_methods.py{options}`; do not edit.
 Every preset that trains the starter's flow, with seeds {seeds}, from {budget:,} denoiser evaluations each (the epoch
 that reaches the budget is finished). Learning rate, adapter and group are the demo's for all of them, with six
 steps, the parts each method's published ones, and none was tuned but where it is said. One number was changed after a
-first run had been seen: the weight of `tree_rpo`'s supervised term, which is ours and not its paper's, from 1e-2, which blanked all
-pictures within ten epochs, to 1e-4. With one update per batch `flow_dppo`'s mask never acts: its runs are those of its
+first run had been seen: the weight of `tree_rpo`'s supervised term, which is ours and not its paper's, from 1e-2, which
+blanked all pictures within ten epochs, to 1e-4. With one update per batch `flow_dppo`'s mask never acts: its runs are those of its
 host; `flow_grpo_twice` and `flow_dppo_twice` are both with two passes over every batch (`train.inner_epochs: 2`).
 `sol_rl` looks at 48 noises per prompt in 4 steps here, where 96 in 6 are published and the preset's own. `refl`,
 `draft` and `alignprop` follow the gradient of `scene_soft`; `learned_reward` is `mix_grpo+grpo_guard` on what
