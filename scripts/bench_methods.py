@@ -83,25 +83,24 @@ PAGE = """# Benchmark
 Written by `python scripts/bench_methods.py{options}`; do not edit.
 
 Every preset that trains the starter's flow, with seeds {seeds}, from {budget:,} denoiser evaluations each (the epoch
-that reaches the budget is finished). Learning rate, adapter and group are the demo's for all of them, with six
-steps, the parts each method's published ones, and none was tuned but where it is said. One number was changed after a
-first run had been seen: the weight of `tree_rpo`'s supervised term, which is ours and not its paper's, from 1e-2, which
-blanked all pictures within ten epochs, to 1e-4. With one update per batch `flow_dppo`'s mask never acts: its runs are those of its
-host; `flow_grpo_twice` and `flow_dppo_twice` are both with two passes over every batch (`train.inner_epochs: 2`).
-`sol_rl` looks at 48 noises per prompt in 4 steps here, where 96 in 6 are published and the preset's own. `refl`,
-`draft` and `alignprop` follow the gradient of `scene_soft`; `learned_reward` is `mix_grpo+grpo_guard` on what
-`scripts/train_starter_reward.py` taught a network, `own_answers` on what `scripts/train_starter_answers.py` did;
-`texforce_both` is that method with the text encoder's LoRA beside the denoiser's; `expo` leaves the denoiser alone, and
-its held-out pictures are the critic's choices, each of four bases and their edits, for four times the evaluations (its
-seconds leave out the steps of its critic, which took seven times as long); `offline_dpo` and `rpo` draw nothing and
-train on the pairs of `scripts/make_starter_pairs.py`; all others train on `scene` and `scene_graded`. Those pairs cost
-21,600 evaluations outside of the budget, beta, times and learning rate of these two were found by trial, and of `rpo`'s
-pairs one picture is a rendered scene, so that it is shown right ones ([more](preferences.md#on-the-starter)).
-`rlcm` begins with `starter_consistency` and its four steps: its gain is over that model. Accuracy is strict, on
-{prompts} held-out prompts, with the card's sampler. The runs are of one machine, two at a time and beside other work:
-seconds are rough.
-{fewer}
-![Held-out accuracy against evaluations and seconds](benchmark.png)
+that reaches the budget is finished). Learning rate, adapter and group are the demo's for all of them, with six steps,
+the parts each method's published ones, and none was tuned but where it is said. One number was changed after a first
+run had been seen: the weight of `tree_rpo`'s supervised term, which is ours and not its paper's, from 1e-2, which
+blanked all pictures within ten epochs, to 1e-4. With one update per batch `flow_dppo`'s mask never acts: its runs are
+those of its host; `flow_grpo_twice` and `flow_dppo_twice` are both with two passes over every batch
+(`train.inner_epochs: 2`). `sol_rl` looks at 48 noises per prompt in 4 steps here, where 96 in 6 are published and the
+preset's own. `refl`, `draft` and `alignprop` follow the gradient of `scene_soft`; `learned_reward` is
+`mix_grpo+grpo_guard` on what `scripts/train_starter_reward.py` taught a network, `own_answers` on what
+`scripts/train_starter_answers.py` did; `texforce_both` is that method with the text encoder's LoRA beside the
+denoiser's; `expo` leaves the denoiser alone, and its held-out pictures are the critic's choices, each of four bases and
+their edits, for four times the evaluations (its seconds leave out the steps of its critic, which took seven times as
+long); `offline_dpo` and `rpo` draw nothing and train on the pairs of `scripts/make_starter_pairs.py`; all others train
+on `scene` and `scene_graded`. Those pairs cost 21,600 evaluations outside of the budget, beta, times and learning rate
+of these two were found by trial, and of `rpo`'s pairs one picture is a rendered scene, so that it is shown right ones
+([more](preferences.md#on-the-starter)). `rlcm` begins with `starter_consistency` and its four steps: its gain is over
+that model. Accuracy is strict, on {prompts} held-out prompts, with the card's sampler. The runs are of one machine, two
+at a time and beside other work: seconds are rough. {fewer} ![Held-out accuracy against evaluations and
+seconds](benchmark.png)
 
 {table}
 What each needs for the accuracy at which `{parent}` ends, on straight lines between {points} measurements:
