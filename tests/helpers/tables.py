@@ -16,13 +16,16 @@ def close(actual: torch.Tensor, expected: list, atol: float = 1e-10) -> None:
     torch.testing.assert_close(actual, f64(expected), rtol=0, atol=atol)
 
 
+def rounding(values: torch.Tensor, depth: int) -> float:
+    """The largest difference that other CPUs and batch shapes make: 4 units in the last place of the largest value, for
+    each of `depth` layers between input and output."""
+    return 4 * torch.finfo(values.dtype).eps * depth * values.abs().max().item()
+
+
 def near(actual: torch.Tensor, expected: torch.Tensor, depth: int) -> None:
-    """AssertionError where two ways to the same numbers differ by more than rounding, as CPUs and batch shapes make
-    them: 4 units in the last place of the largest expected value, for each of `depth` layers between input and output.
-    """
+    """AssertionError where two ways to the same numbers differ by more than `rounding`."""
     assert actual.dtype == expected.dtype and actual.shape == expected.shape
-    atol = 4 * torch.finfo(expected.dtype).eps * depth * expected.abs().max().item()
-    torch.testing.assert_close(actual, expected, rtol=0, atol=atol)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=rounding(expected, depth))
 
 
 def draw(*shape: int, seed: int = 0) -> torch.Tensor:

@@ -78,11 +78,11 @@ def test_ten_epochs_of_the_recipe_raise_the_held_out_accuracy(tmp_path):
     assert after > before + 0.1
 
 
-def test_half_precision_stays_within_a_tenth_of_the_clip(tmp_path):
+def test_half_precision_replays_to_rounding():
     model, tokenizer = load_causal_lm("starter_text", "bf16")
     policy = CausalLM(model, tokenizer, Adapter(rank=4), Text(max_tokens=5), precision="bf16")
     asked = policy.encode(["23+48=", "5-66="] * 8)
     made = policy.sample(asked, Decoding(), policy.generators(range(16)), torch.zeros(16, dtype=torch.bool))
     again = policy.log_probs(asked, torch.arange(16), made.ids, made.mask, Decoding())
-    assert (again.logp - made.logp).abs().max() < 0.02
+    assert (again.logp - made.logp).abs().max() < 8 * torch.finfo(torch.bfloat16).eps  # of values around 1
     assert all(parameter.dtype == torch.float32 for parameter in policy.weights.parameters())
