@@ -21,6 +21,7 @@ from flowgrpo.distributed.processes import PATIENCE, require_replicated
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation import held_out
 from flowgrpo.evaluation.report import snapshots
+from flowgrpo.methods import reads
 from flowgrpo.methods.validate import resolve
 from flowgrpo.policies import build, options
 from flowgrpo.policies.precision import settle
@@ -104,7 +105,9 @@ def check(config: Config, resume: bool = False, pipe=None, functions: dict[str, 
           prompts: list[Prompt] | None = None) -> Ready:
     """Look at whatever a person can get wrong before anything is loaded or written. UserError for the first mistake."""
     device = pick_device(config.device)
-    method = resolve(config, build.process(build.kind(config, pipe)))
+    kind = build.kind(config, pipe)
+    method = resolve(config, build.process(kind))
+    reads.require_keys(config, kind)
     tracker.require(config)
     accelerator = make_accelerator(config, device)  # first: it chooses the GPU that rewards will find
     if accelerator.num_processes > 1:

@@ -20,7 +20,7 @@ from flowgrpo.device import DTYPES
 from flowgrpo.distributed.processes import Processes
 from flowgrpo.errors import UserError
 from flowgrpo.log import Clock
-from flowgrpo.methods import validate
+from flowgrpo.methods import reads, validate
 from flowgrpo.policies import build, options
 from flowgrpo.policies.precision import settle
 from flowgrpo.rollouts.build import make_explorer
@@ -58,7 +58,7 @@ def drive(model: Any, recipe: Config | None, device: str, found: dict[str, Any])
               "weights": memory.held(loaded)}
     method = validate.resolve(config, build.process(kind))
     options.require_options(config, method, device)
-    options.require_plain(config)
+    reads.require_keys(config, kind)
     torch.manual_seed(0)  # of the adapter's first weights, so that a report can be repeated
     policy = build.language_policy(_brief(config), loaded, config.adapter, device)
     found |= _reader(policy) | _sizes(policy, config)

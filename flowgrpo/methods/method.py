@@ -78,6 +78,7 @@ class Method:
     value: Any = None
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "strides", tuple(self.strides))  # a recipe gives a list
         if not 0 < self.tail <= 1:
             raise ValueError(f"tail is {self.tail}, expected above 0 and at most 1")
 

@@ -14,7 +14,7 @@ from typing import Any
 from flowgrpo.errors import UserError, nearest
 from flowgrpo.methods import registry
 from flowgrpo.methods.method import Method
-from flowgrpo.methods.presets import HOSTS, PRESETS
+from flowgrpo.methods.presets import HOSTS, OVERLAYS, PRESETS
 
 
 def preset(*names: str) -> Method:
@@ -86,3 +86,13 @@ def _build(make: Callable[..., Any], values: dict[str, Any], path: str) -> Any:
         return make(**values)
     except (TypeError, ValueError) as error:
         raise UserError(f"{path}: {error}") from None
+
+
+def overlays(method: str) -> dict[str, tuple[Method, Method]]:
+    """Of the presets of a chain that change another one, by name: the method before and after each."""
+    found, names = {}, [name.strip() for name in method.split("+")]
+    for count, name in enumerate(names):
+        if name in OVERLAYS:
+            before = preset(*names[:count]) if count else Method()
+            found[name] = before, PRESETS[name](before)
+    return found

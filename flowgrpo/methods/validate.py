@@ -17,40 +17,45 @@ from flowgrpo.config.schema import Config
 from flowgrpo.curriculum import resampling
 from flowgrpo.errors import UserError
 from flowgrpo.gaussian import log_prob
+from flowgrpo.methods import reads
 from flowgrpo.methods.method import OF_TEXT, Method
-from flowgrpo.methods.overlay import preset, with_parts
-from flowgrpo.objectives import Uniform, forward_process, references, sequence_losses, token_losses
+from flowgrpo.methods.overlay import overlays, preset, with_parts
+from flowgrpo.objectives import Uniform, forward_process, token_losses
 from flowgrpo.objectives.actor_critic import ActorCritic
 from flowgrpo.samplers import plans
 from flowgrpo.samplers.grids import shifted
 from flowgrpo.samplers.learned_noise import LearnedNoise
 from flowgrpo.samplers.noised_finals import Recorded
+from flowgrpo.samplers.preview import require_choice
 from flowgrpo.samplers.rollout import Exploration
 from flowgrpo.samplers.text.decoding import Unmasking
 
 
 def resolve(config: Config, process: str = "flow") -> Method:
-    """The method a configuration asks for, its parts tried on the configuration's number of steps and samples."""
-    method, train = with_parts(preset(config.method), config.parts).on(process), config.train
-    if process in OF_TEXT:
-        return _on_tokens(method, config)
+    """The method a configuration asks for, its parts tried on the configuration's number of steps and samples.
+    UserError where they do not go together, and for one that the user set and the method does not read."""
+    host = preset(config.method)
+    asked = with_parts(host, config.parts)
+    method, pairs = asked.on(process), config.preferences is not None
+    (_require_tokens if process in OF_TEXT else _require_steps)(method, config, process)
+    reads.require_set(host, asked, overlays(config.method), reads.target(method, process, pairs))
+    reads.require_types(method, reads.target(method, process, pairs))
+    return method
+
+
+def _require_steps(method: Method, config: Config, process: str) -> None:
+    """UserError where a denoiser's method has parts that do not go together, by a trial on the configuration's steps
+    and samples."""
+    train = config.train
     grid, x = shifted(train.steps, train.shift), torch.zeros(1, 1)
     if process == "vp":
         grid = torch.linspace(0.01, 0.99, train.steps + 1)  # alpha-bars, as good as any for a trial
     try:
-        if isinstance(method.surrogate, objectives.DynamicClip):
-            raise ValueError("the surrogate DynamicClip reads probabilities of tokens, not densities: use Clip")
         _require_decisions(method, method.noised(grid, train.group, 0, config.seed))
-        if isinstance(method.reference, references.Teacher):
-            raise ValueError("the reference Teacher is a language model: use Base")
         require_actor_critic(method, train.group)
         if train.pack and (method.backprop or method.chain or method.edit):
             raise ValueError("train.pack puts recorded steps into one call, and these have none of their own: set it "
                              "to false")
-        if not isinstance(method.reference, references.Base) and not objectives.regularises(method.kl) \
-                and not method.compares_with_reference:
-            raise ValueError(f"the reference {type(method.reference).__name__} is read by a KL alone, whose weight is "
-                             "0: set parts.kl.weight")
         method.selection(torch.zeros(1, train.group))
         require_critic(method)
         if method.backprop:
@@ -60,6 +65,8 @@ def resolve(config: Config, process: str = "flow") -> Method:
         explorations = method.explorations(grid, train.group, train.shift, 0, config.seed)
         if method.backprop:
             require_one_step(explorations)
+        if method.preview:
+            require_choice(explorations, method.preview.pool)
         if not isinstance(method.redraw, resampling.Never) and (method.backprop or len(explorations) > 1):
             raise ValueError(f"redraw is {type(method.redraw).__name__}, which goes with methods that sample a group "
                              "per prompt and compare its rewards: set parts.redraw: {type: Never}")
@@ -72,11 +79,11 @@ def resolve(config: Config, process: str = "flow") -> Method:
     except (TypeError, ValueError) as error:
         raise UserError(f"method {config.method} with train.steps {train.steps}, train.group {train.group} and "
                         f"parts {config.parts}: {error}") from None
-    return method
 
 
-def _on_tokens(method: Method, config: Config) -> Method:
-    """The method, its parts tried on the configuration's number of samples."""
+def _require_tokens(method: Method, config: Config, process: str) -> None:
+    """UserError where a language model's method has parts that do not go together, or not with the configuration's
+    samples."""
     try:
         if method.reads_means or method.tuning.weight:
             raise ValueError("a part reads means of transitions, which tokens have none of: use SampledKL and Clip")
@@ -104,7 +111,6 @@ def _on_tokens(method: Method, config: Config) -> Method:
     except ValueError as error:
         raise UserError(f"method {config.method} with train.group {config.train.group} and parts {config.parts}: "
                         f"{error}") from None
-    return method
 
 
 def _require_decisions(method: Method, noised: Exploration | None) -> None:
@@ -114,9 +120,6 @@ def _require_decisions(method: Method, noised: Exploration | None) -> None:
     if noised is None and isinstance(method.surrogate, forward_process.OfNoised):
         raise ValueError(f"the surrogate {type(method.surrogate).__name__} reads noised finals, but times is Recorded: "
                          "set parts.times, such as {type: GridTimes}")
-    if isinstance(method.surrogate, sequence_losses.OfCompletions):
-        raise ValueError(f"the surrogate {type(method.surrogate).__name__} reads completions of a language model: use "
-                         "Clip")
     if noised is not None and (method.strides != (1,) or method.tuning.weight):
         raise ValueError(f"strides are {list(method.strides)} and tuning.weight {method.tuning.weight}, but noised "
                          "finals have neither granularities nor a best path: expected [1] and 0")

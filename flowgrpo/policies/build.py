@@ -12,8 +12,7 @@ from flowgrpo.config.schema import Config
 from flowgrpo.config.sections import Adapter
 from flowgrpo.data import provenance
 from flowgrpo.errors import UserError
-from flowgrpo.methods import overlay, validate
-from flowgrpo.policies.options import require_plain
+from flowgrpo.methods import overlay, reads, validate
 from flowgrpo.starter import FOLDERS
 
 PIPELINE, CAUSAL_LM, VISION_LM, MASKED_LM = "pipeline", "causal_lm", "vision_lm", "masked_lm"
@@ -105,8 +104,8 @@ def reads_images(described: dict[str, Any]) -> bool:
 
 def load(config: Config) -> Any:
     """The pipeline of a configuration, or its (model, tokenizer or processor). UserError where it does not load."""
-    if kind(config) != PIPELINE:
-        require_plain(config)
+    if (found := kind(config)) != PIPELINE:
+        reads.require_keys(config, found)
         return load_language(config)
     from flowgrpo.policies.pipelines.load import load_pipeline
 
@@ -126,7 +125,7 @@ def make_policy(config: Config, device: Any, loaded: Any = None):
     """The policy of a configuration, of a loaded pipeline or (model, tokenizer or processor) where one is given."""
     pipe = load(config) if loaded is None else loaded
     if isinstance(pipe, tuple):
-        require_plain(config)
+        reads.require_keys(config, kind(config, pipe))
         return language_policy(config, pipe, config.adapter, device)
     from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
 

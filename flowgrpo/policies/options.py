@@ -21,15 +21,6 @@ def require_options(config: Config, method: Any, device: Any, loaded: bool = Fal
     validate.require_adapted(config, method)
 
 
-def require_plain(config: Config) -> None:
-    """UserError for options that a language model does not read, which would be silently without effect."""
-    unread = {"memory": config.memory != type(config.memory)(), "picture": config.picture != type(config.picture)(),
-              "train.compile": config.train.compile, "train.pack": config.train.pack, "cache": config.cache is not None,
-              "negative_prompt": bool(config.negative_prompt)}
-    if asked := [key for key, value in unread.items() if value]:
-        raise UserError(f"{asked[0]} is set, which is about denoisers: leave it out for a language model")
-
-
 def require_memory(config: Config, method: Any, device: str | torch.device, loaded: bool = False) -> None:
     """UserError for options of the sections `memory`, `adapter` and `train` that do not go together, that the device
     lacks, or whose package is absent. loaded: the pipeline is not read by us."""

@@ -28,7 +28,7 @@ from flowgrpo.samplers import cost, joint_density, learned_noise, noised_finals,
 from flowgrpo.samplers.base_samples import BasePictures
 from flowgrpo.samplers.grids import make_grid
 from flowgrpo.samplers.old_policy import Lagging
-from flowgrpo.samplers.preview import chosen, contrasting, previews, require_choice
+from flowgrpo.samplers.preview import chosen, contrasting, previews
 from flowgrpo.samplers.replay import replay
 from flowgrpo.samplers.rollout import Exploration, Part, Seed, explore, seeder
 from flowgrpo.types import Scored
@@ -58,7 +58,6 @@ class Explorer:
         if self.network is not None:
             policy.weights.add(learned_noise.NAME, self.network)
         if method.preview:
-            require_choice(self.explorations(0), method.preview.pool)
             require_torchao(method.preview.precision)
         # Only what is given pictures can put them back in; edits replay nothing of the pipeline.
         if method.edit is None and (policy.given or first.image is not None):

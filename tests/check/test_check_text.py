@@ -13,8 +13,7 @@ from flowgrpo.cli import main
 from flowgrpo.config import load
 from flowgrpo.policies.language.causal_lm import TARGETS
 from tests.evaluation.test_text_evaluate import save
-from tests.helpers import tiny_text, tiny_vision
-from tests.policies.language import test_masked_lm
+from tests.helpers import tiny_masked, tiny_text, tiny_vision
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +70,7 @@ def test_activations_are_those_of_a_completion_that_long():
 
 
 def test_masked_models_and_models_that_read_images():
-    told = report.report(test_masked_lm.model())
+    told = report.report(tiny_masked.model())
     assert told["drivable"], told["reason"]
     assert told["kind"] == "masked language model" and told["class"] == "BertForMaskedLM"
     assert {"query", "key", "value", "dense"} == set(told["lora_targets"]) and "cache" not in told["memory_parts"]

@@ -20,9 +20,8 @@ from flowgrpo.samplers.rollout import seeder
 from flowgrpo.storage.json_files import finite
 from flowgrpo.types import Completion
 from tests.evaluation.test_evaluate import launch
+from tests.helpers import tiny_masked, tiny_vision
 from tests.helpers import tiny_text as tiny
-from tests.helpers import tiny_vision
-from tests.policies.language import test_masked_lm
 
 QUESTIONS = [("1+2=", "3", "sum"), ("33+4=", "7", "sum"), ("5-66=", "<<5-66=-61>>so\n#### 1,0", "rest")]
 SHORT = "def short(texts, prompts):\n    return [float(len(text) < 4) for text in texts]\n"
@@ -149,7 +148,7 @@ def test_one_greedy_text_of_a_model_alone(world, tmp_path):
 
 
 def test_masked_models_and_models_that_read_images(tmp_path):
-    masked = save(tmp_path / "masked", test_masked_lm.model())
+    masked = save(tmp_path / "masked", tiny_masked.model())
     (tmp_path / "suite.txt").write_text("1+2=\n7+8=\n")
     (tmp_path / "long.py").write_text(LONG)
     name = [f"{tmp_path}/long.py:long"]

@@ -79,6 +79,12 @@ def trainer(policy: PipelinePolicy | None = None, rewards=None, **options: Any) 
                    ([Prompt(text) for text in PROMPTS], []))
 
 
+def weights(policy: PipelinePolicy) -> dict[str, torch.Tensor]:
+    """Copies of all weights of a pipeline."""
+    return {f"{name}.{key}": held.clone() for name, module in policy.pipe.components.items()
+            if isinstance(module, torch.nn.Module) for key, held in module.state_dict().items()}
+
+
 def step_weights(trainer: Trainer, parts) -> dict[int, float]:
     """The method's weights of the steps that these parts train, in the trainer's epoch."""
     return trainer.explorer.step_weights(parts, trainer.epoch)

@@ -1,4 +1,4 @@
-"""What makes each preset the method that it is, and two epochs of those whose rollout is not MixGRPO's."""
+"""What makes each preset the method that it is."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from flowgrpo.advantages import group_relative
 from flowgrpo.advantages.group import below
 from flowgrpo.errors import UserError
 from flowgrpo.methods import preset
-from flowgrpo.methods.presets import suited
 from flowgrpo.samplers.grids import shifted
 from flowgrpo.samplers.kernels import FlowSDE
 from flowgrpo.samplers.plans import Branches, EachStep, GrowingTail, Sliding, TreeWindow
@@ -28,14 +27,6 @@ SIZES = {"branch_grpo": dict(train__steps=12, train__group=16, train__micro_batc
          "tree_rpo": dict(train__group=16, train__micro_batch=32),
          "b2_diffurl": dict(train__group=16, train__micro_batch=32),
          "mix_grpo+sol_rl": dict(parts__preview__pool=12, parts__preview__steps=2)}
-PRESETS = ("ddpo", "tempflow_grpo", "granular_grpo", "branch_grpo", "tree_rpo", "pref_grpo", "b2_diffurl",
-           "mix_grpo+sol_rl")
-
-
-# Which prompts are drawn changes nothing of how pictures are; these are tested where it does, on texts.
-OF_PROMPTS = {"dynamic_sampling", "mopps", "knapsack_rl", "scaf_grpo", "ghpo"}
-EVERY = [*(name for name in suited("flow") if preset(name).backprop is None and preset(name).edit is None
-           and name not in OF_PROMPTS), "mix_grpo+grpo_guard"]
 
 
 def green(images, prompts):
@@ -57,40 +48,6 @@ def sampled(trainer):
 def credited(trainer, parts, conditioning, grouped):
     """The parts with their advantages, where the rewards are the given ones."""
     return list(trainer.credit(parts, torch.as_tensor(grouped, dtype=torch.float32), conditioning.prompts))
-
-
-def weights(policy) -> dict[str, torch.Tensor]:
-    return {f"{name}.{key}": value.clone() for name, module in policy.pipe.components.items()
-            if isinstance(module, torch.nn.Module) for key, value in module.state_dict().items()}
-
-
-@pytest.mark.parametrize("name", PRESETS)
-def test_two_epochs_move_the_adapter_and_nothing_else(name):
-    trainer, found = made(name, train__lr=1e-3), []
-    before = weights(trainer.policy)
-    for trainer.epoch in range(2):
-        found.append(trainer.run_epoch())
-    assert found[0]["log_ratio_max"] <= 1e-6 and all(math.isfinite(each["loss"]) for each in found)
-    assert (trainer.update, trainer.skipped) == (2, 0)
-    after = weights(trainer.policy)
-    changed = {key for key in after if not torch.equal(after[key], before[key])}
-    assert changed and all("lora_" in key for key in changed)
-
-
-@pytest.mark.parametrize("name", EVERY)
-def test_two_epochs_at_the_published_size_of_a_grid(name):
-    """The first ratio is 1, losses are finite, and of the pipeline only the adapter changes."""
-    trainer = tiny.trainer(tiny.policy(adapted=preset(name).adapted), method=name, train__steps=11, train__group=16,
-                           train__micro_batch=16)
-    before, start = weights(trainer.policy), trainer.policy.weights.snapshot()
-    for trainer.epoch in range(2):
-        metrics = trainer.run_epoch()
-        assert math.isfinite(metrics["loss"]) and math.isfinite(metrics["grad_norm"]) and not metrics["skipped_updates"]
-    assert trainer.first_ratio.found <= 1e-6
-    after = weights(trainer.policy)
-    assert all("lora_" in key for key in after if not torch.equal(after[key], before[key]))
-    changed = [key for key, value in start.items() if not torch.equal(value, trainer.policy.weights.named[key])]
-    assert len(changed) > 0.9 * len(start)
 
 
 # --- ddpo ------------------------------------------------------------------------------------------------------------

@@ -210,7 +210,8 @@ def test_a_recipe_names_its_reference():
 
 
 def test_a_reference_that_nothing_reads_is_told():
-    with pytest.raises(UserError, match="the reference EMA is read by a KL alone, whose weight is 0: set parts.kl"):
+    with pytest.raises(UserError,
+                       match="got parts.reference EMA .it is read by a KL alone, whose weight is 0: set parts.kl"):
         resolve(tiny.config(parts={"reference": {"type": "EMA"}}))
     resolve(tiny.config(parts=recipe({"type": "EMA"}, weight=0.0, schedule={"type": "Linear", "last": 0.1})))
 

@@ -289,7 +289,7 @@ def test_what_cannot_be_is_told(make, told):
 
 
 def test_losses_of_completions_are_not_for_pictures():
-    with pytest.raises(UserError, match="Regressed reads completions of a language model"):
+    with pytest.raises(UserError, match="got Regressed, which reads completions or"):
         resolve(tiny.config(method="flow_grpo", parts={"surrogate": {"type": "Regressed"}}))
 
 

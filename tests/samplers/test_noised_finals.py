@@ -26,7 +26,6 @@ from flowgrpo.samplers.plans import NoSteps
 from flowgrpo.storage import checkpoint
 from flowgrpo.training import state
 from tests.helpers import tiny
-from tests.methods.test_presets import weights
 from tests.test_train import gradient
 
 # surrogate, log-ratio, times, lag, KL, step weight, selection
@@ -310,12 +309,12 @@ def test_what_noised_finals_hold_is_foretold():
 def test_two_epochs_move_the_adapter_and_nothing_else(name):
     trainer, found = tiny.trainer(method=name, train__lr=1e-3), []
     tiny.stir(trainer.policy)
-    before = weights(trainer.policy)
+    before = tiny.weights(trainer.policy)
     for trainer.epoch in range(2):
         found.append(trainer.run_epoch())
     assert found[0]["log_ratio_max"] <= 1e-6 and all(math.isfinite(each["loss"]) for each in found)
     assert trainer.first_ratio.found <= 1e-6 and (trainer.update, trainer.skipped) == (2, 0)
-    after = weights(trainer.policy)
+    after = tiny.weights(trainer.policy)
     changed = {key for key in after if not torch.equal(after[key], before[key])}
     assert changed and all("lora_" in key for key in changed)
 
@@ -386,7 +385,8 @@ def test_a_better_matched_good_sample_is_what_every_method_reaches_for():
     (dict(method="diffusion_dpo", parts__step_weight={"type": "InverseDelta"}), "{step_weight: {type: Uniform}}"),
     (dict(method="awm", parts__log_ratio={"type": "Guard"}), "recorded steps, but times is GridTimes"),
     (dict(method="awm", parts__times={"start": 5}), "leave none of 6 steps"),
-    (dict(method="awm", parts__reference={"type": "Old"}, parts__kl__weight=0.0), "the reference Old is read by a KL"),
+    (dict(method="awm", parts__reference={"type": "Old"}, parts__kl__weight=0.0),
+     "got parts.reference Old (it is read by a KL"),
 ])
 def test_what_does_not_go_together_is_told_before_a_run(options, told):
     with pytest.raises(UserError) as caught:

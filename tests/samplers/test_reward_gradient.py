@@ -285,22 +285,17 @@ def made(method: str, **options):
     return trainer
 
 
-def weights(policy) -> dict[str, torch.Tensor]:
-    return {f"{name}.{key}": held.clone() for name, module in policy.pipe.components.items()
-            if isinstance(module, torch.nn.Module) for key, held in module.state_dict().items()}
-
-
 @pytest.mark.parametrize("name", PRESETS)
 def test_two_epochs_move_the_adapter_and_nothing_else(name):
     trainer, found = made(name, train__lr=1e-3), []
-    before = weights(trainer.policy)
+    before = tiny.weights(trainer.policy)
     for trainer.epoch in range(2):
         found.append(trainer.run_epoch())
     assert trainer.first_ratio.found <= 1e-6 and (trainer.update, trainer.skipped) == (2, 0)
     assert all(math.isfinite(each["loss"]) and each["grad_norm"] > 1e-6 for each in found)
     margin = 2.0 if name == "refl" else 0.0
     assert found[0]["loss"] == pytest.approx(margin - found[0]["reward/red/mean"], abs=1e-6)
-    after = weights(trainer.policy)
+    after = tiny.weights(trainer.policy)
     changed = {key for key in after if not torch.equal(after[key], before[key])}
     assert changed and all("lora_" in key for key in changed)
 

@@ -17,6 +17,8 @@ PRESETS: dict[str, Callable[..., Method]] = {
     if inspect.isfunction(found) and found.__module__ == module.__name__ and not name.startswith("_")}
 # Those that say what is sampled and trained of a denoiser; the others change one thing of one of them.
 HOSTS = {name for name, found in PRESETS.items() if found.__module__ in (denoising.__name__, finals.__name__)}
+OVERLAYS = {name for name, found in PRESETS.items()
+            if found.__module__ in (overlays.__name__, overlays.__name__)}  # that change one thing of another
 
 
 def suited(process: str) -> list[str]:

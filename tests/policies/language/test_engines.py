@@ -22,8 +22,8 @@ from flowgrpo.samplers.text.importance import Mismatch
 from flowgrpo.train import decisions
 from flowgrpo.training.metrics import Stats
 from flowgrpo.types import Completions, Scored, Segmented, Traces
+from tests.helpers import tiny_masked
 from tests.helpers import tiny_text as tiny
-from tests.policies.language import test_masked_lm
 
 F64 = torch.float64
 # Probabilities of two completions: of the trainer, of the engine; the last token of the second one was never drawn.
@@ -223,7 +223,7 @@ def test_segments_are_valued_by_the_trainer_and_keep_the_engines_weights():
 
 def test_an_engine_for_a_masked_model_is_told():
     with pytest.raises(UserError, match="one token after the other"):
-        tiny.trainer(test_masked_lm.policy(), {"short": many}, text__engine_precision="bf16")
+        tiny.trainer(tiny_masked.policy(), {"short": many}, text__engine_precision="bf16")
 
 
 def test_tokens_of_requests_as_completions():

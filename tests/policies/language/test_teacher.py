@@ -80,7 +80,7 @@ def test_a_teacher_with_another_tokenizer_is_refused(tmp_path):
 
 
 def test_a_teacher_is_not_for_pictures():
-    with pytest.raises(UserError, match="the reference Teacher is a language model"):
+    with pytest.raises(UserError, match="got Teacher, which reads completions or"):
         resolve(tiny.config(method="flow_grpo", parts={"reference": {"type": "Teacher", "model": "x"}}))
 
 

@@ -1,0 +1,93 @@
+"""Trainers of every kind of model and every method on tiny models: of a flow, of a variance-preserving process, of a
+causal and of a masked language model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+
+from flowgrpo.config import Config
+from flowgrpo.data.prompts import Prompt
+from flowgrpo.policies import build
+from flowgrpo.rewards.text.soft_texts import letters
+from flowgrpo.train import Trainer
+from tests.helpers import tiny, tiny_masked, tiny_text
+
+KINDS = ("flow", "vp", "tokens", "masks")
+TEXTS = ("tokens", "masks")
+HINTED = {"redraw": {"text": "{prompt}{hint}", "after": 0.0}}  # in characters that the tiny tokenizer has
+# What methods need beside 2 prompts x 4 samples, 6 steps: room for their splits, or few samples to choose from.
+PARTS = {"branch_grpo": {"plan": {"splits": [0, 2]}},
+         "tree_rpo": {"plan": {"window": {"type": "Sliding", "size": 2}}},
+         "b2_diffurl": {"plan": {"branch": 2}, "selection": {"branch": 2}, "advantage": {"least": 4}},
+         "ddpo": {"advantage": {"least": 4}}, "rlcm": {"advantage": {"least": 4}},
+         "expo": {"edit": {"width": 8, "depth": 1}, "value": {"steps": 2, "batch": 4}},
+         "alignprop": {"backprop": {"checkpointing": False}},
+         "reinflow": {"kernel": {"width": 8}},
+         "sol_rl": {"preview": {"pool": 6, "steps": 2}},
+         "llds": {"surrogate": {"weight": 1e-3}},  # what it adds jumps where a ratio is 1, as all are at first
+         "scaf_grpo": HINTED, "ghpo": HINTED} | tiny_text.PARTS
+PROMPTS = {True: ["1+2=", "33+4=", "5-66=", "7+8="], False: ["red", "blue", "green", "a cat"]}
+# The prompts whose samples all score the same.
+FLAT = {"1+2=", "red"}
+
+
+def parts_of(method: str) -> dict[str, Any]:
+    """The settings of the presets of a chain."""
+    found: dict[str, Any] = {}
+    for name in method.split("+"):
+        found |= PARTS.get(name, {})
+    return found
+
+
+def score(outputs, prompts):
+    """The red of a picture, or how many digits a text has, sevens twice, within 0 to 1; 0 for all samples of FLAT."""
+    if isinstance(outputs, torch.Tensor):
+        values = tiny.red(outputs, prompts)
+    else:
+        values = letters(outputs, "01234567897").sum((1, 2)) / 12
+    return values * torch.tensor([prompt not in FLAT for prompt in prompts], device=values.device)
+
+
+def config(kind: str, method: str, parts: dict[str, Any] | None = None, **options: Any) -> Config:
+    """A run of a method with its settings, and further `parts` over them."""
+    own, made = parts_of(method) | (parts or {}), tiny_text if kind in TEXTS else tiny
+    usual = dict(model="tiny", method=method, parts=own, reward="score", train__lr=1e-3, train__micro_batch=8,
+                 train__epochs=3)
+    return made.config(**usual | ({"picture__call": {}} if kind == "vp" else {}) | options)
+
+
+def loaded(kind: str):
+    """The model of a kind."""
+    return {"flow": tiny.sd3, "vp": lambda: tiny.sd15(tiny.pndm()), "tokens": tiny_text.model,
+            "masks": tiny_masked.model}[kind]()
+
+
+def trainer(kind: str, settings: Config) -> Trainer:
+    """A trainer whose weights are off their start; a masked language model computes in float64, where no machine draws
+    other tokens."""
+    torch.manual_seed(settings.seed)
+    policy = tiny.stir(build.make_policy(settings, torch.device("cpu"), loaded(kind)), 0.02)
+    if kind == "masks":
+        policy.model.double()
+    metadata = {"answer": "7", "hints": ["1", "2"], "solution": "1+2"}
+    prompts = [Prompt(each, metadata=metadata) for each in PROMPTS[kind in TEXTS]]
+    return Trainer(settings, Accelerator(cpu=True), policy, {"score": score}, (prompts, []))
+
+
+def frozen(made: Trainer) -> dict[str, torch.Tensor]:
+    """Copies of all weights of the model or pipeline but those of a LoRA."""
+    policy = made.policy
+    modules = policy.pipe.components if hasattr(policy, "pipe") else {"model": policy.model}
+    return {f"{name}.{key}": held.clone() for name, module in modules.items() if isinstance(module, torch.nn.Module)
+            for key, held in module.state_dict().items() if "lora_" not in key}
+
+
+def epochs(made: Trainer, count: int = 2) -> list[dict[str, Any]]:
+    """The metrics of so many epochs."""
+    found = []
+    for made.epoch in range(count):
+        found.append(made.run_epoch())
+    return found

@@ -1,0 +1,162 @@
+"""Every part in every place on every kind of model: refused in one line before anything is sampled, or trained
+otherwise than the host's own."""
+
+from __future__ import annotations
+
+import functools
+import json
+from typing import Any
+
+import pytest
+import torch
+
+from flowgrpo.errors import UserError
+from flowgrpo.methods import preset, presets, reads, registry
+from flowgrpo.methods.overlay import with_parts
+from flowgrpo.methods.validate import resolve
+from tests.helpers import tiny_runs
+
+ALL = {*registry.MODULES, "tail", "roots", "strides"}
+# Hosts of everything that is trained of every kind of model, and the places whose parts are trained there.
+TRAINED = {("flow", "mix_grpo"): ALL - {"advantage", "kl.schedule", "reference", "curriculum", "redraw"},  # as tokens
+           ("flow", "reinflow"): {"kernel", "plan", "chain"},
+           ("flow", "diffusion_nft"): {"times", "lag", "log_ratio", "surrogate", "step_weight"},
+           ("flow", "draft"): {"kernel", "plan", "backprop", "preview", "selection"},
+           ("flow", "expo"): {"kl", "value", "edit", "shaping", "solver"},
+           ("vp", "ddpo"): {"kernel", "roots", "chain"},
+           ("tokens", "grpo"): ALL,
+           ("masks", "grpo"): {"log_ratio", "reduction", "value", "kl"},
+           ("masks", "drakes"): {"selection", "curriculum"}}
+# What parts need that have no default for it, or whose default does nothing here.
+SETTINGS: dict[str, dict[str, Any]] = {
+    "Single": {"step": 1}, "RandomLast": {"mean": 0.5, "deviation": 0.0}, "LateStep": {"first": 0.0},
+    "Binary": {"threshold": 0.2}, "LengthSwitch": {"right": 0.1, "top": 1.0}, "ExitDecay": {"right": 0.1},
+    "BestWorst": {"n": 2}, "MaxVariance": {"n": 2}, "Beyond": {"quantile": 0.9},
+    "DualClip": {"low": 5e-5, "high": 5e-5}, "Adaptive": {"target": 0.001}, "Linear": {"last": 0.0},
+    "LayerTuning": {"weight": 0.1}, "Lag": {"start": 0.5, "most": 0.5}, "Preview": {"pool": 6, "steps": 2},
+    "Serial": {"exit": "=", "close": "="}, "Hints": tiny_runs.HINTED["redraw"] | {"fail": 1.0},
+    "SegmentTree": {"every": 1}, "Tree": {"tokens": 1}, "Edit": {"width": 4}}
+KL = {"kl": {"weight": 0.1}}
+# What has to be there besides, of the host as well, for a part to be of effect.
+BESIDE: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("EMA", "Old", "Soup", "Teacher", "Constant", "Linear", "Adaptive"), KL),
+    "Pooled": {"curriculum": {"type": "Knapsack"}}, "OneStep": {"plan": {"count": 2}}, "Preview": {"roots": None},
+    "SegmentTree": {"draws": {"type": "Tree", "tokens": 1}}}
+VALUES = {"tail": 0.5, "roots": 2, "strides": [1, 2]}
+# What is the host's own under another name: one reward has nothing to be weighed against, the noise of FlowDDIM is 0,
+# and a Teacher without a model is the base.
+SAME = {"Influence", "ODE", "Teacher"}
+# What is first seen in a second epoch.
+LATER = {"EMA", "Old", "Soup", "Linear", "Adaptive", "Lag", "Posterior", "Knapsack", "Pooled", "ValueTracker"}
+
+
+def laid(name: str, part: dict[str, Any]) -> dict[str, Any]:
+    """The parts of a recipe that sets one part, or one value, on what it needs besides."""
+    place, beside = place_of(name), BESIDE.get(name, {})
+    if place == "kl.schedule":
+        return {"kl": KL["kl"] | {"schedule": part}}
+    return beside | {place: part | ({"weight": 0.1} if place == "kl" else {})}
+
+
+def place_of(name: str) -> str:
+    return registry.PLACES[registry.TYPES[name]] if name in registry.TYPES else name
+
+
+def recipe(name: str) -> dict[str, Any]:
+    """`laid` of a part by its name, or of one of VALUES."""
+    return BESIDE.get(name, {}) | {name: VALUES[name]} if name in VALUES else laid(
+        name, {"type": name} | SETTINGS.get(name, {}))
+
+
+def answer(kind: str, host: str, parts: dict[str, Any], **options):
+    """The method, or the refusal's one line."""
+    try:
+        return resolve(tiny_runs.config(kind, host, parts, **options), kind)
+    except UserError as error:
+        assert "\n" not in str(error)
+        return str(error)
+
+
+def hosts(kind: str) -> list[str]:
+    found = presets.suited("flow" if kind == "vp" else kind)
+    return [name for name in found if not isinstance(answer(kind, name, {}), str)]
+
+
+@functools.cache
+def trained(kind: str, host: str, parts: str, epochs: int, passes: int):
+    """(metrics, weights) after so many epochs of so many passes; parts: as JSON."""
+    made = tiny_runs.trainer(kind, tiny_runs.config(kind, host, json.loads(parts), train__inner_epochs=passes))
+    return tiny_runs.epochs(made, epochs), made.policy.weights.snapshot()
+
+
+@pytest.mark.parametrize("kind", tiny_runs.KINDS)
+def test_every_part_is_taken_or_refused_in_a_line_by_every_host(kind):
+    for host in hosts(kind):
+        own = answer(kind, host, {})
+        for name in (*registry.TYPES, *VALUES):
+            found, place = answer(kind, host, recipe(name)), place_of(name).partition(".")[0]
+            if isinstance(found, str) or found == own:
+                continue
+            read = reads.places(found, reads.target(found, kind))
+            assert place in read or getattr(found, place) == getattr(own, place), (host, name)
+
+
+@pytest.mark.parametrize("kind, host", TRAINED)
+def test_every_part_that_is_taken_trains_otherwise(kind, host):
+    tried = 0
+    for name in (*registry.TYPES, *VALUES):
+        if name in SAME or place_of(name) not in TRAINED[kind, host]:
+            continue
+        base, parts = BESIDE.get(name, {}), recipe(name)
+        # all ratios are 1 in a first pass
+        length = 1 + (name in LATER), 1 + (place_of(name) in ("surrogate", "log_ratio"))
+        own, found = answer(kind, host, base), answer(kind, host, parts)
+        if isinstance(found, str) or found == own:
+            continue
+        (metrics, weights), (others, moved) = (trained(kind, host, json.dumps(each), *length) for each in (base, parts))
+        assert metrics != others or any(not torch.equal(moved[key], weights[key]) for key in weights), name
+        tried += 1
+    assert tried
+
+
+@pytest.mark.parametrize("kind, host, parts, place", [
+    *(("tokens", "grpo", {name: part}, name) for name, part in {
+        "tail": 0.5, "roots": 2, "strides": [1, 2], "plan": {"type": "NoSteps"},
+        "solver": {"type": "DPMSolver2M"}, "preview": {"type": "Preview"}, "times": {"type": "GridTimes"},
+        "chain": {"type": "Joint"}, "edit": {"type": "Edit"}, "step_weight": {"type": "Sigma"},
+        "lag": {"most": 0.5}}.items()),
+    ("flow", "mix_grpo", {"draws": {"type": "Tree"}}, "draws"),
+    ("flow", "mix_grpo", {"spread": {"type": "SegmentTree"}}, "spread"),
+    ("flow", "mix_grpo", {"reduction": {"type": "PerRow"}}, "reduction"),
+    ("flow", "diffusion_nft", {"kernel": {"level": 0.9}}, "kernel"),
+    ("flow", "diffusion_nft", {"spread": {"type": "StepGroups"}}, "spread"),
+    ("flow", "flow_grpo", {"solver": {"type": "DPMSolver2M"}}, "solver"),
+    ("flow", "draft", {"advantage": {"scale": "batch"}}, "advantage"),
+    ("flow", "draft", {"shaping": {"type": "WinRate"}}, "shaping"),
+    ("masks", "drakes", {"redraw": {"type": "Refill"}}, "redraw"),
+])
+def test_a_part_that_is_set_and_not_read_is_refused_with_those_that_are(kind, host, parts, place):
+    told = answer(kind, host, parts)
+    assert f" reads no {place}: got parts.{place} " in told and ", leave it out; it has: " in told
+
+
+def test_a_value_that_the_host_has_already_is_no_setting():
+    for parts in ({"tail": 1.0, "strides": [1]}, {"spread": {"type": "Evenly"}}, {"redraw": {"type": "Never"}}):
+        assert answer("flow", "mix_grpo", parts) == answer("flow", "mix_grpo", {}) == preset("mix_grpo")
+
+
+def test_a_preset_of_which_nothing_is_read_is_refused():
+    for method, told in (("grpo+sol_rl", "reads no preview: got the preset sol_rl"),
+                         ("grpo+texforce", "adapted.encoders trains a pipeline's text encoders")):
+        assert told in answer("tokens", method, {})
+    assert answer("flow", "draft+knapsack_rl", {}) == with_parts(preset("draft", "knapsack_rl"), {})
+
+
+@pytest.mark.parametrize("kind, host, part, told", [
+    ("flow", "mix_grpo", {"log_ratio": {"type": "SequenceRatio"}}, "completions or traces of an unmasking, but the "
+     "method trains recorded steps: expected one of Guard, PlainRatio"),
+    ("tokens", "grpo", {"surrogate": {"type": "Preference"}}, "Preference, which reads noised finals"),
+    ("flow", "mix_grpo", {"advantage": {"type": "Paired"}}, "Paired, which reads latent edits"),
+])
+def test_a_part_that_reads_something_else_is_refused_with_what_fits(kind, host, part, told):
+    assert told in answer(kind, host, part)
