@@ -33,7 +33,7 @@ PARTS: dict[str, set[str]] = {
     "tail": _DRAWN - {GRADIENT},
     "roots": _DRAWN,
     "strides": {STEPS},
-    "preview": _DRAWN - {EDITS},
+    "preview": _DRAWN - {EDITS} | {PAIRS},  # which has an error of its own
     "shaping": _ALL,
     "advantage": _ALL,
     "selection": _ALL,
@@ -87,10 +87,9 @@ def target(method: Method, process: str, pairs: bool = False) -> str:
     """What a method trains of a model of this process; pairs: whether recorded pairs take the place of samples."""
     if process in ("tokens", "masks"):
         return COMPLETIONS if process == "tokens" else RELAXED if method.backprop else TRACES
-    if pairs:
-        return PAIRS
     choices = {EDITS: method.edit is not None, GRADIENT: method.backprop is not None,
-               FINALS: not isinstance(method.times, noised_finals.Recorded), JOINT: method.chain is not None}
+               PAIRS if pairs else FINALS: not isinstance(method.times, noised_finals.Recorded),
+               JOINT: method.chain is not None}
     return next((name for name, chosen in choices.items() if chosen), STEPS)
 
 

@@ -19,7 +19,7 @@ KINDS = ("flow", "vp", "tokens", "masks")
 TEXTS = ("tokens", "masks")
 HINTED = {"redraw": {"text": "{prompt}{hint}", "after": 0.0}}  # in characters that the tiny tokenizer has
 # What methods need beside 2 prompts x 4 samples, 6 steps: room for their splits, or few samples to choose from.
-PARTS = {"branch_grpo": {"plan": {"splits": [0, 2]}},
+PARTS = {"mix_grpo": {"plan": {"size": 2}}, "branch_grpo": {"plan": {"splits": [0, 2]}},
          "tree_rpo": {"plan": {"window": {"type": "Sliding", "size": 2}}},
          "b2_diffurl": {"plan": {"branch": 2}, "selection": {"branch": 2}, "advantage": {"least": 4}},
          "ddpo": {"advantage": {"least": 4}}, "rlcm": {"advantage": {"least": 4}},

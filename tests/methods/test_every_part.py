@@ -109,6 +109,7 @@ def test_every_part_that_is_taken_trains_otherwise(kind, host):
             continue
         base, parts = BESIDE.get(name, {}), recipe(name)
         # all ratios are 1 in a first pass
+        # In a first pass all ratios are 1.
         length = 1 + (name in LATER), 1 + (place_of(name) in ("surrogate", "log_ratio"))
         own, found = answer(kind, host, base), answer(kind, host, parts)
         if isinstance(found, str) or found == own:
