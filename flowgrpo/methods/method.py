@@ -45,7 +45,7 @@ class Method:
 
     Of a language model the kernel is a `decoding.Decoding`, of a masked one an `Unmasking`, and what is about denoising
     (plan, solver, tail, roots, strides, preview, times, adapted, chain, edit) is not read; its backprop is a
-    `gumbel_softmax.GumbelSoftmax`.
+    `gumbel_softmax.GumbelSoftmax`. `reads.PARTS` maps each part to what reads it; a part set in vain is refused.
     """
 
     kernel: Any = kernels.FlowSDE(0.7)
