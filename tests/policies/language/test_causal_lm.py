@@ -208,9 +208,9 @@ def test_the_kind_of_a_model_is_told_by_its_files(tmp_path):
     assert build.kind(tiny.config(model="some/model", method="mix_grpo+grpo_guard")) == build.PIPELINE
 
 
-@pytest.mark.parametrize("option, told", [({"memory__weights": "int8"}, "memory is set"),
+@pytest.mark.parametrize("option, told", [({"memory__weights": "int8"}, "memory.weights is set"),
                                           ({"train__compile": True}, "train.compile is set"),
-                                          ({"picture__height": 64}, "picture is set")])
+                                          ({"picture__height": 64}, "picture.height is set")])
 def test_options_of_denoisers_are_refused(option, told):
     with pytest.raises(UserError, match=told):
         build.make_policy(tiny.config(**option), "cpu", tiny.model())
