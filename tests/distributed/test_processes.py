@@ -1,6 +1,6 @@
 """Two processes train as one: the same weights, the same memory, the same numbers; and they stop and resume together.
 
-One launch does all that takes two: this file, run as a script in each process, leaves what it found in a folder.
+One launch does all that takes two: `one_of_two`, run in each process, leaves what it found in a folder.
 """
 
 from __future__ import annotations
@@ -10,8 +10,6 @@ import os
 import re
 import shutil
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -34,6 +32,7 @@ from flowgrpo.policies.weights.lora_files import LORA_FILE
 from flowgrpo.train import chunks
 from flowgrpo.training import state, trial
 from tests.helpers import tiny
+from tests.helpers.forked import Forked
 
 # Prompts are sampled one by one, so that one process and two replay the very same batches.
 SMALL = dict(train__prompts=4, train__group=4, train__micro_batch=4, train__lr=1e-3)
@@ -194,19 +193,17 @@ def recipe(folder: Path) -> None:
 
 
 def launch(folder: Path) -> list[tuple[str, str]]:
-    """Run this file in two processes; what each said on its two streams."""
+    """Run `one_of_two` in two processes; what each wrote to its two streams."""
     ports = dict(zip(("MASTER_PORT", "SECOND_PORT", "THIRD_PORT", "FOURTH_PORT"), free_ports(4)))
-    shared = os.environ | ports | {"PYTHONPATH": os.pathsep.join(sys.path), "MASTER_ADDR": "127.0.0.1",
-                                   "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
-    launched = [subprocess.Popen([sys.executable, __file__, str(folder)], stdout=subprocess.PIPE, text=True,
-                                 stderr=subprocess.PIPE, env=shared | {"RANK": rank, "LOCAL_RANK": rank})
-                for rank in "01"]
+    launched = [Forked(one_of_two, folder, **ports, MASTER_ADDR="127.0.0.1", OMP_NUM_THREADS="1", WORLD_SIZE="2",
+                       LOCAL_WORLD_SIZE="2", RANK=rank, LOCAL_RANK=rank) for rank in "01"]
     try:
-        said = [each.communicate(timeout=900) for each in launched]
+        codes = [each.wait(900) for each in launched]
     finally:
         for each in launched:
             each.kill()
-    assert [each.returncode for each in launched] == [0, 0], said
+    said = [each.streams() for each in launched]
+    assert codes == [0, 0], said
     return said
 
 
@@ -373,7 +370,3 @@ def test_what_does_not_go_with_sharing_out_is_refused_in_one_line(options):
         require_shardable(chosen, validate.resolve(chosen))
     free = load(None, options)
     require_shardable(free, validate.resolve(free))
-
-
-if __name__ == "__main__":
-    one_of_two(Path(sys.argv[1]))

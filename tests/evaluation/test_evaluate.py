@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import socket
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -25,6 +22,7 @@ from flowgrpo.evaluation.ledger import Ledger, Place
 from flowgrpo.storage.json_files import finite
 from tests.evaluation.test_images import make_run, stock
 from tests.helpers import tiny
+from tests.helpers.forked import Forked
 
 SUITE = [("a dog", "animals"), ("a cat", "animals"), ("a hat", "things"), ("a cup", "things"), ("fog", "weather")]
 DARK = "def dark(images, prompts):\n    return (1 - images.flatten(1).mean(1)).tolist()\n"
@@ -255,16 +253,13 @@ def test_a_broken_file_of_rewards_is_told(tmp_path, text, told):
         asked_rewards(str(tmp_path / "rules.yaml"))
 
 
-def launch(arguments: list[str]) -> list[subprocess.Popen]:
+def launch(arguments: list[str]) -> list[Forked]:
     """Two processes of the command line, as a launcher starts them."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    shared = os.environ | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-                           "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
-    return [subprocess.Popen([sys.executable, "-m", "flowgrpo", *arguments], stdout=subprocess.PIPE,
-                             stderr=subprocess.STDOUT, text=True,
-                             env=shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(2)]
+    return [Forked(main, arguments, WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
+                   ACCELERATE_USE_CPU="true", OMP_NUM_THREADS="1", RANK=rank, LOCAL_RANK=rank) for rank in "01"]
 
 
 def test_two_processes_share_it_and_a_killed_one_goes_on(world, tmp_path):
@@ -274,18 +269,17 @@ def test_two_processes_share_it_and_a_killed_one_goes_on(world, tmp_path):
                  f"{world}/fragile.py:fragile", "--output", str(tmp_path / "out")]
     (world / "kill").write_text("")
     both = launch(arguments)
-    assert both[1].wait(500) == -9
+    assert both[1].wait() == -9
     both[0].kill()
-    both[0].wait()
     done = Ledger(tmp_path / "out").read()
     drawn = {file: file.stat().st_mtime_ns for file in (tmp_path / "out" / "pictures").rglob("*.png")}
     assert {place for place in done if place.prompt >= 10} == {Place("tuned", i, 0) for i in range(10, 19)}
     assert not (tmp_path / "out" / "results.json").exists() and len(drawn) >= 10
     with (tmp_path / "out" / "scores-1.jsonl").open("a") as file:
         file.write('{"place": ["tuned", 19')  # a kill in the midst of a line
-    whole = [(process.communicate(timeout=500)[0], process.returncode) for process in launch(arguments)]
-    assert [code for _, code in whole] == [0, 0], whole
-    assert "all prompts" in whole[0][0] and "all prompts" not in whole[1][0]
+    whole = launch(arguments)
+    assert [each.wait() for each in whole] == [0, 0], [each.streams() for each in whole]
+    assert ["all prompts" in each.streams()[0] for each in whole] == [True, False]
     assert drawn.items() <= {file: file.stat().st_mtime_ns for file in drawn}.items()
     alone = evaluate(str(world / "run"), str(tmp_path / "suite.txt"), [f"{world}/fragile.py:fragile"], tmp_path / "one")
     assert json.loads((tmp_path / "out" / "results.json").read_text())["arms"] == finite(alone)["arms"]

@@ -129,9 +129,9 @@ def test_two_processes_share_it(world, found):
     results, names, _ = found
     arguments = ["eval", str(world / "run"), "--suite", str(world / "suite.jsonl"), "--rewards", ",".join(names),
                  "--base", "--samples", str(SAMPLES), "--output", str(world / "both")]
-    whole = [(process.communicate(timeout=500)[0], process.returncode) for process in launch(arguments)]
-    assert [code for _, code in whole] == [0, 0], whole
-    assert "pass@4" in whole[0][0] and "pass@4" not in whole[1][0]
+    whole = launch(arguments)
+    assert [each.wait() for each in whole] == [0, 0], [each.streams() for each in whole]
+    assert ["pass@4" in each.streams()[0] for each in whole] == [True, False]
     assert json.loads((world / "both" / "results.json").read_text())["arms"] == finite(results)["arms"]
     counts = [len((world / "both" / f"texts-{rank}.jsonl").read_text().splitlines()) for rank in range(2)]
     assert counts == [12, 12]

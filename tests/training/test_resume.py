@@ -7,8 +7,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -21,6 +19,7 @@ from flowgrpo.policies.weights.lora_files import LORA_FILE
 from flowgrpo.storage import checkpoint
 from flowgrpo.training.run_folder import held, keep_lines
 from tests.helpers import tiny
+from tests.helpers.forked import Forked
 
 REWARD = '''
 import os
@@ -91,9 +90,8 @@ def test_after_a_kill(model, uninterrupted, tmp_path):
     """Call 1 is the trial, call 2 measures the base, then come two per epoch: call 13 is the first of the sixth."""
     command = arguments(model, tmp_path)
     (tmp_path / "plan").write_text(f"13 {int(signal.SIGKILL)}")
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run([sys.executable, "-m", "flowgrpo", *command], capture_output=True, env=environment)
-    assert done.returncode == -signal.SIGKILL, done.stderr.decode()
+    killed = Forked(main, command)
+    assert killed.wait() == -signal.SIGKILL, killed.streams()
     run = tmp_path / "run"
     assert [line["epoch"] for line in lines(run)] == [1, 2, 3, 4, 5]  # of which the fifth is run again
     assert checkpoint.latest(run / "checkpoints").name == "epoch-00004"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import logging
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -26,15 +27,38 @@ from flowgrpo.samplers.scheduler import PolicyScheduler, Record, Task
 
 @contextlib.contextmanager
 def unlogged() -> Iterator[None]:
-    """Inside, diffusers logs errors alone: what it warns of at every call, a prompt's first encoding has told."""
-    from diffusers.utils import logging
+    """Context manager: diffusers logs errors alone. A prompt's first encoding has shown what it warns of at every call.
 
-    level = logging.get_verbosity()
-    logging.set_verbosity(logging.ERROR)
+    It sets the level of the handlers, because that of a logger empties the caches of all loggers.
+    """
+    handlers = logging.getLogger("diffusers").handlers
+    levels = [handler.level for handler in handlers]
+    for handler in handlers:
+        handler.setLevel(logging.ERROR)
     try:
         yield
     finally:
-        logging.set_verbosity(level)
+        for handler, level in zip(handlers, levels, strict=True):
+            handler.setLevel(level)
+
+
+@contextlib.contextmanager
+def _on_device(pipe: Any, kind: type) -> Iterator[None]:
+    """Context manager: the pipeline is of class `kind`, a subclass of its own that knows its device."""
+    stock = type(pipe)
+    pipe.__class__ = kind
+    try:
+        yield
+    finally:
+        pipe.__class__ = stock
+
+
+def _placed(stock: type, device: torch.device) -> type:
+    """Subclass of a pipeline's class whose `_execution_device` is a constant.
+
+    diffusers looks for it in every call, and walks all modules of all components several times to find it.
+    """
+    return type(stock.__name__, (stock,), {"_execution_device": device, "__module__": stock.__module__})
 
 
 class Driver:
@@ -48,6 +72,7 @@ class Driver:
                  trained: Collection[str], skipped: Callable[[int], None]):
         self.pipe, self.call, self.device, self.dtype = pipe, call, device, dtype
         self._call = inspect.unwrap(type(pipe).__call__)
+        self._kind = _placed(type(pipe), device)
         self.accepts = inspect.signature(self._call).parameters
         self.stock = pipe.scheduler
         self.scheduler = PolicyScheduler.over(pipe.scheduler)
@@ -108,7 +133,8 @@ class Driver:
         arguments = dict(self.call, **inputs, **_texts(conditioning), return_dict=False, **scale, **options)
         pipe.encode_prompt = encode
         try:
-            with self.arithmetic(), self.attention(), self._remembering(task, inputs), self._idling(task), \
+            with _on_device(pipe, self._kind), self.arithmetic(), self.attention(), \
+                    self._remembering(task, inputs), self._idling(task), \
                     contextlib.nullcontext() if not conditioning.calls else unlogged(), \
                     seeded(pipe.scheduler, options.get("generator") if task is None else None):
                 out = self._call(pipe, **{k: v for k, v in arguments.items() if k in self.accepts})[0]
