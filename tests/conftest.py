@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 
@@ -26,3 +27,9 @@ def pytest_collection_modifyitems(config, items: list) -> None:
     for tests in order:
         shuffled.shuffle(tests)
     items[:] = [item for tests in order for item in tests]
+
+
+def pytest_collection_finish() -> None:
+    """Leave the modules of torch and its libraries out of every later garbage collection."""
+    gc.collect()
+    gc.freeze()

@@ -30,6 +30,7 @@ import bench_starter  # noqa: E402
 def config(folder, method: str, micro_batch: int, guidance: float = 1.0, **parts):
     return validate({
         "method": method, "parts": parts, "reward": "bright", "output": str(folder), "tracker": "none", "device": "cpu",
+        "precision": "fp32",
         "picture": {"call": tiny.CALL}, "adapter": {"rank": 2}, "eval": {"steps": 1, "prompts": 1, "grid": 1},
         "train": {"epochs": 3, "prompts": 2, "group": 3, "micro_batch": micro_batch, "guidance": guidance}})
 
@@ -39,19 +40,33 @@ def bright(images, prompts):
     return images.flatten(1).mean(1)
 
 
-@pytest.mark.parametrize("micro_batch", [2, 4])  # parts of groups; one group, as 4 rows do not hold two
-@pytest.mark.parametrize("method, guidance, parts", [
-    ("flow_grpo", 1.0, {}), ("flow_grpo_fast", 1.0, {}), ("dance_grpo", 1.0, {}), ("mix_grpo", 3.0, {}),
-    ("mix_grpo", 1.0, {"plan": {"every": 1}}), ("mix_grpo_flash", 1.0, {"plan": {"every": 1}}),
-    ("mix_grpo+grpo_guard", 1.0, {}), ("diffusion_nft", 1.0, {}), ("awm", 3.0, {}), ("dgpo", 1.0, {}),
-    ("diffusion_dpo", 1.0, {}), ("refl", 1.0, {}), ("draft", 3.0, {"plan": {"count": 2}}), ("alignprop", 1.0, {}),
+def spent(settings) -> int:
+    """Denoiser evaluations of the epochs of a run, without those that measure it."""
+    prompts = [Prompt(text) for text in "abcde"]
+    trainer = tiny.trainer_of(settings, {"bright": bright}, prompts)
+    for trainer.epoch in range(settings.train.epochs):
+        trainer.run_epoch()
+    return trainer.policy.evaluations
+
+
+# Parts of groups, or one group, as 4 rows do not hold two; every kind of replay, with guidance and without.
+@pytest.mark.parametrize("method, guidance, micro_batch, parts", [
+    ("flow_grpo", 1.0, 2, {}), ("flow_grpo", 1.0, 4, {}), ("flow_grpo_fast", 1.0, 2, {}), ("dance_grpo", 1.0, 2, {}),
+    ("mix_grpo", 3.0, 2, {}), ("mix_grpo", 1.0, 4, {"plan": {"every": 1}}),
+    ("mix_grpo_flash", 1.0, 2, {"plan": {"every": 1}}), ("mix_grpo+grpo_guard", 1.0, 4, {}),
+    ("diffusion_nft", 1.0, 2, {}), ("diffusion_nft", 1.0, 4, {}), ("awm", 3.0, 2, {}), ("dgpo", 1.0, 2, {}),
+    ("dgpo", 1.0, 4, {}), ("diffusion_dpo", 1.0, 4, {}), ("refl", 1.0, 2, {}),
+    ("draft", 3.0, 4, {"plan": {"count": 2}}), ("alignprop", 1.0, 2, {}),
 ])
-def test_a_run_costs_what_was_foretold(tmp_path, method, guidance, parts, micro_batch):
+def test_a_run_costs_what_was_foretold(tmp_path, method, guidance, micro_batch, parts):
     settings = config(tmp_path, method, micro_batch, guidance, **parts)
-    foretold = sum(bench_starter.epoch_cost(settings, epoch) for epoch in range(3))
-    prompts = [Prompt(text) for text in ("a", "b", "c", "d", "e")]
-    summary = run(settings, pipe=tiny.sd3(), functions={"bright": bright}, prompts=prompts)
-    assert summary["denoiser_evaluations"] == foretold
+    assert spent(settings) == sum(bench_starter.epoch_cost(settings, epoch) for epoch in range(3))
+
+
+def test_a_whole_run_reports_what_was_foretold(tmp_path):
+    settings = config(tmp_path, "mix_grpo", 4)
+    summary = run(settings, pipe=tiny.sd3(), functions={"bright": bright}, prompts=[Prompt(text) for text in "abcde"])
+    assert summary["denoiser_evaluations"] == sum(bench_starter.epoch_cost(settings, epoch) for epoch in range(3))
 
 
 @pytest.mark.parametrize("micro_batch", [2, 4])
@@ -73,12 +88,11 @@ def test_a_run_on_recorded_pairs_costs_what_was_foretold(tmp_path, method, parts
 
 @pytest.mark.parametrize("guidance", [1.0, 3.0])
 def test_a_run_of_edits_costs_its_bases(tmp_path, guidance):
-    settings = config(tmp_path, "expo", 4, guidance)
+    settings = config(tmp_path, "expo", 4, guidance, edit={"width": 8, "depth": 1}, value={"steps": 2, "batch": 4})
     settings = settings.model_copy(update={"train": settings.train.model_copy(update={"group": 4, "epochs": 2})})
     # 2 prompts of 2 bases, with a grid of 10 steps
     assert [bench_starter.epoch_cost(settings, epoch) for epoch in (0, 1)] == [4 * 10 * (2 if guidance > 1 else 1)] * 2
-    summary = run(settings, pipe=tiny.sd3(), functions={"bright": bright}, prompts=[Prompt(text) for text in "abc"])
-    assert summary["denoiser_evaluations"] == sum(bench_starter.epoch_cost(settings, epoch) for epoch in (0, 1))
+    assert spent(settings) == sum(bench_starter.epoch_cost(settings, epoch) for epoch in (0, 1))
 
 
 @pytest.mark.parametrize("entry", ["offline_dpo", "rpo"])
@@ -94,10 +108,7 @@ def test_the_runs_on_recorded_pairs_fit_and_have_the_budgets_epochs(entry):
 def test_a_second_pass_costs_what_was_foretold(tmp_path, method):
     settings = config(tmp_path, method, 2)
     settings = settings.model_copy(update={"train": settings.train.model_copy(update={"inner_epochs": 2})})
-    foretold = sum(bench_starter.epoch_cost(settings, epoch) for epoch in range(3))
-    prompts = [Prompt(text) for text in ("a", "b", "c", "d", "e")]
-    assert run(settings, pipe=tiny.sd3(), functions={"bright": bright}, prompts=prompts)[
-        "denoiser_evaluations"] == foretold
+    assert spent(settings) == sum(bench_starter.epoch_cost(settings, epoch) for epoch in range(3))
 
 
 def entry(method: str, **more):

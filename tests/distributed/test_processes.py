@@ -51,7 +51,7 @@ CASES = {
 }
 # With weights that are shared out, whoever has less to replay goes with the other.
 CASES |= {f"sharded {case}": CASES[case] | {"memory__shard": True}
-          for case in ("mix_grpo", "flow_grpo", "lopsided", "noised lopsided")}
+          for case in ("mix_grpo", "lopsided", "noised lopsided")}
 CASES["sharded mix_grpo"] |= {"train__checkpointing": True}
 EPOCHS = 2
 REWARD = '''

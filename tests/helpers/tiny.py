@@ -17,6 +17,7 @@ from flowgrpo.config.sections import Adapter
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.methods import preset
 from flowgrpo.methods.overlay import with_parts
+from flowgrpo.policies import build
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
 from flowgrpo.train import Trainer
 
@@ -77,6 +78,13 @@ def trainer(policy: PipelinePolicy | None = None, rewards=None, **options: Any) 
                                       adapted=with_parts(preset(settings.method), settings.parts).adapted)
     return Trainer(settings, Accelerator(cpu=True), policy, rewards or {"red": red},
                    ([Prompt(text) for text in PROMPTS], []))
+
+
+def trainer_of(settings: Config, rewards: dict[str, Any], prompts: list[Prompt]) -> Trainer:
+    """A Trainer of a configuration on the tiny SD3."""
+    torch.manual_seed(settings.seed)
+    made = build.make_policy(settings, torch.device("cpu"), sd3())
+    return Trainer(settings, Accelerator(cpu=True), made, rewards, (prompts, []))
 
 
 def weights(policy: PipelinePolicy) -> dict[str, torch.Tensor]:

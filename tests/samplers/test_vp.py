@@ -400,11 +400,8 @@ FLOW_DDIM = {"kernel": {"type": "FlowDDIM", "eta": 1.0}}
 
 
 @pytest.mark.parametrize("method, parts", [
-    ("ddpo", {}),
     ("ddpo", {"kernel": {"type": "DDIM", "eta": 0.5}}),
     ("ddpo", {"kernel": {"type": "CPS", "level": 1.0}}),
-    ("b2_diffurl", {}),
-    ("dance_grpo", FLOW_DDIM),
     ("mix_grpo+grpo_guard", FLOW_DDIM | {"step_weight": {"type": "NoiseLevel"}}),
     ("ddpo+sol_rl", {"preview": {"pool": 6, "steps": 2}}),
 ])

@@ -9,7 +9,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from flowgrpo.config import load
 from flowgrpo.config.sections import Adapter, Text
 from flowgrpo.data import splits
-from flowgrpo.methods.presets import suited
 from flowgrpo.policies.language.causal_lm import CausalLM, load_causal_lm
 from flowgrpo.rewards.find import find
 from flowgrpo.run import run
@@ -62,8 +61,8 @@ def test_the_reward_of_the_recipe_reads_the_answer():
     assert list(reward([entry["answer"] + "1" for entry in metadata], told, metadata)) == [0.0] * 50
 
 
-@pytest.mark.parametrize("method", suited("tokens"))
-def test_the_first_ratio_is_one_for_every_preset(method, tmp_path):
+@pytest.mark.parametrize("method", ["grpo", "gspo", "ppo", "spo_tree", "s_grpo", "latr"])
+def test_the_first_ratio_is_one(method, tmp_path):
     short = {"method": method, "parts": tiny_text.PARTS.get(method, {}), "output": str(tmp_path), "tracker": "none",
              "device": "cpu", "train.epochs": 1, "train.prompts": 8, "train.group": 8, "eval.prompts": 4}
     summary = run(load(RECIPE, short))

@@ -75,10 +75,10 @@ def test_a_replay_sees_what_the_rollout_saw(pipe, guidance):
         torch.testing.assert_close(now.detach(), then, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("guidance", [1.0, 3.0])
 @pytest.mark.parametrize("method", METHODS)
-def test_the_first_ratio_is_one(method, guidance):
-    trainer = tiny.trainer(method=method, train__guidance=guidance, **ROOM)
+def test_the_first_ratio_is_one(method):
+    """With guidance; without it every preset's is that of its golden metrics."""
+    trainer = tiny.trainer(method=method, train__guidance=3.0, **ROOM)
     tiny.stir(trainer.policy)
     for old, new in replays(trainer, *rollout(trainer)):
         assert (new.logp - old.logp).abs().max() <= 1e-6
@@ -87,7 +87,7 @@ def test_the_first_ratio_is_one(method, guidance):
         assert torch.equal(new.std, old.std)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ["flow_grpo", "mix_grpo", "branch_grpo", "tempflow_grpo", "granular_grpo"])
 def test_the_first_ratio_is_one_in_half_precision(method):
     policy = tiny.policy(tiny.sd3().to(torch.bfloat16), precision="bf16", guidance=3.0)
     trainer = tiny.trainer(tiny.stir(policy), method=method, precision="bf16", **ROOM)
