@@ -196,7 +196,7 @@ def test_a_reward_that_hangs_once_is_asked_again():
             over.wait()
         return lengths(images, prompts)
 
-    assert values(Composed(reward, RewardRule(timeout=5, on_error=Retry(retry=1, wait=0)))) == [1, 2, 3, 4]
+    assert values(Composed(reward, RewardRule(timeout=2, on_error=Retry(retry=1, wait=0)))) == [1, 2, 3, 4]
     over.set()
 
 
