@@ -101,6 +101,22 @@ def pick_device(name: str) -> str:
     return name
 
 
+def default_device() -> str:
+    """Name of this thread's CUDA device with its index, as "cuda:1"; "cpu" where there is none."""
+    return f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu"
+
+
+def current_gpu() -> int | None:
+    """Index of this thread's CUDA device; None in a process that has not used CUDA."""
+    return torch.cuda.current_device() if torch.cuda.is_initialized() else None
+
+
+def use_gpu(index: int | None) -> None:
+    """Make the CUDA device of this index that of this thread: every new thread begins with device 0. None: leave it."""
+    if index is not None:
+        torch.cuda.set_device(index)
+
+
 def described(device: str | torch.device) -> str:
     """A device in words, with the GPU's name."""
     device = torch.device(device)

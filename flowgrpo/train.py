@@ -19,7 +19,7 @@ from flowgrpo.config.geometry import geometry
 from flowgrpo.config.schema import Config
 from flowgrpo.curriculum.epoch_batch import Drawn
 from flowgrpo.data.prompts import Prompt
-from flowgrpo.device import queued
+from flowgrpo.device import current_gpu, queued, use_gpu
 from flowgrpo.distributed.processes import Processes
 from flowgrpo.distributed.signals import Stop, Stopped
 from flowgrpo.errors import UserError
@@ -121,7 +121,7 @@ class Trainer:
         self.explorer.lagging.updates = self.update
         if not turn:
             scoring.begin()
-        with ThreadPoolExecutor(1) as pool:
+        with ThreadPoolExecutor(1, initializer=use_gpu, initargs=(current_gpu(),)) as pool:
             for part, outputs in self.explorer.sample(conditioning, self.epoch, partial(scoring.total, batch),
                                                       partial(scoring.value, batch), turn):
                 self.stop.check()
@@ -170,7 +170,8 @@ class Trainer:
                         for part in share:
                             self.backward(part, conditioning, weights, count, stats)
                     self.processes.add_gradients(self.policy.weights.parameters())
-                    self.step_optimizer(stats)
+                    with self.processes.together():
+                        self.step_optimizer(stats)
         with self.clock("update"):
             fitted = self.critic.fit()
         metrics = stats.summary(self.processes) | self.explorer.metrics() | fitted
@@ -268,7 +269,7 @@ class Trainer:
                     if self.epoch % train.save_every == 0 or self.epoch == train.epochs or self.best.stopped:
                         state.save(self, folder)
         except torch.OutOfMemoryError as error:
-            self.save_whole(folder)
+            self.save_whole(folder, self.processes.parted)
             raise UserError(f"out of memory ({str(error).splitlines()[0]}): lower train.micro_batch (now "
                             f"{train.micro_batch}) or set train.checkpointing: true; --resume goes on from the last "
                             "checkpoint") from None
@@ -282,12 +283,16 @@ class Trainer:
         finally:
             log.close()
 
-    def save_whole(self, folder: Path) -> bool:
+    def save_whole(self, folder: Path, wait: bool = True) -> bool:
         """Save an interrupted run, unless the broken epoch has already changed the weights: it will be run again.
-        Whether it was saved."""
-        whole = self.update == self.marked["update"]
+
+        wait: for the other processes, which have to be here too; weights that changed on one of them are not whole.
+        Returns True if it was saved.
+        """
+        broken = self.update != self.marked["update"]
+        whole = not (self.processes.any(broken) if wait else broken)
         if whole:
-            state.save(self, folder)
+            state.save(self, folder, wait)
         return whole
 
 

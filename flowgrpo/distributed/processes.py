@@ -34,6 +34,7 @@ class Processes:
             self.rank, self.count = accelerator.process_index, accelerator.num_processes
             self.device = accelerator.device
         self.turns: Turns | None = None  # of a policy whose weights are shared out
+        self.parted = False  # True once all have left `together` for one that failed
 
     @property
     def first(self) -> bool:
@@ -105,22 +106,15 @@ class Processes:
         """
         try:
             yield
+            if self.turns is not None:
+                self.turns.take(DONE)  # go with the others until all are done
         except (Exception, Stopped):
             self.any(True) if self.turns is None else self.turns.leave()
+            self.parted = True
             raise
-        if self.turns is not None:
-            self._end_together(self.turns)
-        elif self.any(False):
+        if self.turns is None and self.any(False):
+            self.parted = True
             raise Stopped("another process failed or was asked to stop")
-
-    @staticmethod
-    def _end_together(turns: Turns) -> None:
-        """Go with the others until all are done."""
-        try:
-            turns.take(DONE)
-        except (Exception, Stopped):
-            turns.leave()
-            raise
 
     def add_gradients(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         """Sum the gradients of all processes, in one flat tensor.
@@ -129,9 +123,10 @@ class Processes:
         """
         if self.count == 1:
             return
-        present = torch.tensor([float(p.grad is not None) for p in parameters], device=self.device)
-        flat = torch.cat([present, *(torch.zeros_like(p).flatten() if p.grad is None else p.grad.flatten()
-                                     for p in parameters)])
+        with self.together():
+            present = torch.tensor([float(p.grad is not None) for p in parameters], device=self.device)
+            flat = torch.cat([present, *(torch.zeros_like(p).flatten() if p.grad is None else p.grad.flatten()
+                                         for p in parameters)])
         distributed.all_reduce(flat)
         present, flat = flat[:len(parameters)].tolist(), flat[len(parameters):]
         for parameter, anywhere, piece in zip(parameters, present, flat.split([p.numel() for p in parameters])):

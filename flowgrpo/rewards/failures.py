@@ -86,10 +86,14 @@ def within(seconds: float | None, told: str, call: Callable[[], Any]) -> Any:
     """
     if seconds is None:
         return call()
+    from flowgrpo.device import current_gpu, use_gpu  # loads torch
+
     answers: list[tuple[Any, BaseException | None]] = []
+    gpu = current_gpu()
 
     def work() -> None:
         try:
+            use_gpu(gpu)
             answers.append((call(), None))
         except BaseException as error:
             answers.append((None, error))

@@ -26,8 +26,11 @@ def counters(trainer: Any) -> dict[str, Any]:
         "loss_scale": trainer.scaler.state_dict(), "memory": copy.deepcopy(trainer.memory)}
 
 
-def save(trainer: Any, folder: Path) -> None:
-    """Write a checkpoint of everything, as of the end of the last whole epoch; the first process writes it."""
+def save(trainer: Any, folder: Path, wait: bool = True) -> None:
+    """Write a checkpoint of everything, as of the end of the last whole epoch; the first process writes it.
+
+    wait: until all processes are here.
+    """
     if trainer.processes.first:
         tensors = {f"weights/{k}": v for k, v in trainer.policy.weights.named.items()}
         tensors |= {f"ema/{k}": v for k, v in (trainer.ema or {}).items()}
@@ -38,7 +41,8 @@ def save(trainer: Any, folder: Path) -> None:
         tensors |= {f"optimizer/{k}": v for k, v in checkpoint.optimizer_tensors(trainer.optimizer).items()}
         told = trainer.marked | {"best": trainer.best.state(), "old_epoch": trainer.explorer.lagging.epoch}
         checkpoint.save(folder / "checkpoints", trainer.epoch, tensors, told, trainer.config.train.keep)
-    trainer.processes.wait()  # a process that left would have the others ended, in the midst of writing
+    if wait:
+        trainer.processes.wait()  # a process that left would have the others ended, in the midst of writing
 
 
 def room(trainer: Any) -> int:

@@ -370,3 +370,57 @@ def test_what_does_not_go_with_sharing_out_is_refused_in_one_line(options):
         require_shardable(chosen, validate.resolve(chosen))
     free = load(None, options)
     require_shardable(free, validate.resolve(free))
+
+
+# --- failures of one -------------------------------------------------------------------------------------------------
+
+def out_of_memory_on_the_second(folder: Path, place: str) -> None:
+    """Train in two processes, of which the second has no memory left in its second update: in the sum of gradients, or
+    in the optimizer's step."""
+    processes = Processes(Accelerator(cpu=True))
+    trainer = tiny.trainer(**SMALL | CASES["mix_grpo"])
+
+    def step(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    def full(parameter: torch.Tensor) -> None:
+        if trainer.update == 1:
+            parameter.grad = parameter.grad.as_subclass(Full)
+
+    if processes.rank == 1 and place == "step":
+        trainer.optimizer.register_step_pre_hook(lambda *_: step() if trainer.update == 1 else None)
+    if processes.rank == 1 and place == "sum":
+        for parameter in trainer.policy.weights.parameters():
+            parameter.register_post_accumulate_grad_hook(full)
+    message = "none"
+    try:
+        trainer.train(folder, {})
+    except (UserError, Stopped) as error:
+        message = f"{type(error).__name__}: {error}"
+    (folder / f"{place}{processes.rank}").write_text(message)
+
+
+class Full(torch.Tensor):
+    """A gradient that does not fit a second time."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        if function is torch.Tensor.flatten:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return super().__torch_function__(function, types, args, kwargs or {})
+
+
+@pytest.mark.parametrize("place", ["step", "sum"])
+def test_when_one_has_no_memory_left_all_end(place, tmp_path):
+    [port] = free_ports(1)
+    both = [Forked(out_of_memory_on_the_second, tmp_path, place, MASTER_ADDR="127.0.0.1", MASTER_PORT=port,
+                   OMP_NUM_THREADS="1", WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", RANK=rank, LOCAL_RANK=rank)
+            for rank in "01"]
+    try:
+        assert [each.wait(120) for each in both] == [0, 0], [each.streams() for each in both]
+    finally:
+        for each in both:
+            each.kill()
+    first, second = ((tmp_path / f"{place}{rank}").read_text() for rank in (0, 1))
+    assert first == "Stopped: another process failed or was asked to stop"
+    assert second.startswith("UserError: out of memory (CUDA out of memory.")

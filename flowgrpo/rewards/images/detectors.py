@@ -27,6 +27,7 @@ from torch import Tensor
 
 from flowgrpo.errors import UserError
 from flowgrpo.extras import needed
+from flowgrpo.rewards.images.vision import placed
 from flowgrpo.rewards.pixels import eight_bit
 
 OBJECTS = tuple("""person,bicycle,car,motorcycle,airplane,bus,train,truck,boat,traffic light,fire hydrant,stop sign,
@@ -97,7 +98,7 @@ class Torchvision:
             object.__setattr__(self, "categories", tuple(weights.meta["categories"]))
             with _reading(self.name, weights.url):
                 object.__setattr__(self, "model", get_model(self.name, weights=weights))
-        device = self.device or ("cuda" if torch.cuda.is_available() else "cpu")
+        device = placed(self.device)
         object.__setattr__(self, "device", device)
         self.model.eval().to(device)
 

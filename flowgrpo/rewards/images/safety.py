@@ -16,6 +16,7 @@ from torch import Tensor
 
 from flowgrpo.errors import UserError
 from flowgrpo.rewards.about import About
+from flowgrpo.rewards.images.vision import placed
 from flowgrpo.rewards.pixels import eight_bit
 
 AT_ONCE = 32  # pictures
@@ -52,7 +53,7 @@ class Safety:
         if len(rows) != len(wanted):
             raise UserError(f"reward 'safety': unsafe is {', '.join(self.unsafe)}, but the classes of {self.model!r} "
                             f"are {', '.join(labels.values())}")
-        device = self.device or ("cuda" if torch.cuda.is_available() else "cpu")
+        device = placed(self.device)
         for name, value in {"processor": processor, "classifier": classifier.eval().to(device), "rows": rows,
                             "device": device}.items():
             object.__setattr__(self, name, value)

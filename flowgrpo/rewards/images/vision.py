@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import interpolate, pad
 
+from flowgrpo.device import default_device
 from flowgrpo.errors import UserError
 
 MEAN = (0.48145466, 0.4578275, 0.40821073)  # of CLIP's training pictures, which BLIP's models took over
@@ -86,8 +87,11 @@ def precision(reward: str, name: str) -> torch.dtype:
 
 
 def placed(device: str | None) -> str:
-    """The device of that name; None for a GPU where there is one."""
-    return device or ("cuda" if torch.cuda.is_available() else "cpu")
+    """The device of that name; None for this process's GPU, with its index, or the CPU.
+
+    A name without an index would be another GPU in another thread.
+    """
+    return device or default_device()
 
 
 @contextmanager
