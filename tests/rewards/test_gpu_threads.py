@@ -19,14 +19,14 @@ from tests.helpers import tiny
 def chosen(monkeypatch) -> dict[int, int]:
     """The GPU of every thread, by its identity, as torch.cuda would keep it; the main thread's is the fourth."""
     gpus = {threading.get_ident(): 3}
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: gpus.get(threading.get_ident(), 0))
     monkeypatch.setattr(torch.cuda, "set_device", lambda index: gpus.update({threading.get_ident(): index}))
     return gpus
 
 
-def test_a_reward_is_placed_on_its_processs_gpu(chosen):
+def test_a_reward_is_placed_on_its_processs_gpu(chosen, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert placed(None) == "cuda:3" and placed("cuda:1") == "cuda:1" and placed("cpu") == "cpu"
 
 
@@ -34,7 +34,7 @@ def test_a_call_with_a_time_limit_is_made_on_its_callers_gpu(chosen):
     assert within(60, "it", torch.cuda.current_device) == within(None, "it", torch.cuda.current_device) == 3
 
 
-def test_the_thread_that_scores_is_on_its_processs_gpu(chosen, monkeypatch):
+def test_the_thread_that_scores_is_on_its_processs_gpu(chosen):
     seen = []
 
     def score(images, prompts):
