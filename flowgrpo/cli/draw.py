@@ -41,24 +41,14 @@ def sample(
 ) -> None:
     """Draw pictures with a model, or write texts, with or without a LoRA."""
     weight = one_weight(rlg)
-    if weight is not None and lora is None:
-        raise UserError("--rlg: expected --lora too, whose change of the model it weights")
-    if bool(prompt) == (prompts is not None):
-        raise UserError(f"got {'both' if prompt else 'neither'}, expected --prompt TEXT or --prompts FILE")
+    _require_options(prompt, prompts, image, {"batch": batch, "key": key}, weight is not None and lora is None)
     if prompts is not None:
-        if image is not None:
-            raise UserError("--image: goes with --prompt; in a prompt file, every prompt may bring an `image`")
         from flowgrpo.evaluation import prompt_file
 
         typer.echo(prompt_file.sample(model, prompts, output, lora=lora, count=count, seed=seed, steps=steps,
                                       guidance=guidance, rlg=weight, batch=batch, temperature=temperature, key=key,
                                       precision=precision))
         return
-    for name, value in {"batch": batch, "key": key}.items():
-        if value is not None:
-            raise UserError(f"--{name}: goes with --prompts FILE; leave it out")
-    if not all(text.strip() for text in prompt):
-        raise UserError("--prompt: expected a text, got an empty one")
     if _writes(model, lora):
         if weight is not None:
             raise UserError("--rlg: weights the velocities of a denoiser; leave it out for a language model")
@@ -72,6 +62,25 @@ def sample(
 
     for path in images.sample(model, lora, prompt, count, seed, steps, guidance, output, weight, image, precision):
         typer.echo(path)
+
+
+def _require_options(prompt: list[str] | None, prompts: Path | None, image: Path | None, of_files: dict[str, object],
+                     unweighted: bool) -> None:
+    """Raise UserError for options of `sample` that do not go together.
+
+    of_files: options that --prompts alone reads, by name; unweighted: True where --rlg has no LoRA to weight.
+    """
+    if unweighted:
+        raise UserError("--rlg: expected --lora too, whose change of the model it weights")
+    if bool(prompt) == (prompts is not None):
+        raise UserError(f"got {'both' if prompt else 'neither'}, expected --prompt TEXT or --prompts FILE")
+    if prompts is not None and image is not None:
+        raise UserError("--image: goes with --prompt; in a prompt file, every prompt may bring an `image`")
+    for name, value in of_files.items() if prompts is None else ():
+        if value is not None:
+            raise UserError(f"--{name}: goes with --prompts FILE; leave it out")
+    if not all(text.strip() for text in prompt or ()):
+        raise UserError("--prompt: expected a text, got an empty one")
 
 
 def _writes(model: str, run: str | Path | None = None) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import math
 from collections.abc import Callable, Sequence
@@ -73,6 +74,12 @@ class Batch:
     metadata: list[dict[str, Any]]
     base: Any = None
 
+    def copy(self) -> Batch:
+        """Data of its own for a reward, which may write into what it is given."""
+        outputs = self.outputs.clone() if hasattr(self.outputs, "clone") else list(self.outputs)
+        return Batch(outputs, list(self.prompts), copy.deepcopy(self.metadata),
+                     None if self.base is None else self.base.clone())
+
     def rows(self, rows: Sequence[int]) -> Batch:
         """Some of the samples."""
         if list(rows) == list(range(len(self.prompts))):
@@ -111,8 +118,9 @@ def _ask(name: str, function: Callable[..., Any], batch: Batch, timeout: float |
     import torch
 
     on = f"on {len(batch.prompts)} samples (first prompt of the batch: {batch.prompts[0]!r})"
-    further = {"base": batch.base} if compared else {}
-    arguments = (batch.outputs, list(batch.prompts), list(batch.metadata))[:arity(name, function, **further)]
+    own = batch.copy()
+    further = {"base": own.base} if compared else {}
+    arguments = (own.outputs, own.prompts, own.metadata)[:arity(name, function, **further)]
 
     def call() -> Any:
         with torch.no_grad():  # here, because it holds for the thread that says it
@@ -174,5 +182,8 @@ def _number(name: str, value: Any, prompt: str) -> float | Failed:
 
 
 def _short(value: Any) -> str:
-    text = " ".join(repr(value).split())
+    try:
+        text = " ".join(repr(value).split())
+    except Exception:  # a number of thousands of digits, or an object whose repr fails
+        text = f"a value of type {type(value).__name__}"
     return text if len(text) <= 60 else text[:57] + "..."
