@@ -25,7 +25,10 @@ def segments_of(cuts: Tensor, interval: int) -> Tensor:
 
 
 def starts_of(segments: Tensor, mask: Tensor) -> list[tuple[int, int, int]]:
-    """Return (row, segment, index of its first token) of all segments but the first of a row."""
+    """Return (row, segment, index of its first token) of all segments but the first of a row.
+
+    segments: int64 [m, L]; mask: bool [m, L], true for drawn tokens.
+    """
     new = (segments[:, 1:] > segments[:, :-1]) & mask[:, 1:]
     return [(row, int(segments[row, place + 1]), place + 1) for row, place in new.nonzero().tolist()]
 

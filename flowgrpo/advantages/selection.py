@@ -80,7 +80,7 @@ class MaxVariance:
 
 @dataclass(frozen=True)
 class Extremes:
-    """Of every branch group keep the best sample, if its score is at least `high`, and the worst, if at most `low`.
+    """Keep the best sample of every branch group, if its score is at least `high`, and the worst, if at most `low`.
 
     A branch group is `branch` consecutive samples, those that share a trunk (None: all of a prompt's). Scores should be
     deviations from a prompt's usual reward, as `Advantage(scale="running")` gives them (B2-DiffuRL, 2503.11240,

@@ -168,7 +168,7 @@ class Preference(OfNoised):
 
 
 def goodness(advantage: Tensor, most: float) -> Tensor:
-    """Return the advantage as a share of good: 0 at -most, 1/2 at 0, 1 at most; same shape."""
+    """Return the advantage [...] as a share of good, [...]: 0 at -most, 1/2 at 0, 1 at most."""
     return (advantage / (2 * most) + 0.5).clamp(0, 1)
 
 

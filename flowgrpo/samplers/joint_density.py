@@ -15,9 +15,9 @@ from flowgrpo.types import Gaussian, Scored, Transitions
 
 @dataclass(frozen=True)
 class Joint:
-    """Log-density of a chain, log N(x_0; 0, 1) + sum_k log p(x_k+1 | x_k), over the number of its terms, [b] (ReinFlow,
-    2505.22094, whose code divides so too).
+    """Log-density of a chain over its number of terms, [b] (ReinFlow, 2505.22094, whose code divides so too).
 
+    It is (log N(x_0; 0, 1) + sum_k log p(x_k+1 | x_k)) / terms.
     first: the state [b,*D] that the chain starts from, standard normal, or None where its density is not known.
     steps: log-densities [b] of the transitions, each a mean over the latent's values.
 

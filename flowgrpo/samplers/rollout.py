@@ -321,7 +321,7 @@ class _Grower:
 
 
 def cat(values: list[torch.Tensor | None]) -> torch.Tensor | None:
-    """Concatenate the values; a single one is not copied, so x_next of one step stays x of the next."""
+    """Concatenate values [n,...] along rows; a single one is not copied, so x_next of one step stays x of the next."""
     return values[0] if len(values) == 1 or values[0] is None else torch.cat(values)
 
 

@@ -69,7 +69,7 @@ def refusal(error: Exception) -> str | None:
 
 
 def readable(place: Path) -> None:
-    """Give safetensors files, which are written for their owner alone, the default mode of new files.
+    """Set the default mode of new files on safetensors files, which are written for their owner alone.
 
     place: a file, or a folder, whose files are changed recursively.
     """

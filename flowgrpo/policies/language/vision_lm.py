@@ -38,7 +38,7 @@ class Shown(Asked):
     pictures: list[dict[str, Tensor]]
 
     def rows(self, index: Tensor) -> Shown:
-        """The rows `index` (int64 [B]); a row may be taken several times."""
+        """Return the rows `index` (int64 [B]); a row may be taken several times."""
         return Shown(*([each[i] for i in index.tolist()] for each in
                        (self.prompts, self.ids, self.by_token, self.pictures)))
 

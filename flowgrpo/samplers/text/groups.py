@@ -109,6 +109,6 @@ def joined(pieces: Sequence[Sampled]) -> Sampled:
 
 
 def ordered(made: Sampled, order: Tensor) -> Sampled:
-    """Return the samples at the indices `order`, which may repeat or omit some."""
+    """Return the samples at the indices `order`, int64 [n], which may repeat or omit some."""
     return type(made)(*(each[order] for each in (made.ids, made.logp, made.mask, made.cut)),
                       [made.texts[i] for i in order.tolist()])
