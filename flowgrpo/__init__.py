@@ -1,11 +1,11 @@
 """flowgrpo: align diffusers generators and language models to a reward by group-relative RL.
 
-    flowgrpo.align("starter", rewards="scene_graded")     # what `flowgrpo train` calls
+    flowgrpo.align("starter", rewards="scene_graded")     # the same run as `flowgrpo train`
 
-    @flowgrpo.reward("bright")                            # ten lines of your own
+    @flowgrpo.reward("bright")                            # a reward in ten lines
     def bright(images, prompts, metadata): ...
 
-Importing the package loads no torch; the names below are loaded when they are first used.
+Importing the package does not import torch; the names below are loaded at their first use.
 """
 
 from __future__ import annotations

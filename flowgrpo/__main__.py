@@ -1,4 +1,4 @@
-"""`python -m flowgrpo` is the command `flowgrpo`."""
+"""Run `python -m flowgrpo` as the command `flowgrpo`."""
 
 from __future__ import annotations
 

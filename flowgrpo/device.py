@@ -1,4 +1,4 @@
-"""Devices and precisions of a run, and copies to a device that the host does not wait for."""
+"""Devices and precisions of a run, and non-blocking copies to a GPU through pinned memory."""
 
 from __future__ import annotations
 
@@ -13,16 +13,21 @@ from flowgrpo.errors import UserError
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 AUTO = "auto"
-NATIVE = (8, 0)  # CUDA's compute capability with which bf16 arithmetic begins
-FASTER = 1.2  # bf16 over fp32 on a CPU: with such instructions 2 to 10, and without below 1
+NATIVE = (8, 0)  # lowest CUDA compute capability with bf16 arithmetic
+FASTER = 1.2  # speed of bf16 over fp32 on a CPU: 2 to 10 with bf16 instructions, below 1 without
 SHAPE = (512, 256, 256)  # rows, inputs and outputs of the timed product: a layer of a small denoiser
 TRIALS, SECONDS = 20, 0.1  # of the timing, at most
 
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """A device's answers about bf16: kind: "cuda", "mps" or "cpu"; name and capability: of a CUDA device; multiplies:
-    MPS's product succeeds; speed: of a CPU's bf16 products over its fp32 ones."""
+    """Support of a device for bf16.
+
+    kind: "cuda", "mps" or "cpu".
+    name, capability: of a CUDA device.
+    multiplies: MPS's product succeeds.
+    speed: of a CPU's bf16 products, relative to its fp32 ones.
+    """
 
     kind: str
     name: str = ""
@@ -32,7 +37,7 @@ class Arithmetic:
 
 
 def choose(found: Arithmetic) -> tuple[str, str]:
-    """The precision for a device, "bf16" where it computes in that natively and else "fp32", and the reason."""
+    """Return the precision for a device and the reason: "bf16" if it computes in that natively, otherwise "fp32"."""
     if found.kind == "cuda":
         native = found.capability >= NATIVE
         reason = f"{found.name} has compute capability {'.'.join(map(str, found.capability))}"
@@ -48,7 +53,7 @@ def choose(found: Arithmetic) -> tuple[str, str]:
 
 
 def arithmetic(device: str | torch.device) -> Arithmetic:
-    """Ask a device about bf16."""
+    """Query a device's support for bf16."""
     device = torch.device(device)
     if device.type == "cuda":
         return Arithmetic("cuda", torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device))
@@ -59,19 +64,21 @@ def arithmetic(device: str | torch.device) -> Arithmetic:
 
 @functools.cache
 def bf16_speed() -> float:
-    """Time products of one shape in bf16 and fp32 by turns, on one core, in about SECONDS; returns how many times as
-    fast the best one in bf16 is. Limits such as ONEDNN_MAX_CPU_ISA count."""
+    """Time products of one shape in bf16 and fp32 in turn, on one core, in about SECONDS; return the speed ratio.
+
+    The ratio is of the best times, above 1 if bf16 is faster. Limits such as ONEDNN_MAX_CPU_ISA apply.
+    """
     rows, inputs, outputs = SHAPE
     best = {torch.float32: math.inf, torch.bfloat16: math.inf}
     threads, begun = torch.get_num_threads(), time.monotonic()
     pairs = {dtype: (torch.ones(rows, inputs, dtype=dtype), torch.ones(inputs, outputs, dtype=dtype)) for dtype in best}
-    torch.set_num_threads(1)  # several would wait for each other on a machine that is busy
+    torch.set_num_threads(1)  # several would wait for each other on a busy machine
     try:
         for trial in range(TRIALS):
             for dtype, (left, right) in pairs.items():
                 start = time.perf_counter()
                 torch.mm(left, right)
-                if trial:  # the first ones also make their kernels
+                if trial:  # the first ones also create their kernels
                     best[dtype] = min(best[dtype], time.perf_counter() - start)
             if trial and time.monotonic() - begun > SECONDS:
                 break
@@ -81,7 +88,7 @@ def bf16_speed() -> float:
 
 
 def _mps_multiplies(dtype: torch.dtype) -> bool:
-    """Try a small product on Apple's MPS; returns True where it succeeds."""
+    """Try a small product on Apple's MPS; return True if it succeeds."""
     if not torch.backends.mps.is_available():
         return False
     try:
@@ -92,7 +99,10 @@ def _mps_multiplies(dtype: torch.dtype) -> bool:
 
 
 def pick_device(name: str) -> str:
-    """`auto` takes CUDA, then MPS where it works, then the CPU. UserError where the asked one is absent."""
+    """Return the device for a name; `auto` takes CUDA, then MPS if it works, then the CPU.
+
+    Raises UserError if the requested one is missing.
+    """
     probes = {"cuda": torch.cuda.is_available, "mps": lambda: _mps_multiplies(torch.float32), "cpu": lambda: True}
     if name == AUTO:
         return next(device for device, works in probes.items() if works())
@@ -118,26 +128,31 @@ def use_gpu(index: int | None) -> None:
 
 
 def described(device: str | torch.device) -> str:
-    """A device in words, with the GPU's name."""
+    """Return the description of a device, with the GPU's name."""
     device = torch.device(device)
     return f"{device} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else str(device)
 
 
 def concrete(precision: str, device: str | torch.device) -> str:
-    """A precision, or what the device suits in place of `auto`."""
+    """Return the precision, with `auto` replaced by the one that suits the device."""
     return choose(arithmetic(device))[0] if precision == AUTO else precision
 
 
 def drawing(recorded: str, device: str | torch.device, asked: str | None = None) -> str:
-    """The precision to draw in with a model that was trained in `recorded`, or `asked`, where that is given. In place
-    of a recorded bf16 or fp16 a CPU takes what suits it."""
+    """Return the sampling precision for a model that was trained in `recorded`, or `asked` if given.
+
+    In place of a recorded bf16 or fp16 a CPU uses the precision that suits it.
+    """
     kept = recorded == "fp32" or torch.device(device).type != "cpu"
     return concrete(asked or (recorded if kept else AUTO), device)
 
 
 def queued(tensor: torch.Tensor, device: torch.device | str | None) -> torch.Tensor:
-    """The tensor on the device (None: where it is). From the CPU to a GPU it goes by pinned memory: the copy is queued,
-    and the host does not wait for what was queued before; torch keeps the pinned memory until the copy is done."""
+    """Return the tensor on the device (None: unchanged).
+
+    From the CPU to a GPU the copy goes through pinned memory and is queued: the host does not wait for earlier work.
+    torch keeps the pinned memory until the copy is done.
+    """
     if device is None or tensor.device.type != "cpu" or torch.device(device).type != "cuda":
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)

@@ -1,4 +1,4 @@
-"""The error of a person: one clear line, shown without a traceback, exit code 2."""
+"""An error the user can fix: printed as one line without a traceback, exit code 2."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import difflib
 
 
 class UserError(ValueError):
-    """What was got, what was expected and how to fix it, in one line."""
+    """One line with what was got, what was expected and the fix."""
 
 
 def nearest(word: str, choices: list[str]) -> str:
-    """The end of an error about an unknown word: its nearest right one, or all there are.
+    """Return the end of an error about an unknown word: the nearest valid one, or all choices.
 
-    Of dotted words the last part counts first, so that `lr` finds `train.lr`, and `eval.stepss` finds `eval.steps`.
+    The last part of dotted words counts first, so `lr` finds `train.lr`, and `eval.stepss` finds `eval.steps`.
     """
     def likeness(choice: str) -> tuple[float, float]:
         ends = word.rpartition(".")[2], choice.rpartition(".")[2]

@@ -1,4 +1,4 @@
-"""Packages that only some features need: found, imported where they are used, and named with their extra if missing."""
+"""Optional packages: find them, import them at first use, and name their extra if they are missing."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from types import ModuleType
 from flowgrpo.errors import UserError
 from flowgrpo.version import __version__
 
-# The modules that each extra of pyproject.toml brings, by which its packages are found whatever installed them.
+# Modules of each extra of pyproject.toml: they identify its packages, however these were installed.
 EXTRAS = {"clip": ("open_clip",), "server": ("fastapi", "uvicorn", "httpx"), "ocr": ("rapidocr_onnxruntime",),
           "video": ("cv2",), "text": ("math_verify", "jsonschema"), "parquet": ("pyarrow",), "vllm": ("vllm",),
           "wandb": ("wandb",), "torchao": ("torchao",), "bitsandbytes": ("bitsandbytes",)}
 
 
 def version(package: str) -> str:
-    """Return the version of flowgrpo or of a package; "unknown" where the interpreter has no record of it."""
+    """Return the version of flowgrpo or of a package; "unknown" if the interpreter has no record of it."""
     if package == "flowgrpo":
         return __version__
     try:
@@ -26,16 +26,17 @@ def version(package: str) -> str:
 
 
 def present(name: str) -> bool:
-    """Find all modules of an extra of flowgrpo, or else the package of that name; imports nothing."""
+    """True if all modules of an extra of flowgrpo, or else the package of that name, are found; imports nothing."""
     if name in EXTRAS:
         return all(importlib.util.find_spec(module) is not None for module in EXTRAS[name])
     return version(name) != "unknown" or importlib.util.find_spec(name.replace("-", "_")) is not None
 
 
 def needed(module: str, extra: str, told: str) -> ModuleType:
-    """Import `module`; UserError that begins with `told` ("reward 'ocr'") and names the extra of flowgrpo to install.
+    """Import `module` and return it.
 
-    The import's own error is told as well: a package may be there and lack a library of the system.
+    Raises UserError that begins with `told` ("reward 'ocr'"), names the extra of flowgrpo to install, and quotes the
+    import's own error: a package may be installed and lack a system library.
     """
     try:
         return importlib.import_module(module)

@@ -1,7 +1,7 @@
-"""The density of a Gaussian transition: the only place where one is written.
+"""Density of a Gaussian transition; no other module defines one.
 
-Everything is a mean over the non-batch dimensions, never a sum (the convention of every released image trainer): the
-clip ranges of the presets are in this unit, and the joint log-density is D times larger, D the number of latent values.
+Everything is a mean over the non-batch dimensions, never a sum (the convention of every released image trainer). The
+clip ranges of the presets are in this unit. The joint log-density is D times larger, D the number of latent values.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from flowgrpo.types import Gaussian, wide
 
 
 def log_prob(gaussian: Gaussian, x: Tensor) -> Tensor:
-    """Log-density of x [B, *D] under the Gaussian, averaged over *D: [B], float32 or wider, constants included.
+    """Return the log-density of x [B, *D] under the Gaussian, averaged over *D: [B], float32 or wider, constants
+    included.
 
-    Raises ValueError where the deviation is not positive. The check is free as long as std lives on the CPU, which
-    a kernel's does when its grid does.
+    The check of std is free if it is on the CPU, as a kernel's is when its grid is.
+    Raises ValueError if the deviation is not positive.
     """
     _require_noise(gaussian)
     mean, std, x = wide(gaussian.mean, gaussian.std, x)
@@ -27,10 +28,11 @@ def log_prob(gaussian: Gaussian, x: Tensor) -> Tensor:
 
 
 def kl(p: Gaussian, q: Gaussian) -> Tensor:
-    """KL(p || q) of two Gaussians of equal std, averaged over *D: mean((mean_p - mean_q)^2) / (2 std^2), [B].
+    """Return KL(p || q) of two Gaussians of equal std, averaged over *D: mean((mean_p - mean_q)^2) / (2 std^2), [B].
 
-    std is the deviation of the whole step, sqrt(delta) included: the KL of the Flow-GRPO paper (2505.05470), and not
-    the 2 g^2 denominator of its later code, whose coefficients are about ten times larger. Raises as `log_prob` does.
+    std is the deviation of the whole step, sqrt(delta) included. It is the KL of the Flow-GRPO paper (2505.05470), and
+    not the 2 g^2 denominator of its later code, whose coefficients are about ten times larger.
+    Raises ValueError as `log_prob` does.
     """
     assert p.std is q.std or torch.equal(p.std, q.std), "kl is for transitions of one kernel, step and grid"
     _require_noise(p)
@@ -39,7 +41,8 @@ def kl(p: Gaussian, q: Gaussian) -> Tensor:
 
 
 def sample(gaussian: Gaussian, noise: Tensor) -> Tensor:
-    """mean + std * noise, for standard normal noise [B, *D]; in the mean's dtype or wider, not yet rounded."""
+    """Return mean + std * noise [B, *D] for standard normal noise [B, *D], in the mean's dtype or wider, not yet
+    rounded."""
     mean, std, noise = wide(gaussian.mean, gaussian.std, noise)
     return mean + std * noise
 

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Inside, no library warns or logs: for calls whose warnings are known not to apply."""
+    """Context manager: no library warns or logs; for calls whose warnings are known not to apply."""
     from diffusers.utils import logging as of_diffusers
     from transformers.utils import logging as of_transformers
 
@@ -49,8 +49,7 @@ class Clock:
 
 
 def plain_console():
-    """A rich console to which a string is what it says: no markup and no names of emoji, since names, paths and tasks
-    are foreign text."""
+    """Return a rich console without markup and emoji names, since names, paths and tasks are third-party text."""
     from rich.console import Console
 
-    return Console(width=None if sys.stdout.isatty() else 200, markup=False, emoji=False)  # a pipe has no edge
+    return Console(width=None if sys.stdout.isatty() else 200, markup=False, emoji=False)  # a pipe has no width

@@ -1,4 +1,4 @@
-"""The way in, for the command line and for `flowgrpo.align`: check, load, measure, train, measure again."""
+"""Entry point of the command line and of `flowgrpo.align`: check, load, measure, train, measure again."""
 
 from __future__ import annotations
 
@@ -35,11 +35,16 @@ from flowgrpo.training import best, run_folder, state, tracker, trial
 
 @dataclass(frozen=True, eq=False)
 class Ready:
-    """What a run needs that is neither model nor weights, looked through.
+    """Validated inputs of a run, without the model and its weights.
 
-    config: with a precision that is chosen, and `precision`, that in words; device: of this process; trained, measured:
-    rewards by name; split: training and held-out prompts; last: the checkpoint to go on from, or None; changes: of the
-    configuration since then, to be told.
+    config: the configuration, with a chosen precision.
+    precision: the precision in words.
+    device: of this process.
+    accelerator: accelerate's.
+    trained, measured: rewards by name.
+    split: training and held-out prompts.
+    last: the checkpoint to resume from, or None.
+    changes: changes of the configuration since then, for the report.
     """
 
     config: Config
@@ -55,11 +60,11 @@ class Ready:
 
 def run(config: Config, resume: bool = False, *, pipe=None, functions: dict[str, Any] | None = None,
         prompts: list[Prompt] | None = None) -> dict[str, Any]:
-    """Align a model as `config` says; returns the summary that is also written to `summary.json`.
+    """Align a model as `config` says; return the summary that is also written to `summary.json`.
 
-    Under `accelerate launch` or `torchrun` every process calls it, and the first one writes and prints.
-    pipe (of a language model the tuple of model and tokenizer or processor), functions (by name), prompts: objects that
-    take the place of what the configuration names. Where the run fails, such a pipe is left as it was.
+    Under `accelerate launch` or `torchrun` every process calls it, and the first one writes and prints. pipe (of a
+    language model the tuple of model and tokenizer or processor), functions (by name) and prompts are objects that
+    replace those named in the configuration. If the run fails, such a pipe is restored.
     """
     from accelerate.utils import set_seed
 
@@ -78,8 +83,7 @@ def run(config: Config, resume: bool = False, *, pipe=None, functions: dict[str,
 
 
 def _train(ready: Ready, loaded: Any, listed: str | None) -> dict[str, Any]:
-    """The run of a model that is loaded, after all that is known to be wrong without it; listed: the content of the
-    run's own file of prompts."""
+    """Run a loaded model, after all checks that need no model; listed: the content of the run's own prompt file."""
     config, folder = ready.config, ready.config.folder
     policy = build.make_policy(config, ready.device, loaded)
     trainer = Trainer(config, ready.accelerator, policy, ready.trained, ready.split)
@@ -103,13 +107,16 @@ def _train(ready: Ready, loaded: Any, listed: str | None) -> dict[str, Any]:
 
 def check(config: Config, resume: bool = False, pipe=None, functions: dict[str, Any] | None = None,
           prompts: list[Prompt] | None = None) -> Ready:
-    """Look at whatever a person can get wrong before anything is loaded or written. UserError for the first mistake."""
+    """Validate configuration, rewards, prompts and run folder before anything is loaded or written.
+
+    Raises UserError on the first problem.
+    """
     device = pick_device(config.device)
     kind = build.kind(config, pipe)
     method = resolve(config, build.process(kind))
     reads.require_keys(config, kind)
     tracker.require(config)
-    accelerator = make_accelerator(config, device)  # first: it chooses the GPU that rewards will find
+    accelerator = make_accelerator(config, device)  # first: it selects the GPU that rewards will use
     if accelerator.num_processes > 1:
         device = accelerator.device
     config, precision = settled(config, accelerator, device, resume, pipe)
@@ -146,7 +153,7 @@ def check(config: Config, resume: bool = False, pipe=None, functions: dict[str, 
 
 def settled(config: Config, accelerator: Any, device: str | torch.device, resume: bool, pipe: Any
             ) -> tuple[Config, str]:
-    """The configuration with the precision that the first process chooses for all, and that in words."""
+    """Return the configuration with the precision that the first process chooses for all, and its description."""
     from accelerate.utils import broadcast_object_list
 
     begun = run_folder.precision(config) if resume else None
@@ -155,7 +162,10 @@ def settled(config: Config, accelerator: Any, device: str | torch.device, resume
 
 
 def make_accelerator(config: Config, device: str):
-    """Launch, device and trackers are accelerate's. UserError where it was told to shard the model."""
+    """Return the accelerator; launch, device and trackers are accelerate's.
+
+    Raises UserError if it was configured to shard the model.
+    """
     from accelerate import Accelerator, InitProcessGroupKwargs
 
     require_replicated(os.environ)
@@ -165,8 +175,10 @@ def make_accelerator(config: Config, device: str):
 
 
 def prepare(config: Config, epoch: int, resumed: bool, changes: list[str], own: contextlib.ExitStack) -> None:
-    """The run's folder, without what an earlier run has left in it, or this one after that epoch; until `own` is closed
-    no other run takes it."""
+    """Prepare the run's folder: archive an earlier run, or resume this one after `epoch`.
+
+    The folder is locked against other runs until `own` is closed.
+    """
     folder = config.folder
     run_folder.require_free(folder)
     if not resumed and (moved := run_folder.set_aside(folder)):
@@ -180,18 +192,19 @@ def prepare(config: Config, epoch: int, resumed: bool, changes: list[str], own: 
 
 def align(model, rewards="scene_graded", prompts="starter", method: str = "mix_grpo", resume: bool = False,
           **options: Any) -> dict[str, Any]:
-    """Align `model` to `rewards` on `prompts`: what the command line does, from Python.
+    """Align `model` to `rewards` on `prompts`: `flowgrpo train` from Python.
 
     model: `starter`, a directory, a hub id, a loaded diffusers pipeline, or a loaded language model with its tokenizer
-    or processor, as a tuple. rewards: a name, a function
-    `reward(images, prompts, metadata) -> floats`, or a dictionary of these to weights or rules (functions under their
-    own names). prompts: a file, or a list of strings. resume: go on from the last checkpoint of the run of that `name`,
-    whose other arguments are given again. options: configuration keys, sections as dictionaries, such as
-    `train={"epochs": 50}`. Returns the run's summary, the content of `summary.json`.
+        or processor, as a tuple.
+    rewards: a name, a function `reward(images, prompts, metadata) -> floats`, or a dictionary of these to weights or
+        rules (functions under their own names).
+    prompts: a file, or a list of strings.
+    resume: resume from the last checkpoint of the run of that `name`; the other arguments are given again.
+    options: configuration keys, sections as dictionaries, such as `train={"epochs": 50}`.
 
-    Where the run fails, a loaded pipeline is left without its LoRA. For other commands, the run's config.yaml names the
-    folder or hub id that a model was loaded from, and FILE.py:NAME of a function at the top level of a file; a list of
-    prompts lies in the run's prompts.jsonl.
+    Returns the run's summary, the content of `summary.json`. If the run fails, a loaded pipeline is left without its
+    LoRA. For other commands, the run's config.yaml names the folder or hub id that a model was loaded from, and
+    FILE.py:NAME of a function at the top level of a file. A list of prompts is saved in the run's prompts.jsonl.
     """
     if files := reading():
         raise UserError(f"{files[-1]} calls align while it is read for a reward: put that call below "
@@ -214,7 +227,7 @@ def align(model, rewards="scene_graded", prompts="starter", method: str = "mix_g
 
 
 def _require_types(model, named: list, prompts) -> None:
-    """UserError for arguments of `align` that are nothing that it takes; named: the rewards."""
+    """Raise UserError for arguments of `align` of an unsupported type; named: the rewards."""
     pair = isinstance(model, tuple) and len(model) == 2 and hasattr(model[0], "config")
     if not (isinstance(model, (str, Path)) or pair or hasattr(model, "components")):
         raise UserError(f"model: got {_short(model)}, expected a name, a folder, a loaded pipeline, or a tuple of a "
@@ -230,5 +243,5 @@ def _require_types(model, named: list, prompts) -> None:
 
 
 def _short(value: Any) -> str:
-    """What somebody gave, in a line: its type, and the beginning of what it is."""
+    """Return a one-line description of a value: its type, and the beginning of its text."""
     return f"{type(value).__name__} {' '.join(repr(value).split())[:60]}"

@@ -1,6 +1,6 @@
-"""The loop, from prompt to gradient: it knows neither the model nor the method.
+"""The training loop, from prompt to gradient, independent of model and method.
 
-    prompts -> conditioning -> rollout -> decode -> rewards -> advantage -> replay -> objective -> optimizer
+prompts -> conditioning -> rollout -> decode -> rewards -> advantage -> replay -> objective -> optimizer
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from flowgrpo.types import Context
 
 
 class Trainer:
-    """One run: the policy, its prompts, its rewards and its method, and the state that a checkpoint holds."""
+    """One run: the policy, its prompts, its rewards and its method, and the state of its checkpoints."""
 
     def __init__(self, config: Config, accelerator, policy: Any, train_rewards: dict[str, Any],
                  prompts: tuple[list[Prompt], list[Prompt]]):
@@ -62,7 +62,7 @@ class Trainer:
         self.scaler = make_scaler(config.precision, policy.device)
         self.ema = policy.weights.snapshot() if config.train.ema else None
         self.best = Best(config.eval)
-        self.memory: dict[str, Any] = {}  # what parts of the method remember between epochs
+        self.memory: dict[str, Any] = {}  # state of the method's parts between epochs
         self.anchor = Anchor(self.method, policy, self.memory, keep=config.train.inner_epochs > 1)
         self.first_ratio = FirstRatio(self.explorer, self.method.surrogate, policy.exact,
                                       math.inf if policy.modality == "text" else ROUNDED)
@@ -74,9 +74,9 @@ class Trainer:
     # --- one epoch, read from top to bottom --------------------------------------------------------------------------
 
     def run_epoch(self) -> dict[str, Any]:
-        """Prompts to gradient, once. Returns the epoch's metrics.
+        """Run one epoch, from prompts to gradient; return its metrics.
 
-        Every process samples its share of the epoch's prompts; what is compared is compared over all of them.
+        Every process samples its share of the epoch's prompts; comparisons are over all of them.
         """
         drawn, parts, conditioning = self.draw()
         batch, grouped = drawn.compared()
@@ -86,8 +86,10 @@ class Trainer:
         return metrics | drawn.metrics() | self.learn(credited, conditioning)
 
     def draw(self) -> tuple[Drawn, list[Part], Any]:
-        """Sample the epoch's prompts, and those by which the method replaces some: (all groups, one's own parts, the
-        conditioning of one's own prompts)."""
+        """Sample the epoch's prompts, and the replacements that the method asks for.
+
+        Returns (all groups, the parts of this process, the conditioning of its prompts).
+        """
         train, seed, parts = self.config.train, self.config.seed, []
         drawn = Drawn(self.prompts, self.epoch, train.epochs, seed, self.processes)
         batch = self.method.curriculum(self.prompts, train.prompts, self.epoch, seed, self.prompt_weights(),
@@ -105,17 +107,17 @@ class Trainer:
         return drawn, parts, self.explorer.conditioning(drawn.own()) if drawn.turn > 1 else conditioning
 
     def prompt_weights(self) -> list[float] | None:
-        """How often the method wants each prompt drawn, by what it remembers of them; None where it does not say."""
+        """Return the method's sampling weight of each prompt, from its memory; None if it has none."""
         wanted = getattr(self.method.advantage, "prompt_weights", None)
         return wanted and wanted(self.memory, [prompt.key for prompt in self.prompts]).tolist()
 
     def sample(self, batch: list[Prompt], turn: int = 0) -> tuple[list[Part], Any, torch.Tensor]:
         """Sample and score groups of these prompts; a thread scores one part while the next one is sampled.
 
-        turn: how often the epoch has drawn before, so that every turn has noise of its own.
+        turn: the number of earlier draws in the epoch, so every turn has separate noise.
 
-        Returns (the parts, the prompts' conditioning, scores [groups,G,R]); what is finished in several granularities
-        has R scores in each.
+        Returns (the parts, the prompts' conditioning, scores [groups,G,R]); samples finished in several granularities
+        have R scores in each.
         """
         conditioning, parts, scores, scoring = self.explorer.conditioning(batch), [], [], self.scoring
         self.explorer.lagging.updates = self.update
@@ -134,14 +136,16 @@ class Trainer:
         return parts, conditioning, torch.cat(columns, 1).unflatten(0, (-1, self.geometry.group))
 
     def credit(self, parts: list[Part], grouped: torch.Tensor, texts: list[str]) -> Iterator[Part | None]:
-        """`credit.credit` of this method: one's own parts with advantages, from the scores [groups,G,R] and the prompts
-        of all processes."""
+        """Apply `credit.credit` of this method: yield the parts of this process with advantages.
+
+        grouped: scores [groups,G,R] of all processes; texts: their prompts.
+        """
         weights = list(self.scoring.weights.values()) * len(self.method.strides)
         return credit(self.method, parts, self.scoring.shaped(grouped), weights,
                       self.context(parts, texts), self.processes.own)
 
     def context(self, parts: list[Part], texts: list[str]) -> Context:
-        """What a method may read beside rewards, of all processes: all deal with their prompts in the same order."""
+        """Return the method's inputs besides rewards, of all processes in one order of prompts."""
         group, share = self.geometry.group, len(texts) // self.processes.count
         places = [int(p) for part in parts for p in part.prompts[::group]]
         logp, lengths, deducted = (self.processes.gather(torch.cat([each(part) for part in parts]).view(-1, group))
@@ -153,7 +157,7 @@ class Trainer:
                        list(self.scoring.weights.values()) * len(self.method.strides))
 
     def learn(self, parts: Iterable[Part | None], conditioning) -> dict[str, Any]:
-        """Replay what was recorded and follow the method's loss: `updates` optimiser steps per inner epoch.
+        """Replay the recorded decisions and minimise the method's loss: `updates` optimiser steps per inner epoch.
 
         Every process adds the gradient of its own parts; one that has none in a step still takes part in it.
         """
@@ -178,9 +182,9 @@ class Trainer:
         return metrics | {"skipped_updates": self.skipped} | self.anchor.end(self.epoch, metrics.get("kl"))
 
     def shares(self, parts: list[Part]) -> list[tuple[list[Part], int]]:
-        """What each optimiser step trains: one's own parts and the decisions of all processes.
+        """Return the parts of each optimiser step on this process, and its number of decisions over all processes.
 
-        A part belongs to a step by its place among the parts of all processes, so that their number changes no step.
+        A part is assigned to a step by its index among the parts of all processes, so their number changes no step.
         """
         counts = self.processes.gather(torch.tensor([len(parts)])).tolist()
         shares = chunks(parts, self.geometry.updates, sum(counts[:self.processes.rank]), sum(counts))
@@ -189,7 +193,7 @@ class Trainer:
     def backward(self, part: Part, conditioning, weights: dict[int, float], count: int, stats: Stats) -> None:
         """Add one part's gradient, a batch of one recorded step at a time.
 
-        weights: of the steps; count: what every loss is divided by, `decisions` of the whole optimiser step.
+        weights: of the steps; count: the divisor of every loss, `decisions` of the whole optimiser step.
         """
         method, kl, device = self.method, self.anchor.kl, self.policy.device
         reference = self.anchor.scores(part, lambda part: self.explorer.replay(part, conditioning))
@@ -210,9 +214,9 @@ class Trainer:
                       None if penalty is None else penalty / kl.weight)
 
     def step_optimizer(self, stats: Stats) -> None:
-        """Clip and step; a gradient that is not finite is skipped and counted."""
+        """Clip the gradient and step; a gradient that is not finite is skipped and counted."""
         train, parameters = self.config.train, self.policy.weights.parameters()
-        followed = any(parameter.grad is not None for parameter in parameters)  # not where no sample is trained
+        followed = any(parameter.grad is not None for parameter in parameters)  # false if no sample is trained
         if followed:
             self.scaler.unscale_(self.optimizer)
         norm = torch.nn.utils.clip_grad_norm_(parameters, train.clip_grad)
@@ -237,13 +241,13 @@ class Trainer:
         return train.epochs * train.inner_epochs * train.updates
 
     def evaluated_weights(self) -> dict[str, torch.Tensor]:
-        """The weights that are measured and saved: `eval.weights`."""
+        """Return the weights that are measured and saved: `eval.weights`."""
         return self.ema if self.config.eval.weights == "ema" else self.policy.weights.snapshot()
 
     # --- around the epochs -------------------------------------------------------------------------------------------
 
     def train(self, folder: Path, measured: dict[str, Any]) -> None:
-        """Run the remaining epochs; save on the way, at the end, and when asked to stop."""
+        """Run the remaining epochs; save in between, at the end, and when asked to stop."""
         train = self.config.train
         log = Log(folder, self.accelerator, train.epochs, self.epoch)
         self.say = log.say
@@ -297,21 +301,21 @@ class Trainer:
 
 
 def decisions(parts: list[Part], reduction: Any = PerDecision()) -> int:
-    """What the loss of one optimiser step is divided by: its trained decisions, or its rows."""
+    """Return the divisor of one optimiser step's loss: its trained decisions, or its rows."""
     return sum(reduction.count(taken.old.mask) for part in parts for taken in part.transitions)
 
 
 def chunks(parts: list[Part], count: int, first: int = 0, total: int | None = None) -> list[list[Part]]:
-    """`parts` dealt out to at most `count` optimiser steps, as evenly as they go.
+    """Distribute `parts` over at most `count` optimiser steps, as evenly as possible.
 
-    Of `total` parts these are those from place `first` on: the part at place i goes to step i % count.
+    Of `total` parts these are those from index `first` on: part i goes to step i % count.
     """
     steps = min(count, len(parts) if total is None else total)
     return [parts[(step - first) % count::count] for step in range(steps)]
 
 
 def rate(update: int, total: int, train) -> float:
-    """The learning rate's factor: linear warm-up, then the schedule down to 0 at the last update."""
+    """Return the factor of the learning rate: linear warm-up, then the schedule down to 0 at the last update."""
     if update < train.warmup:
         return (update + 1) / train.warmup
     left = 1 - (update - train.warmup) / max(total - train.warmup, 1)
@@ -319,6 +323,6 @@ def rate(update: int, total: int, train) -> float:
 
 
 def shown(metrics: dict[str, Any], config: Config) -> dict[str, str]:
-    """What the progress bar says of an epoch."""
+    """Return the metrics of an epoch for the progress bar."""
     rewards_now = {name: f"{metrics[f'reward/{name}/mean']:.3f}" for name in config.rewards}
     return rewards_now | {"clip": f"{metrics.get('clip_fraction', 0):.2f}", "grad": f"{metrics['grad_norm']:.2g}"}

@@ -1,4 +1,4 @@
-"""The records that flow between sampling, scoring and training.
+"""Records that flow between sampling, scoring and training.
 
 Shapes: P prompts, G samples per prompt, B = P*G rows ordered prompt-major, L tokens of a completion, N decisions per
 row (1 for a transition, L for tokens), *D the shape of one latent.
@@ -18,7 +18,7 @@ from flowgrpo.device import queued
 
 
 def wide(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """The tensors in the one dtype they all fit in, float32 at least (half becomes float32, float64 stays)."""
+    """Return the tensors in their common dtype, float32 at least (half becomes float32, float64 stays)."""
     dtype = reduce(torch.promote_types, (tensor.dtype for tensor in tensors), torch.float32)
     return tuple(tensor.to(dtype) for tensor in tensors)
 
@@ -30,26 +30,29 @@ def wide(*tensors: Tensor) -> tuple[Tensor, ...]:
 class Gaussian:
     """N(mean, std^2), one transition of a sampler.
 
-    mean: [B, *D]; std: broadcastable to it (0-d allowed), the deviation of the whole step, never a diffusion
-    coefficient. std 0 is a deterministic step, which can be sampled but has no density.
+    mean: [B, *D].
+    std: broadcastable to it (0-d allowed), the deviation of the whole step, never a diffusion coefficient. std 0 is a
+        deterministic step, which can be sampled but has no density.
     """
 
     mean: Tensor
     std: Tensor
 
     def rows(self, at: Tensor) -> Gaussian:
-        """The transitions of the rows `at`."""
+        """Return the transitions of the rows `at`."""
         return Gaussian(self.mean[at], self.std if self.std.ndim < self.mean.ndim else self.std[at])
 
 
 @dataclass(frozen=True, eq=False)
 class Scored:
-    """A policy's score of recorded decisions.
+    """A policy's score of recorded decisions. Optional fields are None if the method does not read them.
 
-    logp: [B, N]; mask: bool [B, N], true where the decision counts; only where a method reads them, mean [B, N, *D]
-    of each transition, std, [N] or [B, N], the deviation of the whole step, and, of a replay, slope [N], the
-    derivative of the mean by the model's output; of a replay of tokens, entropy [B, N], that of the distribution each
-    was drawn from, in nats.
+    logp: [B, N].
+    mask: bool [B, N], true where the decision counts.
+    mean: [B, N, *D], of each transition.
+    std: [N] or [B, N], the deviation of the whole step.
+    slope: [N], of a replay, the derivative of the mean by the model's output.
+    entropy: [B, N], of a replay of tokens, that of each token's distribution, in nats.
     """
 
     logp: Tensor
@@ -64,20 +67,24 @@ class Scored:
         assert self.mean is None or self.mean.shape[:2] == self.logp.shape, (self.mean.shape, self.logp.shape)
 
     def rows(self, at: Tensor) -> Scored:
-        """The rows `at` (indices or a mask) of all that is scored."""
+        """Return the rows `at` (indices or a mask) of all fields."""
         std = self.std if self.std is None or self.std.ndim < 2 else self.std[at]
         mean, entropy = (each if each is None else each[at] for each in (self.mean, self.entropy))
         return Scored(self.logp[at], self.mask[at], mean, std, self.slope, entropy)
 
     def to(self, device: torch.device) -> Scored:
-        """The score with its large parts on the device; std and slope, a number or a few, stay where they are."""
+        """Return the score with its large parts on the device; std and slope, a few numbers, stay in place."""
         mean, entropy = (each if each is None else queued(each, device) for each in (self.mean, self.entropy))
         return Scored(queued(self.logp, device), queued(self.mask, device), mean, self.std, self.slope, entropy)
 
 
 @dataclass(frozen=True, eq=False)
 class Goal:
-    """Where transitions are pulled to: mean [m, 1, *D], and how strongly, weight [m, 1]."""
+    """Goal of transitions.
+
+    mean: [m, 1, *D], the target of the mean.
+    weight: [m, 1], the strength of the pull.
+    """
 
     mean: Tensor
     weight: Tensor
@@ -91,11 +98,15 @@ class Goal:
 
 @dataclass(frozen=True, eq=False)
 class Transitions:
-    """The recorded transitions of one step of a grid: m of them, that left n <= m states.
+    """Recorded transitions of one step of a grid: m of them, from n <= m states.
 
-    step: the grid index; x: [n, *D], the states before it as the network saw them; prompts: int64 [n], the prompt of
-    each; parent: int64 [m], ascending, the state that each transition left; x_next: [m, *D]; old: [m, 1], their score
-    under the policy that drew them; goal: of a method that pulls to one.
+    step: the grid index.
+    x: [n, *D], the states before it as the network saw them.
+    prompts: int64 [n], the prompt of each.
+    parent: int64 [m], ascending, the state that each transition left.
+    x_next: [m, *D].
+    old: [m, 1], their score under the policy that drew them.
+    goal: of a method with a supervised term.
     """
 
     step: int
@@ -105,13 +116,14 @@ class Transitions:
     x_next: Tensor
     old: Scored
     goal: Goal | None = None
-    correction = None  # a sampler's own states need none
+    correction = None  # states of a sampler have none
 
     def __post_init__(self) -> None:
         assert len(self.x) == len(self.prompts) and len(self.x_next) == len(self.parent) == len(self.old.logp)
 
     def kept(self, keep: Tensor) -> Transitions | None:
-        """The transitions where `keep` (bool [m]) is true, with the states that they left; None if there are none."""
+        """Return the transitions where `keep` (bool [m]) is true, with the states that they left; None if there are
+        none."""
         if keep.all():
             return self
         if not keep.any():
@@ -123,7 +135,7 @@ class Transitions:
 
 
 class Completion(str):
-    """A text that a language model wrote, and how many tokens it took, its end included."""
+    """Text that a language model wrote, and its number of tokens, its end included."""
 
     tokens: int
 
@@ -135,12 +147,13 @@ class Completion(str):
 
 @dataclass(frozen=True, eq=False)
 class Completions:
-    """Sampled completions, m of them: what `Transitions` are to pictures, with all decisions of a row at once.
+    """Sampled completions, m of them: the `Transitions` of texts, with all decisions of a row at once.
 
-    ids: int64 [m, L], L the most tokens that a completion may have; prompts: int64 [m], the prompt of each; old: Scored
-    [m, L], its mask true where a token was drawn that counts, the end included, and its logp 0 where it is not;
-    correction: [m, L], what the loss of a token is multiplied by, where another program drew it than is trained;
-    expert: bool [m], which are answers that came with their prompts, None where a method asks for none.
+    ids: int64 [m, L], L the most tokens that a completion may have.
+    prompts: int64 [m], the prompt of each.
+    old: Scored [m, L]; its mask is true for drawn tokens that count, the end included; its logp is 0 elsewhere.
+    correction: [m, L], factor on the loss of a token, if another program drew it than is trained.
+    expert: bool [m], answers that came with their prompts; None if the method asks for none.
     """
 
     ids: Tensor
@@ -148,7 +161,7 @@ class Completions:
     old: Scored
     correction: Tensor | None = field(default=None, kw_only=True)
     expert: Tensor | None = field(default=None, kw_only=True)
-    step = 0  # all tokens are one step
+    step = 0  # all tokens form one step
     goal = None
 
     def __post_init__(self) -> None:
@@ -156,18 +169,18 @@ class Completions:
 
     @property
     def parent(self) -> Tensor:
-        """The state that each one left: its own."""
+        """State that each completion left: its own."""
         return torch.arange(len(self.ids))
 
     def kept(self, keep: Tensor) -> Completions | None:
-        """The completions where `keep` (bool [m]) is true and a token counts; None if there are none."""
+        """Return the completions where `keep` (bool [m]) is true and a token counts; None if there are none."""
         keep = keep.cpu() & self.old.mask.any(1).cpu()
         if not keep.any():
             return None
         return self if keep.all() else self.rows(keep)
 
     def rows(self, at: Tensor) -> Completions:
-        """The completions `at` (indices or a mask)."""
+        """Return the completions `at` (indices or a mask)."""
         expert = self.expert if self.expert is None else self.expert[at]
         return Completions(self.ids[at], self.prompts[at], self.old.rows(at), correction=self._correction(at),
                            expert=expert)
@@ -178,7 +191,10 @@ class Completions:
 
 @dataclass(frozen=True, eq=False)
 class Traces(Completions):
-    """Completions that were filled in step by step: steps int64 [m, L], at which each token was drawn, from 0."""
+    """Completions that were filled in step by step.
+
+    steps: int64 [m, L], the step at which each token was drawn, from 0.
+    """
 
     steps: Tensor
 
@@ -189,8 +205,11 @@ class Traces(Completions):
 
 @dataclass(frozen=True, eq=False)
 class Segmented(Completions):
-    """Completions in segments: segments int64 [m, L], of each token, from 0; values [m, S], of the state before each
-    segment, NaN where none is known."""
+    """Completions in segments.
+
+    segments: int64 [m, L], of each token, from 0.
+    values: [m, S], of the state before each segment, NaN if unknown.
+    """
 
     segments: Tensor
     values: Tensor
@@ -202,25 +221,32 @@ class Segmented(Completions):
 
 @dataclass(frozen=True, eq=False)
 class Peers:
-    """All samples at one time of a forward process, for a loss that compares those of a group: gap [m], what it
-    compares, without a gradient; advantage [m]; group: int64 [m], equal where samples have the same prompt."""
+    """All samples at one time of a forward process, for a loss that compares those of a group.
+
+    gap: [m], the compared quantity, without a gradient.
+    advantage: [m].
+    group: int64 [m], equal for samples of the same prompt.
+    """
 
     gap: Tensor
     advantage: Tensor
     group: Tensor
 
     def beside(self, rows: Tensor) -> Tensor:
-        """Who is in the group of the samples `rows` [b], themselves included: bool [b, m]."""
+        """Return the group members of the samples `rows` [b], themselves included: bool [b, m]."""
         return self.group[rows][:, None] == self.group
 
 
 @dataclass(frozen=True, eq=False)
 class Noised:
-    """What the loss of a forward process reads of b noised samples at one time.
+    """Inputs of a forward-process loss: b noised samples at one time.
 
-    time: sigma; new, old, reference: Scored [b, 1], whose means, where the loss asks for them, are velocities; target:
-    [b, *D], the noise less the data; rows: int64 [b], where the samples are among their `peers`. reference and peers:
-    None where the loss does not ask for them.
+    time: sigma.
+    new, old, reference: Scored [b, 1]; their means, if the loss reads them, are velocities.
+    target: [b, *D], the noise less the data.
+    rows: int64 [b], the indices of the samples among their `peers`.
+
+    reference and peers are None if the loss does not read them.
     """
 
     time: float
@@ -234,12 +260,15 @@ class Noised:
 
 @dataclass(frozen=True, eq=False)
 class Compared:
-    """What a loss that compares completions reads of b of the m completions of some whole groups.
+    """Inputs of a loss that compares completions: b of the m completions of some whole groups.
 
-    new, old, reference: Scored [b, L], reference None where the loss does not ask for it; log_ratio: [b, L], the
-    method's; rows: int64 [b], where they are among all; ids: int64 [m, L] and mask: bool [m, L], of all; peers: all of
-    them, whose gap [m, ...] is what the loss compares, None where it compares nothing; expert: bool [m], which of all
-    are answers that came with their prompts.
+    new, old, reference: Scored [b, L]; reference is None if the loss does not read it.
+    log_ratio: [b, L], the method's.
+    rows: int64 [b], their indices among all.
+    ids: int64 [m, L], of all.
+    mask: bool [m, L], of all.
+    peers: all of them, with the compared gap [m, ...]; None if the loss compares nothing.
+    expert: bool [m], the answers among all that came with their prompts.
     """
 
     new: Scored
@@ -255,15 +284,17 @@ class Compared:
 
 @dataclass(eq=False)
 class Context:
-    """What the parts of a method may read beside rewards.
+    """Inputs of a method's parts besides rewards.
 
-    prompts: the text of each group, P of them; logp: [P, G], a sample's old log-probability, the mean over its trained
-    decisions, None where a method has none; lengths: int64 [P, G], how many trained decisions a sample has, of a text
-    its tokens, and longest, how many it could have; epoch, counted from 0, and epochs, those of the run; memory: what
-    parts remember from epoch to epoch, JSON-able and kept in the checkpoint; each uses one key of its own; win_rates:
-    which of the R rewards are win rates within their group already, those of a judge (empty: none); deducted: [P, G],
-    what every reward of a sample is lowered by before all else (None: nothing); weights: of the R rewards (empty: 1
-    each).
+    prompts: the text of each group, P of them.
+    logp: [P, G], a sample's old log-probability, the mean over its trained decisions; None if a method has none.
+    lengths: int64 [P, G], the number of trained decisions of a sample, for a text its tokens.
+    longest: the largest possible length.
+    epoch, epochs: counted from 0, and the number of the run.
+    memory: the parts' state from epoch to epoch, JSON-able and kept in the checkpoint; each uses one key.
+    win_rates: for each of the R rewards, whether it is already a win rate within its group, as a judge's (empty: none).
+    deducted: [P, G], subtracted from every reward of a sample before all else (None: nothing).
+    weights: of the R rewards (empty: 1 each).
     """
 
     prompts: Sequence[str] = ()

@@ -1,10 +1,10 @@
-"""Other baselines than the group's mean: `part(rewards [P, G, R], weights [R], context=None) -> advantages [P, G]`.
+"""Baselines other than the group's mean: `part(rewards [P, G, R], weights [R], context=None) -> advantages [P, G]`.
 
-Each compares the weighted sum of the rewards (`group.weighted_sum`) and ends within +-clamp. A sample to which no
-reward applies is left out of every statistic and has advantage 0; so has a group without variance, except where a part
-is made to learn from it.
+Each compares the weighted sum of the rewards (`group.weighted_sum`) and clamps to +-clamp. A sample to which no reward
+applies is left out of every statistic and has advantage 0. So has a group without variance, unless a part is designed
+to learn from it.
 
-`Paired` compares an edit with the base sample that it was made of.
+`Paired` compares an edit with its base sample.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ class VirtualBest:
 
 @dataclass(frozen=True)
 class First:
-    """The weighted sum less that of the group's first sample: of a greedy one, ReMax's baseline (2310.10505).
+    """Weighted sum less that of the group's first sample, a greedy one: ReMax's baseline (2310.10505).
 
-    Where the first has no reward, or a sample has none, its advantage is 0.
+    The advantage is 0 if the first sample, or the sample itself, has no reward.
     """
 
     clamp: float = math.inf
@@ -66,7 +66,7 @@ class First:
 
 @dataclass(frozen=True)
 class NoBaseline:
-    """The weighted sum of the rewards itself, 0 where there is none: for a method with a value model (`value`)."""
+    """Weighted sum of the rewards itself, 0 without any: for a method with a value model (`value`)."""
 
     def __call__(self, rewards: Tensor, weights: Tensor | Sequence[float], context: Context | None = None) -> Tensor:
         return weighted_sum(rewards, weights).nan_to_num(0)
@@ -74,12 +74,12 @@ class NoBaseline:
 
 @dataclass(frozen=True)
 class RiskAverse:
-    """The mixed value-at-risk weights of RiskPO (2510.00911) as an advantage, for every group by itself.
+    """Mixed value-at-risk weights of RiskPO (2510.00911) as an advantage, per group.
 
-    A = `risk_weights` / (2 + omega) / the group's deviation (ddof 1, eps 1e-8), as in the released code, whose omega
-    is 0.5; alpha and beta are ours. No advantage is above 0: samples above the upper quantile have weight 0, and the
-    others lose weight the more the worse they are. The paper draws quantiles over bundles of several prompts, so that
-    binary rewards spread; here a group is the bundle, and a group of nearly all right or nearly all wrong says little.
+    A = `risk_weights` / (2 + omega) / the group's deviation (ddof 1, eps 1e-8), as in the released code, whose omega is
+    0.5; alpha and beta are ours. No advantage is above 0: samples above the upper quantile have weight 0, and worse
+    samples have more negative weights. The paper draws quantiles over bundles of several prompts, so that binary
+    rewards spread. Here a group is the bundle, and a group of nearly all right or nearly all wrong has little signal.
     """
 
     alpha: float = 0.2
@@ -102,8 +102,10 @@ class RiskAverse:
 
 @dataclass(frozen=True)
 class Conditional:
-    """`conditional` on a metric of the samples (CANON, 2509.23962): "logp", their old log-probability, how likely the
-    policy found them. Needs a context that has it."""
+    """`conditional` on a metric of the samples (CANON, 2509.23962): "logp", their old log-probability.
+
+    Needs a context that has it.
+    """
 
     mu: float = 0.5
     metric: str = "logp"
@@ -123,7 +125,7 @@ class Conditional:
 
 @dataclass(frozen=True)
 class ValueTracker:
-    """A success rate tracked for every prompt as its baseline, then normalised over the batch (SPO, 2509.13232).
+    """Success rate tracked for every prompt as its baseline, then normalised over the batch (SPO, 2509.13232).
 
     A = whitened(r - v) with v = successes / evidence, as they were before this batch; then both are multiplied by
     `keep` and the present samples added. Rewards, weighted and summed, lie within 0 to 1: v is the mean of a Beta
@@ -133,8 +135,8 @@ class ValueTracker:
     policies of two visits, which is not measured here; `keep` is one number within that range. It is meant for groups
     of one: with several samples per prompt, keep acts once per visit.
 
-    Prompts are drawn by `prompt_weights`, once an epoch has told of any: most often those at a rate of 1/2.
-    memory["ValueTracker"] holds [evidence, successes] before and after the last epoch that saw a prompt: as in
+    After the first epoch, prompts are drawn by `prompt_weights`: most often those at a rate of 1/2.
+    memory["ValueTracker"] holds [evidence, successes] before and after the last epoch that saw a prompt. As in
     `group.running`, every call of an epoch starts from the epochs before, and the first one's rewards count.
     """
 
@@ -164,15 +166,17 @@ class ValueTracker:
         return whitened(total - baselines, ~total.isnan()).clamp(-self.clamp, self.clamp)
 
     def prompt_weights(self, memory: dict[str, Any], prompts: Sequence[str]) -> Tensor:
-        """How often to draw each prompt, in proportion to sqrt(v (1 - v)) + floor: float64 [len(prompts)]. One that was
-        never seen has the rate `prior`."""
+        """Return the sampling weight of each prompt, in proportion to sqrt(v (1 - v)) + floor: float64 [len(prompts)].
+
+        A prompt that was never seen has the rate `prior`.
+        """
         tracked = memory.get("ValueTracker", {})
         rates = [self._rate(tracked[prompt]["after"]) if prompt in tracked else self.prior for prompt in prompts]
         v = torch.tensor(rates, dtype=torch.float64)
         return (v * (1 - v)).clamp(min=0).sqrt() + self.floor
 
     def _visit(self, tracked: dict[str, Any], prompt: str, epoch: int, values: Tensor) -> float:
-        """The prompt's rate before this epoch, whose rewards `values` are then counted."""
+        """Return the prompt's rate before this epoch, then count the epoch's rewards `values`."""
         entry = tracked.get(prompt, {"epoch": None, "after": [self.evidence, self.evidence * self.prior]})
         if entry["epoch"] == epoch:
             return self._rate(entry["before"])
@@ -188,10 +192,12 @@ class ValueTracker:
 
 
 def virtual_best(rewards: Tensor, best: float) -> Tensor:
-    """Rewards [P, G] less the mean, over the deviation (ddof 0), of their group and one more sample of reward `best`.
+    """Return rewards [P, G] less the mean, over the deviation (ddof 0), of their group and one more sample of reward
+    `best`: [P, G].
 
     A group that is all wrong is pushed away, by -1/sqrt(G); one that is all best stays at 0 (NGRPO, 2509.18851, its
-    advantage calibration; its asymmetric clip is `Clip(low, high)`). ValueError for a reward above `best`.
+    advantage calibration; its asymmetric clip is `Clip(low, high)`).
+    Raises ValueError for a reward above `best`.
     """
     if (rewards > best + RELATIVE_NOISE * abs(best)).any():
         largest = rewards.nan_to_num(-math.inf).max().item()
@@ -203,11 +209,12 @@ def virtual_best(rewards: Tensor, best: float) -> Tensor:
 
 
 def risk_weights(rewards: Tensor, alpha: float, beta: float, omega: float) -> Tensor:
-    """The weights of grad log p in the gradient of MVaR, for rewards [P, G] of P distributions: [P, G], all <= 0.
+    """Return the weights of grad log p in the gradient of MVaR, for rewards [P, G] of P distributions: [P, G], all <=
+    0.
 
-    MVaR = (1 + omega) * mean of the lowest alpha + mean of what lies between the quantiles alpha and beta. Its weights,
-    with q the quantiles: (1 + omega) min(r - q_alpha, 0) / alpha + (clip(r, q_alpha, q_beta) - q_beta) / (beta - alpha)
-    (RiskPO, 2510.00911). 0 where not applicable.
+    MVaR = (1 + omega) * mean of the lowest alpha + mean of the rewards between the quantiles alpha and beta. Its
+    weights, with q the quantiles: (1 + omega) min(r - q_alpha, 0) / alpha + (clip(r, q_alpha, q_beta) - q_beta) / (beta
+    - alpha) (RiskPO, 2510.00911). 0 where not applicable.
     """
     low, high = (torch.nanquantile(rewards, q, dim=1, keepdim=True) for q in (alpha, beta))
     tail = (rewards - low).clamp(max=0) / alpha
@@ -216,11 +223,12 @@ def risk_weights(rewards: Tensor, alpha: float, beta: float, omega: float) -> Te
 
 
 def conditional(rewards: Tensor, metric: Tensor, mu: float) -> Tensor:
-    """mu * (r - mean of the other half) + (1 - mu) * (r - mean of the own half), [P, G], halves by `metric` [P, G].
+    """Return mu * (r - mean of the other half) + (1 - mu) * (r - mean of the own half), [P, G], halves by `metric` [P,
+    G].
 
-    A group is halved at the median of the metric, ties by position, an odd one's middle sample going to the lower half;
-    nobody says which half should be the better (CANON, 2509.23962; no division, as in its code).
-    mu 1/2 with halves of one size is r less the group's mean. A half without rewards has the group's mean.
+    A group is halved at the median of the metric, ties by position; the middle sample of an odd group goes to the lower
+    half. Neither half is assumed to be better (CANON, 2509.23962; no division, as in its code). mu 1/2 with halves of
+    one size is r less the group's mean. A half without rewards has the group's mean.
     """
     upper = metric.argsort(dim=1, stable=True).argsort(dim=1) >= (metric.shape[1] + 1) // 2
     mean = rewards.nanmean(dim=1, keepdim=True)
@@ -240,11 +248,12 @@ def _require_rates(total: Tensor) -> None:
 
 @dataclass(frozen=True)
 class Paired:
-    """For groups of (base, its edit), (base, its edit), ...: the edit's reward less its base's, less the mean of these
-    differences and over their deviation in the whole batch; 0 for a base, whose reward is the baseline.
+    """Reward of an edit less its base's, for groups of (base, its edit), (base, its edit), ...; the differences are
+    standardised over the whole batch.
 
-    What bases differ in does not reach the edits. A pair of which one has no reward has advantage 0. ValueError for a
-    group of an odd number.
+    They are taken less their mean and over their deviation. A base has advantage 0: its reward is the baseline. So
+    differences between bases do not reach the edits. A pair with a missing reward has advantage 0.
+    Raises ValueError for a group of an odd number.
     """
 
     clamp: float = 5.0

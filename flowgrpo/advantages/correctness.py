@@ -1,7 +1,7 @@
 """Advantages of right and wrong samples: `part(rewards [P, G, R], weights [R], context=None) -> advantages [P, G]`.
 
-Each reads the weighted sum of the rewards (`group.weighted_sum`). A sample to which no reward applies counts as
-neither, and has advantage 0.
+Each reads the weighted sum of the rewards (`group.weighted_sum`). A sample to which no reward applies is neither right
+nor wrong, and has advantage 0.
 """
 
 from __future__ import annotations
@@ -18,11 +18,10 @@ from flowgrpo.types import Context
 
 @dataclass(frozen=True)
 class Correctness:
-    """1 - p for a right sample and -p for a wrong one, p the share of right ones in the group: what losses read that
-    tell right from wrong and need p (NFT for text, 2505.18116; DisCO, 2505.12366).
+    """1 - p for a right sample and -p for a wrong one, p the share of right ones in the group, for losses that need
+    both (NFT for text, 2505.18116; DisCO, 2505.12366).
 
-    Right is what earns more than the group's mean: of rewards 0 and 1 those with 1. A group that agrees has advantage
-    0, there is nothing to tell apart.
+    Right is a reward above the group's mean: of rewards 0 and 1 those with 1. A group that agrees has advantage 0.
     """
 
     def __call__(self, rewards: Tensor, weights: Tensor | Sequence[float], context: Context | None = None) -> Tensor:
@@ -34,7 +33,7 @@ class Correctness:
 
 @dataclass(frozen=True)
 class Signed:
-    """`positive` for a right sample and -`negative` for a wrong one, compared with nobody (2506.01347).
+    """`positive` for a right sample and -`negative` for a wrong one, without comparison in the group (2506.01347).
 
     Right is a weighted sum of at least `threshold`. positive 0.1 and negative 1 are the paper's W-REINFORCE, 0 and 1
     learning from wrong samples alone (NSR), 1 and 0 from right ones alone (PSR), 1 and 1 REINFORCE.

@@ -1,4 +1,4 @@
-"""Value model of unmasking traces: generalised advantage estimates, value loss, settings."""
+"""Value model of token traces: generalised advantage estimation (GAE), value loss, settings."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from torch.nn.functional import one_hot
 
 @dataclass(frozen=True)
 class ValueHead:
-    """A value model (TraceRL, 2509.06949; of causal models PPO's, 1707.06347): what the method's advantage is of a
-    completion becomes the terminal reward of its trace, and `over_traces` the advantages of its tokens.
+    """Value model (TraceRL, 2509.06949; of causal models PPO's, 1707.06347): the method's advantage of a completion is
+    the terminal reward of its trace, and `over_traces` gives the advantages of its tokens.
 
-    gamma and decay (lambda) are GAE's; clip: `value_loss`'s range, in units of reward; lr and passes: of AdamW, so many
-    steps over all of an epoch's tokens, after the policy's updates.
+    gamma, decay: GAE's; decay is lambda.
+    clip: `value_loss`'s range, in units of reward.
+    lr, passes: of AdamW; the number of steps over all of an epoch's tokens, after the policy's updates.
     """
 
     gamma: float = 1.0
@@ -34,19 +35,24 @@ class ValueHead:
 
 def over_traces(rewards: Tensor, values: Tensor, steps: Tensor, mask: Tensor, gamma: float, decay: float
                 ) -> tuple[Tensor, Tensor]:
-    """Advantages and returns of tokens, [B,L] each, 0 where mask is false (TraceRL, 2509.06949, its value model).
+    """Return advantages and returns of tokens, [B,L] each, 0 where mask is false (TraceRL, 2509.06949, its value
+    model).
 
-    rewards: [B], of the tokens of a trace's last step; values [B,L]; steps: int64 [B,L], those at which tokens were
-    drawn. A step that has a token where mask is true is worth the mean of their values V* and rewards r*, and goes on
-    to the next such step: A*_t = r*_t - V*_t + gamma V*_t+1 + gamma decay A*_t+1, R*_t = r*_t + gamma R*_t+1. A token
-    of it has A = r - V + gamma V*_t+1 + gamma decay A*_t+1 and R = r + gamma R*_t+1. With gamma = decay = 1, A = R - V.
+    rewards: [B], of the tokens of a trace's last step.
+    values: [B,L].
+    steps: int64 [B,L], the steps at which tokens were drawn.
+
+    A step with a token where mask is true has the means of their values, V*, and rewards, r*; it is followed by the
+    next such step: A*_t = r*_t - V*_t + gamma V*_t+1 + gamma decay A*_t+1, R*_t = r*_t + gamma R*_t+1. Each of its
+    tokens has A = r - V + gamma V*_t+1 + gamma decay A*_t+1 and R = r + gamma R*_t+1. With gamma = decay = 1, A = R -
+    V.
     """
     count = int(steps.max()) + 1
     size = values.new_zeros(len(steps), count).scatter_add(1, steps, mask.to(values))
     value = torch.zeros_like(size).scatter_add(1, steps, values * mask) / size.clamp(min=1)
     last = (torch.arange(count, device=steps.device) * (size > 0)).amax(1)
     reward = one_hot(last, count) * rewards.to(values)[:, None]
-    ahead, behind = torch.zeros_like(size), torch.zeros_like(size)  # gamma (V* + decay A*) and gamma R* of what follows
+    ahead, behind = torch.zeros_like(size), torch.zeros_like(size)  # gamma (V* + decay A*), gamma R*: next step
     for step in range(count - 1, 0, -1):
         there, before = size[:, step] > 0, step - 1
         advantage = reward[:, step] - value[:, step] + ahead[:, step]
@@ -58,18 +64,19 @@ def over_traces(rewards: Tensor, values: Tensor, steps: Tensor, mask: Tensor, ga
 
 
 def value_loss(values: Tensor, old: Tensor, returns: Tensor, clip: float) -> Tensor:
-    """max((V - R)^2, (V_old + clip(V - V_old) - R)^2) / 2 of values, old ones and returns, all [n]."""
+    """Return max((V - R)^2, (V_old + clip(V - V_old) - R)^2) / 2 of values, old ones and returns, all [n]: [n]."""
     near = old + (values - old).clamp(-clip, clip)
     return torch.maximum((values - returns).square(), (near - returns).square()) / 2
 
 
 @dataclass(frozen=True)
 class Recall:
-    """The critic of edits is trained off-policy, as EXPO's (2507.07986): after an epoch's updates `steps` steps of
-    AdamW with `lr`, each on `batch` of the `kept` newest samples, bases and edits alike.
+    """Off-policy training of the critic of edits, as EXPO's (2507.07986): after an epoch's updates, `steps` steps of
+    AdamW with `lr`.
 
-    EXPO takes 20 such steps per step of its environment; the defaults read every sample about as often. The samples
-    lie in main memory and in every checkpoint: of FLUX at 1024 x 1024, 0.5 MB each in bf16, 8192 are 4 GB.
+    Each step uses `batch` of the `kept` newest samples, bases and edits alike. EXPO takes 20 such steps per step of its
+    environment; the defaults read every sample about as often. The samples are held in main memory and in every
+    checkpoint: of FLUX at 1024 x 1024, 0.5 MB each in bf16, 8192 are 4 GB.
     """
 
     kept: int = 8192

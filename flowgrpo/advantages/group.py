@@ -1,9 +1,9 @@
 """Group-relative advantages: pure functions on rewards [P, G], P prompts with G samples each.
 
-NaN means that a reward does not apply to a sample: it is left out of every statistic, and its advantage is 0.
-A group counts as having no variance when its deviation is at most 1e-6 of its largest absolute reward: below that,
-float32 rewards differ by rounding alone, and dividing by the deviation would train on the rounding. Its advantages
-are 0 at every scale but "running", where what counts is the variance of all that a prompt is compared with.
+NaN means that a reward does not apply to a sample: it is left out of every statistic, and its advantage is 0. A group
+has no variance if its deviation is at most 1e-6 of its largest absolute reward. Below that, float32 rewards differ by
+rounding alone, and dividing by the deviation would train on the rounding. Its advantages are 0 at every scale but
+"running", which reads the variance of a prompt's whole history.
 
 `Pooled` compares the groups of one prompt as one.
 """
@@ -21,13 +21,13 @@ from torch import Tensor
 from flowgrpo.types import Context, wide
 
 RELATIVE_NOISE = 1e-6
-SCALES = ("group", "batch", "none", "leave_one_out")  # of group_relative; an Advantage knows "running" besides
+SCALES = ("group", "batch", "none", "leave_one_out")  # of group_relative; an Advantage also has "running"
 ORDERS = ("advantages", "rewards", "gdpo")
 
 
 @dataclass(frozen=True)
 class Advantage:
-    """`combine` with its settings, the part of a method: rewards [P, G, R] and weights [R] to advantages [P, G].
+    """`combine` with its settings, as a part of a method: rewards [P, G, R] and weights [R] to advantages [P, G].
 
     scale: one of `group_relative`, or "running", which needs a context and keeps the last `buffer` rewards of every
     prompt in its memory (see `running`).
@@ -55,12 +55,14 @@ class Advantage:
 
 
 def group_relative(rewards: Tensor, scale: str = "group") -> Tensor:
-    """Rewards [P, G] less their group's mean, over a deviation plus eps: [P, G], float32 or wider.
+    """Return rewards [P, G] less their group's mean, over a deviation plus eps: [P, G], float32 or wider.
 
-    scale: "group", the group's own deviation, ddof 1, eps 1e-8 (DanceGRPO, MixGRPO); "batch", the deviation of all
-    P*G rewards, ddof 0, eps 1e-4 (Flow-GRPO): pass the rewards of all processes; "none", no division (Dr. GRPO);
-    "leave_one_out", less the mean of the others instead, n/(n-1) times the rewards less the mean of the group's n, no
-    division (RLOO, 2402.14740; LOOP, 2502.01600).
+    scale:
+      "group"          the group's own deviation, ddof 1, eps 1e-8 (DanceGRPO, MixGRPO);
+      "batch"          the deviation of all P*G rewards, ddof 0, eps 1e-4 (Flow-GRPO): pass those of all processes;
+      "none"           no division (Dr. GRPO);
+      "leave_one_out"  less the mean of the others, n/(n-1) times the rewards less the mean of the group's n, no
+                       division (RLOO, 2402.14740; LOOP, 2502.01600).
     """
     _require_one_of("scale", scale, SCALES)
     (rewards,) = wide(rewards)
@@ -79,13 +81,14 @@ def group_relative(rewards: Tensor, scale: str = "group") -> Tensor:
 
 
 def running(rewards: Tensor, context: Context, column: int = 0, buffer: int = 32, least: int = 16) -> Tensor:
-    """Rewards [P, G] less the mean of their prompt's last `buffer` rewards, over their deviation, ddof 0, eps 1e-6.
+    """Return rewards [P, G] less the mean of their prompt's last `buffer` rewards, over their deviation, ddof 0, eps
+    1e-6.
 
-    The present rewards are among these; until a prompt has `least` of them, the whole batch's statistics stand in
-    (DDPO, 2305.13301, the released tracker: 32 and 16). `column` keeps several rewards apart.
+    The present rewards are included. Until a prompt has `least` of them, the statistics of the whole batch are used
+    (DDPO, 2305.13301, the released tracker: 32 and 16). `column` separates several rewards.
 
-    memory["running"] holds what was seen. It may be called again in an epoch, for the inner nodes of a tree or where
-    an epoch is resumed: every call starts from the epochs before, and the first one's rewards are remembered.
+    memory["running"] holds the history. Repeated calls in an epoch, for the inner nodes of a tree or after a resume,
+    all start from the epochs before. The first call's rewards are stored.
     """
     (rewards,) = wide(rewards)
     assert len(context.prompts) == len(rewards), (len(context.prompts), rewards.shape)
@@ -111,13 +114,15 @@ def combine(
     buffer: int = 32,
     least: int = 16,
 ) -> Tensor:
-    """Several rewards [P, G, R], weighted by `weights` [R], as one advantage [P, G] within +-clamp.
+    """Combine several rewards [P, G, R], weighted by `weights` [R], into one advantage [P, G] within +-clamp.
 
-    order: "advantages", one advantage per reward, then their weighted sum (MixGRPO 2507.21802, DanceGRPO 2505.07818);
-    "gdpo", the same, then less its mean and over its deviation in the whole batch (GDPO, 2601.05242; groups
-    of zeros stay zeros); "rewards", the weighted sum of rewards, then one advantage (Flow-GRPO 2505.05470).
+    order:
+      "advantages"  one advantage per reward, then their weighted sum (MixGRPO 2507.21802, DanceGRPO 2505.07818);
+      "gdpo"        the same, then less its mean and over its deviation in the whole batch (GDPO, 2601.05242; groups of
+                    zeros stay zeros);
+      "rewards"     the weighted sum of rewards, then one advantage (Flow-GRPO 2505.05470).
     trim: the share of a group's samples at either end, rounded down, whose advantages become 0 (0 for none).
-    context, buffer and least: for scale "running" alone.
+    context, buffer and least: for scale "running" only.
     """
     _require_one_of("order", order, ORDERS)
     rewards, weights = _checked(rewards, weights)
@@ -140,10 +145,9 @@ def combine(
 
 
 def weighted_sum(rewards: Tensor, weights: Tensor | Sequence[float]) -> Tensor:
-    """Several rewards [P, G, R] as one, [P, G].
+    """Return the weighted sum of several rewards [P, G, R]: [P, G].
 
-    A missing reward stands at its group's mean, so that having it or not moves no sample; a sample with none at all is
-    NaN.
+    A missing reward is replaced by its group's mean, so its presence moves no sample. A sample without any is NaN.
     """
     rewards, weights = _checked(rewards, weights)
     missing = rewards.isnan()
@@ -153,8 +157,10 @@ def weighted_sum(rewards: Tensor, weights: Tensor | Sequence[float]) -> Tensor:
 
 
 def whitened(values: Tensor, applies: Tensor) -> Tensor:
-    """Values [P, G] less their mean, over their deviation (ddof 0, eps 1e-4), of all those where `applies`; 0 for the
-    others, and for all where they differ by rounding alone."""
+    """Return values [P, G] less their mean, over their deviation (ddof 0, eps 1e-4), of all those where `applies`.
+
+    The others are 0, and so are all if they differ by rounding alone.
+    """
     present = values.masked_fill(~applies, torch.nan)
     less_mean = present - present.nanmean()
     spread = less_mean.square().nanmean().sqrt()
@@ -163,7 +169,7 @@ def whitened(values: Tensor, applies: Tensor) -> Tensor:
 
 
 def trimmed(advantages: Tensor, share: float) -> Tensor:
-    """Advantages [P, G] with 0 for the floor(share * G) lowest and as many highest of a group; ties go by position."""
+    """Return advantages [P, G] with 0 for the floor(share * G) lowest and highest of a group each; ties by position."""
     size = advantages.shape[1]
     cut = int(share * size + 1e-9)  # 0.29 * 100 is 28.999999999999996
     ranked = advantages.argsort(dim=1, stable=True)
@@ -171,31 +177,34 @@ def trimmed(advantages: Tensor, share: float) -> Tensor:
 
 
 def below(rewards: Tensor, width: int) -> Tensor:
-    """The value of every node of a balanced tree, the mean reward of the `width` leaves below it: [P, G, R] to
-    [P, G/width, R] (BranchGRPO, 2509.06040). NaN where no leaf has one."""
+    """Return the value of every node of a balanced tree, the mean reward of the `width` leaves below it: [P, G, R] to
+    [P, G/width, R] (BranchGRPO, 2509.06040).
+
+    NaN if no leaf has one.
+    """
     return rewards.unflatten(1, (-1, width)).nanmean(dim=2) if width > 1 else rewards
 
 
 def zero_variance(rewards: Tensor) -> Tensor:
-    """Which groups of rewards [P, G] say nothing, having no variance or fewer than two applicable rewards: bool [P]."""
+    """Return the groups of rewards [P, G] without variance or with fewer than two applicable rewards: bool [P]."""
     (rewards,) = wide(rewards)
     largest = rewards.abs().nan_to_num(0).amax(dim=1)
     return group_std(rewards) <= RELATIVE_NOISE * largest
 
 
 def centred(rewards: Tensor) -> Tensor:
-    """Rewards [P, G] less their group's mean, 0 where not applicable."""
+    """Return rewards [P, G] less their group's mean, 0 where not applicable."""
     return (rewards - rewards.nanmean(dim=1, keepdim=True)).masked_fill(rewards.isnan(), 0)
 
 
 def group_std(rewards: Tensor, ddof: int = 1) -> Tensor:
-    """The deviation of each group's applicable rewards [P, G], 0 where there are no more than ddof: [P]."""
+    """Return the deviation of each group's applicable rewards [P, G], 0 if there are at most ddof: [P]."""
     count = (~rewards.isnan()).sum(dim=1) - ddof
     return (centred(rewards).square().sum(dim=1) / count.clamp(min=1)).sqrt()
 
 
 def rows_of(prompts: Sequence[str]) -> dict[str, list[int]]:
-    """The groups of every prompt, in the order of their first appearance."""
+    """Return the group indices of every prompt, in the order of their first appearance."""
     rows: dict[str, list[int]] = {}
     for row, prompt in enumerate(prompts):
         rows.setdefault(prompt, []).append(row)
@@ -203,7 +212,10 @@ def rows_of(prompts: Sequence[str]) -> dict[str, list[int]]:
 
 
 def sample_logp(context: Context | None, rewards: Tensor, part: str) -> Tensor:
-    """The old log-probability of every sample, [P, G] beside rewards [P, G] or [P, G, R], for the part that asks."""
+    """Return the old log-probability of every sample, [P, G], for rewards [P, G] or [P, G, R].
+
+    part: the name of the part that reads it, for the error.
+    """
     assert context is not None, f"{part} needs a context"
     if context.logp is None:
         raise ValueError(f"{part} reads the samples' log-probabilities, and this method has none: choose another part")
@@ -214,13 +226,13 @@ def sample_logp(context: Context | None, rewards: Tensor, part: str) -> Tensor:
 
 
 def require_clamp(clamp: float) -> None:
-    """ValueError for a bound of the advantage that is not above 0."""
+    """Raise ValueError for a bound of the advantage that is not above 0."""
     if not clamp > 0:
         raise ValueError(f"clamp is {clamp}, expected above 0 (infinity for none)")
 
 
 def _history(seen: dict[str, Any], prompt: str, epoch: int, values: list[float], buffer: int) -> list[float]:
-    """The last `buffer` rewards of a prompt, `values` the present ones; what is seen of it is brought up to date."""
+    """Return the last `buffer` rewards of a prompt, including the present `values`; updates the stored history."""
     entry = seen.setdefault(prompt, {"epoch": epoch, "past": [], "present": values})
     if entry["epoch"] != epoch:
         past = (entry["past"] + entry["present"])[-buffer:]
@@ -229,7 +241,7 @@ def _history(seen: dict[str, Any], prompt: str, epoch: int, values: list[float],
 
 
 def _standardised(values: Tensor, known: Tensor) -> Tensor:
-    """Values less the mean of those known [n], over their deviation, ddof 0, eps 1e-6; zeros where it is rounding."""
+    """Return values less the mean of `known` [n], over their deviation, ddof 0, eps 1e-6; zeros if it is rounding."""
     if zero_variance(known[None]):
         return torch.zeros_like(values)
     return (values - known.mean()) / (known.std(correction=0) + 1e-6)
@@ -256,7 +268,7 @@ POOLED_SCALES = ("group", "none", "leave_one_out")
 
 @dataclass(frozen=True)
 class Pooled:
-    """`group_relative` of the weighted sum, all groups of an epoch that have the same prompt together as one group.
+    """`group_relative` of the weighted sum, with all groups of one prompt in an epoch as one group.
 
     For an epoch that samples a prompt several times, such as that of `Knapsack` (2509.25849).
     """

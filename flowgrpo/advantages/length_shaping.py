@@ -1,4 +1,4 @@
-"""Rewards that read how long a completion is: parts of a method's `shaping`."""
+"""Rewards that depend on the length of a completion: parts of a method's `shaping`."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from flowgrpo.types import Context, wide
 
 @dataclass(frozen=True)
 class LengthSwitch:
-    """Right samples earn less the longer they are, in groups that are often enough right; in others all is as it was
-    (GRPO-lambda, 2505.18086).
+    """Right samples earn less the longer they are, in groups with a high share of right ones; other groups are
+    unchanged (GRPO-lambda, 2505.18086).
 
     Right is a sample whose first reward reaches `right`. Groups are ranked by their share of right ones over the whole
-    batch: the length term `shortened` is switched on in the upper `top` of them, rounded up, ties by position, and
-    there only where the share is at least `least`. top: 0.2, of the published runs as we know them; with top 1, `least`
-    alone decides; with 0 no group has it. Wrong samples and all other rewards stay as they are.
+    batch. The length term `shortened` applies to the upper `top` of them, rounded up, ties by position, and only at a
+    share of at least `least`. top: 0.2, of the published runs as we know them; with top 1, `least` alone decides; with
+    0 no group has it. Wrong samples and all other rewards are unchanged.
     """
 
     top: float = 0.2
@@ -42,8 +42,10 @@ class LengthSwitch:
         return torch.cat([first[..., None], rewards[..., 1:]], dim=2)
 
     def switched(self, right: Tensor, applies: Tensor) -> Tensor:
-        """Which groups have the length term: bool [P], of bool [P, G], which samples are right and which have the
-        reward."""
+        """Return the groups with the length term: bool [P].
+
+        right, applies: bool [P, G], the samples that are right, and those that have the reward.
+        """
         share = right.sum(1) / applies.sum(1).clamp(min=1)
         count = math.ceil(self.top * len(share) - 1e-9)
         upper = torch.zeros_like(share, dtype=torch.bool)
@@ -52,11 +54,11 @@ class LengthSwitch:
 
 
 def shortened(rewards: Tensor, right: Tensor, lengths: Tensor, alpha: float) -> Tensor:
-    """Rewards [P, G] times 1 - alpha sigmoid(z), z the length [P, G] less the mean length of the group's right samples
-    (bool [P, G]), over their deviation (ddof 0, eps 1e-6).
+    """Return rewards [P, G] times 1 - alpha sigmoid(z): [P, G].
 
-    The penalty of "Training Language Models to Reason Efficiently" (2502.04463), as the length term of GRPO-lambda a
-    reconstruction.
+    z is the length [P, G] less the mean length of the group's right samples (bool [P, G]), over their deviation (ddof
+    0, eps 1e-6). This is the penalty of "Training Language Models to Reason Efficiently" (2502.04463); as the length
+    term of GRPO-lambda it is a reconstruction.
     """
     long = lengths.to(rewards)
     count = right.sum(1, keepdim=True).clamp(min=1)
@@ -67,11 +69,11 @@ def shortened(rewards: Tensor, right: Tensor, lengths: Tensor, alpha: float) -> 
 
 @dataclass(frozen=True)
 class ExitDecay:
-    """Of a group's right samples the first keeps its reward, and each further one has half of the one before (S-GRPO,
-    2505.07686, whose group is one thought left at ever later places: `Serial`).
+    """Exponential decay of a group's right samples: the first keeps its reward, and each further one has half of the
+    one before (S-GRPO, 2505.07686, whose group is one thought left at ever later places: `Serial`).
 
     Right is a sample whose first reward reaches `right`; of that reward the N-th right one keeps 1 / 2^(N - 1). Wrong
-    samples and all other rewards stay.
+    samples and all other rewards are unchanged.
     """
 
     right: float = 1.0

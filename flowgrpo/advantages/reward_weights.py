@@ -1,4 +1,4 @@
-"""Weights of several rewards that adapt to what each of them still teaches: a part beside `group.Advantage`."""
+"""Adaptive weights of several rewards, by their present influence: a part in place of `group.Advantage`."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class Influence:
     """One advantage per reward, standardised in its group, then their sum under weights that `adapted` moves by `rate`.
 
     After the gradient-based weights of 2509.11452. There the inner products are those of gradients of all parameters,
-    and the moves add up from epoch to epoch; here they are those of gradients by the samples' log-probabilities, the
-    advantages, and every batch starts from the recipe's weights. rate: 0 leaves these as they are. The sum ends within
+    and the moves add up from epoch to epoch. Here they are those of gradients by the samples' log-probabilities, the
+    advantages, and every batch starts from the recipe's weights. rate: 0 leaves these unchanged. The sum is clamped to
     +-clamp.
     """
 
@@ -41,11 +41,13 @@ class Influence:
 
 
 def adapted(advantages: Tensor, weights: Tensor, rate: float) -> Tensor:
-    """Weights [R] after a step of mirror descent on their simplex: w_k exp(rate I_k), scaled to the sum they had.
+    """Return weights [R] after a step of mirror descent on their simplex: w_k exp(rate I_k), scaled to the sum they
+    had.
 
-    I_k = mean(A_k sum_j v_j A_j) over all samples, v the weights over their sum, is how far the common step raises
-    reward k: 0 for a reward that no group tells apart any more, below 0 for one that the others pull down. advantages:
-    A [P, G, R]. ValueError for a weight below 0, or none above it.
+    I_k = mean(A_k sum_j v_j A_j) over all samples, v the weights over their sum. It measures how far the common step
+    raises reward k: 0 for a reward without variance in any group, below 0 for one that the others pull down.
+    advantages: A [P, G, R].
+    Raises ValueError for a weight below 0, or none above it.
     """
     if (weights < 0).any() or not weights.sum() > 0:
         raise ValueError(f"Influence: the weights are {weights.tolist()}, expected 0 or more, and one above")

@@ -1,4 +1,4 @@
-"""How a completion is cut into segments or steps, and what each of them is worth: pure functions on tokens [m, L]."""
+"""Segments and steps of a completion, and their values: pure functions on tokens [m, L]."""
 
 from __future__ import annotations
 
@@ -11,26 +11,35 @@ from flowgrpo.types import wide
 
 
 def cut_points(logp: Tensor, mask: Tensor, below: float) -> Tensor:
-    """Tokens that were drawn with a probability below `below`, where completions part ways: bool [m, L]."""
+    """Return the tokens drawn with a probability below `below`, where completions diverge: bool [m, L]."""
     return (logp.exp() < below) & mask
 
 
 def segments_of(cuts: Tensor, interval: int) -> Tensor:
-    """The segment of each token, int64 [m, L] from 0, of cut points bool [m, L]: a segment begins with a cut point and
-    holds `interval` of them, the last one fewer; tokens before the first cut point belong to the first segment."""
+    """Return the segment of each token, int64 [m, L] from 0, of cut points bool [m, L].
+
+    A segment begins with a cut point and holds `interval` of them, the last one fewer. Tokens before the first cut
+    point belong to the first segment.
+    """
     return (cuts.long().cumsum(1) - 1).clamp(min=0) // interval
 
 
 def starts_of(segments: Tensor, mask: Tensor) -> list[tuple[int, int, int]]:
-    """(row, segment, place of its first token) of all segments but the first of a row."""
+    """Return (row, segment, index of its first token) of all segments but the first of a row.
+
+    segments: int64 [m, L]; mask: bool [m, L], true for drawn tokens.
+    """
     new = (segments[:, 1:] > segments[:, :-1]) & mask[:, 1:]
     return [(row, int(segments[row, place + 1]), place + 1) for row, place in new.nonzero().tolist()]
 
 
 def chain(values: Tensor, segments: Tensor, rewards: Tensor) -> Tensor:
-    """What every token's segment changed, [m, L]: the value of the state behind it less that of the state before it.
+    """Return the value that every token's segment added, [m, L]: that of the state behind it less that of the state
+    before.
 
-    values: [m, S], of the state before each segment, NaN beyond a row's last one; rewards: [m], the value behind that.
+    values: [m, S], of the state before each segment, NaN beyond a row's last one.
+    rewards: [m], the value behind the last segment.
+
     A row's segments add up to its reward less its first value.
     """
     behind = torch.cat([values[:, 1:], torch.full_like(values[:, :1], torch.nan)], 1)
@@ -39,8 +48,11 @@ def chain(values: Tensor, segments: Tensor, rewards: Tensor) -> Tensor:
 
 
 def steps_of(ids: Tensor, mask: Tensor, every: int, ends: Collection[int] = ()) -> Tensor:
-    """The step of each token, int64 [m, L] from 0: a step is `every` tokens, or ends with a token of `ends`, if any are
-    given. Masked tokens belong to the last step before them."""
+    """Return the step of each token, int64 [m, L] from 0.
+
+    A step is `every` tokens, or ends with a token of `ends` if any are given. Masked tokens belong to the last step
+    before them.
+    """
     if ends:
         ended = torch.isin(ids, torch.tensor(sorted(ends))) & mask
         steps = ended.long().cumsum(1) - ended.long()
@@ -50,8 +62,10 @@ def steps_of(ids: Tensor, mask: Tensor, every: int, ends: Collection[int] = ()) 
 
 
 def anchors(ids: Tensor, steps: Tensor, mask: Tensor, groups: Tensor) -> Tensor:
-    """The state before each step and behind the last one, int64 [m, T + 1], equal where two rows are in the same one:
-    at the same prompt (`groups`, int64 [m]) and behind the same tokens; -1 beyond a row's end."""
+    """Return the state before each step and behind the last one, int64 [m, T + 1]; -1 beyond a row's end.
+
+    Two rows share a state if they have the same prompt (`groups`, int64 [m]) and the same tokens so far.
+    """
     found = torch.full((len(ids), int(steps.max()) + 2), -1)
     numbers: dict[tuple, int] = {}
     for row, (own, step, kept, group) in enumerate(zip(ids, steps, mask, groups.tolist())):
@@ -64,12 +78,14 @@ def anchors(ids: Tensor, steps: Tensor, mask: Tensor, groups: Tensor) -> Tensor:
 
 
 def step_advantages(states: Tensor, rewards: Tensor, gamma: float, divide: bool = True) -> Tensor:
-    """GiGPO's step-relative advantages (2505.10978, equations 6 to 9): [m, T], of the states before each step (int64
-    [m, T], -1 where there is none) and the rewards [m] at the end.
+    """Return GiGPO's step-relative advantages (2505.10978, equations 6 to 9): [m, T].
 
-    The return of a step, gamma to the power of the steps behind it times the reward, less the mean return of all steps
-    that left the same state, and over their deviation (ddof 1, eps 1e-6) where `divide`. 0 for a state that was left
-    once, and where returns are equal.
+    states: int64 [m, T], the state before each step, -1 for none.
+    rewards: [m], at the end.
+
+    The return of a step is gamma to the power of the steps behind it times the reward. Its advantage is that less the
+    mean return of all steps that left the same state, over their deviation (ddof 1, eps 1e-6) with `divide`. 0 for a
+    state that was left once, and for equal returns.
     """
     (rewards,) = wide(rewards)
     there, flat = states >= 0, states.flatten()
@@ -88,11 +104,12 @@ def step_advantages(states: Tensor, rewards: Tensor, gamma: float, divide: bool 
 
 
 def shared_values(states: Tensor, rewards: Tensor) -> tuple[Tensor, Tensor]:
-    """What states are worth to the samples that pass through them, and how many these are: both [m, T].
+    """Return the value of each state to the samples that pass through it, and their number: both [m, T].
 
-    states: int64 [m, T], equal where samples are in the same one, -1 where there is none; rewards: [m], NaN where there
-    is none. The value of a state is the mean reward of its samples: in a tree, of the leaves below (SPO-tree,
-    2505.23564).
+    states: int64 [m, T], equal where samples share one, -1 for none.
+    rewards: [m], NaN for none.
+
+    The value of a state is the mean reward of its samples: in a tree, of the leaves below (SPO-tree, 2505.23564).
     """
     (rewards,) = wide(rewards)
     known = (states >= 0) & ~rewards.isnan()[:, None]

@@ -1,11 +1,11 @@
-"""Which samples are trained: `selection(scores, context=None) -> keep`, scores [P, G] to bool [P, G].
+"""Selection of the trained samples: `selection(scores, context=None) -> keep`, scores [P, G] to bool [P, G].
 
-scores are what ranks the samples of a group, the total reward or the combined advantage, without NaN. Advantages are
-always computed on the full group first; a selection only leaves rows out of the loss.
+scores rank the samples of a group: the total reward or the combined advantage, without NaN. Advantages are always
+computed on the full group first; a selection only leaves rows out of the loss.
 
-In a tree a selection ranks the leaves, and an edge is trained where a leaf below it is kept. One that prunes inner
-edges too has a method `nodes(scores) -> keep` for the nodes of a depth, [P, N] to bool [P, N]. What is not kept is
-neither replayed nor counted.
+In a tree a selection ranks the leaves, and an edge is trained if a leaf below it is kept. One that prunes inner edges
+too has a method `nodes(scores) -> keep` for the nodes of a depth, [P, N] to bool [P, N]. Other samples are neither
+replayed nor counted.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class BestWorst:
 class MaxVariance:
     """Keep the n samples of each group whose scores vary most (D3S, 2509.22115, its sample level).
 
-    n moves linearly to `last` over the run, if that is given: with last = G the run ends on whole groups.
+    n moves linearly to `last` over the run, if given: with last = G the run ends on whole groups.
     """
 
     n: int
@@ -80,11 +80,11 @@ class MaxVariance:
 
 @dataclass(frozen=True)
 class Extremes:
-    """Of every branch group keep the best sample, if its score is at least `high`, and the worst, if at most `low`.
+    """Keep the best sample of every branch group, if its score is at least `high`, and the worst, if at most `low`.
 
-    A branch group is `branch` consecutive samples, those that share a trunk (None: all of a prompt's). Scores are meant
-    to be deviations from what a prompt usually earns, as `Advantage(scale="running")` gives them (B2-DiffuRL,
-    2503.11240, released selection: thresholds 0.5 in its script, 0.7 by default).
+    A branch group is `branch` consecutive samples, those that share a trunk (None: all of a prompt's). Scores should be
+    deviations from a prompt's usual reward, as `Advantage(scale="running")` gives them (B2-DiffuRL, 2503.11240,
+    released selection: thresholds 0.5 in its script, 0.7 by default).
     """
 
     low: float = -0.5
@@ -109,12 +109,13 @@ class Extremes:
 
 @dataclass(frozen=True)
 class WidthPruning:
-    """Of the edges of a depth of a tree keep a share (BranchGRPO, 2509.06040, one half).
+    """Keep a share of the edges of a depth of a tree (BranchGRPO, 2509.06040, one half).
 
-    of: "siblings", the best of the `branch` edges that leave one state; "depth", the best and the worst of all, as many
-    of each. depths: "last", only the edges behind the last split are pruned, and all others trained, as in the released
-    code; "all", every depth is pruned for itself. At least one of the siblings, or the two extremes, are kept; ties go
-    by position.
+    of: "siblings", the best of the `branch` edges that leave one state; "depth", equally many of the best and the worst
+    of all.
+    depths: "last", only the edges behind the last split are pruned, and all others trained, as in the released code;
+    "all", every depth is pruned separately.
+    At least one of the siblings, or the two extremes, are kept; ties by position.
     """
 
     of: str = "siblings"
@@ -138,7 +139,7 @@ class WidthPruning:
         return self._pruned(scores)
 
     def nodes(self, scores: Tensor) -> Tensor:
-        """Which inner nodes of one depth are kept: scores [P, N] to bool [P, N]."""
+        """Return the kept inner nodes of one depth: scores [P, N] to bool [P, N]."""
         alone = self.of == "siblings" and scores.shape[1] % self.branch  # before the first split nothing has siblings
         return torch.ones_like(scores, dtype=torch.bool) if self.depths == "last" or alone else self._pruned(scores)
 
@@ -169,7 +170,7 @@ class Beyond:
 
 @dataclass(frozen=True)
 class ButFirst:
-    """Keep all but the first sample of each group, which the others are compared with (`baselines.First`)."""
+    """Keep all but the first sample of each group, the baseline of the others (`baselines.First`)."""
 
     def __call__(self, scores: Tensor, context: Context | None = None) -> Tensor:
         _require_at_most("ButFirst", "the least group", 2, scores)
@@ -178,22 +179,26 @@ class ButFirst:
 
 @dataclass(frozen=True)
 class DropZeroVariance:
-    """Keep whole groups, those whose samples differ; the others have advantage 0 and cost forwards (Flow-GRPO)."""
+    """Keep whole groups whose samples differ; the others have advantage 0 and would only cost evaluations
+    (Flow-GRPO)."""
 
     def __call__(self, scores: Tensor, context: Context | None = None) -> Tensor:
         return (~zero_variance(scores))[:, None].expand(scores.shape)
 
 
 def of_nodes(part: Any, leaves: Tensor, scores: Tensor) -> Tensor:
-    """Which inner nodes of one depth a selection trains: by their scores [P, N], if it has a say on them, or else those
-    with a kept leaf below, leaves bool [P, G]: bool [P, N]."""
+    """Return the trained inner nodes of one depth: bool [P, N].
+
+    A selection with `nodes` decides by their scores [P, N]; otherwise nodes with a kept leaf below are trained, leaves
+    bool [P, G].
+    """
     if hasattr(part, "nodes"):
         return part.nodes(scores)
     return leaves.unflatten(1, (scores.shape[1], -1)).any(dim=2)
 
 
 def widest(scores: Tensor, n: int) -> Tensor:
-    """The n of each group of scores [P, G] with the largest variance, bool [P, G].
+    """Return the n samples of each group of scores [P, G] with the largest variance: bool [P, G].
 
     They are always some of the lowest, at least one, and some of the highest, at least one: n - 1 subsets are tried.
     """
@@ -205,7 +210,7 @@ def widest(scores: Tensor, n: int) -> Tensor:
 
 
 def _at(scores: Tensor, positions: Tensor) -> Tensor:
-    """True at the positions along the last dimension: bool, shaped as scores."""
+    """Return a mask, true at the positions along the last dimension: bool, shaped as scores."""
     return torch.zeros_like(scores, dtype=torch.bool).scatter(-1, positions, True)
 
 

@@ -1,5 +1,5 @@
-"""What rewards become before they are compared: `shape(rewards [P, G, R], context=None) -> [P, G, R]`, or [P, G, 1] of
-what `merges` them.
+"""Reward shaping before rewards are compared: `shape(rewards [P, G, R], context=None) -> [P, G, R]`, or [P, G, 1] of a
+part that `merges` them.
 
 NaN, a reward that does not apply to a sample, stays NaN.
 """
@@ -16,7 +16,7 @@ from torch import Tensor
 from flowgrpo.advantages.group import sample_logp, weighted_sum
 from flowgrpo.types import Context, wide
 
-LABELS = 2407_12164  # sets the draw of labels apart from others of an epoch
+LABELS = 2407_12164  # separates the draw of labels from others of an epoch
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,7 @@ class AsIs:
 
 @dataclass(frozen=True)
 class Unlikely:
-    """`unlikely` by the samples' old log-probabilities, for which it needs a context (Rewarding the
-    Unlikely, 2506.02355)."""
+    """`unlikely` by the samples' old log-probabilities, from the context (Rewarding the Unlikely, 2506.02355)."""
 
     beta: float = 0.25
 
@@ -44,9 +43,9 @@ class Unlikely:
 
 @dataclass(frozen=True)
 class WinRate:
-    """Every reward becomes its win rate within the group, at the given margin: `lifted` (Pref-GRPO, 2508.20751).
+    """Win rate of every reward within the group, at the given margin: `lifted` (Pref-GRPO, 2508.20751).
 
-    Rewards that are win rates already, those of a pairwise judge, stay as they are: the context names them.
+    Rewards that are win rates already, those of a pairwise judge, are unchanged: the context names them.
     """
 
     margin: float = 0.0
@@ -77,7 +76,7 @@ class Binary:
 @dataclass(frozen=True)
 class Overlong:
     """Rewards less DAPO's soft overlong punishment (2503.14476, equation 13): 0 up to the last `share` of the tokens
-    that a completion may have, from there growing linearly to 1 at the last one."""
+    that a completion may have, then linear growth to 1 at the last one."""
 
     share: float = 0.2
 
@@ -95,16 +94,16 @@ class Overlong:
 
 @dataclass(frozen=True)
 class BradleyTerry:
-    """Labels drawn from rewards, anew each epoch: of two samples the first is above the second with the probability
+    """Labels drawn from rewards, anew each epoch: the first of two samples is above the second with the probability
     sigmoid(scale * (r_1 - r_2)) of Bradley and Terry (RPO, 2407.12164, its code).
 
-    r is the weighted sum of the rewards, whose place the label takes: [P, G, 1]. It is the share of the other samples
-    of the group that a sample is above; of more than two they are one order, drawn as Plackett and Luce do, which is
+    r is the weighted sum of the rewards, which the label replaces: [P, G, 1]. The label is the share of the group's
+    other samples that a sample is above. More than two samples are drawn as one order by Plackett and Luce, which is
     the same for any two of them. The draw depends on the epoch alone.
     """
 
     scale: float = 1.0
-    merges = True  # of several rewards one comes, whose weight is 1
+    merges = True  # several rewards become one, of weight 1
 
     def __post_init__(self) -> None:
         if not 0 < self.scale < math.inf:
@@ -119,10 +118,12 @@ class BradleyTerry:
 
 
 def unlikely(rewards: Tensor, logp: Tensor, beta: float) -> Tensor:
-    """Rewards [P, G, R] times 1 - beta (G - rank) / G, rank 0 the sample of the highest logp [P, G] of its group.
+    """Return rewards [P, G, R] times 1 - beta (G - rank) / G, rank 0 the sample of the highest logp [P, G] of its
+    group.
 
-    So among equals the rarer earns more, and what earned nothing still does (2506.02355). Ties
-    of logp go by position. ValueError for a reward below 0, which the factor would turn round.
+    Among equal rewards the rarer sample earns more, and a reward of 0 stays 0 (2506.02355). Ties of logp go by
+    position.
+    Raises ValueError for a reward below 0, for which the factor would reverse the order.
     """
     (rewards,) = wide(rewards)
     if (rewards < 0).any():
@@ -134,11 +135,11 @@ def unlikely(rewards: Tensor, logp: Tensor, beta: float) -> Tensor:
 
 
 def win_rates(wins: Tensor) -> Tensor:
-    """The share of its comparisons that each sample won: wins [..., G, G] to [..., G].
+    """Return the share of its comparisons that each sample won: wins [..., G, G] to [..., G].
 
-    wins[i, j] is 1 where i beat j, 0 where it lost, 1/2 at a tie, and NaN where they were not compared; the diagonal
-    does not count. Where all are compared the rates sum to G/2. NaN for a sample that was never compared (Pref-GRPO,
-    2508.20751; ties as in its released code).
+    wins[i, j] is 1 where i beat j, 0 where it lost, 1/2 at a tie, and NaN without a comparison; the diagonal does not
+    count. If all are compared the rates sum to G/2. NaN for a sample that was never compared (Pref-GRPO, 2508.20751;
+    ties as in its released code).
     """
     assert wins.ndim >= 2 and wins.shape[-1] == wins.shape[-2], wins.shape
     oneself = torch.eye(wins.shape[-1], dtype=torch.bool, device=wins.device)
@@ -146,10 +147,10 @@ def win_rates(wins: Tensor) -> Tensor:
 
 
 def lifted(rewards: Tensor, margin: float = 0.0) -> Tensor:
-    """Pointwise rewards [P, G, R] as a pairwise judge of each group: win rates [P, G, R].
+    """Return pointwise rewards [P, G, R] as win rates of a pairwise judge of each group: [P, G, R].
 
-    A sample beats another where its reward is larger by more than `margin`, and ties within it: gaps no longer count,
-    so that tiny ones are not blown up by a tiny deviation. A sample without the reward, or alone with it, has NaN.
+    A sample beats another if its reward is larger by more than `margin`, and ties within it. The size of gaps no longer
+    counts, so tiny gaps are not amplified by a tiny deviation. A sample without the reward, or alone with it, has NaN.
     """
     (rewards,) = wide(rewards)
     each = rewards.transpose(1, 2)

@@ -1,9 +1,11 @@
-"""How a sample's advantage is spread over its decisions: `spread(taken, advantages, totals) -> [m] or [m, L]`.
+"""Token credit: spread a sample's advantage over its decisions, `spread(taken, advantages, totals) -> [m] or [m, L]`.
 
-taken: the decisions of m samples, whole groups (of texts Completions); advantages: [m], of the whole samples; totals:
-[n, G], the weighted sums of their rewards before any shaping, m = n G, NaN where none applies. `samples`: how many
-continuations are drawn from the start of every segment to learn its value; `causal`: whether it reads tokens as drawn
-one after the other.
+taken: the decisions of m samples, whole groups (of texts Completions).
+advantages: [m], of the whole samples.
+totals: [n, G], the weighted sums of their rewards before any shaping, m = n G, NaN if none applies.
+
+`samples`: number of continuations drawn from the start of every segment to estimate its value. `causal`: it requires
+tokens drawn one after the other.
 """
 
 from __future__ import annotations
@@ -40,12 +42,13 @@ class Evenly:
 
 @dataclass(frozen=True)
 class SegmentChain:
-    """The advantage of a token is what its segment changed of the value, from Monte-Carlo continuations (SPO-chain,
+    """Advantage of a token as the change of value over its segment, from Monte-Carlo continuations (SPO-chain,
     2505.23564): `segments.chain`.
 
     A segment begins at a token whose probability was below `cut` and holds `interval` such tokens. The value of its
-    first state is the mean reward of `samples` continuations; that of the prompt the mean of the group, and behind the
-    last segment stands the reward. masked: only tokens at cut points are trained, the paper's probability mask.
+    first state is the mean reward of `samples` continuations. The value of the prompt is the mean of the group, and
+    that behind the last segment the reward. masked: only tokens at cut points are trained, the paper's probability
+    mask.
     """
 
     cut: float = 0.9
@@ -60,7 +63,8 @@ class SegmentChain:
                              "expected above 0 to 1, and 1 or more")
 
     def segments(self, logp: Tensor, mask: Tensor) -> Tensor:
-        """The segment of each token, of its log-probability and whether it was drawn [m, L]."""
+        """Return the segment of each token, int64 [m, L], of log-probabilities [m, L] and the mask of drawn tokens [m,
+        L]."""
         return segments_of(cut_points(logp, mask, self.cut), self.interval)
 
     def __call__(self, taken: Segmented, advantages: Tensor, totals: Tensor) -> Tensor:
@@ -72,12 +76,12 @@ class SegmentChain:
 
 @dataclass(frozen=True)
 class SegmentTree:
-    """The advantage of a token is what its `every` tokens changed of the value, which is the mean reward of all samples
-    of the group with the same tokens so far (SPO-tree, 2505.23564): `segments.shared_values`.
+    """Advantage of a token as the change of value over its `every` tokens; a value is the mean reward of all samples of
+    the group with the same tokens so far (SPO-tree, 2505.23564): `segments.shared_values`.
 
-    With `draws: Tree` of the same number of tokens these are the leaves below a node of the tree. What several samples
-    share is divided by their number, so that an edge of the tree is trained once. cut: only tokens whose probability
-    was below it are trained, the paper's probability mask (1: all but certain ones).
+    With `draws: Tree` of the same number of tokens these are the leaves below a node of the tree. The credit of shared
+    tokens is divided by the number of samples that share them, so an edge of the tree is trained once. cut: only tokens
+    whose probability was below it are trained, the paper's probability mask (1: all but certain ones).
     """
 
     every: int = 32
@@ -103,9 +107,9 @@ class StepGroups:
     """The sample's advantage plus `weight` times that of the step, compared with steps of the group that begin in the
     same state (GiGPO, 2505.10978): `step_advantages`.
 
-    A state is the prompt and the tokens so far; a step is `every` tokens, or, where `ends` names some by their numbers,
-    ends with one of these. gamma and weight are the paper's, whose steps are turns of an agent; `every` is ours.
-    divide: over the deviation (the paper's other choice does not).
+    A state is the prompt and the tokens so far. A step is `every` tokens, or ends with one of the token ids `ends` if
+    given. gamma and weight are the paper's, whose steps are turns of an agent; `every` is ours. divide: over the
+    deviation (the paper's other choice does not).
     """
 
     every: int = 8

@@ -1,4 +1,4 @@
-"""The configuration of a run: its sections, how it is read and checked."""
+"""Configuration of a run: its sections, parsing and validation."""
 
 from flowgrpo.config.parse import load, validate
 from flowgrpo.config.schema import Config, keys

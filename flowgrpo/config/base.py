@@ -1,4 +1,4 @@
-"""What every section of the configuration is: frozen, without keys that it does not know, its numbers finite."""
+"""Base class of all configuration sections: frozen, unknown keys are errors, numbers are finite."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Loader(yaml.SafeLoader):
 
 
 class Dumper(yaml.SafeDumper):
-    """Quotes what `_Loader` would take for a number."""
+    """Quotes texts that `Loader` would read as numbers."""
 
 
 for _yaml in (Loader, Dumper):

@@ -1,4 +1,4 @@
-"""The arithmetic of a run's batch: computed once, refused in one line where it cannot work."""
+"""Batch arithmetic of a run: computed once, with a one-line error if it cannot work."""
 
 from __future__ import annotations
 
@@ -10,8 +10,15 @@ from flowgrpo.errors import UserError
 
 @dataclass(frozen=True)
 class Geometry:
-    """prompts: P of each process; group: G; rows: B = P*G; parts: the whole groups that are sampled together, as many
-    as a micro-batch holds and one at least; updates: optimiser steps per pass over them."""
+    """Batch sizes of one process.
+
+    prompts: P of each process.
+    group: G.
+    rows: B = P*G.
+    micro_batch: rows that go through the denoiser at once.
+    parts: the number of whole groups sampled together, as many as a micro-batch holds and at least one.
+    updates: optimiser steps per pass over them.
+    """
 
     prompts: int
     group: int
@@ -28,10 +35,11 @@ class Geometry:
 
 
 def geometry(train: Train, processes: int = 1) -> Geometry:
-    """Share a batch between processes. UserError names the nearest numbers that work.
+    """Split a batch over processes.
 
-    An optimiser step trains whole parts. So that any number of processes makes the same steps, all of them, and one
-    alone, have to part the epoch's prompts at the same places.
+    An optimiser step trains whole parts. All processes, and a single one, must split the epoch's prompts at the same
+    places; then any number of processes makes the same steps.
+    Raises UserError with the nearest numbers that work.
     """
     if train.prompts % processes:
         low = max(train.prompts // processes, 1) * processes
@@ -53,12 +61,12 @@ def geometry(train: Train, processes: int = 1) -> Geometry:
 
 
 def _fits(together: int, found: Geometry, processes: int) -> int:
-    """The most prompts, at most `together`, that may make a part: of several processes a divisor of their P."""
+    """Return the most prompts, at most `together`, that may make a part: of several processes a divisor of their P."""
     if processes == 1:
         return together
     return max((n for n in range(1, together + 1) if found.prompts % n == 0), default=1)
 
 
 def prompts_per_part(group: int, micro_batch: int) -> int:
-    """How many prompts are sampled together: as many whole groups as a micro-batch holds, one at least."""
+    """Return the number of prompts sampled together: as many whole groups as a micro-batch holds, at least one."""
     return max(micro_batch // group, 1)

@@ -1,4 +1,4 @@
-"""Read and check a configuration: YAML recipes, dotted overrides, one-line errors with the nearest right key."""
+"""Read and validate a configuration: YAML recipes, dotted overrides, one-line errors with the nearest valid key."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from flowgrpo.errors import UserError, nearest
 
 
 def load(recipe: str | Path | None, overrides: dict[str, Any] | None = None) -> Config:
-    """Read a recipe and lay dotted overrides (`{"train.lr": "1e-4"}`; values in YAML's notation) over it.
+    """Read a recipe and apply dotted overrides (`{"train.lr": "1e-4"}`; values in YAML's notation).
 
-    Raises UserError, in one line, for a missing or broken file, an unknown key, a wrong type or range; a mistake in the
-    recipe is told with the recipe's name, one in an override with the option's.
+    Raises UserError, in one line, for a missing or broken file, an unknown key, a wrong type or range; the error names
+    the recipe, or the option of an override.
     """
     raw = read_yaml(Path(recipe)) if recipe else {}
     if recipe:
@@ -32,7 +32,10 @@ def load(recipe: str | Path | None, overrides: dict[str, Any] | None = None) -> 
 
 
 def validate(raw: dict[str, Any], where: str = "the options") -> Config:
-    """Check a nested dictionary; UserError names the first wrong key with its path."""
+    """Validate a nested dictionary.
+
+    Raises UserError with the path of the first wrong key.
+    """
     try:
         return Config.model_validate(raw)
     except ValidationError as error:
@@ -40,7 +43,10 @@ def validate(raw: dict[str, Any], where: str = "the options") -> Config:
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """A recipe as nested dictionaries, unchecked. UserError for a missing or broken file."""
+    """Read a recipe as nested dictionaries, unchecked.
+
+    Raises UserError for a missing or broken file.
+    """
     if not path.is_file():
         raise UserError(f"no recipe at {path}: expected a YAML file, such as configs/starter.yaml")
     try:
@@ -53,7 +59,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def parse_value(path: str, text: str) -> Any:
-    """An override's value in YAML's notation; where the key holds text, the text as it stands."""
+    """Parse an override's value in YAML's notation; if the key holds text, return the text unchanged."""
     if path in fields() and fields()[path].annotation is str:
         return text
     try:
@@ -86,7 +92,7 @@ def _explain(errors: list[dict[str, Any]]) -> str:
     errors = [error | {"loc": tuple(part for part in error["loc"] if not _UNION_TAG.match(str(part)))}
               for error in errors]
     key = owner(_dotted(errors[0]["loc"])) or first
-    # A union reports every type it tried; the one that went deepest was meant.
+    # A union reports every type it tried; the deepest path is the likely one.
     tried = [error for error in errors if f"{_dotted(error['loc'])}.".startswith(f"{key}.")]
     tried = [error for error in tried if len(error["loc"]) == max(len(other["loc"]) for other in tried)]
     unknown = next((error["loc"] for error in tried if error["type"] == "extra_forbidden"), None)
@@ -96,17 +102,17 @@ def _explain(errors: list[dict[str, Any]]) -> str:
     return f"{_dotted(tried[0]['loc'])}: got {tried[0]['input']!r}, expected {expected}"
 
 
-_UNION_TAG = re.compile(r"(str|float)$|<|(dict|list)\[")  # the names that pydantic gives to the branches of a union
+_UNION_TAG = re.compile(r"(str|float)$|<|(dict|list)\[")  # pydantic's names of the branches of a union
 _RULES = {"reward": RewardRule, "eval.rewards": WatchRule, "eval.stop": EarlyStop}
 
 
 def _nearest_of(unknown: tuple[str | int, ...]) -> str:
-    """`nearest` for an unknown key by its place, which may be within a reward's rule."""
+    """Return `nearest` for an unknown key by its path, which may be within a reward's rule."""
     path = _dotted(unknown)
     rule = _RULES.get(owner(path) or "")
     if rule is None:
         return nearest_key(path, keys() if "." in path else [*keys(), *sections()])
-    within = next(part for part in reversed(unknown[:-1]) if isinstance(part, str))  # a transform has its place between
+    within = next(part for part in reversed(unknown[:-1]) if isinstance(part, str))  # a transform's index is in between
     choices = {"on_error": [*Retry.model_fields], "transform": ["clip", "threshold"]}.get(within, [*rule.model_fields])
     return nearest(str(unknown[-1]), choices)
 
@@ -116,7 +122,7 @@ def _dotted(location: tuple[str | int, ...]) -> str:
 
 
 def _expected(message: str) -> str:
-    """Pydantic's message as the end of a sentence that begins with "expected"."""
+    """Return Pydantic's message as the end of a sentence that begins with "expected"."""
     for pattern, words in _PHRASES:
         message = re.sub(pattern, words, message)
     return message[0].lower() + message[1:]
@@ -133,7 +139,7 @@ _PHRASES = (
 
 
 def nearest_key(path: str, choices: list[str]) -> str:
-    """`nearest` for an unknown key; where none is near, the keys of the section that was meant."""
+    """Return `nearest` for an unknown key; if none is near, the keys of its section."""
     inside = [key for key in keys() if key.startswith((path if path in sections() else path.rpartition(".")[0]) + ".")]
     told = nearest(path, choices)
     if told.startswith(":") and path not in sections():

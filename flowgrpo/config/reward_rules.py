@@ -1,10 +1,10 @@
-"""What a recipe may say of one reward beside its weight: the long form.
+"""Long form of a reward in a recipe: its weight and further keys.
 
     reward:
       ocr: {weight: 1.0, when: {task: text}, transform: [{clip: [0, 1]}], on_error: {retry: 3}, timeout: 30}
 
-How a reward is normalised is not said here: the method's advantage does it, for each reward on its own
-(`parts: {advantage: {order: advantages, scale: group}}`) or for their sum (`order: rewards`).
+The normalisation of a reward is not set here. The method's advantage normalises each reward (`parts: {advantage:
+{order: advantages, scale: group}}`) or their sum (`order: rewards`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from flowgrpo.config.base import Section
 
 
 def _kind(value: Any) -> str:
-    """Which branch of a union a value was meant for: an error speaks of that one alone, and not of its tag in <>."""
+    """Return the branch of a union that a value belongs to: an error names that branch alone, and not its tag in <>."""
     return "<keys>" if isinstance(value, (dict, Section)) else "<value>"
 
 
@@ -34,7 +34,7 @@ class Clip(Section):
 
 
 class Threshold(Section):
-    """1 where the score reaches the threshold, else 0."""
+    """1 if the score reaches the threshold, else 0."""
 
     threshold: float
 
@@ -49,7 +49,7 @@ Transform = Annotated[Annotated[Literal["log", "rank"], Tag("<word>")] | Annotat
 
 
 class Retry(Section):
-    """Ask again, after `wait` seconds, twice as many the next time, and so on; where that does not help, `then`."""
+    """Retry after `wait` seconds, twice as many the next time, and so on; if that does not help, `then`."""
 
     retry: int = Field(ge=1, description="further attempts")
     wait: float = Field(1.0, ge=0, description="seconds before the first of them")
@@ -61,7 +61,7 @@ OnError = Annotated[Annotated[Literal["raise", "skip"], Tag("<value>")] | Annota
 
 
 class WatchRule(Section):
-    """A reward that is measured: which, made how, on which prompts, and what becomes of its failures."""
+    """A reward that is measured: its name, arguments, prompts and error handling."""
 
     use: str | None = Field(None, min_length=1, description="the reward, where the key is a label of your own")
     args: dict[str, Any] = Field({}, description="arguments of a reward that is a class")
@@ -71,13 +71,13 @@ class WatchRule(Section):
     cache: bool = Field(False, description="keep the scores, by content, in the folder `cache`")
 
     def applies(self, metadata: dict[str, Any]) -> bool:
-        """Whether a prompt's metadata has, for every key of `when`, its value or one of its list of values."""
+        """True if a prompt's metadata has, for every key of `when`, its value or one of its list of values."""
         return all(key in metadata and metadata[key] in (wanted if isinstance(wanted, list) else [wanted])
                    for key, wanted in self.when.items())
 
 
 class RewardRule(WatchRule):
-    """A reward that is trained on: its weight, and what its scores become before they are compared."""
+    """A reward that is trained on: its weight, and the transforms of its scores before they are compared."""
 
     weight: float = Field(1.0, description="in the sum of rewards or of their advantages")
     transform: list[Transform] = Field([], description="from left to right: {clip: [low, high]}, log, rank, "

@@ -1,9 +1,9 @@
-"""The one typed configuration: what a recipe may say, checked before anything is loaded.
+"""Typed configuration: the keys of a recipe, validated before anything is loaded.
 
-A recipe is a YAML file that states differences from these defaults. Dotted overrides (`--train.lr=1e-4`) go through the
-same check. An unknown key is an error that gives its path and the nearest right key. After parsing only `precision:
-auto` is replaced, by what the machine suits: the resolved configuration is saved with every run and runs again as it
-is.
+A recipe is a YAML file that states differences from these defaults. Dotted overrides (`--train.lr=1e-4`) pass the same
+validation. An unknown key is an error that gives its path and the nearest valid key. After parsing only `precision:
+auto` is replaced, by the precision that suits the device. The resolved configuration is saved with every run and can be
+run again unchanged.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from flowgrpo.starter import CALLS
 
 
 class Config(Section):
-    """Everything a run needs; see the sections for their fields."""
+    """All settings of a run; see the sections for their fields."""
 
     name: str = Field("run", min_length=1, description="the run's folder below `output`")
     model: str = Field("starter", description="`starter`, `starter_consistency`, `starter_video`, `starter_text`, a "
@@ -64,12 +64,12 @@ class Config(Section):
 
     @property
     def trained(self) -> dict[str, RewardRule]:
-        """The rules of the rewards that are trained on, by name."""
+        """Rules of the rewards that are trained on, by name."""
         return {"preferred": RewardRule()} if self._labelled else self._rules
 
     @property
     def _labelled(self) -> bool:
-        """Whether recorded pairs say themselves what is better."""
+        """True if the labels of recorded pairs come from their file."""
         return self.preferences is not None and self.labels == "file"
 
     @property
@@ -79,14 +79,15 @@ class Config(Section):
 
     @property
     def watched(self) -> dict[str, WatchRule]:
-        """The rules of the rewards that are measured besides; one that is trained on and merely named keeps its own."""
+        """Rules of the additional measured rewards; a reward that is also trained on and given by name alone keeps its
+        rule."""
         given, own = self.eval.rewards, self._rules
         further = given if isinstance(given, dict) else {name: WatchRule() for name in given if name not in own}
         return own | further if self._labelled else further
 
     @property
     def call(self) -> dict[str, Any]:
-        """What every call of the pipeline gets beside prompts and latents: `picture`, over the starter's own."""
+        """Arguments of every pipeline call in addition to prompts and latents: `picture`, over the starter's own."""
         picture = self.picture
         sizes = {"height": picture.height, "width": picture.width, "num_frames": picture.frames}
         own = CALLS.get(self.model, {})
@@ -101,7 +102,7 @@ class Config(Section):
 
 
 def fields(section: type[Section] = Config, prefix: str = "") -> dict[str, FieldInfo]:
-    """All dotted keys of the configuration with what they hold, in order."""
+    """Return all dotted keys of the configuration with their fields, in order."""
     found: dict[str, FieldInfo] = {}
     for name, field in section.model_fields.items():
         inner = getattr(field.annotation, "model_fields", None) is not None
@@ -110,15 +111,16 @@ def fields(section: type[Section] = Config, prefix: str = "") -> dict[str, Field
 
 
 def keys() -> list[str]:
-    """All dotted keys of the configuration."""
+    """Return all dotted keys of the configuration."""
     return list(fields())
 
 
 def owner(path: str) -> str | None:
-    """The key that a dotted path sets: itself, or the one whose value it reaches into (`parts` for parts.plan.size)."""
+    """Return the key that a dotted path sets: itself, or the key whose value contains it (`parts` for
+    parts.plan.size)."""
     return next((key for key in keys() if path == key or path.startswith(key + ".")), None)
 
 
 def sections() -> list[str]:
-    """The dotted names of the configuration's sections."""
+    """Return the dotted names of the configuration's sections."""
     return sorted({key.rpartition(".")[0] for key in keys()} - {""})

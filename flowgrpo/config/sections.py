@@ -1,4 +1,4 @@
-"""The sections of a recipe: their keys, what each is about, and what it is where a recipe does not say."""
+"""Sections of a recipe: their keys, descriptions and defaults."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flowgrpo.config.reward_rules import WatchRule
 
 
 class Picture(Section):
-    """What the pipeline is asked for; None leaves the pipeline's own default."""
+    """Output size and arguments of the pipeline's call; None keeps the pipeline's own default."""
 
     height: int | None = Field(None, ge=8, description="pixels")
     width: int | None = Field(None, ge=8, description="pixels")
@@ -20,7 +20,7 @@ class Picture(Section):
 
 
 class Text(Section):
-    """What a language model is asked for."""
+    """Prompts, decoding and engine of a language model."""
 
     max_tokens: int = Field(256, ge=1, description="of a completion, at most")
     system: str | None = Field(None, description="the system message; None: none")
@@ -46,7 +46,7 @@ class Text(Section):
 
 
 class Adapter(Section):
-    """What is trained: a LoRA (rank >= 1) on the denoiser (the method may say: on text encoders), or with `rank: 0` all
+    """Trained weights: a LoRA (rank >= 1) on the denoiser (the method may say: on text encoders), or with `rank: 0` all
     of the denoiser's weights."""
 
     rank: int = Field(32, ge=0, description="rank of the LoRA; 0 trains all weights")
@@ -94,7 +94,7 @@ class Train(Section):
 
 
 class Memory(Section):
-    """What is held where, and how precisely: docs/performance.md says what each costs."""
+    """Placement and precision of weights and activations; docs/performance.md gives the cost of each option."""
 
     weights: Literal["full", "int8", "nf4"] = Field("full", description="of the denoiser below a LoRA: in "
                                                     "`precision`, or by torchao (`int8`) or bitsandbytes (`nf4`)")
@@ -107,7 +107,7 @@ class Memory(Section):
 
 
 class EarlyStop(Section):
-    """When training ends before its last epoch."""
+    """Early stop of the training, before its last epoch."""
 
     reward: str = Field(min_length=1, description="one that is measured on held-out prompts")
     patience: int = Field(ge=1, description="evaluations in a row without a better mean")

@@ -1,1 +1,2 @@
-"""What only some methods are made of; what all have stands in `advantages`, `objectives` and `selection`."""
+"""Optional prompt curricula and resampling of groups; the parts of every method are in `advantages` and
+`objectives`."""

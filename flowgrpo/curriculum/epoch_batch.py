@@ -1,4 +1,4 @@
-"""The groups of an epoch while they are drawn, turn by turn: some of them may be replaced by others."""
+"""Groups sampled in one epoch, over all rounds of dynamic sampling; some may be replaced by others."""
 
 from __future__ import annotations
 
@@ -12,10 +12,15 @@ from flowgrpo.distributed.processes import Processes
 
 
 class Drawn:
-    """What all processes have drawn so far, P groups in the order of drawing.
+    """Groups of all processes so far, P of them in the order of drawing.
 
-    pool: the training prompts; epoch, counted from 0, epochs and seed: of the run; prompts: P of them; totals: [P,G],
-    the weighted sums of rewards; replaced: places of groups whose place others took; turns: the places of every turn.
+    pool: the training prompts.
+    epoch, epochs, seed: of the run; epochs are counted from 0.
+    prompts: P of them.
+    totals: [P,G], the weighted sums of rewards.
+    replaced: indices of replaced groups.
+    turns: the group indices of every turn.
+
     A method that samples a prompt several times has more groups than prompts, and one turn.
     """
 
@@ -29,7 +34,7 @@ class Drawn:
 
     @property
     def turn(self) -> int:
-        """How many turns there were."""
+        """Number of turns so far."""
         return len(self.turns)
 
     @property
@@ -38,34 +43,38 @@ class Drawn:
 
     @property
     def first(self) -> Tensor:
-        """The scores [P,G,R] of the first turn: of prompts as they were drawn, whatever took their place."""
+        """Scores [P,G,R] of the first turn, before any replacement."""
         return self._scores[0]
 
     def standing(self) -> list[int]:
-        """The places of the groups that nothing has replaced."""
+        """Indices of the groups that are not replaced."""
         return [place for place in range(len(self.prompts)) if place not in self.replaced]
 
     def add(self, batch: Sequence[Prompt], scores: Tensor, totals: Tensor) -> None:
-        """A turn of all processes: its prompts, their scores [P,G,R] and totals [P,G]."""
+        """Add a turn of all processes: its prompts, their scores [P,G,R] and totals [P,G]."""
         self.turns.append(range(len(self.prompts), len(self.prompts) + len(batch)))
         self.prompts += batch
         self._scores.append(scores)
         self._totals.append(totals)
 
     def replace(self, pairs: Sequence[tuple[int, Prompt]]) -> list[Prompt]:
-        """The prompts of the next turn, each to take the place of a group: so many that all processes have as many, or
-        none."""
+        """Return the prompts of the next turn, each of which replaces a group.
+
+        Their number is divisible by the number of processes; it may be 0.
+        """
         pairs = pairs[:len(pairs) // self.processes.count * self.processes.count]
         self.replaced |= {place for place, _ in pairs}
         return [prompt for _, prompt in pairs]
 
     def own(self) -> list[Prompt]:
-        """This process's prompts, turn by turn."""
+        """Return this process's prompts, turn by turn."""
         return [self.prompts[place] for place in self._own()]
 
     def compared(self) -> tuple[list[Prompt], Tensor]:
-        """The prompts, process by process, and the scores [P,G,R] of their groups: NaN where one was replaced, so that
-        it is neither compared nor trained."""
+        """Return the prompts, process by process, and the scores [P,G,R] of their groups.
+
+        A replaced group has NaN, so it is neither compared nor trained.
+        """
         if self.turn == 1:
             return self.prompts, self._scores[0]
         scores = torch.cat(self._scores)
@@ -74,7 +83,7 @@ class Drawn:
         return [self.prompts[place] for place in order.tolist()], scores[order]
 
     def metrics(self) -> dict[str, int]:
-        """How many groups were replaced, where any was."""
+        """Return the number of replaced groups, if any."""
         return {"redrawn_groups": len(self.replaced)} if self.replaced else {}
 
     def _own(self) -> list[int]:

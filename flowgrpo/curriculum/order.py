@@ -30,25 +30,25 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Walk:
-    """Through all prompts in turn, or by their weights where these differ: `splits.draw`."""
+    """All prompts in turn, or in proportion to their weights if these differ: `splits.draw`."""
 
     def __call__(self, pool: Sequence[Prompt], count: int, epoch: int, seed: int, wanted: Sequence[float] | None,
                  memory: dict[str, Any], group: int) -> list[Prompt]:
         return splits.draw(list(pool), count, epoch, seed, wanted)
 
     def learn(self, memory: dict[str, Any], drawn: Drawn) -> None:
-        """Nothing is remembered."""
+        """Do nothing: this curriculum has no state."""
 
 
 @dataclass(frozen=True)
 class Posterior:
-    """Of `candidates` times as many prompts those whose success rate, drawn from its posterior, is nearest to `target`
+    """Prompts with success rates nearest to `target`, drawn from their posteriors, among `candidates` times as many
     (MoPPS, 2507.04632).
 
     The rate of a prompt has the posterior Beta(a, b), which begins as Beta(prior, prior). After k samples with the mean
-    reward s, within 0 to 1: a = keep a + (1 - keep) prior + s k, and b the same with 1 - s; keep < 1 forgets. Draws
-    are Thompson's: one number per candidate and epoch, so that uncertain prompts are tried. That only prompts that were
-    sampled forget, and the default numbers but target 1/2 and prior 1, are a reconstruction.
+    reward s, within 0 to 1: a = keep a + (1 - keep) prior + s k, and b the same with 1 - s; keep < 1 forgets. Draws are
+    Thompson's: one number per candidate and epoch, so uncertain prompts are tried. Two points are a reconstruction:
+    only sampled prompts forget, and the default numbers other than target 1/2 and prior 1.
     """
 
     target: float = 0.5
@@ -77,13 +77,13 @@ KEY = "beliefs"
 
 
 def of(memory: dict[str, Any], prompts: Sequence[Prompt], prior: float) -> np.ndarray:
-    """(a, b) of the posterior Beta(a, b) of every prompt: [n, 2]; of one that was never sampled Beta(prior, prior)."""
+    """Return (a, b) of the posterior Beta(a, b) of every prompt: [n, 2]; Beta(prior, prior) if it was never sampled."""
     known = memory.get(KEY, {})
     return np.array([known.get(prompt.key, (prior, prior)) for prompt in prompts])
 
 
 def learn(memory: dict[str, Any], drawn: Drawn, keep: float, prior: float) -> None:
-    """Count an epoch's rewards, within 0 to 1, one group after the other, those of groups that were replaced too."""
+    """Count an epoch's rewards, within 0 to 1, one group after the other, including replaced groups."""
     known, own = memory.setdefault(KEY, {}), {prompt.key for prompt in drawn.pool}
     for prompt, totals in zip(drawn.prompts, drawn.totals):
         if prompt.key in own and len(found := totals[~totals.isnan()].double()):
@@ -93,13 +93,13 @@ def learn(memory: dict[str, Any], drawn: Drawn, keep: float, prior: float) -> No
 
 
 def updated(a: float, b: float, share: float, samples: int, keep: float, prior: float) -> tuple[float, float]:
-    """The posterior's numbers after `samples` samples, a share of them right; keep < 1 forgets, towards the prior."""
+    """Return (a, b) after `samples` samples, a share of them right; keep < 1 forgets, towards the prior."""
     begin = (1 - keep) * prior
     return keep * a + begin + share * samples, keep * b + begin + (1 - share) * samples
 
 
 def require(part: str, keep: float, prior: float) -> None:
-    """ValueError for numbers that no belief can be kept with."""
+    """Raise ValueError for a keep or prior that gives no valid posterior."""
     if not 0 <= keep <= 1 or not prior > 0:
         raise ValueError(f"{part}: keep is {keep} and prior {prior}, expected 0 to 1 and above 0")
 
@@ -112,12 +112,12 @@ def _require_rate(prompt: str, least: float, most: float) -> None:
 
 @dataclass(frozen=True)
 class Knapsack:
-    """Of an epoch's groups more go to prompts from which more is to be learned (Knapsack RL, 2509.25849): `allocated`.
+    """More of an epoch's groups for prompts with more to learn from (Knapsack RL, 2509.25849): `allocated`.
 
-    An epoch has `each` times fewer different prompts than groups, every one with a group at least; the others are
-    shared out by the success rate that is believed of each, the mean of its posterior (`beliefs`). What a prompt's
-    groups earn is compared as one by the advantage `Pooled`. The paper takes the rate of the epoch before and shares
-    out single samples; here the unit is a group, so that `train.group` should be small.
+    An epoch has `each` times fewer different prompts than groups, at least one group each. The others are allocated by
+    each prompt's estimated success rate, the mean of its posterior. All groups of a prompt are compared as one by the
+    advantage `Pooled`. The paper takes the rate of the previous epoch and allocates single samples. Here the unit is a
+    group, so `train.group` should be small.
     """
 
     each: int = 4
@@ -141,14 +141,16 @@ class Knapsack:
 
 
 def value(samples: int, rate: float) -> float:
-    """What so many samples of a prompt of this success rate p are worth: (1 - p^N - (1 - p)^N) p (1 - p)^2, the
+    """Return the value of `samples` samples N of a prompt of success rate p: (1 - p^N - (1 - p)^N) p (1 - p)^2, the
     probability that they differ times the gain of a step on them (2509.25849)."""
     return (1 - rate ** samples - (1 - rate) ** samples) * rate * (1 - rate) ** 2
 
 
 def allocated(rates: Sequence[float], units: int, size: int, least: int = 1) -> list[int]:
-    """How many units of `size` samples each prompt gets, `least` at least, so that the sum of `value` is the largest:
-    since that grows ever slower with N, each unit in turn goes where it adds most, ties by position."""
+    """Return the number of units of `size` samples per prompt, `least` at least, that maximises the sum of `value`.
+
+    The value is concave in N, so each unit in turn goes where it adds most, ties by position.
+    """
     found = [least] * len(rates)
 
     def gain(place: int) -> float:

@@ -1,8 +1,8 @@
-"""Groups of an epoch that are sampled again, and their new prompts: `redraw(drawn) -> [(place, prompt), ...]`.
+"""Resampling of groups within an epoch, and their new prompts: `redraw(drawn) -> [(place, prompt), ...]`.
 
-The loop asks after every turn, until nothing is left to draw. `drawn` (`epoch_batch.Drawn`) holds all turns so far, of
+The loop calls it after every turn, until it returns nothing. `drawn` (`epoch_batch.Drawn`) holds all turns so far, of
 all processes. A replaced group is neither compared with others nor trained. All are pure functions of `drawn`: a
-resumed run draws the same. The new prompt may be the old one with a hint, where no sample solved it.
+resumed run draws the same. The new prompt may be the old one with a hint, if no sample solved it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Never:
-    """Every group stays."""
+    """No group is replaced."""
 
     def __call__(self, drawn: Drawn) -> list[tuple[int, Prompt]]:
         return []
@@ -31,11 +31,11 @@ class Never:
 
 @dataclass(frozen=True)
 class Refill:
-    """A group whose samples all earn the same is replaced by a fresh prompt, until all differ or an epoch was drawn
-    `turns` times (DAPO's dynamic sampling, 2503.14476, equation 11; 10 in its released recipe).
+    """Replace a group whose samples all earn the same by a fresh prompt, until all differ or an epoch was drawn `turns`
+    times (DAPO's dynamic sampling, 2503.14476, equation 11; 10 in its released recipe).
 
-    What counts is the weighted sum of rewards before any shaping. Every turn draws no more prompts than are missing, so
-    that none is sampled in vain. Groups that still agree after the last turn stay, with advantage 0.
+    It compares the weighted sum of rewards before any shaping. Every turn draws only as many prompts as are missing.
+    Groups that still agree after the last turn stay, with advantage 0.
     """
 
     turns: int = 10
@@ -53,26 +53,31 @@ class Refill:
 
 
 def fresh(pool: Sequence[Prompt], count: int, drawn: Sequence[Prompt], seed: Sequence[int]) -> list[Prompt]:
-    """`count` prompts of the pool, those first that were drawn least often, at random among these, by their weights.
-    One comes twice only where count exceeds the pool."""
+    """Return `count` prompts of the pool, the least often drawn first, at random among these, by their weights.
+
+    A prompt is repeated only if count exceeds the pool.
+    """
     times = Counter(prompt.key for prompt in drawn)
     lots = np.random.default_rng(seed).exponential(size=len(pool)) / [prompt.weight for prompt in pool]
     order = sorted(range(len(pool)), key=lambda place: (times[pool[place].key], lots[place]))
     return [pool[order[number % len(pool)]] for number in range(count)]
 
 
-BOOK = "hinted"  # the key of the metadata under which a prompt with hints keeps what it came from
+BOOK = "hinted"  # metadata key under which a prompt with hints keeps its origin
 
 
 @dataclass(frozen=True)
 class Hints:
-    """A group without a sample above `fail` is sampled again with a hint in its prompt, and with one more while it
+    """Sample a group without a sample above `fail` again with a hint in its prompt, and with one more hint while it
     still fails and hints are left (Scaf-GRPO, 2510.19807; GHPO, 2507.10628).
 
-    Hints stand in the prompt's metadata, from the vaguest to the plainest: a list of texts under `hints`. With `shares`
-    they are the first so large parts of the text under `solution`, by words. text: how prompt and hints become one.
-    after: the share of the run before which nobody is helped. Samples and replays, old and new probabilities, all read
-    the prompt with its hints, so that ratios are those of the policy that answered. A prompt without hints stays.
+    The prompt's metadata holds the hints, from the vaguest to the plainest: a list of texts under `hints`. With
+    `shares` they are the first parts, of these sizes and cut between words, of the text under `solution`.
+    text: the template that joins prompt and hints.
+    after: the share of the run before which no hints are given.
+
+    Samples and replays, old and new probabilities, all read the prompt with its hints. So ratios are those of the
+    policy that answered. A prompt without hints stays.
     """
 
     shares: tuple[float, ...] = ()
@@ -97,7 +102,7 @@ class Hints:
         return [(place, prompt) for place, prompt in helped if prompt is not None]
 
     def helped(self, prompt: Prompt) -> Prompt | None:
-        """The prompt with one more hint; None where none is left."""
+        """Return the prompt with one more hint; None if none is left."""
         book = prompt.metadata.get(BOOK, {"prompt": prompt.text, "given": 0})
         hints, given = self.hints(prompt.metadata), book["given"] + 1
         if given > len(hints):
@@ -108,7 +113,7 @@ class Hints:
                       prompt.weight)
 
     def hints(self, metadata: dict[str, Any]) -> list[str]:
-        """What a prompt's metadata offers: hints, or ever longer beginnings of its solution."""
+        """Return the hints of a prompt's metadata: its hints, or ever longer beginnings of its solution."""
         if not self.shares:
             return [str(hint) for hint in metadata.get("hints", ())]
         words = str(metadata.get("solution", "")).split()

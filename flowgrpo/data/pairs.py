@@ -1,8 +1,8 @@
-"""Pairs of pictures, of which one is preferred: reading them from a file, and holding those of some prompts out.
+"""Preference pairs of images: load them from a file, and hold out those of some prompts.
 
-A file of pairs is `.jsonl`, one object per line with `prompt`, `chosen` and `rejected` (paths of pictures, relative to
-the file) and, where wanted, `aspects`: an object of names with "chosen", "rejected" or "tie", which of the two is
-better in that respect. Every line also is a verdict of the aspect `overall`, for `chosen`, unless `aspects` names it.
+A file of pairs is `.jsonl`, one object per line with `prompt`, `chosen` and `rejected` (paths of images, relative to
+the file). Optional `aspects` is an object of names with "chosen", "rejected" or "tie": the better one in that respect.
+Every line is also a verdict of the aspect `overall`, for `chosen`, unless `aspects` names it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ WORTH = {"chosen": 1.0, "rejected": 0.0, "tie": 0.5}
 
 @dataclass(frozen=True)
 class Pair:
-    """Two pictures of a prompt, and by aspect the verdict: 1 for `chosen`, 0 for `rejected`, 1/2 for a tie."""
+    """Two images of a prompt, and by aspect the verdict: 1 for `chosen`, 0 for `rejected`, 1/2 for a tie."""
 
     prompt: str
     chosen: Path
@@ -34,7 +34,10 @@ class Pair:
 
 
 def load_pairs(path: str | Path) -> list[Pair]:
-    """Read a .jsonl file of pairs; UserError names the file and the line of a mistake."""
+    """Read a .jsonl file of pairs.
+
+    Raises UserError with the file and the line of a mistake.
+    """
     path = Path(path)
     if path.suffix != ".jsonl":
         raise UserError(f"pairs {path}: expected a .jsonl file, got {path.suffix or 'no ending'!r}")
@@ -51,10 +54,11 @@ def load_pairs(path: str | Path) -> list[Pair]:
 
 
 def split(pairs: list[Pair], held_out: float | str) -> tuple[list[Pair], list[Pair]]:
-    """Part pairs into (train, held out); no prompt is ever on both sides.
+    """Split pairs into (train, held out); no prompt is ever on both sides.
 
     A share holds out the pairs of that part of the different prompts, always the same ones. A path is read as the
-    held-out pairs, and the pairs of their prompts leave the training side. UserError where a side is left empty.
+    held-out pairs, and the pairs of their prompts leave the training side.
+    Raises UserError if a side is left empty.
     """
     if isinstance(held_out, str):
         held = load_pairs(held_out)
@@ -70,8 +74,10 @@ def split(pairs: list[Pair], held_out: float | str) -> tuple[list[Pair], list[Pa
 
 
 def aspects(train: Sequence[Pair], held: Sequence[Pair]) -> list[str]:
-    """The names of all aspects, in order of appearance. UserError for one that no training pair has a preference in,
-    and where no held-out pair has any."""
+    """Return the names of all aspects, in order of appearance.
+
+    Raises UserError for one without a preference in any training pair, and if no held-out pair has a preference.
+    """
     names = list(dict.fromkeys(name for pair in (*train, *held) for name in pair.verdicts))
     for name in names:
         if not any(pair.verdicts.get(name, 0.5) != 0.5 for pair in train):

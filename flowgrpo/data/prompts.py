@@ -1,16 +1,16 @@
-"""Prompts: reading them from a file, holding some out, and drawing those of an epoch.
+"""Prompts: load them from a file.
 
 A prompt file is one of
-- `.txt`: one prompt per line; blank lines are passed over;
-- `.jsonl`: one object per line with `prompt` and, where wanted, `negative_prompt`, `metadata` (an object that the
-  rewards receive; those for text look for `answer` there), `image` (a path, relative to the prompt file; rewards find
-  the picture's full path under `image` in the metadata) and `weight` (a positive number). Lines of GSM8K, with
-  `question` and `answer` alone, are read as they are: the question is the prompt, and what stands after #### in the
-  answer, without thousands separators, is metadata.answer. So are lines of GenEval, with `prompt`, `tag` and `include`:
-  what stands beside the prompt is its metadata;
+- `.txt`: one prompt per line; blank lines are skipped;
+- `.jsonl`: one object per line with `prompt` and optionally `negative_prompt`, `metadata` (an object passed to the
+  rewards; those for text read `answer` there), `image` (a path, relative to the prompt file; rewards find its full
+  path under `image` in the metadata) and `weight` (a positive number). Lines of GSM8K, with `question` and `answer`
+  alone, are accepted: the question is the prompt, and the text after #### in the answer, without thousands
+  separators, is metadata.answer. So are lines of GenEval, with `prompt`, `tag` and `include`: their other keys are
+  the metadata;
 - `.csv`: the same names as columns; `metadata` cells hold JSON, empty cells count as absent;
 - `.parquet` (of the hub's datasets; extra `parquet`): the same names as columns. Other columns go into the metadata, as
-  those of `.csv` do; columns of bytes, such as pictures, are left out.
+  those of `.csv` do; columns of bytes, such as images, are left out.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from flowgrpo.errors import UserError, nearest
 KEYS = ("prompt", "negative_prompt", "metadata", "image", "weight")
 GSM8K, GENEVAL = {"question", "answer"}, {"prompt", "tag", "include"}
 STARTER = Path(__file__).parents[1] / "starter"
-# What the names of their files begin with.
+# Prefixes of their file names.
 PACKAGED = {"starter": "", "starter_video": "video_", "starter_text": "text_"}
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt; `image` is the path of a reference picture, `weight` its relative frequency in training.
+    """One prompt; `image` is the path of a reference image, `weight` its relative frequency in training.
 
-    The metadata tell the full path of the picture under `image`, unless they have such a key of their own.
+    The metadata holds the full path of the image under `image`, unless it already has such a key.
     """
 
     text: str
@@ -55,12 +55,15 @@ class Prompt:
 
     @property
     def key(self) -> str:
-        """By what prompts are told apart: the text, and the picture where there is one."""
+        """Identity of a prompt: the text, and the image if there is one."""
         return self.text if self.image is None else f"{self.text}\n{self.image}"
 
 
 def load_prompts(path: str | Path) -> list[Prompt]:
-    """Read a .txt, .jsonl, .csv or .parquet file; UserError names the file and the line of a mistake."""
+    """Read a .txt, .jsonl, .csv or .parquet file.
+
+    Raises UserError with the file and the line of a mistake.
+    """
     path = Path(path)
     readers = {".txt": _read_txt, ".jsonl": _read_jsonl, ".csv": _read_csv, ".parquet": _read_parquet}
     if path.suffix not in readers:
@@ -100,7 +103,7 @@ def _read_jsonl(text: str, path: Path) -> Records:
 
 
 def _gsm8k(record: dict[str, Any], path: Path, line: int) -> dict[str, Any]:
-    """A line of GSM8K (2110.14168) as one of ours."""
+    """Convert a line of GSM8K (2110.14168) to our keys."""
     _, mark, answer = str(record["answer"]).rpartition("####")
     answer = answer.strip().replace(",", "")
     if not mark or not answer:
@@ -126,21 +129,24 @@ def _read_csv(text: str, path: Path) -> Records:
 
 
 def rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of a .parquet file as JSON has them, without columns that hold bytes: dates and times as ISO 8601 writes
-    them, NaN as null. UserError where pyarrow is missing."""
+    """Return the rows of a .parquet file as JSON values, without columns of bytes.
+
+    Dates and times become ISO 8601 texts, NaN null.
+    Raises UserError if pyarrow is missing.
+    """
     from flowgrpo.extras import needed
 
     parquet = needed("pyarrow.parquet", "parquet", str(path))
     try:
         columns = [field.name for field in parquet.read_schema(path) if "binary" not in str(field.type)]
         return [_plain(row) for row in parquet.read_table(path, columns=columns).to_pylist()]
-    except (OSError, ValueError) as error:  # pyarrow's own are of the latter
+    except (OSError, ValueError) as error:  # pyarrow's errors are ValueErrors
         raise UserError(f"{path}: not a .parquet file that can be read ({' '.join(str(error).split())[:200]})"
                         ) from None
 
 
 def _plain(value: Any) -> Any:
-    """A cell's value as JSON has it; what JSON has nothing like, such as a duration, as its text."""
+    """Return a cell's value as JSON has it; a value without a JSON form, such as a duration, as its text."""
     if isinstance(value, dict):
         return {key: _plain(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
@@ -162,7 +168,7 @@ def _read_parquet(_: str, path: Path) -> Records:
 
 
 def _with_facts(row: dict[str, Any], path: Path, line: int) -> dict[str, Any]:
-    """A row as one of our records: what is in no column of ours is metadata."""
+    """Convert a row to our keys; columns that are not ours become metadata."""
     told = row.pop("metadata", {})
     if isinstance(told, str):
         told = _json(told, path, line)

@@ -1,4 +1,4 @@
-"""What a run made from Python calls the objects that it was given, so that other commands find them again."""
+"""Names (folder, hub id, FILE.py:NAME) of objects passed to `align`, so that other commands can load them."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from flowgrpo.config.schema import Config
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
 
-PROMPTS = "prompts.jsonl"  # in the run's folder, of a list of prompts
+PROMPTS = "prompts.jsonl"  # in the run's folder, for a list of prompts
 CLASS = re.compile(r"[A-Z]\w*(Pipeline|Model|ModelLM|For[A-Z]\w*)")
 
 
 def model(loaded: Any) -> str:
-    """The folder or hub id that a pipeline, or the model of a tuple, was loaded from; without one its class."""
+    """Return the folder or hub id of a pipeline, or of the model of a tuple; without one its class name."""
     loaded = loaded[0] if isinstance(loaded, tuple) else loaded
     return str(getattr(loaded, "name_or_path", None) or type(loaded).__name__)
 
 
 def require_place(model: str) -> None:
-    """UserError for a model that is named by its class alone, which is no folder and no id of a hub."""
+    """Raise UserError for a model that is named by its class alone, which is neither a folder nor a hub id."""
     if CLASS.fullmatch(model) and not Path(model).exists():
         raise UserError(f"cannot load the model {model!r}: that is a class, as a run says that was made from Python "
                         "with an object that has no file; save it (save_pretrained), and set model to its folder")
 
 
 def rule(function: Any, given: Any) -> Any:
-    """The rule of a reward, a weight or keys; of a function at the top level of a file it says where that is."""
+    """Return the rule of a reward: a weight or keys; for a function at the top level of a file it adds its location."""
     module = sys.modules.get(getattr(function, "__module__", None) or "")
     file, own = getattr(module, "__file__", None) or "", getattr(function, "__name__", "")
     if not file.endswith(".py") or getattr(module, own, None) is not function \
@@ -44,8 +44,8 @@ def rule(function: Any, given: Any) -> Any:
 
 
 def prompt_lines(config: Config, prompts: Sequence[Prompt] | None) -> str | None:
-    """What the run's own file of prompts has to hold, before its folder is set aside; None where the configuration
-    names another."""
+    """Return the content of the run's own prompt file, before its folder is archived; None if the configuration names
+    another file."""
     own = config.folder / PROMPTS
     if Path(config.prompts) != own:
         return None

@@ -1,4 +1,4 @@
-"""Runs on recorded pairs: the pairs of a file take the place of drawn pictures, as the groups that are trained on."""
+"""Runs on recorded pairs: the trained groups are the pairs of a file in place of sampled images."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ Prompts = list[Prompt]
 
 
 def in_place(config: Config, split: tuple[Prompts, Prompts]) -> tuple[Prompts, Prompts]:
-    """The (training, held-out) prompts, with `preferences` those of its pairs in place of the training ones.
+    """Return the (training, held-out) prompts; with `preferences`, its pairs replace the training ones.
 
-    A prompt stands for one pair: its metadata say which files are `chosen` and `rejected`, and in `preferred` the
-    verdict, 1 for the chosen one; beside them is what the file of prompts says of the same text. Where the file labels,
-    the picture that it prefers is the chosen one, whatever the line calls it, and its ties teach nothing and are left
-    out. No held-out prompt is trained on. UserError where no pair is left.
+    A prompt stands for one pair. Its metadata has the files `chosen` and `rejected`, the verdict `preferred`, 1 for the
+    chosen one, and the metadata that the prompt file has for the same text. With labels from the file, `chosen` is the
+    preferred image, even if the line calls it otherwise; ties are left out. No held-out prompt is trained on.
+    Raises UserError if no pair is left.
     """
     if config.preferences is None:
         return split
@@ -35,7 +35,7 @@ def in_place(config: Config, split: tuple[Prompts, Prompts]) -> tuple[Prompts, P
 
 
 def _turned(pair: Pair) -> Pair:
-    """A pair of which the rejected picture is preferred, the other way round."""
+    """Return a pair with the images swapped, for a pair whose rejected image is preferred."""
     return Pair(pair.prompt, pair.rejected, pair.chosen, {OVERALL: 1.0})
 
 

@@ -10,16 +10,17 @@ from flowgrpo.config.schema import Config
 from flowgrpo.data.prompts import PACKAGED, STARTER, Prompt, load_prompts
 from flowgrpo.errors import UserError
 
-LEAST = 1e-9  # of the largest number, what stands for 0 among those of how often prompts are wanted
-SPLIT_SEED = 0  # the run's seed does not choose the held-out prompts: runs that differ in it are measured on the same
+LEAST = 1e-9  # share of the largest factor that replaces a factor of 0
+SPLIT_SEED = 0  # not the run's seed: runs with other seeds share the held-out prompts
 
 
 def split(prompts: list[Prompt], held_out: float | str, seed: int) -> tuple[list[Prompt], list[Prompt]]:
-    """Part prompts into (train, held out); no text is ever on both sides, or none with the same picture.
+    """Split prompts into (train, held out); no text is ever on both sides, or none with the same image.
 
     A share holds out that part of the different texts (rounded, at least one), chosen by a permutation that depends on
     the texts and the seed alone. A path is read as the held-out prompts, and their texts leave the training side. A
-    text with another picture is another text. UserError where a side is left empty.
+    text with another image is another text.
+    Raises UserError if a side is left empty.
     """
     if isinstance(held_out, str):
         held = load_prompts(held_out)
@@ -45,15 +46,14 @@ def _share(texts: list[str], share: float, seed: int) -> set[str]:
 
 def draw(prompts: list[Prompt], count: int, epoch: int, seed: int,
          wanted: Sequence[float] | None = None) -> list[Prompt]:
-    """The prompts of one epoch: a pure function of its arguments, so that a resumed run needs no state, and every
-    process draws the same.
+    """Return the prompts of one epoch: a pure function of its arguments, the same on every process and after a resume.
 
-    No prompt comes twice in an epoch unless `count` exceeds their number n; then each comes count // n times, and only
-    the rest is drawn. Where all weights are equal, epochs walk through the data: every n draws in a row, counted from
-    the start, are one permutation. Otherwise an epoch is drawn with probabilities in proportion to the weights.
+    No prompt is repeated in an epoch unless `count` exceeds their number n. Then each occurs count // n times, and only
+    the rest is drawn. With equal weights, epochs walk through the data: every n draws in a row, counted from the start,
+    are one permutation. Otherwise an epoch is drawn with probabilities in proportion to the weights.
 
-    wanted: how often the method wants each prompt drawn, numbers from 0 up by which the prompts' own weights are
-    multiplied. While all are equal they change nothing; a prompt of 0 comes when the others do not suffice.
+    wanted: the method's factors on the prompts' weights, 0 or more. Equal factors change nothing; a prompt of factor 0
+    is drawn only if the others do not suffice.
     """
     whole, rest = divmod(count, len(prompts))
     weights = np.array([prompt.weight for prompt in prompts])
@@ -68,9 +68,9 @@ def draw(prompts: list[Prompt], count: int, epoch: int, seed: int,
 
 
 def _walk(n: int, count: int, epoch: int, seed: int) -> np.ndarray:
-    """Indices [count] at `epoch * count` of an endless row of permutations of n > count.
+    """Return indices [count] at `epoch * count` of an endless sequence of permutations of n > count.
 
-    Where an epoch runs over the end of one permutation, the next begins with others than that epoch already has.
+    If an epoch crosses the end of one permutation, the next begins with indices that the epoch does not have yet.
     """
     if not count:
         return np.empty(0, int)
@@ -78,7 +78,7 @@ def _walk(n: int, count: int, epoch: int, seed: int) -> np.ndarray:
     last = (start + count - 1) // n
     for number in range(last + 1):
         before, order = order, np.random.default_rng([seed, number]).permutation(n)
-        given = number * n % count  # how many of the epoch at hand came from the permutation before
+        given = number * n % count  # how many of this epoch came from the previous permutation
         fresh = order[~np.isin(order, before[n - given:])][:count - given]
         order = np.concatenate([fresh, order[~np.isin(order, fresh)]])
     offset = start - max(last - 1, 0) * n
@@ -86,8 +86,10 @@ def _walk(n: int, count: int, epoch: int, seed: int) -> np.ndarray:
 
 
 def require_no_share(config: Config) -> None:
-    """UserError for packaged prompts and a share of them to hold out, which would be without effect; a run's saved
-    configuration says the usual share."""
+    """Raise UserError for packaged prompts and a held-out share, which would have no effect.
+
+    The default share is accepted: a run's saved configuration has it.
+    """
     usual = config.held_out == Config.model_fields["held_out"].default
     if config.prompts in PACKAGED and isinstance(config.held_out, float) and not usual:
         raise UserError(f"held_out: got {config.held_out!r}, but prompts: {config.prompts} brings held-out prompts of "
@@ -95,10 +97,10 @@ def require_no_share(config: Config) -> None:
 
 
 def resolve(config: Config) -> tuple[list[Prompt], list[Prompt]]:
-    """The (training, held-out) prompts of a configuration.
+    """Return the (training, held-out) prompts of a configuration.
 
-    `prompts: starter`, `starter_video` and `starter_text` mean the files that come with the package: their own held-out
-    file takes the place of a share.
+    `prompts: starter`, `starter_video` and `starter_text` mean packaged files: their own held-out file replaces a
+    share.
     """
     if config.prompts not in PACKAGED:
         return split(load_prompts(config.prompts), config.held_out, SPLIT_SEED)

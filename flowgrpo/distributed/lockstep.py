@@ -1,4 +1,4 @@
-"""Lockstep of sharded processes: every rank makes the same calls in the same order."""
+"""Lockstep of sharded processes: all ranks make the same calls in the same order."""
 
 from __future__ import annotations
 
@@ -9,30 +9,33 @@ from torch import distributed
 
 from flowgrpo.distributed.signals import Stopped
 
-# What a process is about to do, the most pressing last. Who looks at a reference, with the LoRA off, comes before who
-# trains; and what was begun by a training forward is ended by its backward before anything else.
+# Kinds of calls, the most urgent last. A look at a reference, with the LoRA off, goes before training, and the
+# backward of a training forward goes before anything else.
 DONE, TRAIN, LOOK, BACKWARD, RUN, LEAVE = range(6)
 
 
 class Turns:
-    """Has all processes run the same calls: each says what it is about to do, and what is most pressing is done by all.
+    """Lockstep of all processes: each announces its next call, and all run the most urgent one.
 
     accompany: given TRAIN or LOOK and a step, replays a row at that step; returns its output.
     """
 
     def __init__(self, device: torch.device, accompany: Callable[[int, int], torch.Tensor]):
         self.device, self.accompany = device, accompany
-        self.beside: torch.Tensor | None = None  # the output of a row that was run beside a training forward
-        self.left = False  # whether somebody's leaving was heard
+        self.beside: torch.Tensor | None = None  # the output of a row that accompanied a training forward
+        self.left = False  # another process has left
 
     def take(self, kind: int, step: int = 0) -> None:
-        """Return when everyone does this. Stopped where another process leaves."""
+        """Return when all processes do this.
+
+        Raises Stopped if another process leaves.
+        """
         while (now := self._pressing(kind, step)) != (kind, step):
             self._follow(*now)
         self.beside = None
 
     def leave(self) -> None:
-        """Tell the others that this process failed or was asked to stop, unless one of them said so first."""
+        """Report to the others that this process failed or was asked to stop, unless one of them did first."""
         if not self.left:
             self._pressing(LEAVE, 0)
         self.left, self.beside = False, None
@@ -48,7 +51,7 @@ class Turns:
         self.beside = None
 
     def _pressing(self, kind: int, step: int) -> tuple[int, int]:
-        """The most pressing of what all are about to do."""
+        """Return the most urgent of the announced calls, (kind, step)."""
         own = torch.tensor([kind, step], device=self.device)
         found = [torch.empty_like(own) for _ in range(distributed.get_world_size())]
         distributed.all_gather(found, own)

@@ -1,7 +1,7 @@
-"""The processes of a run, and all that they tell each other. On one process everything here is the identity.
+"""Processes of a run, and their collectives. On one process everything here is the identity.
 
-Every process holds the same weights and samples whole groups of its own, an equal share of the epoch's prompts. What a
-method compares is gathered, so that everyone computes it on the whole; gradients are summed once per optimiser step.
+Every process holds the same weights and samples whole groups, an equal share of the epoch's prompts. Values that a
+method compares are gathered, so every process computes them on the whole. Gradients are summed once per optimiser step.
 Every process makes the same calls in the same order: a branch around one is taken by all or by none.
 """
 
@@ -19,13 +19,15 @@ from flowgrpo.distributed.lockstep import DONE, Turns
 from flowgrpo.distributed.signals import Stopped
 from flowgrpo.errors import UserError
 
-DIMENSIONS = 8  # at most, of what is gathered
+DIMENSIONS = 8  # largest number of dimensions of a gathered tensor
 
 
 class Processes:
-    """rank: this process's number; count: how many there are; device: where collectives happen.
+    """rank: this process's number.
+    count: the number of processes.
+    device: of collectives.
 
-    Without an accelerator: this process alone, whatever was launched.
+    Without an accelerator: this process alone, under any launcher.
     """
 
     def __init__(self, accelerator=None):
@@ -38,20 +40,22 @@ class Processes:
 
     @property
     def first(self) -> bool:
-        """Whether this is the process that writes, prints and shows."""
+        """True on the process that writes and prints."""
         return self.rank == 0
 
     def own(self, whole: Any) -> Any:
-        """This process's share of what all of them have, a list or a tensor's rows: `gather` puts shares together."""
+        """Return this process's share of a list or of a tensor's rows that all processes have; `gather` is the
+        inverse."""
         low, high = (len(whole) * rank // self.count for rank in (self.rank, self.rank + 1))
         return whole[low:high]
 
     def most(self, whole: Sequence[Any]) -> int:
-        """The size of the largest share."""
+        """Return the size of the largest share."""
         return -(-len(whole) // self.count)
 
     def gather(self, values: Tensor) -> Tensor:
-        """The rows [n,...] of all processes, in the order of their ranks; each has its own n, which may be 0."""
+        """Return the rows [n,...] of all processes, in the order of their ranks; n may differ per process, and may be
+        0."""
         if self.count == 1:
             return values
         shapes = self._shapes(values)
@@ -65,8 +69,10 @@ class Processes:
         return torch.cat([each[:n] for each, n in zip(found, shapes[:, 0].tolist())]).to(values.device)
 
     def gather_samples(self, samples: list[Any]) -> Tensor | list[str]:
-        """The samples of all processes, in the order of their ranks: pictures or clips of one shape as one tensor, an
-        empty one without any, and texts as a list."""
+        """Return the samples of all processes, in the order of their ranks.
+
+        Images or clips of one shape are one tensor, an empty one without any; texts are a list.
+        """
         if self.count > 1:
             found: list[Any] = [None] * self.count
             distributed.all_gather_object(found, [each.cpu() if torch.is_tensor(each) else each for each in samples])
@@ -75,14 +81,14 @@ class Processes:
             torch.stack(samples) if samples else torch.empty(0)
 
     def _shapes(self, values: Tensor) -> Tensor:
-        """The shapes of everyone's values, filled up with zeros: int64 [processes,DIMENSIONS]."""
+        """Return the shapes of all processes' values, padded with zeros: int64 [processes,DIMENSIONS]."""
         own = torch.tensor([*values.shape] + [0] * (DIMENSIONS - values.ndim), device=self.device)
         found = [torch.empty_like(own) for _ in range(self.count)]
         distributed.all_gather(found, own)
         return torch.stack(found).cpu()
 
     def total(self, numbers: Sequence[int]) -> list[int]:
-        """The sums over all processes, one per number."""
+        """Return the sums over all processes, one per number."""
         if self.count == 1:
             return list(numbers)
         summed = torch.tensor([int(number) for number in numbers], device=self.device)
@@ -90,19 +96,20 @@ class Processes:
         return summed.tolist()
 
     def any(self, flag: bool) -> bool:
-        """Whether the flag is up anywhere."""
+        """True if the flag is set on any process."""
         return self.total([flag])[0] > 0
 
     def wait(self) -> None:
-        """Go on when everyone is here."""
+        """Barrier: return when all processes are here."""
         self.total([0])
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Around work in which no process waits for another: where one fails or is asked to stop, all leave here.
+        """Context manager for work in which no process waits for another: if one fails or is asked to stop, all leave
+        here.
 
-        The one that failed raises what it met, the others Stopped, when their own work is done; with weights that are
-        shared out, before their next call of the denoiser.
+        Raises the error of the process that failed, and Stopped on the others, when their own work is done; with
+        sharded weights, before their next call of the denoiser.
         """
         try:
             yield
@@ -134,13 +141,13 @@ class Processes:
 
     @torch.no_grad()
     def agree(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        """Give every process the first one's values."""
+        """Copy the first process's values to every process."""
         for parameter in parameters if self.count > 1 else ():
             distributed.broadcast(parameter.data, 0)
 
 
 def require_replicated(environment: dict[str, str]) -> None:
-    """UserError where accelerate was asked to shard the model, which a run does itself (`memory.shard`)."""
+    """Raise UserError if accelerate was asked to shard the model, which a run does itself (`memory.shard`)."""
     asked = [kind for kind in ("FSDP", "DEEPSPEED", "MEGATRON_LM")
              if environment.get(f"ACCELERATE_USE_{kind}", "false").lower() == "true"]
     if asked:
@@ -149,5 +156,5 @@ def require_replicated(environment: dict[str, str]) -> None:
                         "true")
 
 
-# How long a process waits for the others, whose rewards may be slower than its own; the launcher sees those that die.
+# How long a process waits for others with slower rewards; the launcher detects those that die.
 PATIENCE = timedelta(hours=2)

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: the work done so far is saved before the run ends."""
+"""Ctrl-C and SIGTERM: save the work done so far before the run ends."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import threading
 
 
 class Stopped(KeyboardInterrupt):
-    """The run was asked to stop and has reached a point where its state is whole."""
+    """Stop requested, at a point where the run's state is consistent."""
 
 
 class Stop:
-    """Inside `with`, the first signal asks for a stop at the next `check`; a second one interrupts at once.
+    """Context manager: the first signal requests a stop at the next `check`; a second one interrupts at once.
 
-    Python gives signals to the main thread alone: in another one (a notebook server's) nothing is caught.
+    Python sends signals to the main thread alone: in another one (a notebook server's) nothing is caught.
     """
 
     def __init__(self):
@@ -34,6 +34,6 @@ class Stop:
         self.asked = True
 
     def check(self) -> None:
-        """Raise Stopped if a stop was asked for."""
+        """Raise Stopped if a stop was requested."""
         if self.asked:
             raise Stopped

@@ -1,4 +1,4 @@
-"""The parts of a policy-gradient loss: log-ratios, surrogates, step weights, regularisers.
+"""Parts of a policy-gradient loss: log-ratios, surrogates, step weights, regularisers.
 
 All are pure and per decision, [B, N] for B rows of N decisions. Those of some methods alone are in `forward_process`,
 `sequence_losses`, `token_losses` and `actor_critic`.

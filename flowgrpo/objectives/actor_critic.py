@@ -1,4 +1,4 @@
-"""The loss of an edit policy with a critic beside it, and what goes together in a method with an edit."""
+"""Loss of an edit policy and its critic, and the checks of a method with an edit."""
 
 from __future__ import annotations
 
@@ -11,9 +11,13 @@ from flowgrpo.objectives.surrogates import cut, ppo, require_range
 
 @dataclass(frozen=True, eq=False)
 class Seen:
-    """What the loss reads beside ratio and advantage, each [b, 1]: of the samples' final states the critic's value,
-    with its gradient, and their rewards; and, where it asks for that, the value of their bases as the present weights
-    edit them, with the gradient of the edit alone."""
+    """Inputs of the loss in addition to ratio and advantage.
+
+    value: [b, 1], the critic's value of the samples' final states, with its gradient.
+    reward: [b, 1], their rewards.
+    edited: [b, 1], the value of their bases as the present weights edit them, with the gradient of the edit alone; None
+        if the loss does not read it.
+    """
 
     value: Tensor
     reward: Tensor
@@ -22,12 +26,12 @@ class Seen:
 
 @dataclass(frozen=True)
 class ActorCritic:
-    """What an edit and its critic are trained by; [B, 1] (EXPO, 2507.07986).
+    """Loss of an edit and its critic, [B, 1] (EXPO, 2507.07986).
 
-    The critic: critic * (Q - R)^2 of its value Q of every sample, base or edited, with the weighted sum R of its
-    rewards. The edit: through * -Q(x0 + edit), whose gradient passes the critic and leaves it as it is, as published,
-    here at the edit's mean; and ratio * PPO's clipped loss with bounds low and high, which is ours and reads no
-    critic. The two networks have no weights in common.
+    Critic: critic * (Q - R)^2 of its value Q of every sample, base or edited, with R the weighted sum of its rewards.
+    Edit: through * -Q(x0 + edit), as published, here at the edit's mean; its gradient passes the critic and leaves it
+    unchanged. Plus ratio * PPO's clipped loss with bounds low and high, which is ours and reads no critic.
+    The two networks share no weights.
     """
 
     low: float = 1e-3
@@ -46,7 +50,7 @@ class ActorCritic:
 
     @property
     def of_means(self) -> bool:
-        """True where the loss reads the edit's mean."""
+        """True if the loss reads the edit's mean."""
         return self.through > 0
 
     def __call__(self, log_ratio: Tensor, advantage: Tensor, old: Seen) -> Tensor:
@@ -56,5 +60,5 @@ class ActorCritic:
         return loss - self.through * old.edited.to(log_ratio) if self.through else loss
 
     def clipped(self, log_ratio: Tensor, advantage: Tensor, old: Seen | None = None) -> Tensor:
-        """Where the clip cuts the edit's gradient, bool [B, N]; nowhere without the clipped loss."""
+        """Return the mask where the clip cuts the edit's gradient, bool [B, N]; false without the clipped loss."""
         return (self.ratio > 0) & cut(log_ratio.expm1(), advantage, -self.low, self.high)

@@ -1,9 +1,9 @@
 """LayerTuning (Dynamic-TreeRPO, 2509.23352), a reconstruction: a supervised term in a policy-gradient loss.
 
-Its abstract and reviews say this much: the clip bounds lie between two values and depend on the reward with a
-sensitivity (its equation 11), and a regression to the prediction along the best path of the group, weighted as a
-progress reward, is added with a coefficient (equation 13). The equations themselves could not be read. The forms here
-(the sigmoid, the upper bound alone, the weight by the best advantage) are ours.
+Its abstract and reviews give these facts. The clip bounds lie between two values and depend on the reward with a
+sensitivity (its equation 11). A regression to the prediction along the best path of the group, weighted as a progress
+reward, is added with a coefficient (equation 13). The equations themselves could not be read. The forms here (the
+sigmoid, the upper bound alone, the weight by the best advantage) are ours.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from flowgrpo.types import Goal, Scored
 class LayerTuning:
     """weight * w * mean((v - v*)^2) per decision, [B, 1] (LayerTuning, 2509.23352, a reconstruction).
 
-    v is the model's output on a sample's own state, v* the old policy's at the same step on the path to the best sample
-    of its group, and w that sample's advantage: the farther it stands out, the stronger the pull, and a group without
-    variance has none (`towards_best`). Weight 0 leaves it out and reads no means.
+    v is the model's output on a sample's own state. v* is the old policy's at the same step on the path to the best
+    sample of its group, and w that sample's advantage. A best sample far above its group pulls strongly; a group
+    without variance has no pull (`towards_best`). Weight 0 omits the term and reads no means.
     """
 
     weight: float = 0.0

@@ -1,9 +1,9 @@
-"""Losses of forward-process methods: how well the model predicts the velocity of its own noised samples.
+"""Losses of forward-process methods: velocity errors of the model on its own noised samples.
 
-e = mean((v - u)^2), the error at a sample's target u = noise - data, is -2 log N(u; v, 1) less a constant: a better fit
-is a likelier sample. All are per decision, [B, 1], as the surrogates of `objectives`, and are called alike; what they
-call old is a `Noised`. Samples of a group meet in `Peers`, without a gradient: a sample's own place in the group's loss
-has the whole gradient, so that a micro-batch may hold a part of the group.
+e = mean((v - u)^2), the error at a sample's target u = noise - data, is -2 log N(u; v, 1) up to a constant: a better
+fit is a more likely sample. All losses are per decision, [B, 1], with the interface of the surrogates of `objectives`;
+their `old` is a `Noised`. Samples of a group are compared through `Peers`, without a gradient. A sample's own term has
+the whole gradient, so a micro-batch may hold a part of the group.
 """
 
 from __future__ import annotations
@@ -19,12 +19,16 @@ from flowgrpo.objectives.ratios import error
 from flowgrpo.objectives.surrogates import cut
 from flowgrpo.types import Noised
 
-LEAST = 1e-5  # of a self-normalised error's weight
+LEAST = 1e-5  # lower bound of a self-normalised error's weight
 
 
 class OfNoised:
-    """A surrogate of noised samples alone. of_means: it reads velocities; of_reference: the reference's score;
-    of_groups: the `gap` of the samples of a group, gap(noised) -> [b, 1]."""
+    """Surrogate of noised samples only.
+
+    of_means: it reads velocities.
+    of_reference: it reads the reference's score.
+    of_groups: it reads the `gap` of the samples of a group, gap(noised) -> [b, 1].
+    """
 
     low = high = math.inf  # no range of the ratio
     of_means = of_reference = of_groups = False
@@ -35,12 +39,12 @@ class OfNoised:
 
 @dataclass(frozen=True)
 class NegativeAware(OfNoised):
-    """The loss of DiffusionNFT (2509.16117 and its code), most/beta * (r l(v+) + (1 - r) l(v-)): [B, 1].
+    """Loss of DiffusionNFT (2509.16117 and its code), most/beta * (r l(v+) + (1 - r) l(v-)): [B, 1].
 
-    r = A / (2 most) + 1/2 within 0 to 1; v+ = v_old + beta (v - v_old), v- = v_old - beta (v - v_old); l(v) is the mean
-    squared error of the data x_t - t v that a velocity predicts over its mean absolute error, which is detached and at
-    least 1e-5. Good samples pull v towards their target, bad ones push it away; without an advantage the gradient at
-    v = v_old is 0.
+    r = A / (2 most) + 1/2 within 0 to 1; v+ = v_old + beta (v - v_old), v- = v_old - beta (v - v_old). l(v) is the mean
+    squared error of the data x_t - t v predicted from a velocity, over its mean absolute error, which is detached and
+    at least 1e-5. Good samples pull v towards their target, bad ones push it away. With advantage 0 the gradient at v =
+    v_old is 0.
     """
 
     beta: float = 1.0
@@ -59,11 +63,11 @@ class NegativeAware(OfNoised):
 
 @dataclass(frozen=True)
 class CentredReward(OfNoised):
-    """The loss of CRD (2603.14128, as in Flow-Factory), most/beta * (beta (R - mean R) - (r - mean r))^2: [B, 1].
+    """Loss of CRD (2603.14128, as in Flow-Factory), most/beta * (beta (R - mean R) - (r - mean r))^2: [B, 1].
 
-    R = l(v_old) - l(v), the implicit reward, l(v) = e / w with w = mean|v - u|, detached and at least 1e-5; r = A /
-    (2 most) + 1/2 within 0 to 1; means over the group. Where residuals add up to 0, as they do, a mean without a
-    gradient changes no gradient.
+    R = l(v_old) - l(v) is the implicit reward, l(v) = e / w with w = mean|v - u|, detached and at least 1e-5. r = A /
+    (2 most) + 1/2 within 0 to 1; means are over the group. The residuals add up to 0, so a mean without a gradient
+    changes no gradient.
     """
 
     beta: float = 1.0
@@ -86,11 +90,11 @@ class CentredReward(OfNoised):
 
 @dataclass(frozen=True)
 class GroupPreference(OfNoised):
-    """The loss of DGPO (2510.08425 and its code), W A e: [B, 1], without a gradient where exp(e_old - e) has left
-    1 - low to 1 + high on the side that A pushes it to.
+    """Loss of DGPO (2510.08425 and its code), W A e: [B, 1], without a gradient if exp(e_old - e) has left 1 - low to 1
+    + high on the side that A pushes it to.
 
-    W = sigmoid(beta * mean over the group of A (e - e_reference)), one number per group and time, detached: near 0
-    where the good samples are already better matched than by the reference, and the bad ones worse. The clip reads the
+    W = sigmoid(beta * mean over the group of A (e - e_reference)), one detached number per group and time. It is near 0
+    if the good samples are already better matched than by the reference, and the bad ones worse. The clip reads the
     log-ratio of Matching(1).
     """
 
@@ -113,7 +117,7 @@ class GroupPreference(OfNoised):
         return self.weight(old) * advantage * own
 
     def weight(self, noised: Noised) -> Tensor:
-        """W of every sample's group: [b, 1]."""
+        """Return W of every sample's group: [b, 1]."""
         peers = noised.peers
         return torch.sigmoid(self.beta * _mean(peers.beside(noised.rows), peers.advantage * peers.gap))
 
@@ -123,17 +127,17 @@ class GroupPreference(OfNoised):
 
 @dataclass(frozen=True)
 class Preference(OfNoised):
-    """The loss of Diffusion-DPO (2311.12908 and its code), -log sigmoid(-beta/2 (d_w - d_l)), of the pairs of a group:
-    [B, 1].
+    """Loss of Diffusion-DPO (2311.12908 and its code), -log sigmoid(-beta/2 (d_w - d_l)), of the pairs of a group: [B,
+    1].
 
-    d = e - e_reference, w the sample of the larger advantage and l the other, at one time; beta counts for mean errors.
-    A pair of equal advantages has the value log 2 and no gradient. A sample's value is the mean over its pairs; the
-    mean over the samples is that over the pairs, and so is its gradient. One that is alone, as the others have no
-    reward, has the value 0.
+    d = e - e_reference at one time, w the sample of the larger advantage and l the other; beta applies to mean errors.
+    A pair of equal advantages has the value log 2 and no gradient. A sample's value is the mean over its pairs. The
+    mean over the samples is that over the pairs, and so is its gradient. A sample whose others all lack a reward has
+    the value 0.
 
-    similarity: the weight of a further term, e of the first sample of each group, as often as there are groups: of
-    recorded pairs that the file labels the preferred picture, and of RPO's (2407.12164) that of the subject, whichever
-    is preferred.
+    similarity: the weight of a further term, e of the first sample of each group, once per group. For recorded pairs
+    this sample is the preferred image if the file labels it, and for RPO (2407.12164) the image of the subject,
+    preferred or not.
     """
 
     beta: float = 100.0
@@ -159,24 +163,26 @@ class Preference(OfNoised):
         if not self.similarity:
             return value
         before = (group & (places < old.rows[:, None])).any(1, keepdim=True)
-        first = ~before & others.any(1, keepdim=True)  # what is left of a pair may be either picture
+        first = ~before & others.any(1, keepdim=True)  # the remaining sample of a pair may be either one
         return value + self.similarity * first * group.sum(1, keepdim=True) * error(old.new)
 
 
 def goodness(advantage: Tensor, most: float) -> Tensor:
-    """The advantage as a share of good: 0 at -most, 1/2 at 0, 1 at most."""
+    """Return the advantage [...] as a share of good, [...]: 0 at -most, 1/2 at 0, 1 at most."""
     return (advantage / (2 * most) + 0.5).clamp(0, 1)
 
 
 def _normalised(apart: Tensor) -> Tensor:
-    """The mean square over the mean absolute value, which is detached and at least LEAST, of values [B, 1, *D]:
-    [B, 1]."""
+    """Return the mean square over the mean absolute value of values [B, 1, *D]: [B, 1].
+
+    The divisor is detached and at least LEAST.
+    """
     apart = apart.flatten(2)
     return apart.square().mean(2) / apart.detach().abs().mean(2).clamp(min=LEAST)
 
 
 def _mean(group: Tensor, values: Tensor) -> Tensor:
-    """The mean of values [m] over each row's group, bool [b, m]: [b, 1]."""
+    """Return the mean of values [m] over each row's group, bool [b, m]: [b, 1]."""
     return (group * values).sum(1, keepdim=True) / group.sum(1, keepdim=True)
 
 

@@ -1,7 +1,7 @@
 """KL regularisers: `kl(new, reference) -> loss [B, N]`, for B rows of N decisions, and the divergence [B, N] of two
 policies from recorded means and deviations.
 
-`in_epoch` gives the regulariser with the weight of an epoch, by its schedule. With a weight of 0 the reference is not
+`in_epoch` returns the regulariser with the weight of an epoch, by its schedule. With weight 0 the reference is not
 read, and may be None.
 """
 
@@ -19,7 +19,7 @@ from flowgrpo.types import Context, Gaussian, Scored
 
 
 class Penalty:
-    """weight * distance(new, reference), [B, N], of a part with a weight and a schedule."""
+    """weight * distance(new, reference), [B, N]; base class of parts with a weight and a schedule."""
 
     weight: float
     schedule: Any
@@ -27,7 +27,7 @@ class Penalty:
     def __post_init__(self) -> None:
         if not self.weight >= 0:
             raise ValueError(f"{type(self).__name__}: weight is {self.weight}, expected 0 or more")
-        self.schedule.silent(self.weight)  # refuses a weight that it could not change
+        self.schedule.silent(self.weight)  # raises for a weight that it could not change
 
     def __call__(self, new: Scored, reference: Scored | None) -> Tensor:
         if self.weight == 0:
@@ -36,7 +36,7 @@ class Penalty:
         return self.weight * self.distance(new, reference)
 
     def distance(self, new: Scored, reference: Scored) -> Tensor:
-        """Of every decision, [B, N]."""
+        """Return the distance of every decision, [B, N]."""
         raise NotImplementedError
 
 
@@ -57,11 +57,11 @@ class GaussianKL(Penalty):
 
 @dataclass(frozen=True)
 class OutputError(Penalty):
-    """weight * mean squared difference of the model's outputs, [B, N]: every step counts the same, whatever its noise
+    """weight * mean squared difference of the model's outputs, [B, N]: every step has the same weight at any noise
     (DPOK's released code, 2305.16381, which calls it KL: of predicted noises, guidance applied, with weights 0.01 and
     0.1 where advantages count 10 and 1000 times).
 
-    A transition's mean is affine in the output, so that it is the difference of means over their `slope`, squared.
+    A transition's mean is affine in the output, so this is the squared difference of means over their `slope`.
     """
 
     weight: float = 0.0
@@ -72,22 +72,25 @@ class OutputError(Penalty):
 
 
 def k1(new: Tensor, reference: Tensor) -> Tensor:
-    """log p - log q of log-probabilities [B, N] of samples of p, the new policy; q is the reference.
+    """log p - log q of log-probabilities [B, N] of samples of p, the new policy; q is the reference. Returns [B, N].
 
-    Its mean is KL(p || q), but its gradient, grad log p, has mean 0: a number to watch, not a loss.
-    (k1, k2, k3: J. Schulman, Approximating KL Divergence, 2020.)
+    Its mean is KL(p || q), but its gradient, grad log p, has mean 0: use it as a metric, not as a loss. (k1, k2, k3: J.
+    Schulman, Approximating KL Divergence, 2020.)
     """
     return new - reference
 
 
 def k2(new: Tensor, reference: Tensor) -> Tensor:
-    """(log p - log q)^2 / 2: biased from the third order of the difference on, but its gradient,
-    (log p - log q) grad log p, has the mean grad KL(p || q) on samples of p."""
+    """(log p - log q)^2 / 2, [B, N], biased from the third order of the difference on.
+
+    Its gradient, (log p - log q) grad log p, has the mean grad KL(p || q) on samples of p.
+    """
     return (new - reference).square() / 2
 
 
 def k3(new: Tensor, reference: Tensor) -> Tensor:
-    """q/p - 1 - log(q/p): its mean is KL(p || q) and it is never negative (the term of GRPO, 2402.03300, equation 4).
+    """q/p - 1 - log(q/p), [B, N]: its mean is KL(p || q) and it is never negative (the term of GRPO, 2402.03300,
+    equation 4).
 
     Its gradient, (1 - q/p) grad log p, has the mean grad KL(q || p) on samples of p.
     """
@@ -100,11 +103,11 @@ ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3}
 
 @dataclass(frozen=True)
 class SampledKL(Penalty):
-    """weight * an estimate of the KL to the reference policy from the samples' log-probabilities alone, [B, N]
-    (`k1`, `k2` or `k3`).
+    """weight * an estimate of the KL to the reference policy from the samples' log-probabilities alone, [B, N] (`k1`,
+    `k2` or `k3`).
 
-    For tokens, and where no means are kept. A transition's log-probability is a mean over the latent's values: there k1
-    estimates the KL per value, while k2 and k3 see the differences of whole pictures shrunk by that mean.
+    For tokens, and for transitions without means. A transition's log-probability is a mean over the latent's values. So
+    k1 estimates the KL per value, while k2 and k3 see the difference of a whole sample divided by the number of values.
     """
 
     weight: float = 0.0
@@ -121,17 +124,17 @@ class SampledKL(Penalty):
 
 
 def regularises(kl: Any) -> bool:
-    """Whether a KL has a weight above 0 in any epoch, so that a reference is read."""
+    """True if a KL has a weight above 0 in any epoch, so a reference is read."""
     return not kl.schedule.silent(kl.weight)
 
 
 def in_epoch(kl: Any, context: Context) -> Any:
-    """The KL at the weight that its schedule gives it in the context's epoch."""
+    """Return the KL with its scheduled weight for the context's epoch."""
     return replace(kl, weight=kl.schedule(kl.weight, context), schedule=Constant())
 
 
 def divergence(new: Scored, other: Scored) -> Tensor:
-    """gaussian.kl of every decision, at the new policy's std: [B, N]."""
+    """Return gaussian.kl of every decision, at the new policy's std: [B, N]."""
     assert new.mean is not None and other.mean is not None, "this part of the method needs recorded means"
     std = deviations(new).reshape(-1, *[1] * (new.mean.ndim - 2))
     means = new.mean.flatten(0, 1), other.mean.flatten(0, 1)
@@ -139,13 +142,13 @@ def divergence(new: Scored, other: Scored) -> Tensor:
 
 
 def output_error(new: Scored, other: Scored) -> Tensor:
-    """The mean squared difference of the outputs that two policies' means come from: [B, N]."""
+    """Return the mean squared difference of the outputs behind two policies' means: [B, N]."""
     assert new.slope is not None, "this part of the method needs recorded slopes"
     apart = (new.mean - other.mean).square().flatten(2).mean(dim=2)
     return apart / new.slope.to(apart).square()
 
 
 def deviations(scored: Scored) -> Tensor:
-    """The std of every decision, [B, N], beside logp."""
+    """Return the std of every decision, [B, N], shaped as logp."""
     assert scored.std is not None, "this part of the method needs recorded deviations"
     return scored.std.to(scored.logp).expand(scored.logp.shape)

@@ -16,7 +16,7 @@ from flowgrpo.types import Scored
 
 @dataclass(frozen=True)
 class PlainRatio:
-    """The log-ratio logp_new - logp_old, [B, N]."""
+    """Log-ratio logp_new - logp_old, [B, N]."""
 
     def __call__(self, new: Scored, old: Scored) -> Tensor:
         return new.logp - old.logp
@@ -24,11 +24,12 @@ class PlainRatio:
 
 @dataclass(frozen=True)
 class Guard:
-    """GRPO-Guard's RatioNorm (2510.22319): std * (logp_new - logp_old + b), b = mean((mean_new-mean_old)^2)/(2 std^2).
+    """GRPO-Guard's RatioNorm (2510.22319): std * (logp_new - logp_old + b), b = mean((mean_new-mean_old)^2)/(2 std^2),
+    [B, N].
 
-    b takes away the bias that keeps plain ratios below 1, and std the dependence on the step; what is left is
-    mean(z * (mean_new - mean_old)), z the noise that was drawn. b stays in the graph, or its gradient would not cancel.
-    Reads mean and std of both. Clip ranges shrink with std: 2e-6 there, where 1e-4 would never clip.
+    b removes the bias that keeps plain ratios below 1, and std the dependence on the step. What remains is mean(z *
+    (mean_new - mean_old)), with z the drawn noise. b stays in the graph; otherwise its gradient would not cancel. Reads
+    mean and std of both. Clip ranges shrink with std: 2e-6 there, where 1e-4 would never clip.
     """
 
     def __call__(self, new: Scored, old: Scored) -> Tensor:
@@ -37,9 +38,9 @@ class Guard:
 
 @dataclass(frozen=True)
 class SequenceRatio:
-    """GSPO's log-ratio (2507.18071, equation 7): for every decision the mean log-ratio of its row's, [B, N].
+    """GSPO's log-ratio (2507.18071, equation 7): for every decision the mean log-ratio of its row, [B, N].
 
-    A completion's tokens then have one ratio, the likelihood ratio of the whole to the power of 1 / length, and are
+    All tokens of a completion have one ratio, the likelihood ratio of the whole to the power of 1 / length. They are
     clipped together.
     """
 
@@ -50,12 +51,12 @@ class SequenceRatio:
 
 @dataclass(frozen=True)
 class CompletionRatio:
-    """The log-ratio of the whole completion, the sum of its tokens', at every one of them, [B, L]; every token has its
-    own gradient alone.
+    """Log-ratio of the whole completion, the sum of its tokens', at every token, [B, L]; each token carries only its
+    own gradient.
 
-    The ratio of the texts' probabilities, as importance sampling has it. A loss f(log-ratio), of which `RowSums` adds
-    up the tokens, so has the gradient f' grad log p of the completion (as GSPO-token, 2507.18071, section 4.3, has for
-    its mean).
+    It is the ratio of the texts' probabilities, as in importance sampling. A loss f(log-ratio), with its tokens summed
+    by `RowSums`, has the gradient f' grad log p of the completion (as GSPO-token, 2507.18071, section 4.3, has for its
+    mean).
     """
 
     def __call__(self, new: Scored, old: Scored) -> Tensor:
@@ -64,13 +65,13 @@ class CompletionRatio:
 
 
 def error(scored: Scored) -> Tensor:
-    """mean((v - u)^2) of a score under N(v, 1): [B, 1]."""
+    """Return mean((v - u)^2) of a score under N(v, 1): [B, 1]."""
     return -2 * scored.logp - math.log(2 * math.pi)
 
 
 @dataclass(frozen=True)
 class Matching:
-    """The log-ratio f(e_old) - f(e_new) of noised samples, [B, 1], f(e) = ((e + 1e-10)^power - 1e-10^power) / power.
+    """Log-ratio f(e_old) - f(e_new) of noised samples, [B, 1], f(e) = ((e + 1e-10)^power - 1e-10^power) / power.
 
     power 1 is the plain error; 0.25, with a step weight t, the "ghuber" of AWM (2509.25050, its code).
     """

@@ -1,9 +1,11 @@
-"""Which policy a KL holds the trained one to: `reference(held, now, epoch) -> held`.
+"""Reference policies of the KL: `reference(held, now, epoch) -> held`.
 
-held: the snapshots of trainable weights that are kept so far; now() takes one of the present weights, those at the
-start of the epoch, counted from 0. The KL of that epoch is to the average of what is returned (`Weights.reference`),
-to the base model where it is empty. The trainer asks once per epoch and keeps the snapshots in its checkpoints, which
-so resume bit for bit. Only trainable weights are ever copied, on the CPU.
+held: the stored snapshots of trainable weights.
+now: a function that takes a snapshot of the present weights, those at the start of the epoch, counted from 0.
+
+The KL of that epoch is to the average of the returned snapshots (`Weights.reference`), or to the base model if there
+are none. The trainer asks once per epoch and stores the snapshots in its checkpoints, so a resume is exact bit for bit.
+Only trainable weights are ever copied, on the CPU.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ Snapshot = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Base:
-    """The base model in every epoch: the adapter is off, or without one the first weights are back. Copies nothing."""
+    """The base model in every epoch: the adapter is off, or without one the first weights are restored. Copies
+    nothing."""
 
     def __call__(self, held: list[Snapshot], now: Callable[[], Snapshot], epoch: int) -> list[Snapshot]:
         return []
@@ -26,10 +29,10 @@ class Base:
 
 @dataclass(frozen=True)
 class EMA:
-    """A moving average of the weights, moved at every epoch's start: decay * average + (1 - decay) * weights (the
-    moving anchor of WARP, 2406.16768, which moves it with every optimiser step).
+    """Moving average of the weights, updated at every epoch's start: decay * average + (1 - decay) * weights (the
+    moving anchor of WARP, 2406.16768, which updates it with every optimiser step).
 
-    decay 1 stays at the first weights, 0 is Old(1). Of a LoRA the factors A and B are averaged, each by itself, as
+    decay 1 stays at the first weights, 0 is Old(1). The factors A and B of a LoRA are averaged separately, as
     `train.ema` does.
     """
 
@@ -47,10 +50,10 @@ class EMA:
 
 @dataclass(frozen=True)
 class Old:
-    """The policy as it was at the start of the epoch, or with `every` above 1 at the start of the last epoch whose
-    number it divides (the hard update of TR-DPO, 2404.09656).
+    """The policy at the start of the epoch, or with `every` above 1 at the start of the last epoch divisible by it (the
+    hard update of TR-DPO, 2404.09656).
 
-    With every 1 the KL limits the step of one epoch, and the policy may go any way from the base in many.
+    With every 1 the KL limits the step of one epoch; over many epochs the policy may move any distance from the base.
     """
 
     every: int = 1
@@ -64,10 +67,10 @@ class Old:
 
 @dataclass(frozen=True)
 class Soup:
-    """The average of the last `size` snapshots, one taken at the start of every `every`-th epoch, the first among them
-    (weight soup as reference: SALSA, 2411.01798, whose soup is of two models trained independently before).
+    """Average of the last `size` snapshots, one at the start of every `every`-th epoch, the first among them (weight
+    soup as reference: SALSA, 2411.01798, whose soup is of two models trained independently before).
 
-    Of LoRAs the merged weights are averaged, the products B A, not their factors: `Weights.reference`.
+    For LoRAs the merged weights are averaged, the products B A, not their factors: `Weights.reference`.
     """
 
     every: int = 10
@@ -82,11 +85,11 @@ class Soup:
 
 @dataclass(frozen=True)
 class Teacher:
-    """Another language model, frozen, in every epoch: a KL to it, whose weight falls, is distillation beside the reward
-    (KDRL, 2506.02208).
+    """Another language model, frozen, in every epoch: a KL to it with a falling weight is distillation in addition to
+    the reward (KDRL, 2506.02208).
 
-    model: a directory or a hub id; it is loaded once, and reads the policy's tokens: its tokenizer has to be the
-    policy's. Without one the base model is its own teacher.
+    model: a directory or a hub id, loaded once; its tokenizer must equal the policy's. Empty: the base model is the
+    teacher.
     """
 
     model: str = ""

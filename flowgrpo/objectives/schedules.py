@@ -1,7 +1,7 @@
-"""How the weight of a KL changes from epoch to epoch: `schedule(weight, context) -> weight`, of the recipe's weight.
+"""Schedules of the KL weight over epochs: `schedule(weight, context) -> weight`, from the recipe's weight.
 
-memory["kl"] of the context holds the weight of the epoch before and the KL that it measured, the mean over the
-decisions of its updates, None where it trained nothing. In the first epoch there is no such entry.
+memory["kl"] of the context holds the weight of the previous epoch and its measured KL, the mean over the decisions of
+its updates (None if it trained nothing). The first epoch has no such entry.
 """
 
 from __future__ import annotations
@@ -19,14 +19,17 @@ class Constant:
         return weight
 
     def silent(self, weight: float) -> bool:
-        """Whether the weight is 0 in every epoch."""
+        """True if the weight is 0 in every epoch."""
         return weight == 0
 
 
 @dataclass(frozen=True)
 class Linear:
     """From the recipe's weight in the first epoch to `last` in the run's last one: the dynamic KL of GRPO-D, weak while
-    the policy explores and strong later (OThink-MR1, 2503.16081). A straight line between the two is our choice."""
+    the policy explores and strong later (OThink-MR1, 2503.16081).
+
+    The straight line between the two is our choice.
+    """
 
     last: float
 
@@ -43,11 +46,11 @@ class Linear:
 
 @dataclass(frozen=True)
 class Adaptive:
-    """Times `factor` after an epoch that measured a KL above 1.5 target, over it after one below target / 1.5
-    (PPO, 1707.06347, section 4). The first epoch has the recipe's weight, which must be above 0.
+    """Multiply the weight by `factor` after an epoch with a KL above 1.5 target, divide it after one below target / 1.5
+    (PPO, 1707.06347, section 4).
 
-    A KL of exactly 0 is that of a policy which has not left its reference yet: it changes nothing. target is in the
-    unit of the KL, a mean over the latent's values.
+    The first epoch has the recipe's weight, which must be above 0. A KL of exactly 0 is that of a policy that has not
+    left its reference yet: it changes nothing. target is in the unit of the KL, a mean over the latent's values.
     """
 
     target: float

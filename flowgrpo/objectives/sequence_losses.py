@@ -1,9 +1,9 @@
-"""Losses of completions as wholes: right ones against wrong ones, importance of a whole text, advantages regressed.
+"""Losses of whole completions: right against wrong ones, importance of a whole text, regressed advantages.
 
-All are per token, [B, L], as the surrogates of `objectives`, and are called alike; what an `OfCompletions` calls old is
-a `Compared`. Samples of a group meet in `Peers`, without a gradient: what a completion weighs in its group's loss is
-one number, so that a micro-batch may hold a part of the group. Log-ratios and log-probabilities are 0 where a token
-does not count, so that sums over a row need no mask.
+All are per token, [B, L], with the interface of the surrogates of `objectives`; the `old` of an `OfCompletions` is a
+`Compared`. Samples of a group are compared through `Peers`, without a gradient. A completion's weight in its group's
+loss is one number, so a micro-batch may hold a part of the group. Log-ratios and log-probabilities are 0 where a token
+does not count, so sums over a row need no mask.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from flowgrpo.types import Compared
 
 @dataclass(frozen=True)
 class Tapered:
-    """-w A (1 + log_ratio), w = 1 for A >= 0 and the ratio, at most `most` and held constant, for A < 0 (TOPR,
+    """-w A (1 + log_ratio), [B, L], w = 1 for A >= 0 and the ratio, at most `most` and held constant, for A < 0 (TOPR,
     2503.14286).
 
-    A good sample pulls however unlikely it has become, a bad one loses its push as it becomes unlikely, so that the
-    loss is bounded without a KL or a clip, on old samples too. With `CompletionRatio` as published.
+    A good sample pulls at any probability. A bad one loses its push as it becomes unlikely. So the loss is bounded
+    without a KL or a clip, on old samples too. With `CompletionRatio` as published.
     """
 
     most: float = 1.0
@@ -40,19 +40,20 @@ class Tapered:
         return -torch.where(advantage < 0, taper, 1.0) * advantage * (1 + log_ratio)
 
     def clipped(self, log_ratio: Tensor, advantage: Tensor, old: Tensor | None = None) -> Tensor:
-        """Where the weight is bounded, which cuts no gradient, bool [B, L]."""
+        """Return the mask where the weight is bounded, which cuts no gradient, bool [B, L]."""
         return (advantage < 0) & (log_ratio > math.log(self.most))
 
 
 @dataclass(frozen=True)
 class ImplicitNegative:
-    """The loss of NFT for text (2505.18116 and its code): -w log r for a right completion, and -w log of the implicit
-    negative policy's ratio, (1 - p r) / (1 - p), for a wrong one.
+    """Loss of NFT for text (2505.18116 and its code), [B, L]: -w log r for a right completion, and -w log of the
+    implicit negative policy's ratio, (1 - p r) / (1 - p), for a wrong one.
 
-    r: the token's ratio; p: the share of right completions in the group, within 0.02 to 0.98 (its code); A is that of
-    `correctness.Correctness`, 1 - p or -p, and where it is 0 so is the loss. The negative ratio is at least `floor`,
-    which leaves its gradient. w = 1 - p with `weight` "linear", the first gradient then Dr. GRPO's, or
-    sqrt((1 - p) / p) with "sqrt", GRPO's.
+    r: the token's ratio.
+    p: the share of right completions in the group, within 0.02 to 0.98 (its code).
+    A: that of `correctness.Correctness`, 1 - p or -p; where it is 0 so is the loss.
+    w: 1 - p with `weight` "linear", whose first gradient is Dr. GRPO's, or sqrt((1 - p) / p) with "sqrt", GRPO's.
+    floor: lower bound of the negative ratio; its gradient is kept there.
     """
 
     weight: str = "linear"
@@ -73,11 +74,11 @@ class ImplicitNegative:
         return -weight * torch.where(advantage > 0, log_ratio, negative.log()) * (advantage != 0)
 
     def clipped(self, log_ratio: Tensor, advantage: Tensor, old: Tensor | None = None) -> Tensor:
-        """Where the negative ratio is at its floor, which cuts no gradient, bool [B, L]."""
+        """Return the mask where the negative ratio is at its floor, which cuts no gradient, bool [B, L]."""
         return (advantage < 0) & (self._negative(log_ratio, self._share(advantage)) < self.floor)
 
     def _negative(self, log_ratio: Tensor, share: Tensor) -> Tensor:
-        """(1 - p r) / (1 - p), from r - 1. Beyond e^10 a ratio has no gradient (its code)."""
+        """Return (1 - p r) / (1 - p), [B, L], computed from r - 1. Beyond e^10 a ratio has no gradient (its code)."""
         return 1 - share / (1 - share) * log_ratio.clamp(max=10).expm1()
 
     def _share(self, advantage: Tensor) -> Tensor:
@@ -85,9 +86,13 @@ class ImplicitNegative:
 
 
 class OfCompletions:
-    """A surrogate that reads a `Compared`. of_groups: the `gap` of the completions of a group, gap(compared) -> [b,
-    ...]; of_reference: the reference's score; of_entropy: the entropies of the tokens' distributions; of_advantages:
-    one advantage of every completion."""
+    """Surrogate that reads a `Compared`.
+
+    of_groups: it reads the `gap` of the completions of a group, gap(compared) -> [b, ...].
+    of_reference: the reference's score.
+    of_entropy: the entropies of the tokens' distributions.
+    of_advantages: one advantage of every completion.
+    """
 
     low = high = math.inf  # no range of the ratio
     of_groups = of_reference = of_entropy = of_advantages = False
@@ -98,15 +103,15 @@ class OfCompletions:
 
 @dataclass(frozen=True)
 class Discriminative(OfCompletions):
-    """The loss of DisCO (2505.12366): temperature * log mean over wrong of exp(s / temperature), less the mean over
+    """Loss of DisCO (2505.12366), [B, L]: temperature * log mean over wrong of exp(s / temperature), less the mean over
     right ones of s, plus beta max(KL - delta, 0)^2.
 
     s: of a completion the mean log-probability of its tokens (`score` "log"; temperature 10) or their mean ratio
-    ("ratio"; temperature 1); an infinite temperature has the mean of the wrong ones too (DisCO-b). Right is A > 0,
-    wrong A < 0, as `correctness.Correctness` says; where either has none, scores have no gradient. KL is the mean over
+    ("ratio"; temperature 1). An infinite temperature takes the mean of the wrong ones too (DisCO-b). Right is A > 0,
+    wrong A < 0, as `correctness.Correctness` gives them. Without both, scores have no gradient. KL is the mean over
     completions of the mean of log p_old - log p, KL(old || new) on samples of old: over the group, where the paper has
-    the whole batch. With `PerRow`, whose mean over rows is then that of groups of one size. What is returned has this
-    loss's gradient, and the value of its first order.
+    the whole batch. With `PerRow`, whose mean over rows is then that of groups of one size. The returned values have
+    this loss's gradient, and its value to first order.
     """
 
     score: str = "log"
@@ -123,7 +128,7 @@ class Discriminative(OfCompletions):
                              f"{self.delta}, expected above 0, and 0 or more")
 
     def gap(self, compared: Compared) -> Tensor:
-        """The score and the KL's estimate of every completion: [b, 2]."""
+        """Return the score and the KL estimate of every completion: [b, 2]."""
         mask = compared.new.mask
         return torch.stack([_mean(self._scores(compared), mask), _mean(-compared.log_ratio, mask)], 1)
 
@@ -145,11 +150,11 @@ class Discriminative(OfCompletions):
 
 @dataclass(frozen=True)
 class Regressed(OfCompletions):
-    """The loss of Reg-GRPO (2506.07464), (z - A)^2: the advantage regressed on z, the log-ratio less its group's mean
-    over its group's deviation (ddof 0), with neither a clip nor a min.
+    """Loss of Reg-GRPO (2506.07464), (z - A)^2, [B, L]: the advantage regressed on z, the log-ratio less its group's
+    mean over its group's deviation (ddof 0), without clip or min.
 
     The deviation is held constant and at least `least`, both ours: at the first update all log-ratios are 0 and so is
-    their deviation. Below it the aim is a log-ratio of least * A, above it the shape alone counts. With
+    their deviation. Below it the target is a log-ratio of least * A; above it only the shape counts. With
     `CompletionRatio` and `RowSums`.
     """
 
@@ -161,7 +166,7 @@ class Regressed(OfCompletions):
             raise ValueError(f"Regressed: least is {self.least}, expected above 0")
 
     def gap(self, compared: Compared) -> Tensor:
-        """The log-ratio of every completion: [b]."""
+        """Return the log-ratio of every completion: [b]."""
         return _mean(compared.log_ratio, compared.new.mask)
 
     def __call__(self, log_ratio: Tensor, advantage: Tensor, old: Compared | None = None) -> Tensor:
@@ -173,12 +178,14 @@ class Regressed(OfCompletions):
 
 @dataclass(frozen=True)
 class Levels(OfCompletions):
-    """The loss of TRPA (2504.04524 and its code): the mean over the pairs of a group with different advantages of
+    """Loss of TRPA (2504.04524 and its code), [B, L]: the mean over the pairs of a group with different advantages of
     -log sigmoid(k beta (g_w - g_l)), plus trust * an estimate of KL(old || new) per token.
 
-    g: the mean over a completion's tokens of log p - log p_reference; w: the completion of the larger advantage, its
-    preference level; k = `best` where that is the group's best level, otherwise 1. The estimate is r - 1 - log r. With
-    `PerRow`: a group then counts as often as it has completions.
+    g: the mean over a completion's tokens of log p - log p_reference.
+    w: the completion of the larger advantage, its preference level; l: the other.
+    k: `best` if w has the group's best level, otherwise 1.
+
+    The estimate is r - 1 - log r. With `PerRow`: a group's weight is then its number of completions.
     """
 
     beta: float = 0.1
@@ -192,7 +199,7 @@ class Levels(OfCompletions):
                              "and 0 or more of trust")
 
     def gap(self, compared: Compared) -> Tensor:
-        """g of every completion: [b]."""
+        """Return g of every completion: [b]."""
         return _mean(compared.new.logp - compared.reference.logp, compared.new.mask)
 
     def __call__(self, log_ratio: Tensor, advantage: Tensor, old: Compared | None = None) -> Tensor:
@@ -210,17 +217,17 @@ class Levels(OfCompletions):
 
     @staticmethod
     def _pairs(advantage: Tensor, group: Tensor) -> Tensor:
-        """How many pairs of different advantages [m] each row's group has: [b, 1]."""
+        """Return the number of pairs of different advantages [m] in each row's group: [b, 1]."""
         differ = (advantage[:, None] != advantage).to(advantage.dtype)
         own = group.to(advantage.dtype)
         return ((own @ differ) * own).sum(1, keepdim=True) / 2
 
 
 def _mean(values: Tensor, mask: Tensor) -> Tensor:
-    """The mean over the tokens that count of values [b, L]: [b]."""
+    """Return the mean over the counted tokens of values [b, L]: [b]."""
     return (values * mask).sum(1) / mask.sum(1).clamp(min=1)
 
 
 def _over(values: Tensor, group: Tensor) -> Tensor:
-    """The mean over each row's group, bool [b, m], of values [m] or [b, m]: [b, 1]."""
+    """Return the mean over each row's group, bool [b, m], of values [m] or [b, m]: [b, 1]."""
     return (values * group).sum(1, keepdim=True) / group.sum(1, keepdim=True)

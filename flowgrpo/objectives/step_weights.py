@@ -1,4 +1,4 @@
-"""What the steps of an epoch weigh: `weight(kernel, grid, steps) -> [K]`, for the K steps that it trains."""
+"""Weights of the steps of an epoch: `weight(kernel, grid, steps) -> [K]`, for the K steps that it trains."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class Uniform:
 class InverseDelta:
     """Weight 1 / (grid[i] - grid[i+1]) for step i, [K] (GRPO-Guard, 2510.22319, with its log-ratio).
 
-    As in the released code it is not normalised: on a grid of T uniform steps every weight is T, so that learning rates
-    go with the number of steps.
+    As in the released code it is not normalised: on a grid of T uniform steps every weight is T, so the effective
+    learning rate grows with the number of steps.
     """
 
     def __call__(self, kernel: Callable, grid: Tensor, steps: Sequence[int]) -> Tensor:

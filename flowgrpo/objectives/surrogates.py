@@ -1,8 +1,11 @@
 """Surrogates: `surrogate(log_ratio, advantage, old) -> loss [B, N]`, for B rows of N decisions.
 
-The log-ratio is [B, N], the advantage [B, N] or [B, 1], and old what `beside` gives of the old policy, [B, N]: only
-DynamicClip and DivergenceMask read it. clipped(...), of the same, is true where they cut the gradient; low and high are
-the ratio's range, in the unit of `gaussian.log_prob`. Masks and the division come last, in `parts.reductions`.
+log_ratio: [B, N].
+advantage: [B, N] or [B, 1].
+old: [B, N], the result of `beside` for the old policy; only DynamicClip and DivergenceMask read it.
+
+clipped(...), with the same arguments, is the mask where the gradient is cut. low and high are the ratio's range, in the
+unit of `gaussian.log_prob`. Masks and the division come last, in `reductions`.
 """
 
 from __future__ import annotations
@@ -25,11 +28,12 @@ class Ranged:
         return ppo(log_ratio.expm1(), advantage, *self.bounds(advantage, old))
 
     def clipped(self, log_ratio: Tensor, advantage: Tensor, old: Tensor | None = None) -> Tensor:
-        """Where the clip cuts the gradient, bool [B, N]: a ratio out of range on the side that A pushes it to."""
+        """Return the mask where the clip cuts the gradient, bool [B, N]: the ratio is out of range on the side A pushes
+        it to."""
         return cut(log_ratio.expm1(), advantage, *self.bounds(advantage, old))
 
     def bounds(self, advantage: Tensor, old: Tensor | None) -> tuple[float | Tensor, float | Tensor]:
-        """The least and the greatest r - 1 that are not clipped, numbers, [B, 1] or [B, N]."""
+        """Return the lower and upper bound of r - 1: numbers, [B, 1] or [B, N]."""
         raise NotImplementedError
 
 
@@ -55,7 +59,7 @@ class AdaptiveClip(Ranged):
     """`Clip` whose upper bound grows with the advantage, r <= 1 + low + (high - low) sigmoid(sensitivity * A)
     (LayerTuning, 2509.23352, a reconstruction).
 
-    A good sample may so move farther than a middling one; the lower bound is 1 - low. 0 <= low <= 1, low <= high.
+    A good sample may move farther than an average one; the lower bound is 1 - low. 0 <= low <= 1, low <= high.
     """
 
     low: float = 1e-4
@@ -75,8 +79,11 @@ class AdaptiveClip(Ranged):
 
 @dataclass(frozen=True)
 class DualClip(Clip):
-    """`Clip` whose loss for A < 0 is at most -dual * A, with no gradient beyond: where r passes dual (1912.09729; in
-    place of a KL in RIFT, 2505.03344, with ranges of 0.2). One bad sample that became likely cannot rule the update."""
+    """`Clip` whose loss for A < 0 is at most -dual * A, with no gradient beyond, at r above dual (1912.09729; in place
+    of a KL in RIFT, 2505.03344, with ranges of 0.2).
+
+    One bad sample that became likely cannot dominate the update.
+    """
 
     dual: float = 3.0
 
@@ -95,7 +102,7 @@ class DualClip(Clip):
 
 @dataclass(frozen=True)
 class DynamicClip(Ranged):
-    """`Clip` for tokens, wider where the old policy found the token unlikely (DCPO, 2509.02333).
+    """`Clip` for tokens, wider for tokens that were unlikely under the old policy (DCPO, 2509.02333).
 
     With q = exp(old) the range of r is 1/2 + sqrt(max(1 - 4 low / q, 0)) / 2 to 1/2 + sqrt(1 + 4 high / q) / 2, at most
     `cap` (10 in the released code). q must be a probability: of a Gaussian transition it would be a density.
@@ -120,9 +127,12 @@ class DynamicClip(Ranged):
 
 @dataclass(frozen=True)
 class DivergenceMask(Ranged):
-    """-A r, without a gradient where the policy is far from the old one and the update leads further away (Flow-DPPO,
-    2606.11025): where the divergence mean((mean_new - mean_old)^2) / (2 std^2) is at least `bound`, and A > 0 with
-    r > 1, or A < 0 with r < 1. It is a `Clip` whose range is open, or closed, by the divergence."""
+    """-A r, without a gradient if the policy is far from the old one and the update leads further away (Flow-DPPO,
+    2606.11025).
+
+    Far: the divergence mean((mean_new - mean_old)^2) / (2 std^2) is at least `bound`. Further: A > 0 with r > 1, or A <
+    0 with r < 1. It is a `Clip` whose range is opened or closed by the divergence.
+    """
 
     bound: float = 1e-5
     low = high = math.inf  # no range of the ratio
@@ -138,15 +148,18 @@ class DivergenceMask(Ranged):
 
 
 def beside(surrogate: Any, new: Scored, old: Scored) -> Tensor:
-    """What a surrogate reads beside ratio and advantage, [B, N]: the divergence from the old policy, of a
-    DivergenceMask, otherwise the old log-probability."""
+    """Return the third argument of a surrogate, [B, N]: of a DivergenceMask the divergence from the old policy,
+    otherwise the old log-probability."""
     return divergence(new, old).detach() if isinstance(surrogate, DivergenceMask) else old.logp
 
 
 @dataclass(frozen=True)
 class Reinforce:
-    """-A (1 + log_ratio), whose gradient is -A grad log p at every ratio: no importance weight, no clip (DDPO_SF,
-    2305.13301). It is the surrogate -A r to first order, and meant for one update per batch."""
+    """-A (1 + log_ratio), [B, N], whose gradient is -A grad log p at every ratio: no importance weight, no clip
+    (DDPO_SF, 2305.13301).
+
+    It is the surrogate -A r to first order, meant for one update per batch.
+    """
 
     low = high = math.inf  # no range of the ratio
 
@@ -160,9 +173,11 @@ class Reinforce:
 
 @dataclass(frozen=True)
 class Truncated:
-    """-A clip(r, 1-low, 1+high) log p, the clipped ratio r a constant: an importance weight with bounds, and a gradient
-    for every decision, also where PPO's clip leaves none (CISPO, 2506.13585, equations 4 and 5, which bounds above
-    alone: low is 1)."""
+    """-A clip(r, 1-low, 1+high) log p, [B, N], with the clipped ratio r a constant: an importance weight with bounds
+    (CISPO, 2506.13585, equations 4 and 5, which bounds above alone: low is 1).
+
+    Every decision has a gradient, also where PPO's clip leaves none.
+    """
 
     low: float = 1.0
     high: float = 4.0
@@ -176,15 +191,18 @@ class Truncated:
         return -weight * advantage * (old + log_ratio)
 
     def clipped(self, log_ratio: Tensor, advantage: Tensor, old: Tensor | None = None) -> Tensor:
-        """Where the weight is bounded, which cuts no gradient, bool [B, N]."""
+        """Return the mask where the weight is bounded, which cuts no gradient, bool [B, N]."""
         excess = log_ratio.expm1()
         return (excess > self.high) | (excess < -self.low)
 
 
 @dataclass(frozen=True)
 class Ascent:
-    """-R, the reward itself in place of an advantage, or with a margin max(margin - R, 0), which leaves alone what is
-    good enough (ReFL, 2304.05977: a margin of 2). For methods with `backprop`, whose scores are rewards."""
+    """-R, the reward itself in place of an advantage, or with a margin max(margin - R, 0), which ignores samples that
+    are good enough (ReFL, 2304.05977: a margin of 2).
+
+    For methods with `backprop`, whose scores are rewards.
+    """
 
     margin: float | None = None
     low = high = math.inf  # no range of the ratio
@@ -200,20 +218,20 @@ class Ascent:
 
 
 def require_range(part: str, low: float, high: float) -> None:
-    """ValueError where 1 - low to 1 + high is no range of a ratio; part: whose fields these are."""
+    """Raise ValueError unless 1 - low to 1 + high is a range of a ratio; part: the owner of the fields."""
     if not 0 <= low <= 1 or not high >= 0:
         raise ValueError(f"{part}: low is {low} and high {high}, expected 0 to 1 and 0 or more")
 
 
 def ppo(excess: Tensor, advantage: Tensor, lowest: float | Tensor, highest: float | Tensor) -> Tensor:
-    """max(-A r, -A clip(r)) of excess = r - 1 within lowest to highest.
+    """Return max(-A r, -A clip(r)) of excess = r - 1 within lowest to highest, [B, N].
 
-    Clipped as r - 1: next to 1 float32 has steps of 1.2e-7, too coarse for a clip range of 2e-6.
+    It clips r - 1: near 1 float32 has steps of 1.2e-7, too coarse for a clip range of 2e-6.
     """
     assert advantage.ndim == 2, advantage.shape
     return -advantage - torch.minimum(advantage * excess, advantage * excess.clamp(lowest, highest))
 
 
 def cut(excess: Tensor, advantage: Tensor, lowest: float | Tensor, highest: float | Tensor) -> Tensor:
-    """Where `ppo` has no gradient for a non-zero advantage, bool [B, N]."""
+    """Return the mask where `ppo` has no gradient for a non-zero advantage, bool [B, N]."""
     return ((advantage > 0) & (excess > highest)) | ((advantage < 0) & (excess < lowest))

@@ -1,6 +1,6 @@
-"""Which tokens a loss is about: surrogates of completions over another surrogate, their field `surrogate`.
+"""Losses on some of the tokens: surrogates of completions over another surrogate, their field `surrogate`.
 
-Called as those of `objectives`; an `OfCompletions` calls old a `Compared`.
+Their interface is that of `objectives`; the `old` of an `OfCompletions` is a `Compared`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from flowgrpo.types import Compared
 
 
 class _Over:
-    """A surrogate over another one, which reads the old log-probability at most; its range is the other one's."""
+    """Surrogate over another one that reads at most the old log-probability; its range is that of the inner one."""
 
     def __post_init__(self) -> None:
         if isinstance(self.surrogate, (OfCompletions, DivergenceMask)) or not callable(self.surrogate):
@@ -36,8 +36,8 @@ class _Over:
 
 @dataclass(frozen=True)
 class EntropyBonus(_Over, OfCompletions):
-    """The surrogate's loss less weight * entropy of every token's distribution, in nats: PPO's bonus (1707.06347,
-    equation 9), which keeps a policy from settling on one answer."""
+    """The surrogate's loss less weight * entropy of every token's distribution, in nats, [B, L]: PPO's bonus
+    (1707.06347, equation 9), which keeps a policy from settling on one answer."""
 
     surrogate: Any = Clip(0.2, 0.2)
     weight: float = 0.01
@@ -57,11 +57,11 @@ class EntropyBonus(_Over, OfCompletions):
 
 @dataclass(frozen=True)
 class HighEntropy(_Over, OfCompletions):
-    """The surrogate's loss on the `share` of tokens with the largest entropies, 0 on the others (2506.01939: 0.2, on
-    DAPO), since few tokens decide where a text goes.
+    """The surrogate's loss on the `share` of tokens with the largest entropies, 0 on the others, [B, L] (2506.01939:
+    0.2, on DAPO): few tokens decide the direction of a text.
 
-    The entropies are the present policy's, and the share is of the tokens of a group, rounded up; the paper's is of a
-    batch. What the loss is divided by still counts all tokens, as in the paper.
+    The entropies are the present policy's. The share is of the tokens of a group, rounded up; the paper's is of a
+    batch. The divisor of the loss still counts all tokens, as in the paper.
     """
 
     surrogate: Any = Clip(0.2, 0.28)
@@ -74,7 +74,7 @@ class HighEntropy(_Over, OfCompletions):
             raise ValueError(f"HighEntropy: share is {self.share}, expected above 0 and at most 1")
 
     def gap(self, compared: Compared) -> Tensor:
-        """The entropies, -inf where a token does not count: [b, L]."""
+        """Return the entropies, -inf where a token does not count: [b, L]."""
         return compared.new.entropy.masked_fill(~compared.new.mask, -math.inf)
 
     def __call__(self, log_ratio: Tensor, advantage: Tensor, old: Compared | None = None) -> Tensor:
@@ -84,7 +84,7 @@ class HighEntropy(_Over, OfCompletions):
         return self.surrogate.clipped(log_ratio, advantage, old.old.logp) & self.chosen(old)
 
     def chosen(self, compared: Compared) -> Tensor:
-        """The tokens that are trained, bool [b, L]; of equal entropies at the border all."""
+        """Return the trained tokens, bool [b, L]; all tokens tied at the threshold are trained."""
         entropies, group = compared.peers.gap, compared.peers.group
         found = torch.zeros_like(compared.mask)
         for own in group.unique():
@@ -98,12 +98,12 @@ class HighEntropy(_Over, OfCompletions):
 
 @dataclass(frozen=True)
 class Conflicts(_Over, OfCompletions):
-    """The surrogate's loss, with conflict tokens not pushed down and `amplify` times as strongly pulled up (GTPO,
-    2508.03772, and its code).
+    """The surrogate's loss, with conflict tokens not pushed down and `amplify` times as strongly pulled up, [B, L]
+    (GTPO, 2508.03772, and its code).
 
-    A conflict token stands at the same place, counted from the start or from the end, of a good and of a bad completion
-    of the group, A above and below 0, and so do all tokens before it, or behind it. most_entropy: completions whose
-    tokens have a larger mean entropy are left out; the paper's threshold is log 2, for models that start below it.
+    A conflict token is at the same place, counted from the start or from the end, of a good and of a bad completion of
+    the group (A above and below 0). So are all tokens before it, or after it. most_entropy: completions with a larger
+    mean entropy are left out; the paper's threshold is log 2, for models that start below it.
     """
 
     surrogate: Any = Reinforce()
@@ -128,7 +128,7 @@ class Conflicts(_Over, OfCompletions):
         return self.surrogate.clipped(log_ratio, advantage, old.old.logp) & (self.weights(old) > 0)
 
     def weights(self, compared: Compared) -> Tensor:
-        """What every token's loss is multiplied by: [b, L]."""
+        """Return the factor of every token's loss: [b, L]."""
         peers, mask, found = compared.peers, compared.new.mask, torch.zeros_like(compared.mask)
         for own in peers.group.unique():
             at = peers.group == own
@@ -144,9 +144,10 @@ class Conflicts(_Over, OfCompletions):
 @dataclass(frozen=True)
 class LikelihoodKept(_Over):
     """The surrogate's loss plus weight * max(log p_old - log p, 0) on the tokens of completions with A >= 0 whose
-    log-probability fell as a whole (LLDS, 2512.04220): good texts do not drift down with the bad ones they resemble.
+    log-probability fell as a whole, [B, L] (LLDS, 2512.04220).
 
-    0, with no gradient, at the first update.
+    It keeps good texts from becoming unlikely with the bad ones they resemble. The term is 0, with no gradient, at the
+    first update.
     """
 
     surrogate: Any = Clip(0.2, 0.2)
@@ -167,12 +168,13 @@ class LikelihoodKept(_Over):
 
 @dataclass(frozen=True)
 class ExpertMixture(_Over, OfCompletions):
-    """The surrogate's loss on what was drawn, and on a prompt's own answer -r A (1 - p)^focus, r = 2 p / (p_expert +
-    p_old), the last factor held constant (RL-PLUS, 2508.00222). With a kernel whose `expert` is above 0.
+    """The surrogate's loss on sampled completions, and on a prompt's own answer -r A (1 - p)^focus, r = 2 p / (p_expert
+    + p_old), the last factor held constant, [B, L] (RL-PLUS, 2508.00222).
 
-    r is bounded where either policy found the token likely, and is not clipped. Tokens that are likely already count
-    less, by `focus`, the paper's gamma. p_expert is `probability` for every token: 1, that of a text that was copied,
-    is ours, in place of the paper's estimate, since nobody knows the policy of the answers.
+    With a kernel whose `expert` is above 0. r is bounded where either policy finds the token likely, and is not
+    clipped. Tokens that are already likely have less weight, by `focus`, the paper's gamma. p_expert is `probability`
+    for every token. Its default 1, that of a copied text, is ours, in place of the paper's estimate, because the policy
+    of the answers is unknown.
     """
 
     surrogate: Any = Clip(0.2, 0.2)
@@ -197,8 +199,10 @@ class ExpertMixture(_Over, OfCompletions):
 
 
 def conflicts(ids: Tensor, mask: Tensor, advantage: Tensor) -> Tensor:
-    """The conflict tokens of one group's completions ids [n, L], bool [n, L]; mask: the tokens that count, bool [n, L];
-    advantage: [n]."""
+    """Return the conflict tokens of one group's completions ids [n, L]: bool [n, L].
+
+    mask: the tokens that count, bool [n, L]; advantage: [n].
+    """
     lengths = torch.arange(1, mask.shape[1] + 1, device=ids.device).mul(mask).amax(1)
     places = torch.arange(ids.shape[1], device=ids.device)
     from_end = (lengths[:, None] - 1 - places) % ids.shape[1]  # its own inverse among the places that count
@@ -208,7 +212,8 @@ def conflicts(ids: Tensor, mask: Tensor, advantage: Tensor) -> Tensor:
 
 
 def _run(ids: Tensor, mask: Tensor, advantage: Tensor) -> Tensor:
-    """The tokens, from the first on without a gap, that stand at their place in a good and in a bad completion."""
+    """Return the gapless run of tokens from the first on that occur at their place in a good and in a bad
+    completion."""
     same = (ids[:, None] == ids) & mask[:, None] & mask
     good, bad = (same & sign[:, None] for sign in (advantage > 0, advantage < 0))
     return (good.any(1) & bad.any(1)).long().cumprod(1).bool()

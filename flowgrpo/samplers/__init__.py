@@ -1,1 +1,1 @@
-"""How samples are drawn: noise grids, transition kernels, deterministic solvers, plans of which steps do what."""
+"""Samplers: noise grids, transition kernels, deterministic solvers, and plans of the stochastic and trained steps."""

@@ -1,4 +1,4 @@
-"""What the base model makes of the initial noises of a rollout, for the rewards that compare samples with it."""
+"""Base samples: outputs of the base model from a rollout's initial noises, for rewards that compare with them."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from flowgrpo.samplers.scheduler import Task
 
 
 class BasePictures:
-    """Called with a part and its prompts' conditioning: the base's pictures [b,...] of the part's seeds, on the CPU.
+    """The base's samples [b,...] of a part's seeds, on the CPU; called with the part and its prompts' conditioning.
 
-    They are drawn on the rollout's grid [T+1] (and timesteps [T]) without any noise but the first, and once for samples
-    that share it, in this part and in the one before. decode: of finals and their conditioning.
+    They use the rollout's grid [T+1] (and timesteps [T]) and no noise but the first. Samples that share an initial
+    noise, in this part or the previous one, are drawn once. decode: a function of finals and their conditioning.
     """
 
     def __init__(self, policy, grid: torch.Tensor, timesteps: torch.Tensor | None, micro_batch: int, decode: Callable):

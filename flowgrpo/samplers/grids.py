@@ -16,9 +16,12 @@ from flowgrpo.samplers.predictions import prediction, process
 
 def make_grid(kind: str, steps: int, shift: float, scheduler, strength: float = 1.0,
               stock: Callable[[int], Tensor] | None = None):
-    """The grid [T+1] and its timesteps [T], of T = int(steps * strength): a pipeline that starts from a picture or a
-    video leaves out the first steps. stock: the pipeline's own sigmas [steps+1], of which the kind "stock" is made.
-    UserError where no step is left."""
+    """Return the grid [T+1] and its timesteps [T], with T = int(steps * strength).
+
+    A pipeline that starts from an image or a video skips the first steps. stock: the pipeline's own sigmas [steps+1],
+    used by the kind "stock".
+    Raises UserError if no step is left.
+    """
     whole, timesteps = _whole_grid(kind, steps, shift, scheduler, stock)
     skipped = steps - min(int(steps * strength), steps)
     if skipped == steps:
@@ -28,9 +31,12 @@ def make_grid(kind: str, steps: int, shift: float, scheduler, strength: float = 
 
 def _whole_grid(kind: str, steps: int, shift: float, scheduler, stock: Callable[[int], Tensor] | None
                 ) -> tuple[Tensor, Tensor | None]:
-    """The grid [steps+1] and its timesteps. Of a flow: sigmas, `shifted` or the pipeline's `stock` ones, and None. Of a
-    variance-preserving process, whatever the kind: alpha-bars of the scheduler's own spacing and timesteps [steps].
-    UserError where the scheduler has none."""
+    """Return the grid [steps+1] and its timesteps.
+
+    Flow: sigmas, `shifted` or the pipeline's `stock` ones, and None. Variance-preserving process, for any kind:
+    alpha-bars at the scheduler's spacing and timesteps [steps].
+    Raises UserError if the scheduler has none.
+    """
     if process(scheduler) == "vp":
         try:
             return alpha_bars(scheduler, steps)
@@ -40,9 +46,9 @@ def _whole_grid(kind: str, steps: int, shift: float, scheduler, stock: Callable[
 
 
 def shifted(steps: int, shift: float) -> Tensor:
-    """The grid shift(linspace(1, 0, steps+1)), float64, with shift(t) = s*t / (1 + (s-1)*t).
+    """Return the grid shift(linspace(1, 0, steps+1)), float64 [steps+1], with shift(t) = s*t / (1 + (s-1)*t).
 
-    It is what DanceGRPO, MixGRPO and G2RPO train on (s = 3), and what the FLUX family samples with (s = exp(mu)).
+    DanceGRPO, MixGRPO and G2RPO train on it (s = 3), and the FLUX family samples with it (s = exp(mu)).
     """
     if steps < 1:
         raise ValueError(f"steps is {steps}, expected 1 or more")
@@ -51,10 +57,10 @@ def shifted(steps: int, shift: float) -> Tensor:
 
 
 def stock(scheduler: object, steps: int) -> Tensor:
-    """The grid that a diffusers flow scheduler has set for itself, as it is (float32).
+    """Return the grid that a diffusers flow scheduler has set, unchanged (float32 [steps+1]).
 
-    Set by its pipeline it is the one that the pipeline samples with: many hand their scheduler sigmas of their own
-    (FLUX, Qwen-Image: linspace(1, 1/steps, steps)) and a mu that depends on the picture's size.
+    If its pipeline set it, it is the pipeline's sampling grid: many pass their scheduler separate sigmas (FLUX,
+    Qwen-Image: linspace(1, 1/steps, steps)) and a mu that depends on the image size.
     Raises ValueError for a scheduler whose sigmas do not run from 1 to 0 in `steps` steps.
     """
     name, grid = type(scheduler).__name__, getattr(scheduler, "sigmas", None)
@@ -71,15 +77,16 @@ def stock(scheduler: object, steps: int) -> Tensor:
 
 
 def alpha_bars(scheduler: object, steps: int) -> tuple[Tensor, Tensor]:
-    """The grid of a variance-preserving process: (alpha-bars [steps+1] rising, float32, timesteps [steps], int64).
+    """Return the grid of a variance-preserving process: (alpha-bars [steps+1] rising, float32; timesteps [steps],
+    int64).
 
-    The timesteps are those that a DDIMScheduler of the scheduler's configuration sets (spacing, steps_offset), or of a
-    distilled model (LCM, TCD) its own; the alpha-bars the scheduler's own at these, and at the end 1 or, without
-    set_alpha_to_one, that of timestep 0 (but 1 of a consistency model, whose last step gives the data). A step goes to
-    the next timestep; DDIMScheduler itself steps by 1000 // steps, which is another one for some spacings. A first
-    alpha-bar of 0 (zero terminal SNR) becomes 2^-24, as it does in the stock EulerDiscreteScheduler. ValueError where
-    there are no such timesteps, where an alpha-bar is 0 but the network predicts noise, which then says nothing of the
-    data, and for a scheduler that clips.
+    The timesteps are those that a DDIMScheduler of the scheduler's configuration sets (spacing, steps_offset). A
+    distilled model (LCM, TCD) uses its scheduler's own. The alpha-bars are the scheduler's at these timesteps. The last
+    is 1 or, without set_alpha_to_one, that of timestep 0 (but 1 of a consistency model, whose last step gives the
+    data). A step goes to the next timestep; DDIMScheduler itself steps by 1000 // steps, which differs for some
+    spacings. A first alpha-bar of 0 (zero terminal SNR) becomes 2^-24, as in the stock EulerDiscreteScheduler.
+    Raises ValueError if there are no such timesteps, if the scheduler clips, or if an alpha-bar is 0 and the network
+    predicts noise, which then has no information on the data.
     """
     name, table = type(scheduler).__name__, scheduler.alphas_cumprod.detach().cpu().float()
     for key in ("clip_sample", "thresholding"):
@@ -117,7 +124,7 @@ def compress_tail(grid: Tensor, after: int, ratio: float, shift: float) -> Tenso
     """Replace the intervals after index `after` by fewer: n = max(int((T - after) * ratio), 1) of them (MixGRPO-Flash).
 
     The new sigmas are shift(linspace(t, 0, n+1)) with t the unshifted time of grid[after]. grid[:after+1] is kept bit
-    for bit, and the result always ends at 0 (the released code's does not when n is 1).
+    for bit, and the result [after+1+n] always ends at 0 (the released code's does not when n is 1).
     """
     steps = len(grid) - 1
     if not 0 <= after < steps:
@@ -132,7 +139,7 @@ def compress_tail(grid: Tensor, after: int, ratio: float, shift: float) -> Tenso
 
 
 def thinned(grid: Tensor, after: int, stride: int) -> Tensor:
-    """grid[:after+1] and of the sigmas behind it the first and every `stride`-th from there (G2RPO, 2510.01982).
+    """Return grid[:after+1], then the first and every `stride`-th of the sigmas behind it (G2RPO, 2510.01982).
 
     The result always ends at 0, which a stride can step over in the released code.
     """

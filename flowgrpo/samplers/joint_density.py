@@ -1,4 +1,4 @@
-"""All recorded steps of a sample as one decision: the joint density of its chain of states (ReinFlow, 2505.22094)."""
+"""Joint density of a chain of states: all recorded steps of a sample as one decision (ReinFlow, 2505.22094)."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from flowgrpo.types import Gaussian, Scored, Transitions
 
 @dataclass(frozen=True)
 class Joint:
-    """The log-density of a chain, log N(x_0; 0, 1) + sum_k log p(x_k+1 | x_k), over the number of its terms, [b]
-    (ReinFlow, 2505.22094, whose code divides so too).
+    """Log-density of a chain over its number of terms, [b] (ReinFlow, 2505.22094, whose code divides so too).
 
-    first: the state [b,*D] that the chain starts from, standard normal, or None where its density is not known; steps:
-    log-densities [b] of the transitions, each a mean over the latent's values. With one ratio for the whole of a
-    sample, a clip range bounds the chain and not its steps.
+    It is (log N(x_0; 0, 1) + sum_k log p(x_k+1 | x_k)) / terms.
+    first: the state [b,*D] that the chain starts from, standard normal, or None where its density is not known.
+    steps: log-densities [b] of the transitions, each a mean over the latent's values.
+
+    A sample has one ratio, so a clip range bounds the chain and not its steps.
     """
 
     def __call__(self, first: Tensor | None, steps: Sequence[Tensor]) -> Tensor:
@@ -33,8 +34,11 @@ class Joint:
 
 @dataclass(frozen=True, eq=False)
 class Chain(Transitions):
-    """The recorded transitions of m samples, its `links`, in grid order, as one of each sample: from the first state x
-    to the last x_next, with the joint old score."""
+    """Recorded transitions of m samples, merged into one transition per sample.
+
+    It goes from the first state x [m,*D] to the last x_next [m,*D] and carries the joint old score.
+    links: the transitions, in grid order.
+    """
 
     links: tuple[Transitions, ...] = ()
 
@@ -46,15 +50,17 @@ class Chain(Transitions):
 
 
 def joined(part: Part, joint: Joint) -> Part:
-    """The part with a chain per sample in place of its transitions."""
+    """Return the part with one chain per sample in place of its transitions."""
     links = part.transitions
     old = joint(_first(part.exploration, links[0], slice(None)), [link.old.logp[:, 0] for link in links])
     return replace(part, transitions=(_chain(links, _scored(old)),))
 
 
 def replay(policy, conditioning, part: Part, joint: Joint, micro_batch: int) -> Iterator[tuple[int, slice, Scored]]:
-    """Score a part's chains under the policy's present weights: (0, rows, Scored [b,1], with gradients where they are
-    enabled, in one graph of all steps), one batch at a time, as `replay.replay`."""
+    """Score a part's chains under the policy's present weights, one batch at a time, as `replay.replay`.
+
+    Yields (0, rows, Scored [b,1]). Scores have gradients where they are enabled, in one graph of all steps.
+    """
     [chain] = part.transitions
     for start in range(0, len(chain.x), micro_batch):
         rows = slice(start, start + micro_batch)
@@ -64,14 +70,14 @@ def replay(policy, conditioning, part: Part, joint: Joint, micro_batch: int) -> 
 
 
 def _step(policy, conditioning, exploration: Exploration, link: Transitions, rows: slice) -> Tensor:
-    """The log-density [b] of one step."""
+    """Return the log-density [b] of one step."""
     x, x_next = (state[rows].to(policy.device) for state in (link.x, link.x_next))
     v = policy.replay(conditioning, x, exploration.grid, link.step, exploration.timesteps)
     return gaussian.log_prob(exploration.transition(x, v, exploration.grid, link.step), x_next)
 
 
 def _first(exploration: Exploration, taken: Transitions, rows: slice) -> Tensor | None:
-    """The states that chains start from, where they are the noise that the pipeline drew."""
+    """Return the states [b,*D] that chains start from, or None unless they are the noise that the pipeline drew."""
     noise = taken.step == 0 and exploration.timesteps is None and float(exploration.grid[0]) > 0.999
     return taken.x[rows].float() if noise else None
 

@@ -32,8 +32,8 @@ class ODE:
 class FlowSDE:
     """Euler-Maruyama with g = level * sqrt(s / (1-s)) (Flow-GRPO, 2505.05470).
 
-    At s = 1 the 1-s in g alone becomes 1 - grid[1], as in the released code. So it does from 0.999 up: multistep flow
-    schedulers start a hair below 1 (0.999999, 0.9997), where g would reach 700. level >= 0: 0.7 on SD3.5, 0.9 on FLUX.
+    From s = 0.999 up, the 1-s in g alone becomes 1 - grid[1]; the released code does so at s = 1. Multistep flow
+    schedulers start just below 1 (0.999999, 0.9997), where g would reach 700. level >= 0: 0.7 on SD3.5, 0.9 on FLUX.
     """
 
     level: float = 0.7
@@ -100,10 +100,10 @@ class FlowDDIM:
 
 @dataclass(frozen=True)
 class DDIM:
-    """The DDIM step of variance-preserving models with noise eta (2010.02502 eq. 16; DDPO, 2305.13301), 0 <= eta <= 1.
+    """DDIM step of variance-preserving models with noise eta (2010.02502 eq. 16; DDPO, 2305.13301), 0 <= eta <= 1.
 
-    Here the grid holds T+1 alpha-bars, rising towards 1 and all above 0, and v is the model's predicted noise.
-    std = eta * sqrt((1-a') / (1-a) * (1 - a/a')). eta = 0 is the deterministic DDIM step.
+    The grid holds T+1 alpha-bars, rising towards 1 and all above 0; v is the model's predicted noise. std = eta *
+    sqrt((1-a') / (1-a) * (1 - a/a')). eta = 0 is the deterministic DDIM step.
     """
 
     eta: float = 1.0
@@ -141,7 +141,10 @@ class VPCPS:
 
 
 def scaled(kernel: object, factor: float) -> object:
-    """The kernel with its noise, its one field (`level` or `eta`), times `factor`."""
+    """Return the kernel with its noise, its one field (`level` or `eta`), multiplied by `factor`.
+
+    Raises ValueError if the product is out of the field's range.
+    """
     [noise] = fields(kernel)
     try:
         return replace(kernel, **{noise.name: getattr(kernel, noise.name) * factor})
@@ -151,20 +154,20 @@ def scaled(kernel: object, factor: float) -> object:
 
 
 def predict_x0(x: Tensor, v: Tensor, sigma: Tensor | float) -> Tensor:
-    """The data x - sigma*v that a state and its velocity predict, [B, *D], float32 or wider."""
+    """Return the data x - sigma*v predicted from a state and its velocity, [B, *D], float32 or wider."""
     x, v = wide(x, v)
     return x - sigma * v
 
 
 def denoised(x: Tensor, noise: Tensor, alpha: Tensor | float) -> Tensor:
-    """The data that a state at an alpha-bar and its predicted noise give, [B, *D], float32 or wider."""
+    """Return the data predicted from a state at an alpha-bar and its predicted noise, [B, *D], float32 or wider."""
     x, noise = wide(x, noise)
     alpha = torch.as_tensor(alpha, dtype=x.dtype)
     return (x - (1 - alpha).sqrt() * noise) / alpha.sqrt()
 
 
 def _at(x: Tensor, v: Tensor, grid: Tensor, i: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """x and v, and grid[i] and grid[i+1] as 0-d tensors, all in the dtype of the computation."""
+    """Return x and v, and grid[i] and grid[i+1] as 0-d tensors, all in the dtype of the computation."""
     assert 0 <= i < len(grid) - 1, f"step {i} of a grid of {len(grid) - 1} steps"
     x, v = wide(x, v)
     now, after = grid[i : i + 2].to(x.dtype)
@@ -172,7 +175,7 @@ def _at(x: Tensor, v: Tensor, grid: Tensor, i: int) -> tuple[Tensor, Tensor, Ten
 
 
 def _euler_maruyama(x: Tensor, v: Tensor, sigma: Tensor, after: Tensor, g: Tensor | float) -> Gaussian:
-    """The SDE with the ODE's marginals and diffusion g: dx = (v + g^2/(2s) x1) ds + g dw, over one step."""
+    """One step of the SDE with the ODE's marginals and diffusion g: dx = (v + g^2/(2s) x1) ds + g dw."""
     delta = sigma - after
     return _pulled(x, v, sigma, after, pull=g**2 * delta / (2 * sigma), std=g * delta.sqrt())
 

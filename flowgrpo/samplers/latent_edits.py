@@ -1,11 +1,10 @@
-"""Edits of final latents: the recorded decisions of EXPO (2507.07986) for a generator that stays as it is.
+"""Edits of final latents: the recorded decisions of EXPO (2507.07986) for a frozen generator.
 
-A small policy looks at a final state x0 and its prompt and draws a decision u ~ N(m, std^2); the edited state is
-x0 + bound * tanh(u). The density of u is that of the edit but for the Jacobian of the tanh, in which no weight stands:
-ratios are the same. A prompt's samples are the candidates that EXPO's acting policy chooses from: half of them bases,
-and after each base its edit. Written as a transition, "from x0 to u" under N(m, std^2), the edit is recorded, replayed
-and scored like any other; a base is the transition to u = 0, which no policy drew and `baselines.Paired` gives no
-advantage.
+A small policy reads a final state x0 and its prompt and draws a decision u ~ N(m, std^2). The edited state is x0 +
+bound * tanh(u). The density of u is that of the edit up to the Jacobian of the tanh, which has no weights, so ratios
+are the same. A prompt's samples are the candidates of EXPO's acting policy: half are bases, and each base is followed
+by its edit. An edit is recorded, replayed and scored as a transition "from x0 to u" under N(m, std^2). A base is the
+transition to u = 0; no policy drew it, and `baselines.Paired` gives it no advantage.
 """
 
 from __future__ import annotations
@@ -28,11 +27,12 @@ from flowgrpo.types import Gaussian, Scored, Transitions, wide
 
 @dataclass(frozen=True)
 class Edit:
-    """A bounded edit of the final latents by a tanh-Gaussian policy (EXPO, 2507.07986).
+    """Bounded edit of the final latents by a tanh-Gaussian policy (EXPO, 2507.07986).
 
-    bound: the most that a value of the latents moves (0.05 to 0.7 in the paper); std: of the decision before the tanh,
-    in training; width and depth: of the small networks of policy and critic; candidates: bases per picture at
-    inference, from which and from their edits the critic chooses one.
+    bound: largest change of a latent value (0.05 to 0.7 in the paper).
+    std: of the decision before the tanh, in training.
+    width, depth: of the small networks of policy and critic.
+    candidates: bases per sample at inference; the critic chooses one of them and of their edits.
     """
 
     bound: float = 0.3
@@ -49,28 +49,33 @@ class Edit:
                              "and 1 or more")
 
     def __call__(self, decision: Tensor) -> Tensor:
-        """The edit [B,*D], within +-bound, of decisions [B,*D]."""
+        """Return the edit [B,*D], within +-bound, of decisions [B,*D]."""
         return self.bound * decision.tanh()
 
     def applied(self, x: Tensor, decision: Tensor) -> Tensor:
-        """The edited states [B,*D], rounded as x is; where a decision is 0, x itself."""
+        """Return the edited states [B,*D], rounded as x is; x itself where a decision is 0."""
         state, decision = wide(x, decision)
         return (state + self(decision)).to(x.dtype)
 
     def transition(self, x: Tensor, mean: Tensor, grid: Tensor, i: int) -> Gaussian:
-        """The kernel: N(mean, std^2) of what the editing network says."""
+        """Kernel N(mean, std^2), with the mean [B,*D] of the editing network."""
         (mean,) = wide(mean)
         return Gaussian(mean, torch.tensor(self.std, dtype=mean.dtype))
 
     def exploration(self, group: int, solver: Callable, keep_means: bool) -> Exploration:
-        """Edits as an exploration, in which every state has one step."""
+        """Return edits as an exploration in which every state has one step."""
         return Exploration(torch.tensor([1.0, 0.0]), Schedule((0,), (0,)), self.transition, solver, group, group,
                            keep_means=keep_means)
 
 
 @dataclass(frozen=True, eq=False)
 class Edits(Transitions):
-    """Decisions x_next [m,*D] at final states x [n,*D], and, once they are known, the rewards [m] of their samples."""
+    """Decisions of edits and the rewards of their samples.
+
+    x: [n,*D], final states.
+    x_next: [m,*D], decisions.
+    rewards: [m], or None before they are known.
+    """
 
     rewards: Tensor | None = None
 
@@ -82,9 +87,10 @@ class Edits(Transitions):
 
 
 def edited(editor: Any, conditioning: Any, part: Part, exploration: Exploration, micro_batch: int, seed: Seed) -> Part:
-    """The part with two samples for each of its finals: it, and its edit by the present weights.
+    """Return the part with two samples for each of its finals: the final, and its edit by the present weights.
 
-    editor: `edit_networks.Editor`; seed: of the leaves, as in the rollout; the noise of an edit is another draw.
+    editor: `edit_networks.Editor`.
+    seed: seeds of the leaves, as in the rollout; the noise of an edit is a separate draw.
     """
     (x0,), of = part.finals, range(exploration.group // 2)
     seeds = (_forked(seed(int(p), leaf)) for p, leaf in zip(part.prompts, (*of,) * (len(x0) // len(of)), strict=True))
@@ -106,17 +112,17 @@ def edited(editor: Any, conditioning: Any, part: Part, exploration: Exploration,
 
 
 def rewarded(part: Part, rewards: Tensor) -> Part:
-    """The part with the rewards [b] of its samples, which the critic learns."""
+    """Return the part with the rewards [b] of its samples, the targets of the critic."""
     [taken] = part.transitions
     return replace(part, transitions=(replace(taken, rewards=rewards),))
 
 
 @torch.no_grad()
 def on_the_fly(editor: Any, conditioning: Any, x: Tensor) -> tuple[Tensor, Tensor]:
-    """EXPO's acting policy: of n bases of each prompt and their n edits, the one that the critic values most.
+    """EXPO's acting policy: of n bases of each prompt and their n edits, choose the one with the highest critic value.
 
-    x: [P, n, *D] -> (the chosen [P, *D], the values of bases, then edits, [P, 2n]). The first of equals is taken, so
-    that edits of 0 leave the first base.
+    x: [P, n, *D] -> (the chosen [P, *D], the values [P, 2n] of bases, then edits). Ties go to the first, so edits of 0
+    leave the first base.
     """
     rows = conditioning.rows(torch.arange(len(x)).repeat_interleave(x.shape[1]))
     flat = x.flatten(0, 1)
@@ -127,5 +133,5 @@ def on_the_fly(editor: Any, conditioning: Any, x: Tensor) -> tuple[Tensor, Tenso
 
 
 def _forked(seed: int) -> int:
-    """Another seed that only this one leads to; `noised_finals` has its own."""
+    """Return a new seed, distinct for each seed and from that of `noised_finals`."""
     return int(np.random.SeedSequence((seed, 2)).generate_state(1, np.uint64)[0] >> 1)

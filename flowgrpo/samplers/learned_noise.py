@@ -1,4 +1,4 @@
-"""Noise that is learned beside the flow (ReinFlow, 2505.22094): a kernel whose deviation a small network gives.
+"""Learned noise of a flow (ReinFlow, 2505.22094): a kernel whose deviation is the output of a small network.
 
 Legend as in `kernels`: s = grid[i], s' = grid[i+1], D = s - s'.
 """
@@ -15,15 +15,15 @@ from torch import Tensor
 from flowgrpo.samplers.kernels import _at
 from flowgrpo.types import Gaussian
 
-NAME = "noise"  # of the network among a policy's weights
-WAVES = 4  # of the time's embedding
+NAME = "noise"  # name of the network among a policy's weights
+WAVES = 4  # frequencies of the time embedding
 
 
 class NoiseNet(torch.nn.Module):
-    """The level of noise at every latent value x of a state at time s, from 0, the lower bound, to 1, the upper one.
+    """Noise level of every latent value x at time s, from 0 (the lower bound) to 1 (the upper bound).
 
-    One hidden layer on x and sines and cosines of s. It sees a value at a time, so that it fits latents of any shape;
-    it starts at 1/2 everywhere.
+    One hidden layer on x and on sines and cosines of s. It reads one value at a time, so it fits latents of any shape.
+    Its initial output is 1/2 everywhere.
     """
 
     def __init__(self, width: int):
@@ -34,9 +34,9 @@ class NoiseNet(torch.nn.Module):
         torch.nn.init.zeros_(self.level.bias)
 
     def forward(self, x: Tensor, sigma: Tensor) -> Tensor:
-        """x: [B,*D], sigma: 0-d. Returns [B,*D]."""
+        """Return the levels [B,*D] of states x [B,*D] at sigma, 0-d."""
         weight = self.value.weight
-        with torch.autocast(x.device.type, enabled=False):  # a rollout has it on where its replay has not
+        with torch.autocast(x.device.type, enabled=False):  # on in a rollout, off in its replay
             angles = sigma.to(weight) * math.pi * 2.0 ** torch.arange(WAVES, device=weight.device, dtype=weight.dtype)
             time = self.time(torch.cat([angles.sin(), angles.cos()]))
             hidden = torch.nn.functional.silu(self.value(x.to(weight)[..., None]) + time)
@@ -44,7 +44,7 @@ class NoiseNet(torch.nn.Module):
 
 
 class Noisy:
-    """`LearnedNoise` with its network, between two bounds: the gradient of its deviation reaches the network."""
+    """`LearnedNoise` with its network, between two bounds; the gradient of its deviation reaches the network."""
 
     def __init__(self, network: NoiseNet, low: float, high: float):
         self.network, self.low, self.high = network, low, high
@@ -55,13 +55,15 @@ class Noisy:
 
 @dataclass(frozen=True)
 class LearnedNoise:
-    """The Euler step with noise of deviation l * sqrt(D), its level l between low and high for every latent value,
-    log l = log low + n (log high - log low), n of a `NoiseNet` on state and time (ReinFlow, 2505.22094).
+    """Euler step with noise of deviation l * sqrt(D), its level l between low and high for every latent value: log l =
+    log low + n (log high - log low), n of a `NoiseNet` on state and time (ReinFlow, 2505.22094).
 
-    The network is trained with the policy and left out at inference. Over a run the upper bound stays for the share
-    `hold` of the epochs and then falls along a cosine to low + decay * (high - low). 0 < low <= high; width: of the
-    network. Called by itself it is the kernel that the network starts as. Bounds of the paper's kind, deviations of
-    0.10 and 0.24 in four equal steps, are levels of 0.20 and 0.48.
+    The network is trained with the policy and left out at inference. The upper bound stays for the share `hold` of the
+    epochs, then falls along a cosine to low + decay * (high - low). 0 < low <= high.
+    width: of the network's hidden layer.
+
+    Called without a network, it is the kernel that the network starts as. The paper's bounds, deviations of 0.10 and
+    0.24 in four equal steps, are levels of 0.20 and 0.48.
     """
 
     low: float = 0.2
@@ -84,14 +86,14 @@ class LearnedNoise:
         return NoiseNet(self.width)
 
     def upper(self, epoch: int, epochs: int) -> float:
-        """The upper bound in an epoch, counted from 0, of a run of so many."""
+        """Return the upper bound in an epoch, counted from 0, of a run of `epochs` epochs."""
         held = self.hold * epochs
         gone = min(max(epoch - held, 0) / max(epochs - held, 1), 1)
         last = self.low + self.decay * (self.high - self.low)
         return last + (self.high - last) * (1 + math.cos(math.pi * gone)) / 2
 
     def with_network(self, network: NoiseNet, epoch: int, epochs: int) -> Noisy:
-        """The kernel of an epoch."""
+        """Return the kernel of an epoch."""
         return Noisy(network, self.low, self.upper(epoch, epochs))
 
 

@@ -1,11 +1,11 @@
 """Noised finals: the recorded decisions of forward-process methods (DiffusionNFT, AWM, DGPO, CRD, Diffusion-DPO).
 
-After a rollout by any solver the final state x0 of every leaf is noised at the epoch's times t, x_t = (1-t) x0 + t eps,
-and the model's velocity there is compared with its target eps - x0. Written as a transition, "from x_t to eps - x0"
-under N(v, 1), it is recorded, replayed and scored like any other.
+After a rollout by any solver the final state x0 of every leaf is noised at the epoch's times t: x_t = (1-t) x0 + t eps.
+The model's velocity there is compared with its target eps - x0. This is recorded, replayed and scored like any other
+transition, "from x_t to eps - x0" under N(v, 1).
 
-A variance-preserving process noises x_t = sqrt(a) x0 + sqrt(1-a) eps at a timestep of alpha-bar a, and the target of
-the model's noise is eps (Diffusion-DPO, 2311.12908, equation 14).
+A variance-preserving process noises x_t = sqrt(a) x0 + sqrt(1-a) eps at a timestep of alpha-bar a. The target of the
+model's noise is eps (Diffusion-DPO, 2311.12908, equation 14).
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from flowgrpo.samplers.rollout import Exploration, Part, Seed
 from flowgrpo.samplers.scheduler import Noise
 from flowgrpo.types import Gaussian, Scored, Transitions, wide
 
-# Times are called as times(grid, epoch, seed) -> falling times [K] in the grid's dtype, the same on all processes;
-# `shared`: whether the samples of a group are noised with one noise.
+# Interface: times(grid, epoch, seed) -> falling times [K] in the grid's dtype, the same on all processes;
+# `shared`: the samples of a group are noised with one noise.
 
 
 @dataclass(frozen=True)
 class Recorded:
-    """No times: what is trained are the stochastic steps that the rollout recorded."""
+    """No times: train the stochastic steps that the rollout recorded."""
 
     shared = False
 
@@ -40,11 +40,11 @@ class Recorded:
 
 @dataclass(frozen=True)
 class GridTimes:
-    """Sigmas of the rollout's own grid, where the sampler asks the model: one of every `every` steps, drawn anew each
-    epoch, of steps `start` to int(share * T) - 1 of T.
+    """Sigmas of the rollout's grid: one of every `every` steps, drawn anew each epoch from steps `start` to int(share *
+    T) - 1 of T.
 
-    share: above 0 and at most 1, the noisy side of the grid; shared: one noise for the samples of a group (DGPO,
-    2510.08425).
+    share: above 0 and at most 1, the noisy side of the grid.
+    shared: one noise for the samples of a group (DGPO, 2510.08425).
     """
 
     every: int = 1
@@ -68,10 +68,11 @@ class GridTimes:
 
 @dataclass(frozen=True)
 class RandomGridTimes:
-    """int(share * T) of the T sigmas of the rollout's own grid, noisy or not, drawn anew each epoch: all are as likely
-    (DiffusionNFT, 2509.16117, its code, which draws for every sample by itself).
+    """int(share * T) of the T sigmas of the rollout's grid, drawn anew each epoch, all with equal probability
+    (DiffusionNFT, 2509.16117; its code draws them per sample).
 
-    share: above 0 and at most 1; shared: one noise for the samples of a group.
+    share: above 0 and at most 1.
+    shared: one noise for the samples of a group.
     """
 
     share: float = 1.0
@@ -92,7 +93,7 @@ class RandomGridTimes:
 
 @dataclass(frozen=True)
 class Stratified:
-    """`count` times between `low` and `high`, one drawn uniformly in each of as many equal slices, anew each epoch.
+    """`count` times between `low` and `high`, one drawn uniformly in each of `count` equal slices, anew each epoch.
 
     0 <= low < high <= 1; shared: one noise for the samples of a group.
     """
@@ -114,18 +115,18 @@ class Stratified:
 
 
 def matching(x: Tensor, v: Tensor, grid: Tensor, i: int) -> Gaussian:
-    """The kernel of noised finals, N(v, 1): its log-density at a target u is -mean((v - u)^2) / 2 - log(2 pi) / 2."""
+    """Kernel of noised finals, N(v, 1): its log-density at a target u is -mean((v - u)^2) / 2 - log(2 pi) / 2, [B]."""
     (v,) = wide(v)
     return Gaussian(v, torch.ones((), dtype=v.dtype))
 
 
 def noised(policy, conditioning, part: Part, exploration: Exploration, micro_batch: int, seed: Seed, shared: bool,
            pack: bool = False) -> Part:
-    """The part with the finals noised at the times of `exploration` (its grid without the last entry) in place of its
-    recorded steps, and with their old scores under the policy's present weights.
+    """Return the part with its finals noised at the times of `exploration` in place of its recorded steps.
 
-    seed: of the leaves, as in the rollout; their noise is another draw. Each leaf has its own at every time, or with
-    `shared` that of its group.
+    The times are the grid without its last entry. The old scores are those of the policy's present weights.
+    seed: seeds of the leaves, as in the rollout; the noise here is a separate draw.
+    shared: one noise per group at each time; otherwise one per leaf.
     """
     (x0,), group, vp = part.finals, exploration.group, exploration.timesteps is not None
     leaves = [-1 if shared else row % group for row in range(len(x0))]
@@ -139,15 +140,17 @@ def noised(policy, conditioning, part: Part, exploration: Exploration, micro_bat
 
 
 def _states(x0: Tensor, noise: Tensor, t: float, device: torch.device, vp: bool) -> tuple[Tensor, Tensor]:
-    """x_t and its target, [b,*D], rounded as the network sees them, where recorded states wait; t: sigma, or the
-    alpha-bar of a variance-preserving process."""
+    """Return x_t and its target, [b,*D], rounded as the network sees them, on the device of recorded states.
+
+    t: sigma, or the alpha-bar of a variance-preserving process.
+    """
     clean = x0.float()
     states = (t**0.5 * clean + (1 - t)**0.5 * noise, noise) if vp else ((1 - t) * clean + t * noise, noise - clean)
     return tuple(state.to(x0.dtype).to(device) for state in states)
 
 
 def _noised(k: int, x: Tensor, target: Tensor, prompts: Tensor, rows: Tensor, means: bool) -> Transitions:
-    """The transitions of the k-th time, not yet scored."""
+    """Return the transitions of the k-th time, not yet scored."""
     logp = torch.zeros(len(x), 1)
     unscored = Scored(logp, torch.ones_like(logp, dtype=torch.bool), target[:, None] if means else None)
     return Transitions(k, x, prompts, rows, target, unscored)
@@ -155,9 +158,9 @@ def _noised(k: int, x: Tensor, target: Tensor, prompts: Tensor, rows: Tensor, me
 
 def exploration(times: Tensor, group: int, solver: Callable, keep_means: bool, alphas: Tensor | None = None
                 ) -> Exploration:
-    """Noised finals as an exploration: a grid of the times, at each of which every leaf has one transition.
+    """Return noised finals as an exploration: its grid holds the times, with one transition per leaf at each.
 
-    alphas: [N], the alpha-bars of a variance-preserving process' timesteps: a time t is then timestep int(t N).
+    alphas: [N], the alpha-bars of a variance-preserving process's timesteps; a time t is then timestep int(t N).
     """
     every, timesteps = tuple(range(len(times))), None
     if alphas is not None:
@@ -168,5 +171,5 @@ def exploration(times: Tensor, group: int, solver: Callable, keep_means: bool, a
 
 
 def _forked(seed: int) -> int:
-    """Another seed that only this one leads to."""
+    """Return a new seed, distinct for each seed."""
     return int(np.random.SeedSequence((seed, 1)).generate_state(1, np.uint64)[0] >> 1)

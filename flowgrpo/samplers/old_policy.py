@@ -1,4 +1,4 @@
-"""The lagging policy of forward-process methods: whose samples are trained on, and what a loss calls old."""
+"""Lagging old policy of forward-process methods: it draws the samples and is the "old" policy of the loss."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ Snapshot = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Lag:
-    """How slowly the old policy follows: after every epoch its weights become d * old + (1 - d) * present, with
-    d = min(start + slope * (optimiser updates done - after), most), `start` before `after` (DiffusionNFT, 2509.16117,
-    its code).
+    """Decay of the old policy: after every epoch its weights become d * old + (1 - d) * present, with d = min(start +
+    slope * (optimiser updates done - after), most), `start` before `after` (DiffusionNFT, 2509.16117, its code).
 
-    most 0 is no lag at all: the old policy is the present one of the rollout, and nothing is copied. draws: rollouts
-    are the old policy's; otherwise the present one draws them, and the old one is only compared with.
+    most: upper bound of d. 0 is no lag: the old policy is the present one of the rollout, and nothing is copied.
+    draws: the old policy draws the rollouts; otherwise the present one does, and the old one is only compared with.
+
+    Raises ValueError unless 0 <= start <= most <= 1, slope >= 0 and after >= 0.
     """
 
     start: float = 0.0
@@ -38,10 +39,10 @@ class Lag:
 
 
 class Lagging:
-    """A policy's old weights, `held` on the CPU as they are in `epoch`; None without a lag.
+    """Old weights of a policy, `held` on the CPU as they are in `epoch`; None without a lag.
 
-    weights: `trainable.Weights`, the present ones. Of a LoRA the factors A and B follow, each by itself. updates: how
-    many optimiser updates the run has made, told by whoever counts them.
+    weights: `trainable.Weights`, the present ones. The factors A and B of a LoRA are averaged separately.
+    updates: the number of optimiser updates of the run, set by the trainer.
     """
 
     updates = 0
@@ -52,7 +53,8 @@ class Lagging:
         self.epoch = 0
 
     def begin(self, epoch: int) -> None:
-        """Follow the present weights, those at the start of an epoch; once per epoch, however often it is begun."""
+        """Update the old weights from the present ones at the start of an epoch; a repeated call in one epoch does
+        nothing."""
         if not self.lag.most:
             return
         if self.held is None:
@@ -63,13 +65,13 @@ class Lagging:
             self.epoch = epoch
 
     def old(self) -> AbstractContextManager:
-        """Inside, the policy is the old one."""
+        """Context manager: use the old policy."""
         return contextlib.nullcontext() if self.held is None else self.weights.reference([self.held])
 
     def drawing(self) -> AbstractContextManager:
-        """Inside, the policy is the one that rollouts are drawn from."""
+        """Context manager: use the policy that draws rollouts."""
         return self.old() if self.lag.draws else contextlib.nullcontext()
 
     def restore(self, held: Snapshot, epoch: int) -> None:
-        """Go on from a checkpoint; from one without old weights, with the present ones."""
+        """Restore the old weights of a checkpoint; without any, start again from the present ones."""
         self.held, self.epoch = held or None, epoch

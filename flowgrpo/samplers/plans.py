@@ -1,9 +1,9 @@
-"""Plans: which steps of a rollout draw noise, split and are trained, `plan(steps, epoch, seed) -> Schedule`.
+"""Plans: the steps of a rollout that draw noise, split and are trained, `plan(steps, epoch, seed) -> Schedule`.
 
 A plan that explores a prompt in several ways in one epoch returns a tuple of schedules. A plan is a pure function of
 its arguments, so a resumed run needs no state. Steps are grid indices 0 to T-1 (T = `steps`). No plan draws noise on
-the last step, T-1: noise added there stays in the picture as grain, and its deviation can vanish. Settings that leave
-nothing to train raise ValueError; NoSteps is for methods that train something else.
+the last step, T-1: noise added there stays in the sample as grain, and its deviation can vanish.
+Raises ValueError for settings that leave nothing to train; NoSteps is for methods that train something else.
 """
 
 from __future__ import annotations
@@ -19,11 +19,13 @@ ORDERS = ("progressive", "random", "decay", "exp_decay", "frozen")
 
 @dataclass(frozen=True)
 class Schedule:
-    """The steps of one rollout that draw noise, and those of them that are trained; both sorted. Where any draws noise,
-    one at least is trained.
+    """Stochastic and trained steps of one rollout.
 
-    children: into how many every state splits at each stochastic step, 1 where it goes on alone; empty: the group parts
-    at the first one. noise: factors on the kernel's noise, one per stochastic step; empty: 1.
+    stochastic: steps that draw noise, sorted.
+    trained: the trained ones among them, sorted; at least one if any step draws noise.
+    children: number of children of every state at each stochastic step, 1 for no split; empty: the group splits at the
+        first.
+    noise: factors on the kernel's noise, one per stochastic step; empty: 1.
     """
 
     stochastic: tuple[int, ...]
@@ -73,7 +75,7 @@ class RandomSubset:
 
 @dataclass(frozen=True)
 class NoSteps:
-    """No step draws noise, and none is trained: rollouts by the solver alone, for methods that train on noised finals
+    """No step draws noise or is trained: rollouts by the solver alone, for methods that train on noised finals
     (`times`)."""
 
     def __call__(self, steps: int, epoch: int, seed: int) -> Schedule:
@@ -94,10 +96,10 @@ class Single:
 
 @dataclass(frozen=True)
 class EachStep:
-    """Every step below `stop` in turn draws noise and is trained, on a deterministic trunk that all share: a schedule
-    per step (TempFlow-GRPO, 2508.04324, all but the last; G2RPO, 2510.01982, the first half: stop=0.5).
+    """Each step below `stop` in turn draws noise and is trained, on a shared deterministic trunk: one schedule per step
+    (TempFlow-GRPO, 2508.04324, all but the last; G2RPO, 2510.01982, the first half: stop=0.5).
 
-    stop below 1 is a share of the T steps; without it every step but the last is taken.
+    stop below 1 is a share of the T steps; None takes every step but the last.
     """
 
     stop: float | None = None
@@ -108,11 +110,11 @@ class EachStep:
 
 @dataclass(frozen=True)
 class Branches:
-    """A tree: every step but the last draws noise, and at the steps `splits` each state has `branch` children
+    """Tree: every step but the last draws noise, and each state has `branch` children at the steps `splits`
     (BranchGRPO, 2509.06040: 16 leaves of splits 0, 3, 6, 9 of 20 steps).
 
-    Depth pruning: `pruned` consecutive steps are sampled and not trained. They are the last ones at first, and move up
-    by one after every `every` epochs until they begin at the last split, where they stay (as in the released code).
+    Depth pruning: `pruned` consecutive steps are sampled and not trained. They start as the last ones and move up by
+    one after every `every` epochs. They stop when they begin at the last split (as in the released code).
     """
 
     splits: tuple[int, ...] = (0, 3, 6, 9)
@@ -143,8 +145,8 @@ class Branches:
 
 @dataclass(frozen=True)
 class GrowingTail:
-    """Every step but the last draws noise; the last n before it are trained, and where they begin every state splits
-    into `branch` (B2-DiffuRL, 2503.11240, backward progressive training).
+    """Every step but the last draws noise; the last n before it are trained, and every state splits into `branch` at
+    the first trained step (B2-DiffuRL, 2503.11240, backward progressive training).
 
     n grows from `first` to `final` shares of the steps over `stages` epochs (14 to 20 of 20 steps over 100 there).
     """
@@ -168,8 +170,11 @@ class GrowingTail:
 
 @dataclass(frozen=True)
 class LastSteps:
-    """Every step draws the kernel's noise, and the last `count` are trained as one: for methods with `backprop`, whose
-    graph begins at the first of them (DRaFT-K, 2309.17400: K = 1), and which draw no noise at the last step."""
+    """Every step draws the kernel's noise, and the last `count` are trained as one, for methods with `backprop`, whose
+    graph begins at the first of them (DRaFT-K, 2309.17400: K = 1).
+
+    Such methods draw no noise at the last step.
+    """
 
     count: int = 1
 
@@ -185,8 +190,8 @@ class LastSteps:
 
 @dataclass(frozen=True)
 class RandomLast:
-    """`LastSteps` whose count is drawn anew each epoch: from a normal distribution with these shares of the steps, and
-    between 1 and all of them (AlignProp, 2310.03739, released code: the graph begins at N(42, 5) of 50 steps)."""
+    """`LastSteps` with a count drawn anew each epoch from a normal distribution, as shares of the steps, clipped to 1
+    to all of them (AlignProp, 2310.03739, released code: the graph begins at N(42, 5) of 50 steps)."""
 
     mean: float = 0.16
     deviation: float = 0.1
@@ -203,7 +208,7 @@ class RandomLast:
 
 @dataclass(frozen=True)
 class LateStep:
-    """`LastSteps` that begin at a step drawn anew each epoch, evenly from the share `first` of the steps on (ReFL,
+    """`LastSteps` that begin at a step drawn anew each epoch, uniformly from the share `first` of the steps on (ReFL,
     2304.05977: 30 to 39 of 40)."""
 
     first: float = 0.75
@@ -219,12 +224,11 @@ class LateStep:
 
 @dataclass(frozen=True)
 class Sliding:
-    """A window of `size` consecutive steps draws noise and is trained; the others are deterministic.
+    """Sliding window of `size` consecutive steps that draw noise and are trained; the others are deterministic.
 
-    MixGRPO (2507.21802) and its code; the random window of Flow-GRPO-Fast is
-    Sliding(size=3, order="random", stop=0.5). The window's first step l runs from `start` to T-1-size, or to
-    stop-size where `stop` keeps the window below that step; a `stop` below 1 is a share of the T steps. (The code's
-    T-2 lets the window shrink and vanish.)
+    MixGRPO (2507.21802) and its code; the random window of Flow-GRPO-Fast is Sliding(size=3, order="random", stop=0.5).
+    The window's first step l runs from `start` to T-1-size, or to stop-size if `stop` keeps the window below that step.
+    A `stop` below 1 is a share of the T steps. (The code's T-2 lets the window shrink and vanish.)
 
     order:
       "progressive"  l grows by `stride` after every `every` epochs;
@@ -232,8 +236,8 @@ class Sliding:
       "exp_decay"    after ceil(every * exp(-rate * max(0, l-threshold))) epochs;
       "random"       l is drawn anew each epoch;
       "frozen"       l stays at `start`.
-    After its last place the window goes back to `start`, or stays at the last with roll_back=False. Fields that an
-    order does not name are not read.
+    After its last place the window returns to `start`, or stays there with roll_back=False. An order ignores the fields
+    that it does not name.
     """
 
     size: int = 4
@@ -283,7 +287,7 @@ class Sliding:
         return limit - self.size
 
     def _stay(self, first: int, steps: int) -> int:
-        """How many epochs the window stays at `first`."""
+        """Return the number of epochs that the window stays at `first`."""
         if self.order == "decay":
             p = first / max(1, steps - 2)
             return max(self.every_min, int(self.every * (1 - p) + self.every_min * p))
@@ -294,11 +298,12 @@ class Sliding:
 
 @dataclass(frozen=True)
 class TreeWindow:
-    """A tree inside of a window: each of its steps splits every state into `branch`, the others are deterministic
+    """Tree inside a window: each step of the window splits every state into `branch`; the others are deterministic
     (Dynamic-TreeRPO, 2509.23352: depth 4, binary).
 
-    window: where it lies, its size is the tree's depth; growth: the noise of depth k of d is (1 + growth*k/d) times the
-    kernel's (its equation 6 could not be read in full: a reconstruction).
+    window: its position; its size is the tree's depth.
+    growth: the noise of depth k of d is (1 + growth*k/d) times the kernel's (a reconstruction: the paper's equation 6
+        could not be read in full).
     """
 
     window: Sliding = Sliding(size=4)
@@ -312,14 +317,15 @@ class TreeWindow:
 
 
 def _trainable(steps: int) -> int:
-    """How many steps can be trained: all but the last."""
+    """Return the number of steps that can be trained: all but the last."""
     if steps < 2:
         raise ValueError(f"steps is {steps}, expected 2 or more: the last one is never trained")
     return steps - 1
 
 
 def _limit(steps: int, stop: float | None) -> int:
-    """The step below which a plan keeps: `stop`, a share of the steps if it is below 1, or all but the last."""
+    """Return the step below which a plan stays: `stop`, a share of the steps if below 1; by default all but the
+    last."""
     return min(_trainable(steps), steps if stop is None else int(stop * steps if stop < 1 else stop))
 
 

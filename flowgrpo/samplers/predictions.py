@@ -1,5 +1,4 @@
-"""What a network predicts, told from its pipeline's scheduler, and turned into the noise that the kernels of
-variance-preserving processes read.
+"""Prediction types of a pipeline's scheduler, converted to the noise that variance-preserving kernels read.
 
 Legend: x = sqrt(a) x0 + sqrt(1-a) noise, a the alpha-bar of the step.
 """
@@ -18,8 +17,10 @@ VARIANCE_PRESERVING = ("epsilon", "v_prediction", "sample", "consistency")
 
 
 def prediction(scheduler: Any) -> str:
-    """What the pipeline's network predicts, by its scheduler: velocity for flows, consistency for an LCMScheduler, else
-    epsilon, v_prediction or sample."""
+    """Return the prediction type of a pipeline's network, by its scheduler.
+
+    velocity for flows, consistency for an LCMScheduler, else epsilon, v_prediction or sample.
+    """
     config = scheduler.config
     if "FlowMatch" in type(scheduler).__name__ or config.get("use_flow_sigmas") \
             or config.get("prediction_type") == "flow_prediction":
@@ -30,8 +31,10 @@ def prediction(scheduler: Any) -> str:
 
 
 def process(scheduler: Any) -> str:
-    """The process of a pipeline's scheduler: "flow", or "vp" where it is variance-preserving, with discrete alpha-bars.
-    UserError for any other."""
+    """Return the process of a pipeline's scheduler: "flow", or "vp" (variance-preserving, with discrete alpha-bars).
+
+    Raises UserError for any other scheduler.
+    """
     predicted = prediction(scheduler)
     if predicted == "velocity":
         return "flow"
@@ -42,17 +45,19 @@ def process(scheduler: Any) -> str:
 
 
 def as_noise(scheduler: Any, output: Tensor, x: Tensor, alpha: Tensor, timestep: Tensor) -> Tensor:
-    """The noise [B,*D] in the state x at the alpha-bar `alpha`, by the network's output of any kind; float32 or wider
-    unless the output is the noise itself, which is returned as it is.
+    """Return the noise [B,*D] in the state x at the alpha-bar `alpha`, from a network output of any prediction type.
 
-    epsilon: the output. v_prediction (2202.00512, appendix D): sqrt(a) v + sqrt(1-a) x. sample: what is left of x
-    without sqrt(a) x0, over sqrt(1-a).
-    consistency (LCM, 2310.04378, section 4.1): the data z0 that the network gives, in one of the other forms, counts as
-    f = c_skip x + c_out z0, which is x itself at timestep 0. f is the model's answer for the data, so the noise
-    returned is the one with `denoised(x, noise, a) == f`, and every kernel steps with f where it would with x0. The
-    multistep consistency step of the stock scheduler, sqrt(a') f + sqrt(1-a') noise (algorithm 3 there), is the kernel
-    all of whose noise is fresh, `VPCPS(1)`; DDIM(eta) keeps a part of the old noise, x - sqrt(a) f over sqrt(1-a).
-    Either way the recorded density is that of the Gaussian which was drawn.
+    The result is float32 or wider, unless the output is the noise itself, which is returned unchanged.
+    epsilon: the output.
+    v_prediction (2202.00512, appendix D): sqrt(a) v + sqrt(1-a) x.
+    sample: (x - sqrt(a) x0) / sqrt(1-a).
+    consistency (LCM, 2310.04378, section 4.1): the network gives the data z0 in one of the other forms. f = c_skip x +
+        c_out z0 is the model's estimate of the data, and x itself at timestep 0.
+
+    With consistency the returned noise satisfies `denoised(x, noise, a) == f`, so every kernel steps with f in place of
+    x0. The stock scheduler's multistep consistency step, sqrt(a') f + sqrt(1-a') noise (algorithm 3 there), is the
+    kernel with only fresh noise, `VPCPS(1)`. DDIM(eta) keeps a part of the old noise, x - sqrt(a) f over sqrt(1-a).
+    Either way the recorded density is that of the Gaussian that was drawn.
     """
     kind, consistent = scheduler.config.get("prediction_type"), prediction(scheduler) == "consistency"
     if kind == "epsilon" and not consistent:
@@ -70,5 +75,5 @@ def as_noise(scheduler: Any, output: Tensor, x: Tensor, alpha: Tensor, timestep:
 
 
 def _without(x: Tensor, x0: Tensor, alpha: Tensor) -> Tensor:
-    """The noise that is left of x without its data."""
+    """Return the noise [B,*D] of x without its data x0."""
     return (x - alpha.sqrt() * x0) / (1 - alpha).sqrt()

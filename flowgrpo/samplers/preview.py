@@ -1,7 +1,8 @@
-"""Preview and select (Sol-RL, 2604.06916): look at many initial noises cheaply, sample again only those that tell most.
+"""Preview and select (Sol-RL, 2604.06916): score many initial noises with a cheap run, then sample the most
+informative.
 
-A preview is deterministic and short. The noises it chooses go into the rollout by their seeds, so that the pictures
-there start from the very same noise; they are scored anew, and the preview's scores are used for nothing else.
+A preview is deterministic and short. The chosen noises enter the rollout by their seeds, so its images start from the
+same noise. They are scored again; the preview's scores only choose noises.
 """
 
 from __future__ import annotations
@@ -20,10 +21,14 @@ PRECISIONS = ("full", "int8", "fp8", "nvfp4")
 
 @dataclass(frozen=True)
 class Preview:
-    """How many initial noises are looked at before a rollout, how briefly and how roughly (Sol-RL, 2604.06916).
+    """Pool of initial noises scored before a rollout, and the cost of each preview (Sol-RL, 2604.06916).
 
-    pool: noises per prompt; steps: of the deterministic grid that they are looked at on; precision: of the denoiser's
-    linear weights meanwhile, "full" or, by torchao, "int8", "fp8" or "nvfp4" (policies/quantised.py).
+    pool: noises per prompt.
+    steps: steps of the deterministic preview grid.
+    precision: of the denoiser's linear weights in a preview: "full" or, by torchao, "int8", "fp8" or "nvfp4"
+        (policies/weights/low_precision.py).
+
+    Raises ValueError for an unknown precision, a pool below 2 or steps below 1.
     """
 
     pool: int = 96
@@ -39,8 +44,11 @@ class Preview:
 
 def previews(policy, conditioning, grid: torch.Tensor, timesteps: torch.Tensor | None, pool: int, micro_batch: int,
              seed: Seed) -> torch.Tensor:
-    """Final states [P*pool,*D] of the deterministic run of seed(prompt, 0) to seed(prompt, pool-1); grid and timesteps
-    are those of `make_grid`."""
+    """Return the final states [P*pool,*D] of deterministic runs from the noises seed(prompt, 0) to seed(prompt,
+    pool-1).
+
+    grid and timesteps are those of `make_grid`.
+    """
     prompts = torch.arange(len(conditioning.prompts)).repeat_interleave(pool)
     task = Task(grid, range(len(grid) - 1), timesteps=timesteps)
     finals = []
@@ -51,10 +59,11 @@ def previews(policy, conditioning, grid: torch.Tensor, timesteps: torch.Tensor |
 
 
 def contrasting(scores: torch.Tensor, group: int) -> torch.Tensor:
-    """Of the scores [P,pool] the places of the group/2 largest and the group/2 smallest: int64 [P,group], best first.
-    One without a score, NaN, is chosen only where the others are too few.
+    """Return the indices of the group/2 largest and the group/2 smallest of the scores [P,pool]: int64 [P,group], best
+    first.
 
-    UserError for an odd group or one that is larger than the pool.
+    A noise without a score (NaN) is chosen only if there are too few others.
+    Raises UserError if the group is odd or larger than the pool.
     """
     if group % 2 or group > scores.shape[1]:
         raise UserError(f"a group of {group} cannot be the best and the worst of a pool of {scores.shape[1]}: "
@@ -64,14 +73,14 @@ def contrasting(scores: torch.Tensor, group: int) -> torch.Tensor:
 
 
 def _ranked(scores: torch.Tensor) -> torch.Tensor:
-    """The places of scores [n], the largest first, and those of NaN, which sort as the largest, in the middle."""
+    """Return the indices of scores [n], largest first; NaN, which sorts as the largest, goes in the middle."""
     ranked, lost = scores.argsort(descending=True, stable=True), int(scores.isnan().sum())
     middle = (len(scores) + lost) // 2
     return torch.cat([ranked[lost:middle], ranked[:lost], ranked[middle:]])
 
 
 def require_choice(explorations: Sequence[Exploration], pool: int) -> None:
-    """UserError where a pool cannot give each sample of a group an initial noise of its own, once per epoch."""
+    """Raise UserError unless a pool can give each sample of a group a separate initial noise, once per epoch."""
     group, roots = explorations[0].group, explorations[0].roots
     if roots < group or len(explorations) > 1:
         raise UserError(f"previews choose an initial noise for each of the {group} samples of a group, but those of "
@@ -81,5 +90,5 @@ def require_choice(explorations: Sequence[Exploration], pool: int) -> None:
 
 
 def chosen(seed: Seed, places: torch.Tensor) -> Seed:
-    """seed(prompt, sample) of the chosen noises: sample k of a prompt is noise places[prompt, k]."""
+    """Return seed(prompt, sample) of the chosen noises: sample k of a prompt is noise places[prompt, k]."""
     return lambda prompt, sample: seed(prompt, int(places[prompt, sample]))

@@ -1,4 +1,4 @@
-"""Replay: the recorded transitions of a part, scored under the policy's present weights."""
+"""Replay: score the recorded transitions of a part under the policy's present weights."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ def replay(policy, conditioning, part: Part, micro_batch: int, pack: bool = Fals
            ) -> Iterator[tuple[int, slice, Scored]]:
     """Score a part's recorded transitions under the policy's present weights, one batch of one step at a time.
 
-    Yields (k, rows, new): new is Scored [b,1] of the transitions `rows` of the k-th recorded step, with gradients where
-    they are enabled. A state is evaluated once for all transitions that left it.
+    Yields (k, rows, new): new is Scored [b,1] of the transitions `rows` of the k-th recorded step. Scores have
+    gradients where they are enabled. A state is evaluated once for all transitions that leave it.
 
-    pack: states of several steps go through the denoiser together where that saves calls; the policy has to take a
-    vector of timesteps. The gradient of such a batch reaches the weights once, when its last scores have been consumed:
-    call `backward` on what was yielded before asking for more, and ask to the end.
+    pack: denoise states of several steps together where that saves calls; the policy must accept a vector of timesteps.
+    The gradient of a packed batch reaches the weights once, when its last scores are consumed. So call `backward` on
+    each yielded score before asking for the next, and exhaust the iterator.
     """
     for batch in _batches([len(taken.x) for taken in part.transitions], micro_batch, pack):
         x, v = _evaluated(policy, conditioning, part, batch)
-        # Scores of several steps share one graph of the denoiser, which can be gone through once: their gradients are
-        # gathered where its output is.
+        # Scores of several steps share one graph of the denoiser, and a graph allows one backward: their gradients are
+        # accumulated at its output first.
         gathered = v.detach().requires_grad_() if len(batch) > 1 and v.requires_grad else v
         sizes = [len(states) for _, states in batch]
         for (k, states), *own in zip(batch, x.split(sizes), gathered.split(sizes), strict=True):
@@ -38,8 +38,10 @@ def replay(policy, conditioning, part: Part, micro_batch: int, pack: bool = Fals
 
 
 def _batches(sizes: list[int], micro_batch: int, pack: bool) -> list[list[tuple[int, range]]]:
-    """What the denoiser evaluates together: (recorded step, its states) of one step, or of several where that saves
-    calls. sizes: the states of every recorded step."""
+    """Return the batches of the denoiser as lists of (recorded step, its states).
+
+    A batch holds one step, or several where that saves calls. sizes: the number of states of every recorded step.
+    """
     if not pack or sum(-(-size // micro_batch) for size in sizes) == -(-sum(sizes) // micro_batch):
         return [[(k, range(size)[at:at + micro_batch])] for k, size in enumerate(sizes)
                 for at in range(0, size, micro_batch)]
@@ -50,7 +52,7 @@ def _batches(sizes: list[int], micro_batch: int, pack: bool) -> list[list[tuple[
 
 
 def _evaluated(policy, conditioning, part: Part, batch: list[tuple[int, range]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """The states [b,*D] of a batch and the model's output [b,*D]."""
+    """Return the states [b,*D] of a batch and the model's output [b,*D]."""
     exploration, taken = part.exploration, [(part.transitions[k], states) for k, states in batch]
     x = queued(cat([each.x[states.start:states.stop] for each, states in taken]), policy.device)
     prompts = torch.cat([each.prompts[states.start:states.stop] for each, states in taken])
@@ -59,8 +61,10 @@ def _evaluated(policy, conditioning, part: Part, batch: list[tuple[int, range]])
 
 
 def _scored(part: Part, taken: Transitions, states: range, x: torch.Tensor, v: torch.Tensor) -> tuple[slice, Scored]:
-    """The transitions of one step that left its `states`, which are x [b,*D], and their score under the model output v
-    [b,*D]."""
+    """Return the transitions that leave `states` of one step, and their score.
+
+    x: the states [b,*D]; v: the model output [b,*D].
+    """
     exploration, device = part.exploration, x.device
     low, high = torch.searchsorted(taken.parent, torch.tensor([states.start, states.stop])).tolist()
     of = queued(taken.parent[low:high] - states.start, device)
@@ -71,11 +75,13 @@ def _scored(part: Part, taken: Transitions, states: range, x: torch.Tensor, v: t
 
 
 def rescored(part: Part, replayed: Iterator[tuple[int, slice, Scored]]) -> Part:
-    """The part with its old scores as its replay computes them, in the replay's own grad mode; they wait where the old
-    ones did."""
+    """Return the part with its old scores replaced by those of its replay, in the replay's grad mode.
+
+    The new scores are stored on the device of the old ones.
+    """
     found: list[list[Scored]] = [[] for _ in part.transitions]
     for k, _, new in replayed:
-        # Detached one by one: no two graphs are held at once.
+        # Detach one by one: never hold two graphs.
         old = part.transitions[k].old
         mean = None if new.mean is None else new.mean.detach().to(old.mean.device)
         found[k].append(Scored(new.logp.detach(), new.mask, mean, new.std))
@@ -84,7 +90,7 @@ def rescored(part: Part, replayed: Iterator[tuple[int, slice, Scored]]) -> Part:
 
 
 def score(transition: Gaussian, x_next: torch.Tensor, keep_means: bool, slope: torch.Tensor | None = None) -> Scored:
-    """The density of the next states [b,*D] under the transition: Scored [b,1]."""
+    """Return the log-density of the next states x_next [b,*D] under the transition, as Scored [b,1]."""
     logp = gaussian.log_prob(transition, x_next)[:, None]
     kept = (transition.mean[:, None], transition.std.reshape(1), slope) if keep_means else (None, None)
     return Scored(logp, torch.ones_like(logp, dtype=torch.bool), *kept)

@@ -1,10 +1,10 @@
-"""Reward backpropagation: the last steps of a rollout, its picture and the picture's reward in one graph.
+"""Reward backpropagation: the last steps of a rollout, its image and the image's reward in one graph.
 
-A rollout is the ordinary one up to the step where the graph begins, the one step that the plan trains; the state there
-is recorded. An ending, `ending(policy, conditioning, x, exploration, step, generators) -> data [b,*D]`, makes of it
-what is decoded: without gradients to sample, and with gradients, under the present weights, to train. What came before
-is outside of the graph. The "score" of such a part is its reward, which `objectives.Ascent` follows: the first-ratio
-check then says that replay and rollout see the same reward.
+A rollout is the ordinary one up to the single trained step of the plan, where the graph begins; the state there is
+recorded. An ending, `ending(policy, conditioning, x, exploration, step, generators) -> data [b,*D]`, turns it into the
+data to decode. It runs without gradients to sample, and with gradients, under the present weights, to train. Earlier
+steps are outside the graph. The "score" of such a part is its reward, which `objectives.Ascent` follows. The
+first-ratio check then tests that replay and rollout see the same reward.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from flowgrpo.samplers.rollout import Exploration, Part, Seed
 from flowgrpo.samplers.scheduler import Noise, Task
 from flowgrpo.types import Scored, Transitions
 
-# The reward [b] of pictures [b,...] of the prompts `rows` [b], differentiable by the pictures.
+# Return the reward [b] of pictures [b,...] of the prompts `rows` [b], differentiable in the pictures.
 Value = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
@@ -28,7 +28,7 @@ Value = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 class Unroll:
     """All remaining steps, each through the policy, with the noise of the rollout (DRaFT, 2309.17400).
 
-    checkpointing: the backward computes every step's denoiser again, so that only states are held for the steps.
+    checkpointing: recompute every step's denoiser in the backward pass, so only states are held in memory.
     """
 
     checkpointing: bool = False
@@ -41,8 +41,10 @@ class Unroll:
 
 @dataclass(frozen=True)
 class OneStep:
-    """The data that one step predicts, x0 = x - s v, in place of all remaining steps (ReFL, 2304.05977, algorithm 1).
-    Rollouts end there too."""
+    """Data predicted by one step, x0 = x - s v, in place of all remaining steps (ReFL, 2304.05977, algorithm 1).
+
+    Rollouts end there too.
+    """
 
     def __call__(self, policy, conditioning, x: torch.Tensor, exploration: Exploration, step: int,
                  generators: Sequence[torch.Generator]) -> torch.Tensor:
@@ -52,8 +54,13 @@ class OneStep:
 
 @dataclass(frozen=True, eq=False)
 class Unfinished(Transitions):
-    """States x [n,*D] before `step`, from which a rollout is finished again, each with its generator of noise as it was
-    there; x_next are the data that the rollout made of them, and old their rewards."""
+    """States before `step`, from which a rollout is finished again.
+
+    x: [n,*D], the states.
+    x_next: [n,*D], the data that the rollout made of them.
+    old: their rewards.
+    generators: a noise generator per state, as it was at `step`.
+    """
 
     generators: tuple[torch.Generator, ...] = ()
 
@@ -67,16 +74,16 @@ class Unfinished(Transitions):
 
 @dataclass(frozen=True)
 class Valued(Part):
-    """A part whose score is the reward that `value` gives its pictures."""
+    """Part whose score is the reward that `value` gives its images."""
 
     value: Value | None = None
 
 
 def explore(policy, conditioning, exploration: Exploration, ending: Any, micro_batch: int, seed: Seed
             ) -> Iterator[Part]:
-    """Sample each prompt of `conditioning`; yields whole groups, whose rewards `valued` has to fill in.
+    """Sample each prompt of `conditioning`; yield whole groups, whose rewards `valued` has to fill in.
 
-    The arguments are those of `rollout.explore`; every sample starts from a noise of its own.
+    The arguments are those of `rollout.explore`. Every sample starts from a separate noise.
     """
     group = exploration.group
     for prompts in torch.arange(len(conditioning.prompts)).split(prompts_per_part(group, micro_batch)):
@@ -95,8 +102,10 @@ def explore(policy, conditioning, exploration: Exploration, ending: Any, micro_b
 
 def _sampled(policy, conditioning, exploration: Exploration, ending: Any, generators: list[torch.Generator]
              ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The states where the graph will begin and the data that come of them, each [b,*D]; the generators stay as they
-    were there."""
+    """Return the states at the start of the graph and their final data, each [b,*D].
+
+    The generators keep their state at the start of the graph.
+    """
     [step] = exploration.schedule.trained
     x, _ = policy.run(_task(exploration, 0, step, generators), conditioning, None, generators)
     with policy.sampling():
@@ -104,7 +113,7 @@ def _sampled(policy, conditioning, exploration: Exploration, ending: Any, genera
 
 
 def valued(part: Part, pictures: torch.Tensor, value: Value, device: torch.device, micro_batch: int) -> Valued:
-    """The part with the rewards of its pictures [b,...] as old scores, in the batches that its replay will have."""
+    """Return the part with the rewards of its pictures [b,...] as old scores, computed in the batches of its replay."""
     with torch.no_grad():
         found = [value(part.prompts[at], pictures[at].to(device))
                  for at in torch.arange(len(pictures)).split(micro_batch)]
@@ -114,8 +123,10 @@ def valued(part: Part, pictures: torch.Tensor, value: Value, device: torch.devic
 
 
 def replay(policy, conditioning, part: Valued, ending: Any, micro_batch: int) -> Iterator[tuple[int, slice, Scored]]:
-    """What the present weights make of a part's states: (0, rows, their rewards as Scored [b,1], with gradients where
-    they are enabled), one batch at a time, as `replay.replay`."""
+    """Yield (0, rows, rewards as Scored [b,1]) of a part's states under the present weights, batch by batch.
+
+    Rewards have gradients where they are enabled. The interface is that of `replay.replay`.
+    """
     [taken] = part.transitions
     for start in range(0, len(taken.x), micro_batch):
         rows = slice(start, start + micro_batch)
@@ -129,6 +140,6 @@ def _scored(reward: torch.Tensor) -> Scored:
 
 
 def _task(exploration: Exploration, start: int, stop: int, generators: list[torch.Generator]) -> Task:
-    """A segment of the rollout, in which nothing is recorded; the last step of the grid never draws noise."""
+    """Return a segment of the rollout that records nothing; the last step of the grid never draws noise."""
     task = exploration.task(start, stop, Noise(generators))
     return replace(task, stochastic=task.stochastic - {exploration.steps - 1}, recorded=frozenset())

@@ -1,9 +1,9 @@
-"""Exploration: trees of samples, in which whatever is shared is denoised once.
+"""Exploration: trees of samples, in which shared states are denoised once.
 
-A prompt's group grows from `roots` initial noises. Where a schedule says so, every state has several children: they are
-draws from one Gaussian, for one evaluation of the denoiser. A rollout with a shared initial noise is a tree that splits
-once, at the first stochastic step; independent samples are as many roots. All nodes of a step go through the
-denoiser together, in micro-batches, and a replay evaluates a state once, however many transitions left it.
+A prompt's group grows from `roots` initial noises. At the splits of a schedule every state has several children: draws
+from one Gaussian, for one evaluation of the denoiser. A rollout with a shared initial noise is a tree that splits once,
+at the first stochastic step; independent samples are separate roots. All nodes of a step go through the denoiser
+together, in micro-batches. A replay evaluates a state once for all transitions that leave it.
 """
 
 from __future__ import annotations
@@ -29,13 +29,18 @@ Seed = Callable[[int, int], int]
 
 @dataclass(frozen=True)
 class Exploration:
-    """How a group is sampled: its grid [T+1], which steps are stochastic, trained and split, the kernel and the solver.
+    """Sampling of one group: grid, schedule, kernel and solver.
 
-    group: pictures per prompt, G; roots: initial noises per prompt, from 1 (shared) to G (each sample its own).
+    grid: [T+1], sigmas, or alpha-bars of a variance-preserving process.
+    schedule: the stochastic, trained and split steps.
+    group: samples per prompt, G.
+    roots: initial noises per prompt, from 1 (shared) to G (one per sample).
     strides: granularities of the grid after the last noise (G2RPO): with (1, 2) every leaf is finished twice, once on
-    the whole grid and once on every second sigma. keep_means: the loss reads means and deviations.
-    timesteps: [T], of a variance-preserving process alone, whose grid are alpha-bars.
-    ValueError where roots and splits do not make the group, or a stride is none.
+        the whole grid and once on every second sigma.
+    keep_means: the loss reads means and deviations.
+    timesteps: [T], of a variance-preserving process only.
+
+    Raises ValueError if roots and splits do not make the group, or a stride is below 1.
     """
 
     grid: torch.Tensor
@@ -65,8 +70,10 @@ class Exploration:
 
     @property
     def splits(self) -> dict[int, int]:
-        """Children per state of the steps at which the tree splits; where the schedule is silent, the first stochastic
-        step splits every root into the samples that share it."""
+        """Return the children per state of each step at which the tree splits.
+
+        If the schedule names none, the first stochastic step splits every root into the samples that share it.
+        """
         schedule = self.schedule
         if schedule.children:
             return {step: n for step, n in zip(schedule.stochastic, schedule.children) if n > 1}
@@ -74,21 +81,22 @@ class Exploration:
 
     @property
     def trunk(self) -> int:
-        """How many steps come before the first split and before all noise: the same for every schedule of a prompt."""
+        """Return the number of steps before the first split and before all noise: the same for every schedule of a
+        prompt."""
         return min((next(iter(self.splits), 0), *self.schedule.stochastic[:1]))
 
     @property
     def settled(self) -> int:
-        """The first step behind all noise, and so behind all splits: from here on the granularities differ."""
+        """Return the first step behind all noise and splits; from here on the granularities differ."""
         return max(self.schedule.stochastic, default=-1) + 1
 
     def transition(self, x: torch.Tensor, v: torch.Tensor, grid: torch.Tensor, i: int) -> Gaussian:
-        """The kernel's transition, with the schedule's factor on the noise of that step."""
+        """Return the kernel's transition, with the schedule's factor on the noise of step i."""
         noise = dict(zip(self.schedule.stochastic, self.schedule.noise)).get(i, 1.0)
         return (self.kernel if noise == 1 else scaled(self.kernel, noise))(x, v, grid, i)
 
     def slope(self, step: int) -> torch.Tensor:
-        """The derivative of the transition's mean by the model's output, in which it is affine: [1]."""
+        """Return the derivative [1] of the transition's mean by the model's output; the mean is affine in it."""
         return self.transition(self.grid.new_zeros(1, 1), self.grid.new_ones(1, 1), self.grid, step).mean[0]
 
     def task(self, start: int, stop: int, noise=None) -> Task:
@@ -96,7 +104,7 @@ class Exploration:
                     frozenset(self.schedule.trained), noise, timesteps=self.timesteps)
 
     def tails(self) -> list[Exploration]:
-        """One exploration per stride; they differ where nothing is drawn any more."""
+        """Return one exploration per stride; they differ behind the last noise."""
         return [self if stride == 1 else replace(self, grid=grids.thinned(self.grid, self.settled, stride))
                 for stride in self.strides]
 
@@ -105,11 +113,13 @@ class Exploration:
 class Part:
     """Whole groups of a rollout, sampled together: N of the epoch's groups, b = N*G leaves.
 
-    groups: their places among the epoch's groups; prompts: int64 [b], the prompt of each leaf; transitions: of the
-    trained steps, in grid order (of texts their Completions alone); finals: [b,*D] per granularity; advantages: [m] per
-    trained step, or [m,N], of every decision, once they are known; deducted: [b], what every reward of a leaf is
-    lowered by before rewards are compared (None: nothing); seeds: int64 [b], of the initial noise of each leaf (None:
-    it came from none).
+    groups: their indices among the epoch's groups.
+    prompts: int64 [b], the prompt of each leaf.
+    transitions: of the trained steps, in grid order (of texts their Completions alone).
+    finals: [b,*D] per granularity.
+    advantages: [m] per trained step, or [m,N], of every decision, once they are known.
+    deducted: [b], subtracted from every reward of a leaf before rewards are compared (None: nothing).
+    seeds: int64 [b], of the initial noise of each leaf (None: no initial noise).
     """
 
     groups: range
@@ -122,31 +132,33 @@ class Part:
     seeds: torch.Tensor | None = None
 
     def log_probs(self) -> torch.Tensor:
-        """Each leaf's log-probability under the policy that drew it, the mean over its recorded steps: [b]."""
+        """Return each leaf's log-probability under the policy that drew it, the mean over its recorded steps: [b]."""
         return torch.stack(self._per_leaf(lambda old: (old.logp * old.mask).sum(1) / old.mask.sum(1).clamp(min=1))
                            ).mean(0).cpu()
 
     def lengths(self) -> torch.Tensor:
-        """How many recorded decisions each leaf has: int64 [b]."""
+        """Return the number of recorded decisions of each leaf: int64 [b]."""
         return torch.stack(self._per_leaf(lambda old: old.mask.sum(1))).sum(0).cpu()
 
     def advantage(self, k: int, rows: slice | torch.Tensor) -> torch.Tensor:
-        """The advantage of rows of the k-th trained step: [b, 1], or of every decision its own, [b, N]."""
+        """Return the advantage of rows of the k-th trained step: [b, 1], or one per decision, [b, N]."""
         found = self.advantages[k][rows]
         return found[:, None] if found.ndim == 1 else found
 
     def deductions(self) -> torch.Tensor:
-        """What each leaf's rewards are lowered by: [b]."""
+        """Return the amount subtracted from each leaf's rewards: [b]."""
         return torch.zeros(len(self.prompts)) if self.deducted is None else self.deducted
 
     def _per_leaf(self, value: Callable[[Scored], torch.Tensor]) -> list[torch.Tensor]:
-        """A value [m] of each step's transitions, as their leaves have it: [b] each."""
+        """Return a value [m] of each step's transitions, gathered by leaf: [b] each."""
         return [value(taken.old).repeat_interleave(len(self.prompts) // len(taken.parent))
                 for taken in self.transitions]
 
     def credited(self, advantages: Sequence[torch.Tensor], keep: Sequence[torch.Tensor]) -> Part | None:
-        """The part with an advantage [m] per transition, and of its transitions those where `keep` (bool [m]) is true,
-        both one per trained step; None where nothing is kept."""
+        """Return the part with an advantage [m] per transition, restricted to transitions with `keep` true (bool [m]).
+
+        Both sequences have one entry per trained step. None if nothing is kept.
+        """
         kept = [(found, advantage[at]) for taken, advantage, at in zip(self.transitions, advantages, keep, strict=True)
                 if (found := taken.kept(at)) is not None]
         transitions, advantages = zip(*kept) if kept else ((), ())
@@ -155,8 +167,13 @@ class Part:
 
 @dataclass(frozen=True)
 class _Nodes:
-    """States of one step: x [n,*D] (None before the first noise), their prompts [n], a generator each, and the x0 [n]
-    that they predicted last."""
+    """States of one step.
+
+    x: [n,*D], or None before the first noise.
+    prompts: [n].
+    generators: one per state.
+    x0: [n,*D], the last predicted data.
+    """
 
     x: torch.Tensor | None
     prompts: torch.Tensor
@@ -165,14 +182,14 @@ class _Nodes:
 
 
 def explore(policy, conditioning, explorations: Sequence[Exploration], micro_batch: int, seed: Seed) -> Iterator[Part]:
-    """Sample each prompt of `conditioning` in each of the explorations; yields whole groups, as soon as they are done.
+    """Sample each prompt of `conditioning` in each of the explorations; yield whole groups as soon as they are done.
 
-    seed(prompt, sample) gives every leaf's own seed, and with sample = -1, -2, ... those of noises that leaves share.
+    seed(prompt, sample) is the seed of a leaf; sample -1, -2, ... are the initial noises that leaves share.
     """
     first = 0
     for prompts in torch.arange(len(conditioning.prompts)).split(prompts_per_part(explorations[0].group, micro_batch)):
         trunks: dict[int, _Nodes] = {}
-        # A trunk goes on from a shorter one: the shortest comes first.
+        # A trunk continues from a shorter one, so the shortest comes first.
         for number, exploration in sorted(enumerate(explorations), key=lambda each: each[1].trunk):
             grower = _Grower(policy, conditioning, exploration, micro_batch, seed, number)
             yield grower.grow(range(first, first + len(prompts)), prompts, trunks)
@@ -180,14 +197,14 @@ def explore(policy, conditioning, explorations: Sequence[Exploration], micro_bat
 
 
 class _Grower:
-    """Grows the trees of some prompts in one exploration."""
+    """Tree grower for some prompts in one exploration."""
 
     def __init__(self, policy, conditioning, exploration: Exploration, micro_batch: int, seed: Seed, number: int):
         self.policy, self.conditioning, self.exploration = policy, conditioning, exploration
         self.micro_batch, self.seed, self.offset = micro_batch, seed, number * exploration.group
         self.of_leaf: dict[tuple[int, int], torch.Generator] = {}
         self.found: dict[int, Transitions] = {}
-        self.put: tuple[torch.Tensor, torch.Tensor] | None = None  # the state that was put away last
+        self.put: tuple[torch.Tensor, torch.Tensor] | None = None  # the last stored state
 
     def grow(self, groups: range, prompts: torch.Tensor, trunks: dict[int, _Nodes]) -> Part:
         exploration = self.exploration
@@ -203,8 +220,10 @@ class _Grower:
         return Part(groups, nodes.prompts, exploration, transitions, finals, seeds=seeds)
 
     def _trunk(self, prompts: torch.Tensor, trunks: dict[int, _Nodes]) -> _Nodes:
-        """The roots of the prompts, run to the first split or noise; explorations of the same prompts go on from each
-        other's."""
+        """Return the roots of the prompts, run to the first split or noise.
+
+        Explorations of the same prompts continue from each other's trunks.
+        """
         trunk = self.exploration.trunk
         if self.exploration.roots == self.exploration.group:
             return self._roots(prompts)
@@ -215,7 +234,7 @@ class _Grower:
         return trunks[trunk]
 
     def _seeds(self, prompts: torch.Tensor) -> list[int]:
-        """Of the roots' initial noises: those of the leaves, or of noises that leaves share."""
+        """Return the seeds of the roots' initial noises: those of the leaves, or of noises that leaves share."""
         roots, alone = self.exploration.roots, self.exploration.roots == self.exploration.group
         return [self.seed(int(p), self.offset + root if alone else -1 - root) for p in prompts for root in range(roots)]
 
@@ -228,7 +247,8 @@ class _Grower:
         return _Nodes(None, prompts.repeat_interleave(roots), generators)
 
     def _generator(self, prompt: int, leaf: int) -> torch.Generator:
-        """The leaf's own generator, which the first leaf below a node hands down to it: no noise is drawn twice."""
+        """Return the leaf's own generator, passed down to it by the first leaf below a node: no noise is drawn
+        twice."""
         if (prompt, leaf) not in self.of_leaf:
             [self.of_leaf[prompt, leaf]] = self.policy.generators([self.seed(prompt, self.offset + leaf)])
         return self.of_leaf[prompt, leaf]
@@ -251,7 +271,7 @@ class _Grower:
         return replace(nodes, x=cat(states), x0=cat([record.x0 for record in records]))
 
     def _split(self, nodes: _Nodes, step: int, children: int) -> _Nodes:
-        """Draw `children` transitions out of each state; one evaluation per state."""
+        """Draw `children` transitions from each state, with one evaluation per state."""
         grid = self.exploration.grid
         width = math.prod(n for later, n in self.exploration.splits.items() if later > step)  # leaves below a child
         drawn, records = [], []
@@ -267,7 +287,7 @@ class _Grower:
             group = self.exploration.group
             generators = [self._generator(int(nodes.prompts[row]), (row * children + child) * width % group)
                           for row in rows.tolist() for child in range(children)]
-            # Rounded first: the density is that of the state which the network will see.
+            # Round first: the density is that of the state that the network will see.
             x_next = gaussian.sample(transition, Noise(generators)(x[of])).to(x.dtype)
             record = Record(x0=self.exploration.task(step, step + 1).predict_x0(x, v, step)[of])
             record.add(step, x, x_next, transition)
@@ -291,27 +311,32 @@ class _Grower:
                                        Scored(logp, torch.ones_like(logp, dtype=torch.bool), means, std))
 
     def _put(self, state: torch.Tensor) -> torch.Tensor:
-        """The state where recorded ones wait; the last one again is not copied again, as x_next of one step is x of the
-        next."""
+        """Return the state on the device of recorded states.
+
+        The last stored state is not copied again: x_next of one step is x of the next.
+        """
         if self.put is None or self.put[0] is not state:
             self.put = state, state.to(self.policy.states)
         return self.put[1]
 
 
 def cat(values: list[torch.Tensor | None]) -> torch.Tensor | None:
-    """The values in one tensor; a single one is not copied, so that x_next of one step stays x of the next."""
+    """Concatenate values [n,...] along rows; a single one is not copied, so x_next of one step stays x of the next."""
     return values[0] if len(values) == 1 or values[0] is None else torch.cat(values)
 
 
 def seeder(run_seed: int, epoch: int) -> Seed:
-    """seed(prompt, sample) from (run seed, epoch, prompt, sample), whatever the process or the micro-batch; sample may
-    be negative: -1 is the first noise that a prompt's samples share."""
+    """Return seed(prompt, sample), a function of (run seed, epoch, prompt, sample) alone.
+
+    It does not depend on the process or the micro-batch. sample may be negative: -1 is the first noise that a prompt's
+    samples share.
+    """
     return lambda prompt, sample: int(np.random.SeedSequence(
         (run_seed, epoch, prompt, sample + 1 if sample >= -1 else 2**32 + sample)).generate_state(1, np.uint64)[0] >> 1)
 
 
 def moved(part: Part, by: int) -> Part:
-    """The part of a later turn, behind `by` groups of the turns before, one per prompt."""
+    """Return the part of a later turn, shifted by the `by` groups of earlier turns, one per prompt."""
     transitions = tuple(replace(taken, prompts=taken.prompts + by) for taken in part.transitions)
     return replace(part, groups=range(part.groups.start + by, part.groups.stop + by), prompts=part.prompts + by,
                    transitions=transitions)

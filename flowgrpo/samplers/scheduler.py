@@ -1,8 +1,8 @@
 """PolicyScheduler: a diffusers scheduler that explores, records and replays.
 
-It takes the place of `pipe.scheduler` and keeps that scheduler's configuration. The pipeline's own loop calls `step`
-with the final model output (after guidance, packing and sign conventions); `step` draws the transition that the task
-asks for. So any pipeline is driven through its own `__call__`, and no denoising loop is written here.
+It replaces `pipe.scheduler` and keeps that scheduler's configuration. The pipeline's own loop calls `step` with the
+final model output (after guidance, packing and sign conventions); `step` draws the transition that the task asks for.
+So any pipeline runs through its own `__call__`, and this package has no denoising loop.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from flowgrpo.samplers.solvers import Euler
 
 @dataclass(frozen=True)
 class Quirk:
-    """How a scheduler class departs from the usual `step(output, timestep, state)`.
+    """Differences of a scheduler class from the usual `step(output, timestep, state)`.
 
-    state: the place of the state among the arguments behind the output; idle: how many steps a task without any takes
-    nevertheless, which leave the state as it is.
+    state: index of the state among the arguments after the output.
+    idle: steps that a task without any step takes nevertheless; they leave the state unchanged.
     """
 
     state: int = 1
@@ -35,7 +35,7 @@ class Quirk:
 
 
 QUIRKS = {
-    # Its pipeline ends with what the last step predicted as data, which is unbound without a step.
+    # Its pipeline returns the data predicted by the last step, a variable that is unbound without a step.
     "LCMScheduler": Quirk(idle=1),
     # step(output, earlier prediction, timestep, timestep before, state)
     "CogVideoXDPMScheduler": Quirk(state=3),
@@ -44,7 +44,7 @@ QUIRKS = {
 
 @dataclass(frozen=True)
 class Noise:
-    """Standard normal noise in fp32, each row from its own generator."""
+    """Standard normal noise in fp32, each row from its own generator: [B,*D]."""
 
     generators: list[torch.Generator]
 
@@ -58,15 +58,17 @@ class Noise:
 
 @dataclass(frozen=True)
 class Task:
-    """What one call of the pipeline is to do: the steps `steps` of `grid`, some of them stochastic, some recorded.
+    """Task of one pipeline call: the steps `steps` of `grid`, some of them stochastic, some recorded.
 
-    grid: sigmas [T+1], from noise to data. kernel: the transition of the steps in `stochastic`; solver: of the steps
-    after them; the deterministic ones before are Euler's (there, MixGRPO found, noise amplifies a solver's error).
-    noise: a function of the state that returns its standard normal noise; needed where a step is stochastic.
-    timesteps: int64 [T], of a variance-preserving process alone, whose grid are alpha-bars, whose model output is the
-    noise (see predictions.as_noise), and whose deterministic steps are DDIM's.
-    rows: int64 [B], of a replay alone, the step of every row where they differ; copies: how often the denoiser's batch
-    repeats the rows (see policies/vector.py).
+    grid: sigmas [T+1], from noise to data.
+    kernel: the transition of the steps in `stochastic`.
+    solver: of the steps after them; the deterministic steps before are Euler's (there, MixGRPO found, noise amplifies a
+        solver's error).
+    noise: a function of the state that returns its standard normal noise; needed if a step is stochastic.
+    timesteps: int64 [T], of a variance-preserving process only: its grid holds alpha-bars, its model output is the
+        noise (see predictions.as_noise), and its deterministic steps are DDIM's.
+    rows: int64 [B], of a replay only, the step of every row if they differ.
+    copies: how often the denoiser's batch repeats the rows (see policies/pipelines/timestep_vector.py).
     unrolled: gradients go through all steps, from the last state back to the first.
     """
 
@@ -87,20 +89,21 @@ class Task:
         return replace(self, steps=range(step, step + 1))
 
     def at_rows(self, rows: torch.Tensor, copies: int) -> Task:
-        """The replay of one step per row."""
+        """Return the replay of one step per row."""
         assert self.replay
         return replace(self.at_step(int(rows[0])), rows=rows, copies=copies)
 
     def of_state(self, values: torch.Tensor, x: torch.Tensor, i: int) -> torch.Tensor:
-        """The value of step i among the grid's or the timesteps' `values`, or of each row's own, beside x."""
+        """Return the value of step i among the grid's or the timesteps' `values`, or of each row's step, shaped for
+        x."""
         return values[i] if self.rows is None else queued(values[self.rows], x.device).view(-1, *[1] * (x.ndim - 1))
 
     def row(self, i: int) -> Task:
-        """The task of the i-th row alone."""
+        """Return the task of the i-th row alone."""
         return self if self.noise is None else replace(self, noise=self.noise.row(i))
 
     def advanced(self, x: torch.Tensor, v: torch.Tensor, i: int, previous: torch.Tensor | None) -> torch.Tensor:
-        """The state [B,*D] after the deterministic step i; previous: what the step before predicted as data."""
+        """Return the state [B,*D] after the deterministic step i; previous: the x0 predicted at the step before."""
         if self.timesteps is not None:
             assert isinstance(self.solver, Euler), self.solver
             return DDIM(0.0)(x, v, self.grid, i).mean
@@ -108,18 +111,21 @@ class Task:
         return solver(x, v, self.grid, i, previous)
 
     def predict_x0(self, x: torch.Tensor, v: torch.Tensor, i: int) -> torch.Tensor:
-        """The data that the state x and the model output v of step i predict, [B,*D]."""
+        """Return the data [B,*D] predicted from the state x and the model output v of step i."""
         return (predict_x0 if self.timesteps is None else denoised)(x, v, self.grid[i])
 
 
 @dataclass
 class Record:
-    """What a call of the pipeline left behind, by step index.
+    """Results of a pipeline call, by step index.
 
     x, x_next: the states [B,*D] around a recorded step, in the pipeline's dtype; x_next of one step and x of the next
-    are the same tensor. transition: the Gaussian it was drawn from; logp: [B]. output: the model output [B,*D] of a
-    replay, with its graph. x0: the last step's prediction of the data, the memory of a multistep solver; first: the
-    state that the scheduler saw first; last: the last state.
+        are the same tensor.
+    transition: the Gaussian it was drawn from.
+    logp: [B].
+    output: the model output [B,*D] of a replay, with its graph.
+    x0: the last step's prediction of the data, the memory of a multistep solver.
+    first, last: the first and the last state of the scheduler.
     """
 
     x: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -133,7 +139,7 @@ class Record:
 
     @staticmethod
     def beside(records: Sequence[Record]) -> Record:
-        """One record of several states that a pipeline denoises side by side, each flat and one behind the other."""
+        """Return one record of several states that a pipeline denoises in parallel, flattened and concatenated."""
         if len(records) == 1:
             return records[0]
 
@@ -150,7 +156,7 @@ class Record:
 
     @staticmethod
     def joined(records: Sequence[Record]) -> Record:
-        """One record of all rows."""
+        """Return one record of all rows."""
         first = records[0]
         found = {name: _cat([getattr(each, name) for each in records]) for name in ("output", "x0", "first", "last")}
         for name in ("x", "x_next", "logp"):
@@ -166,7 +172,7 @@ class Record:
 
 
 def _deviation(own: list[types.Gaussian], joined: Callable) -> torch.Tensor:
-    """The deviation of several transitions of one step: the same number, or one per value of each."""
+    """Return the deviation of several transitions of one step: a common number, or one per value of each."""
     return own[0].std if own[0].std.ndim < own[0].mean.ndim else joined([one.std for one in own])
 
 
@@ -175,16 +181,16 @@ def _cat(values: list[torch.Tensor | None]) -> torch.Tensor | None:
 
 
 class PolicyScheduler:
-    """Mixed into the class of the pipeline's own scheduler; make one with `PolicyScheduler.over(pipe.scheduler)`."""
+    """Mixin for the class of the pipeline's own scheduler; create one with `PolicyScheduler.over(pipe.scheduler)`."""
 
     order = 1
     quirk = Quirk()
-    halved = False  # the pipeline leaves out the first half of the timesteps that it is told (see policies/driver.py)
-    init_noise_sigma = 1.0  # the state is that of the process, whatever scaling the stock class works in
+    halved = False  # the pipeline skips the first half of its timesteps (see policies/pipelines/call.py)
+    init_noise_sigma = 1.0  # the state is that of the process, for any scaling of the stock class
 
     @staticmethod
     def over(stock: Any) -> Any:
-        """A policy scheduler with the class and the configuration of `stock` (some pipelines test the class)."""
+        """Return a policy scheduler with the class and the configuration of `stock` (some pipelines test the class)."""
         name = type(stock).__name__
         own = {"process": process(stock), "quirk": QUIRKS.get(name, Quirk()),
                "inverted": bool(stock.config.get("invert_sigmas"))}
@@ -192,9 +198,10 @@ class PolicyScheduler:
         return cls.from_config(stock.config)
 
     def follow(self, task: Task, x0: torch.Tensor | None = None, state: torch.Tensor | None = None) -> Record:
-        """Set the next call's task; the record returned here fills while the pipeline runs.
+        """Set the next call's task; the returned record fills while the pipeline runs.
 
-        state: [B,*D], put in place of the pipeline's own by an idle step before the first (see policies/loading.py).
+        state: [B,*D], replaces the pipeline's own in an idle step before the first (see
+        policies/pipelines/idle_steps.py).
         """
         self.idle = 1 if state is not None else 0 if task.steps else self.quirk.idle
         self.state, self.companions, self.leader = state, [], None
@@ -203,7 +210,7 @@ class PolicyScheduler:
         return self.record
 
     def __deepcopy__(self, memo: dict) -> PolicyScheduler:
-        """A companion, for a second state that the pipeline denoises beside the first (LTX-2's sound)."""
+        """Return a companion, for a second state that the pipeline denoises in parallel (LTX-2's sound)."""
         twin = type(self).from_config(self.config)
         twin.quirk, twin.halved = self.quirk, self.halved
         twin.follow(self.task, self.record.x0, self.state)
@@ -212,11 +219,11 @@ class PolicyScheduler:
         return twin
 
     def taken(self) -> Record:
-        """The record of the call; with companions, of all states in one [B,N]."""
+        """Return the record of the call; with companions, of all states in one [B,N]."""
         return Record.beside([self.record, *(each.record for each in self.companions)])
 
     def _own(self, value: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor | None:
-        """This scheduler's part of `value`, which holds the states of all companions, in the shape of x."""
+        """Return this scheduler's part of `value`, which holds the states of all companions, in the shape of x."""
         if value is None or value.shape == x.shape:
             return value
         before = 0
@@ -226,7 +233,7 @@ class PolicyScheduler:
         return value[:, before:before + x[0].numel()].view_as(x)
 
     def set_timesteps(self, num_inference_steps=None, device=None, timesteps=None, sigmas=None, mu=None, **_):
-        """Announce the task's steps, whatever the pipeline asks for."""
+        """Set the task's steps, whatever the pipeline asks for."""
         task, first = self.task, self.task.steps.start
         self._pending = [None] * self.idle + list(task.steps)
         self.num_inference_steps = len(self._pending)
@@ -235,11 +242,11 @@ class PolicyScheduler:
         every = grid * self.config.num_train_timesteps
         if self.process == "vp":  # a task without steps comes without timesteps
             every = torch.zeros(1, dtype=torch.int64) if task.timesteps is None else task.timesteps
-        elif timesteps is not None and mu is not None:  # CogView4's network reads times from before their shift
+        elif timesteps is not None and mu is not None:  # CogView4's network reads unshifted times
             back = 1 / mu if self.config.time_shift_type == "linear" else -mu
             every = self.time_shift(back, 1.0, grid) * self.config.num_train_timesteps
         every = queued(every, device)
-        # A pipeline that reads sigmas counts its own steps. An idle step stands at the place of the first.
+        # A pipeline that reads sigmas counts its own steps. An idle step has the index of the first.
         self.sigmas = torch.cat([grid[first:first + 1]] * self.idle + [grid[first:task.steps.stop + 1]])
         self.timesteps = torch.cat([every[first:first + 1]] * self.idle + [every[first:task.steps.stop]])
         if task.rows is not None:
@@ -250,14 +257,14 @@ class PolicyScheduler:
 
     @property
     def idling(self) -> bool:
-        """Whether the step that comes next is an idle one."""
+        """True if the next step is an idle one."""
         return bool(self._pending) and self._pending[0] is None
 
     def scale_model_input(self, sample, *_, **__):
         return sample
 
     def add_noise(self, original_samples, noise, timesteps):
-        """The state [B,*D] at `timesteps` (one, or one per row) with the data `original_samples`."""
+        """Return the state [B,*D] at `timesteps` (one, or one per row) with the data `original_samples`."""
         at = torch.as_tensor(timesteps, device=noise.device).reshape(-1, *[1] * (noise.ndim - 1))
         if self.process == "vp":
             alpha = self.alphas_cumprod.to(noise)[at.long()]
@@ -278,13 +285,13 @@ class PolicyScheduler:
         if self.record.first is None:
             self.record.first = x
         if self.inverted or per_token_timesteps is not None:
-            model_output = -model_output  # these velocities point to the data
+            model_output = -model_output  # these velocities point towards the data
         if i is None:
             x_next = x if self.state is None else self._own(self.state, x).to(x)
         else:
             x_next = self._advanced(model_output, x, i)
         self.record.last = x_next
-        # Schedulers give the predicted data as well, and some pipelines end with it (LCM; PixArt, of one step).
+        # Schedulers also return the predicted data, and some pipelines end with it (LCM; one-step PixArt).
         return SimpleNamespace(prev_sample=x_next, pred_original_sample=x_next) if return_dict else (x_next, x_next)
 
     def _advanced(self, output, x, i):
@@ -304,7 +311,7 @@ class PolicyScheduler:
     def _draw(self, x, v, i):
         with torch.set_grad_enabled(self.task.unrolled and torch.is_grad_enabled()):  # a kernel may be learned
             transition = self.task.kernel(x, v, self.task.grid, i)
-        # Rounded first: the density is that of the state which the network will see.
+        # Round first: the density is that of the state that the network will see.
         x_next = gaussian.sample(transition, self.task.noise(x)).to(x.dtype)
         if i in self.task.recorded:
             self.record.add(i, x, x_next, transition)

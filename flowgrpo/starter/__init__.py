@@ -1,13 +1,13 @@
-"""The starters: small models that ship with the package, for pictures, clips and texts, their worlds and prompts.
+"""Starters: small models that ship with the package, for images, clips and texts, with their worlds and prompts.
 
-Here are the few numbers of their cards that callers need, by the name that `model` takes.
+This module has the few numbers of their model cards that callers need, by the name that `model` takes.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
-CALL = {"max_sequence_length": 1}  # it has no T5, and the pipeline pads that many zero tokens in its place
+CALL = {"max_sequence_length": 1}  # it has no T5, and the pipeline pads with that many zero tokens
 EVAL_STEPS = 20
 EVAL_GUIDANCE = 2.0
 VIDEO_GUIDANCE = 4.0
@@ -17,7 +17,7 @@ CONSISTENCY_STEPS = 4  # guidance is folded in
 
 FOLDERS = {"starter": Path(__file__).parent / "model", "starter_video": Path(__file__).parent / "video",
            "starter_text": Path(__file__).parent / "text", "starter_consistency": Path(__file__).parent / "model"}
-# A LoRA and a scheduler that make another model of the folder's.
+# A LoRA and a scheduler that turn the folder's model into another.
 MERGED = {"starter_consistency": Path(__file__).parent / "consistency"}
 CALLS = {"starter": CALL, "starter_video": VIDEO_CALL, "starter_consistency": CALL}
 EVAL = {"starter": {"num_inference_steps": EVAL_STEPS, "guidance": EVAL_GUIDANCE},

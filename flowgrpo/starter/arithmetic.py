@@ -1,7 +1,7 @@
-"""The text starter's world: addition and subtraction of numbers below 100, and a careless pupil.
+"""World of the text starter: addition and subtraction of numbers below 100, and a careless pupil.
 
 A problem is `23+48=`, its answer `71`. Held-out problems are never shown with any answer, to the model or to its
-alignment; which they are is decided by a hash, so that it needs no file.
+alignment. A hash selects them, so no file is needed.
 """
 
 from __future__ import annotations
@@ -33,21 +33,23 @@ class Problem:
 
     @property
     def task(self) -> str:
-        """By what there is to forget."""
+        """Kind of the problem, by what there is to forget."""
         name = "addition" if self.sign == "+" else "subtraction" if self.answer >= 0 else "below zero"
         return f"{name}, carry" if self.carries else name
 
     @property
     def carries(self) -> bool:
-        """True where the units carry over: their sum is above 9, or the larger number's unit is the smaller one."""
+        """True if the units carry over: their sum is above 9, or the larger number's unit is the smaller one."""
         if self.sign == "+":
             return self.a % 10 + self.b % 10 > 9
         return self._ordered[0] % 10 < self._ordered[1] % 10
 
     @property
     def careless(self) -> int:
-        """The answer of one who works digit by digit, forgets to carry, and forgets the minus before the result; the
-        right one where there is nothing to forget."""
+        """Careless answer: digit by digit, without the carry and without the minus before the result.
+
+        It is the right answer if there is nothing to forget.
+        """
         high, low = self._ordered
         tens = high // 10 + low // 10 if self.sign == "+" else high // 10 - low // 10
         units = (high + low if self.sign == "+" else high - low) % 10
@@ -59,7 +61,7 @@ class Problem:
 
     @property
     def held_out(self) -> bool:
-        """One in ten."""
+        """True for one problem in ten."""
         return zlib.crc32(self.prompt.encode()) % 10 == 0
 
 

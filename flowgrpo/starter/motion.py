@@ -1,7 +1,7 @@
-"""The video starter's little world: what a prompt can claim, how a clip is drawn, and which prompts are held out.
+"""World of the video starter: claims of a prompt, drawing of a clip, held-out prompts.
 
-A clip is FRAMES pictures of 64x64 pixels: one flat shape of `scenes` on a light ground, which moves at an even pace in
-one of four directions, grows, shrinks, or stays as it is.
+A clip is FRAMES images of 64x64 pixels: one flat shape of `scenes` on a light ground. It moves at an even pace in one
+of four directions, grows, shrinks, or stays unchanged.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ STYLES = len(PHRASES["stay"])  # ways to say the same
 TASKS = ("direction", "size", "still")
 
 SPEED = (3.0, 4.5)  # pixels per frame
-GROWTH = (0.10, 0.14)  # of the radius' logarithm per frame
-RADIUS = (9.0, 12.0)  # pixels, of what does not change its size
-SMALL = (7.8, 8.4)  # pixels, of what grows in its first frame and of what shrinks in its last
+GROWTH = (0.10, 0.14)  # change of the radius' logarithm per frame
+RADIUS = (9.0, 12.0)  # pixels, of a shape of constant size
+SMALL = (7.8, 8.4)  # pixels, of a growing shape in its first frame and a shrinking one in its last
 JOLT = (5.0, 8.0)  # pixels
 
 
 @dataclass(frozen=True)
 class Clip:
-    """What a prompt says: a coloured shape and a key of MOTIONS."""
+    """Content of a prompt: a coloured shape and a key of MOTIONS."""
 
     shape: str
     colour: str
@@ -50,7 +50,7 @@ class Clip:
 
     @property
     def still(self) -> str:
-        """What a prompt of `scenes` would say of every frame."""
+        """Prompt of `scenes` that describes every frame."""
         return f"a {self.colour} {self.shape}"
 
     def caption(self, style: int = 0) -> str:
@@ -63,7 +63,10 @@ _PROMPT = re.compile(rf"a (?P<colour>{'|'.join(COLOURS)}) (?P<shape>{'|'.join(SH
 
 
 def parse(prompt: str) -> Clip:
-    """Read a prompt of this world, such as "a red circle moves left". ValueError where it is outside the grammar."""
+    """Read a prompt of this world, such as "a red circle moves left".
+
+    Raises ValueError if it is outside the grammar.
+    """
     found = _PROMPT.fullmatch(" ".join(prompt.lower().strip().rstrip(".").split()))
     if not found:
         raise ValueError(f"the motion reward cannot read the prompt {prompt!r}: expected 'a COLOUR SHAPE DOES', such "
@@ -73,9 +76,9 @@ def parse(prompt: str) -> Clip:
 
 
 def held_out(clip: Clip) -> bool:
-    """True for one in six: those that neither the starter's own training nor any alignment may see.
+    """True for one clip in six: neither the starter's own training nor any alignment may see it.
 
-    Of every shape, colour and motion, and of every pair of these, five in six are seen in other company.
+    Of every shape, colour and motion, and of every pair of these, five in six are seen in other combinations.
     """
     places = SHAPES.index(clip.shape), list(COLOURS).index(clip.colour), list(MOTIONS).index(clip.motion)
     return sum(places) % 6 == 0
@@ -90,9 +93,9 @@ def clips(held: bool) -> list[Clip]:
 # --- drawing ---------------------------------------------------------------------------------------------------------
 
 def render(clip: Clip, rng: np.random.Generator, jolted: bool = False) -> np.ndarray:
-    """Draw frames [FRAMES, 3, SIZE, SIZE] in [0, 1] of which `clip` is true; place, pace and size are random.
+    """Draw frames [FRAMES, 3, SIZE, SIZE] in [0, 1] for which `clip` is true; place, pace and size are random.
 
-    jolted: as filmed by hand: from one frame on everything lies some pixels aside, so that the clip is not true.
+    jolted: as filmed by hand: from one frame on everything is shifted by some pixels, so the clip is not true.
     """
     centres, radii = _path(clip.motion, rng, jolted)
     ground = rng.uniform(0.93, 1.0) - rng.uniform(0, 0.03, 3)

@@ -1,6 +1,6 @@
-"""The starter's little world: what a prompt can claim, how a scene is drawn, and which prompts are held out.
+"""World of the image starter: claims of a prompt, drawing of a scene, held-out prompts.
 
-A scene is a 64x64 picture of flat shapes on a light ground. The prompts follow the six tasks of GenEval (Ghosh et al.
+A scene is a 64x64 image of flat shapes on a light ground. The prompts follow the six tasks of GenEval (Ghosh et al.
 2023): single object, two objects, counting, colours, position, colour attribution.
 """
 
@@ -41,7 +41,7 @@ HELD_RELATIONS = frozenset(
 
 @dataclass(frozen=True)
 class Claim:
-    """`count` objects of one shape; `colour` is None where the prompt leaves it open."""
+    """`count` objects of one shape; `colour` is None if the prompt leaves it open."""
 
     shape: str
     colour: str | None = None
@@ -50,7 +50,7 @@ class Claim:
 
 @dataclass(frozen=True)
 class Claims:
-    """What a prompt says: one or two claims, and where there are two, how the first lies to the second."""
+    """Content of a prompt: one or two claims, and for two, the position of the first relative to the second."""
 
     objects: tuple[Claim, ...]
     relation: str | None = None
@@ -88,7 +88,7 @@ _JOIN = re.compile(rf" (and|{'|'.join(RELATIONS)}) ")
 def parse(prompt: str) -> Claims:
     """Read a prompt of this world, such as "a drawing of two red stars" or "a ring above a cross".
 
-    Raises ValueError where the prompt is outside the grammar.
+    Raises ValueError if the prompt is outside the grammar.
     """
     text = " ".join(prompt.lower().strip().rstrip(".").split())
     prefix = next((p for p in PREFIXES if p and text.startswith(p)), "")
@@ -114,8 +114,11 @@ def held_out(claims: Claims, prefix: str = "") -> bool:
 
 
 def reserved(claims: Claims, prefix: str = "") -> bool:
-    """True for prompts that alignment never trains on: the held-out ones, and of the tasks that have few prompts one in
-    three more. (Of those the starter's training drew pictures, as there is no new shape or number to ask for.)"""
+    """True for prompts that alignment never trains on: the held-out ones, and of tasks with few prompts one in three
+    more.
+
+    The starter's training drew images of the latter, as there is no new shape or number to ask for.
+    """
     few = claims.task in ("single", "counting", "two")
     return held_out(claims, prefix) or (few and zlib.crc32(claims.caption(prefix).encode()) % 3 == 0)
 
@@ -192,7 +195,7 @@ def _polygon_distance(vertices: np.ndarray, x: np.ndarray, y: np.ndarray) -> np.
 
 
 def render(claims: Claims, rng: np.random.Generator, stamped: bool = False) -> np.ndarray:
-    """Draw a scene [SIZE, SIZE, 3] in [0, 1] of which `claims` are true; what they leave open is random.
+    """Draw a scene [SIZE, SIZE, 3] in [0, 1] for which `claims` are true; everything they leave open is random.
 
     Colours that a claim leaves open avoid HELD_PAIRS. stamped: with a stamp in a corner, if one is free.
     """
@@ -209,7 +212,7 @@ def render(claims: Claims, rng: np.random.Generator, stamped: bool = False) -> n
 
 
 def _stamp(picture: np.ndarray, radii: np.ndarray, centres: np.ndarray) -> None:
-    """Paint a black STAMP into the first corner that no object touches, as stock pictures carry one."""
+    """Paint a black STAMP into the first corner that no object touches, as stock images carry one."""
     height, width = STAMP
     for y, x in ((SIZE - 3 - height, SIZE - 3 - width), (SIZE - 3 - height, 3), (3, SIZE - 3 - width), (3, 3)):
         nearest = np.clip(centres, (x, y), (x + width, y + height))
@@ -226,7 +229,8 @@ def _coloured(claim: Claim, rng: np.random.Generator) -> Claim:
 
 
 def _layout(n: int, relation: str | None, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """Radii [n] and centres [n, 2] in pixels: apart from each other and from the border, in the asked relation."""
+    """Return radii [n] and centres [n, 2] in pixels: apart from each other and from the border, in the asked
+    relation."""
     low, high = {1: (10, 15), 2: (9, 12), 3: (8, 10.5), 4: (7.5, 9.5)}[n]
     while True:
         radii = np.full(n, rng.uniform(low, high))

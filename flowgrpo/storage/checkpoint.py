@@ -1,7 +1,7 @@
-"""Checkpoints: written under a temporary name, then renamed, so that a kill never leaves half of one.
+"""Checkpoints: written under a temporary name, then renamed, so a kill never leaves a partial one.
 
 A checkpoint is a folder of safetensors and JSON, never a pickle. Sampling, windows and data order are pure functions of
-(seed, epoch), so weights, optimiser, moving average and a few counters are the whole state of a run.
+(seed, epoch). So weights, optimiser, moving average and a few counters are the whole state of a run.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from flowgrpo.storage import paths
 
 
 def save(folder: Path, epoch: int, tensors: dict[str, torch.Tensor], state: dict[str, Any], keep: int) -> Path:
-    """Write `folder/epoch-00042` and leave the newest `keep` of them."""
+    """Write `folder/epoch-00042` and delete all but the newest `keep` checkpoints."""
     target = folder / f"epoch-{epoch:05d}"
     temporary = folder / f".{target.name}.tmp"
     shutil.rmtree(temporary, ignore_errors=True)
@@ -36,12 +36,15 @@ def save(folder: Path, epoch: int, tensors: dict[str, torch.Tensor], state: dict
 
 
 def latest(folder: Path) -> Path | None:
-    """The checkpoint of the most epochs; None where there is none."""
+    """Return the checkpoint with the highest epoch; None without one."""
     return max(folder.glob("epoch-*"), default=None)
 
 
 def load(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """The (tensors, state) that `save` wrote. UserError where they cannot be read."""
+    """Return the (tensors, state) that `save` wrote.
+
+    Raises UserError if they cannot be read.
+    """
     try:
         return load_file(folder / "state.safetensors"), json.loads((folder / "state.json").read_text())
     except Exception as error:
@@ -50,20 +53,20 @@ def load(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """An optimiser's state as flat tensors `0.exp_avg`, `0.step`, ...; a whole number is one of int64."""
+    """Return an optimiser's state as flat tensors `0.exp_avg`, `0.step`, ...; integers become int64 tensors."""
     return {f"{index}.{key}": torch.as_tensor(value) for index, values in optimizer.state_dict()["state"].items()
             for key, value in _flat(values).items()}
 
 
 def _flat(values: dict[str, Any]) -> dict[str, Any]:
-    """The values without the level that bitsandbytes has between. Its tables are shared by all, which no file can."""
+    """Return the values without bitsandbytes' extra level; its tables are cloned, as a file cannot share them."""
     nested = [inner for value in values.values() if isinstance(value, dict) for inner in value.items()]
     return {key: value for key, value in values.items() if not isinstance(value, dict)} | \
         {key: value.clone() for key, value in nested}
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, tensors: dict[str, torch.Tensor]) -> None:
-    """Give an optimiser the state that `optimizer_tensors` flattened; its groups stay as they are."""
+    """Load the state that `optimizer_tensors` flattened into an optimiser; its groups stay unchanged."""
     state: dict[int, dict[str, torch.Tensor]] = {}
     for name, tensor in tensors.items():
         index, key = name.split(".", 1)

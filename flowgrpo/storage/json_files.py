@@ -1,4 +1,4 @@
-"""JSON files: values as JSON has them, and files read back, whose damage is reported in one line."""
+"""JSON files: convert values to JSON, and read files back with one-line errors for damage."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from flowgrpo.errors import UserError
 
 
 def finite(value: Any) -> Any:
-    """The value with null for what JSON has no number for, such as the mean of a reward that applied to no sample."""
+    """Return the value with null for numbers without a JSON form, such as the mean of a reward that applied to no
+    sample."""
     if isinstance(value, dict):
         return {key: finite(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
@@ -20,13 +21,14 @@ def finite(value: Any) -> Any:
 
 
 def read_object(path: Path, mend: str, **kinds: type) -> dict[str, Any]:
-    """The JSON object in a file, with values of these types under these keys.
+    """Read the JSON object in a file, with values of these types under these keys.
 
-    mend: what a person can do about a file that holds something else, with which the UserError ends.
+    mend: the fix at the end of the error.
+    Raises UserError if the file holds something else.
     """
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:  # neither JSON nor, perhaps, UTF-8
+    except ValueError as error:  # not JSON, or not UTF-8
         raise UserError(f"{path} is damaged ({error}): {mend}") from None
     if not isinstance(found, dict):
         raise UserError(f"{path} is damaged (expected an object, got {str(found)[:60]}): {mend}")
@@ -37,8 +39,11 @@ def read_object(path: Path, mend: str, **kinds: type) -> dict[str, Any]:
 
 
 def read_lines(path: Path, *numbers: str) -> list[dict[str, Any]]:
-    """The objects of a file of JSON lines that have numbers under these keys, without a last line that is still being
-    written or that a kill cut off; none where there is no such file. UserError names a line that is damaged."""
+    """Read the objects of a JSON-lines file that have numbers under these keys; none if there is no file.
+
+    A last line that is still being written, or that a kill cut off, is skipped.
+    Raises UserError with the line that is damaged.
+    """
     lines = path.read_bytes().split(b"\n")[:-1] if path.is_file() else []
     return [_line(path, number, line, numbers) for number, line in enumerate(lines, 1)]
 

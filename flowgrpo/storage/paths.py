@@ -1,4 +1,4 @@
-"""Places that are written to: whether they can be, before there is work to lose, and who may read what is there."""
+"""Check that output paths are writable before work starts; set the mode of written files."""
 
 from __future__ import annotations
 
@@ -16,17 +16,20 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def require_folder(path: str | Path) -> None:
-    """UserError where no file can be written below the folder `path`, which need not exist, and is not left behind."""
+    """Raise UserError if no file can be written below the folder `path`.
+
+    The folder need not exist, and is not left behind.
+    """
     _try(Path(path), Path(path))
 
 
 def require_file(path: str | Path) -> None:
-    """UserError where the file `path` cannot be written; it is not changed, and its folders are not left behind."""
+    """Raise UserError if the file `path` cannot be written; it is not changed, and its folders are not left behind."""
     _try(Path(path), Path(path).parent)
 
 
 def require_room(folder: Path, needed: int, what: str) -> None:
-    """UserError where the disk of `folder`, which need not exist, has fewer than the needed bytes left."""
+    """Raise UserError if the disk of `folder`, which need not exist, has less than `needed` bytes left."""
     there = next(each for each in (folder.absolute(), *folder.absolute().parents) if each.exists())
     free = shutil.disk_usage(there).free
     if free < needed:
@@ -54,10 +57,11 @@ def _try(path: Path, folder: Path) -> None:
 
 
 def refusal(error: Exception) -> str | None:
-    """What a person is told of an error by which the system refused a file, or had no room for it; None of others."""
+    """Return the message for an error by which the system refused a file or had no room for it; None for other
+    errors."""
     if isinstance(error, OSError) and error.filename is not None:
         return f"{os.fsdecode(error.filename)}: {error.strerror}"
-    told = re.search(r"\(os error (\d+)\)", str(error))  # libraries in Rust, such as safetensors, say it so
+    told = re.search(r"\(os error (\d+)\)", str(error))  # the wording of Rust libraries such as safetensors
     number = getattr(error, "errno", None) or (int(told[1]) if told else None)
     if number not in FULL:
         return None
@@ -65,9 +69,11 @@ def refusal(error: Exception) -> str | None:
 
 
 def readable(place: Path) -> None:
-    """Give safetensors files, which are written for their owner alone, the mode that every other new file has: of the
-    file `place`, or of all in that folder and the folders in it."""
-    mask = os.umask(0o077)  # it cannot be asked for without being set
+    """Set the default mode of new files on safetensors files, which are written for their owner alone.
+
+    place: a file, or a folder, whose files are changed recursively.
+    """
+    mask = os.umask(0o077)  # the mask cannot be read without setting it
     os.umask(mask)
     for file in (place, *place.rglob("*.safetensors")):
         if file.is_file():

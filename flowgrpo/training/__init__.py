@@ -1,1 +1,1 @@
-"""What the training loop uses: credit, optimizer, state, metrics, run folder."""
+"""Components of the training loop: credit, optimizer, state, metrics, run folder."""

@@ -1,7 +1,7 @@
-"""The best weights of a run and its early stop, each by a reward that is measured on held-out prompts.
+"""Best weights of a run and early stopping, each by a reward that is measured on held-out prompts.
 
-Only what `eval.every` measures counts: the base does not, nor do epochs between. Weights are those that `eval.weights`
-names. A value that is no number, or no better one, is no peak; of equal ones the first is.
+Only measurements of `eval.every` count: the base does not, nor do epochs between. Weights are those that `eval.weights`
+names. A value that is NaN, or not larger, is no peak; of equal ones the first is.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from flowgrpo.errors import UserError
 
 @dataclass
 class Peak:
-    """The highest mean so far of a held-out reward, its epoch, and how many evaluations came after it."""
+    """Highest mean so far of a held-out reward, its epoch, and the number of evaluations since."""
 
     reward: str | None = None
     value: float | None = None
@@ -26,7 +26,7 @@ class Peak:
     since: int = 0
 
     def see(self, metrics: dict[str, Any], epoch: int) -> bool:
-        """Take an evaluation in. Returns whether it is the best so far."""
+        """Record an evaluation; return True if it is the best so far."""
         value = metrics[f"held_out/{self.reward}"]
         better = value == value and (self.value is None or value > self.value)
         if better:
@@ -36,7 +36,7 @@ class Peak:
 
 
 class Best:
-    """What `eval.best` and `eval.stop` remember; weights: those of the best epoch on the CPU, empty without one."""
+    """State of `eval.best` and `eval.stop`; weights: those of the best epoch on the CPU, empty without one."""
 
     def __init__(self, settings: Eval):
         self.patience = settings.stop.patience if settings.stop else None
@@ -44,23 +44,24 @@ class Best:
         self.weights: dict[str, Tensor] = {}
 
     def see(self, metrics: dict[str, Any], epoch: int, weights: Callable[[], dict[str, Tensor]]) -> None:
-        """Take an evaluation in, with the weights that were evaluated."""
+        """Record an evaluation, with the evaluated weights."""
         if self.best.reward and self.best.see(metrics, epoch):
             self.weights = {key: tensor.detach().cpu().clone() for key, tensor in weights().items()}
         if self.stop.reward:
             self.stop.see(metrics, epoch)
 
     def forget(self) -> None:
-        """Begin anew, where what was measured so far was measured in another way."""
+        """Reset, if earlier measurements were made in another way."""
         self.best, self.stop, self.weights = Peak(self.best.reward), Peak(self.stop.reward), {}
 
     @property
     def stopped(self) -> bool:
-        """Whether `patience` evaluations in a row brought no better one."""
+        """True if `patience` evaluations in a row brought no better one."""
         return self.patience is not None and self.stop.since >= self.patience
 
     def told(self) -> str | None:
-        """What the run kept and why it ended, for its summary; None where it did as always."""
+        """Return the kept epoch and the reason of the end, for the run's summary; None if there is nothing to
+        report."""
         said = []
         if self.weights:
             said.append(f"kept the weights of epoch {self.best.epoch}, the best by held-out {self.best.reward} "
@@ -74,7 +75,7 @@ class Best:
         return {"best": asdict(self.best), "stop": asdict(self.stop)}
 
     def restore(self, state: dict[str, Any], weights: dict[str, Tensor]) -> None:
-        """Go on from a checkpoint, as far as it is of the same rewards."""
+        """Restore the state of a checkpoint, as far as it is of the same rewards."""
         if self.best.reward and state.get("best", {}).get("reward") == self.best.reward:
             self.best, self.weights = Peak(**state["best"]), dict(weights)
         if self.stop.reward and state.get("stop", {}).get("reward") == self.stop.reward:
@@ -82,7 +83,7 @@ class Best:
 
 
 def require(settings: Eval, measured: Iterable[str]) -> None:
-    """UserError where the rewards of `eval.best` and `eval.stop` are never measured."""
+    """Raise UserError if the rewards of `eval.best` and `eval.stop` are never measured."""
     names = {"best": settings.best, "stop": settings.stop and settings.stop.reward}
     for key, name in names.items():
         if name is None:

@@ -1,4 +1,4 @@
-"""From rewards of pictures to advantages of transitions."""
+"""Credit: rewards of samples to advantages of transitions."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from flowgrpo.types import Context, Goal, Transitions
 
 def credit(method: Method, parts: list[Part], rewards: Tensor, weights: list[float], context: Context,
            own: Callable[[Tensor], Tensor]) -> Iterator[Part | None]:
-    """Give every transition its advantage, that of the mean reward of the samples below it among its equals in the
-    group, and leave out what the method does not train and samples to which no reward applies: None for a part of which
-    nothing is left.
+    """Assign every transition its advantage; None for a part of which nothing is left to train.
 
-    What the context deducts is taken off first.
-
-    rewards: [P,G,R] of all processes, NaN where one does not apply; weights: of the R rewards; parts: one's own, whose
-    rows `own` takes out of what all have.
+    A transition has the mean reward of the samples below it, compared with those of its depth in the group. Transitions
+    that the method does not train, and samples to which no reward applies, are left out. The context's deductions are
+    subtracted first.
+    rewards: [P,G,R] of all processes, NaN where one does not apply.
+    weights: of the R rewards.
+    parts: those of this process; `own` selects its rows from those of all.
     """
     less = rewards if context.deducted is None else rewards - context.deducted[..., None].to(rewards)
     shaped, totals = method.shaping(less, context), own(weighted_sum(rewards, weights))
@@ -39,7 +39,7 @@ def credit(method: Method, parts: list[Part], rewards: Tensor, weights: list[flo
         for taken in part.transitions:
             width = len(part.prompts) // len(taken.parent)
             if width not in advantage_of:
-                # Nodes above the leaves are compared without leaving a trace in what is remembered of the leaves.
+                # Nodes above the leaves are compared without changing the memory of the leaves.
                 values = below(shaped, width)
                 advantage = method.advantage(values, weights, copy.deepcopy(context))
                 advantage_of[width] = own(advantage)
@@ -54,10 +54,11 @@ def credit(method: Method, parts: list[Part], rewards: Tensor, weights: list[flo
 
 
 def towards_best(part: Part, advantages: Tensor) -> Part:
-    """The part with a goal for each of its transitions: the mean that it would have with the output v* that the policy
-    gave on the path to the best leaf of its group, and that leaf's advantage.
+    """Return the part with a goal for each of its transitions, from the best leaf of its group.
 
-    advantages: [N, G] of the leaves of the part's N groups. The part has to have its means recorded.
+    The goal is the mean that the transition would have with the output v* of the policy on the path to the best leaf,
+    and that leaf's advantage. advantages: [N, G] of the leaves of the part's N groups. The part must have its means
+    recorded.
     """
     weight, best = advantages.max(dim=1)
     weight = weight.clamp(min=0)

@@ -1,8 +1,7 @@
-"""A value model beside a language model: advantages per token, by GAE over the steps in which tokens were drawn.
+"""Value model of a language model: advantages per token, by GAE over the steps in which tokens were drawn.
 
-It is a linear head on the policy's last hidden states, of a masked model each in the state of its token's own decoding
-step. The states are constants to it, so that it changes nothing of the policy; it is saved in checkpoints, and no
-adapter has it.
+It is a linear head on the policy's last hidden states; of a masked model each is in the state of its token's decoding
+step. The states are detached, so it does not change the policy. Checkpoints hold it; adapters do not.
 """
 
 from __future__ import annotations
@@ -40,8 +39,10 @@ class NoCritic:
 
 
 class Critic:
-    """The value model of a run. seen: of every part of the epoch the states [k,H] of its tokens, float32 on the CPU,
-    their values and returns [k]."""
+    """Value model of a run.
+
+    seen: per part of the epoch, the states [k,H] of its tokens, float32 on the CPU, their values and returns [k].
+    """
 
     def __init__(self, part: ValueHead, policy: Any, kernel: Decoding, geometry: Geometry, processes: Processes):
         self.part, self.policy, self.kernel = part, policy, kernel
@@ -53,7 +54,7 @@ class Critic:
         self.seen: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def __call__(self, parts: Sequence[Part], asked: Any) -> list[Part]:
-        """The parts with advantages [m,L] of tokens in place of those [m] of completions."""
+        """Return the parts with advantages [m,L] of tokens in place of those [m] of completions."""
         self.seen = []
         return [self._credited(part, asked) for part in parts]
 
@@ -68,11 +69,12 @@ class Critic:
         return replace(part, advantages=(advantages,))
 
     def values(self, hidden: Tensor) -> Tensor:
-        """[k] of states [k,H]."""
+        """Return the values [k] of states [k,H]."""
         return self.head(hidden.to(self.policy.device, torch.float32))[:, 0]
 
     def fit(self) -> dict[str, float]:
-        """Follow the clipped loss of what was seen; all processes take the same steps. Returns the loss before them."""
+        """Minimise the clipped loss on the stored tokens; all processes take the same steps. Return the loss before
+        them."""
         [count] = self.processes.total([sum(len(returns) for _, _, returns in self.seen)])
         losses = []
         for _ in range(self.part.passes if count else 0):
@@ -91,12 +93,12 @@ class Critic:
         return loss.item()
 
     def tensors(self) -> dict[str, Tensor]:
-        """What a checkpoint keeps: the head and its optimiser's state."""
+        """Return the tensors of a checkpoint: the head and its optimiser's state."""
         return dict(self.head.state_dict()) | {f"optimizer.{key}": each for key, each in
                                                checkpoint.optimizer_tensors(self.optimizer).items()}
 
     def load(self, tensors: dict[str, Tensor]) -> None:
-        """Go on from `tensors`; from a checkpoint without any, from the start."""
+        """Restore `tensors` of a checkpoint; if there are none, start anew."""
         if not tensors:
             return
         self.head.load_state_dict({key: tensors[key] for key in self.head.state_dict()})
@@ -105,7 +107,7 @@ class Critic:
 
 
 def make_critic(method: Any, policy: Any, geometry: Geometry, processes: Processes) -> NoCritic | Critic | Recalling:
-    """The value model that a method asks for."""
+    """Create the value model of a method."""
     if method.value is None:
         return NoCritic()
     if isinstance(method.value, Recall):

@@ -1,4 +1,4 @@
-"""The check of every run: before its first update, replay and rollout agree on every recorded step."""
+"""First-ratio check of every run: before its first update, replay and rollout agree on every recorded step."""
 
 from __future__ import annotations
 
@@ -12,16 +12,18 @@ from flowgrpo.objectives import Clip
 from flowgrpo.samplers.replay import rescored
 from flowgrpo.samplers.rollout import Part
 
-ROUNDED = 0.02  # more is no rounding: a log-probability is a mean over a latent's values, which rounds to far less
-UNCLIPPED = 1e-4  # the range that stands for that of a surrogate without a clip, whose gradient no ratio enters
+ROUNDED = 0.02  # more is not rounding: a log-probability is a mean over a latent's values, with far smaller errors
+UNCLIPPED = 1e-4  # the range for a surrogate without a clip, whose gradient does not read the ratio
 
 
 class FirstRatio:
-    """Keeps what was `found`, the largest first |log ratio|, and whether old scores are computed again (`rescore`).
+    """Result of the check: `found`, the largest first |log ratio|, and `rescore`, whether old scores are recomputed.
 
-    Both are of all processes, which decide alike. explorer: what replays a part; exact: by how much replay and rollout
-    may differ where it computes in fp32, None where it does not, and a tenth of the clip range is the limit; most: what
-    no rounding reaches.
+    Both are over all processes, which decide alike.
+    explorer: replays a part.
+    exact: largest difference of replay and rollout in fp32; None in other precisions, whose limit is a tenth of the
+        clip range.
+    most: upper bound of rounding errors.
     """
 
     def __init__(self, explorer, clip: Clip, exact: float | None, most: float = math.inf):
@@ -32,11 +34,11 @@ class FirstRatio:
         self.rescore = False
 
     def __call__(self, parts: list[Part], conditioning, say: Callable[[str], None]) -> list[Part]:
-        """The parts, with old scores that the replay agrees with; looks at the first batch of a run, then trusts.
+        """Return the parts, with old scores that agree with the replay; only the first batch of a run is checked.
 
-        In fp32 the run stops above `exact`. Otherwise, above a tenth of the clip range (of 1e-4, where nothing is
-        clipped), the old log-probabilities are computed again as the replay computes them, now and in every later
-        epoch, and the run stops only if the two still differ, or if they were further apart than rounding brings them.
+        In fp32 the run stops above `exact`. Otherwise the limit is a tenth of the clip range (of 1e-4 without a clip).
+        Above it the old log-probabilities are recomputed as the replay computes them, now and in every later epoch. The
+        run stops only if the two still differ, or if they differed by more than rounding can explain.
         """
         if self.rescore:
             return self._again(parts, conditioning)
@@ -52,7 +54,7 @@ class FirstRatio:
             left = self._largest(parts, conditioning)
             say(f"first |log ratio| {self.found:.1e} is above a tenth of the clip range ({self.limit:.1e}); old "
                 f"log-probabilities are computed again as the replay does: {left:.1e}")
-        if not left <= self.limit:  # a NaN is not
+        if not left <= self.limit:  # true for NaN too
             raise UserError(f"the first |log ratio| is {left:.1e}, expected at most {self.limit:.1e}: replay and "
                             "rollout disagree; look for dropout, a random module or a guidance that differs, and try "
                             "without train.checkpointing")
@@ -63,7 +65,7 @@ class FirstRatio:
             return [rescored(part, self.explorer.replay(part, conditioning)) for part in parts]
 
     def _largest(self, parts, conditioning) -> float:
-        """The largest |log ratio| of all transitions; NaN where one is."""
+        """Return the largest |log ratio| of all transitions; NaN if one is."""
         with self.processes.together():
             found = [(new.logp - part.transitions[k].old.logp[rows].to(new.logp.device)).detach().abs().max()
                      for part in parts for k, rows, new in self.explorer.replay(part, conditioning)]

@@ -1,4 +1,4 @@
-"""What a run's KL holds the policy to, and how strongly, from epoch to epoch; some surrogates compare with it too."""
+"""KL reference policy of a run and the KL weight of each epoch. Some surrogates read its scores too."""
 
 from __future__ import annotations
 
@@ -17,11 +17,10 @@ Replay = Callable[[Part], Iterator[tuple[int, torch.Tensor, Scored]]]
 
 
 class Anchor:
-    """A method's KL with its reference: the base model, snapshots of the trained weights, which are `held`, or a
-    teacher.
+    """KL of a method with its reference: the base model, snapshots of the trained weights (`held`), or a teacher.
 
-    memory: of the method, in which the last epoch's KL is kept under "kl"; keep: whether an epoch has several passes,
-    in which the reference's scores are the same.
+    memory: of the method; it holds the last epoch's KL under "kl".
+    keep: an epoch has several passes, in which the reference's scores are reused.
     """
 
     def __init__(self, method: Method, policy: Any, memory: dict[str, Any], keep: bool):
@@ -31,12 +30,12 @@ class Anchor:
         self.kl = method.kl
 
     def begin(self, epoch: int, epochs: int) -> None:
-        """Set the KL's weight for an epoch, and forget the last one's scores."""
+        """Set the KL's weight for an epoch, and drop the last one's scores."""
         self.kl = in_epoch(self.method.kl, Context(epoch=epoch, epochs=epochs, memory=self.memory))
         self.known = {}
 
     def scores(self, part: Part, replay: Replay) -> list[Scored]:
-        """The reference's scores of a part's transitions, where this epoch's KL or the surrogate asks for them."""
+        """Return the reference's scores of a part's transitions, if this epoch's KL or the surrogate needs them."""
         if not self.kl.weight and not self.method.compares_with_reference:
             return []
         if id(part) in self.known:
@@ -49,9 +48,11 @@ class Anchor:
         return scores
 
     def end(self, epoch: int, measured: float | None) -> dict[str, float]:
-        """After an epoch's last update: remember its mean KL, if it was `measured`, and set up the next reference.
-        Returns the KL's metrics."""
-        self.known = {}  # not to be held through the next rollout
+        """Store the mean KL after an epoch's last update, if it was `measured`, and set up the next reference.
+
+        Returns the KL's metrics.
+        """
+        self.known = {}  # free the scores before the next rollout
         if regularises(self.method.kl):
             self.memory["kl"] = {"weight": self.kl.weight, "measured": measured}
         self.held = self.next(self.held, epoch + 1)
@@ -60,7 +61,7 @@ class Anchor:
         return {"kl_weight": self.kl.weight}
 
     def next(self, held: list[Snapshot], epoch: int) -> list[Snapshot]:
-        """The snapshots that make an epoch's reference, from those held before and the weights it starts with."""
+        """Return the snapshots of an epoch's reference, from those held before and the weights it starts with."""
         if not regularises(self.method.kl) and not self.method.compares_with_reference:
             return []
         return self.method.reference(held, self.policy.weights.snapshot, epoch)

@@ -14,7 +14,7 @@ from flowgrpo.storage.json_files import finite
 
 
 class Log:
-    """Metrics of one run, one line of JSON per epoch, appended as they come; of several processes the first one's."""
+    """Metrics of one run, one line of JSON per epoch, appended as they come; written by the first process."""
 
     def __init__(self, folder: Path, accelerator, total: int, first: int):
         self.path, self.accelerator, self.speaks = folder / "metrics.jsonl", accelerator, accelerator.is_main_process
@@ -30,7 +30,7 @@ class Log:
         self.bar.update()
 
     def say(self, text: str) -> None:
-        """A line above the progress bar."""
+        """Print a line above the progress bar."""
         if self.speaks:
             self.bar.write(text)
 
@@ -39,20 +39,20 @@ class Log:
 
 
 class Stats:
-    """What an epoch's updates looked like, per grid step; read once, at the end."""
+    """Statistics of an epoch's updates, per grid step; read once, at the end."""
 
     def __init__(self):
         self.norms: list[torch.Tensor] = []
-        self.decisions: list[torch.Tensor] = []  # [n,5]: step, log-ratio, whether the clip cut it, loss, KL
+        self.decisions: list[torch.Tensor] = []  # [n,5]: step, log-ratio, clipped, loss, KL
 
     def add(self, step: int, mask, log_ratio, clipped, loss, kl=None) -> None:
-        """All [B,N]; mask: the decisions that count; kl: to the reference, None where it was not measured."""
+        """Add a batch, all [B,N]; mask: the decisions that count; kl: to the reference, None if it was not measured."""
         each = (torch.full_like(log_ratio, step), log_ratio, clipped, loss,
                 torch.full_like(log_ratio, torch.nan) if kl is None else kl)
         self.decisions.append(torch.stack([value.detach().float()[mask] for value in each], 1))
 
     def summary(self, processes: Processes = Processes()) -> dict[str, Any]:
-        """Means over the decisions of all processes, which have the same norms."""
+        """Return means over the decisions of all processes, which have the same norms."""
         decisions = processes.gather(torch.cat(self.decisions).cpu() if self.decisions else torch.empty(0, 5))
         if not len(decisions):
             return {"loss": 0.0, "grad_norm": 0.0}

@@ -1,4 +1,4 @@
-"""The optimiser of a run, and what keeps its gradients from vanishing in fp16."""
+"""Optimiser of a run, and the loss scaling of fp16."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ from flowgrpo.config.sections import Train
 
 
 def make_optimizer(train: Train, parameters: Sequence[torch.nn.Parameter]) -> torch.optim.Optimizer:
-    """AdamW over the parameters: in one kernel on CUDA, or with its two moments in 8 bits (2110.02861, bitsandbytes),
-    in which tensors of fewer than 4,096 values keep them in 32."""
+    """Return AdamW over the parameters: in one kernel on CUDA, or with its two moments in 8 bits (2110.02861,
+    bitsandbytes).
+
+    Of the latter, tensors of fewer than 4,096 values keep their moments in 32 bits.
+    """
     options = {"lr": train.lr, "betas": train.betas, "weight_decay": train.weight_decay}
     if train.optimizer == "adamw8bit":
         from bitsandbytes.optim import AdamW8bit
@@ -21,8 +24,11 @@ def make_optimizer(train: Train, parameters: Sequence[torch.nn.Parameter]) -> to
 
 
 def make_scaler(precision: str, device: torch.device) -> torch.amp.GradScaler:
-    """Of fp16 alone: the loss is scaled up, since the gradients of millions of decisions and latents lie below what
-    fp16 can hold, and the gradients down again; where they overflow the step is skipped and the scale halved."""
+    """Return the loss scaler, active for fp16 only.
+
+    The gradients of millions of decisions and latents underflow in fp16. So the loss is scaled up, and the gradients
+    down again. If they overflow, the step is skipped and the scale halved.
+    """
     scaler = torch.amp.GradScaler(device.type, enabled=precision == "fp16")
-    scaler.scale(torch.zeros((), device=device))  # it has no scale before: a process may have nothing to train at first
+    scaler.scale(torch.zeros((), device=device))  # creates the scale: a process may have nothing to train at first
     return scaler

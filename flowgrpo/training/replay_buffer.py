@@ -1,4 +1,4 @@
-"""What the critic of edits learns from: the samples of earlier epochs too, kept in a replay buffer."""
+"""Replay buffer: samples of earlier epochs too, for the critic of edits."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ from flowgrpo.storage import checkpoint
 
 
 class Recalling:
-    """The buffer of a run: final states [n,*D], the places [n] of their prompts among `prompts` [u,T,E], and their
-    rewards [n], on the CPU; every process keeps its own samples."""
+    """Buffer of a run, on the CPU; every process keeps its own samples.
+
+    It holds final states [n,*D], the indices [n] of their prompts among `prompts` [u,T,E], and their rewards [n].
+    """
 
     def __init__(self, part: Recall, editor: Any, processes: Processes):
         self.part, self.editor, self.processes, self.fits = part, editor, processes, 0
@@ -24,7 +26,7 @@ class Recalling:
         self.states = self.prompts = self.of = self.rewards = torch.zeros(0)
 
     def __call__(self, parts: list[Part], asked: Any) -> list[Part]:
-        """The parts as they are; their samples are remembered."""
+        """Return the parts unchanged; store their samples."""
         taken = [each for part in parts for each in part.transitions]
         if taken:
             states = [self.editor.edit.applied(each.x[each.parent], each.x_next).cpu() for each in taken]
@@ -34,8 +36,10 @@ class Recalling:
         return parts
 
     def remember(self, states: Tensor, prompts: Tensor, of: Tensor, rewards: Tensor) -> None:
-        """Add samples [m]; of: [m], their places among prompts [P,T,E]. What has another shape than these is forgotten:
-        prompts of another length."""
+        """Add samples [m]; of: [m], their indices among prompts [P,T,E].
+
+        Samples of another shape, with prompts of another length, are dropped.
+        """
         if self.states.shape[1:] != states.shape[1:] or self.prompts.shape[1:] != prompts.shape[1:]:
             self.states, self.of, self.rewards = states[:0], of[:0], rewards[:0]
             self.prompts = prompts[:0]
@@ -47,7 +51,7 @@ class Recalling:
         self.prompts = torch.cat([self.prompts, prompts])[used]
 
     def fit(self) -> dict[str, float]:
-        """Follow (Q - R)^2 / 2; all processes take the same steps. Returns the mean loss of the steps."""
+        """Minimise (Q - R)^2 / 2; all processes take the same steps. Return the mean loss of the steps."""
         self.fits += 1
         generator = torch.Generator().manual_seed(self.fits)
         [everywhere] = self.processes.total([len(self.states)])
@@ -70,13 +74,13 @@ class Recalling:
         return loss.item()
 
     def tensors(self) -> dict[str, Tensor]:
-        """What a checkpoint keeps: the first process's buffer, and the optimiser's state."""
+        """Return the tensors of a checkpoint: the first process's buffer, and the optimiser's state."""
         return {"states": self.states, "prompts": self.prompts, "of": self.of, "rewards": self.rewards,
                 "fits": torch.tensor(self.fits)} | {
             f"optimizer.{key}": each for key, each in checkpoint.optimizer_tensors(self.optimizer).items()}
 
     def load(self, tensors: dict[str, Tensor]) -> None:
-        """Go on from `tensors`; from a checkpoint without any, from the start."""
+        """Restore `tensors` of a checkpoint; if there are none, start anew."""
         if not tensors:
             return
         self.states, self.prompts, self.of, self.rewards = (

@@ -1,8 +1,8 @@
-"""Training a reward on pairs of pictures (Bradley and Terry 1952), as VisionPrefer (2404.15100) and Gen-Drive
-(2410.05582) do: `flowgrpo train-reward`.
+"""Reward training on preference pairs of images (Bradley and Terry 1952), as in VisionPrefer (2404.15100) and Gen-Drive
+(2410.05582): `flowgrpo train-reward`.
 
 P(a preferred to b) = sigmoid(r_a - r_b) for each of A aspects. N pairs have margins r_chosen - r_rejected [N, A] and
-verdicts [N, A]: 1 for chosen, 0 for rejected, 1/2 for a tie, NaN where a pair says nothing of an aspect.
+verdicts [N, A]: 1 for chosen, 0 for rejected, 1/2 for a tie, NaN if a pair has no verdict on an aspect.
 """
 
 from __future__ import annotations
@@ -31,19 +31,24 @@ from flowgrpo.rewards.learned.preference import FILE, Aspect, Description, save
 from flowgrpo.rewards.learned.preference_networks import ClipHead, Film, with_text
 from flowgrpo.storage import paths
 
-AT_ONCE = 64  # pictures read, or scored without gradients
+AT_ONCE = 64  # images read, or scored without gradients, at once
 Rows = dict[str, Tensor]  # of N pairs: [2, N, ...], the chosen first
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How a reward is trained.
+    """Settings of a reward's training.
 
-    text: whose text encoder the small network takes: starter, or a pipeline's folder or hub id; size: the side of its
-    pictures; clip: a model of open_clip in place of both, frozen, with the tag or file `pretrained`; patience: epochs
-    without a better held-out accuracy after which training stops; batch: pairs per step; lr: what the learning rate
-    rises to in a twentieth of the steps, before it falls to 0; bf16: the forward passes in training; device: None for a
-    GPU where there is one. UserError for one of clip and pretrained alone.
+    text: the source of the small network's text encoder: starter, or a pipeline's folder or hub id.
+    size: the side of its images, pixels.
+    clip: a model of open_clip in place of both, frozen, with the tag or file `pretrained`.
+    patience: epochs without a better held-out accuracy after which training stops.
+    batch: pairs per step.
+    lr: peak learning rate, reached in a twentieth of the steps; it then falls to 0.
+    bf16: the forward passes in training.
+    device: None for a GPU if there is one.
+
+    Raises UserError for one of clip and pretrained alone.
     """
 
     text: str = "starter"
@@ -65,14 +70,15 @@ class Settings:
 
     @property
     def network(self) -> dict[str, Any]:
-        """Which network, as `reward.json` says it."""
+        """Description of the network, as stored in `reward.json`."""
         if self.clip is None:
             return {"kind": "film", "size": self.size}
         return {"kind": "clip", "model": self.clip, "pretrained": self.pretrained}
 
 
 def bradley_terry(margins: Tensor, verdicts: Tensor) -> Tensor:
-    """-y log sigmoid(d) - (1 - y) log sigmoid(-d), the mean over the verdicts that are there; of ties, y is 1/2.
+    """Return -y log sigmoid(d) - (1 - y) log sigmoid(-d), a scalar, the mean over the verdicts that are not NaN; of
+    ties, y is 1/2.
 
     Its gradient is (sigmoid(d) - y) / their number. margins, verdicts: [N, A].
     """
@@ -82,19 +88,22 @@ def bradley_terry(margins: Tensor, verdicts: Tensor) -> Tensor:
 
 
 def right(margins: Tensor, verdicts: Tensor) -> Tensor:
-    """1 where the preferred picture has the higher score, 1/2 where both have the same, 0 where the other has it; NaN
-    where no picture is preferred. [N, A] -> [N, A]."""
+    """Return 1 if the preferred image has the higher score, 1/2 for equal scores, 0 otherwise: [N, A] -> [N, A].
+
+    NaN if no image is preferred.
+    """
     sided = margins.sign() * (2 * verdicts - 1).sign()
     return torch.where(verdicts.isnan() | (verdicts == 0.5), torch.nan, (sided + 1) / 2)
 
 
 def accuracy(margins: Tensor, verdicts: Tensor, prompts: Sequence[str]) -> Interval:
-    """The share of pairs [N] told right, the mean of the prompts' means, with its 95 % interval over prompts."""
+    """Return the share of pairs [N] ordered right, the mean of the prompts' means, with its 95 % interval over
+    prompts."""
     return share(right(margins, verdicts).tolist(), prompts)
 
 
 def share(told: Sequence[float], prompts: Sequence[str]) -> Interval:
-    """The mean of the prompts' means of marks [N], NaN left out, with its 95 % interval over prompts."""
+    """Return the mean of the prompts' means of marks [N], NaN left out, with its 95 % interval over prompts."""
     of = defaultdict(list)
     for prompt, value in zip(prompts, told):
         of[prompt].append(value)
@@ -103,7 +112,7 @@ def share(told: Sequence[float], prompts: Sequence[str]) -> Interval:
 
 
 def families(pairs: Sequence[Pair]) -> list[list[int]]:
-    """The pairs' numbers, those together that share a picture, directly or through others."""
+    """Return the pairs' indices, grouped by shared images, directly or through others."""
     leads: dict[Path, Path] = {}
 
     def lead(picture: Path) -> Path:
@@ -120,9 +129,9 @@ def families(pairs: Sequence[Pair]) -> list[list[int]]:
 
 
 def batches(grouped: list[list[int]], size: int, rng: np.random.Generator) -> Iterator[list[int]]:
-    """All pairs' numbers in random order, `size` at a time or a little more.
+    """Return all pairs' indices in random order, `size` at a time or slightly more.
 
-    Pairs that share a picture stand in one batch: spread over several, such a picture is learned by heart.
+    Pairs that share an image are in one batch: over several batches, such an image is memorised.
     """
     batch: list[int] = []
     for at in rng.permutation(len(grouped)):
@@ -135,11 +144,11 @@ def batches(grouped: list[list[int]], size: int, rng: np.random.Generator) -> It
 
 
 def train(trained: Sequence[Pair], held: Sequence[Pair], output: Path, settings: Settings) -> dict[str, Interval]:
-    """Train a reward on pairs, write its folder, and tell its accuracy on the held-out pairs by aspect.
+    """Train a reward on pairs, write its folder, and return its accuracy on the held-out pairs by aspect.
 
-    The weights that are kept are those of the epoch with the best accuracy on these same pairs, ties broken by the
-    loss. UserError for a picture, text encoder or model that cannot be read, as of `aspects`, for a training that
-    diverges, and where `output` holds a reward already.
+    The kept weights are those of the epoch with the best accuracy on these same pairs, ties broken by the loss.
+    Raises UserError for an image, text encoder or model that cannot be read, as `aspects`, for a training that
+    diverges, and if `output` already holds a reward.
     """
     if (output / FILE).exists():
         raise UserError(f"{output} holds a reward already: name another folder, or remove that one")
@@ -161,7 +170,10 @@ def train(trained: Sequence[Pair], held: Sequence[Pair], output: Path, settings:
 
 
 def _device(name: str | None) -> str:
-    """The device of that name, None for a GPU where there is one. UserError where torch cannot use it."""
+    """Return the device of that name, None for a GPU if there is one.
+
+    Raises UserError if torch cannot use it.
+    """
     try:
         return str(torch.empty(0, device=placed(name)).device)
     except (RuntimeError, AssertionError):
@@ -176,7 +188,7 @@ def _network(settings: Settings, aspects: int, device: str) -> Film | ClipHead:
 
 
 def _tell_cut(network: Film | ClipHead, prompts: set[str]) -> None:
-    """Say how many prompts a small text encoder does not read to their end."""
+    """Report the number of prompts that a small text encoder truncates."""
     if isinstance(network, Film):
         longer = sum(len(ids) > network.longest for ids in network.tokenizer(sorted(prompts)).input_ids)
         if longer:
@@ -190,7 +202,7 @@ def _verdicts(pairs: Sequence[Pair], names: Sequence[str]) -> Tensor:
 
 
 def _rows(network: Film | ClipHead, pairs: Sequence[Pair], told: str) -> Rows:
-    """What the network reads of the pairs' pictures and prompts, on the CPU."""
+    """Return the network's inputs of the pairs' images and prompts, on the CPU."""
     shown = [(pair.prompt, picture) for side in ("chosen", "rejected") for pair in pairs
              for picture in [getattr(pair, side)]]
     parts = []
@@ -215,7 +227,7 @@ def _picture(file: Path) -> Tensor:
 
 def _fit(network: nn.Module, pairs: Sequence[Pair], trained: tuple[Rows, Tensor], held: tuple[Rows, Tensor],
          settings: Settings, device: str) -> int:
-    """Train, with the best epoch's weights at the end -> that epoch, counted from 1."""
+    """Train, and load the best epoch's weights at the end; return that epoch, counted from 1."""
     grouped, rng = families(pairs), np.random.default_rng(settings.seed)
     epochs = [list(batches(grouped, settings.batch, rng)) for _ in range(settings.epochs)]
     return fit(network, epochs, lambda numbers: _loss(network, trained, numbers, settings, device),
@@ -224,9 +236,13 @@ def _fit(network: nn.Module, pairs: Sequence[Pair], trained: tuple[Rows, Tensor]
 
 def fit(network: nn.Module, epochs: Sequence[Sequence[Any]], loss_of: Callable[[Any], Tensor],
         measured: Callable[[], tuple[float, float]], settings: Settings) -> int:
-    """Train on the batches of each epoch, with the best epoch's weights at the end -> that epoch, counted from 1.
+    """Train on the batches of each epoch, and load the best epoch's weights at the end; return that epoch, counted from
+    1.
 
-    loss_of: the loss of a batch; measured: (accuracy, minus the loss) of what is held out. UserError where it diverges.
+    loss_of: the loss of a batch.
+    measured: (accuracy, minus the loss) on held-out data.
+
+    Raises UserError if it diverges.
     """
     optimizer = torch.optim.AdamW(network.parameters(), lr=settings.lr, weight_decay=0.05)
     total, step, best = sum(map(len, epochs)), 0, (-1.0, 0.0, 0, {})
@@ -265,7 +281,7 @@ def _loss(network: nn.Module, side: tuple[Rows, Tensor], numbers: list[int], set
 
 
 def _measured(network: nn.Module, held: tuple[Rows, Tensor], settings: Settings, device: str) -> tuple[float, float]:
-    """Of the held-out pairs, the share of verdicts told right, and minus the loss."""
+    """Return the share of right verdicts on the held-out pairs, and minus the loss."""
     scores = _scores(network, held[0], settings, device)
     margins = scores[0] - scores[1]
     return right(margins, held[1]).nanmean().item(), -bradley_terry(margins, held[1]).item()
@@ -283,7 +299,7 @@ def _scores(network: nn.Module, rows: Rows, settings: Settings, device: str) -> 
 
 
 def _aspects(names: Sequence[str], scores: Tensor) -> dict[str, Aspect]:
-    """Weight 1 each, and the scale of the scores [2, N, A]."""
+    """Return the aspects with weight 1 each, and the scale of the scores [2, N, A]."""
     mean, deviation = (values.tolist() for values in (scores.flatten(0, 1).double().mean(0),
                                                       scores.flatten(0, 1).double().std(0)))
     return {name: Aspect(1.0, mean[i], deviation[i] or 1.0) for i, name in enumerate(names)}

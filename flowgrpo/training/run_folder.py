@@ -1,4 +1,4 @@
-"""What a run's folder holds of an earlier run: it is gone on from as it was, or set aside, and never lost."""
+"""Folder of a run: lock it, resume from it, or archive an earlier run. Results are never deleted."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from flowgrpo.starter import FOLDERS
 from flowgrpo.storage import checkpoint
 from flowgrpo.storage.json_files import read_lines
 
-# What makes a checkpoint's weights, and the state that goes with them, mean something else.
+# Keys that change the meaning of a checkpoint's weights and state.
 FIXED = ("model", "method", "preferences", "adapter.rank", "adapter.alpha", "adapter.dora", "adapter.rslora",
          "adapter.targets", "adapter.encoder_targets")
-APART = ("name", "output")  # where the run lies
-LOCK = ".lock"  # in the folder of a run, while it is written to
+APART = ("name", "output")  # the location of the run
+LOCK = ".lock"  # in the folder of an active run
 
 
 def require_same(config: Config, last: Path) -> list[str]:
-    """What was changed since the run that left the checkpoint `last`, such as "train.lr: 0.001, was 0.0005".
+    """Return the changes since the run that left the checkpoint `last`, such as "train.lr: 0.001, was 0.0005".
 
-    UserError where that does not go with its weights, or takes back epochs.
+    Raises UserError if a change does not fit its weights, or takes back epochs.
     """
     epoch, told = int(last.name.removeprefix("epoch-")), []
     if epoch > config.train.epochs:
@@ -48,13 +48,13 @@ def require_same(config: Config, last: Path) -> list[str]:
 
 
 def precision(config: Config) -> str | None:
-    """The precision of the run in the configuration's folder; None where no run has written one down."""
+    """Return the precision of the run in the configuration's folder; None if no run has recorded one."""
     file = config.folder / "config.yaml"
     return load(file).precision if file.is_file() else None
 
 
 def _flat(nested: dict[str, Any], above: str = "") -> dict[str, Any]:
-    """The values of sections under dotted keys; what a person names (parts, rewards) stays whole."""
+    """Return the values of sections under dotted keys; values that the user names (parts, rewards) stay whole."""
     found = {}
     for key, value in nested.items():
         if isinstance(value, dict) and f"{above}{key}" in sections():
@@ -66,8 +66,10 @@ def _flat(nested: dict[str, Any], above: str = "") -> dict[str, Any]:
 
 @contextlib.contextmanager
 def held(folder: Path) -> Iterator[None]:
-    """Inside, no other run takes the folder. UserError where another has it; on a file system without locks nobody
-    does."""
+    """Context manager: lock the folder against other runs; without effect on a file system without locks.
+
+    Raises UserError if another run has it.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     lock = FileLock(folder / LOCK)
     try:
@@ -84,15 +86,17 @@ def held(folder: Path) -> Iterator[None]:
 
 
 def require_free(folder: Path) -> None:
-    """UserError where another run is writing to the folder."""
+    """Raise UserError if another run is writing to the folder."""
     if folder.is_dir():
         with held(folder):
             pass
 
 
 def require_outside(config: Config) -> None:
-    """UserError where the run's folder is to be set aside and holds what this run reads; its own list of prompts is
-    written anew."""
+    """Raise UserError if the run's folder is to be archived and holds files that this run reads.
+
+    Its own list of prompts is exempt: it is written again.
+    """
     folder = config.folder
     if not holds_run(folder):
         return
@@ -106,18 +110,18 @@ def require_outside(config: Config) -> None:
 
 
 def holds_run(folder: Path) -> bool:
-    """Whether a run has left something in the folder: a result, or whole epochs."""
+    """True if a run has left a result or whole epochs in the folder."""
     last = checkpoint.latest(folder / "checkpoints")
     return (folder / "summary.json").is_file() or (last is not None and last.name > "epoch-00000")
 
 
 def set_aside(folder: Path) -> Path | None:
-    """Rename the folder of a run that has left something; returns the new name, None where there was nothing.
+    """Rename the folder of a run that has left something; return the new name, None if there was nothing.
 
-    UserError where it cannot be renamed.
+    Raises UserError if it cannot be renamed.
     """
     if not holds_run(folder):
-        shutil.rmtree(folder / "checkpoints", ignore_errors=True)  # a first one, before any epoch
+        shutil.rmtree(folder / "checkpoints", ignore_errors=True)  # checkpoints before any epoch
         return None
     free = next(name for number in count(1) if not (name := folder.with_name(f"{folder.name}.{number}")).exists())
     try:

@@ -1,4 +1,4 @@
-"""The rewards of a run while it trains: asked for, weighted, and told of in the epoch's metrics."""
+"""Rewards of a run while it trains: calls, weights, and the epoch's metrics."""
 
 from __future__ import annotations
 
@@ -19,28 +19,30 @@ from flowgrpo.rewards.pairwise import pairing
 
 
 class Scoring:
-    """R rewards of groups of a size, by one thread at a time.
+    """R rewards of groups of one size, computed by one thread at a time.
 
-    functions: by name, plain or `Composed`; weights: theirs, by name; extremes: the best and the worst samples of the
-    epoch, to be shown; reward_failures: on how many samples each has failed since the run began, on all processes.
+    functions: by name, plain or `Composed`.
+    weights: theirs, by name.
+    extremes: the best and the worst samples of the epoch, for display.
+    reward_failures: samples on which each has failed since the run began, on all processes.
     """
 
     def __init__(self, functions: dict[str, Any], weights: dict[str, float], group: int, processes: Processes):
         self.functions, self.weights, self.group, self.processes = functions, weights, group, processes
-        self.compares = any(map(rewards.sees_base, functions.values()))  # with the base model's samples
+        self.compares = any(map(rewards.sees_base, functions.values()))  # reads the base model's samples
         self.paired = [pairing(function) is not None for function in functions.values()]
         self.reward_failures: dict[str, int] = {}
         self._tally, self._lock = rewards.Tally(), Lock()
-        self._unscored = False  # whether an epoch without any score was told
+        self._unscored = False  # an epoch without any score was reported
         self.begin()
 
     def begin(self) -> None:
-        """A new epoch, none of whose samples has been seen."""
+        """Start a new epoch without samples."""
         self.extremes = Extremes(list(self.functions))
 
     def judge(self, batch: list[Prompt], rows: torch.Tensor, outputs: Any, base: torch.Tensor | None = None
               ) -> torch.Tensor:
-        """`score` of samples that are trained on; the best and the worst of them are kept to be shown."""
+        """Return `score` of samples that are trained on; keep the best and the worst of them for display."""
         scores = self.score(batch, rows, outputs, self.group, base)
         totals = self.weighted(scores.unflatten(0, (-1, self.group))).flatten()
         self.extremes.add([batch[p].text for p in rows], outputs, scores, totals)
@@ -48,36 +50,41 @@ class Scoring:
 
     def score(self, batch: list[Prompt], rows: torch.Tensor, outputs: Any, group: int,
               base: torch.Tensor | None = None) -> torch.Tensor:
-        """The rewards [b,R] of outputs of the prompts `rows` [b], which are whole groups of the given size; base: the
-        base model's outputs."""
+        """Return the rewards [b,R] of outputs of the prompts `rows` [b], whole groups of the given size.
+
+        base: the base model's outputs.
+        """
         of = [batch[p] for p in rows]
         with self._lock:
             return rewards.score(self.functions, outputs, [p.text for p in of], [p.metadata for p in of], group,
                                  self._tally, base)
 
     def total(self, batch: list[Prompt], outputs: Any, group: int, rows: torch.Tensor | None = None) -> torch.Tensor:
-        """The weighted sum of rewards [.,group] of outputs of the prompts `rows`, group for each; None: of all in turn.
-        """
+        """Return the weighted sum of rewards [.,group] of outputs of the prompts `rows`, group for each; None: of all
+        in turn."""
         rows = torch.arange(len(batch)).repeat_interleave(group) if rows is None else rows
         return self.weighted(self.score(batch, rows, outputs, group).unflatten(0, (-1, group)))
 
     def value(self, batch: list[Prompt], rows: torch.Tensor, pictures: torch.Tensor) -> torch.Tensor:
-        """The weighted sum of rewards [b] of pictures of the prompts `rows` [b], with its gradient."""
+        """Return the weighted sum of rewards [b] of images of the prompts `rows` [b], with its gradient."""
         of = [batch[p] for p in rows]
         return rewards.value(self.functions, self.weights, pictures, [p.text for p in of], [p.metadata for p in of])
 
     def shaped(self, scores: torch.Tensor) -> torch.Tensor:
-        """Scores [P,G,R] after the rewards' transforms, in every granularity that R holds."""
+        """Return scores [P,G,R] after the rewards' transforms, in every granularity that R holds."""
         return rewards.transformed(self.functions, scores)
 
     def weighted(self, scores: torch.Tensor) -> torch.Tensor:
-        """`weighted_sum` [P,G] of scores [P,G,R], after the rewards' transforms."""
+        """Return `weighted_sum` [P,G] of scores [P,G,R], after the rewards' transforms."""
         return weighted_sum(self.shaped(scores), list(self.weights.values()))
 
     def metrics(self, grouped: torch.Tensor, say: Callable[[str], None]) -> dict[str, float]:
-        """Per reward, before its transforms, its mean and deviation and on how many samples it failed; after them, of
-        the groups that it applies to, the share whose samples all score the same. Of scores [groups,G,R] in several
-        granularities those of the first, the whole grid, are told."""
+        """Return the metrics of scores [groups,G,R].
+
+        Per reward, before its transforms: mean, deviation and number of failures. After them: the share, of the groups
+        it applies to, whose samples all score the same. In several granularities, those of the first, the whole grid,
+        are reported.
+        """
         metrics, failed = {}, self._take_failures(say)
         for name, scores, compared in zip(self.functions, grouped.unbind(-1), self.shaped(grouped).unbind(-1)):
             present = scores[~scores.isnan()]
@@ -89,10 +96,9 @@ class Scoring:
         return metrics
 
     def require_scores(self, metrics: dict[str, float], prompt: str, epoch: int, say: Callable[[str], None]) -> None:
-        """UserError where no sample of the first epoch, 0, has a score, though none was left out as a failure. Of later
-        epochs it is said, once.
+        """Raise UserError if no sample of the first epoch, 0, has a score, though none was left out as a failure.
 
-        prompt: one of the epoch's, to be told.
+        In later epochs it is reported, once. prompt: an example from the epoch, for the message.
         """
         means, failed = ([metrics[f"reward/{name}/{what}"] for name in self.functions] for what in ("mean", "failed"))
         if not all(map(math.isnan, means)):
@@ -106,7 +112,8 @@ class Scoring:
         self._unscored = True
 
     def _take_failures(self, say: Callable[[str], None]) -> dict[str, int]:
-        """On how many samples each reward failed in this epoch, on all processes; they are said and added up."""
+        """Return the number of samples on which each reward failed in this epoch, on all processes; report and add them
+        up."""
         tally, self._tally, names = self._tally, rewards.Tally(), list(self.functions)
         failed = dict(zip(names, self.processes.total([tally.failed[name] for name in names])))
         self.reward_failures = {name: self.reward_failures.get(name, 0) + count for name, count in failed.items()}

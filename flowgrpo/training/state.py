@@ -1,4 +1,4 @@
-"""The state of a run: what a checkpoint holds, and how a run goes on from one."""
+"""State of a run: the content of a checkpoint, and its restoration."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SAMPLING = ("rollout_evaluations", "saved_evaluations")
 
 
 def counters(trainer: Any) -> dict[str, Any]:
-    """Where a run stands, apart from its weights: the same on all processes."""
+    """Return the counters of a run, apart from its weights: the same on all processes."""
     [evaluations] = trainer.processes.total([trainer.policy.evaluations])
     return {key: getattr(trainer, key) for key in COUNTERS} | {
         key: getattr(trainer.explorer, key) for key in SAMPLING} | {
@@ -46,8 +46,11 @@ def save(trainer: Any, folder: Path, wait: bool = True) -> None:
 
 
 def room(trainer: Any) -> int:
-    """The bytes that a run's checkpoints will take beside those that are there: weights, the averages and snapshots of
-    them, and what the optimiser remembers, of as many as are kept and of one that is being written."""
+    """Return the bytes that a run's checkpoints will take in addition to the present ones.
+
+    They hold weights, averages and snapshots of them, and the optimiser's state, for `keep` checkpoints and one that is
+    being written.
+    """
     train, weights = trainer.config.train, list(trainer.policy.weights.named.values())
     one = sum(each.numel() * each.element_size() for each in weights)
     snapshots = (trainer.ema is not None) + (trainer.config.eval.best is not None) + len(trainer.anchor.held)
@@ -58,7 +61,10 @@ def room(trainer: Any) -> int:
 
 
 def restore(trainer: Any, folder: Path) -> None:
-    """Take a checkpoint's state. UserError where it is of other weights."""
+    """Load a checkpoint's state.
+
+    Raises UserError if it is of other weights.
+    """
     tensors, state = checkpoint.load(folder)
     taken: dict[str, dict[str, torch.Tensor]] = defaultdict(dict)
     for name, tensor in tensors.items():
@@ -77,7 +83,7 @@ def restore(trainer: Any, folder: Path) -> None:
     trainer.critic.load(taken["critic"])
     trainer.best.restore(state.get("best", {}), taken["best"])
     kept = [taken[f"reference{i}"] for i in range(sum(room.startswith("reference") for room in taken))]
-    if anchor.held:  # the reference is one that keeps snapshots
+    if anchor.held:  # the reference keeps snapshots
         anchor.held = kept or anchor.next([], state["epoch"])
     for key in COUNTERS:
         setattr(trainer, key, state.get(key, 0))

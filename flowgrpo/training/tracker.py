@@ -1,4 +1,4 @@
-"""The tracker beside `metrics.jsonl`: accelerate's, which passes over one that is not there without a word."""
+"""Tracker in addition to `metrics.jsonl`: accelerate's, which silently skips a missing one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from flowgrpo.errors import UserError
 
 
 def require(config: Config) -> None:
-    """UserError for a tracker whose package is not installed, or that would ask for a key where nobody answers."""
+    """Raise UserError for a tracker whose package is not installed, or that would prompt for a key without a
+    terminal."""
     name = config.tracker
     if name == "none":
         return
@@ -24,7 +25,7 @@ def require(config: Config) -> None:
 
 
 def _logged_in() -> bool:
-    """Whether wandb starts without a question, or somebody is there to answer; true where it does not say."""
+    """True if wandb starts without a prompt, or a terminal is there to answer, or if that is unknown."""
     if os.environ.get("WANDB_MODE") in ("offline", "disabled", "dryrun") or sys.stdin.isatty():
         return True
     import wandb
@@ -33,12 +34,14 @@ def _logged_in() -> bool:
 
 
 def start(accelerator, config: Config) -> None:
-    """Open the tracker, after every check, so that a refused run leaves no empty one. UserError where it does not
-    open."""
+    """Open the tracker, after every check, so a rejected run leaves no empty one.
+
+    Raises UserError if it does not open.
+    """
     if config.tracker == "none":
         return
     try:
         accelerator.init_trackers("flowgrpo" if config.tracker == "wandb" else "events")
-    except Exception as error:  # of another package, which may be without a network or refuse the key
+    except Exception as error:  # third-party: it may lack a network or refuse the key
         raise UserError(f"tracker {config.tracker!r} does not start ({type(error).__name__}: "
                         f"{' '.join(str(error).split())[:200]}): set tracker: none to run without it") from error

@@ -1,8 +1,8 @@
-"""A trial of a run's rewards right after its model is loaded, so that a mistake in one costs seconds.
+"""Trial of a run's rewards right after its model is loaded, so a mistake in one costs seconds.
 
-Every reward judges a few samples in the form that it will see: pictures that the pipeline decodes from noise without a
-call of its denoiser, or completions of a few tokens. Nothing of a trial stays: no kept score, no count, no metric, and
-the random numbers are put back. A reward that counts its own calls sees one more.
+Every reward scores a few samples in their final form: images decoded from noise without a call of the denoiser, or
+completions of a few tokens. A trial leaves no trace: no stored score, no count, no metric, and the random state is
+restored. A reward that counts its own calls sees one more.
 """
 
 from __future__ import annotations
@@ -32,15 +32,19 @@ from flowgrpo.rewards.text.soft_texts import SoftTexts
 from flowgrpo.storage import paths
 from flowgrpo.training import state
 
-SAMPLES = 2  # of a batch: one alone would not show a reward that always returns one number
+SAMPLES = 2  # per batch: one alone would not reveal a reward that always returns one number
 TOKENS = 8  # of a completion, at most
-PATIENCE = 10.0  # seconds after which a reward that has not answered is named
+PATIENCE = 10.0  # seconds after which a slow reward is reported
 REAL = 8  # prompts, at most, for which real samples are drawn where no trial sample has a score
 
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """What one reward is tried on: outputs, as of `rewards.score`, of these prompts, in groups of the given size."""
+    """Input of one reward's trial.
+
+    outputs: as of `rewards.score`, of `prompts`.
+    group: their group size.
+    """
 
     name: str
     reward: Composed
@@ -54,15 +58,16 @@ class Batch:
 
     @property
     def metadata(self) -> list[dict[str, Any]]:
-        """A copy, which a reward may change."""
+        """Return a copy, which a reward may change."""
         return copy.deepcopy([prompt.metadata for prompt in self.prompts])
 
 
 def require(trainer: Any, measured: dict[str, Any]) -> None:
-    """Try the rewards of a run, those that are trained on with training prompts and the other `measured` ones with
-    held-out prompts; look at its prompts and at the room on its disk. UserError for the first mistake.
+    """Try the rewards of a run: the trained ones on training prompts, the other `measured` ones on held-out prompts.
+    Check its prompts and the free space on its disk.
 
-    Every process draws the samples, since with shared weights all have to; the first one judges them.
+    Every process draws the samples, as sharded weights require; the first one scores them.
+    Raises UserError for the first mistake.
     """
     trained = trainer.scoring.functions
     watched = {name: reward for name, reward in measured.items() if name not in trained}
@@ -87,9 +92,10 @@ def require(trainer: Any, measured: dict[str, Any]) -> None:
 
 
 def judged(batch: Batch) -> bool:
-    """Have a reward judge its batch. Returns whether a sample has a score, or failed where its rule allows that.
+    """Score a batch; return True if a sample has a score, or failed where its rule allows that.
 
-    UserError as of `rewards.score`; a reward that is slow to answer, or fails under `on_error: skip`, is named.
+    A reward that is slow to answer, or fails under `on_error: skip`, is reported.
+    Raises UserError as `rewards.score`.
     """
     name, count, tally = batch.name, len(batch.prompts), rewards.Tally()
     outputs = batch.outputs if isinstance(batch.outputs, list) else batch.outputs.clone()
@@ -108,7 +114,7 @@ def judged(batch: Batch) -> bool:
 
 
 def tried(reward: Composed) -> Composed:
-    """A reward that keeps no score, and is asked once again at most, at once."""
+    """Return the reward without a cache and with at most one retry, at once."""
     policy = reward.rule.on_error
     if isinstance(policy, Retry):
         policy = policy.model_copy(update={"retry": 1, "wait": 0.0})
@@ -116,7 +122,7 @@ def tried(reward: Composed) -> Composed:
 
 
 def slow(reward: Any) -> bool:
-    """Whether a server answers for a reward, or for one that it is made of: every question may take long, or cost."""
+    """True if a server answers for a reward, or for one that it is made of: a call may take long, or cost money."""
     needs = (rewards.about(reward).needs or "").split(",")
     return "server" in map(str.strip, needs) or any(map(slow, getattr(reward, "made_of", ())))
 
@@ -126,12 +132,12 @@ def _grouped_or_slow(reward: Composed) -> bool:
 
 
 def _batches(functions: dict[str, Any], prompts: list[Prompt], group: int, samples: Samples) -> list[Batch]:
-    """What each reward is tried on; a reward that applies to none of the prompts is left out."""
+    """Return the batch of each reward; a reward that applies to none of the prompts is left out."""
     found = []
     for name, reward in functions.items():
         reward = reward if isinstance(reward, Composed) else Composed(reward)
         few, grouped = slow(reward.function), sees_groups(reward.function)
-        # A judge of pairs does not see how many there are: of one that may cost, a pair is asked for.
+        # A judge of pairs does not see their number: from a possibly paid one, request a single pair.
         size = 2 if few and pairing(reward.function) else group if grouped else 1
         own = list(itertools.islice((prompt for prompt in prompts if reward.rule.applies(prompt.metadata)),
                                     1 if few or grouped else SAMPLES))
@@ -142,14 +148,14 @@ def _batches(functions: dict[str, Any], prompts: list[Prompt], group: int, sampl
 
 
 class Samples:
-    """Draws what rewards are tried on, once for the same prompts."""
+    """Samples for the trials, drawn once for the same prompts."""
 
     def __init__(self, trainer: Any):
         self.trainer, self.policy = trainer, trainer.policy
         self._known: dict[tuple[str, ...], Any] = {}
 
     def __call__(self, rows: list[Prompt]) -> Any:
-        """Outputs of these prompts, one each: two are drawn, and of pictures those behind them are blends of these."""
+        """Return outputs of these prompts, one each: two are drawn; further images are blends of these."""
         key = tuple(prompt.key for prompt in rows)
         if key not in self._known:
             self._known[key] = self._drawn(rows)
@@ -162,7 +168,7 @@ class Samples:
             [prompt.text for prompt in some],
             [config.negative_prompt if prompt.negative is None else prompt.negative for prompt in some],
             [prompt.image for prompt in some])
-        if getattr(asked, "mixed", False):  # pictures of several sizes fit in no batch
+        if getattr(asked, "mixed", False):  # images of several sizes do not fit in one batch
             asked = asked.rows(torch.zeros(len(some), dtype=torch.int64))
         generators = self.policy.generators(range(len(some)))
         if self.policy.modality == "text":
@@ -177,7 +183,7 @@ class Samples:
         return torch.lerp(drawn[:1], drawn[1:], share)
 
     def in_graph(self, batch: Batch) -> Any:
-        """The outputs as a reward sees them whose gradient is followed: of texts their prompts' own tokens."""
+        """Return the outputs for a reward whose gradient is followed: for texts, their prompts' own tokens."""
         if self.policy.modality != "text":
             return batch.outputs.to(self.policy.device).clone().requires_grad_()
         tokens = self.trainer.explorer.tokens
@@ -199,7 +205,7 @@ def _short(policy: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _unseen(policy: Any) -> Iterator[None]:
-    """Context manager: count no evaluation, and restore the state of all random numbers at the end."""
+    """Context manager: count no evaluation, and restore the random state at the end."""
     evaluations, python, numbers = policy.evaluations, random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng([policy.device] if policy.device.type == "cuda" else []):
@@ -211,8 +217,10 @@ def _unseen(policy: Any) -> Iterator[None]:
 
 
 def _require_real_scores(trainer: Any) -> None:
-    """UserError where no reward that is trained on has a score for real samples either, of prompts evenly over all: as
-    the first epoch would tell. Several processes, which would all have to draw, leave it to that."""
+    """Raise UserError if no trained reward has a score for real samples either, of prompts spread evenly over all.
+
+    The first epoch would report the same. With several processes, which would all have to draw, it is left to that.
+    """
     if trainer.processes.count > 1:
         return
     settings, functions = trainer.config.eval, trainer.scoring.functions

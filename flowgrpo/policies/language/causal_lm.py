@@ -1,7 +1,7 @@
 """A causal language model as a policy: prompts to completions, with the log-probability of every token.
 
-Sampling is the model's own `generate`, batched, with its cache; our logits processor draws. A replay goes through the
-model's body once, and through its head only where a token was drawn.
+Sampling is the model's own `generate`, batched, with its cache; our logits processor draws. A replay runs the model's
+body once, and its head only for drawn tokens.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from flowgrpo.storage import paths
 from flowgrpo.types import Completion, Completions, Scored, wide
 
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-EXACT = 1e-4  # of |log ratio|: a model of 30 layers and 49,152 tokens showed 2e-5, one of 4 layers 5e-7
-CLOSE = 1e-3  # by how much two ways to the same log-probabilities may differ, in any precision a trial is made in
+EXACT = 1e-4  # |log ratio|; measured: 2e-5 with 30 layers and 49,152 tokens, 5e-7 with 4 layers
+CLOSE = 1e-3  # largest difference between two computations of the same log-probabilities, in any precision of a trial
 
 
 class CausalLM:
     """A transformers causal language model with trainable weights: `encode`, `sample`, `log_probs`, `generate`.
 
-    model and tokenizer: loaded; adapter: what is trained, None where nothing is; precision: of the frozen weights and
-    of the arithmetic; log-probabilities are float32.
-    exact: by how much a replay may differ from the rollout in fp32, where `generate` adds numbers up in another order.
+    model and tokenizer: loaded; adapter: None trains nothing; precision: of frozen weights and arithmetic;
+    log-probabilities are float32.
+    exact: largest difference of replay and rollout in fp32, where `generate` sums in another order.
     """
 
     process, modality, unit, turns = "tokens", "text", "tokens", None
@@ -64,7 +64,7 @@ class CausalLM:
             recompute(model)
         self.checkpointing = checkpointing
         model.base_model.register_forward_pre_hook(self._count, with_kwargs=True)
-        self._head_alone = self._shares = None  # found out by trial: whether logits are the head's, prefixes shareable
+        self._head_alone = self._shares = None  # determined by a trial: logits are the head's, prefixes shareable
         self.precision, self.teacher = precision, Teachers(self)
 
     def _count(self, _module, args, kwargs) -> None:
@@ -73,8 +73,7 @@ class CausalLM:
     # --- prompts and samples -----------------------------------------------------------------------------------------
 
     def encode(self, prompts: list[str], negatives: Sequence[str] = (), images: Sequence[Any] = ()) -> Asked:
-        """The tokens of the prompts, in the chat template where it is asked for. Texts alone are read: UserError for
-        a reference picture."""
+        """Tokenize the prompts, in the chat template if configured. Raises UserError for a reference image."""
         if any(image is not None for image in images):
             raise UserError(f"{type(self.model).__name__} takes no image, but a prompt brings one: leave it out")
         return Asked(list(prompts), [self._tokens(prompt) for prompt in prompts])
@@ -88,7 +87,7 @@ class CausalLM:
             try:
                 found = self.tokenizer.apply_chat_template([*said, {"role": "user", "content": prompt}],
                                                            tokenize=False, add_generation_prompt=True)
-            except Exception as error:  # whatever a template stumbles over, such as a system prompt
+            except Exception as error:  # a template can raise anything, such as for a system prompt
                 raise UserError(f"the chat template of {type(self.tokenizer).__name__} fails on the prompt {prompt!r} "
                                 f"({' '.join(str(error).split())[:200]}): set text.template: false, or leave out "
                                 "what it refuses, such as text.system") from error
@@ -100,8 +99,8 @@ class CausalLM:
         return torch.tensor(ids)
 
     def require_context(self, prompts: Sequence[str]) -> None:
-        """UserError where a prompt has no token, or with its completion more than the model's context; of many prompts
-        the longest and the shortest are looked at."""
+        """Raise UserError for a prompt without tokens or, with its completion, longer than the model's context; of many
+        prompts only the longest and the shortest are checked."""
         by_length = sorted(dict.fromkeys(prompts), key=len)
         most = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         for prompt in by_length[:1] + by_length[-4:]:
@@ -114,9 +113,9 @@ class CausalLM:
     @torch.no_grad()
     def sample(self, asked: Asked, decoding: Decoding, generators: Sequence[torch.Generator], greedy: Tensor
                ) -> Sampled:
-        """A completion of each row, drawn from its own generator; greedy: bool [B], rows that take what is likeliest.
+        """Sample a completion of each row from its own generator; greedy: bool [B], rows of most likely tokens.
 
-        The tokens of a row depend on its generator alone, whatever is sampled beside it.
+        The tokens of a row depend on its generator alone, not on other rows.
         """
         from transformers import LogitsProcessorList
 
@@ -134,33 +133,33 @@ class CausalLM:
         return Sampled(*(pad(each, short).cpu() for each in (made, logp, mask)), cut.cpu(), texts)
 
     def written(self, ids: Tensor, mask: Tensor) -> list[Completion]:
-        """The texts of ids [B,L] where mask is true."""
+        """Return the texts of ids [B,L] where mask is true."""
         texts = self.tokenizer.batch_decode([row[at] for row, at in zip(ids, mask)], skip_special_tokens=True)
         return [Completion(text, count) for text, count in zip(texts, mask.sum(1).tolist())]
 
     def generate(self, asked: Asked, generators: Sequence[torch.Generator], *_) -> list[Completion]:
-        """Completions as they are evaluated: at `text.eval_temperature`."""
+        """Return completions for evaluation: at `text.eval_temperature`."""
         warm = self.text.eval_temperature
         greedy = torch.full((len(asked.ids),), not warm)
         return self.sample(asked, Decoding(warm or 1.0), generators, greedy).texts
 
     def _left_padded(self, asked: Asked) -> tuple[Tensor, Tensor]:
-        """ids and mask, int64 [B,S] both: padding stands before a prompt, since a completion goes on behind it."""
+        """Return ids and mask, int64 [B,S] both, padded on the left, since a completion follows the prompt."""
         longest = max(len(ids) for ids in asked.ids)
         ids = torch.stack([pad(each, (longest - len(each), 0), value=self.padding) for each in asked.ids])
         mask = torch.stack([pad(torch.ones_like(each), (longest - len(each), 0)) for each in asked.ids])
         return ids.to(self.device), mask.to(self.device)
 
     def _beside(self, asked: Asked, length: int, before: bool = False) -> dict[str, Tensor]:
-        """What the model reads beside tokens [B,length], padded before the prompts or behind them: of texts nothing."""
+        """Return the model's inputs besides tokens [B,length], padded before or behind the prompts; none for texts."""
         return {}
 
     # --- replay ------------------------------------------------------------------------------------------------------
 
     def log_probs(self, asked: Asked, prompts: Tensor, ids: Tensor, mask: Tensor, decoding: Decoding,
                   entropy: bool = False) -> Scored:
-        """The score [B,L] of completions ids [B,L] of the prompts [B] (places in `asked`), 0 where mask is false, with
-        gradients where they are enabled; with the entropies where they are asked for."""
+        """Return the score [B,L] of completions ids [B,L] of the prompts [B] (indices in `asked`), 0 where mask is
+        false, with gradients where they are enabled; with `entropy`, the entropies too."""
         most = ids.shape[1]
         length = int((mask * torch.arange(1, most + 1, device=mask.device)).max().clamp(min=1))  # to the last one
         ids, kept = ids[:, :length].to(self.device), mask[:, :length].to(self.device)
@@ -177,12 +176,12 @@ class CausalLM:
         return Scored(logp, mask.to(self.device), entropy=rest[0] if rest else None)
 
     def states_before(self, asked: Asked, ids: Tensor) -> Tensor:
-        """The states [B,L,H] before each token of the completions ids [B,L], from which its distribution is made."""
+        """Return the states [B,L,H] before each token of the completions ids [B,L], the inputs of its distribution."""
         with self._arithmetic():
             return self._whole(asked, ids)
 
     def _whole(self, asked: Asked, ids: Tensor) -> Tensor:
-        """The states [B,L,H] before each token of the completions ids [B,L], every row read from its start."""
+        """Return the states [B,L,H] before each token of the completions ids [B,L], every row read from its start."""
         inputs, places = self._joined(asked, ids)
         states = self.model.base_model(input_ids=inputs, use_cache=False,
                                        **self._beside(asked, inputs.shape[1])).last_hidden_state
@@ -190,8 +189,8 @@ class CausalLM:
 
     @torch.no_grad()
     def hidden(self, asked: Asked, taken: Completions, decoding: Decoding, together: int) -> tuple[Tensor, Tensor]:
-        """The last hidden states [k,H], float32 or wider, from which the k tokens that count were drawn, row by row,
-        and the steps of all, int64 [m,L]: every place is one."""
+        """Return the last hidden states [k,H], float32 or wider, of the k counted tokens, row by row, and the steps of
+        all tokens, int64 [m,L]: every place is one."""
         found = []
         for rows in torch.arange(len(taken.ids)).split(together):
             with self._arithmetic():
@@ -201,20 +200,20 @@ class CausalLM:
 
     @property
     def width(self) -> int:
-        """H, the values of a hidden state."""
+        """H, the size of a hidden state."""
         return self.model.get_input_embeddings().weight.shape[1]
 
     def _joined(self, asked: Asked, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Prompts and completions [B,S], padded behind, where it changes nothing before, and the places [B,L] of the
-        states from which the completions' tokens come."""
+        """Return prompts and completions [B,S], padded on the right, where it has no effect, and the indices [B,L] of
+        the states that predict the completions' tokens."""
         lengths = torch.tensor([len(each) for each in asked.ids], device=self.device)
         rows = [torch.cat([each.to(self.device), own[:-1]]) for each, own in zip(asked.ids, ids)]
         inputs = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=self.padding)
         return inputs, lengths[:, None] - 1 + torch.arange(ids.shape[1], device=self.device)
 
     def _behind_prefixes(self, asked: Asked, of: Tensor, ids: Tensor) -> Tensor:
-        """`_whole` for completions [B,L] of the prompts `of` [B], which are read once each: what a group shares is
-        computed once, and its gradient is the sum of theirs (Prefix Grouper, 2506.05433)."""
+        """`_whole` for completions [B,L] of the prompts `of` [B], each read once: a group's shared prefix is computed
+        once, and its gradient is the sum of theirs (Prefix Grouper, 2506.05433)."""
         inputs, mask = self._left_padded(asked)
         positions, next_position = self._positions(asked, inputs, mask)
         body = self.model.base_model
@@ -232,12 +231,12 @@ class CausalLM:
         return torch.cat([first, states], 1)
 
     def _positions(self, asked: Asked, inputs: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-        """The positions of the left-padded prompts' tokens [P,S], and of the first one behind each prompt [P,1]."""
+        """Return positions of the left-padded prompts' tokens [P,S], and of the first one behind each prompt [P,1]."""
         positions = (mask.cumsum(1) - 1).clamp(min=0)
         return positions, positions[:, -1:] + 1
 
     def _by_logits(self, asked: Asked, ids: Tensor, kept: Tensor, decoding: Decoding, entropy: bool) -> Tensor:
-        """log p [n] from the model's own logits, all of which are held: for models that do more than their head."""
+        """Return log p [n] from the model's own logits, all held in memory: for models that do more than their head."""
         inputs, places = self._joined(asked, ids)
         logits = self.model(input_ids=inputs, use_cache=False, **self._beside(asked, inputs.shape[1])).logits
         rows = torch.arange(len(ids), device=self.device)[:, None].expand_as(places)
@@ -245,7 +244,7 @@ class CausalLM:
 
     @torch.no_grad()
     def head_alone(self, asked: Asked) -> bool:
-        """Whether the model's logits are what its head makes of its states: found out by trial, once."""
+        """True if the model's logits are its head applied to its states: determined by a trial, once."""
         if self._head_alone is None:
             before, ids = self.evaluations, asked.ids[0][None].to(self.device)
             beside = self._beside(asked.rows(torch.tensor([0])), ids.shape[1])
@@ -257,15 +256,15 @@ class CausalLM:
 
     @torch.no_grad()
     def shares(self, asked: Asked) -> bool:
-        """Whether completions can be read behind a prompt's cache: found out by trial, once. Gradient checkpointing
-        keeps no cache."""
+        """True if completions can be read behind a prompt's cache, by a trial, once; not with gradient
+        checkpointing."""
         if self._shares is None:
             self._shares = not self.checkpointing and self._try_prefixes(asked.rows(torch.tensor([0])),
                                                                          asked.ids[0][:3])
         return self._shares
 
     def _try_prefixes(self, asked: Asked, text: Tensor) -> bool:
-        """With one prompt, and twice the tokens `text` behind it."""
+        """Try one prompt, and twice the tokens `text` behind it."""
         before, ids = self.evaluations, text.repeat(2, 1).to(self.device)
         try:
             shared = self._behind_prefixes(asked, torch.tensor([0, 0], device=self.device), ids)
@@ -285,12 +284,12 @@ class CausalLM:
 
     @contextlib.contextmanager
     def reference(self, held: Sequence[dict[str, Tensor]] = ()) -> Iterator[None]:
-        """Inside, the model is the base model, or the average of the snapshots `held` of its trainable weights."""
+        """Context manager: use the base model, or the average of the snapshots `held` of its trainable weights."""
         with self.weights.reference(held), torch.no_grad():
             yield
 
     def another(self, model: str) -> tuple:
-        """Another model of this kind, and its tokenizer."""
+        """Load another model of this kind, and its tokenizer."""
         return load_causal_lm(model, self.precision)
 
     def _arithmetic(self):
@@ -300,14 +299,14 @@ class CausalLM:
 
 
 class TextWeights(Weights):
-    """The trainable weights of a language model: a LoRA, or all, in the files that transformers and peft read.
+    """Trainable weights of a language model: a LoRA, or all, in the files that transformers and peft read.
 
-    pipe: its tokenizer or processor, which is saved beside all weights.
+    pipe: its tokenizer or processor, which is saved with all weights.
     """
 
     def save(self, folder: Path) -> str:
-        """Write `adapter_model.safetensors` and `adapter_config.json`, read them back and compare; of all weights a
-        model's folder. Returns a sentence for the log."""
+        """Write `adapter_model.safetensors` and `adapter_config.json`, or all weights as a model folder, read them back
+        and compare. Returns a sentence for the log."""
         module = self.modules["model"]
         if not self.adapter.rank:
             module.save_pretrained(folder / "model")
@@ -323,7 +322,7 @@ class TextWeights(Weights):
                 parts = [layer.lora_A, layer.lora_B, *([layer.lora_magnitude_vector] if self.adapter.dora else [])]
                 if layer.scaling["check"] != layer.scaling["default"] or not all(
                         torch.equal(part["check"].weight, part["default"].weight.to(part["check"].weight))
-                        for part in parts):  # what is read takes the model's dtype
+                        for part in parts):  # inputs take the model's dtype
                     raise RuntimeError(f"{folder} does not give {key} back as it was saved")
         finally:
             with quiet():
@@ -334,8 +333,8 @@ class TextWeights(Weights):
 
 def load_causal_lm(model: str, precision: str = "fp32", trust_remote_code: bool = False,
                    classes: Sequence[str] = ("AutoModelForCausalLM", "AutoTokenizer")):
-    """Load (model, tokenizer): a starter's name, a directory or a hub id. classes: of transformers, which load them.
-    UserError where it does not load."""
+    """Load (model, tokenizer): a starter's name, a directory or a hub id; classes: of transformers. Raises UserError if
+    it does not load."""
     import transformers
     from transformers.utils import logging
 
@@ -346,14 +345,14 @@ def load_causal_lm(model: str, precision: str = "fp32", trust_remote_code: bool 
             body, reader = (getattr(transformers, name) for name in classes)
             return (body.from_pretrained(source, dtype=DTYPES[precision], trust_remote_code=trust_remote_code),
                     reader.from_pretrained(source, trust_remote_code=trust_remote_code))
-    except Exception as error:  # whatever stands in a stranger's files
+    except Exception as error:  # third-party model files can raise anything
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UserError(f"cannot load the language model {model!r} ({first}): expected starter_text, a directory with "
                         "a config.json and a tokenizer, or a hub id") from error
 
 
 def _special(model, tokenizer) -> tuple[list[int], int]:
-    """The tokens that end a completion, and the one that pads. UserError where none ends one."""
+    """Return the tokens that end a completion, and the padding token. Raises UserError if none ends one."""
     own = getattr(model, "generation_config", None)  # a model without `generate` has none
     ends = own.eos_token_id if own else None
     ends = tokenizer.eos_token_id if ends is None else ends
@@ -365,7 +364,7 @@ def _special(model, tokenizer) -> tuple[list[int], int]:
 
 
 def _plain_generation(model, ends: list[int], padding: int) -> None:
-    """Drop a model's own temperature, cuts and penalties, which a replay would not know of."""
+    """Drop a model's own temperature, cuts and penalties, which a replay would not apply."""
     from transformers import GenerationConfig
 
     if getattr(model, "generation_config", None) is None:

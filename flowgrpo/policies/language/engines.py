@@ -1,8 +1,10 @@
-"""What draws a language model's completions in place of the model that is trained.
+"""Engines: samplers of completions in place of the trained model.
 
-An engine has `sync(policy)`, which takes over its present weights, `sample(asked, decoding, generators, greedy)`, which
-is that of `CausalLM` (tokens and the engine's own log-probabilities of them), `together`, how many rows it is given at
-once (None: all), and `evaluations`, the tokens that went through it.
+An engine has
+`sync(policy)`: take over its present weights;
+`sample(asked, decoding, generators, greedy)`: that of `CausalLM`, tokens and the engine's own log-probabilities;
+`together`: the number of rows per call (None: all);
+`evaluations`: the number of processed tokens.
 """
 
 from __future__ import annotations
@@ -26,16 +28,19 @@ from flowgrpo.samplers.text.decoding import Decoding
 from flowgrpo.samplers.text.records import Asked, Sampled
 from flowgrpo.starter import FOLDERS
 
-RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM holds room for
+RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # supported by vLLM
 
 
 def wanted(config: Config) -> bool:
-    """Whether completions are drawn by another program, or in another precision, than is trained."""
+    """True if completions are drawn by another program, or in another precision, than is trained."""
     return config.text.engine == "vllm" or config.text.engine_precision not in (None, config.precision)
 
 
 def make(config: Config, policy: CausalLM, processes: int = 1) -> Any:
-    """The engine of a configuration. UserError where it cannot draw for this policy, and where vLLM is not there."""
+    """Create the engine of a configuration.
+
+    Raises UserError if it cannot sample for this policy, or if vLLM is missing.
+    """
     if policy.process != "tokens":
         raise UserError("text.engine and text.engine_precision: are for models that write one token after the other; "
                         "leave them out for a masked language model")
@@ -45,7 +50,7 @@ def make(config: Config, policy: CausalLM, processes: int = 1) -> Any:
 
 
 class Copy:
-    """`generate` of a copy of the model in another precision, which is drawn from without what training needs."""
+    """`generate` of a copy of the model in another precision, without the state of training."""
 
     def __init__(self, policy: CausalLM, precision: str, together: int):
         self.together, self.own = together, copy.deepcopy(policy)
@@ -62,16 +67,16 @@ class Copy:
 
     def sample(self, asked: Asked, decoding: Decoding, generators: Sequence[torch.Generator], greedy: Tensor
                ) -> Sampled:
-        """As of `CausalLM`, with the copy's log-probabilities."""
+        """As in `CausalLM`, with the copy's log-probabilities."""
         return self.own.sample(asked, decoding, generators, greedy)
 
 
 class VLLM:
-    """vLLM (0.10.2 or later) in this process, on the device of the training, asleep while it trains.
+    """vLLM (0.10.2 or later) in this process, on the device of the training, asleep during training.
 
-    The LoRA goes to it as a folder per epoch. Its log-probabilities are those of the distribution that it draws from,
+    It reads the LoRA from a folder per epoch. Its log-probabilities are those of the distribution that it draws from,
     after temperature and cuts. Written after its documentation: it has not been run with this program.
-    UserError for what it cannot draw for: pictures, all weights, a DoRA, several processes.
+    Raises UserError for unsupported settings: images, all weights, a DoRA, several processes.
     """
 
     together = None
@@ -90,7 +95,7 @@ class VLLM:
         self.llm.sleep(level=1)
 
     def sync(self, policy: CausalLM) -> None:
-        """Write the LoRA and have every later request use it: under a new number, since vLLM keeps what it has read."""
+        """Write the LoRA and use it in every later request, under a new number, since vLLM caches by number."""
         from vllm.lora.request import LoRARequest
 
         self.number += 1
@@ -101,7 +106,7 @@ class VLLM:
 
     def sample(self, asked: Asked, decoding: Decoding, generators: Sequence[torch.Generator], greedy: Tensor
                ) -> Sampled:
-        """As of `CausalLM`, with vLLM's tokens and log-probabilities; a row is drawn from its generator's seed."""
+        """As in `CausalLM`, with vLLM's tokens and log-probabilities; a row is drawn from its generator's seed."""
         prompts = [{"prompt_token_ids": ids.tolist()} for ids in asked.ids]
         settings = [self._settings(decoding, generator.initial_seed(), bool(first))
                     for generator, first in zip(generators, greedy)]
@@ -115,7 +120,8 @@ class VLLM:
         return packed(self.policy, rows)
 
     def _settings(self, decoding: Decoding, seed: int, greedy: bool) -> Any:
-        """temperature 0 is greedy there; the log-probability is that of the drawn token alone."""
+        """Return vLLM's sampling parameters: temperature 0 is greedy; log-probabilities are those of drawn tokens
+        only."""
         return self.vllm.SamplingParams(
             temperature=0.0 if greedy else decoding.temperature, top_p=decoding.top_p, top_k=decoding.top_k or -1,
             min_p=decoding.min_p, seed=seed % 2**63, max_tokens=self.policy.text.max_tokens, logprobs=0,
@@ -137,7 +143,7 @@ def _require(config: Config, policy: CausalLM, processes: int) -> None:
 
 
 def drawn(made: Sequence[Any]) -> list[tuple[list[int], list[float]]]:
-    """The tokens of vLLM's requests, the end included, and their log-probabilities."""
+    """Return the tokens of vLLM's requests, the end included, and their log-probabilities."""
     found = []
     for request in made:
         [own] = request.outputs
@@ -146,8 +152,8 @@ def drawn(made: Sequence[Any]) -> list[tuple[list[int], list[float]]]:
 
 
 def packed(policy: CausalLM, rows: Sequence[tuple[Sequence[int], Sequence[float]]]) -> Sampled:
-    """Completions of an engine, tokens and their log-probabilities each, as the policy has them; what follows an end
-    is dropped."""
+    """Return an engine's completions, (tokens, log-probabilities) each, as the policy's `Sampled`; tokens behind an end
+    are dropped."""
     most = policy.text.max_tokens
     ids = torch.full((len(rows), most), policy.padding)
     logp, mask = torch.zeros(ids.shape), torch.zeros(ids.shape, dtype=torch.bool)

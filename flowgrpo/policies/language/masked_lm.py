@@ -1,7 +1,7 @@
-"""A masked language model as a policy: prompts to answers that are unmasked step by step, with every token's score.
+"""A masked language model as a policy: answers are unmasked step by step, with every token's score.
 
 An answer begins as masks behind its prompt, and every step turns some into tokens (`decoding.Unmasking`). A token's
-log-probability is that in the state of its own step, so that a replay goes through the states of the recorded trace.
+log-probability is that in the state of its own step. So a replay evaluates the states of the recorded trace.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ from flowgrpo.samplers.text.gumbel_softmax import GumbelSoftmax, walk
 from flowgrpo.samplers.text.records import Asked, Sampled
 from flowgrpo.types import Completion, Scored, Traces, wide
 
-# Those of the Llama family and of Dream, of LLaDA (its `ff_out` is its head too), of BERT and of ModernBERT.
+# Names in the Llama family and Dream, LLaDA (its `ff_out` is its head too), BERT and ModernBERT.
 TARGETS = [*causal_lm.TARGETS, "attn_out", "ff_proj", "query", "key", "value", "dense", "Wqkv", "Wo", "Wi"]
-SHIFTED = ("dream",)  # families made from causal models, whose logits at a place are those of the next one
+SHIFTED = ("dream",)  # families derived from causal models: logits at a place are those of the next one
 
 
 @dataclass(frozen=True, eq=False)
 class SampledTrace(Sampled):
-    """`Sampled` with steps, int64 [B,L], at which each token was drawn; logp is what a replay gives, at the kernel's
+    """`Sampled` with steps, int64 [B,L], at which each token was drawn; logp is the replay's, at the kernel's
     `shrink`."""
 
     steps: Tensor
 
 
 class MaskedLM(CausalLM):
-    """A masked language model with trainable weights: what `CausalLM` is, but for samples and replays.
+    """A masked language model with trainable weights: `CausalLM` with other samples and replays.
 
-    Its forward takes token ids alone, without padding, since families read attention masks differently: prompts of one
-    length go through it together. unmasking: how answers are evaluated, at `text.eval_temperature`.
+    Its forward takes token ids alone, without padding, since families read attention masks differently. Prompts of one
+    length go through it together. unmasking: decoding of evaluation, at `text.eval_temperature`.
     """
 
     process = "masks"
@@ -63,14 +63,15 @@ class MaskedLM(CausalLM):
         self.unmasking, self.shift = unmasking, int(model.config.model_type.lower() in SHIFTED)
 
     def _count(self, _module, args, kwargs) -> None:
-        """Nothing: `_logits` counts, since a model with its own code may call its body past the hooks."""
+        """Do nothing: `_logits` counts, since a model with its own code may call its body without the hooks."""
 
     # --- samples -----------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def sample(self, asked: Asked, unmasking: Unmasking, generators: Sequence[torch.Generator], greedy: Tensor
                ) -> SampledTrace:
-        """An answer to each row, drawn from its own generator; greedy: bool [B], rows that take what is likeliest."""
+        """Sample an answer to each row from its own generator; greedy: bool [B], rows that take the most likely
+        tokens."""
         count, most = len(asked.ids), self.text.max_tokens
         draws, lots = uniforms(generators, 2 * most).to(self.device).split(most, 1)
         ids, greedy = torch.full((count, most), self.mask, device=self.device), greedy.to(self.device)
@@ -86,7 +87,7 @@ class MaskedLM(CausalLM):
 
     def _unmask(self, prompts: Tensor, unmasking: Unmasking, draws: Tensor, lots: Tensor, greedy: Tensor
                 ) -> tuple[Tensor, Tensor, Tensor]:
-        """ids, steps, log-probabilities [n,L] of answers to prompts [n,S]."""
+        """Return ids, steps and log-probabilities [n,L] of answers to prompts [n,S]."""
         ids = torch.full(draws.shape, self.mask, device=self.device)
         steps, logp = torch.zeros_like(ids), self._zeros(ids)
         for step, (first, end, count) in enumerate(unmasking.schedule(ids.shape[1])):
@@ -103,11 +104,11 @@ class MaskedLM(CausalLM):
         return ids, steps, logp
 
     def _zeros(self, ids: Tensor) -> Tensor:
-        """As many log-probabilities as ids."""
+        """Return zero log-probabilities, shaped as ids."""
         return torch.zeros(ids.shape, dtype=torch.promote_types(self.model.dtype, torch.float32), device=self.device)
 
     def generate(self, asked: Asked, generators: Sequence[torch.Generator], *_) -> list[str]:
-        """Answers as they are evaluated: at `text.eval_temperature`, without cuts."""
+        """Return answers for evaluation: at `text.eval_temperature`, without cuts."""
         warm, own = self.text.eval_temperature, self.unmasking
         greedy = torch.full((len(asked.ids),), not warm)
         plain = Unmasking(warm or 1.0, per_step=own.per_step, block=own.block, order=own.order)
@@ -117,12 +118,12 @@ class MaskedLM(CausalLM):
 
     def log_probs(self, asked: Asked, prompts: Tensor, ids: Tensor, mask: Tensor, unmasking: Unmasking, steps: Tensor,
                   together: int, entropy: bool = False) -> Scored:
-        """The score [b,L] of traces (ids, steps [b,L]) of the prompts [b] (places in `asked`), 0 where mask is false,
-        with gradients where they are enabled; with the entropies where they are asked for.
+        """Return the score [b,L] of traces (ids, steps [b,L]) of the prompts [b] (indices in `asked`), 0 where mask is
+        false.
 
-        A state has the tokens of earlier evaluations and masks for the others; only states with a token that counts go
-        through the model, `together` at once. Where they are more, those before are computed again in the backward
-        pass, so that no more activations are ever held.
+        It has gradients where they are enabled, and with `entropy` the entropies. A state has the tokens of earlier
+        evaluations and masks for the others. Only states with a counted token are evaluated, `together` at once. Beyond
+        that number, earlier states are recomputed in the backward pass, so no more activations are held.
         """
         tokens = self._in_states(partial(self._score, entropy=entropy), asked, prompts, ids, mask, unmasking, steps,
                                  together)
@@ -139,8 +140,8 @@ class MaskedLM(CausalLM):
 
     def _in_states(self, evaluate: Callable[..., Tensor], asked: Asked, prompts: Tensor, ids: Tensor, mask: Tensor,
                    unmasking: Unmasking, steps: Tensor, together: int) -> Tensor:
-        """What `evaluate`, called as `_score`, makes of the k tokens where mask is true, each in its own state:
-        [k,...], row by row."""
+        """Return `evaluate`, called as `_score`, of the k tokens where mask is true, each in its own state: [k,...],
+        row by row."""
         ids, mask = ids.to(self.device), mask.to(self.device)
         turns, where = unmasking.scorings(steps.to(self.device), ids.shape[1]), mask.nonzero()
         states, of = torch.stack([where[:, 0], turns[mask]], 1).unique(dim=0, return_inverse=True)
@@ -159,7 +160,7 @@ class MaskedLM(CausalLM):
 
     def _score(self, prompts: Tensor, answers: Tensor, row: Tensor, place: Tensor, ids: Tensor, unmasking: Unmasking,
                entropy: bool) -> Tensor:
-        """`score` of the tokens ids [k] at the places [k] of the rows [k] of answers [n,L] to prompts [n,S]."""
+        """Return `score` of the tokens ids [k] at the places [k] of the rows [k] of answers [n,L] to prompts [n,S]."""
         with self._arithmetic():
             return score(self._logits(prompts, answers)[row, place], self._allowed, ids, unmasking, entropy=entropy)
 
@@ -167,7 +168,7 @@ class MaskedLM(CausalLM):
         return load_masked_lm(model, self.precision)
 
     def _hidden(self, prompts: Tensor, answers: Tensor, row: Tensor, place: Tensor, *_) -> Tensor:
-        """The last hidden states [k,H], float32 or wider, that `_score` has logits of."""
+        """Return the last hidden states [k,H], float32 or wider, that are the inputs of `_score`'s logits."""
         inputs = torch.cat([prompts, answers], 1)
         self.evaluations += inputs.numel()
         with self._arithmetic():
@@ -178,9 +179,11 @@ class MaskedLM(CausalLM):
 
     def relaxed(self, asked: Asked, prompts: Tensor, generators: Sequence[torch.Generator], unmasking: Unmasking,
                 part: GumbelSoftmax, base: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Answers [b,L,V], one-hot, of the prompts [b] (places in `asked`), and the KL [b] of their process to that of
-        the weights `base`, by name as in `weights.named`; both with gradients where they are enabled. generators: of
-        each row's noise."""
+        """Return answers [b,L,V], one-hot, of the prompts [b] (indices in `asked`), and the KL [b] of their process to
+        that of the weights `base`, by name as in `weights.named`.
+
+        Both have gradients where they are enabled. generators: of each row's noise.
+        """
         shape, groups, found = (self.text.max_tokens, self._table()[1].shape[0]), self._by_length(asked, prompts), []
         lots = uniforms(generators, shape[0]).to(self.device, torch.promote_types(self.model.dtype, torch.float32))
         gumbels = torch.stack([-torch.empty(shape).exponential_(generator=each).log() for each in generators])
@@ -195,8 +198,10 @@ class MaskedLM(CausalLM):
         return answers, kl
 
     def _of_weights(self, prompts: Tensor, base: dict[str, Tensor] | None, x: Tensor) -> Tensor:
-        """The logits [n,L,V] behind prompts [n,S] of answers as weights of tokens x [n,L,V]: of the present weights, or
-        of `base`."""
+        """Return the logits [n,L,V] behind prompts [n,S] of answers as weights of tokens x [n,L,V].
+
+        They are those of the present weights, or of `base`.
+        """
         if self.checkpointing and torch.is_grad_enabled():
             return checkpoint(self._soft_logits, prompts, base, x, use_reentrant=False)
         return self._soft_logits(prompts, base, x)
@@ -213,45 +218,48 @@ class MaskedLM(CausalLM):
         return self._allowed(logits[:, prompts.shape[1] - self.shift:inputs.shape[1] - self.shift])
 
     def _table(self) -> tuple[str, Tensor]:
-        """The name and the weights [V,H] of the embedding."""
+        """Return the name and the weights [V,H] of the embedding."""
         table = self.model.get_input_embeddings().weight
         return next(key for key, each in self.model.named_parameters() if each is table), table
 
     def texts(self, ids: Tensor) -> list[Completion]:
-        """The texts of answers ids [b,L], each up to its first end."""
+        """Return the texts of answers ids [b,L], each up to its first end."""
         return self.written(ids, decided(ids, self.ends)[0])
 
     def vocabulary(self) -> list[str]:
-        """Every token as it is written, of as many as the model has; "" where the tokenizer has none."""
+        """Return the text of every token of the model's vocabulary; "" if the tokenizer has none."""
         known = {i: text for text, i in self.tokenizer.get_vocab().items()}
         return [known.get(i, "") for i in range(self._table()[1].shape[0])]
 
     # --- the model ---------------------------------------------------------------------------------------------------
 
     def _logits(self, prompts: Tensor, answers: Tensor) -> Tensor:
-        """What the model makes of answers [n,L] behind prompts [n,S]: [n,L,V], in its own precision."""
+        """Return the model's logits [n,L,V] of answers [n,L] behind prompts [n,S], in its own precision."""
         inputs = torch.cat([prompts, answers], 1)
         self.evaluations += inputs.numel()
         return self.model(input_ids=inputs).logits[:, prompts.shape[1] - self.shift:inputs.shape[1] - self.shift]
 
     def _allowed(self, logits: Tensor) -> Tensor:
-        """Logits without the mask, which is no answer."""
+        """Return logits without the mask token, which is not an answer."""
         return logits.index_fill(-1, torch.tensor([self.mask], device=logits.device), -torch.inf)
 
     def _together(self, asked: Asked, rows: Tensor) -> Tensor:
-        """The prompts `rows` [n], which are of one length: [n,S]."""
+        """Return the prompts `rows` [n], all of one length: [n,S]."""
         return torch.stack([asked.ids[i] for i in rows.tolist()]).to(self.device)
 
     @staticmethod
     def _by_length(asked: Asked, prompts: Tensor) -> list[Tensor]:
-        """The places in `prompts` (int64 [n]) by their prompts' lengths."""
+        """Return the indices in `prompts` (int64 [n]), grouped by their prompts' lengths."""
         lengths = torch.tensor([len(asked.ids[i]) for i in prompts.tolist()])
         return [(lengths == length).nonzero()[:, 0] for length in lengths.unique().tolist()]
 
 
 def load_masked_lm(model: str, precision: str = "fp32", trust_remote_code: bool = False):
-    """Load (model, tokenizer) from a directory or a hub id: a masked LM of transformers, or one that brings its code,
-    where that is allowed. UserError where it does not load."""
+    """Load (model, tokenizer) from a directory or a hub id: a masked LM of transformers, or one with custom code, if
+    allowed.
+
+    Raises UserError if it does not load.
+    """
     from transformers import AutoConfig, AutoModel, AutoModelForMaskedLM, AutoTokenizer
     from transformers.utils import logging
 
@@ -263,7 +271,7 @@ def load_masked_lm(model: str, precision: str = "fp32", trust_remote_code: bool 
             return ((AutoModelForMaskedLM if stock else AutoModel).from_pretrained(
                         model, dtype=DTYPES[precision], trust_remote_code=trust_remote_code),
                     AutoTokenizer.from_pretrained(model, trust_remote_code=trust_remote_code))
-    except Exception as error:  # whatever stands in a stranger's files
+    except Exception as error:  # third-party model files can raise anything
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UserError(f"cannot load the masked language model {model!r} ({first}): expected a directory with a "
                         "config.json and a tokenizer, or a hub id; one with its own code needs trust_remote_code: true"

@@ -1,4 +1,4 @@
-"""Other models that stand in the place of a language policy's own, frozen, to score its samples."""
+"""Teachers: other frozen models in place of a language policy's own, to score its samples."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flowgrpo.errors import UserError
 
 
 class Teachers:
-    """The teachers of a policy by their name, a directory or a hub id, each loaded when it is first asked for.
+    """Teachers of a policy by name, a directory or a hub id, each loaded at its first use.
 
     policy: a `CausalLM`, whose `another(name)` loads a model of its kind, with its tokenizer.
     """
@@ -22,7 +22,10 @@ class Teachers:
 
     @contextlib.contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        """Inside, the teacher is the policy's model. UserError where it does not load or has another tokenizer."""
+        """Context manager: the teacher is the policy's model.
+
+        Raises UserError if it does not load or has another tokenizer.
+        """
         own = self._state()
         self._set(*self.known.get(name) or (self._loaded(name), None, None))
         try:
@@ -33,7 +36,7 @@ class Teachers:
             self._set(*own)
 
     def _state(self) -> tuple:
-        """The model, and what was found out about it by trial."""
+        """Return the model, and the results of its trials."""
         return self.policy.model, self.policy._head_alone, self.policy._shares
 
     def _set(self, model: Any, head_alone: bool | None, shares: bool | None) -> None:

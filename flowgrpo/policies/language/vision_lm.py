@@ -1,7 +1,7 @@
-"""A language model that reads images, as a policy: `causal_lm`, whose prompts may bring a picture each.
+"""A language model that reads images, as a policy: `causal_lm` with an optional image per prompt.
 
-The processor makes tokens and pixels of a prompt through its chat template. Prompts with and without a picture may
-stand in one batch.
+The processor makes tokens and pixels of a prompt through its chat template. Prompts with and without an image may be in
+one batch.
 """
 
 from __future__ import annotations
@@ -22,20 +22,23 @@ from flowgrpo.samplers.text.decoding import Decoding
 from flowgrpo.samplers.text.records import Asked
 from flowgrpo.types import Scored
 
-# Under which names a model's configuration says what stands in a prompt for an image, a video or a sound.
+# Configuration keys of the placeholder tokens of an image, a video or a sound.
 PLACEHOLDERS = ("image_token_id", "image_token_index", "video_token_id", "video_token_index", "audio_token_id")
 
 
 @dataclass(frozen=True, eq=False)
 class Shown(Asked):
-    """Prompts with their pictures, as the processor names what the model reads: by_token: values [S,...] of each token;
-    pictures: the others, a first dimension of any length, and nothing where a prompt brings no picture."""
+    """Prompts with their images, by the processor's names of the model's inputs.
+
+    by_token: values [S,...] of each token.
+    pictures: the others, with a first dimension of any length; empty for a prompt without an image.
+    """
 
     by_token: list[dict[str, Tensor]]
     pictures: list[dict[str, Tensor]]
 
     def rows(self, index: Tensor) -> Shown:
-        """The rows `index` (int64 [B]); a row may be taken several times."""
+        """Return the rows `index` (int64 [B]); a row may be taken several times."""
         return Shown(*([each[i] for i in index.tolist()] for each in
                        (self.prompts, self.ids, self.by_token, self.pictures)))
 
@@ -54,9 +57,9 @@ class Permitted:
 class VisionLM(CausalLM):
     """A transformers model of images and text to text, with trainable weights; its arguments are those of `CausalLM`.
 
-    processor: in place of a tokenizer. Unless `adapter.targets` names others, the language model's layers alone are
-    trained by a LoRA, not those that read images. No completion holds a token that stands for an image: such a token is
-    barred in the rollout and in the replay alike.
+    processor: in place of a tokenizer. Unless `adapter.targets` names others, a LoRA trains only the language model's
+    layers, not those that read images. No completion holds an image placeholder token: it is barred in the rollout and
+    in the replay.
     """
 
     def __init__(self, model, processor, adapter: Adapter | None, text: Text, **options: Any):
@@ -69,17 +72,17 @@ class VisionLM(CausalLM):
         self.placeholders = sorted({found for name in PLACEHOLDERS
                                     if isinstance(found := getattr(model.config, name, None), int)})
         model.generation_config.suppress_tokens = self.placeholders or None
-        self._tried = False  # whether `shares` has seen a picture
+        self._tried = False  # `shares` has seen an image
 
     # --- prompts -----------------------------------------------------------------------------------------------------
 
     def encode(self, prompts: list[str], negatives: Sequence[str] = (), images: Sequence[Any] = ()) -> Shown:
-        """The tokens of the prompts, and what the model reads of their images: a picture or its file each, or None."""
+        """Return the tokens of the prompts and the model's image inputs; images: an image or its file each, or None."""
         rows = [self._read(*row) for row in zip(prompts, images or [None] * len(prompts), strict=True)]
         return Shown(list(prompts), *map(list, zip(*rows)))
 
     def _read(self, prompt: str, image: Any) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
-        """A prompt's ids [S], its values by token, and those of its picture."""
+        """Return a prompt's ids [S], its values by token, and those of its image."""
         if self.text.template is False or not self.processor.chat_template:
             if image is not None:
                 raise UserError("a prompt brings an image, which needs the processor's chat template: leave "
@@ -91,18 +94,18 @@ class VisionLM(CausalLM):
         return ids, by_token, {name: value for name, value in found.items() if name not in by_token}
 
     def _stand_in(self, ids: Tensor) -> Tensor:
-        """Which of the ids are placeholders, bool."""
+        """Return the mask of placeholder ids, bool."""
         return torch.isin(ids, torch.tensor(self.placeholders, dtype=torch.int64))
 
     def _templated(self, prompt: str, image: Any) -> dict[str, Tensor]:
         said = [{"type": "image", "image": _opened(image)}] if image is not None else []
         turns = [{"role": "user", "content": [*said, {"type": "text", "text": prompt}]}]
-        if self.text.system:  # a list, as of the prompt: not every template takes a text
+        if self.text.system:  # a list, as for the prompt: not every template takes a text
             turns.insert(0, {"role": "system", "content": [{"type": "text", "text": self.text.system}]})
         try:
             found = self.processor.apply_chat_template(turns, add_generation_prompt=True, tokenize=True,
                                                        return_dict=True, return_tensors="pt")
-        except Exception as error:  # whatever a template or a processor stumbles over
+        except Exception as error:  # a template or a processor can raise anything
             raise UserError(f"{type(self.processor).__name__} cannot read the prompt {prompt!r} "
                             f"({' '.join(str(error).split())[:200]})") from error
         return {name: value for name, value in found.items() if torch.is_tensor(value) and name != "attention_mask"}
@@ -119,12 +122,12 @@ class VisionLM(CausalLM):
 
     def log_probs(self, asked: Shown, prompts: Tensor, ids: Tensor, mask: Tensor, decoding: Decoding,
                   entropy: bool = False) -> Scored:
-        """As of `CausalLM`, of the tokens that stand for no image."""
+        """As in `CausalLM`, of the tokens that are no image placeholders."""
         barred = torch.tensor(self.placeholders, dtype=torch.int64, device=self.device)
         return super().log_probs(asked, prompts, ids, mask, Permitted(decoding, barred), entropy)
 
     def _positions(self, asked: Shown, inputs: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-        """Where a family gives an image's tokens positions of rows and columns (M-RoPE, 2409.12191), [3,P,S]."""
+        """Return positions [3,P,S] for a family whose image tokens have rows and columns (M-RoPE, 2409.12191)."""
         index = getattr(self.model.base_model, "get_rope_index", None)
         if index is None:
             return super()._positions(asked, inputs, mask)
@@ -133,8 +136,8 @@ class VisionLM(CausalLM):
 
     @torch.no_grad()
     def shares(self, asked: Shown) -> bool:
-        """As of `CausalLM`; tried with the longest prompt, once more when the first picture comes: it may be what
-        cannot be shared."""
+        """As in `CausalLM`; tried with the longest prompt, and once more with the first image, which may not be
+        shareable."""
         seen = any(asked.pictures)
         if self._shares is None or seen and not self._tried:
             hardest = max(range(len(asked.ids)), key=lambda i: (bool(asked.pictures[i]), len(asked.ids[i])))
@@ -157,7 +160,7 @@ def _opened(image: Any) -> Any:
 
 
 def _by_token(asked: Shown, length: int, before: bool, device: torch.device) -> dict[str, Tensor]:
-    """The values of tokens [B,length,...], padded with 0 as the tokens are; 0 too for completions."""
+    """Return the values of tokens [B,length,...], padded with 0 as the tokens are; 0 too for completions."""
     made = {}
     for name, like in {name: value for row in asked.by_token for name, value in row.items()}.items():
         rows = []
@@ -169,7 +172,7 @@ def _by_token(asked: Shown, length: int, before: bool, device: torch.device) -> 
 
 
 def _pictures(asked: Shown, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
-    """What the pictures bring, one behind the other; further dimensions are padded with 0, as processors do it."""
+    """Return the image inputs, concatenated; further dimensions are padded with 0, as processors do it."""
     made = {}
     for name in sorted({name for row in asked.pictures for name in row}):
         values = [row[name] for row in asked.pictures if name in row]
@@ -182,8 +185,10 @@ def _pictures(asked: Shown, device: torch.device, dtype: torch.dtype) -> dict[st
 
 
 def _language_layers(model) -> list[str]:
-    """The names of the layers of the language model that get an adapter; where it has no part of its own, their last
-    names alone."""
+    """Return the names of the language model's layers that get an adapter.
+
+    If it is not a separate module, these are their last names alone.
+    """
     decoder = model.get_decoder()
     root = next(name for name, module in model.named_modules() if module is decoder)
     found = [f"{root}.{name}" for name, module in decoder.named_modules()

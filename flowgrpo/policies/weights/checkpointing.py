@@ -1,8 +1,7 @@
-"""Gradient checkpointing: forwards of blocks, whole denoisers or layers of language models are computed again in the
-backward.
+"""Gradient checkpointing: recompute blocks, whole denoisers or layers of language models in the backward pass.
 
-For language models transformers does this in training mode alone, which would turn dropout on, so that a replay would
-not be the rollout.
+For language models transformers does this in training mode only. That would turn dropout on, and a replay would differ
+from the rollout.
 """
 
 from __future__ import annotations
@@ -20,17 +19,19 @@ from flowgrpo.errors import UserError
 from flowgrpo.policies.weights.compiled import blocks
 
 Context = Callable[[], contextlib.AbstractContextManager]
-# Classes whose own checkpointing computes something else: Chroma's leaves the attention mask out.
+# Classes whose own checkpointing computes other values: Chroma's omits the attention mask.
 WRONG = {"ChromaTransformer2DModel"}
 
 
 def checkpoint_blocks(module: torch.nn.Module, context: Context, compiled: bool = False) -> None:
-    """Have a denoiser or an autoencoder compute its blocks again in the backward, inside of `context()`, which has to
-    give what its forward runs in: those that diffusers does, and where it cannot, the entries of the module lists.
+    """Checkpoint the blocks of a denoiser or an autoencoder: recompute them in the backward pass, inside `context()`.
 
-    UserError for a module without either, and for the latter where blocks are to be compiled."""
+    `context()` must restore the state of the forward pass. The blocks are those that diffusers checkpoints, or else the
+    entries of the module lists.
+    Raises UserError for a module without either, and for the latter if blocks are to be compiled.
+    """
     if getattr(module, "_supports_gradient_checkpointing", False) and type(module).__name__ not in WRONG:
-        # By its call, not its forward: a compiled block runs compiled, and one that is shared out is collected.
+        # By its call, not its forward: a compiled block runs compiled, and a sharded one is collected.
         module.enable_gradient_checkpointing(lambda block, *args: _again(block.__call__, context, block)(*args))
         return
     found, told = blocks(module), f"train.checkpointing is true, but {type(module).__name__}"
@@ -44,8 +45,10 @@ def checkpoint_blocks(module: torch.nn.Module, context: Context, compiled: bool 
 
 @contextlib.contextmanager
 def recomputed(modules: Iterable[torch.nn.Module], context: Context) -> Iterator[None]:
-    """Inside, a forward of these modules holds nothing for the backward but its arguments, and is computed again there,
-    inside of `context()`, which has to give what holds here (the same attention kernel)."""
+    """Context manager: a forward of these modules stores only its arguments and is recomputed in the backward pass.
+
+    The recomputation runs inside `context()`, which must restore the present state (the same attention kernel).
+    """
     kept = {module: vars(module).get("forward") for module in modules}
     for module in kept:
         module.forward = _again(module.forward, context)
@@ -59,19 +62,19 @@ def recomputed(modules: Iterable[torch.nn.Module], context: Context) -> Iterator
 
 
 def _again(forward: Callable, context: Context, block: torch.nn.Module | None = None) -> Callable:
-    """`forward` of the block, checkpointed where gradients are recorded."""
+    """Return `forward` of the block, checkpointed where gradients are recorded."""
     def answer(*args, **kwargs):
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        # Some pipelines (PAG) change attention processors for the time of their call, which ends before the backward.
+        # Some pipelines (PAG) change attention processors during their call, which ends before the backward pass.
         processors = {each: each.processor for each in (block.modules() if block else ()) if "processor" in vars(each)}
 
-        def run(*values):  # by place: what is held is seen by hooks, which measure the memory
+        def run(*values):  # by position: hooks that measure the memory see the stored values
             return forward(*values[:len(args)], **dict(zip(kwargs, values[len(args):], strict=True)))
 
         return checkpoint(run, *args, *kwargs.values(), use_reentrant=False, preserve_rng_state=False,
                           context_fn=lambda: (contextlib.nullcontext(), _as_then(processors, context)))
-    answer.__signature__ = inspect.signature(forward)  # some pipelines look whether an argument is there
+    answer.__signature__ = inspect.signature(forward)  # some pipelines test for an argument
     return answer
 
 
@@ -89,12 +92,14 @@ def _as_then(processors: dict[torch.nn.Module, Any], context: Context) -> Iterat
 
 
 def recompute(model: torch.nn.Module) -> None:
-    """Hold of every layer only what goes into it, where gradients are enabled. The model is called without a cache
-    then. UserError for one whose layers transformers does not know."""
+    """Store only the input of every layer where gradients are enabled; the model is then called without a cache.
+
+    Raises UserError for a model whose layers transformers does not know.
+    """
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     inside: set[torch.nn.Module] = set()
-    for layer in model.modules():  # those around others come first
+    for layer in model.modules():  # outer layers come first
         if isinstance(layer, GradientCheckpointingLayer) and layer not in inside:
             inside |= {*layer.modules()}
             layer.forward = partial(_layer_again, layer.forward)

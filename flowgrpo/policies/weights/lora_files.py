@@ -1,4 +1,4 @@
-"""Files of a LoRA: what stock diffusers loads, or where it has no loader for a denoiser, peft's own format."""
+"""LoRA files: the format that stock diffusers loads, or peft's own format if it has no loader for a denoiser."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ PIPELINE, EXPERT, PEFT = "load_lora_weights", "load_lora_weights(load_into_trans
 
 
 def loader(pipe, name: str) -> str:
-    """What loads a LoRA of the denoiser or text encoder `name` of a stock pipeline: PIPELINE, EXPERT (Wan 2.2) or
-    PEFT."""
+    """Return the loader of a LoRA of the denoiser or text encoder `name` of a stock pipeline: PIPELINE, EXPERT (Wan
+    2.2) or PEFT."""
     writes = inspect.signature(getattr(pipe, "save_lora_weights", lambda: None)).parameters
     if not name.startswith("text_encoder") and not hasattr(getattr(pipe, name), "load_lora_adapter"):
         return PEFT
@@ -29,7 +29,7 @@ def loader(pipe, name: str) -> str:
 
 
 def add_adapter(module: torch.nn.Module, config, name: str) -> None:
-    """Add an adapter to a module, whether or not its class knows of adapters."""
+    """Add an adapter to a module, also if its class does not support adapters."""
     from peft import inject_adapter_in_model
 
     if hasattr(module, "add_adapter"):
@@ -39,9 +39,10 @@ def add_adapter(module: torch.nn.Module, config, name: str) -> None:
 
 
 def load_lora(pipe, modules: dict[str, torch.nn.Module], folder: Path, adapter: str = "default") -> list[str]:
-    """Load the LoRA that `Weights.save` wrote into a stock pipeline. Returns what loaded it; nothing where none is.
+    """Load the LoRA that `Weights.save` wrote into a stock pipeline; return the loaders used, none without a LoRA.
 
-    modules: those of the pipeline that may have one, by name."""
+    modules: those of the pipeline that may have one, by name.
+    """
     used = []
     if (folder / LORA_FILE).is_file():
         pipe.load_lora_weights(folder, weight_name=LORA_FILE, adapter_name=adapter)
@@ -58,7 +59,7 @@ def load_lora(pipe, modules: dict[str, torch.nn.Module], folder: Path, adapter: 
 
 
 def save_stock(pipe, folder: Path, modules: dict[str, str]) -> None:
-    """As `load_lora_weights` reads it; modules: the name by the one under which it is written."""
+    """Write the format of `load_lora_weights`; modules: the component name by the name in the file."""
     from peft.utils import get_peft_model_state_dict
 
     arguments: dict[str, Any] = {}
@@ -70,7 +71,7 @@ def save_stock(pipe, folder: Path, modules: dict[str, str]) -> None:
 
 
 def save_peft(module: torch.nn.Module, folder: Path) -> None:
-    """As `inject_adapter_in_model` and `set_peft_model_state_dict` read it."""
+    """Write the format of `inject_adapter_in_model` and `set_peft_model_state_dict`."""
     from peft.utils import get_peft_model_state_dict
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -80,7 +81,7 @@ def save_peft(module: torch.nn.Module, folder: Path) -> None:
 
 
 def merge(module: torch.nn.Module) -> None:
-    """Add a module's LoRA to its weights and forget it; a module without one stays as it is."""
+    """Merge a module's LoRA into its weights and remove it; a module without one is unchanged."""
     from peft.tuners.lora import LoraLayer
 
     for layer in [each for each in module.modules() if isinstance(each, LoraLayer)]:
@@ -89,11 +90,11 @@ def merge(module: torch.nn.Module) -> None:
 
 
 def take_off(module: torch.nn.Module) -> None:
-    """Forget a module's LoRA, whatever added it; a module without one stays as it is."""
+    """Remove a module's LoRA, whatever added it; a module without one is unchanged."""
     from diffusers.utils import recurse_remove_peft_layers
 
     recurse_remove_peft_layers(module)
-    if hasattr(module, "peft_config"):  # else the module would be saved as an adapter
+    if hasattr(module, "peft_config"):  # otherwise the module would be saved as an adapter
         del module.peft_config
         module._hf_peft_config_loaded = False
 

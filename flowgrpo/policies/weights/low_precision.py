@@ -1,7 +1,7 @@
-"""A denoiser in low precision for a while: weight-only forms by torchao, for samples that are only looked at.
+"""Temporary low precision of a denoiser: weight-only quantisation by torchao, for preview samples.
 
-The linear layers hold quantised copies of their weights and compute in the precision of their inputs. A LoRA is no part
-of the copy: it is added in full precision, as it stands. Layers of other kinds stay as they are.
+The linear layers hold quantised copies of their weights and compute in the precision of their inputs. A LoRA is not
+part of the copy: it is added in full precision. Layers of other kinds are unchanged.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import torch
 
 from flowgrpo.errors import UserError
 
-NVFP4_UNIT = 16  # of a weight whose sides are no multiples of it, torchao makes no NVFP4
+NVFP4_UNIT = 16  # torchao requires both sides of an NVFP4 weight to be multiples of it
 
 
 def require_torchao(precision: str) -> None:
-    """UserError where a low precision is asked for and torchao is absent."""
+    """Raise UserError if a low precision is requested and torchao is missing."""
     if precision != "full" and importlib.util.find_spec("torchao") is None:
         raise UserError(f"previews in {precision} need torchao: pip install 'flowgrpo[torchao]', or set "
                         "parts: {preview: {precision: full}}")
@@ -27,11 +27,12 @@ def require_torchao(precision: str) -> None:
 
 @contextlib.contextmanager
 def quantised(policy, precision: str) -> Iterator[None]:
-    """Inside, the policy's denoisers have quantised weights, made from their present ones: "int8" (a scale per row of
-    the weight), "fp8" (e4m3, likewise) or "nvfp4" (e2m1 with a scale per 16 values); with "full" nothing happens.
+    """Context manager: the policy's denoisers use weights quantised from their present ones.
 
-    Behind it the very same weights are back, to the bit, and the copies are freed. Gradients are not recorded inside.
-    Linear layers whose sides NVFP4 cannot divide by 16 keep their precision.
+    precision: "int8" (a scale per row of the weight), "fp8" (e4m3, likewise) or "nvfp4" (e2m1 with a scale per 16
+    values); "full" changes nothing.
+    At exit the original weights are restored bit for bit, and the copies are freed. Gradients are not recorded inside.
+    Linear layers whose sides are not multiples of 16 keep their precision under NVFP4.
     """
     if precision == "full":
         yield
@@ -47,14 +48,14 @@ def quantised(policy, precision: str) -> Iterator[None]:
 
 
 def _layers(policy, precision: str) -> list[torch.nn.Linear]:
-    """The linear layers of the denoisers that have such a form, without those of a LoRA."""
+    """Return the linear layers of the denoisers that this precision can quantise, without those of a LoRA."""
     found = [layer for module in policy.denoisers.values() for name, layer in module.named_modules()
              if isinstance(layer, torch.nn.Linear) and "lora_" not in name]
     return [layer for layer in found if precision != "nvfp4" or not any(n % NVFP4_UNIT for n in layer.weight.shape)]
 
 
 def _quantised(weight: torch.nn.Parameter, precision: str) -> torch.nn.Parameter:
-    """A quantised copy of a weight [out, in]."""
+    """Return a quantised copy of a weight [out, in]."""
     from torchao.quantization import quantize_
 
     alone = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
@@ -64,7 +65,8 @@ def _quantised(weight: torch.nn.Parameter, precision: str) -> torch.nn.Parameter
 
 
 def _contiguous(_layer: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-    """torchao's NVFP4 multiplies no slice of a batch, such as the text's part of a joint attention."""
+    """Make inputs contiguous: torchao's NVFP4 cannot multiply a slice of a batch, such as the text part of a joint
+    attention."""
     return tuple(value.contiguous() for value in inputs)
 
 
@@ -75,5 +77,5 @@ def _config(precision: str) -> Any:
         return NVFP4WeightOnlyConfig()
     from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig
 
-    # The settings of torch's compiler belong to the whole process.
+    # The settings of torch's compiler are global to the process.
     return {"int8": Int8WeightOnlyConfig, "fp8": Float8WeightOnlyConfig}[precision](set_inductor_config=False)

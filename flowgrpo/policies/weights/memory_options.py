@@ -1,7 +1,7 @@
-"""Frozen parts in less memory: a quantised denoiser, text encoders that wait elsewhere, pictures decoded in parts.
+"""Memory options: a quantised denoiser, offloaded text encoders, images decoded in parts.
 
-The section `memory` of a recipe asks for them. The denoiser is quantised while it is read, so that it never stands in
-memory as a whole; a LoRA on it is in fp32 and its file the same as ever.
+The section `memory` of a recipe sets them. The denoiser is quantised while it is read, so it is never in memory as a
+whole. A LoRA on it is in fp32, and its file is the same as ever.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ PACKAGES = {"int8": "torchao", "nf4": "bitsandbytes"}
 
 
 def require_quantiser(weights: str) -> None:
-    """UserError where the package for such weights is absent."""
+    """Raise UserError if the package for such weights is missing."""
     if weights != "full":
         require_package(f"memory.weights is {weights!r}", PACKAGES[weights])
 
@@ -30,7 +30,7 @@ def require_package(told: str, package: str) -> None:
 
 
 def quantisation(names: Iterable[str], weights: str, dtype: torch.dtype) -> Any:
-    """What tells diffusers to quantise the components `names` while it reads them; None for full weights.
+    """Return diffusers' quantisation config for the components `names`; None for full weights.
 
     int8: a scale per row of a weight, by torchao. nf4: 4 bits of a normal distribution's quantiles with a scale per 64
     values (QLoRA, 2305.14314), by bitsandbytes, computed with in `dtype`.
@@ -42,7 +42,7 @@ def quantisation(names: Iterable[str], weights: str, dtype: torch.dtype) -> Any:
     if weights == "int8":
         from torchao.quantization import Int8WeightOnlyConfig
 
-        # The settings of torch's compiler belong to the whole process.
+        # The settings of torch's compiler are global to the process.
         form = TorchAoConfig(Int8WeightOnlyConfig(set_inductor_config=False))
     else:
         form = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype)
@@ -50,9 +50,9 @@ def quantisation(names: Iterable[str], weights: str, dtype: torch.dtype) -> Any:
 
 
 class Encoders:
-    """The text encoders of a pipeline, which wait on the device `away` unless a prompt is encoded; with None they stay.
+    """Text encoders of a pipeline, offloaded to the device `away` unless a prompt is encoded; with None they stay.
 
-    They come when a prompt is encoded and leave when something else is done, so that a row of prompts moves them once.
+    They come when a prompt is encoded and leave before other work, so a series of prompts moves them once.
     """
 
     def __init__(self, pipe: Any, device: torch.device, away: str | None, later: Iterable[str] = ()):
@@ -63,13 +63,13 @@ class Encoders:
                  and name not in later}
         self.modules = [part for name, part in named.items() if name.startswith("text_encoder")]
         if away is None and not later:
-            pipe.to(device)  # which knows what of quantised parts may be moved
+            pipe.to(device)  # it knows which quantised parts may be moved
         for part in named.values() if away is not None or later else ():
             if away is None or part not in self.modules:
                 part.to(device)
 
     def attend(self, pipe: Any) -> None:
-        """Have the stock pipeline's own calls bring the encoders for their prompts, and send them away behind that."""
+        """Make the stock pipeline's own calls bring the encoders for their prompts, and offload them afterwards."""
         encode = pipe.encode_prompt
 
         @functools.wraps(encode)
@@ -97,19 +97,21 @@ class Encoders:
 
 
 def decode_in_parts(pipe: Any, how: str) -> None:
-    """Have the pipeline decode picture by picture ("sliced"), or also tile by tile ("tiled"). UserError where its
-    autoencoder cannot."""
+    """Make the pipeline decode image by image ("sliced"), or also tile by tile ("tiled").
+
+    Raises UserError if its autoencoder cannot.
+    """
     if how == "whole":
         return
     vaes = [part for name, part in pipe.components.items() if isinstance(part, torch.nn.Module)
             and ("vae" in name or name == "vqgan")]
     for option in ["slicing"] + ["tiling"] * (how == "tiled"):
-        able = [vae for vae in vaes if hasattr(vae, f"use_{option}")]  # all have the method, which then raises
+        able = [vae for vae in vaes if hasattr(vae, f"use_{option}")]  # all have the method, but some raise in it
         if not able:
             raise UserError(f"memory.vae is {how!r}, but the autoencoder of {type(pipe).__name__} has no {option}: use "
                             f"{'whole' if option == 'slicing' else 'sliced'}")
         for vae in able:
             getattr(vae, f"enable_{option}")()
-            if type(vae).__name__ == "AutoencoderTiny":  # which takes its pictures for 8 times its latents
+            if type(vae).__name__ == "AutoencoderTiny":  # it assumes images 8 times the size of its latents
                 factor = vae.config.upsampling_scaling_factor ** (len(vae.config.num_decoder_blocks) - 1)
                 vae.spatial_scale_factor, vae.tile_latent_min_size = factor, vae.tile_sample_min_size // factor

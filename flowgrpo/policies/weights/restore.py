@@ -1,4 +1,4 @@
-"""A model that a person has loaded and handed to a run."""
+"""Restore a loaded model that the user passed to a failed run."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from flowgrpo.policies.weights.trainable import lora_layers
 
 @contextlib.contextmanager
 def as_before(loaded: Any) -> Iterator[None]:
-    """Inside, a run works on a pipeline or a tuple of a language model and its reader, None for one of the run's own.
+    """Context manager: restore a pipeline, or a tuple of a language model and its reader, if the run fails.
 
-    Where it fails, the LoRA, the hooks and the forwards that it added are taken off, so that another run can have the
-    model. What it trained is in its checkpoints; of all weights (adapter.rank 0) the trained ones stay.
+    None: the run loaded the model itself. At failure the added LoRA, hooks and forwards are removed, so another run can
+    use the model. The trained weights are in the run's checkpoints; with adapter.rank 0 the trained ones stay.
     """
     found = () if loaded is None else loaded if isinstance(loaded, tuple) else loaded.components.values()
     parts = [part for part in found if isinstance(part, torch.nn.Module)]

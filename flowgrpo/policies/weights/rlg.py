@@ -1,9 +1,9 @@
-"""Guidance by what tuning changed (RLG, 2508.21016): denoisers that answer base + weight * (tuned - base).
+"""Reward-guided sampling (RLG, 2508.21016): denoisers that return base + weight * (tuned - base).
 
-The blend is made where a pipeline calls its denoiser, so that every pipeline, with its own guidance, loop and scheduler
-or ours, is blended alike. Classifier-free guidance is linear in the denoiser's outputs: blended outputs, guided, are
-the blend of the guided outputs of base and tuned model at one scale. A guidance that is not linear, such as one that
-rescales its result to the norm of the conditional output, guides the blended model instead.
+The blend is made where a pipeline calls its denoiser. So every pipeline is blended alike, with its own guidance, loop
+and scheduler or ours. Classifier-free guidance is linear in the denoiser's outputs: guided blended outputs are the
+blend of the guided outputs of base and tuned model at one scale. A non-linear guidance, such as one that rescales its
+result to the norm of the conditional output, guides the blended model instead.
 """
 
 from __future__ import annotations
@@ -24,11 +24,10 @@ Forward = Callable[..., Any]
 
 
 def blended(base: Any, tuned: Any, weight: float) -> Any:
-    """base + weight * (tuned - base) in the dtype of `tuned`, computed in float32 or wider; 0 and 1 give one of them to
-    the last bit.
+    """Return base + weight * (tuned - base) in the dtype of `tuned`, computed in float32 or wider.
 
-    Of tensors, and of tuples, lists and dicts (such as diffusers' output classes) that hold them; what is no tensor of
-    floats is the tuned one's.
+    Weights 0 and 1 return one of them bit for bit. Accepts tensors [...], and tuples, lists and dicts (such as
+    diffusers' output classes) that hold them; other values are those of `tuned`.
     """
     if torch.is_tensor(tuned) and tuned.is_floating_point():
         return torch.lerp(*wide(base, tuned), weight).to(tuned.dtype)
@@ -41,10 +40,10 @@ def blended(base: Any, tuned: Any, weight: float) -> Any:
 
 @contextlib.contextmanager
 def guided(bases: dict[torch.nn.Module, Forward], weight: float) -> Iterator[None]:
-    """Inside, the modules answer base + weight * (tuned - base).
+    """Context manager: the modules return base + weight * (tuned - base).
 
-    bases: by module, what gives the base's answer to the same arguments; its own forward is the tuned model's. A call
-    runs both, one after the other, and costs twice as much; at 1 and 0 it runs the one that is left, unchanged.
+    bases: by module, the function that returns the base's output for the same arguments; its own forward is the tuned
+    model's. A call runs both in turn, at twice the cost; at 1 and 0 it runs only one, unchanged.
     """
     kept = {module: vars(module).get("forward") for module in bases}
     for module, base in bases.items() if weight != 1 else ():
@@ -59,7 +58,7 @@ def guided(bases: dict[torch.nn.Module, Forward], weight: float) -> Iterator[Non
 
 
 def _blending(base: Forward, tuned: Forward, weight: float) -> Forward:
-    @functools.wraps(tuned)  # some pipelines look whether an argument is there
+    @functools.wraps(tuned)  # some pipelines test for an argument
     def answer(*args, **kwargs):
         first = base(*args, **kwargs)
         return first if weight == 0 else blended(first, tuned(*args, **kwargs), weight)
@@ -67,7 +66,7 @@ def _blending(base: Forward, tuned: Forward, weight: float) -> Forward:
 
 
 def inside(state: Callable[[], contextlib.AbstractContextManager], forward: Forward) -> Forward:
-    """The forward, run inside of `with state():`."""
+    """Return the forward, run inside `with state():`."""
     @functools.wraps(forward)
     def run(*args, **kwargs):
         with state():
@@ -77,15 +76,21 @@ def inside(state: Callable[[], contextlib.AbstractContextManager], forward: Forw
 
 @dataclass(frozen=True, eq=False)
 class Branches:
-    """A stock pipeline that holds tuned weights, beside its base: a LoRA that is switched off, or the modules `first`,
-    the denoisers that the pipeline had before it was tuned, by name."""
+    """Tuned stock pipeline and its base.
+
+    pipe: the pipeline with tuned weights.
+    first: the original denoisers, by name, if the base is not a LoRA switched off.
+    """
 
     pipe: Any
     first: dict[str, torch.nn.Module]
 
     def at(self, weight: float) -> contextlib.AbstractContextManager[None]:
-        """Inside, the pipeline draws with base + weight * (tuned - base); at 0 it is the base and at 1 the tuned model,
-        bit for bit, at the cost of one. UserError for another weight where a text encoder was tuned too."""
+        """Context manager: the pipeline draws with base + weight * (tuned - base).
+
+        At 0 it is the base and at 1 the tuned model, bit for bit, at the cost of one.
+        Raises UserError for another weight if a text encoder was tuned too.
+        """
         if weight == 0:
             return self._base()
         if weight != 1 and (others := [name for name in self._layers() if name not in self.first]):
@@ -94,7 +99,7 @@ class Branches:
         return guided(self._bases(), weight)
 
     def _layers(self) -> dict[str, list[torch.nn.Module]]:
-        """The LoRA layers of each of the pipeline's modules that has some."""
+        """Return the LoRA layers of each of the pipeline's modules that has any."""
         found = {name: list(lora_layers(part).values()) for name, part in self.pipe.components.items()
                  if isinstance(part, torch.nn.Module)}
         return {name: layers for name, layers in found.items() if layers}
@@ -106,7 +111,7 @@ class Branches:
             module = getattr(self.pipe, name)
             if module is not first:
                 bases[module] = first
-            elif name in layers:  # else tuning left it as it was
+            elif name in layers:  # otherwise tuning did not change it
                 bases[module] = inside(functools.partial(switched_off, layers[name]), module.forward)
         return bases
 

@@ -1,4 +1,4 @@
-"""The trainable weights of a policy: a LoRA or all of its denoisers, their reference, moving average and files."""
+"""Trainable weights of a policy: a LoRA or all of its denoisers, their reference, moving average and files."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from flowgrpo.storage import paths
 
 
 def lora_layers(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    """The layers of a module that have an adapter, by key."""
+    """Return the layers of a module that have an adapter, by key."""
     from peft.tuners.lora import LoraLayer
 
     return {key: layer for key, layer in module.named_modules() if isinstance(layer, LoraLayer)}
@@ -34,7 +34,7 @@ def lora_layers(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
 
 @contextlib.contextmanager
 def switched_off(layers: Collection[torch.nn.Module]) -> Iterator[None]:
-    """Inside, the layers are without their adapters."""
+    """Context manager: disable the adapters of the layers."""
     for layer in layers:
         layer.enable_adapters(False)
     try:
@@ -47,9 +47,9 @@ def switched_off(layers: Collection[torch.nn.Module]) -> Iterator[None]:
 class Weights:
     """Trainable parameters of a pipeline's modules, its denoisers or text encoders.
 
-    With `adapter.rank` >= 1 a LoRA by peft, in fp32, its A gaussian and its B zero, so that it starts as the base. With
-    rank 0 all of the modules' weights, in fp32. The first weights of what no adapter can switch off are kept on the CPU
-    as the reference.
+    With `adapter.rank` >= 1 a LoRA by peft, in fp32, its A gaussian and its B zero, so it starts as the base. With rank
+    0 all of the modules' weights, in fp32. The first weights of parameters that no adapter can switch off are kept on
+    the CPU as the reference.
     """
 
     def __init__(self, pipe, modules: dict[str, torch.nn.Module], adapter):
@@ -66,7 +66,7 @@ class Weights:
         if getattr(module, "peft_config", None):
             raise UserError(f"the {name} has an adapter already ({', '.join(module.peft_config)}): "
                             f"{self._way_off(name, module)}")
-        take_off(module)  # of an adapter that was deleted, peft's empty layers stay
+        take_off(module)  # peft leaves empty layers of a deleted adapter
         option = "encoder_targets" if name.startswith("text_encoder") else "targets"
         rank, targets = self.adapter.rank, getattr(self.adapter, option)
         found = sorted(key for key, m in module.named_modules() if isinstance(m, (torch.nn.Linear, torch.nn.Conv2d))
@@ -83,7 +83,7 @@ class Weights:
                 parameter.data = parameter.data.float()
 
     def _way_off(self, name: str, module: torch.nn.Module) -> str:
-        """How a person takes the adapters off a module."""
+        """Return the instruction for removing the adapters of a module."""
         if name in getattr(self.pipe, "_lora_loadable_modules", ()):
             return "pipe.unload_lora_weights() takes it off (and pipe.fuse_lora() before that keeps what it does)"
         way = "delete_adapters" if hasattr(module, "delete_adapters") else "delete_adapter"
@@ -91,7 +91,7 @@ class Weights:
         return f"{where}.{way}({[*module.peft_config][0]!r}) takes it off" if hasattr(module, way) else "load it anew"
 
     def add(self, name: str, module: torch.nn.Module) -> None:
-        """Train a module with the others that is none of the pipeline's: checkpoints hold it, `save` leaves it out."""
+        """Train an extra module that is not one of the pipeline's: checkpoints hold it, `save` leaves it out."""
         added = {f"{name}.{key}": parameter for key, parameter in module.named_parameters()}
         self.named |= added
         self._first |= {key: parameter.detach().cpu().clone() for key, parameter in added.items()}
@@ -101,13 +101,13 @@ class Weights:
 
     @contextlib.contextmanager
     def base(self) -> Iterator[None]:
-        """Inside, the modules are those of the base model."""
+        """Context manager: use the base model."""
         with switched_off(self._layers().values()), self.swapped(self._first):
             yield
 
     @contextlib.contextmanager
     def reference(self, held: Sequence[dict[str, torch.Tensor]] = ()) -> Iterator[None]:
-        """Inside, the modules are the average of the snapshots `held`, without any the base model."""
+        """Context manager: use the average of the snapshots `held`, or the base model without any."""
         if not held:
             with self.base():
                 yield
@@ -115,15 +115,18 @@ class Weights:
         kept, average = {key: parameter.data for key, parameter in self.named.items()}, self.averaged(held)
         try:
             for key, parameter in self.named.items():
-                parameter.data = average[key].to(parameter.device)  # no copy_: a soup's LoRA has another rank
+                parameter.data = average[key].to(parameter.device)  # not copy_: a soup's LoRA has another rank
             yield
         finally:
             for key, parameter in self.named.items():
                 parameter.data = kept[key]
 
     def averaged(self, snapshots: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-        """Values that act as the average of all snapshots: of all weights their mean; of n LoRAs one of n times the
-        rank, since the mean of the products B A is not the product of the means."""
+        """Return values that act as the average of all snapshots.
+
+        For all weights it is their mean. For n LoRAs it is one of n times the rank, since the mean of the products B A
+        is not the product of the means.
+        """
         def joined(key: str) -> torch.Tensor:
             each = [snapshot[key] for snapshot in snapshots]
             if ".lora_" not in key:
@@ -134,7 +137,8 @@ class Weights:
 
     @contextlib.contextmanager
     def swapped(self, values: dict[str, torch.Tensor]) -> Iterator[None]:
-        """Inside, the parameters that `values` names hold them (a moving average, the first weights)."""
+        """Context manager: set the parameters that `values` names to these values (a moving average, the first
+        weights)."""
         kept = {key: self.named[key].detach().clone() for key in values}
         self.load(values)
         try:
@@ -151,10 +155,10 @@ class Weights:
         return {key: parameter.detach().cpu().clone() for key, parameter in self.named.items()}
 
     def save(self, folder: Path) -> str:
-        """Write what stock diffusers loads, read it back and compare. Returns a sentence for the log.
+        """Write the files that stock diffusers loads, read them back and compare. Returns a sentence for the log.
 
-        A LoRA goes to `pytorch_lora_weights.safetensors` with rank, alpha and targets in its metadata; without them
-        `load_lora_weights` would rebuild it with a silently wrong scale. Where stock diffusers loads none (see
+        A LoRA goes to `pytorch_lora_weights.safetensors` with rank, alpha and targets in its metadata. Without them
+        `load_lora_weights` would rebuild it with a wrong scale, silently. If stock diffusers has no loader (see
         `loader`), it goes to a folder per module in peft's own format. All weights go to a folder per module.
         """
         if not self.adapter.rank:
@@ -177,20 +181,20 @@ class Weights:
         return f"saved {where}; read back by {', '.join(sorted(set(by.values())))}: same weights, same scale"
 
     def _layers(self) -> dict[str, torch.nn.Module]:
-        """The layers with an adapter, by module and key."""
+        """Return the layers with an adapter, by module and key."""
         return {f"{name}.{key}": layer for name, module in self.modules.items()
                 for key, layer in lora_layers(module).items()}
 
     def _verify(self, folder: Path) -> None:
-        """Load the files as a user would, beside the live adapter, and compare every weight and scale."""
+        """Load the files as a user would, in addition to the live adapter, and compare every weight and scale."""
         from diffusers.utils.peft_utils import delete_adapter_layers
 
         live = {key: parameter.data for key, parameter in self.named.items()}
         try:
-            with quiet():  # a second adapter, and an absent one for the text encoders, are what is wanted here
+            with quiet():  # a second adapter, and none for the text encoders, are intended here
                 load_lora(self.pipe, self.modules, folder, "check")
             for key, layer in self._layers().items():
-                # diffusers casts what it loads to the module's dtype, and the live adapter of a text encoder with it.
+                # diffusers casts loaded weights, and the live adapter of a text encoder, to the module's dtype.
                 parts = [layer.lora_A, layer.lora_B, *([layer.lora_magnitude_vector] if self.adapter.dora else [])]
                 sides = [(part["check"].weight, part["default"].weight) for part in parts if "check" in part]
                 if len(sides) < len(parts) or layer.scaling["check"] != layer.scaling["default"] or \

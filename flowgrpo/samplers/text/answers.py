@@ -1,4 +1,4 @@
-"""A prompt's own answer as a sample of its group."""
+"""Reference answers of prompts as samples of their groups."""
 
 from __future__ import annotations
 
@@ -17,15 +17,18 @@ KEYS = ("solution", "answer")  # of a prompt's metadata: the first that it has
 
 
 def answer_of(prompt: Prompt) -> str | None:
-    """What a prompt's metadata says is its answer, None where nothing does."""
+    """Return the answer in a prompt's metadata, or None without one."""
     return next((str(prompt.metadata[key]) for key in KEYS if prompt.metadata.get(key) is not None), None)
 
 
 @torch.no_grad()
 def with_answers(policy: Any, asked: Asked, prompts: Tensor, at: Tensor, made: Sampled, decoding: Decoding
                  ) -> Sampled:
-    """Completions of the prompts [B], those in the rows `at` (bool [B]) replaced by their prompts' answers, with an end
-    and the policy's log-probabilities. A prompt without an answer, or with one of too many tokens, keeps its sample."""
+    """Return completions of the prompts [B], with the rows `at` (bool [B]) replaced by their prompts' answers.
+
+    An answer has an end token and the policy's log-probabilities. A prompt without an answer, or with too long an
+    answer, keeps its sample.
+    """
     answers = {row: text for row in at.nonzero()[:, 0].tolist() if (text := asked.answers[prompts[row]]) is not None}
     tokens = {row: torch.tensor([*policy.tokenizer(text, add_special_tokens=False)["input_ids"], policy.ends[0]])
               for row, text in answers.items()}

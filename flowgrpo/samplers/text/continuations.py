@@ -1,4 +1,4 @@
-"""Completions that go on from the middle of others, and what the states there are worth."""
+"""Continuations of partial completions, and Monte-Carlo values of the states there."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ from flowgrpo.types import Completions, Segmented
 
 def continued(policy: Any, asked: Asked, prefixes: Sequence[Tensor], decoding: Decoding,
               generators: Sequence[torch.Generator]) -> Sampled:
-    """A completion of each row that begins with its prefix (int64, shorter than `text.max_tokens`, without an end):
-    B whole completions of at most so many tokens. logp is 0 where a prefix stands, mask true there too.
+    """Return one completion per row that begins with its prefix: B whole completions of at most `text.max_tokens`
+    tokens.
 
-    UserError for prompts with pictures.
+    A prefix is int64, shorter than `text.max_tokens`, without an end. At its tokens logp is 0 and mask is true.
+    Raises UserError for prompts with images.
     """
     if type(asked) is not Asked:
         raise UserError("the method continues completions from the middle, for which prompts with pictures are not "
@@ -41,10 +42,11 @@ def continued(policy: Any, asked: Asked, prefixes: Sequence[Tensor], decoding: D
 @torch.no_grad()
 def alternatives(policy: Any, asked: Asked, ids: Tensor, mask: Tensor, decoding: Decoding
                  ) -> tuple[Tensor, Tensor, Tensor]:
-    """Of the tokens of completions [B,L]: the likeliest other token at each place, its log-probability, and that of the
-    likeliest of all, which may be the other; -inf where mask is false or nothing else could be drawn.
+    """Return the most likely other token at each place of completions [B,L], its log-probability, and the largest one.
 
-    UserError for a model whose logits are more than its head's.
+    All are [B,L]. The largest log-probability may be that of the other token. Values are -inf where mask is false or
+    nothing else could be drawn.
+    Raises UserError for a model whose logits are not those of its head alone.
     """
     if not policy.head_alone(asked):
         raise UserError(f"{type(policy.model).__name__} does more to its logits than its head: use a method that does "
@@ -63,11 +65,12 @@ def alternatives(policy: Any, asked: Asked, ids: Tensor, mask: Tensor, decoding:
 def segmented(policy: Any, asked: Asked, taken: Completions, segments: Tensor,
               starts: Sequence[tuple[int, int, int]], samples: int, decoding: Decoding, seed: Seed, group: int,
               micro_batch: int, judge: Callable[[list[str], int, Tensor], Tensor]) -> Segmented:
-    """The completions, whole groups, with the values of the states before their segments: the mean reward of `samples`
-    continuations of each of `starts`, (row, segment, place). NaN for a row's first segment, and where none has one.
+    """Return the completions, whole groups, with the values of the states before their segments.
 
-    seed(prompt, sample): every continuation has its own, whatever else is sampled; judge(texts, n, prompts): the total
-    rewards [., n] of texts of the prompts, n for each state.
+    A value is the mean reward of `samples` continuations from each of `starts`, (row, segment, place). It is NaN for a
+    row's first segment, and where no continuation has a reward.
+    seed: seed(prompt, sample); every continuation has a separate one, independent of the other samples.
+    judge: judge(texts, n, prompts) returns the total rewards [., n] of texts of the prompts, n for each state.
     """
     values = torch.full((len(taken.ids), int(segments.max()) + 1), torch.nan)
     length = taken.ids.shape[1]

@@ -1,7 +1,7 @@
-"""Tokens as decisions: how they are drawn from a model's logits, and how likely a policy finds those that were drawn.
+"""Tokens as decisions: sampling from a model's logits, and log-probabilities of sampled tokens.
 
-What `kernels` are to a denoiser, `Decoding` is to a language model: the distribution of one step. Densities are those
-of the distribution that was sampled, after temperature and cuts, in float32.
+`Decoding` is to a language model what `kernels` are to a denoiser: the distribution of one step. Densities are those of
+the distribution that was sampled, after temperature and cuts, in float32.
 """
 
 from __future__ import annotations
@@ -18,15 +18,17 @@ from flowgrpo.types import wide
 
 @dataclass(frozen=True)
 class Decoding:
-    """softmax(logits / temperature), cut to its likeliest tokens, one cut after the other in this order.
+    """softmax(logits / temperature), cut to its most likely tokens, one cut after the other in this order.
 
-    top_k: so many (0: all); top_p: the fewest that together have this probability (1: all; 1904.09751); min_p: those
-    that have at least this share of the likeliest one's probability (0: all; 2407.01082). greedy: how many of a group's
-    first samples take the likeliest token at every step (ReMax's baseline, 2310.10505). expert: how many of a group's
-    last samples are not drawn but are the prompt's own answer, where it brings one (ViSurf, 2510.10606).
+    top_k: number of tokens kept (0: all).
+    top_p: keep the fewest that together have this probability (1: all; 1904.09751).
+    min_p: keep those with at least this share of the largest probability (0: all; 2407.01082).
+    greedy: number of a group's first samples that take the most likely token at every step (ReMax's baseline,
+        2310.10505).
+    expert: number of a group's last samples that are the prompt's own answer, if it has one (ViSurf, 2510.10606).
 
-    Under new weights other tokens are cut. One that was drawn is never cut when it is scored, so that its probability
-    is never 0; what is kept besides is what the new weights keep.
+    New weights cut other tokens. A sampled token is never cut when it is scored, so its probability is never 0; the
+    other kept tokens are those of the new weights.
     """
 
     temperature: float = 1.0
@@ -48,7 +50,10 @@ class Decoding:
                              "expected 0 or more")
 
     def __call__(self, logits: Tensor, taken: Tensor | None = None) -> Tensor:
-        """Log-probabilities [n,V], float32 or wider, of logits [n,V]; -inf where cut. taken: int64 [n], never cut."""
+        """Return log-probabilities [n,V], float32 or wider, of logits [n,V]; -inf where cut.
+
+        taken: int64 [n], tokens that are never cut.
+        """
         (logits,) = wide(logits)
         logits = logits / self.temperature
         cut = self._cut(logits.detach())
@@ -59,7 +64,7 @@ class Decoding:
         return logits.masked_fill(cut, -torch.inf).log_softmax(-1)
 
     def _cut(self, logits: Tensor) -> Tensor | None:
-        """Where tokens are left out, bool [n,V]; None where nothing is."""
+        """Return the mask of cut tokens, bool [n,V]; None if nothing is cut."""
         left = logits
         if 0 < self.top_k < logits.shape[1]:
             left = left.masked_fill(left < left.topk(self.top_k)[0][:, -1:], -torch.inf)
@@ -78,11 +83,11 @@ class Unmasking(Decoding):
     """`Decoding` of a masked language model: an answer of masks, `per_step` of which become tokens at every step
     (LLaDA, 2502.09992).
 
-    Which ones is decided first, and by what is there already alone: those of whose token the model is surest, the
-    largest probability at temperature 1, or by lot (`order`: confidence or random). Their tokens are then drawn, each
-    from its own distribution. So the probability of a trace is the product of its tokens' (TraceRL, 2509.06949), and of
-    an order by lot the same constant. block: so many places are filled before the next ones, from left to right (0: the
-    whole answer at once). shrink: so many neighbouring steps of a block are scored together, as if they were one.
+    The places are chosen first, from the present tokens alone. `order` "confidence" takes those with the largest
+    probability of a token at temperature 1, "random" draws lots. Their tokens are then drawn independently. So the
+    probability of a trace is the product of its tokens' (TraceRL, 2509.06949), and a random order adds a constant.
+    block: number of places filled before the next ones, from left to right (0: the whole answer at once).
+    shrink: number of neighbouring steps of a block that are scored together, as one.
     """
 
     per_step: int = 1
@@ -99,7 +104,7 @@ class Unmasking(Decoding):
             raise ValueError(f"Unmasking: order is {self.order!r}, expected confidence or random")
 
     def schedule(self, length: int) -> list[tuple[int, int, int]]:
-        """(first, end, count) of every step of an answer: of the places first to end, `count` become tokens."""
+        """Return (first, end, count) of every step of an answer: of the places first to end, `count` become tokens."""
         size, found = self.block or length, []
         for first in range(0, length, size):
             end = min(first + size, length)
@@ -107,32 +112,39 @@ class Unmasking(Decoding):
         return found
 
     def chosen(self, logits: Tensor, masked: Tensor, lots: Tensor, count: int) -> Tensor:
-        """The places [n,count] that become tokens, of logits [n,L,V] there, masked bool [n,L] and lots [n,L], numbers
-        that decide an order by lot. Of equal ones the first."""
+        """Return the places [n,count] that become tokens; ties go to the first.
+
+        logits: [n,L,V].
+        masked: bool [n,L].
+        lots: [n,L], numbers that decide a random order.
+        """
         rank = lots if self.order == "random" else torch.stack(
             [row.amax(-1) - row.logsumexp(-1) for each in logits for row in wide(each)])  # row by row: V may be large
         return rank.masked_fill(~masked, -torch.inf).argsort(dim=1, descending=True, stable=True)[:, :count]
 
     def scorings(self, steps: Tensor, length: int) -> Tensor:
-        """In which evaluation of a replay the tokens of these steps are scored, int64, for answers of this length."""
+        """Return the index, int64, of the replay evaluation that scores the tokens of `steps`, for answers of
+        `length`."""
         in_block = -(-min(self.block or length, length) // self.per_step)
         return steps // in_block * -(-in_block // self.shrink) + steps % in_block // self.shrink
 
 
 def drawn(log_probs: Tensor, uniform: Tensor) -> Tensor:
-    """The tokens [n] at which the distribution function of log_probs [n,V] passes uniform [n], numbers in [0, 1).
+    """Return the tokens [n] at which the distribution function of log_probs [n,V] passes uniform [n], in [0, 1).
 
-    One number decides a token, so that a row's draws do not depend on the rows beside it, on V or on the device.
+    One number decides a token, so a row's draws do not depend on other rows, on V or on the device.
     """
     mass = log_probs.double().exp().cumsum(-1)
     return torch.searchsorted(mass, (uniform.double() * mass[:, -1])[:, None], right=True)[:, 0]
 
 
 class Draw:
-    """A logits processor by which `generate(do_sample=False)` draws: it leaves the drawn token alone.
+    """Logits processor that samples within `generate(do_sample=False)`: only the drawn token keeps a finite logit.
 
-    uniforms: [B,L] numbers in [0, 1), one per row and step; greedy: bool [B], rows that take the likeliest token.
-    log_probs() are those of the drawn tokens, [B, the steps so far].
+    uniforms: [B,L], numbers in [0, 1), one per row and step.
+    greedy: bool [B], rows that take the most likely token.
+
+    log_probs() returns those of the drawn tokens, [B, steps so far].
     """
 
     def __init__(self, decoding: Decoding, uniforms: Tensor, greedy: Tensor):
@@ -149,23 +161,26 @@ class Draw:
 
 
 def uniforms(generators: Sequence[torch.Generator], count: int) -> Tensor:
-    """[B,count] numbers in [0, 1), each row from its own generator."""
+    """Return [B,count] numbers in [0, 1), each row from its own generator."""
     return torch.stack([torch.rand(count, generator=generator) for generator in generators])
 
 
 def decided(ids: Tensor, ends: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Which of the tokens [B,L] were drawn, all up to the first of `ends` and it (bool [B,L]), and which rows have
-    none of these (bool [B]): they were cut off."""
+    """Return the mask of drawn tokens and the mask of truncated rows of ids [B,L].
+
+    Tokens up to and including the first of `ends` were drawn (bool [B,L]). A row without an end was truncated (bool
+    [B]).
+    """
     end = torch.isin(ids, torch.tensor(list(ends), device=ids.device))
     return end.long().cumsum(1) - end.long() == 0, ~end.any(1)
 
 
 def score(hidden: Tensor, head: Callable[[Tensor], Tensor], ids: Tensor, decoding: Decoding, chunk: int = 1024,
           entropy: bool = False) -> Tensor:
-    """log p of the tokens ids [n] under states hidden [n,H], float32 [n], `chunk` tokens at a time; with `entropy`
-    [n,2], the entropy of each one's distribution beside it.
+    """Return log p of the tokens ids [n] under states hidden [n,H], float32 [n], `chunk` tokens at a time.
 
-    head: states to logits. Logits of a chunk are computed again in the backward pass: no [n,V] is ever held.
+    With `entropy`, [n,2]: the second column is the entropy of each distribution. head: maps states to logits. Logits of
+    a chunk are recomputed in the backward pass: no [n,V] is ever held.
     """
     def part(hidden: Tensor, ids: Tensor) -> Tensor:
         log_probs = decoding(head(hidden), ids)
@@ -179,5 +194,5 @@ def score(hidden: Tensor, head: Callable[[Tensor], Tensor], ids: Tensor, decodin
 
 
 def entropy_of(log_probs: Tensor) -> Tensor:
-    """-sum p log p of distributions log_probs [n,V], in nats: [n]. A token that was cut adds 0, to the gradient too."""
+    """Return -sum p log p of distributions log_probs [n,V], in nats: [n]. A cut token adds 0, to the gradient too."""
     return -(log_probs.exp() * log_probs.masked_fill(log_probs == -torch.inf, 0.0)).sum(-1)

@@ -1,8 +1,11 @@
-"""How the completions of a group are drawn: `draw(policy, asked, kernel, generators, greedy, group, micro_batch)`.
+"""Group samplers of completions: `draw(policy, asked, kernel, generators, greedy, group, micro_batch)`.
 
-asked: the prompts of B rows, whole groups of `group`; generators: one per row; greedy: bool [B], rows that take the
-likeliest token; the answer is a list of Sampled, B rows together in their order. `causal`: whether tokens are drawn one
-after the other; `leaves`: of what number a group has to be a multiple.
+asked: the prompts of B rows, whole groups of `group`.
+generators: one per row.
+greedy: bool [B], rows that take the most likely token.
+
+The result is a list of Sampled, B rows together in their order. `causal`: tokens are drawn one after the other.
+`leaves`: the size of a group must be a multiple of it.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Parallel:
-    """Every completion for itself."""
+    """Independent completions."""
 
     causal, leaves = False, 1
 
@@ -34,11 +37,11 @@ class Parallel:
 
 @dataclass(frozen=True)
 class Serial:
-    """One completion, and the answers that it would have given at earlier places (S-GRPO, 2505.07686).
+    """One full completion, and the answers forced at earlier exits (S-GRPO, 2505.07686).
 
-    The last of a group is drawn as a whole. The others, in the order of their places, repeat its first tokens up to a
-    place drawn evenly from its thought, go on with the text `exit`, which nobody drew and nothing trains, and answer.
-    The thought ends where the text `close` begins, or with the completion.
+    The last sample of a group is drawn as a whole. The others, ordered by exit, repeat its first tokens up to a place
+    drawn uniformly from its thought. They continue with the text `exit`, which is neither sampled nor trained, and
+    answer. The thought ends where the text `close` begins, or with the completion.
     """
 
     exit: str = "Time is limited, stop thinking and start answering.\n</think>\n\n"
@@ -62,11 +65,14 @@ class Serial:
         return [ordered(joined([exits, leaders]), torch.cat([rows, whole]).argsort())]
 
     def places(self, length: int, count: int, most: int, generator: torch.Generator) -> Tensor:
-        """After how many tokens of a thought of this length the exits are, int64 [count], ascending, at most `most`."""
+        """Return the exits of a thought of `length` tokens, int64 [count], ascending, at most `most`."""
         return torch.randint(1, max(min(length, most), 1) + 1, (count,), generator=generator).sort()[0]
 
     def _exit(self, policy: Any) -> Tensor:
-        """The tokens of `exit`. UserError where they leave no room for an answer."""
+        """Return the tokens of `exit`.
+
+        Raises UserError if they leave no room for an answer.
+        """
         ids = torch.tensor(policy.tokenizer(self.exit, add_special_tokens=False)["input_ids"], dtype=torch.long)
         if len(ids) + 2 > policy.text.max_tokens:
             raise UserError(f"text.max_tokens is {policy.text.max_tokens}, but the exit {self.exit!r} alone has "
@@ -76,7 +82,7 @@ class Serial:
     @staticmethod
     def _left(policy: Any, asked: Asked, kernel: Any, generators: Sequence[torch.Generator], ids: Tensor, logp: Tensor,
               places: Tensor, exit: Tensor) -> Sampled:
-        """Answers of thoughts ids [b,L], with their logp [b,L], that were left at `places` [b]."""
+        """Return answers of thoughts ids [b,L], with their logp [b,L], that exit at `places` [b]."""
         from flowgrpo.samplers.text.continuations import continued
 
         made = continued(policy, asked, [torch.cat([row[:place], exit]) for row, place in zip(ids, places)], kernel,
@@ -87,7 +93,8 @@ class Serial:
 
 
 def thought(policy: Any, ids: Tensor, close: str) -> int:
-    """How many of a completion's tokens [n] are its thought: those before the text `close`, or before its end."""
+    """Return the number of a completion's tokens [n] in its thought: those before the text `close`, or before its
+    end."""
     ends = torch.isin(ids, torch.tensor(policy.ends)).nonzero().flatten().tolist()
     length = ends[0] if ends else len(ids)
     mark = policy.tokenizer(close, add_special_tokens=False)["input_ids"]
@@ -96,12 +103,12 @@ def thought(policy: Any, ids: Tensor, close: str) -> int:
 
 
 def joined(pieces: Sequence[Sampled]) -> Sampled:
-    """Samples one after the other."""
+    """Concatenate samples."""
     columns = [torch.cat([getattr(each, name) for each in pieces]) for name in ("ids", "logp", "mask", "cut")]
     return type(pieces[0])(*columns, [text for each in pieces for text in each.texts])
 
 
 def ordered(made: Sampled, order: Tensor) -> Sampled:
-    """The samples in another order, or some of them, or some several times."""
+    """Return the samples at the indices `order`, int64 [n], which may repeat or omit some."""
     return type(made)(*(each[order] for each in (made.ids, made.logp, made.mask, made.cut)),
                       [made.texts[i] for i in order.tolist()])

@@ -1,10 +1,10 @@
 """Reward backpropagation through discrete samples: the unmasking of an answer in one graph, by Gumbel-softmax.
 
-An answer is weights of tokens x [n,L,V], one-hot wherever a token has been drawn. Every step chooses places by lot, as
-`Unmasking(order="random")` does, and draws their tokens from Gumbel noise: the law is that of ordinary sampling, and
-the tokens are functions of the logits with a (biased) gradient. With one place per step this is the jump chain of the
-continuous-time process of masked diffusion: every mask leaves at the same rate, whatever the model says, so that the
-order is uniform and weights decide the tokens alone.
+An answer is weights of tokens x [n,L,V], one-hot where a token has been drawn. Every step chooses places at random, as
+`Unmasking(order="random")` does, and draws their tokens from Gumbel noise. The distribution is that of ordinary
+sampling, and the tokens are functions of the logits with a (biased) gradient. With one place per step this is the jump
+chain of the continuous-time process of masked diffusion: every mask leaves at the same rate for any model. So the order
+is uniform, and the weights decide the tokens alone.
 """
 
 from __future__ import annotations
@@ -21,19 +21,20 @@ from flowgrpo.objectives import schedules
 from flowgrpo.samplers.text.decoding import Unmasking
 from flowgrpo.types import Context
 
-Logits = Callable[[Tensor], Tensor]  # of answers [n,L,V]: [n,L,V], -inf where a token is never drawn
+Logits = Callable[[Tensor], Tensor]  # answers [n,L,V] to log-probabilities [n,L,V], -inf where a token is never drawn
 
 
 @dataclass(frozen=True)
 class GumbelSoftmax:
-    """The reward's gradient through the last steps of an unmasking, less `kl` times the KL of its process to the base
-    model's (DRAKES, 2410.13643).
+    """Reward gradient through the last steps of an unmasking, less `kl` times the KL of its process to the base model's
+    (DRAKES, 2410.13643).
 
-    A drawn token is one-hot and has the gradient of softmax((log p + gumbel) / temperature), straight through; with
+    A drawn token is one-hot and has the gradient of softmax((log p + gumbel) / temperature), straight through. With
     `relaxed` it is that mixture itself until the answer is finished, as in the released code. A low temperature has
-    little bias and much variance; `cooling` changes it from epoch to epoch, as `schedules` do. last: so many steps have
-    a gradient. truncate_kl: the KL is that of these steps alone; otherwise it is of all, in the states of earlier ones
-    too, which are constants.
+    little bias and much variance.
+    cooling: changes the temperature from epoch to epoch, as `schedules` do.
+    last: number of last steps with a gradient.
+    truncate_kl: the KL covers these steps alone; otherwise all steps, with the states of earlier ones as constants.
     """
 
     temperature: float = 1.0
@@ -55,32 +56,34 @@ class GumbelSoftmax:
             raise ValueError(f"GumbelSoftmax: last is {self.last} and kl {self.kl}, expected 1 or more and 0 or more")
 
     def in_epoch(self, epoch: int, epochs: int) -> GumbelSoftmax:
-        """The part at the temperature of an epoch."""
+        """Return the part at the temperature of an epoch."""
         now = self.cooling(self.temperature, Context(epoch=epoch, epochs=epochs))
         return replace(self, temperature=now, cooling=schedules.Constant())
 
 
 def straight_through(soft: Tensor) -> Tensor:
-    """The one-hot of the largest of soft [...,V], exactly, with the gradient of soft."""
+    """Return the exact one-hot of the largest of soft [...,V], with the gradient of soft."""
     hard = one_hot(soft.argmax(-1), soft.shape[-1]).to(soft)
     return hard + (soft - soft.detach())
 
 
 def divergence(log_probs: Tensor, reference: Tensor) -> Tensor:
-    """KL(p || q) [...] of log-probabilities [...,V], 0 log 0 = 0. (The rate form of the paper, the sum of
-    q - p + p log(p / q), is the same: both sum to 1.)"""
+    """Return KL(p || q) [...] of log-probabilities [...,V], with 0 log 0 = 0.
+
+    (The paper's rate form, the sum of q - p + p log(p / q), is the same: both sum to 1.)
+    """
     apart = (log_probs - reference).masked_fill(log_probs == -torch.inf, 0.0)
     return (log_probs.exp() * apart).sum(-1)
 
 
 def walk(logits: Logits, reference: Logits, x: Tensor, unmasking: Unmasking, part: GumbelSoftmax, lots: Tensor,
          gumbels: Tensor) -> tuple[Tensor, Tensor]:
-    """Unmask answers of masks x [n,L,V]: the finished ones, one-hot [n,L,V], and the KL [n] of the process to that of
-    `reference`, both with gradients where they are enabled.
+    """Unmask answers of masks x [n,L,V]: return the finished ones, one-hot [n,L,V], and the KL [n] to `reference`.
 
-    lots [n,L] and gumbels [n,L,V]: all the noise there is. At a step that unmasks `count` of m masks by lot every mask
-    is drawn with the chance count / m, (m_t - m_s) / m_t of a noise schedule m: the KL of the step, exactly, is the sum
-    of the divergences at all masks times it. reference is not asked where `part.kl` is 0.
+    Both have gradients where they are enabled. lots [n,L] and gumbels [n,L,V] are all the noise there is. At a step
+    that unmasks `count` of m masks at random every mask is drawn with probability count / m, (m_t - m_s) / m_t of a
+    noise schedule m. So the exact KL of the step is that factor times the sum of the divergences at all masks.
+    reference is not evaluated if `part.kl` is 0.
     """
     schedule, with_grad = unmasking.schedule(x.shape[1]), torch.is_grad_enabled()
     begin, masked = len(schedule) - part.last, torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)
@@ -100,8 +103,10 @@ def walk(logits: Logits, reference: Logits, x: Tensor, unmasking: Unmasking, par
 
 
 def _drawn(x: Tensor, log_probs: Tensor, gumbels: Tensor, at: Tensor, first: int, part: GumbelSoftmax) -> Tensor:
-    """The answers x [n,L,V] with tokens drawn at the places at [n,count], counted from `first` as log_probs and gumbels
-    are."""
+    """Return the answers x [n,L,V] with tokens drawn at the places `at` [n,count].
+
+    The places of log_probs and gumbels are counted from `first`.
+    """
     of = at[..., None].expand(-1, -1, x.shape[2])
     soft = ((log_probs.gather(1, of) + gumbels.gather(1, of)) / part.temperature).softmax(-1)
     return x.scatter(1, of + first, (soft if part.relaxed else straight_through(soft)).to(x.dtype))

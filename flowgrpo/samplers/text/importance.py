@@ -1,7 +1,7 @@
-"""Importance weights for completions that another program drew than the one that is trained.
+"""Importance weights for completions sampled by another program than the trainer.
 
-An engine with other kernels or another precision finds other log-probabilities for the same weights, so that what it
-draws are not quite the policy's samples. Its samples count by the ratio of the two, bounded.
+An engine with other kernels or another precision computes other log-probabilities for the same weights. So its samples
+are not quite the policy's. They are weighted by the bounded ratio of the two.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ HOW, LEVELS = ("tis", "mis", "none"), ("token", "sequence")
 
 @dataclass(frozen=True)
 class Mismatch:
-    """The weight of every token, [B,L], from what trainer and engine find for it, r = exp(trainer - engine).
+    """Importance weight of every token, [B,L], from r = exp(trainer - engine).
 
     how: "tis", min(r, cap) (truncated importance sampling: Yao and others, Your Efficient RL Framework Secretly Brings
-    You Off-Policy RL Training, 2025); "mis", r up to the cap and 0 above it (masked: Liu and others, When Speed Kills
-    Stability, 2025); "none", 1. level: r of each token, or of its whole completion, the product over its tokens.
+        You Off-Policy RL Training, 2025); "mis", r up to the cap and 0 above it (masked: Liu and others, When Speed
+        Kills Stability, 2025); "none", 1.
+    level: r of each token, or of its whole completion, the product over its tokens.
     """
 
     how: str = "tis"
@@ -35,7 +36,8 @@ class Mismatch:
             raise ValueError(f"Mismatch: cap is {self.cap}, expected 1 or more (infinity for none)")
 
     def __call__(self, trainer: Tensor, engine: Tensor, mask: Tensor) -> Tensor:
-        """Weights, without a gradient, of log-probabilities [B,L] at the same weights; 1 where mask is false."""
+        """Return weights [B,L], without a gradient, of log-probabilities [B,L] at the same weights; 1 where mask is
+        false."""
         excess = self._log_ratio(trainer, engine, mask)
         ratio = excess.clamp(max=math.log(self.cap)).exp()
         if self.how == "none":
@@ -45,7 +47,7 @@ class Mismatch:
         return ratio.masked_fill(~mask, 1.0)
 
     def above(self, trainer: Tensor, engine: Tensor, mask: Tensor) -> Tensor:
-        """Where r is above the cap, bool [B,L]; nowhere where mask is false."""
+        """Return the mask of r above the cap, bool [B,L]; false where mask is false."""
         return (self._log_ratio(trainer, engine, mask) > math.log(self.cap)) & mask
 
     def _log_ratio(self, trainer: Tensor, engine: Tensor, mask: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Completions that branch where the model wavers and stay where they go apart: a part of a method's `draws`."""
+"""LATR: branch completions at uncertain tokens and keep the branches that diverge (2510.24302); a part of `draws`."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Lookahead:
-    """A group grows from one completion: where another token was nearly as likely as the one drawn, a branch takes it,
-    and stays if its next tokens differ enough (LATR, 2510.24302).
+    """Group grown from one completion: a branch takes a token nearly as likely as the one drawn, and stays if its next
+    tokens differ enough (LATR, 2510.24302).
 
-    A branch is tried where the likeliest other token has a probability above `likely` and at most `gap` less than the
-    likeliest of all. It stays where the next `ahead` tokens, the other token among them, differ from those it left by
-    an edit distance of at least `apart` of their number. Branches branch again behind their place, the earliest first.
-    Of a group the `share` is grown so; what is missing then is drawn in parallel. A token that a branch begins with has
-    the probability that the model gave it. Numbers and the order are a reconstruction.
+    A branch is tried where the most likely other token has a probability above `likely` and at most `gap` below the
+    largest. It stays if the next `ahead` tokens, the other token included, differ from the ones it left by an edit
+    distance of at least `apart` of their number. Branches branch again behind their place, the earliest first. The
+    `share` of a group is grown this way; the rest is drawn in parallel. A branch's first token has the probability that
+    the model gave it. The numbers and the order are a reconstruction.
     """
 
     likely: float = 0.25
@@ -68,7 +68,8 @@ class Lookahead:
 
     def branches(self, policy: Any, asked: Asked, made: Sampled, kernel: Any, after: Sequence[int], first: int
                  ) -> list[list[Branch]]:
-        """Where each of the completions [b] may branch, from the place `after` on; they are numbered from `first`."""
+        """Return the possible branches of each of the completions [b] from the place `after` on, numbered from
+        `first`."""
         from flowgrpo.samplers.text.continuations import alternatives
 
         tokens, logp, likeliest = alternatives(policy, asked, made.ids, made.mask, kernel)
@@ -79,7 +80,7 @@ class Lookahead:
                  for at in fits[row].nonzero().flatten().tolist() if at >= after[row]] for row in range(len(tokens))]
 
     def apart_from(self, made: Sampled, found: Sampled, branch: Branch, number: int) -> bool:
-        """Whether the found completion differs enough from the one it left."""
+        """True if the found completion differs enough from the one it left."""
         window = slice(branch.place, branch.place + self.ahead)
         one, other = (each.ids[at, window][each.mask[at, window]].tolist() for each, at in ((made, branch.parent),
                                                                                            (found, number)))
@@ -88,8 +89,13 @@ class Lookahead:
 
 @dataclass(frozen=True)
 class Branch:
-    """A branch that may be tried: the number of the completion that it leaves, the place where, the token that it takes
-    there and its log-probability."""
+    """Candidate branch.
+
+    parent: number of the completion that it leaves.
+    place: token index where it leaves.
+    token: the token it takes there.
+    logp: its log-probability.
+    """
 
     parent: int
     place: int
@@ -99,7 +105,7 @@ class Branch:
 
 def branched(policy: Any, asked: Asked, made: Sampled, kernel: Any, generators: Sequence[torch.Generator],
              branches: Sequence[Branch]) -> Sampled:
-    """The completions of these branches, drawn to their end."""
+    """Return the completions of these branches, drawn to their end."""
     from flowgrpo.samplers.text.continuations import continued
 
     prefixes = [torch.cat([made.ids[each.parent, :each.place], torch.tensor([each.token])]) for each in branches]
@@ -112,7 +118,8 @@ def branched(policy: Any, asked: Asked, made: Sampled, kernel: Any, generators: 
 
 
 def edit_distance(one: Sequence[int], other: Sequence[int]) -> int:
-    """The fewest tokens to put in, take out or exchange to make the other of the one (Levenshtein)."""
+    """Return the Levenshtein distance: the fewest insertions, deletions and substitutions that turn one into the
+    other."""
     before = list(range(len(other) + 1))
     for number, token in enumerate(one, 1):
         now = [number]

@@ -12,22 +12,33 @@ from flowgrpo.types import Completion
 
 @dataclass(frozen=True, eq=False)
 class Asked:
-    """Prompts as the model reads them: their texts, and their tokens, int64 [S] each; the answers that they bring,
-    where a method asks for them."""
+    """Prompts as the model reads them.
+
+    prompts: their texts.
+    ids: their tokens, int64 [S] each.
+    answers: their reference answers, if a method asks for them.
+    """
 
     prompts: list[str]
     ids: list[Tensor]
     answers: Sequence[str | None] = field(default=(), kw_only=True)
 
     def rows(self, index: Tensor) -> Asked:
-        """The rows `index` (int64 [B]); a row may be taken several times."""
+        """Return the rows `index` (int64 [B]); a row may be taken several times."""
         return Asked([self.prompts[i] for i in index.tolist()], [self.ids[i] for i in index.tolist()])
 
 
 @dataclass(frozen=True, eq=False)
 class Sampled:
-    """Completions of B prompts: ids int64 [B,L], logp float32 [B,L], mask bool [B,L], true for drawn tokens up to the
-    end; cut: bool [B], those without an end; texts; expert: bool [B], those that are their prompts' answers."""
+    """Completions of B prompts.
+
+    ids: int64 [B,L].
+    logp: float32 [B,L].
+    mask: bool [B,L], true for drawn tokens up to the end.
+    cut: bool [B], those without an end.
+    texts: the decoded completions.
+    expert: bool [B], those that are their prompts' answers.
+    """
 
     ids: Tensor
     logp: Tensor

@@ -1,4 +1,4 @@
-"""Groups of completions that share their beginnings: parts of a method's `draws`, as `groups` has them."""
+"""Groups of completions with shared prefixes: parts of a method's `draws`, as in `groups`."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Tree:
-    """A tree: after every `tokens` tokens each completion so far goes on in `children` ways (SPO-tree, 2505.23564).
+    """Tree: after every `tokens` tokens each completion so far continues in `children` ways (SPO-tree, 2505.23564).
 
-    children: of the first split, the second and so on; a group is so many leaves, or a multiple of them, from as many
-    roots of their own. One of the ways is what the completion already was, the others are drawn anew from its
-    beginning. One that has ended before a split is in the group so many times.
+    children: of the first split, the second and so on. A group has as many samples as the tree has leaves, or a
+    multiple of them from separate roots. One of the ways is the present completion; the others are drawn anew from its
+    prefix. A completion that ends before a split is repeated in the group.
     """
 
     children: tuple[int, ...] = (2, 2)
@@ -56,8 +56,10 @@ class Tree:
 
 def regrown(policy: Any, asked: Asked, kernel: Any, generators: Sequence[torch.Generator], made: Sampled,
             places: Tensor) -> Sampled:
-    """The completions again: each as it was up to its place, and drawn anew from there. places: int64 [b], of tokens.
-    One that ends before its place stays as it was."""
+    """Return the completions, each kept up to its place and drawn anew from there.
+
+    places: int64 [b], in tokens. A completion that ends before its place stays unchanged.
+    """
     from flowgrpo.samplers.text.continuations import continued
 
     open_ = (made.mask.sum(1) > places).nonzero().flatten()
