@@ -28,7 +28,8 @@ from trl import GRPOConfig, GRPOTrainer
 
 from flowgrpo.config import Config, validate
 from flowgrpo.data import prompts, splits
-from flowgrpo.policies.language.causal_lm import CausalLM, load_causal_lm
+from flowgrpo.policies.language.causal_lm import CausalLM
+from flowgrpo.policies.language.load import load_causal_lm
 from flowgrpo.samplers.rollout import Part
 from flowgrpo.samplers.text.records import Asked
 from flowgrpo.train import Trainer, decisions

@@ -100,3 +100,14 @@ def test_no_rooms_of_a_folder_import_each_other(folder):
         graph.setdefault(place, set()).update(inside[other] for other in IMPORTS[module]
                                               if other in inside and inside[other] != place)
     assert circle(graph) is None
+
+
+LONGEST_FILE, LONGEST_FUNCTION = 350, 50  # lines
+
+
+def test_files_and_functions_are_short():
+    sources = {name: file.read_text(encoding="utf-8") for name, file in MODULES.items()}
+    assert {name for name, text in sources.items() if len(text.splitlines()) > LONGEST_FILE} == set()
+    assert {f"{name}.{node.name}" for name, text in sources.items() for node in ast.walk(ast.parse(text))
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+            and node.end_lineno - node.lineno >= LONGEST_FUNCTION} == set()

@@ -149,7 +149,7 @@ def load_language(config: Config) -> tuple:
         from flowgrpo.policies.language.masked_lm import load_masked_lm
 
         return load_masked_lm(*asked)
-    from flowgrpo.policies.language.causal_lm import load_causal_lm
+    from flowgrpo.policies.language.load import load_causal_lm
 
     both = found == VISION_LM or not Path(FOLDERS.get(config.model, config.model)).is_dir() and _hub_reads_images(
         config.model)

@@ -9,7 +9,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from flowgrpo.config import load
 from flowgrpo.config.sections import Adapter, Text
 from flowgrpo.data import splits
-from flowgrpo.policies.language.causal_lm import CausalLM, load_causal_lm
+from flowgrpo.policies.language.causal_lm import CausalLM
+from flowgrpo.policies.language.load import load_causal_lm
 from flowgrpo.rewards.find import find
 from flowgrpo.run import run
 from flowgrpo.samplers.text.decoding import Decoding

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,15 +17,13 @@ from torch.nn.functional import pad
 from flowgrpo.config.sections import Adapter, Text
 from flowgrpo.device import DTYPES
 from flowgrpo.errors import UserError
-from flowgrpo.log import quiet
 from flowgrpo.policies.generators import generators
+from flowgrpo.policies.language.load import load_causal_lm, plain_generation, special_tokens
 from flowgrpo.policies.language.teacher import Teachers
+from flowgrpo.policies.language.text_weights import TextWeights
 from flowgrpo.policies.weights.checkpointing import recompute
-from flowgrpo.policies.weights.trainable import Weights
 from flowgrpo.samplers.text.decoding import Decoding, Draw, decided, score, uniforms
 from flowgrpo.samplers.text.records import Asked, Sampled
-from flowgrpo.starter import FOLDERS
-from flowgrpo.storage import paths
 from flowgrpo.types import Completion, Completions, Scored, wide
 
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -51,11 +48,11 @@ class CausalLM:
         self.device, self.dtype = torch.device(device), DTYPES[precision]
         self.states, self.exact = torch.device("cpu"), EXACT if precision == "fp32" else None
         self.evaluations = 0  # tokens that went through the model, padding included
-        self.ends, self.padding = _special(model, tokenizer)
+        self.ends, self.padding = special_tokens(model, tokenizer)
         if model.dtype != self.dtype:
             raise UserError(f"the model is in {model.dtype}, but precision is {precision!r}, which expects "
                             f"{self.dtype}: load it with that dtype, or set precision")
-        _plain_generation(model, self.ends, self.padding)
+        plain_generation(model, self.ends, self.padding)
         model.to(self.device).eval().requires_grad_(False)
         if adapter and adapter.targets == Adapter().targets:
             adapter = adapter.model_copy(update={"targets": TARGETS})
@@ -296,78 +293,3 @@ class CausalLM:
         if self.dtype == torch.float32:
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, self.dtype)
-
-
-class TextWeights(Weights):
-    """Trainable weights of a language model: a LoRA, or all, in the files that transformers and peft read.
-
-    pipe: its tokenizer or processor, which is saved with all weights.
-    """
-
-    def save(self, folder: Path) -> str:
-        """Write `adapter_model.safetensors` and `adapter_config.json`, or all weights as a model folder, read them back
-        and compare. Returns a sentence for the log."""
-        module = self.modules["model"]
-        if not self.adapter.rank:
-            module.save_pretrained(folder / "model")
-            paths.readable(folder / "model")
-            self.pipe.save_pretrained(folder / "model")
-            return f"saved all weights to {folder / 'model'}"
-        with quiet():
-            module.save_pretrained(folder)
-            paths.readable(folder / "adapter_model.safetensors")
-            module.load_adapter(str(folder), adapter_name="check")
-        try:
-            for key, layer in self._layers().items():
-                parts = [layer.lora_A, layer.lora_B, *([layer.lora_magnitude_vector] if self.adapter.dora else [])]
-                if layer.scaling["check"] != layer.scaling["default"] or not all(
-                        torch.equal(part["check"].weight, part["default"].weight.to(part["check"].weight))
-                        for part in parts):  # inputs take the model's dtype
-                    raise RuntimeError(f"{folder} does not give {key} back as it was saved")
-        finally:
-            with quiet():
-                module.delete_adapter("check")
-            module.set_adapter("default")
-        return f"saved {folder / 'adapter_model.safetensors'}; read back by load_adapter: same weights, same scale"
-
-
-def load_causal_lm(model: str, precision: str = "fp32", trust_remote_code: bool = False,
-                   classes: Sequence[str] = ("AutoModelForCausalLM", "AutoTokenizer")):
-    """Load (model, tokenizer): a starter's name, a directory or a hub id; classes: of transformers. Raises UserError if
-    it does not load."""
-    import transformers
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-    source = FOLDERS.get(model, model)
-    try:
-        with quiet():
-            body, reader = (getattr(transformers, name) for name in classes)
-            return (body.from_pretrained(source, dtype=DTYPES[precision], trust_remote_code=trust_remote_code),
-                    reader.from_pretrained(source, trust_remote_code=trust_remote_code))
-    except Exception as error:  # third-party model files can raise anything
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise UserError(f"cannot load the language model {model!r} ({first}): expected starter_text, a directory with "
-                        "a config.json and a tokenizer, or a hub id") from error
-
-
-def _special(model, tokenizer) -> tuple[list[int], int]:
-    """Return the tokens that end a completion, and the padding token. Raises UserError if none ends one."""
-    own = getattr(model, "generation_config", None)  # a model without `generate` has none
-    ends = own.eos_token_id if own else None
-    ends = tokenizer.eos_token_id if ends is None else ends
-    if ends is None:
-        raise UserError("neither the model nor its tokenizer says which token ends a completion: set the tokenizer's "
-                        "eos_token")
-    ends = list(ends) if isinstance(ends, (list, tuple)) else [ends]
-    return ends, ends[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-
-
-def _plain_generation(model, ends: list[int], padding: int) -> None:
-    """Drop a model's own temperature, cuts and penalties, which a replay would not apply."""
-    from transformers import GenerationConfig
-
-    if getattr(model, "generation_config", None) is None:
-        return
-    model.generation_config = GenerationConfig(eos_token_id=ends, pad_token_id=padding,
-                                               bos_token_id=model.generation_config.bos_token_id)

@@ -17,7 +17,8 @@ from torch.nn.functional import pad
 
 from flowgrpo.config.sections import Adapter, Text
 from flowgrpo.errors import UserError
-from flowgrpo.policies.language.causal_lm import TARGETS, CausalLM, load_causal_lm
+from flowgrpo.policies.language.causal_lm import TARGETS, CausalLM
+from flowgrpo.policies.language.load import load_causal_lm
 from flowgrpo.samplers.text.decoding import Decoding
 from flowgrpo.samplers.text.records import Asked
 from flowgrpo.types import Scored

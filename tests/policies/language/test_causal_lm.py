@@ -250,7 +250,7 @@ def test_all_weights_are_saved_with_what_reads_prompts(tmp_path):
 
 def test_texts_from_a_finished_run_on_the_command_line(tmp_path, capsys):
     from flowgrpo.cli import main
-    from flowgrpo.policies.language.causal_lm import load_causal_lm
+    from flowgrpo.policies.language.load import load_causal_lm
     from flowgrpo.run import run
 
     model, tokenizer = tiny.model()

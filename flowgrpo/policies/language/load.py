@@ -1,0 +1,52 @@
+"""Load a language model and its tokenizer, and read what its files say of generation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from flowgrpo.device import DTYPES
+from flowgrpo.errors import UserError
+from flowgrpo.log import quiet
+from flowgrpo.starter import FOLDERS
+
+
+def load_causal_lm(model: str, precision: str = "fp32", trust_remote_code: bool = False,
+                   classes: Sequence[str] = ("AutoModelForCausalLM", "AutoTokenizer")):
+    """Load (model, tokenizer): a starter's name, a directory or a hub id; classes: of transformers. Raises UserError if
+    it does not load."""
+    import transformers
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    source = FOLDERS.get(model, model)
+    try:
+        with quiet():
+            body, reader = (getattr(transformers, name) for name in classes)
+            return (body.from_pretrained(source, dtype=DTYPES[precision], trust_remote_code=trust_remote_code),
+                    reader.from_pretrained(source, trust_remote_code=trust_remote_code))
+    except Exception as error:  # third-party model files can raise anything
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise UserError(f"cannot load the language model {model!r} ({first}): expected starter_text, a directory with "
+                        "a config.json and a tokenizer, or a hub id") from error
+
+
+def special_tokens(model, tokenizer) -> tuple[list[int], int]:
+    """Return the tokens that end a completion, and the padding token. Raises UserError if none ends one."""
+    own = getattr(model, "generation_config", None)  # a model without `generate` has none
+    ends = own.eos_token_id if own else None
+    ends = tokenizer.eos_token_id if ends is None else ends
+    if ends is None:
+        raise UserError("neither the model nor its tokenizer says which token ends a completion: set the tokenizer's "
+                        "eos_token")
+    ends = list(ends) if isinstance(ends, (list, tuple)) else [ends]
+    return ends, ends[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+
+
+def plain_generation(model, ends: list[int], padding: int) -> None:
+    """Drop a model's own temperature, cuts and penalties, which a replay would not apply."""
+    from transformers import GenerationConfig
+
+    if getattr(model, "generation_config", None) is None:
+        return
+    model.generation_config = GenerationConfig(eos_token_id=ends, pad_token_id=padding,
+                                               bos_token_id=model.generation_config.bos_token_id)
