@@ -215,7 +215,7 @@ def _score(places: Sequence[Place], suite: Suite, functions: dict[str, Any], led
     return failed
 
 
-# --- what was found --------------------------------------------------------------------------------------------------
+# --- findings --------------------------------------------------------------------------------------------------------
 
 def _finish(plan: Plan, suite: Suite, functions: dict[str, Any], ledger: Ledger, failed: dict[str, int],
             apart: Callable) -> dict[str, Any]:

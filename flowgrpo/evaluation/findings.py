@@ -1,4 +1,4 @@
-"""The findings of an evaluation: per reward and category, base against tuned, and as tables."""
+"""Findings of an evaluation: per reward and category, base against tuned, and as tables."""
 
 from __future__ import annotations
 
