@@ -65,9 +65,9 @@ def checklist(scores: Tensor, thresholds: Sequence[float]) -> Tensor:
 
 
 def harmonic(image: Tensor, text: Tensor, share: float) -> Tensor:
-    """Return RPO's reward of subject-driven generation: 1 / (share / image + (1 - share) / text), the weighted harmonic
-    mean of the similarities to the subject's picture and to the prompt; 0 where one is not above 0. A share of 1 or 0
-    ignores the other one. [B], [B] -> [B]."""
+    """Return RPO's reward of subject-driven generation: 1 / (share / image + (1 - share) / text). It is the weighted
+    harmonic mean of the similarities to the subject's picture and to the prompt. 0 where one is not above 0. A share
+    of 1 or 0 ignores the other one. [B], [B] -> [B]."""
     if share in (0, 1):
         return image if share else text
     positive = (image > 0) & (text > 0)

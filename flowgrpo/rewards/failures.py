@@ -57,8 +57,8 @@ def settled(ask: Callable[[Sequence[int]], list[float | Failed]], rows: Sequence
             unit: int = 1) -> list[float | Failed]:
     """Return the scores `ask(rows)` under a failure policy; skipped rows hold their failure.
 
-    policy: "raise"; "skip", which after a failure asks again for every `unit` rows (1, or whole groups) separately, so
-    that only rows that fail alone are skipped (not after a time-out, where each would take as long); or a `Retry`.
+    policy: "raise", "skip" or a `Retry`. After a failure, "skip" asks again for every `unit` rows (1, or whole groups)
+    separately, so that only rows that fail alone are skipped; not after a time-out, where each would take as long.
     """
     attempts, then = (1 + policy.retry, policy.then) if isinstance(policy, Retry) else (1, policy)
     for attempt in range(attempts):

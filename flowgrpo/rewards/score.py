@@ -25,8 +25,8 @@ def score(
 ) -> torch.Tensor:
     """Score a batch of B outputs with each of R rewards -> [B, R] float32. Transforms are not applied here.
 
-    NaN where a reward returned None, where its rule does not apply to the prompt, and where it failed and its rule
-    skips failures or it had no answer (`Failed` in place of a number).
+    NaN where a reward returned None, and where its rule does not apply to the prompt. Also NaN where it had no answer
+    (`Failed` in place of a number), or failed and its rule skips failures.
 
     rewards: functions, or `Composed` with their rules.
     outputs: pictures [B, 3, H, W] in [0, 1], videos [B, F, 3, H, W], or a list of texts; for a `Completion` the

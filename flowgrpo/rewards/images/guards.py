@@ -148,8 +148,8 @@ class GridArtefacts:
 
 
 def periodic(profile: Tensor, period: int) -> Tensor:
-    """Return the share of the variance of a profile [..., N] that has that period, in [0, 1], over as many whole
-    periods as fit; 0 for a flat one; less the mean share of white noise."""
+    """Return the share of the variance of a profile [..., N] that has that period, in [0, 1], less the mean share of
+    white noise. As many whole periods as fit are used; 0 for a flat profile."""
     count = profile.shape[-1] // period
     power = torch.fft.rfft(profile[..., :count * period]).abs().square()
     length = count * period
@@ -162,8 +162,10 @@ def periodic(profile: Tensor, period: int) -> Tensor:
 
 @dataclass(frozen=True)
 class OverSaturation:
-    """Minus the excess of a picture's colourfulness: 0 if no pixel's largest and smallest channel differ by more than
-    `limit`, -1 if all differ by 1."""
+    """Minus the excess of a picture's colourfulness, 0 to -1.
+
+    0 if no pixel's largest and smallest channel differ by more than `limit`, -1 if all differ by 1.
+    """
 
     limit: float = 0.7
     about = About(modality="image", range=(-1, 0), needs="", licence=LICENCE)

@@ -283,7 +283,7 @@ def scene_graded(images, prompts: Sequence[str], metadata=None) -> list[float]:
 
 
 def scene(images, prompts: Sequence[str], metadata=None) -> list[float]:
-    """1.0 if a picture shows exactly what its prompt claims and nothing else, otherwise 0.0.
+    """1.0 where a picture shows exactly what its prompt claims and nothing else, otherwise 0.0.
 
     Arguments and errors are those of `scene_graded`.
     """

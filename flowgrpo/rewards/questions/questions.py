@@ -102,8 +102,8 @@ def _of_clause(clause: dict[str, Any], include: Sequence[dict[str, Any]],
 
 
 def of_claims(claims: Claims) -> list[Question]:
-    """Return the questions of a prompt of the starter's world, where a picture may show only what its prompt says: all
-    things are counted, and every claimed shape, a single one too, and every other shape is asked for. Asking whether a
+    """Return the questions of a prompt of the starter's world, where a picture may show only what its prompt says.
+    All things are counted. Every claimed shape, a single one too, and every other shape is asked for. Asking whether a
     ring is there would get the same answer for one and for three."""
     include = [{"class": claim.shape, "count": claim.count, "color": claim.colour} for claim in claims.objects]
     if claims.relation:

@@ -20,8 +20,9 @@ LIFTS = ("mean", "min")
 
 @dataclass(frozen=True, eq=False)
 class Frames:
-    """Mean or minimum score of a clip's frames by a reward of pictures; None if it applies to no frame, Failed if it
-    failed on one.
+    """Mean or minimum score of a clip's frames by a reward of pictures.
+
+    None if that reward applies to no frame, Failed if it failed on one.
 
     reward: a name, or a function. args: arguments of a named one.
     every: score one of so many frames, beginning with the first.

@@ -95,8 +95,10 @@ def _along(moves: np.ndarray, way: np.ndarray) -> float:
 
 @dataclass(frozen=True)
 class TemporalConsistency:
-    """Temporal consistency: 1 minus the mean difference between a frame and the next one, warped back along the flow;
-    pixels that leave the picture do not count. A static clip has 1."""
+    """Temporal consistency: 1 minus the mean difference between a frame and the next one, warped back by the flow.
+
+    Pixels that leave the picture do not count. A static clip has 1.
+    """
 
     about = About(modality="video", range=(0, 1), needs="video", licence=LICENCE)
 
