@@ -11,16 +11,17 @@ from flowgrpo.errors import UserError
 from flowgrpo.policies.weights.trainable import Weights
 
 RANK, GROUP = 4, 2
-SHARES, LARGEST_GRADIENT_ERROR = (1e-3, 1e-4), 0.01  # of small steps along the gradient
+SHARES, LARGEST_GRADIENT_ERROR = (1e-3, 1e-4), 0.01  # SHARES: small steps along the gradient
 
 
 def gradient_norm(modules: Sequence[torch.nn.Module], weights: Weights) -> float:
-    """Norm of the adapter's gradient; UserError where it is 0 or not finite, or where it reaches anything else."""
+    """Return the norm of the adapter's gradient.
+    Raises UserError if it is 0 or not finite, or if a weight outside the adapter has a gradient."""
     ours = set(weights.parameters())
     other = [p for module in modules for p in module.parameters() if p.grad is not None and p not in ours]
     if other:
         raise UserError(f"a gradient reaches {len(other)} frozen weights")
-    # In the list's order, not the set's, which differs from call to call and with it the last bit.
+    # List order: a set's order differs between calls, and with it the last bit.
     reached = [p.grad.norm() for p in weights.parameters() if p.grad is not None]
     norm = torch.stack(reached or [torch.zeros(())]).norm().item()
     if not 0 < norm < float("inf"):
@@ -29,8 +30,8 @@ def gradient_norm(modules: Sequence[torch.nn.Module], weights: Weights) -> float
 
 
 def gradient_error(size: Callable[[], torch.Tensor], weights: Weights) -> float:
-    """How far a difference quotient along the gradient of `size` is from what it foretells, relative: a part of the
-    model that lets no gradient through (HiDream's experts run under no_grad) leaves one that is finite and wrong."""
+    """Return the relative error of a finite difference of `size` along its gradient. A part that blocks gradients
+    (HiDream's experts run under no_grad) leaves a gradient that is finite but wrong."""
     value, parameters = size(), weights.parameters()
     gradient = torch.autograd.grad(value, parameters, allow_unused=True)
     squared = sum(part.double().square().sum() for part in gradient if part is not None).item()
@@ -40,13 +41,13 @@ def gradient_error(size: Callable[[], torch.Tensor], weights: Weights) -> float:
                                                for (key, p), part in zip(weights.named.items(), gradient)}):
             return size().item()
 
-    # Where the value hardly answers, a step that changes it by some share of itself is a long one: the best counts.
+    # If the value hardly changes, the step that changes it by a given share is long: take the best share.
     lengths = [share * value.item() / squared for share in SHARES]
     return min(abs((moved(length) - moved(-length)) / (2 * length * squared) - 1) for length in lengths)
 
 
 def require_exact(found: dict[str, Any]) -> None:
-    """UserError for a gradient that is off."""
+    """Raise UserError for a wrong gradient."""
     if not found["gradient_error"] <= LARGEST_GRADIENT_ERROR:
         raise UserError(f"the gradient is off by {found['gradient_error']:.0%} of the change that it foretells: a part "
                         "of the model runs without gradients")

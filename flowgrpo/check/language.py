@@ -1,4 +1,4 @@
-"""Can this language model be trained? A few tokens, sampled, replayed and differentiated, tell."""
+"""Check that a language model can be trained: sample, replay and differentiate a few tokens."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from flowgrpo.types import Scored
 PROMPT, TOKENS, GROUP = "1+2=", 8, 2
 KINDS = {build.CAUSAL_LM: "causal language model", build.VISION_LM: "language model that reads images",
          build.MASKED_LM: "masked language model"}
-# What is told of a language model.
+# Reported fields of a language model.
 FIELDS = ("precision", "kind", "class", "weights", "tokenizer", "vocabulary", "chat_template", "end_tokens",
           "pad_token", "parameters", "trained_parameters", "lora_parameters", "lora_targets", "prompt_tokens",
           "shared_prefix", "head_alone", "completion_tokens", "first_log_ratio", "lora_grad", "gradient_error",
@@ -38,15 +38,15 @@ FIELDS = ("precision", "kind", "class", "weights", "tokenizer", "vocabulary", "c
 
 
 def is_text(model: Any) -> bool:
-    """Whether `report.report` was given a language model: loaded, by the name of a class or family of transformers, or
-    as a folder or hub id."""
+    """True if `report.report` was given a language model: a loaded one, the name of a transformers class or family, a
+    folder or a hub id."""
     if not isinstance(model, str):
         return hasattr(model[0], "get_input_embeddings")
     return not model.endswith("Pipeline") and (tiny.knows(model) or build.writes(model))
 
 
 def drive(model: Any, recipe: Config | None, device: str, found: dict[str, Any]) -> None:
-    """Fill `found` step by step (`report.report` says with what); raises what stops the model."""
+    """Fill `found` step by step (fields: `report.report`). Raises the error that stops the model."""
     from flowgrpo.check.gradients import RANK, gradient_error, gradient_norm, require_exact
 
     config = recipe or Config(method="grpo", precision="fp32", adapter={"rank": RANK})
@@ -59,7 +59,7 @@ def drive(model: Any, recipe: Config | None, device: str, found: dict[str, Any])
     method = validate.resolve(config, build.process(kind))
     options.require_options(config, method, device)
     reads.require_keys(config, kind)
-    torch.manual_seed(0)  # of the adapter's first weights, so that a report can be repeated
+    torch.manual_seed(0)  # initial adapter weights, so that a report is repeatable
     policy = build.language_policy(_brief(config), loaded, config.adapter, device)
     found |= _reader(policy) | _sizes(policy, config)
     explorer = make_explorer(_brief(config), policy, method, geometry(_brief(config).train), Processes(), Clock())
@@ -75,7 +75,7 @@ def drive(model: Any, recipe: Config | None, device: str, found: dict[str, Any])
         found["gradient_error"] = gradient_error(lambda: _size(explorer, given, asked), policy.weights)
         require_exact(found)
     with TemporaryDirectory() as folder:
-        policy.weights.save(Path(folder))  # reads the file back, and raises where it is not the same
+        policy.weights.save(Path(folder))  # reads the file back and raises if it differs
     phases = text_memory.memory(policy, config, asked)
     found |= {"memory": {name: memory.total(parts) for name, parts in phases.items()},
               "memory_parts": {name: memory.total({name: size}) for name, size in phases["update"].items()}}
@@ -91,7 +91,7 @@ def _loaded(model: Any, config: Config) -> tuple:
 
 
 def _brief(config: Config) -> Config:
-    """The configuration with a group of two short completions."""
+    """Return the configuration with one group of two short completions."""
     return config.model_copy(update={
         "text": config.text.model_copy(update={"max_tokens": TOKENS, "truncated": "keep"}),
         "train": config.train.model_copy(update={"prompts": 1, "group": GROUP, "micro_batch": GROUP, "updates": 1})})
@@ -102,10 +102,10 @@ def _picture() -> Image.Image:
 
 
 def _reader(policy) -> dict[str, Any]:
-    """What the tokenizer says."""
+    """Return the tokenizer's part of the report."""
     reader, tokens = policy.tokenizer, policy.tokenizer.convert_ids_to_tokens
     pads = reader.pad_token_id is not None
-    own = getattr(getattr(policy, "processor", None), "chat_template", None)  # a processor's may be its alone
+    own = getattr(getattr(policy, "processor", None), "chat_template", None)  # only a processor may have one
     return {"tokenizer": type(reader).__name__, "vocabulary": len(reader),
             "chat_template": bool(own or getattr(reader, "chat_template", None)),
             "end_tokens": [f"{token} ({number})" for token, number in zip(tokens(policy.ends), policy.ends)],
@@ -123,7 +123,8 @@ def _sizes(policy, config: Config) -> dict[str, Any]:
 
 
 def _replayed(explorer, part: Part, asked: Any, found: dict[str, Any]) -> None:
-    """The replay of what was drawn, with gradients. UserError where the two disagree in fp32."""
+    """Replay the sampled completions with gradients.
+    Raises UserError if replay and rollout disagree in fp32."""
     [taken], exact = part.transitions, explorer.policy.exact
     found |= {"completion_tokens": int(taken.old.mask.sum(1).max()), "first_log_ratio": 0.0}
     for _, rows, new in explorer.replay(part, asked):
@@ -136,8 +137,8 @@ def _replayed(explorer, part: Part, asked: Any, found: dict[str, Any]) -> None:
 
 
 def _given(policy, part: Part) -> Part:
-    """The part with the prompt's text, again and again, in place of what was drawn: where a model is sure of its own
-    tokens, log-probabilities of 0 tell nothing of their gradient."""
+    """Return the part with the prompt's text, repeated, in place of the sampled tokens. If a model is sure of its own
+    tokens, log-probabilities of 0 say nothing about their gradient."""
     [taken] = part.transitions
     text = itertools.cycle(policy.tokenizer(PROMPT, add_special_tokens=False)["input_ids"])
     ids = torch.tensor([list(itertools.islice(text, taken.ids.shape[1]))]).expand_as(taken.ids).contiguous()

@@ -1,4 +1,4 @@
-"""What a run holds in memory, per phase: weights, what is trained, recorded states, and measured activations."""
+"""Device memory of a run per phase: weights, trained parameters, recorded states, and measured activations."""
 
 from __future__ import annotations
 
@@ -19,17 +19,18 @@ from flowgrpo.samplers.grids import make_grid
 from flowgrpo.samplers.rollout import Exploration
 from flowgrpo.samplers.scheduler import Task
 
-KEPT = 4  # bytes of a number in fp32: what is trained, its gradient, AdamW's two moments
+KEPT = 4  # fp32 copies of a trained parameter: value, gradient, AdamW's two moments
 
 
 def memory(policy, config: Config, conditioning: Conditioning) -> dict[str, dict[str, int]]:
-    """Bytes on the device, by phase and part, for one process of the run `config` with the policy's pipeline.
+    """Return bytes on the device, by phase and part, for one process of the run `config` with the policy's pipeline.
 
-    conditioning: of one prompt. The pipeline stays on the device as a whole, so its weights are in every phase, but for
-    text encoders that wait elsewhere while nothing is encoded; recorded states that wait there are in none.
-    Activations are those that one row's forward keeps for the backward, with the policy's guidance and checkpointing,
-    times the micro-batch; the temporary memory of kernels is not counted, nor the one block that checkpointing computes
-    again at a time. Decoding is what a micro-batch takes at its fullest. Phases: encode, rollout, decode, update.
+    conditioning: that of one prompt. Phases: encode, rollout, decode, update.
+    The whole pipeline stays on the device, so its weights are in every phase. Offloaded text encoders count only in
+    encode; offloaded recorded states count in none.
+    Activations are those one row's forward keeps for the backward, with the policy's guidance and checkpointing, times
+    the micro-batch. Not counted: temporary memory of kernels, and the one block that checkpointing recomputes at a
+    time. Decoding is the peak of a micro-batch.
     """
     trained = sum(p.numel() for p in policy.weights.parameters()) * KEPT
     held = _weights(policy) | {"trained": trained}
@@ -48,18 +49,18 @@ def memory(policy, config: Config, conditioning: Conditioning) -> dict[str, dict
 
 
 def total(phase: dict[str, int]) -> float:
-    """GiB of a phase."""
+    """Return the GiB of a phase."""
     return round(sum(phase.values()) / 2**30, 3)
 
 
 def held(parts: Iterable[object]) -> float:
-    """GiB of the weights of those parts of a model that have any."""
+    """Return the GiB of the weights of all given parts that have any."""
     modules = [part for part in parts if isinstance(part, torch.nn.Module)]
     return total({"": tensor_bytes(each for part in modules for each in [*part.parameters(), *part.buffers()])})
 
 
 def _weights(policy) -> dict[str, int]:
-    """Bytes of the frozen weights: text encoders, denoisers, VAE, and the rest."""
+    """Return bytes of the frozen weights: text encoders, denoisers, VAE, and the rest."""
     own = {id(parameter) for parameter in policy.weights.parameters()}
     found = {"text encoders": 0, "denoisers": 0, "vae": 0, "other": 0}
     for name, module in policy.pipe.components.items():
@@ -72,12 +73,12 @@ def _weights(policy) -> dict[str, int]:
 
 
 def tensor_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """What tensors take, quantised ones as they are stored."""
+    """Return the bytes of tensors, quantised ones as stored."""
     return sum(part.numel() * part.element_size() for tensor in tensors for part in _stored(tensor))
 
 
 def _stored(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """What a tensor consists of: a quantised one of its integers and their scales."""
+    """Return the stored tensors: of a quantised one its integers and their scales."""
     if hasattr(tensor, "__tensor_flatten__"):
         return [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
     scales = getattr(getattr(tensor, "quant_state", None), "absmax", None)
@@ -85,7 +86,7 @@ def _stored(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _one_row(policy, conditioning: Conditioning) -> tuple[torch.Tensor, int]:
-    """(one state [1,*D], bytes that a replay of one row keeps for its backward)."""
+    """Return (one state [1,*D], bytes that a replay of one row keeps for its backward)."""
     grid, timesteps = few_steps(policy, 2)
     x, _ = policy.run(Task(grid, range(1), timesteps=timesteps), conditioning, None, policy.generators([0]))
     modules = [part for part in policy.pipe.components.values() if isinstance(part, torch.nn.Module)]
@@ -93,11 +94,11 @@ def _one_row(policy, conditioning: Conditioning) -> tuple[torch.Tensor, int]:
 
 
 def kept(modules: Iterable[torch.nn.Module], forward: Callable[[], torch.Tensor]) -> int:
-    """Bytes that `forward` keeps for its backward, the modules' weights apart."""
+    """Return the bytes that `forward` keeps for its backward, without the modules' weights."""
     weights = {each.untyped_storage().data_ptr() for module in modules for p in module.parameters()
                for each in _stored(p)}
     sizes: dict[int, int] = {}
-    alive: list[torch.Tensor] = []  # a storage that is freed would hand its address on
+    alive: list[torch.Tensor] = []  # a freed storage would pass its address on
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         for storage in (each.untyped_storage() for each in _stored(tensor)):
@@ -112,7 +113,8 @@ def kept(modules: Iterable[torch.nn.Module], forward: Callable[[], torch.Tensor]
 
 
 def _decoding(policy, conditioning: Conditioning, x: torch.Tensor, rows: int) -> int:
-    """Bytes that decoding `rows` rows takes at its fullest: what one takes, and for the others what a second adds."""
+    """Return the peak bytes of decoding `rows` rows: those of one row, plus the increment of a second for each other.
+    """
     def peak(count: int) -> int:
         latents, of = torch.cat([x] * count), conditioning.rows(torch.zeros(count, dtype=torch.int64))
         with Peak() as seen:
@@ -124,7 +126,7 @@ def _decoding(policy, conditioning: Conditioning, x: torch.Tensor, rows: int) ->
 
 
 class Peak(TorchDispatchMode):
-    """Inside, `most` is the largest number of bytes that newly made tensors took at a time."""
+    """Context manager: `most` is the peak number of bytes of newly made tensors."""
 
     def __init__(self):
         super().__init__()
@@ -142,21 +144,21 @@ class Peak(TorchDispatchMode):
 
 
 def _recorded(policy, config: Config, conditioning: Conditioning) -> int:
-    """How many states the rollout of an epoch keeps: around every trained step, with its mean where the loss reads it,
-    and at the end."""
+    """Return bytes of the states that an epoch's rollout keeps: around every trained step, with its mean if the loss
+    reads it, and at the end."""
     train = config.train
     method = validate.resolve(config, policy.process)
     grid, timesteps = make_grid(train.grid, train.steps, train.shift, policy.stock, policy.strength,
                                 partial(policy.stock_grid, conditioning))
     explorations = method.explorations(grid, train.group, train.shift, 0, config.seed, timesteps)
     noised = method.noised(grid, train.group, 0, config.seed)
-    if noised is not None:  # its states, targets and old velocities, and the finals of the part that is sampled
+    if noised is not None:  # states, targets, old velocities, and finals of the sampled part
         return train.prompts * train.group * (len(noised.schedule.trained) * (2 + noised.keep_means) + 1)
     return train.prompts * sum(_per_group(each) for each in explorations)
 
 
 def _per_group(exploration: Exploration) -> int:
-    """States of one prompt: x_next of one step is x of the next."""
+    """Return the states of one prompt; x_next of one step is x of the next."""
     nodes, count, before = exploration.roots, 0, None
     for step in range(exploration.steps):
         children = exploration.splits.get(step, 1)

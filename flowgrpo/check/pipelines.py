@@ -1,6 +1,6 @@
-"""Can this pipeline be trained? Three steps with two of them stochastic, replayed and differentiated, tell.
+"""Check that a pipeline can be trained: run three steps, two of them stochastic, replay and differentiate them.
 
-Of language models: language.py.
+Language models: language.py.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ from flowgrpo.samplers.solvers import Euler
 from flowgrpo.starter import FOLDERS
 
 PROMPT = "a red circle"
-LIKE = 0.8  # from which likeness on a name is a misspelt one, and not a hub id
-STEPS, SAMPLES = 10, 12  # of the example that tells the cost
+LIKE = 0.8  # minimum similarity at which a name is a misspelt class, not a hub id
+STEPS, SAMPLES = 10, 12  # of the example whose cost is reported
 
 
 def drive(model: Any, recipe: Config | None, device: str, found: dict[str, Any]) -> None:
-    """Fill `found` step by step; raises what stops the pipeline."""
-    config = recipe or Config(precision="fp32", adapter={"rank": RANK})  # in which replays and gradients are exact
+    """Fill `found` step by step. Raises the error that stops the pipeline."""
+    config = recipe or Config(precision="fp32", adapter={"rank": RANK})  # replays and gradients are exact
     config, precision = settle(config, device, None if isinstance(model, str) else model[0])
     method = validate.resolve(config)
     options.require_options(config, method, device)
@@ -58,7 +58,7 @@ def drive(model: Any, recipe: Config | None, device: str, found: dict[str, Any])
     found |= {"precision": precision, "pipeline": type(pipe).__name__, "scheduler": type(pipe.scheduler).__name__,
               "prediction": prediction(pipe.scheduler), "weights": memory.held(pipe.components.values())}
     refuse(type(pipe))
-    torch.manual_seed(0)  # of the adapter's first weights, so that a report can be repeated
+    torch.manual_seed(0)  # initial adapter weights, so that a report is repeatable
     policy = PipelinePolicy(pipe, config.adapter, device=device, precision=config.precision, call=call,
                             checkpointing=config.train.checkpointing, memory=config.memory, adapted=method.adapted)
     if not policy.denoisers:
@@ -77,18 +77,18 @@ def drive(model: Any, recipe: Config | None, device: str, found: dict[str, Any])
     if policy.dtype == torch.float32 and not config.adapter.dora:
         _differentiated(policy, conditioning, found)
     with TemporaryDirectory() as folder:
-        policy.weights.save(Path(folder))  # reads the file back, and raises where it is not the same
-    if recipe is None and policy.process == "vp":  # the default method is for flows alone
+        policy.weights.save(Path(folder))  # reads the file back and raises if it differs
+    if recipe is None and policy.process == "vp":  # the default method is for flows only
         config = config.model_copy(update={"method": "ddpo"})
     found |= _cost(recipe, method) | _memory(policy, config, conditioning)
 
 
 class Unknown(UserError):
-    """Nothing can be told of a model, for want of it."""
+    """Error: the model is not available, so nothing can be reported."""
 
 
 def _loaded(model: str, config: Config) -> tuple[Any, dict[str, Any]]:
-    """The pipeline, in the recipe's precision, and the arguments of its call."""
+    """Load the pipeline in the recipe's precision; return it with the arguments of its call."""
     known = tiny.factories()
     if Path(model).exists() or model in FOLDERS or not (model in known or model.isidentifier()):
         return _read(model, config)
@@ -102,7 +102,7 @@ def _loaded(model: str, config: Config) -> tuple[Any, dict[str, Any]]:
     if model not in known and not model.endswith("Pipeline") and not close:
         return _read(model, config)
     pipe, call = tiny.make(model)
-    with unlogged():  # of modules that loading, and not casting, would keep in fp32
+    with unlogged():  # warnings about modules that loading, unlike casting, would keep in fp32
         return pipe.to(DTYPES[config.precision]), call
 
 
@@ -112,7 +112,7 @@ def _read(model: str, config: Config) -> tuple[Any, dict[str, Any]]:
 
 
 def refuse(cls: type) -> None:
-    """UserError for a pipeline class that cannot be driven, whatever its weights."""
+    """Raise UserError for a pipeline class that cannot be driven with any weights."""
     if not hasattr(cls, "encode_prompt"):
         raise UserError(f"{cls.__name__} has no encode_prompt: its conditioning cannot be cached")
 
@@ -133,7 +133,8 @@ def _sizes(policy: PipelinePolicy, adapter: Adapter) -> dict[str, Any]:
 
 
 def _guidance(policy: PipelinePolicy, conditioning: Conditioning) -> str:
-    """How the pipeline does guidance: what a step at scale 4 runs, beside one at scale 1, or at 0 where that is off."""
+    """Describe the pipeline's guidance: the denoiser calls of a step at scale 4, compared with scale 1 (or 0 if that
+    turns it off)."""
     rows, (grid, timesteps) = {}, mid_loop_check.few_steps(policy, 2)
     for policy.guidance in (4.0, 0.0, 1.0):
         with _counted(policy) as batches:
@@ -150,7 +151,7 @@ def _guidance(policy: PipelinePolicy, conditioning: Conditioning) -> str:
 
 @contextmanager
 def _counted(policy: PipelinePolicy) -> Iterator[list[int]]:
-    """Inside, the batch of every call of a denoiser is appended to the list."""
+    """Context manager: append the batch size of every denoiser call to the list."""
     batches: list[int] = []
     hooks = [module.register_forward_hook(lambda _, args, kwargs, out: batches.append(len(out[0])), with_kwargs=True)
              for module in policy.denoisers.values()]
@@ -162,8 +163,8 @@ def _counted(policy: PipelinePolicy) -> Iterator[list[int]]:
 
 
 def _replayed(policy: PipelinePolicy, conditioning: Conditioning, found: dict[str, Any], rows: int = GROUP) -> None:
-    """A rollout of three steps from two noises, the first two steps stochastic, and the replay of those with gradients,
-    both in batches of `rows`. The second step's states are those of the pipeline's own loop, and not of a replay."""
+    """Roll out three steps from two noises, the first two steps stochastic, and replay these two with gradients, both
+    in batches of `rows`. The second step's states come from the pipeline's own loop, not from a replay."""
     grid, timesteps = mid_loop_check.few_steps(policy, 3)
     kernel, both = Method(kernel=FlowDDIM()).on(policy.process).kernel, Schedule((0, 1), (0, 1))
     exploration = Exploration(grid, both, kernel, Euler(), GROUP, GROUP, keep_means=True, timesteps=timesteps)
@@ -188,7 +189,8 @@ def _goes_on(method: Method, config: Config) -> bool:
 
 
 def _require_equal(policy: PipelinePolicy, found: dict[str, Any]) -> None:
-    """UserError where replay and rollout differ in fp32; in less a run computes old log-probabilities again."""
+    """Raise UserError if replay and rollout differ in fp32. In lower precision a run recomputes old log-probabilities.
+    """
     if policy.exact and not found["first_log_ratio"] <= policy.exact:
         raise UserError(f"replay and rollout disagree: |log ratio| {found['first_log_ratio']:.1e}, expected at most "
                         f"{policy.exact:.0e}; look for dropout or a random module"
@@ -196,7 +198,7 @@ def _require_equal(policy: PipelinePolicy, found: dict[str, Any]) -> None:
 
 
 def _differentiated(policy: PipelinePolicy, conditioning: Conditioning, found: dict[str, Any]) -> None:
-    """The error of the gradient of a step's squared output."""
+    """Store the gradient error of a step's squared output."""
     grid, timesteps = mid_loop_check.few_steps(policy, 3)
     x, _ = policy.run(Task(grid, range(1), timesteps=timesteps), conditioning, None, policy.generators([0]))
 
@@ -208,7 +210,8 @@ def _differentiated(policy: PipelinePolicy, conditioning: Conditioning, found: d
 
 
 def _cost(recipe: Config | None, method: Method) -> dict[str, float]:
-    """Of the recipe's first epoch, or without one of MixGRPO's; nothing of a method that draws no groups of its own."""
+    """Return the cost of the recipe's first epoch, or of one of MixGRPO's without a recipe. Empty for a method that
+    samples no groups."""
     if recipe:
         train = recipe.train
         if recipe.preferences or method.backprop:

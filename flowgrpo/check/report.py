@@ -11,7 +11,7 @@ from flowgrpo.check.pipelines import Unknown, drive
 from flowgrpo.config.schema import Config
 from flowgrpo.errors import UserError
 
-# What is told of a pipeline, beside `language.FIELDS` of a language model.
+# Reported fields of a pipeline; `language.FIELDS` are those of a language model.
 FIELDS = ("precision", "pipeline", "scheduler", "prediction", "weights", "denoisers", "parameters", "lora_parameters",
           "lora_targets", "lora_loader", "conditioning", "prompts_per_call", "guidance", "timesteps_per_call",
           "picture_shape", "latent_shape", "replay_error", "first_log_ratio", "lora_grad", "gradient_error", "memory",
@@ -19,32 +19,35 @@ FIELDS = ("precision", "pipeline", "scheduler", "prediction", "weights", "denois
 
 
 def report(model: Any, config: Config | None = None, device: str | None = None) -> dict[str, Any]:
-    """Drive `model` through a rollout, a replay and a gradient.
+    """Drive `model` through a rollout, a replay and a gradient, and return the report.
 
-    model: `starter`, a directory, a hub id, the name of a class of diffusers or transformers (of which a tiny random
-    instance is built), a loaded (pipeline, arguments of its call), or a loaded (language model, tokenizer or
-    processor). config: a recipe, for the pipeline's arguments, the adapter, the precision, guidance, checkpointing and
-    the memory that it needs; without one the defaults, in fp32. device: cpu, cuda, or None for cuda where it is there;
-    UserError where it is not.
+    model: `starter`, a directory, a hub id, the name of a diffusers or transformers class (a tiny random instance is
+    built), a loaded (pipeline, arguments of its call), or a loaded (language model, tokenizer or processor).
+    config: a recipe, for the pipeline's arguments, adapter, precision, guidance, checkpointing and memory estimate.
+    None: the defaults, in fp32.
+    device: cpu, cuda, or None for cuda if present.
+    Raises UserError if the device is absent.
 
-    Keys of a pipeline, None where the check did not come that far: model, drivable (None of a diffusers class that has
-    no tiny instance, and where memory ran out); where it is not, reason (one line); precision (with the reason where
-    it is chosen); pipeline, scheduler, prediction, weights (GiB of all parts), denoisers, parameters, lora_parameters,
-    lora_targets; lora_loader (what loads a LoRA of each trained module into the stock pipeline); conditioning
-    (arguments that differ from prompt to prompt), prompts_per_call, guidance; and at the recipe's guidance:
-    timesteps_per_call (whether `train.pack` goes), picture_shape, latent_shape; replay_error (largest
-    difference of a transition's mean between rollout and replay), first_log_ratio (largest |log ratio| of the replay,
-    which has to be 0), lora_grad (norm of the adapter's gradient), gradient_error (in fp32: how far a step along the
-    gradient is from what it foretells, relative; not of a DoRA);
-    memory (GiB by phase, for the recipe, see memory.py), memory_parts (GiB by part, of the update);
-    evaluations_per_picture and evaluations_per_picture_shared: of a rollout of the recipe's first epoch, without and
-    with shared prefixes and whatever its guidance costs; without a recipe of mix_grpo with 10 steps and 12 pictures per
-    prompt, on average over the window's places; notes: what the recipe's options leave untold.
+    Keys of a pipeline, None where the check did not come that far:
+    - model; drivable: None for a diffusers class without a tiny instance, and if memory ran out; reason: one line, if
+      not drivable; precision: with the reason if it is chosen.
+    - pipeline, scheduler, prediction, weights (GiB of all parts), denoisers, parameters, lora_parameters, lora_targets;
+      lora_loader: the function that loads each trained module's LoRA into the stock pipeline.
+    - conditioning (arguments that differ between prompts), prompts_per_call, guidance.
+    - At the recipe's guidance: timesteps_per_call (`train.pack` works), picture_shape, latent_shape; replay_error:
+      largest difference of a transition's mean between rollout and replay; first_log_ratio: largest |log ratio| of the
+      replay, which has to be 0; lora_grad: norm of the adapter's gradient; gradient_error: relative error of a finite
+      difference along the gradient, in fp32, not for a DoRA.
+    - memory: GiB by phase, for the recipe, see memory.py; memory_parts: GiB by part, of the update.
+    - evaluations_per_picture, evaluations_per_picture_shared: of a rollout of the recipe's first epoch, without and
+      with shared prefixes, guidance included. Without a recipe: mix_grpo, 10 steps, 12 pictures per prompt, averaged
+      over the window's places.
+    - notes: facts that the recipe's options leave unknown.
 
-    Keys of a language model beside those of the same names: kind, class, tokenizer, vocabulary, chat_template (whether
-    there is one), end_tokens, pad_token, prompt_tokens, completion_tokens (of a prompt and the longest of two
-    completions of it); shared_prefix (a group's prompt is read once) and head_alone (logits are the head's, so that
-    only those of drawn tokens are made), not of a masked one; trained_parameters where all are.
+    Additional keys of a language model: kind, class, tokenizer, vocabulary, chat_template (present or not), end_tokens,
+    pad_token; prompt_tokens, completion_tokens: of a prompt and the longest of its two completions; trained_parameters
+    if all are trained; unless masked: shared_prefix (a group's prompt is read once) and head_alone (logits are the
+    head's, so only those of sampled tokens are computed).
     """
     named = model if isinstance(model, str) else type(model[0]).__name__
     found: dict[str, Any] = {"model": named, "drivable": False, "reason": None}
@@ -59,7 +62,7 @@ def report(model: Any, config: Config | None = None, device: str | None = None) 
         found |= {"drivable": True, "notes": _notes(config) or None}
     except Unknown as error:
         found |= {"drivable": None, "reason": str(error)}
-    except Exception as error:  # whatever a stranger's pipeline raises is the answer
+    except Exception as error:  # third-party pipelines can raise anything; the error is the answer
         told = " ".join(str(error).split()) or "no message"
         if _without_room(error):
             found |= {"drivable": None, "reason": _room(found, device)}
@@ -69,7 +72,7 @@ def report(model: Any, config: Config | None = None, device: str | None = None) 
 
 
 def _without_room(error: Exception) -> bool:
-    """Whether memory ran out, of which torch has no class of its own on the CPU."""
+    """True if memory ran out; on the CPU torch has no separate error class for it."""
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "DefaultCPUAllocator" in str(error)
 
 

@@ -1,4 +1,4 @@
-"""What a run of a language model holds in memory, per phase: weights, what is trained, cache, measured activations."""
+"""Device memory of a language model's run per phase: weights, trained parameters, cache, measured activations."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from flowgrpo.check.memory import KEPT, kept, tensor_bytes
 from flowgrpo.config.geometry import geometry
 from flowgrpo.config.schema import Config
 
-SHORT, LONG = 4, 12  # tokens of the completions that are measured
+SHORT, LONG = 4, 12  # tokens of the measured completions
 CHUNK = 1024  # tokens whose logits are held at once (tokens.score)
 
 
 def memory(policy, config: Config, asked: Any) -> dict[str, dict[str, int]]:
-    """Bytes on the device, by phase and part, for one process of the run `config`, with prompts like the first of
-    `asked` and completions of `text.max_tokens`.
+    """Return bytes on the device, by phase and part, for one process of the run `config`, with prompts like the first
+    of `asked` and completions of `text.max_tokens`. Phases: rollout, update.
 
-    Cache and activations are measured on short completions and grow with a completion's length; attention that keeps a
-    square of the length needs more, and a prompt's prefix that a group shares less. The temporary memory of kernels is
-    not counted. Phases: rollout, update.
+    Cache and activations are measured on short completions and grow linearly with the length. Attention that keeps a
+    square of the length needs more; a prompt prefix shared by a group needs less. Temporary memory of kernels is not
+    counted.
     """
     own = {id(parameter) for parameter in policy.weights.parameters()}
     frozen = [each for each in [*policy.model.parameters(), *policy.model.buffers()] if id(each) not in own]
@@ -35,7 +35,7 @@ def memory(policy, config: Config, asked: Any) -> dict[str, dict[str, int]]:
     activations = rows * _at(config, lambda length: _activations(policy, row, length))
     moments = {"adamw": 2 * trained, "adamw8bit": trained // 2}[config.train.optimizer]
     update = {"gradients and optimiser": trained + moments, "activations": activations}
-    if not masked:  # the activations of a masked model are those of its logits too
+    if not masked:  # a masked model's activations include its logits
         width = policy.model.get_output_embeddings().weight.shape[0]
         update["logits"] = 2 * 4 * width * min(rows * config.text.max_tokens, CHUNK)  # in fp32, before and after
     policy.evaluations = evaluations
@@ -43,19 +43,19 @@ def memory(policy, config: Config, asked: Any) -> dict[str, dict[str, int]]:
 
 
 def _at(config: Config, size: Callable[[int], int]) -> int:
-    """A size at the run's longest completion, from those of a short and a longer one."""
+    """Extrapolate a size to the run's longest completion, from a short and a longer one."""
     short, long = size(SHORT), size(LONG)
     return short + (long - short) * (config.text.max_tokens - SHORT) // (LONG - SHORT)
 
 
 def _tokens(policy, row: Any, length: int) -> torch.Tensor:
-    """Some tokens [1,length] of the prompt's own, behind it."""
+    """Return tokens [1,length] that continue the prompt with its own tokens."""
     own = row.ids[0].tolist()[-1:] if not hasattr(policy, "mask") else [policy.mask]
     return torch.tensor([list(itertools.islice(itertools.cycle(own), length))], device=policy.device)
 
 
 def _activations(policy, row: Any, length: int) -> int:
-    """What the forward of one row keeps for its backward."""
+    """Return bytes that the forward of one row keeps for its backward."""
     ids = _tokens(policy, row, length)
     with policy._arithmetic():
         if hasattr(policy, "mask"):
@@ -66,7 +66,7 @@ def _activations(policy, row: Any, length: int) -> int:
 
 @torch.no_grad()
 def _cache(policy, row: Any, length: int) -> int:
-    """Keys and values of one row; 0 of a model that keeps them in its own way."""
+    """Return bytes of one row's keys and values; 0 for a model that stores them in another form."""
     inputs, _ = policy._joined(row, _tokens(policy, row, length + 1))
     with policy._arithmetic():
         found = policy.model.base_model(input_ids=inputs, use_cache=True, **policy._beside(row, inputs.shape[1]))

@@ -1,4 +1,4 @@
-"""The command line. What a person gets wrong is told in one line, with exit code 2; `--help` loads no torch."""
+"""The command line. User errors print one line and exit with code 2; `--help` does not import torch."""
 
 from __future__ import annotations
 

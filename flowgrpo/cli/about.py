@@ -1,4 +1,4 @@
-"""`flowgrpo check` and `flowgrpo methods`: what can be trained, and how."""
+"""`flowgrpo check` and `flowgrpo methods`: trainable models and available methods."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import typer
 from flowgrpo.cli.root import app
 from flowgrpo.cli.show import print_table
 
-IN_GIB = ("weights", "memory", "memory_parts")  # of what `check` tells
+IN_GIB = ("weights", "memory", "memory_parts")  # keys of a `check` report that are in GiB
 
 
 @app.command()
@@ -63,7 +63,7 @@ def methods() -> None:
 
 
 def _summary(thing: Any) -> tuple[str, str]:
-    """The first line of a docstring, and the source that its last brackets name."""
+    """Split the first line of a docstring into (text, source in its last parentheses)."""
     line = (thing.__doc__ or "").strip().partition("\n")[0].rstrip(".")
     found = re.fullmatch(r"(.*?) *\(([^()]*)\)", line)
     return (found[1], found[2]) if found else (line, "")

@@ -84,7 +84,7 @@ def _require_options(prompt: list[str] | None, prompts: Path | None, image: Path
 
 
 def _writes(model: str, run: str | Path | None = None) -> bool:
-    """Whether a model is a language model, as the run that trained it, its files or the hub say."""
+    """True for a language model, judged by the run that trained it, the model's files or the hub."""
     from flowgrpo.config.parse import load
     from flowgrpo.policies.build import writes
 

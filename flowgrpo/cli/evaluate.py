@@ -50,7 +50,7 @@ def evaluate(
     except KeyboardInterrupt:
         typer.echo(f"flowgrpo: interrupted; the same command goes on with what is in {output}", err=True)
         raise
-    if results:  # of several processes the first has them
+    if results:  # the first of several processes has them
         findings.show(results)
         written = ["table.md", "results.json", "grid.png", *(["rlg.png"] if len(weights) > 1 else [])]
         typer.echo(", ".join(str(output / name) for name in written))

@@ -1,4 +1,4 @@
-"""Options that several commands have."""
+"""Options shared by several commands."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ RLG = "Draw with base + W * (tuned - base): 0 the base, 1 the tuned model, above
 
 
 def one_weight(text: str | None) -> float | None:
-    """The one weight of --rlg."""
+    """Return the single weight of --rlg."""
     found = weights_of(text)
     if len(found) > 1:
         raise UserError(f"--rlg: got {text!r}, expected one number from 0 up")
@@ -22,7 +22,8 @@ def one_weight(text: str | None) -> float | None:
 
 
 def weights_of(text: str | None) -> list[float]:
-    """The weights of --rlg; UserError for what is no finite number from 0 up."""
+    """Parse the weights of --rlg.
+    Raises UserError for anything but finite numbers from 0 up."""
     try:
         found = [] if text is None else [float(value) for value in text.split(",")]
     except ValueError:
@@ -33,7 +34,7 @@ def weights_of(text: str | None) -> list[float]:
 
 
 def asked_rewards(text: str) -> list[str] | dict[str, Any]:
-    """Rewards as --rewards names them: `A,B`, or a YAML file of rules by name, as under `eval.rewards`."""
+    """Parse --rewards: names as `A,B`, or a YAML file of rules by name, as under `eval.rewards`."""
     if not text.endswith((".yaml", ".yml")):
         return [name.strip() for name in text.split(",") if name.strip()]
     from flowgrpo.config import parse
@@ -45,7 +46,7 @@ def asked_rewards(text: str) -> list[str] | dict[str, Any]:
 
 
 def made_with(reward: str, args: str) -> dict[str, Any]:
-    """The arguments of a reward, from YAML."""
+    """Parse the arguments of a reward from YAML."""
     from flowgrpo.config import parse
 
     return parse.validate({"reward": {reward: {"args": parse.parse_value("args", args)}}}).trained[reward].args

@@ -1,4 +1,4 @@
-"""`flowgrpo export` and `flowgrpo report`: what a run has left."""
+"""`flowgrpo export` and `flowgrpo report`: results of a run."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ def train_reward(
     from flowgrpo.data.pairs import aspects, load_pairs, split
 
     sides = split(load_pairs(pairs), _share_or_file(held_out))
-    aspects(*sides)  # mistakes are told before torch is loaded
+    aspects(*sides)  # report mistakes before torch is loaded
     from flowgrpo.training import reward_training as training
 
     found = training.train(*sides, output, training.Settings(

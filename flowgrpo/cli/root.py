@@ -1,4 +1,4 @@
-"""The application that the commands are of, and `main`, which runs it."""
+"""The Typer application of all commands, and `main`, which runs it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flowgrpo import __version__
 from flowgrpo.errors import UserError
 from flowgrpo.storage import paths
 
-UsageError = typer.BadParameter.__base__  # of every mistake that Typer itself finds; not exported by it
+UsageError = typer.BadParameter.__base__  # base class of all errors that Typer itself raises; Typer does not export it
 
 app = typer.Typer(name="flowgrpo", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
                   rich_markup_mode="rich", help="Align diffusers generators and language models to a reward by "
@@ -34,9 +34,8 @@ def _flowgrpo(
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command line -> exit code: 0, 2 after a person's mistake or a file's failure, 130 after an interruption.
-    """
-    os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")  # its import tells of optional packages it half supports
+    """Run the command line and return the exit code: 0; 2 after a user or file error; 130 after an interrupt."""
+    os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")  # else its import prints notes about optional packages
     try:
         return app(arguments, prog_name="flowgrpo", standalone_mode=False) or 0
     except (KeyboardInterrupt, typer.Abort):
@@ -51,14 +50,14 @@ def main(arguments: list[str] | None = None) -> int:
             raise
     finally:
         _leave_group()
-    if told:  # Typer's error for a call without a command is the help it has shown
+    if told:  # Typer's error for a call without a command is the help text it has already printed
         print(f"flowgrpo: error: {' '.join(told.split())}", file=sys.stderr)
     return 2
 
 
 def _leave_group() -> None:
-    """End the process group that a launcher's processes opened: a process that exits with its threads still running
-    may abort, though its work is done."""
+    """End the process group of a launcher's processes. A process that exits with live threads may abort although its
+    work is done."""
     torch = sys.modules.get("torch")
     if torch is not None and torch.distributed.is_available() and torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()

@@ -1,4 +1,4 @@
-"""What commands print."""
+"""Tables that commands print."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from flowgrpo.log import plain_console
 
 
 def print_table(heads: list[str], rows: list[list[str]]) -> None:
-    """A table with a line per row, at least three columns wide; the third is kept narrow."""
+    """Print a table, one line per row, at least three columns wide. The third column is kept narrow."""
     from rich import box
     from rich.table import Table
 

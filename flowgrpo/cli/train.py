@@ -40,7 +40,8 @@ def train(
 
 
 def _parse(arguments: list[str]) -> tuple[str | None, dict[str, str]]:
-    """Part the recipe's path from `--key=value` and `--key value`; UserError for a key that does not exist."""
+    """Split arguments into the recipe's path and the options given as `--key=value` or `--key value`.
+    Raises UserError for an unknown key."""
     recipes, options, rest = [], {}, iter(arguments)
     for argument in rest:
         if not argument.startswith("-"):
@@ -67,7 +68,7 @@ def _check_key(option: str, key: str) -> None:
 
 
 def _check_inputs(settings: Any) -> None:
-    """Find mistakes in prompts and rewards before torch or a model is loaded."""
+    """Validate prompts and rewards before torch or a model is loaded."""
     from flowgrpo import rewards
     from flowgrpo.data import recorded_pairs, splits
 

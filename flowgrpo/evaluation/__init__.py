@@ -1,1 +1,1 @@
-"""Evaluation: what changed, in pictures and in numbers."""
+"""Evaluation: base against tuned, in pictures and in numbers."""

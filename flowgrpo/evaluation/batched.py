@@ -1,4 +1,4 @@
-"""Several pictures in one call of a stock pipeline, where each is then what it is alone."""
+"""Batched calls of a stock pipeline that give each picture what a single call would give."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation.images import call, draw_one
 
-SHARE = 0.1  # of the difference between two pictures: what company may change, in half precision
-# What a pipeline for one prompt raises; if it is something else, drawing alone raises it again.
+SHARE = 0.1  # maximum effect of the batch in half precision, as a share of the difference between two pictures
+# Errors of a pipeline that takes one prompt; any other error is raised again by drawing singly.
 REFUSALS = (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
 
 class Together:
-    """Draws pictures in one call. Whether the pipeline does so is found out by the first ones, of which one is drawn
-    alone too; `works` is then True or False, and None before."""
+    """Draw pictures in batched calls. The first call tests the pipeline: one of its pictures is also drawn singly.
+    `works` is None before that, then True or False."""
 
     def __init__(self) -> None:
         self.works: bool | None = None
 
     def draw(self, pipe: Any, prompts: Sequence[Prompt], seeds: Sequence[int], asked: dict[str, Any],
              negative: str) -> list[torch.Tensor]:
-        """Pictures [3, H, W] or clips [F, 3, H, W] in [0, 1], each of its prompt and its seed: those of `draw_one`, to
-        the rounding of other matrix shapes. Prompts that bring a picture are drawn alone. UserError where the device's
-        memory does not suffice."""
+        """Draw pictures [3, H, W] or clips [F, 3, H, W] in [0, 1], one per prompt and seed. They equal those of
+        `draw_one` up to rounding of other matrix shapes. Prompts with a picture are drawn singly.
+        Raises UserError if the device runs out of memory."""
         if len(prompts) < 2 or self.works is False or any(prompt.image for prompt in prompts):
             return [draw_one(pipe, *each, asked, negative) for each in zip(prompts, seeds)]
         try:
@@ -47,7 +47,7 @@ class Together:
             raise
         except REFUSALS:
             found = []
-        # The second picture: the first would also be right where all rows had the first one's noise or prompt.
+        # The second picture: the first would match even if all rows had its noise or prompt.
         alone = draw_one(pipe, prompts[1], seeds[1], asked, negative)
         self.works = bool(found) and _same(found, alone)
         if self.works:
@@ -66,7 +66,8 @@ def _same(found: Sequence[torch.Tensor], alone: torch.Tensor) -> bool:
 @torch.no_grad()
 def _drawn(pipe: Any, prompts: Sequence[Prompt], seeds: Sequence[int], asked: dict[str, Any],
            negative: str) -> torch.Tensor:
-    """What one call gives, [B, ...]. ValueError where it is not of as many pictures or clips as there are prompts."""
+    """Return the output of one call, [B, ...].
+    Raises ValueError unless it has one picture or clip per prompt."""
     made = call(pipe, asked, prompt=[prompt.text for prompt in prompts], output_type="pt",
                 generator=[torch.Generator().manual_seed(seed) for seed in seeds],
                 negative_prompt=[negative if prompt.negative is None else prompt.negative for prompt in prompts])

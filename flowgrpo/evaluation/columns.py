@@ -1,7 +1,7 @@
 """Pages of a run with columns of one kind: its checkpoints, other runs, seeds, guidance scales, numbers of steps, or
-weights of RLG; of a language model the first three.
+RLG weights. A language model has the first three kinds.
 
-A kind is a function from a run and the values that a person gave to columns; what a column can change are its fields.
+A kind is a function of a run and the user's column values. A column can change the fields of `Column`.
 """
 
 from __future__ import annotations
@@ -41,9 +41,12 @@ AT_ONCE = 8  # texts
 
 @dataclass(frozen=True)
 class Column:
-    """What is drawn in a column: with which weights (a run's folder, one of its checkpoints, None for the base), from
-    which seed, and by a call of the pipeline with which arguments, or a language model with which `text` settings; rlg:
-    with base + rlg * (tuned - base)."""
+    """One column of a page.
+
+    weights: a run's folder, one of its checkpoints, or None for the base. Also: the seed, and the arguments of the
+    pipeline's call or the `text` settings of a language model.
+    rlg: draw with base + rlg * (tuned - base).
+    """
 
     name: str
     weights: Path | None
@@ -55,12 +58,12 @@ class Column:
 @images.memory_told()
 def columns(run: str | Path, kind: str, values: Sequence[str], prompts: str | Path | None, count: int, seed: int,
             output: str | Path) -> list[Path]:
-    """Draw `count` prompts in columns of that kind, with the run's rewards below each picture, as a PNG (with clips a
-    WebP too) and a self-contained HTML file beside it; returns both. Texts are written as HTML and Markdown.
+    """Draw `count` prompts in columns of one kind, with the run's rewards below each picture. Writes a PNG (with clips
+    also a WebP) and a self-contained HTML file; texts as HTML and Markdown. Returns both paths.
 
-    run: a folder that `flowgrpo train` wrote; values: a column each, without any those of the kind; prompts: a prompt
-    file, or None for the run's held-out prompts, taken evenly; output: the PNG. UserError for a folder that is no run,
-    and for values that are not of the kind.
+    run: a folder written by `flowgrpo train`. values: one per column; empty: those of the kind. prompts: a prompt file,
+    or None for the run's held-out prompts, evenly spaced. output: the PNG.
+    Raises UserError for a folder that is not a run, and for values that do not fit the kind.
     """
     run, output = Path(run), Path(output)
     config = images.run_config(run)
@@ -91,7 +94,7 @@ def columns(run: str | Path, kind: str, values: Sequence[str], prompts: str | Pa
 # --- the kinds -------------------------------------------------------------------------------------------------------
 
 def _checkpoints(tuned: Column, values: list[str]) -> list[Column]:
-    """Epochs, 0 for the base; without values the base and every checkpoint that the run keeps."""
+    """Columns by epoch, 0 for the base; without values the base and every kept checkpoint."""
     folders = {int(folder.name.removeprefix("epoch-")): folder
                for folder in sorted((tuned.weights / "checkpoints").glob("epoch-*"))}
     epochs = [_number("checkpoints", value, int) for value in values] or [0, *folders]
@@ -104,7 +107,8 @@ def _checkpoints(tuned: Column, values: list[str]) -> list[Column]:
 
 
 def _runs(tuned: Column, values: list[str]) -> list[Column]:
-    """The base, the run, and further runs of the same model, by their folders; all are called as the run is."""
+    """Columns for the base, the run, and further runs of the same model by folder. All are sampled with this run's
+    settings."""
     if not values:
         raise UserError("--columns runs: expected --values with the folders of further runs")
     model, found = images.run_config(tuned.weights).model, [replace(tuned, name="base", weights=None)]
@@ -160,13 +164,13 @@ def _number(kind: str, value: str, number: type, least: float = 0) -> Any:
 # --- drawing ---------------------------------------------------------------------------------------------------------
 
 def _drawn(config: Config, run: Path, chosen: Sequence[Column], prompts: Sequence[Prompt]) -> list[list[Any]]:
-    """The pictures of each column; the pipeline is read again only where weights were loaded that do not leave it."""
+    """Draw the pictures of each column. The pipeline is reloaded only after weights that cannot be unloaded."""
     found, pipe, loaded, branches = [], None, None, None
     for column in chosen:
         if pipe is None or loaded not in (None, column.weights):
             precision = drawing(config.precision if config.adapter.rank else "fp32", images.place())
             pipe = branches = loaded = None
-            gc.collect()  # two models at once may be one too many
+            gc.collect()  # two models at once may not fit
             pipe = images.make_pipeline(config.model, precision, config.trust_remote_code, memory=config.memory)
         if column.weights != loaded:
             if column.rlg is None:
@@ -182,11 +186,11 @@ def _drawn(config: Config, run: Path, chosen: Sequence[Column], prompts: Sequenc
 
 
 def _written(config: Config, run: Path, chosen: Sequence[Column], prompts: Sequence[Prompt]) -> list[list[str]]:
-    """The texts of each column."""
+    """Write the texts of each column."""
     found, policy, loaded = [], None, run / "nothing yet"
     for column in chosen:
         if column.weights != loaded:
-            policy, loaded = None, column.weights  # two models at once may be one too many
+            policy, loaded = None, column.weights  # two models at once may not fit
             policy = _writer(texts.settings(config.model, config, column.asked), run, column.weights)
         seed_of, own = seeder(column.seed, 0), []
         for start in range(0, len(prompts), AT_ONCE):
@@ -198,7 +202,7 @@ def _written(config: Config, run: Path, chosen: Sequence[Column], prompts: Seque
 
 
 def _writer(config: Config, run: Path, weights: Path | None) -> Any:
-    """The language model with a run's result, a checkpoint's weights, or as the base."""
+    """Return the language model with a run's result, with a checkpoint's weights, or as the base."""
     if weights is None or weights.parent != run / "checkpoints":
         return texts.load(config, weights)
     policy = build.language_policy(config, build.load_language(config), config.adapter)
@@ -207,7 +211,7 @@ def _writer(config: Config, run: Path, weights: Path | None) -> Any:
 
 
 def _load(pipe: Any, config: Config, run: Path, weights: Path) -> None:
-    """A run's result, or a checkpoint's weights (or moving average, where that is what the run evaluates)."""
+    """Load a run's result, or a checkpoint's weights (their moving average if the run evaluates that)."""
     if weights.parent != run / "checkpoints":
         images.load_tuned(pipe, weights)
         return
@@ -219,7 +223,8 @@ def _load(pipe: Any, config: Config, run: Path, weights: Path) -> None:
 
 
 def _take(live: Any, config: Config, weights: Path) -> None:
-    """Load a checkpoint's weights. UserError where they are not those of this model."""
+    """Load a checkpoint's weights.
+    Raises UserError if they belong to another model."""
     room = "ema/" if config.eval.weights == "ema" else "weights/"
     tensors, _ = checkpoint.load(weights)
     held = {key.removeprefix(room): tensor for key, tensor in tensors.items()

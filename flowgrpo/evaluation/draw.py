@@ -1,6 +1,6 @@
-"""What an evaluation is of, pictures or texts: what draws a sample, where it is kept, and how far samples are apart.
+"""Generators of an evaluation, for pictures and for texts: sample, store, and measure the distance of samples.
 
-The one place where the two differ; `evaluate` knows neither.
+Only this file separates the two; `evaluate` handles both alike.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ if TYPE_CHECKING:
 
 
 class Painter:
-    """Draws with a pipeline, which is loaded when it is first needed; the base before the tuned, never after, unless
-    RLG is asked for, which keeps both."""
+    """Draw with a pipeline, loaded on first use. The base is drawn before the tuned model and never after it, unless
+    RLG is requested, which keeps both."""
 
     def __init__(self, plan: Plan, device: torch.device):
         self.plan, self.device, self.pipe, self.tuned, self.branches = plan, device, None, False, None
         self.seed_of, self.together = seeder(plan.seed, 0), Together()
 
     def draw(self, arm: str, prompts: Sequence[Prompt], places: Sequence[Place]) -> list[torch.Tensor]:
-        """Pictures [3, H, W] or clips [F, 3, H, W] in [0, 1]."""
+        """Draw pictures [3, H, W] or clips [F, 3, H, W] in [0, 1]."""
         if self.pipe is None:
             config = self.plan.config or Config()
             precision = drawing(config.precision, self.device, self.plan.precision)
@@ -61,16 +61,16 @@ class Painter:
 
 
 class Writer:
-    """Writes with a language model, which is loaded anew for every arm."""
+    """Write with a language model, reloaded for every arm."""
 
     def __init__(self, plan: Plan, device: torch.device):
         self.plan, self.device, self.arm, self.policy = plan, device, "", None
         self.seed_of = seeder(plan.seed, 0)
 
     def draw(self, arm: str, prompts: Sequence[Prompt], places: Sequence[Place]) -> list[Completion]:
-        """A completion each, drawn from the seed of its place alone."""
+        """Write one completion per place, each sampled only from the seed of its place."""
         if arm != self.arm:
-            self.policy = None  # two models at once may be one too many
+            self.policy = None  # two models at once may not fit
             config = texts.settings(self.plan.model, self.plan.config, self.plan.asked, self.device,
                                     self.plan.precision)
             self.policy = texts.load(config, self.plan.tuned if self.plan.arms[arm] else None, self.device)
@@ -81,21 +81,22 @@ class Writer:
 
 
 def written_apart(samples: Sequence[str]) -> float:
-    """The mean distance between texts of a prompt, 0 (the same) to 1 (nothing in common): 1 minus the share of their
-    pairs of neighbouring words that two have in common (Jaccard)."""
+    """Return the mean distance between texts of a prompt, 0 (equal) to 1 (nothing in common): 1 minus the Jaccard
+    similarity of their word bigrams."""
     pairs = [set(itertools.pairwise(["", *text.split(), ""])) for text in samples]
     apart = [1 - len(one & other) / len(one | other) for one, other in itertools.combinations(pairs, 2)]
     return sum(apart) / len(apart)
 
 
 def drawn_apart(features: Callable, samples: torch.Tensor) -> float:
-    """The mean distance between pictures of a prompt in features; of clips that of their middle frames."""
+    """Return the mean feature distance between pictures of a prompt; for clips that of their middle frames."""
     pictures = samples if samples.ndim == 4 else samples[:, samples.shape[1] // 2]
     return guards.distances(torch.as_tensor(features(pictures))[None]).mean().item()
 
 
 def of_words(features: str | Callable) -> Callable:
-    """UserError where features are asked for, which are of pictures."""
+    """Return the distance of texts, which has no features.
+    Raises UserError if features are requested."""
     if features != "pixels":
         raise UserError("--features: are of pictures; leave it out for a language model")
     return written_apart

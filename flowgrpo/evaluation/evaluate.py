@@ -1,9 +1,9 @@
-"""A model on a suite of prompts: its samples, scored by several rewards, base and tuned on one seed.
+"""Evaluation of a model on a suite of prompts: samples scored by several rewards, base and tuned on one seed.
 
 Pictures are drawn by the stock pipeline, texts by the language model as a run evaluates it (draw.py).
 
-Everything is saved as it is made (ledger.py), so that a killed evaluation goes on, and rewards can be added later
-without drawing again. Under `accelerate launch` or `torchrun` every process takes an equal share of what is left to do.
+Results are saved as they are made (ledger.py), so a killed evaluation resumes, and rewards can be added later without
+sampling again. Under `accelerate launch` or `torchrun` every process takes an equal share of the remaining work.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from flowgrpo.rewards.score import columns
 from flowgrpo.storage import paths
 from flowgrpo.storage.json_files import finite
 
-AT_ONCE = 8  # samples that are scored in one call
+AT_ONCE = 8  # samples scored in one call
 SHOWN = 12  # prompts of the page
 
 
@@ -49,21 +49,23 @@ def evaluate(source: str, suite: str, names: Sequence[str] | dict[str, WatchRule
              guidance: float | None = None, seed: int = 0, features: str | Callable = "pixels",
              rlg: Sequence[float] = (), batch: int | None = None, temperature: float | None = None,
              max_tokens: int | None = None, precision: str | None = None) -> dict[str, Any]:
-    """Draw a suite, score it, and write its samples, `results.json`, `table.md` and `grid.png` to the folder `output`;
+    """Sample a suite, score it, and write samples, `results.json`, `table.md` and `grid.png` to the folder `output`;
     returns the results.
 
-    source: a model, or a run (then its model with its result, and its `eval` steps and guidance); suite: as of
-    `load_suite`; names: rewards, of which a run's own keep their rules, or rules by name; without any those of the run.
-    lora: weights to
-    load into a model; base: draw the model without them too, from the same seeds, and compare. samples: per prompt;
-    features: what the distance of a prompt's pictures is taken of, as of `rewards.guards.Diversity`. rlg: draw
-    the tuned pictures with base + rlg * (tuned - base); of several numbers each is drawn, and `rlg.png` shows the
-    rewards over them. temperature and max_tokens: of a language model, in place of the run's `text` settings; several
-    samples are drawn at temperature 1 where neither says. precision: None takes the run's, or what suits the device.
-    Of several samples pass@k is told, by rewards of 0 and 1.
-    A sample depends on the seed, the number of its prompt and its number among the prompt's, and on nothing else; with
-    a `batch` of several per call (None: one picture, or 8 texts), to rounding. UserError for what cannot be loaded, and
-    for a folder that holds another evaluation.
+    source: a model, or a run (its model and result, with its `eval` steps and guidance).
+    suite: see `load_suite`.
+    names: rewards, where a run's rewards keep their rules, or rules by name; empty: those of the run.
+    lora: weights to load into a model. base: also sample without them, from the same seeds, and compare.
+    samples: per prompt; with several, pass@k of rewards of 0 and 1 is reported.
+    features: space of the distance between a prompt's pictures, see `rewards.guards.Diversity`.
+    rlg: draw the tuned pictures with base + rlg * (tuned - base); several weights are all drawn, and `rlg.png` plots
+    the rewards over them.
+    temperature, max_tokens: of a language model, in place of the run's `text` settings. Several samples default to
+    temperature 1.
+    precision: None takes the run's, or the device's default.
+    A sample depends only on the seed, its prompt's number and its number within the prompt. With a `batch` of several
+    per call (None: 1 picture, 8 texts) this holds up to rounding.
+    Raises UserError for what cannot be loaded, and for a folder that holds another evaluation.
     """
     plan = make_plan(source, lora, base, samples, steps, guidance, seed, rlg, temperature, max_tokens, precision)
     processes, apart = _processes(), plan.medium.apart(features)
@@ -78,7 +80,7 @@ def evaluate(source: str, suite: str, names: Sequence[str] | dict[str, WatchRule
                               "rewards": held_out.rules(functions)}
     ledger.check(settings)
     known = _known(ledger, plan, functions)
-    processes.wait()  # what is left to do is the same for all: nobody writes before all have read
+    processes.wait()  # the remaining work is the same for all: no one writes before all have read
     if processes.first:
         ledger.settle(settings)
     failed = _make(plan, chosen, functions, ledger, known, processes, batch or plan.medium.together)
@@ -90,8 +92,9 @@ def evaluate(source: str, suite: str, names: Sequence[str] | dict[str, WatchRule
 def make_plan(source: str, lora: str | Path | None, base: bool, samples: int, steps: int | None,
               guidance: float | None, seed: int, rlg: Sequence[float] = (), temperature: float | None = None,
               max_tokens: int | None = None, precision: str | None = None) -> Plan:
-    """Tell runs from models, and pictures from texts. UserError for a run with another LoRA, for a base with nothing to
-    compare it to, for weights of RLG without a tuned model or beside a base, and for options of the other medium."""
+    """Resolve the source to a run or a model, of pictures or of texts.
+    Raises UserError for a run with another LoRA, for a base with nothing to compare, for RLG weights without a tuned
+    model or with a base, and for options of the other medium."""
     run = Path(source)
     if (run / "config.yaml").is_file():
         if lora is not None:
@@ -125,7 +128,7 @@ def make_plan(source: str, lora: str | Path | None, base: bool, samples: int, st
 
 
 def _require_fitting(medium: Medium, of_pictures: dict[str, Any], of_texts: dict[str, Any]) -> None:
-    """UserError for an option of the other medium, which would have no effect."""
+    """Raise UserError for an option of the other medium, which would have no effect."""
     unread, of = (of_pictures, "a denoiser") if medium is draw.TEXTS else (of_texts, "a language model")
     for name, value in unread.items():
         if value is not None:
@@ -140,13 +143,13 @@ def _functions(config: Config | None, names: Sequence[str] | dict[str, WatchRule
         raise UserError("--rewards: expected the names of rewards, such as --rewards scene (`flowgrpo rewards` lists "
                         "them)")
     made = rewards.compose(asked, config.cache if config else None)
-    # Of a run's own, those that see groups are left out; one that is asked for by name is refused.
+    # The run's rewards that need groups are dropped; one requested by name raises.
     own = {name: made.pop(name) for name in asked if config and not names and name in config.trained}
     return pairwise.measured(own, made)
 
 
 def _processes() -> Processes:
-    """Those that the launcher started, this one alone without a launcher."""
+    """Return the launcher's processes, or this one without a launcher."""
     from accelerate import PartialState
 
     from flowgrpo.distributed.processes import PATIENCE
@@ -158,11 +161,11 @@ def _processes() -> Processes:
 
 def _make(plan: Plan, suite: Suite, functions: dict[str, Any], ledger: Ledger, known: dict[Place, dict[str, float]],
           processes: Processes, batch: int) -> dict[str, int]:
-    """Draw and score what is not there yet. Returns on how many samples each reward failed, of all processes."""
+    """Sample and score what is missing. Returns the number of failed samples by reward, over all processes."""
     hand, at_once = plan.medium.hand(plan, processes.device), max(AT_ONCE, batch)
     failed: Counter[str] = Counter()
     for arm in plan.arms:
-        processes.wait()  # the base's samples of all are there before they are compared with
+        processes.wait()  # the tuned samples are compared with the base's of all processes
         places = [Place(arm, i, k) for i in range(len(suite.cases)) for k in range(plan.samples)]
         own = processes.own([place for place in places if not functions.keys() <= known.get(place, {}).keys()])
         with processes.together(), tqdm(total=len(own), desc=f"{suite.name}, {arm}", unit=plan.medium.unit,
@@ -181,14 +184,13 @@ def _make(plan: Plan, suite: Suite, functions: dict[str, Any], ledger: Ledger, k
 
 
 def _parts(places: Sequence[Place], first: int, rest: int) -> list[Sequence[Place]]:
-    """What is scored in one call: a few samples at first, so that a mistake in a reward costs seconds."""
+    """Split places into scoring calls: a few samples first, so that a reward's mistake costs seconds."""
     starts = [0, *range(first, len(places), rest)] if places else []
     return [places[start:end] for start, end in zip(starts, [*starts[1:], len(places)])]
 
 
 def _known(ledger: Ledger, plan: Plan, functions: dict[str, Any]) -> dict[Place, dict[str, float]]:
-    """The scores that stand, of samples that are there; those that earlier calls lacked a base for are asked for again
-    where there is one."""
+    """Return the valid scores of existing samples. Scores that lacked a base are computed again if there is one now."""
     again = {name for name, reward in functions.items() if plan.unchanged and rewards.sees_base(reward)}
     return {place: {name: value for name, value in scores.items() if name not in again or not math.isnan(value)}
             for place, scores in ledger.read().items() if ledger.has(place)}
@@ -196,8 +198,8 @@ def _known(ledger: Ledger, plan: Plan, functions: dict[str, Any]) -> dict[Place,
 
 def _score(places: Sequence[Place], suite: Suite, functions: dict[str, Any], ledger: Ledger,
            known: dict[Place, dict[str, float]], base: str | None) -> Counter[str]:
-    """Score samples by the rewards that one of them lacks, and write down what each lacks; base: the arm that is
-    compared with. Returns how many failed: they are not written down, so that the next call asks for them again."""
+    """Score samples by the rewards missing for any of them, and store the missing scores. base: the arm to compare
+    with. Returns the number of failures by reward; failures are not stored, so the next call retries them."""
     missing = {name: reward for name, reward in functions.items()
                if any(name not in known.get(place, {}) for place in places)}
     prompts = [suite.cases[place.prompt].prompt for place in places]
@@ -208,12 +210,12 @@ def _score(places: Sequence[Place], suite: Suite, functions: dict[str, Any], led
     for place, values in zip(places, zip(*found)):
         lacked = {name: value for name, value in zip(missing, values) if name not in known.get(place, {})}
         failed.update(name for name, value in lacked.items() if isinstance(value, Failed))
-        ledger.write(place, {name: float(np.float32(value))  # as `rewards.score` has it
+        ledger.write(place, {name: float(np.float32(value))  # as `rewards.score` returns it
                              for name, value in lacked.items() if not isinstance(value, Failed)})
     return failed
 
 
-# --- what was found --------------------------------------------------------------------------------------------------
+# --- findings --------------------------------------------------------------------------------------------------------
 
 def _finish(plan: Plan, suite: Suite, functions: dict[str, Any], ledger: Ledger, failed: dict[str, int],
             apart: Callable) -> dict[str, Any]:
@@ -238,19 +240,19 @@ def _finish(plan: Plan, suite: Suite, functions: dict[str, Any], ledger: Ledger,
 
 
 def _places(arm: str, shape: tuple[int, int]) -> list[list[Place]]:
-    """The places of N prompts with S samples each."""
+    """Return the places of N prompts with S samples each."""
     return [[Place(arm, i, k) for k in range(shape[1])] for i in range(shape[0])]
 
 
 def _answers(arm: str, shape: tuple[int, int], functions: dict[str, Any], ledger: Ledger) -> dict[str, list]:
-    """What the texts [N,S] of an arm answer, by the rewards that read an answer out of them."""
+    """Return the answers of an arm's texts [N,S], by the rewards that extract an answer."""
     reading = {name: reward.function for name, reward in functions.items() if hasattr(reward.function, "answer")}
     return {name: [[function.answer(text) for text in ledger.batch(row)] for row in _places(arm, shape)]
             for name, function in reading.items()}
 
 
 def _page(plan: Plan, suite: Suite, scores: dict[str, dict[str, np.ndarray]], ledger: Ledger) -> None:
-    """A page of some prompts, evenly over the suite, with the first sample of each arm."""
+    """Write a page of some prompts, evenly over the suite, with the first sample of each arm."""
     rows = [Row(suite.cases[i].prompt.text, [ledger.load(Place(arm, i, 0)) for arm in plan.arms],
                 [{name: float(values[i, 0]) for name, values in scores[arm].items()} for arm in plan.arms])
             for i in measured.evenly(len(suite.cases), SHOWN)]

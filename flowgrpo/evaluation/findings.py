@@ -1,4 +1,4 @@
-"""The findings of an evaluation: per reward and category, base against tuned, and as tables."""
+"""Findings of an evaluation: per reward and category, base against tuned, and as tables."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from flowgrpo.evaluation.suites import Suite
 from flowgrpo.log import plain_console
 
 ALL = "all prompts"
-Scores = dict[str, dict[str, np.ndarray]]  # arm, reward: [N, S], NaN where it does not apply
+Scores = dict[str, dict[str, np.ndarray]]  # arm, reward: [N, S], NaN where the reward does not apply
 
 
 def summarise(suite: Suite, scores: Scores, spread: dict[str, np.ndarray], trained: Sequence[str] | None,
               unit: str = "pictures") -> dict:
-    """Means with intervals per arm, reward and category, `all prompts` among them; with both arms the change, tuned
-    minus base on the same prompt and seed, and the win rate; diversity; drift in words.
+    """Summarise an evaluation: means with intervals per arm, reward and category (including `all prompts`). With both
+    arms also the change, tuned minus base on the same prompt and seed, the win rate, diversity, and drift in words.
 
-    spread: the distance between the samples of each prompt [N, 1] by arm, or nothing; unit: what these are called.
-    `category_means` is the mean over the categories, which some suites (GenEval) give as their score.
+    spread: distance between the samples of each prompt [N, 1] by arm, or empty. unit: name of the samples.
+    `category_means` is the mean over the categories, the score of some suites (GenEval).
     """
     places = {ALL: list(range(len(suite.cases)))} | suite.categories
 
@@ -51,7 +51,7 @@ def _over_categories(each: dict[str, dict[str, Any]]) -> float:
 
 
 def table(results: dict[str, Any], reward: str) -> tuple[list[str], list[list[str]]]:
-    """The headings and lines of one reward's table: a line per category, the last of all prompts."""
+    """Return the headings and lines of one reward's table: a line per category, all prompts last."""
     arms, compared = results["arms"], results["compared"].get(reward)
     first = next(iter(arms.values()))[reward]
     lines = []
@@ -72,7 +72,7 @@ def _cell(entry: dict[str, Any], how: str = ".3f") -> str:
 
 
 def methods(results: dict[str, Any], reward: str) -> str:
-    """How the intervals of a reward's table were made."""
+    """Describe the intervals of a reward's table."""
     used = {entry["method"] for arm in results["arms"].values() for entry in arm[reward].values()}
     if reward in results["compared"]:
         used |= {entry["method"] for kind in results["compared"][reward].values() for entry in kind.values()}
@@ -80,7 +80,7 @@ def methods(results: dict[str, Any], reward: str) -> str:
 
 
 def notes(results: dict[str, Any]) -> list[str]:
-    """What is said below the tables, a sentence each."""
+    """Return the notes below the tables, one sentence each."""
     said = []
     for name in next(iter(results["arms"].values())):
         means = {arm: each[name] for arm, each in results["category_means"].items() if not math.isnan(each[name])}
@@ -100,13 +100,13 @@ def notes(results: dict[str, Any]) -> list[str]:
 
 
 def title(results: dict[str, Any], reward: str) -> str:
-    """The heading of a reward's table: on which suite, on how much."""
+    """Return the heading of a reward's table: suite and sample counts."""
     suite = results["suite"]
     return f"{reward} on {suite['name']} ({suite['prompts']} prompts, {results['samples']} per prompt)"
 
 
 def markdown(results: dict[str, Any]) -> str:
-    """`table.md`: a table per reward, and what is said below them."""
+    """Return `table.md`: a table per reward, and the notes below them."""
     parts = []
     for reward in next(iter(results["arms"].values())):
         heads, lines = table(results, reward)

@@ -1,7 +1,7 @@
-"""Before and after: the same held-out prompts and seeds through the pipeline's own scheduler, scored and shown.
+"""Before and after: score and show the same held-out prompts and seeds with the pipeline's own scheduler.
 
-The base is measured first, with the same sampler and guidance as the tuned model, so that what is reported is the gain
-over what a user had, on prompts that were never trained on.
+The base is measured first, with the same sampler and guidance as the tuned model. The reported gain is thus over the
+user's starting point, on prompts never trained on.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def _measure(trainer, functions, title: str, reference: Callable[[], Any] | None
 
 
 def before(trainer, functions: dict[str, Any], folder: Path, reuse: bool) -> Measured:
-    """The base's scores, measured once per run: a resumed run reads them back, if it measures in the same way."""
+    """Return the base's scores, measured once per run. A resumed run reads them back if it measures in the same way."""
     from torchvision.transforms.functional import to_tensor
 
     path, evaluations = folder / "before.json", trainer.policy.evaluations
@@ -60,7 +60,7 @@ def before(trainer, functions: dict[str, Any], folder: Path, reuse: bool) -> Mea
 
 
 def measured_how(config: Config, prompts: list[Prompt], functions: dict[str, Any]) -> dict[str, Any]:
-    """What the base's scores depend on, as it comes back from JSON."""
+    """Return the settings that the base's scores depend on, in their JSON form."""
     of = config.model_dump(mode="json", include={"model", "precision", "negative_prompt", "picture", "text"})
     told = of | config.eval.model_dump(mode="json", exclude={"every", "best", "stop", "weights"}) | {
         "rewards": rules(functions), "shown": [[p.text, p.negative, p.image, p.metadata] for p in prompts]}
@@ -68,13 +68,13 @@ def measured_how(config: Config, prompts: list[Prompt], functions: dict[str, Any
 
 
 def rules(functions: dict[str, Any]) -> dict[str, Any]:
-    """What is said of each reward that its scores depend on; what is done to them in training is none of it."""
+    """Return each reward's rule as far as its scores depend on it; training options are left out."""
     said = {name: getattr(reward, "rule", WatchRule()).model_dump(mode="json") for name, reward in functions.items()}
     return {name: {key: rule[key] for key in ("use", "args", "when")} for name, rule in said.items()}
 
 
 def write_before(folder: Path, found: Measured, settings: dict[str, Any]) -> None:
-    """The base's samples, its scores, and how they were measured."""
+    """Write the base's samples, its scores, and the settings of the measurement."""
     from torchvision.utils import save_image
 
     texts, frames = found.pictures if isinstance(found.pictures, list) else None, None
@@ -89,7 +89,7 @@ def write_before(folder: Path, found: Measured, settings: dict[str, Any]) -> Non
 
 
 def finish(trainer, functions: dict[str, Any], folder: Path, base: Measured) -> dict[str, Any]:
-    """Save the result, measure it, draw before beside after, and write `summary.json`."""
+    """Save the result, measure it, draw before/after pairs, and write `summary.json`."""
     config, policy, first = trainer.config, trainer.policy, trainer.processes.first
     [evaluations] = trainer.processes.total([policy.evaluations])
     with policy.weights.swapped(trainer.best.weights or trainer.evaluated_weights()):
@@ -121,7 +121,7 @@ def finish(trainer, functions: dict[str, Any], folder: Path, base: Measured) -> 
 
 
 def described(policy, config) -> str:
-    """What is evaluated, and how it is sampled, in words."""
+    """Describe in words the evaluated model and its sampling."""
     if policy.modality == "text":
         warm = config.text.eval_temperature
         return f"texts (temperature {warm:g})" if warm else "texts (greedy)"
@@ -129,7 +129,7 @@ def described(policy, config) -> str:
 
 
 def sample_pictures(trainer, functions: dict[str, Any], folder: Path) -> dict[str, float]:
-    """Held-out scores during training, with a grid of pictures per epoch in `samples/`."""
+    """Measure held-out scores during training and write a grid of pictures per epoch to `samples/`."""
     evaluations = trainer.policy.evaluations
     with trainer.policy.weights.swapped(trainer.evaluated_weights()):
         found = _measure(trainer, functions, f"held-out prompts, epoch {trainer.epoch}", trainer.policy.reference)
@@ -143,7 +143,7 @@ def sample_pictures(trainer, functions: dict[str, Any], folder: Path) -> dict[st
 
 
 def print_report(summary: dict[str, Any], said: str, folder: Path) -> None:
-    """The table that ends a run: held-out accuracy per task, before and after."""
+    """Print the table that ends a run: held-out accuracy per task, before and after."""
     from rich.table import Table
 
     console = plain_console()

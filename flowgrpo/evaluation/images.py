@@ -1,6 +1,6 @@
-"""Pictures from saved weights: those that a LoRA draws, and base beside tuned on the same prompts and seeds.
+"""Pictures from saved weights: those of a LoRA, and base against tuned on the same prompts and seeds.
 
-All goes through the stock pipeline, which loads the weights as any user of diffusers would.
+All pictures come from the stock pipeline, which loads the weights as for any user of diffusers.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from flowgrpo.storage.paths import require_file, require_folder
 
 @contextlib.contextmanager
 def memory_told() -> Iterator[None]:
-    """Inside, or in a function that it decorates, a device's lack of memory is told in one line."""
+    """Context manager and decorator: report a device's lack of memory in one line."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -55,15 +55,15 @@ def memory_told() -> Iterator[None]:
 def sample(model: str, lora: str | Path | None, prompts: list[str], count: int, seed: int, steps: int | None,
            guidance: float | None, output: str | Path, rlg: float | None = None,
            image: str | Path | None = None, precision: str | None = None) -> list[Path]:
-    """Draw `count` pictures per prompt and write them to the folder `output`, clips as animated WebP; returns their
-    paths, in order.
+    """Draw `count` pictures per prompt to the folder `output`, clips as animated WebP; returns their paths, in order.
 
-    lora: a finished run (its `picture`, `memory` and `precision` are kept), a folder with a LoRA, or its file; None
-    draws with the base. steps and guidance: None takes the pipeline's own defaults, for a starter those of its card.
-    rlg: draw with base + rlg * (tuned - base), see policies/blend.py. image: the file of a picture that all prompts
-    start from. precision: None takes the run's, or what suits the device. A picture depends on the seed, the number of
-    its prompt and its number among the prompt's, and on nothing else. UserError for a model or weights that do not
-    load, and for a picture that is not read.
+    lora: a finished run (its `picture`, `memory` and `precision` apply), a folder with a LoRA, or its file; None: the
+    base.
+    steps, guidance: None takes the pipeline's defaults, for a starter those of its card.
+    rlg: draw with base + rlg * (tuned - base), see policies/weights/rlg.py.
+    image: file of a picture from which all prompts start. precision: None takes the run's, or the device's default.
+    A picture depends only on the seed, its prompt's number and its number within the prompt.
+    Raises UserError for a model or weights that do not load, and for an unreadable picture.
     """
     from torchvision.utils import save_image
 
@@ -92,11 +92,12 @@ def sample(model: str, lora: str | Path | None, prompts: list[str], count: int, 
 def grid(run: str | Path, prompts: str | Path | None, count: int, seed: int, output: str | Path,
          rlg: float | None = None) -> Path:
     """Draw base and tuned pictures of `count` prompts side by side, with the run's rewards below; returns `output`.
-    Clips are drawn as their frames, and animated in a WebP beside it.
+    Clips are drawn as their frames, and animated in an additional WebP.
 
-    run: a folder that `flowgrpo train` wrote; prompts: a prompt file, or None for the run's held-out prompts, of which
-    `count` are taken evenly. Steps and guidance are the run's `eval` ones. rlg: draw the tuned pictures with
-    base + rlg * (tuned - base). UserError for a folder that is not a run, or that has no weights yet.
+    run: a folder written by `flowgrpo train`, whose `eval` steps and guidance apply.
+    prompts: a prompt file, or None for `count` of the run's held-out prompts, evenly spaced.
+    rlg: draw the tuned pictures with base + rlg * (tuned - base).
+    Raises UserError for a folder that is not a run, or has no weights yet.
     """
     run = Path(run)
     config = run_config(run)
@@ -118,8 +119,7 @@ def grid(run: str | Path, prompts: str | Path | None, count: int, seed: int, out
 
 
 def tuned(pipe: Any, path: Path, rlg: float | None) -> contextlib.AbstractContextManager[None]:
-    """Load weights; inside of what is returned the pipeline is tuned, or with a number `rlg` base + rlg * (tuned -
-    base)."""
+    """Load weights; return the context manager in which the pipeline is tuned, or base + rlg * (tuned - base)."""
     if rlg is not None:
         return load_branches(pipe, path).at(rlg)
     load_tuned(pipe, path)
@@ -127,14 +127,15 @@ def tuned(pipe: Any, path: Path, rlg: float | None) -> contextlib.AbstractContex
 
 
 def load_branches(pipe: Any, path: Path) -> Branches:
-    """`load_tuned`, with the base kept beside it."""
+    """Load weights as `load_tuned` does, and keep the base for RLG."""
     first = denoisers(pipe)
     load_tuned(pipe, path)
     return Branches(pipe, first)
 
 
 def load_tuned(pipe: Any, path: Path) -> None:
-    """Load a run's result, or any LoRA, into a stock pipeline. UserError where there is none, or none that fits."""
+    """Load a run's result, or any LoRA, into a stock pipeline.
+    Raises UserError if there is none, or none that fits."""
     modules = denoisers(pipe)
     trained = [name for name in modules if path.is_dir() and (path / name / "config.json").is_file()]
     modules |= text_encoders(pipe)
@@ -156,7 +157,7 @@ def load_tuned(pipe: Any, path: Path) -> None:
 
 
 def require_weights(path: Path) -> None:
-    """UserError where no weights lie at a path, or those of edits, before anything is drawn."""
+    """Raise UserError, before anything is drawn, if a path has no weights or those of edits."""
     if path.is_file() or (path / LORA_FILE).is_file() or any(
             file for name in ("adapter_config.json", "config.json") for file in path.glob(f"*/{name}")):
         return
@@ -175,7 +176,7 @@ def _load_lora(pipe: Any, file: Path) -> None:
 
 
 def _check_lora(pipe: Any, file: Path) -> None:
-    # diffusers passes over keys that it does not know
+    # diffusers ignores unknown keys
     modules = denoisers(pipe) | text_encoders(pipe)
     if not any(getattr(module, "peft_config", None) for module in modules.values()):
         raise UserError(f"{file} holds no LoRA layer for {type(pipe).__name__}: was it trained on another model?")
@@ -183,7 +184,7 @@ def _check_lora(pipe: Any, file: Path) -> None:
 
 @contextlib.contextmanager
 def _told(what: str) -> Iterator[None]:
-    """Turn what diffusers raises on a file into one line, without its log."""
+    """Context manager: turn diffusers' errors on a file into one line, without its log."""
     from diffusers.utils import logging
 
     level = logging.get_verbosity()
@@ -197,26 +198,28 @@ def _told(what: str) -> Iterator[None]:
 
 
 def run_config(run: Path) -> Config:
-    """The configuration of a run's folder. UserError where it is none."""
+    """Return the configuration of a run's folder.
+    Raises UserError if it is none."""
     if not (run / "config.yaml").is_file():
         raise UserError(f"{run} is not a run: it has no config.yaml; expected a folder that `flowgrpo train` wrote")
     config, own = load(run / "config.yaml"), run / provenance.PROMPTS
-    moved = Path(config.prompts) == config.folder / provenance.PROMPTS and own.is_file()  # since, or set aside
+    moved = Path(config.prompts) == config.folder / provenance.PROMPTS and own.is_file()  # moved since, or archived
     return config.model_copy(update={"prompts": str(own)}) if moved else config
 
 
 def place(device: torch.device | None = None) -> torch.device:
-    """Where pipelines draw: on a GPU, without `device` the first, or on the CPU where there is none."""
+    """Return the device that pipelines draw on: a GPU, by default the first, or the CPU if there is none."""
     return torch.device(device or "cuda") if torch.cuda.is_available() else torch.device("cpu")
 
 
 def make_pipeline(model: str, precision: str, trust_remote_code: bool = False, device: torch.device | None = None,
                   memory: Memory = Memory()) -> Any:
-    """The pipeline on a GPU (without `device` the first) or on the CPU.
+    """Load the pipeline on a GPU (by default the first) or on the CPU.
 
-    precision: `auto` takes what suits the device; memory: as of the run, how the denoiser's weights are kept, where
-    text encoders wait, and how pictures are decoded; 4-bit weights need a GPU, and are full ones on the CPU. UserError
-    where a package for them is absent.
+    precision: `auto` takes the device's default.
+    memory: as in a run: storage of the denoiser's weights, place of idle text encoders, decoding. 4-bit weights need a
+    GPU and are loaded in full on the CPU.
+    Raises UserError if a required package is absent.
     """
     device = place(device)
     gpu = device.type == "cuda"
@@ -232,8 +235,8 @@ def make_pipeline(model: str, precision: str, trust_remote_code: bool = False, d
 
 
 def call_arguments(model: str, lora: Path | None, steps: int | None, guidance: float | None) -> dict[str, Any]:
-    """The arguments of the pipeline's calls beside prompt and seed, the guidance scale as `guidance`, whatever the
-    pipeline calls it; what is absent is left to the pipeline."""
+    """Return the arguments of the pipeline's calls besides prompt and seed. The guidance scale is `guidance`, whatever
+    the pipeline calls it. Absent values take the pipeline's defaults."""
     given = {"num_inference_steps": steps, "guidance": guidance}
     asked = EVAL.get(model, {}) | CALLS.get(model, {})
     asked |= run_config(lora).call if lora is not None and (lora / "config.yaml").is_file() else {}
@@ -241,8 +244,8 @@ def call_arguments(model: str, lora: Path | None, steps: int | None, guidance: f
 
 
 def call(pipe: Any, asked: dict[str, Any], **own: Any) -> torch.Tensor:
-    """What a call of the pipeline gives. asked: as of `call_arguments`; own: prompts, generators and the like. What the
-    pipeline does not take is left out."""
+    """Call the pipeline and return its output. asked: result of `call_arguments`. own: prompts, generators and the
+    like. Arguments that the pipeline does not take are dropped."""
     accepted, arguments = inspect.signature(pipe.__call__).parameters, asked | own
     if "guidance" in asked:
         arguments[guidance_argument(accepted, asked, denoisers(pipe).values())] = asked["guidance"]
@@ -251,7 +254,7 @@ def call(pipe: Any, asked: dict[str, Any], **own: Any) -> torch.Tensor:
 
 def _draw(pipe: Any, prompts: list[Prompt], count: int, seed: int, asked: dict[str, Any],
           negative: str = "") -> list[torch.Tensor]:
-    """Pictures [3, H, W] or clips [F, 3, H, W] in [0, 1], `count` per prompt, one call of the pipeline each."""
+    """Draw pictures [3, H, W] or clips [F, 3, H, W] in [0, 1], `count` per prompt, one pipeline call each."""
     seed_of, rows = seeder(seed, 0), [(i, k) for i in range(len(prompts)) for k in range(count)]
     return [draw_one(pipe, prompts[i], seed_of(i, k), asked, negative)
             for i, k in tqdm(rows, desc="drawing", unit="picture", leave=False)]
@@ -259,10 +262,10 @@ def _draw(pipe: Any, prompts: list[Prompt], count: int, seed: int, asked: dict[s
 
 @torch.no_grad()
 def draw_one(pipe: Any, prompt: Prompt, seed: int, asked: dict[str, Any], negative: str = "") -> torch.Tensor:
-    """A picture [3, H, W] or clip [F, 3, H, W] in [0, 1], by one call of the pipeline with noise of that seed.
+    """Draw a picture [3, H, W] or clip [F, 3, H, W] in [0, 1], by one pipeline call with noise of that seed.
 
-    asked: further arguments of the call, as of `call_arguments`; negative: for a prompt without one of its own.
-    UserError for a pipeline that makes something else, and for one that needs a picture where none is given.
+    asked: further arguments of the call, from `call_arguments`. negative: for a prompt without its own.
+    Raises UserError for a pipeline with another output, and for a missing input picture.
     """
     generator, image = torch.Generator().manual_seed(seed), _brought(prompt)
     with seeded(pipe.scheduler, generator), _picture_missed(pipe, asked | image):
@@ -275,7 +278,8 @@ def draw_one(pipe: Any, prompt: Prompt, seed: int, asked: dict[str, Any], negati
 
 
 def _brought(prompt: Prompt) -> dict[str, Image.Image]:
-    """The prompt's picture as an argument of a call, where it has one. UserError where its file is not read."""
+    """Return the prompt's picture, if any, as an argument of a call.
+    Raises UserError if its file is unreadable."""
     try:
         return {"image": Image.open(prompt.image).convert("RGB")} if prompt.image else {}
     except OSError as error:
@@ -285,7 +289,8 @@ def _brought(prompt: Prompt) -> dict[str, Image.Image]:
 
 @contextlib.contextmanager
 def _picture_missed(pipe: Any, given: dict[str, Any]) -> Iterator[None]:
-    """Say of a call without a picture, to a pipeline that takes one, that it may be why it failed."""
+    """Context manager: if a call without a picture fails on a pipeline that takes one, name that as a possible cause.
+    """
     try:
         yield
     except (AttributeError, TypeError, ValueError) as error:
@@ -296,7 +301,7 @@ def _picture_missed(pipe: Any, given: dict[str, Any]) -> Iterator[None]:
 
 
 def _names(prompts: list[str], count: int, ending: str = "png") -> list[str]:
-    """File names that sort as the pictures do: number of the prompt, its words, number of the picture."""
+    """Return file names that sort like the pictures: number of the prompt, its words, number of the picture."""
     digits = max(3, len(str(len(prompts) - 1)), len(str(count - 1)))
     words = [re.sub(r"\W+", "-", text.lower()).strip("-")[:40] for text in prompts]
     return [f"{i:0{digits}}-{word}-{k:0{digits}}.{ending}" for i, word in enumerate(words) for k in range(count)]

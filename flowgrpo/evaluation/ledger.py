@@ -1,8 +1,7 @@
-"""Ledger of an evaluation on disk: a PNG per picture, or a line per text, and a line of scores, written as they are
-made.
+"""Ledger of an evaluation on disk: a PNG per picture, or a line per text, and a line of scores, written at once.
 
-A killed evaluation goes on from there, with any number of processes: each writes a file of lines of its own, and all
-read every file. Pictures are scored as they are read back, so that it makes no difference when that happens.
+A killed evaluation resumes from it, with any number of processes: each writes its own files of lines, and all read
+every file. Pictures are scored from their files, so scores do not depend on when they are computed.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ SETTINGS = "settings.json"
 
 
 class Place(NamedTuple):
-    """Which picture: "base" or "tuned", the number of its prompt, its number among the prompt's."""
+    """Key of a sample: "base" or "tuned", the number of its prompt, its number within the prompt."""
 
     arm: str
     prompt: int
@@ -35,13 +34,13 @@ class Place(NamedTuple):
 
 
 class Ledger:
-    """The folder of an evaluation, as one process writes it."""
+    """Folder of an evaluation, as one process writes it."""
 
     def __init__(self, folder: Path, rank: int = 0):
         self.folder, self.own = folder, folder / f"scores-{rank}.jsonl"
 
     def check(self, settings: dict[str, Any]) -> None:
-        """UserError where the folder holds an evaluation of other settings; rewards may be added to it."""
+        """Raise UserError if the folder holds an evaluation with other settings; rewards may be added to it."""
         path = self.folder / SETTINGS
         if not path.is_file():
             return
@@ -66,7 +65,7 @@ class Ledger:
         return read_object(self.folder / SETTINGS, "give another --output, or remove that folder", rewards=dict)
 
     def read(self) -> dict[Place, dict[str, float]]:
-        """The scores of all processes, of this call and those before; NaN where a reward does not apply."""
+        """Return the scores of all processes and earlier calls; NaN where a reward does not apply."""
         found: dict[Place, dict[str, float]] = {}
         for entry in entries(self.folder, "scores-*.jsonl"):
             scores = {name: math.nan if value is None else value for name, value in entry["scores"].items()}
@@ -79,20 +78,20 @@ class Ledger:
         append(self.own, {"place": place, "scores": known})
 
     def has(self, place: Place) -> bool:
-        """Whether the picture is there."""
+        """True if the picture exists."""
         return self.picture(place).is_file()
 
     def picture(self, place: Place) -> Path:
         return self.folder / "pictures" / place.arm / f"{place.prompt:05d}-{place.sample:02d}.png"
 
     def told(self, place: Place) -> str:
-        """What stands for a sample in a prompt file: the whole path of a picture, or of a clip's animated WebP."""
+        """Return the sample's entry in a prompt file: the absolute path of a picture, or of a clip's animated WebP."""
         path = self.picture(place).resolve()
         clip = path.with_suffix(".webp")
         return str(clip if clip.is_file() else path)
 
     def save(self, place: Place, picture: torch.Tensor) -> None:
-        """Write a picture [3, H, W], or a clip [F, 3, H, W] as one tall picture with an animated one beside it."""
+        """Write a picture [3, H, W], or a clip [F, 3, H, W] as one tall picture and an animated one."""
         path, facts = self.picture(place), PngImagePlugin.PngInfo()
         path.parent.mkdir(parents=True, exist_ok=True)
         if picture.ndim == 4:
@@ -103,7 +102,8 @@ class Ledger:
         part.replace(path)
 
     def load(self, place: Place) -> torch.Tensor:
-        """A picture [3, H, W] or clip [F, 3, H, W] in [0, 1]. UserError where the file is damaged."""
+        """Load a picture [3, H, W] or clip [F, 3, H, W] in [0, 1].
+        Raises UserError if the file is damaged."""
         from torchvision.transforms.functional import to_tensor
 
         path = self.picture(place)
@@ -111,17 +111,17 @@ class Ledger:
             with Image.open(path) as file:
                 frames = file.info.get("frames")
                 return untall(to_tensor(file.convert("RGB")), None if frames is None else int(frames))
-        except (OSError, SyntaxError, ValueError) as error:  # as Pillow finds it
+        except (OSError, SyntaxError, ValueError) as error:  # Pillow's errors for a damaged file
             raise UserError(f"{path} is damaged ({' '.join(str(error).split())}): remove it, and the same command "
                             "draws it again") from None
 
     def batch(self, places: Sequence[Place]) -> torch.Tensor:
-        """Several pictures or clips of one size, as rewards take them."""
+        """Stack several pictures or clips of one size, the form that rewards take."""
         return torch.stack([self.load(place) for place in places])
 
 
 def entries(folder: Path, names: str) -> Iterator[dict[str, Any]]:
-    """The lines of all files of such names, but for those that a kill cut off."""
+    """Yield the lines of all files that match, without lines that a kill cut off."""
     for file in sorted(folder.glob(names)):
         for line in file.read_bytes().split(b"\n"):
             with contextlib.suppress(ValueError):
@@ -129,7 +129,7 @@ def entries(folder: Path, names: str) -> Iterator[dict[str, Any]]:
 
 
 def append(path: Path, entry: dict[str, Any]) -> None:
-    """Add a line; a line that a kill cut off before it is closed first."""
+    """Append a line; first end a line that a kill cut off."""
     with path.open("ab+") as file:
         end = file.seek(0, os.SEEK_END)
         file.seek(max(end - 1, 0))
@@ -144,7 +144,7 @@ def _replace(path: Path, text: str) -> None:
 
 
 class TextLedger(Ledger):
-    """The folder of an evaluation of texts, as one process writes it: `texts-RANK.jsonl` beside its scores."""
+    """Folder of an evaluation of texts, as one process writes it: `texts-RANK.jsonl` in addition to its scores."""
 
     def __init__(self, folder: Path, rank: int = 0):
         super().__init__(folder, rank)
@@ -152,13 +152,13 @@ class TextLedger(Ledger):
         self._texts: dict[Place, Completion] | None = None
 
     def has(self, place: Place) -> bool:
-        """Whether the text is there, of this process or of an earlier call."""
+        """True if the text exists, from this process or an earlier call."""
         if self._texts is None:
             self._texts = self._read_texts()
         return place in self._texts
 
     def told(self, place: Place) -> str:
-        """The text itself."""
+        """Return the text itself."""
         return str(self.load(place))
 
     def save(self, place: Place, text: Completion) -> None:
@@ -168,13 +168,13 @@ class TextLedger(Ledger):
             self._texts[place] = text
 
     def load(self, place: Place) -> Completion:
-        """The text, of any process."""
+        """Return the text, of any process."""
         if not self.has(place):
-            self._texts = self._read_texts()  # others have written since
+            self._texts = self._read_texts()  # other processes have written since
         return self._texts[place]
 
     def batch(self, places: Sequence[Place]) -> list[Completion]:
-        """Several texts, as rewards take them."""
+        """Return several texts, the form that rewards take."""
         return [self.load(place) for place in places]
 
     def _read_texts(self) -> dict[Place, Completion]:

@@ -17,15 +17,17 @@ from flowgrpo.data.prompts import Prompt
 from flowgrpo.distributed.processes import Processes
 from flowgrpo.samplers.rollout import seeder
 
-EVAL_SEED = 20_000  # evaluation noise does not depend on the run's seed, so that runs are compared on the same pictures
+EVAL_SEED = 20_000  # independent of the run's seed, so that runs are compared on the same pictures
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Held-out scores: prompts [N], scores by reward name [N], pictures [n,3,H,W], clips [n,F,3,H,W] or texts of some,
-    evenly over them; failed: on how many of the N each reward failed, where its rule says to skip these.
+    """Held-out scores.
 
-    A score that does not apply is NaN, and may be given as the null that JSON has for it.
+    prompts: [N].
+    scores: by reward name, [N]; NaN where a reward does not apply (also accepted as JSON's null).
+    pictures: of n prompts, evenly spaced: pictures [n,3,H,W], clips [n,F,3,H,W] or texts.
+    failed: number of the N that each reward failed on, if its rule skips failures.
     """
 
     prompts: list[Prompt]
@@ -41,7 +43,7 @@ class Measured:
         return {name: _mean(values) for name, values in self.scores.items()}
 
     def by_task(self, name: str) -> dict[str, float]:
-        """The mean of one reward per `task` in the prompts' metadata, as text; empty where they have none."""
+        """Return the mean of one reward per `task` of the prompts' metadata, as text; empty if they have none."""
         tasks = defaultdict(list)
         for prompt, score in zip(self.prompts, self.scores[name]):
             if "task" in prompt.metadata:
@@ -50,18 +52,18 @@ class Measured:
 
 
 def _mean(values: list[float]) -> float:
-    """The mean of the scores that apply (NaN: does not); NaN where none does."""
+    """Return the mean of the scores that apply (not NaN); NaN if none does."""
     applicable = [value for value in values if not math.isnan(value)]
     return sum(applicable) / len(applicable) if applicable else math.nan
 
 
 def spread(prompts: list[Prompt], count: int) -> list[Prompt]:
-    """At most `count` prompts, evenly over the list."""
+    """Return at most `count` prompts, evenly spaced over the list."""
     return [prompts[i] for i in evenly(len(prompts), count)]
 
 
 def evenly(total: int, count: int) -> list[int]:
-    """At most `count` of `total` places, evenly over them."""
+    """Return at most `count` of `total` indices, evenly spaced."""
     count = min(count, total)
     return [i * total // count for i in range(count)]
 
@@ -71,10 +73,11 @@ def measure(policy, prompts: list[Prompt], functions: dict[str, Any], *, steps: 
             processes: Processes = Processes(), reference: Callable[[], Any] | None = None) -> Measured:
     """Generate `samples` pictures per prompt with the pipeline's own scheduler, or texts, and score them.
 
-    keep: of how many prompts, evenly over them, the first picture is kept; encode: what encodes prompts, in
-    place of `policy.encode`; processes: those that share the work, and all get what was found. reference: inside of
-    what it gives the policy is its base, whose pictures from the same seeds go to rewards that compare with them; None:
-    it is its base already.
+    keep: number of prompts, evenly spaced, whose first picture is kept.
+    encode: encodes prompts in place of `policy.encode`.
+    processes: share the work; all get the whole result.
+    reference: returns a context manager in which the policy is its base. Rewards that compare with the base get its
+    pictures from the same seeds. None: the policy is its base already.
     """
     encode = encode or policy.encode
     seed, kept = seeder(EVAL_SEED, 0), set(evenly(len(prompts), keep))
@@ -84,7 +87,7 @@ def measure(policy, prompts: list[Prompt], functions: dict[str, Any], *, steps: 
     with processes.together(), tqdm(total=len(own), desc=title, unit="picture", leave=False, disable=hidden) as bar:
         for start in range(0, len(own) if processes.turns is None else processes.most(rows), micro_batch):
             own_batch = own[start:start + micro_batch]
-            batch = own_batch or rows[:1]  # weights that are shared out are collected by all, or by none
+            batch = own_batch or rows[:1]  # sharded weights are gathered by all processes or by none
             of = [prompts[i] for i, _ in batch]
             conditioning = encode([p.text for p in of], [negative if p.negative is None else p.negative for p in of],
                                   [p.image for p in of])
@@ -108,7 +111,7 @@ def _generate(policy, conditioning, seeds: list[int], steps: int, guidance: floa
 
 
 def _with_base(draw: Callable[[], Any], reference: Callable[[], Any] | None, compared: bool) -> tuple[Any, Any]:
-    """What is drawn, and what the base draws, where that is compared: of a base its own."""
+    """Draw samples, and the base's samples if they are compared; the base is its own reference."""
     made = draw()
     if not compared or reference is None:
         return made, made if compared else None

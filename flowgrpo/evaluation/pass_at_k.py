@@ -1,4 +1,4 @@
-"""What several samples of a prompt are good for: is one of k right, and is the answer that most of them give."""
+"""pass@k and majority vote (maj@n) over the samples of a prompt."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from flowgrpo.rewards.about import about
 
 
 def pass_at_k(samples: int, right: int, k: int) -> float:
-    """The probability that one of k samples is right, estimated without bias from n samples of which c are:
-    1 - C(n - c, k) / C(n, k) (Codex, 2107.03374, equation 1). ValueError where k is not 1 to n, or c not 0 to n."""
+    """Return pass@k, the probability that one of k samples is right, as the unbiased estimate from n samples with c
+    right: 1 - C(n - c, k) / C(n, k) (Codex, 2107.03374, equation 1).
+    Raises ValueError unless 1 <= k <= n and 0 <= c <= n."""
     if not 1 <= k <= samples or not 0 <= right <= samples:
         raise ValueError(f"pass@{k} of {samples} samples, {right} of them right: expected k from 1 and right from 0 to "
                          "the number of samples")
@@ -22,10 +23,10 @@ def pass_at_k(samples: int, right: int, k: int) -> float:
 
 
 def majority(answers: Sequence[Hashable | None], scores: Sequence[float]) -> float:
-    """The score of the answer that most samples of a prompt give; where several are given as often, their mean.
+    """Return the score of the most common answer to a prompt; on a tie the mean over the tied answers.
 
-    answers: None where a sample gives none, which is no answer to vote for; without any the score is 0. NaN where a
-    score is.
+    answers: None for a sample without an answer, which gets no vote. With no answers at all the score is 0. NaN if a
+    score is NaN.
     """
     if any(math.isnan(score) for score in scores):
         return math.nan
@@ -37,20 +38,22 @@ def majority(answers: Sequence[Hashable | None], scores: Sequence[float]) -> flo
 
 
 def powers(samples: int) -> list[int]:
-    """1, 2, 4, ... up to the number of samples, and that number."""
+    """Return 1, 2, 4, ... up to the number of samples, and that number."""
     return sorted({*(2**i for i in range(samples.bit_length())), samples})
 
 
 def verdicts(rewards: dict[str, Any]) -> list[str]:
-    """The rewards that may say right and wrong: their range is 0 to 1, or not stated. A best score of 0, as of a
-    penalty, is no failure."""
+    """Return the rewards that may mean right and wrong: range 0 to 1, or unknown. A best score of 0, as of a penalty,
+    is not a failure."""
     return [name for name, reward in rewards.items() if about(reward).range in (None, (0, 1))]
 
 
 def tries(scores: dict[str, np.ndarray], answers: dict[str, list[list[Hashable | None]]]) -> dict[str, dict[str, Any]]:
-    """pass@k of every reward whose scores are all 0 or 1, and maj@n of those with answers, with intervals over prompts.
+    """Return pass@k of every reward whose scores are all 0 or 1, and maj@n of those with answers, with intervals over
+    prompts.
 
-    scores: by reward [N,S], NaN where it does not apply; answers: of rewards that say what a text answers, [N,S].
+    scores: by reward [N,S], NaN where it does not apply. answers: by the rewards that extract answers from texts,
+    [N,S].
     """
     found: dict[str, dict[str, Any]] = {}
     for name, values in scores.items():

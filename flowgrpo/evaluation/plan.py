@@ -1,4 +1,4 @@
-"""Plan of an evaluation: what it draws, with which medium, and its digest."""
+"""Plan of an evaluation: its model, medium and digest."""
 
 from __future__ import annotations
 
@@ -16,9 +16,14 @@ BASE, TUNED = "base", "tuned"
 
 @dataclass(frozen=True)
 class Medium:
-    """unit: what a sample is called; hand: what draws them, from a plan and a device; apart: from features to what
-    tells the distance of a prompt's samples; together: how many are drawn at once where nobody says; modality: as
-    rewards call it, None where pictures or clips show it."""
+    """A kind of sample.
+
+    unit: name of a sample.
+    hand: makes the generator from a plan and a device.
+    apart: makes the distance of a prompt's samples from features.
+    together: default number of samples per call.
+    modality: as in rewards; None if the samples show it (pictures or clips).
+    """
 
     unit: str
     hand: type
@@ -30,13 +35,14 @@ class Medium:
 
 @dataclass(frozen=True)
 class Plan:
-    """What is drawn: a model's samples, those of weights tuned from it, or both; config: of the run that tuned them;
-    asked: the arguments of the pipeline's calls, or what a language model's `text` settings are; medium: pictures or
-    texts.
+    """Models to sample (the base, weights tuned from it, or both), and settings.
 
-    arms: by name the weight with which the tuned model counts, 0 for the base, 1, or one of RLG; rlg: whether such
-    weights were asked for: None, one, or "sweep" for several, to which others may be added. precision: None takes the
-    run's, or what suits the device.
+    config: of the run that tuned the weights.
+    asked: arguments of the pipeline's calls, or a language model's `text` settings.
+    medium: pictures or texts.
+    arms: weight of the tuned model by arm: 0 for the base, 1, or an RLG weight.
+    rlg: requested RLG weights: None, one, or "sweep" for several, to which others may be added.
+    precision: None takes the run's, or the device's default.
     """
 
     model: str
@@ -56,18 +62,18 @@ class Plan:
 
     @property
     def unchanged(self) -> str | None:
-        """The arm that draws with the base, the first where there is one."""
+        """The first arm that draws with the base, if any."""
         return next((arm for arm, weight in self.arms.items() if weight == 0), None)
 
     def told(self) -> dict[str, Any]:
-        """What the pictures depend on, beside the prompts."""
+        """Return the settings that the pictures depend on, besides the prompts."""
         return {"model": self.model, "tuned": str(self.tuned) if self.tuned else None, "weights": _digest(self.tuned),
                 "samples": self.samples, "seed": self.seed, "call": self.asked, "negative_prompt": self.negative,
                 "rlg": self.rlg, **({"precision": self.precision} if self.precision else {})}
 
 
 def _digest(path: Path | None) -> str | None:
-    """What tells weights apart: of all safetensors files at that place."""
+    """Return a digest of all safetensors files at a path."""
     if path is None:
         return None
     files = [path] if path.is_file() else sorted(file for file in path.rglob("*.safetensors")
@@ -76,7 +82,7 @@ def _digest(path: Path | None) -> str | None:
 
 
 def digest(parts: Sequence[str | bytes]) -> str:
-    """Sixteen hexadecimal digits that tell contents apart."""
+    """Return sixteen hexadecimal digits that identify contents."""
     hashed = hashlib.sha256()
     for part in parts:
         hashed.update(part.encode() if isinstance(part, str) else part)

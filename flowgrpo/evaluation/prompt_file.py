@@ -1,5 +1,5 @@
 """Samples of every prompt of a file, and a prompt file that names them: the base model's pictures for
-`base_similarity`, or the texts that a model writes."""
+`base_similarity`, or texts of a model."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def sample(source: str, prompts: str | Path, output: str | Path, *, lora: str | 
            seed: int = 0, steps: int | None = None, guidance: float | None = None, rlg: float | None = None,
            batch: int | None = None, temperature: float | None = None, key: str | None = None,
            precision: str | None = None) -> Path:
-    """Draw `count` samples of each prompt of a file, as `evaluate` draws them; returns `output`/prompts.jsonl.
+    """Draw `count` samples of each prompt of a file, as `evaluate` does; returns `output`/prompts.jsonl.
 
-    That file has a line per sample: the prompt with all that it brought, and in its metadata under `key` the path of
-    the picture (of a clip the animated WebP), or the text itself; None: "base_image" or "base_text". Paths are whole,
-    so that the file is read from anywhere. Samples that are in the folder are not made again. The other arguments are
-    those of `evaluate`. UserError as there, and for a folder with samples that were made in another way.
+    That file has a line per sample: the prompt with its metadata, and under `key` the absolute path of the picture (of
+    a clip's animated WebP), or the text itself. key: None means "base_image" or "base_text". Existing samples in the
+    folder are kept. Other arguments: see `evaluate`.
+    Raises UserError as `evaluate` does, and for a folder with samples of other settings.
     """
     plan = make_plan(source, lora, False, count, steps, guidance, seed, [] if rlg is None else [rlg], temperature,
                      precision=precision)
@@ -51,7 +51,7 @@ def sample(source: str, prompts: str | Path, output: str | Path, *, lora: str | 
 
 
 def _draw(plan: Plan, prompts: Sequence[Prompt], places: Sequence[Place], ledger: Ledger, batch: int) -> None:
-    """Make the samples that are not there yet, `batch` in a call, and save each call's at once."""
+    """Make the missing samples, `batch` per call, and save each call's at once."""
     hand = plan.medium.hand(plan, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     missing = [place for place in places if not ledger.has(place)]
     with tqdm(total=len(places), initial=len(places) - len(missing), desc="drawing", unit=plan.medium.unit,
@@ -64,7 +64,7 @@ def _draw(plan: Plan, prompts: Sequence[Prompt], places: Sequence[Place], ledger
 
 
 def _line(prompt: Prompt, key: str, value: str) -> dict[str, Any]:
-    """A prompt as a line of a .jsonl file."""
+    """Return a prompt as a line of a .jsonl file."""
     line: dict[str, Any] = {"prompt": prompt.text, "metadata": prompt.metadata | {key: value}}
     if prompt.negative is not None:
         line["negative_prompt"] = prompt.negative

@@ -1,7 +1,7 @@
-"""How sure a mean is, how often one model beats another, and what the numbers say of drift.
+"""Confidence intervals of means, win rates, and signs of drift.
 
 Scores are arrays [N, S] of N prompts with S pictures each, NaN where a reward does not apply. The pictures of a prompt
-are not independent, so that what is drawn again in a bootstrap are the prompts.
+are not independent, so bootstraps resample prompts.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import numpy as np
 
 CONFIDENCE = 0.95
 RESAMPLES = 2000
-LEAST = 20  # prompts, below which a bootstrap's interval is too narrow to say anything of drift
+LEAST = 20  # prompts; with fewer, a bootstrap's interval is too narrow to report drift
 WILSON, BOOTSTRAP = "Wilson", "bootstrap over prompts"
 
 
 @dataclass(frozen=True)
 class Interval:
-    """A mean over `prompts` prompts with its 95 % interval and how that was made; NaN where there are too few."""
+    """Mean over `prompts` prompts with its 95 % interval and the interval's method; NaN with too few prompts."""
 
     mean: float
     low: float
@@ -34,11 +34,11 @@ class Interval:
 
 
 def interval(scores: np.ndarray, share: bool = True) -> Interval:
-    """The mean of the prompts' means of scores [N, S], with its interval.
+    """Return the mean of the prompts' means of scores [N, S], with its interval.
 
-    Where these means are all 0 or 1: Wilson's (1927) for a share of prompts. Otherwise the percentiles of a bootstrap
-    over prompts (Efron 1979), with a fixed seed; of one prompt, or of equal ones, it cannot tell the spread. share:
-    False for differences, of which 0 and 1 are no share.
+    If these means are all 0 or 1: Wilson's interval (1927) for a share of prompts. Otherwise the percentiles of a
+    bootstrap over prompts (Efron 1979), with a fixed seed; one prompt, or equal ones, give no spread.
+    share: False for differences, whose 0 and 1 are not a share.
     """
     from scipy import stats
 
@@ -58,18 +58,18 @@ def interval(scores: np.ndarray, share: bool = True) -> Interval:
 
 
 def wins(base: np.ndarray, tuned: np.ndarray) -> np.ndarray:
-    """1 where the tuned picture beats the base's of the same prompt and seed, 1/2 where they tie, 0 where it loses;
-    NaN where one of them has no score. [N, S] -> [N, S]."""
+    """Return 1 where the tuned picture beats the base's of the same prompt and seed, 1/2 on a tie, 0 where it loses;
+    NaN where one has no score. [N, S] -> [N, S]."""
     return np.where(np.isnan(base) | np.isnan(tuned), np.nan, (tuned > base) + 0.5 * (tuned == base))
 
 
 def drift(changes: dict[str, Interval], trained: Iterable[str] | None, diversity: Interval | None = None,
           unit: str = "pictures") -> list[str]:
-    """What tuning did, in words, a sentence each; a change is one whose interval leaves out 0.
+    """Describe the effects of tuning, one sentence each. A change counts if its interval excludes 0.
 
-    changes: tuned minus base, by reward; trained: the rewards that were trained on, None where that is not known;
-    diversity: the change of the distance between the samples of a prompt, which are called `unit`. Of a reward with
-    scores on fewer than LEAST prompts nothing is said.
+    changes: tuned minus base, by reward. trained: the trained rewards, None if unknown. diversity: change of the
+    distance between a prompt's samples. unit: name of the samples.
+    A reward with scores on fewer than LEAST prompts is left out.
     """
     few = [f"nothing is said of drift in {name}: it has scores on {change.prompts} prompts, and at least {LEAST} are "
            "needed" for name, change in changes.items() if change.prompts < LEAST]

@@ -1,8 +1,8 @@
-"""Suites of prompts with categories: published ones in their own formats, and those that ship.
+"""Suites of prompts with categories: published ones in their own formats, and built-in ones.
 
 A suite is a file, a folder of files, a hub dataset's id or one of its files (`org/name/file.csv`, `org/name:file.csv`),
-or the name of one that ships. Its format is told by its
-content: the keys of its records, or for plain lines of text the words in it, and where these tell nothing, its name.
+or the name of a built-in one. Its format is detected from the content: the keys of its records, or the words of plain
+lines; failing these, from its name.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ PUBLISHED = {"geneval": "evaluation_metadata.jsonl", "drawbench": "its .csv, or 
              "unigenbench": "test_prompts_en.csv", "dpg": "its folder of .txt files, or dpg_bench.csv",
              "ocr": "Flow-GRPO's dataset/ocr/test.txt"}
 ENDINGS = (".jsonl", ".csv", ".tsv", ".txt", ".parquet")
-ABOUT = re.compile(r"(licen[cs]es?|copying|notice|readme|citation)([-.]\w+)*", re.IGNORECASE)  # no prompts
+ABOUT = re.compile(r"(licen[cs]es?|copying|notice|readme|citation)([-.]\w+)*", re.IGNORECASE)  # not prompts
 TRAINING = re.compile(r"(^|[-_])train(-\d+-of-\d+)?$")
 HUB = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:[:/]([^:]+))?")
 COMPBENCH = re.compile(r"(?:^|_)(3d_spatial|non_spatial|spatial|color|shape|texture|complex|numeracy)(_train|_val)?$")
 QUOTED = re.compile(r'"[^"]+"')
-KINDS = ("category", "subject", "type", "level")  # under which a question's category may stand
+KINDS = ("category", "subject", "type", "level")  # keys of a question's category
 WRITTEN = ("prompt", "tag", "Prompt", "Prompts", "Category", "Challenge", "item_id", "text",
-           "question_natural_language", "question")  # under which published formats have a text
+           "question_natural_language", "question")  # keys of a text in published formats
 UNIGEN_TEXT, UNIGEN_FACTS = ("prompt_en", "prompt_zh", "prompt"), ("sub_dims_en", "sub_dims_zh", "sub_dims")
 
 
 @dataclass(frozen=True)
 class Case:
-    """A prompt and the categories that it counts in: one, several, or none."""
+    """A prompt and its categories: one, several, or none."""
 
     prompt: Prompt
     categories: tuple[str, ...] = ()
@@ -49,7 +49,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Suite:
-    """name: of the file or folder; form: the format that its content was taken for; cases: in the file's order."""
+    """A suite. name: of the file or folder. form: the detected format. cases: in the file's order."""
 
     name: str
     form: str
@@ -61,7 +61,7 @@ class Suite:
 
     @property
     def categories(self) -> dict[str, list[int]]:
-        """The numbers of the prompts of each category, categories in the order of their first prompt."""
+        """Return the indices of the prompts of each category, categories in the order of their first prompt."""
         found: dict[str, list[int]] = {}
         for number, case in enumerate(self.cases):
             for category in case.categories:
@@ -70,7 +70,8 @@ class Suite:
 
 
 def load_suite(name: str) -> Suite:
-    """The suite of that name, path or hub dataset id. UserError where there is none, or none that can be read."""
+    """Load a suite by name, path or hub dataset id.
+    Raises UserError if there is none, or none that can be read."""
     path = SHIPPED.get(name) or Path(name)
     if not path.exists():
         if name.lower() in PUBLISHED:
@@ -88,7 +89,7 @@ def load_suite(name: str) -> Suite:
 
 
 def _download(name: str, dataset: str, file: str | None) -> Path:
-    """The files of a hub dataset that may hold prompts, or the one that is named."""
+    """Download the files of a hub dataset that may hold prompts, or the named one."""
     from huggingface_hub import snapshot_download
 
     wanted = [file] if file else [f"*{end}" for end in ENDINGS]
@@ -106,8 +107,8 @@ Found = tuple[str, list[Case]]  # the format and the cases
 
 
 def _folder(path: Path) -> Found:
-    """All files of a folder but licences and the like; of files that are named *_train and *_val the latter, of splits
-    those that are not for training; .parquet where there is nothing else; of one-line texts a prompt each."""
+    """Read all files of a folder except licences and the like. Of files named *_train and *_val only the latter are
+    read, of splits those not for training, .parquet only without other files. One-line texts are one prompt each."""
     files = sorted(file for file in path.rglob("*") if file.suffix in ENDINGS and not ABOUT.fullmatch(file.stem))
     for wanted in (lambda file: file.suffix != ".parquet", lambda file: file.stem.endswith("_val"),
                    lambda file: not TRAINING.search(file.stem)):
@@ -146,7 +147,7 @@ def _file(path: Path) -> Found:
 
 
 def _require_texts(path: Path, records: list[dict[str, Any]]) -> None:
-    """UserError where a record of a published format has something else in the place of a text."""
+    """Raise UserError if a record of a published format has no text where one belongs."""
     for number, record in enumerate(records, 1):
         for key in WRITTEN:
             if not isinstance(record.get(key, ""), str):
@@ -170,7 +171,7 @@ def _records(path: Path) -> list[dict[str, Any]]:
     text = _text(path)
     if path.suffix == ".jsonl":
         return [_object(path, number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
-    # PartiPrompts has lone quotes in its prompts, and no field of it is quoted
+    # PartiPrompts has unpaired quotes in its prompts and no quoted fields
     how = {"delimiter": "\t", "quoting": csv.QUOTE_NONE} if path.suffix == ".tsv" else {}
     return list(csv.DictReader(io.StringIO(text, newline=""), **how))
 
@@ -185,7 +186,7 @@ def _object(path: Path, number: int, line: str) -> dict[str, Any]:
     return record
 
 
-# --- a reader per format ---------------------------------------------------------------------------------------------
+# --- one reader per format -------------------------------------------------------------------------------------------
 
 def _geneval(records: list[dict[str, Any]]) -> Found:
     """{"tag": "counting", "include": [{"class": "clock", "count": 2}], "prompt": ...}: the category is the tag."""
@@ -205,8 +206,8 @@ def _drawbench(records: list[dict[str, Any]]) -> Found:
 
 
 def _unigen(records: list[dict[str, Any]]) -> Found:
-    """Columns prompt_en and sub_dims_en, JSON with `Testpoints` such as "Attribute - Color": a prompt counts in the
-    dimension, the word before the dash, of each of its test points. The rest is kept as metadata."""
+    """Columns prompt_en and sub_dims_en, JSON with `Testpoints` such as "Attribute - Color". A prompt counts in the
+    dimension of each test point, the word before the dash. The rest is kept as metadata."""
     text, facts = (next(key for key in keys if key in records[0]) for keys in (UNIGEN_TEXT, UNIGEN_FACTS))
     cases = []
     for record in records:
@@ -217,16 +218,15 @@ def _unigen(records: list[dict[str, Any]]) -> Found:
 
 
 def _dpg(records: list[dict[str, Any]]) -> Found:
-    """{"id": "partiprompts13", "prompt": ...}, or one-line files of that name: the category is the source that the id
-    names, `dpg` where it is a number."""
+    """{"id": "partiprompts13", "prompt": ...}, or one-line files of that name: the category is the source named in the
+    id, or `dpg` for a number."""
     return "dpg", [Case(Prompt(record["prompt"].strip(), metadata={"id": str(record["id"])}), (_source(record["id"]),))
                    for record in records]
 
 
 def _dpg_questions(records: list[dict[str, Any]]) -> Found:
-    """Columns item_id, text, question_natural_language, ..., a line per question, whose answer is yes: a prompt with
-    its `questions`, as `question_answers` takes them. Of each its number and those it depends on are kept, where told.
-    """
+    """Columns item_id, text, question_natural_language, ..., a line per question with the answer yes: a prompt with its
+    `questions`, the form of `question_answers`. Each keeps its number and those it depends on, if given."""
     cases: dict[str, Case] = {}
     for record in records:
         name = record["item_id"]
@@ -239,8 +239,8 @@ def _dpg_questions(records: list[dict[str, Any]]) -> Found:
 
 
 def _plain(stem: str, lines: Sequence[str]) -> Found:
-    """A prompt per line: T2I-CompBench's, whose file names are its categories; OCR, where nearly all lines hold a text
-    in double quotes; otherwise prompts without categories, such as DrawBench's."""
+    """One prompt per line: T2I-CompBench's files, named by category; OCR, if nearly all lines hold a text in double
+    quotes; else prompts without categories, such as DrawBench's."""
     if named := COMPBENCH.search(stem):
         return "t2i_compbench", [Case(Prompt(line), (named[1],)) for line in lines]
     quoted = [QUOTED.search(line) for line in lines]
@@ -251,9 +251,9 @@ def _plain(stem: str, lines: Sequence[str]) -> Found:
 
 
 def _questions(records: list[dict[str, Any]]) -> Found:
-    """Columns or keys question and answer, and maybe others: the question is the prompt. Of a solution that ends with
-    #### and a number, as GSM8K's (2110.14168), that number is the answer, without thousands separators. The category
-    is what stands under category, subject, type or level."""
+    """Columns or keys question and answer, and maybe others: the question is the prompt. If a solution ends with ####
+    and a number, as in GSM8K (2110.14168), that number without thousands separators is the answer. The category is the
+    value of category, subject, type or level."""
     cases = []
     for record in records:
         _, mark, last = str(record["answer"]).rpartition("####")

@@ -1,4 +1,4 @@
-"""Texts from saved weights: those that a language model writes, and base beside tuned on the same prompts."""
+"""Texts from saved weights: those of a language model, and base against tuned on the same prompts."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ ADAPTER = "adapter_config.json"
 
 def settings(model: str, run: Config | None, text: dict[str, Any], device: Any = "cpu", precision: str | None = None
              ) -> Config:
-    """How a language model writes: as the run that trained it says, and `text` besides; precision: as of
-    `drawing`."""
+    """Return the configuration of a language model's sampling: that of the run that trained it, with `text` on top.
+    precision: as in `drawing`."""
     known = Config(method="grpo") if run is None else run
     return known.model_copy(update={"model": model, "text": known.text.model_copy(update=text),
                                     "precision": drawing(known.precision, device, precision)})
 
 
 def asked(run: Config | None, count: int, temperature: float | None, max_tokens: int | None = None) -> dict[str, Any]:
-    """The `text` settings that completions depend on, of a run or the defaults; of `count` completions per prompt, at
-    temperature 1 where nobody says another."""
+    """Return the `text` settings that completions depend on, of a run or the defaults, for `count` completions per
+    prompt. The default temperature of several is 1."""
     text = (Config() if run is None else run).text
     warm = (text.eval_temperature or float(count > 1)) if temperature is None else temperature
     return {"eval_temperature": warm, "max_tokens": max_tokens or text.max_tokens, "system": text.system,
@@ -45,11 +45,11 @@ def asked(run: Config | None, count: int, temperature: float | None, max_tokens:
 
 def sample(model: str, lora: Path | None, prompts: list[str], count: int, seed: int, temperature: float | None = None,
            image: str | None = None, precision: str | None = None) -> list[str]:
-    """`count` completions per prompt, in order; greedy ones where one is asked for and no temperature.
+    """Sample `count` completions per prompt, in order; greedy for a count of one without a temperature.
 
-    lora: a finished run, whose `text` settings are kept, or a folder with an adapter of peft's; image: the file of a
-    picture that a model which reads images sees with every prompt; precision: None takes the run's, or what suits the
-    device. UserError for a model or weights that do not load.
+    lora: a finished run, whose `text` settings apply, or a folder with a peft adapter. image: file of a picture shown
+    with every prompt to a model that reads images. precision: None takes the run's, or the device's default.
+    Raises UserError for a model or weights that do not load.
     """
     run = run_config(lora) if lora and (lora / "config.yaml").is_file() else None
     policy = load(settings(model, run, asked(run, count, temperature), precision=precision), lora)
@@ -61,7 +61,8 @@ def sample(model: str, lora: Path | None, prompts: list[str], count: int, seed: 
 def grid(run: Path, prompts: Path | None, count: int, seed: int, output: Path) -> Path:
     """Write base and tuned completions of `count` prompts side by side, with the run's rewards; returns `output`.
 
-    prompts: a prompt file, or None for the run's held-out prompts. UserError for a folder without finished weights.
+    prompts: a prompt file, or None for the run's held-out prompts.
+    Raises UserError for a folder without finished weights.
     """
     config = run_config(run)
     config = settings(config.model, config, {})
@@ -79,7 +80,8 @@ def _measured(config: Config, lora: Path | None, prompts: list[Prompt], function
 
 
 def load(config: Config, lora: Path | None, device: Any = "cpu") -> CausalLM:
-    """The policy to write with, nothing of it trained. UserError where something does not load."""
+    """Load the policy for sampling, with nothing trained.
+    Raises UserError if something does not load."""
     config, _ = settle(config, device)
     if lora is not None and (lora / "model" / "config.json").is_file():  # a run without a LoRA
         config, lora = config.model_copy(update={"model": str(lora / "model")}), None
@@ -92,7 +94,7 @@ def load(config: Config, lora: Path | None, device: Any = "cpu") -> CausalLM:
         try:
             with quiet():
                 loaded.load_adapter(str(lora))
-        except Exception as error:  # whatever stands in a stranger's files
+        except Exception as error:  # third-party files can raise anything
             raise UserError(f"{lora} does not load into {type(loaded).__name__}: "
                             f"{' '.join(str(error).split())[:200]}") from None
     return build.language_policy(config, (loaded, reader), None, device)

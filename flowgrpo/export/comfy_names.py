@@ -1,7 +1,7 @@
-"""What ComfyUI calls the layers that diffusers trains, by the class of the denoiser.
+"""Names that ComfyUI uses for the layers that diffusers trains, by the class of the denoiser.
 
-The names are those that its loader knows (comfy/lora.py, `model_lora_keys_unet` and `model_lora_keys_clip`). A file
-with others is read and changes nothing, which is why a denoiser that is not in the table is refused.
+The names are those its loader knows (comfy/lora.py, `model_lora_keys_unet` and `model_lora_keys_clip`). ComfyUI reads a
+file with other names and changes nothing, so a denoiser that is not in the table is refused.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from flowgrpo.errors import UserError
 from flowgrpo.starter import FOLDERS
 
-# A prefix that ends with an underscore takes underscores for the dots of what follows.
+# After a prefix that ends with an underscore, dots become underscores.
 FLAT, DIFFUSERS, NATIVE = "lora_transformer_", "transformer.", "diffusion_model."
 DENOISERS = {
     "UNet2DConditionModel": "lora_unet_",
@@ -23,7 +23,7 @@ DENOISERS = {
     "QwenImageTransformer2DModel": NATIVE, "ZImageTransformer2DModel": NATIVE, "LTXVideoTransformer3DModel": NATIVE,
     "WanTransformer3DModel": NATIVE,
 }
-# Wan's layers in its own code; ComfyUI keeps these names.
+# Wan's layer names in its original code; ComfyUI keeps them.
 WAN = {"attn1.to_q": "self_attn.q", "attn1.to_k": "self_attn.k", "attn1.to_v": "self_attn.v",
        "attn1.to_out.0": "self_attn.o", "attn2.to_q": "cross_attn.q", "attn2.to_k": "cross_attn.k",
        "attn2.to_v": "cross_attn.v", "attn2.to_out.0": "cross_attn.o", "attn2.add_k_proj": "cross_attn.k_img",
@@ -35,8 +35,9 @@ PLACES = {"text_encoder": "lora_te1_", "text_encoder_2": "lora_te2_", "text_enco
 
 
 def classes(model: str) -> dict[str, str]:
-    """The classes of a pipeline's parts, by its index; model: a starter's name, a directory, a hub id, or the name of a
-    pipeline class. UserError where it has no index."""
+    """Return the classes of a pipeline's parts, from its index.
+    model: a starter's name, a directory, a hub id, or the name of a pipeline class.
+    Raises UserError if it has no index."""
     import diffusers
 
     if model.isidentifier() and model not in FOLDERS and not Path(model).exists() and hasattr(diffusers, model):
@@ -45,7 +46,7 @@ def classes(model: str) -> dict[str, str]:
                 for name, cls in taken.items()}
     try:
         index = diffusers.DiffusionPipeline.load_config(FOLDERS.get(model, model))
-    except Exception as error:  # whatever the hub or a stranger's file raises
+    except Exception as error:  # the hub or third-party files can raise anything
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UserError(f"the parts of the model {model!r} cannot be told ({first}): expected a directory with a "
                         "model_index.json, or a hub id that can be reached") from None
@@ -53,8 +54,8 @@ def classes(model: str) -> dict[str, str]:
 
 
 def namer(part: str, known: dict[str, str]) -> Any:
-    """What gives a layer of the part `part` ComfyUI's name, of the diffusers one; known: `classes`. UserError for a
-    part that has none there."""
+    """Return the function from a diffusers layer name to ComfyUI's, for the part `part`. known: result of `classes`.
+    Raises UserError for a part that has no ComfyUI names."""
     denoiser = known.get("unet", known.get("transformer", ""))
     cls = known.get(part, "")
     if cls in DENOISERS and part not in PLACES:
@@ -71,7 +72,7 @@ def _joined(prefix: str, layer: str) -> str:
 
 
 def _clip(layer: str) -> str:
-    """With the inner model that some versions of transformers leave out of the names."""
+    """Add the name of the inner model, which some versions of transformers omit."""
     return layer if layer.startswith("text_model.") else f"text_model.{layer}"
 
 

@@ -1,7 +1,7 @@
-"""A finished run in the forms that others take: a LoRA as ComfyUI reads it, a whole merged model, a model card.
+"""Export a finished run: a LoRA for ComfyUI, a whole merged model, or a model card.
 
-The run's own file is diffusers' format already, or of a language model peft's. Everything here is made from what the
-run's folder holds.
+The run's own weights are already in the format of diffusers, or of peft for a language model. Every export is made from
+the files in the run's folder.
 """
 
 from __future__ import annotations
@@ -23,18 +23,19 @@ from flowgrpo.policies.precision import settle
 from flowgrpo.policies.weights.lora_files import LORA_FILE
 from flowgrpo.storage import paths
 
-SIDES = {".lora_A.weight": ".lora_down.weight", ".lora_B.weight": ".lora_up.weight"}  # peft's names, and the layout's
+SIDES = {".lora_A.weight": ".lora_down.weight", ".lora_B.weight": ".lora_up.weight"}  # peft's names -> kohya's
 CARD = "README.md"
-# What is uploaded of a run's folder, as huggingface_hub's filter reads it: an asterisk stands for slashes too.
+# Uploaded files of a run's folder, as patterns of huggingface_hub; an asterisk matches slashes too.
 SENT = ["*.safetensors", "*adapter_config.json", "*.png", "*.webp", CARD, "config.yaml", "summary.json",
         "metrics.jsonl", "unet/*", "transformer*/*", "model/*"]
 KEPT = ["checkpoints/*", "before/*", "samples/*", "events/*", "merged/*"]
-TOKENS = "tokens"  # what is counted of a language model
-SECOND = "transformer_2"  # the expert of the steps with little noise
+TOKENS = "tokens"  # unit of a language model's count
+SECOND = "transformer_2"  # the expert of the low-noise steps
 
 
 def finished(run: Path) -> tuple[Config, dict[str, Any]]:
-    """A run's configuration and summary. UserError for a folder that is not a finished run."""
+    """Return a run's configuration and summary.
+    Raises UserError if the folder is not a finished run."""
     if not (run / "config.yaml").is_file():
         raise UserError(f"{run} is not a run: it has no config.yaml; expected a folder that `flowgrpo train` wrote")
     if not (run / "summary.json").is_file():
@@ -43,13 +44,13 @@ def finished(run: Path) -> tuple[Config, dict[str, Any]]:
 
 
 def kohya(run: Path, output: Path) -> list[Path]:
-    """Write the run's LoRA as ComfyUI reads it, in the layout of the kohya scripts; returns the files: `output`, or of
-    two experts (Wan 2.2), which ComfyUI loads apart, one for each, `..._high_noise` and `..._low_noise`.
+    """Write the run's LoRA for ComfyUI, in the layout of the kohya scripts, and return the files: `output`, or one per
+    expert (Wan 2.2, which ComfyUI loads separately), `..._high_noise` and `..._low_noise`.
 
-    Every layer becomes `NAME.lora_down.weight`, `.lora_up.weight` and `.alpha`, NAME what `comfy_names` says; a layer's
-    scale is alpha / rank there, so that alpha is the live scale times the rank (rsLoRA's too). UserError for a run
-    without a LoRA, with a part that has no name in ComfyUI, or with a DoRA, whose lengths ComfyUI relates to the base's
-    weights and peft to the tuned ones.
+    Every layer becomes `NAME.lora_down.weight`, `.lora_up.weight` and `.alpha`, with NAME from `comfy_names`. ComfyUI
+    scales a layer by alpha / rank, so alpha is the live scale times the rank (rsLoRA included).
+    Raises UserError for a run without a LoRA, for a part that has no name in ComfyUI, and for a DoRA: ComfyUI takes its
+    lengths from the base's weights, peft from the tuned ones.
     """
     from safetensors.torch import save_file
 
@@ -74,7 +75,7 @@ def kohya(run: Path, output: Path) -> list[Path]:
 
 def _kohya(name: Callable[[str], str], tensors: dict[str, torch.Tensor], adapter: dict[str, Any]
            ) -> dict[str, torch.Tensor]:
-    """One part's tensors under the names of the layout."""
+    """Rename one part's tensors to the kohya layout."""
     layers: dict[str, torch.Tensor] = {}
     for key, tensor in tensors.items():
         [(ending, side)] = [(ending, side) for ending, side in SIDES.items() if key.endswith(ending)]
@@ -87,10 +88,10 @@ def _kohya(name: Callable[[str], str], tensors: dict[str, torch.Tensor], adapter
 
 
 def lora(run: Path) -> dict[str, tuple[dict[str, torch.Tensor], dict[str, Any]]]:
-    """A run's LoRA by part: its tensors by module, and its peft configuration.
+    """Return a run's LoRA by part: tensors by module, and the peft configuration.
 
-    Read from diffusers' file, of which a second expert has its own, and where diffusers has no loader from peft's.
-    UserError for a run without any, and for a file that does not say its alpha.
+    Reads diffusers' file, the second expert's separate file, or peft's file where diffusers has no loader.
+    Raises UserError for a run without a LoRA, and for a file that does not state its alpha.
     """
     from safetensors.torch import load_file
 
@@ -115,7 +116,7 @@ def _stock(file: Path) -> dict[str, tuple[dict[str, torch.Tensor], dict[str, Any
 
     with safe_open(file, "pt") as opened:
         told = json.loads((opened.metadata() or {}).get("lora_adapter_metadata", "{}"))
-        tensors = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118, it is no dictionary
+        tensors = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118, not a dictionary
     parts = dict.fromkeys(key.partition(".")[0] for key in tensors)
     found = {part: tuple({key.removeprefix(f"{part}."): value for key, value in those.items()
                           if key.startswith(f"{part}.")} for those in (tensors, told)) for part in parts}
@@ -125,16 +126,17 @@ def _stock(file: Path) -> dict[str, tuple[dict[str, torch.Tensor], dict[str, Any
 
 
 def scale(adapter: dict[str, Any], rank: int) -> float:
-    """By what a layer of that rank is multiplied: alpha / rank, or alpha / sqrt(rank) of an rsLoRA (2312.03732)."""
+    """Return the scale of a layer of that rank: alpha / rank, or alpha / sqrt(rank) for rsLoRA (2312.03732)."""
     return adapter["lora_alpha"] / (rank ** 0.5 if adapter.get("use_rslora") else rank)
 
 
 def merged(run: Path, output: Path) -> Path:
-    """Write the whole pipeline or language model with the run's weights in it, in the run's precision: a directory for
-    `from_pretrained`.
+    """Write the whole pipeline or language model with the run's weights merged, in the run's precision, as a directory
+    for `from_pretrained`.
 
-    The LoRA is added to the weights in fp32 and rounded once; what diffusers keeps in fp32 (parts of Wan) stays so.
-    UserError where the model or the weights do not load.
+    The LoRA is added to the weights in fp32 and rounded once. Weights that diffusers keeps in fp32 (parts of Wan) stay
+    fp32.
+    Raises UserError if the model or the weights do not load.
     """
     config, summary = finished(run)
     config, _ = settle(config, pick_device(config.device))
@@ -151,7 +153,7 @@ def _merged_language_model(config: Config, run: Path, output: Path) -> None:
 
     own = {} if config.adapter.rank else {"model": str(run / "model")}
     model, reader = build.load_language(config.model_copy(update={"precision": "fp32"} | own))
-    if config.adapter.rank:  # by peft: after transformers' load_adapter all weights are saved under peft's names
+    if config.adapter.rank:  # by peft: transformers' load_adapter would save all weights under peft's names
         try:
             model = PeftModel.from_pretrained(model, str(run)).merge_and_unload()
         except (RuntimeError, ValueError) as error:
@@ -168,7 +170,7 @@ def _merged_pipeline(config: Config, run: Path, output: Path) -> None:
 
     stock = _modules(load_pipeline(config.model, config.precision, config.trust_remote_code))
     kinds = {name: {key: value.dtype for key, value in module.state_dict().items()} for name, module in stock.items()}
-    del stock  # before the whole is loaded again
+    del stock  # free memory before the whole model is loaded again
     pipe = load_pipeline(config.model, "fp32", config.trust_remote_code)
     load_tuned(pipe, run)
     for name, module in _modules(pipe).items():
@@ -183,7 +185,7 @@ def _modules(pipe: Any) -> dict[str, torch.nn.Module]:
 
 
 def card(run: Path) -> Path:
-    """Write the run's model card, `README.md`, with a picture of its curves; returns the card's path."""
+    """Write the run's model card `README.md`, with a plot of its curves, and return the card's path."""
     config, summary = finished(run)
     curves(run, run / "curves.png", summary["unit"])
     lora = config.adapter.rank > 0 and not (run / edit_networks.FILE).is_file()
@@ -226,7 +228,7 @@ Means over {asked['prompts']} held-out {asked['of']}{"" if writes else ", with t
 
 
 def _mean(value: float | None) -> str:
-    """A reward's mean; it has none where it applied to no held-out prompt."""
+    """Format a reward's mean; it has none if it applied to no held-out prompt."""
     return "-" if value is None else f"{value:.3f}"
 
 
@@ -235,8 +237,8 @@ def _weighted(rewards: dict[str, float]) -> str:
 
 
 def curves(run: Path, path: Path, unit: str) -> None:
-    """Draw the mean of every reward of a run over what is counted of it, a colour each, held-out means as dots; unit:
-    of the count."""
+    """Plot the mean of every reward of a run against its count, one colour each, held-out means as dots.
+    unit: name of the counted unit."""
     import matplotlib
 
     matplotlib.use("agg")
@@ -257,8 +259,8 @@ def curves(run: Path, path: Path, unit: str) -> None:
 
 
 def points(lines: list[dict[str, Any]]) -> dict[str, list[tuple[int, float]]]:
-    """The (evaluations, mean) of every reward in the lines of `metrics.jsonl`, without those where it applied to
-    nothing, as `reward/NAME` of what was trained on and `held_out/NAME`."""
+    """Return the (evaluations, mean) points of every reward in `metrics.jsonl`, as `reward/NAME` for training and
+    `held_out/NAME`. Lines where a reward applied to nothing are skipped."""
     found: dict[str, list[tuple[int, float]]] = {}
     for line in lines:
         for key, value in line.items():
@@ -269,8 +271,9 @@ def points(lines: list[dict[str, Any]]) -> dict[str, list[tuple[int, float]]]:
 
 
 def push(run: Path, repository: str, private: bool) -> str:
-    """Upload what others need of a run (weights, card, pictures, configuration, summary) to a model hub, with the
-    credentials that huggingface_hub keeps; returns the address. UserError where the hub refuses."""
+    """Upload weights, card, pictures, configuration and summary of a run to a model hub and return the address.
+    Credentials are those that huggingface_hub stores.
+    Raises UserError if the hub refuses."""
     from huggingface_hub import HfApi
 
     card(run)
@@ -278,6 +281,6 @@ def push(run: Path, repository: str, private: bool) -> str:
         hub = HfApi()
         hub.create_repo(repository, private=private, exist_ok=True)
         return str(hub.upload_folder(repo_id=repository, folder_path=run, allow_patterns=SENT, ignore_patterns=KEPT))
-    except Exception as error:  # whatever a network and its libraries raise
+    except Exception as error:  # the network and its libraries can raise anything
         told = " ".join(str(error).split())[:200] or type(error).__name__
         raise UserError(f"the upload to {repository} failed: {told}; log in with `hf auth login`") from None

@@ -1,19 +1,19 @@
-"""Rewards: how they are found by name, called and composed, and how what they return is checked.
+"""Rewards: find them by name, call and compose them, and check their scores.
 
 A reward is a plain function or object called as `reward(images, prompts, metadata) -> B floats` (`videos` or
-`completions` likewise; `metadata` may be left out of its signature). `None` in place of a float says that the reward
-does not apply to that sample. A name is one of
+`completions` likewise; its signature may omit `metadata`). `None` in place of a float: the reward does not apply to
+that sample. A name is one of
 
-- a name given by `@flowgrpo.reward("name")`,
+- a name registered by `@flowgrpo.reward("name")`,
 - a built-in reward,
 - `path/to/file.py:function`,
 - a folder that `flowgrpo train-reward` wrote, or `folder:aspect` (rewards/learned/preference.py),
 - `http://host:port/NAME`, of a server (rewards/remote/client.py, server.py),
 - an entry point in the group `flowgrpo.rewards`.
 
-A class is made once, when the reward is found, with the `args` of its rule; its object is the reward. What a reward
-says of itself (`about`) is in about.py, what a recipe says of it (weights, prompts, failures, time-outs, kept scores)
-in flowgrpo/config/reward_rules.py; rewards that compare the samples of a group are in pairwise.py, those that compare
+A class is instantiated once, when the reward is found, with the `args` of its rule; the instance is the reward. A
+reward's facts (`about`) are in about.py; a recipe's rule for it (weights, prompts, failures, time-outs, cached scores)
+in flowgrpo/config/reward_rules.py. Rewards that compare the samples of a group are in pairwise.py, those that compare
 with the base model's samples in beside_base.py.
 """
 

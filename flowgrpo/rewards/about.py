@@ -1,4 +1,4 @@
-"""What a reward says of itself, for the table of `flowgrpo rewards` and for the check before a run."""
+"""Facts that a reward states about itself, for the table of `flowgrpo rewards` and the checks before a run."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ MODALITIES = ("image", "video", "text")
 
 @dataclass(frozen=True)
 class About:
-    """A reward's facts, given as its attribute `about`; None where they are not known.
+    """A reward's facts, its attribute `about`; None where unknown.
 
-    modality: "image", "video" or "text", several joined by a slash; range: the lowest and the highest score, None for
-    no bound; needs: extras of flowgrpo or packages to install, separated by commas, "" for none; licence: of the code
-    and of the weights that the reward loads. ValueError for an unknown modality.
+    modality: "image", "video" or "text", several joined by a slash.
+    range: lowest and highest score, None for no bound.
+    needs: extras of flowgrpo or packages to install, comma-separated, "" for none.
+    licence: of the code and of the weights that the reward loads.
+    Raises ValueError for an unknown modality.
     """
 
     modality: str | None = None
@@ -32,20 +34,20 @@ class About:
 
     @property
     def installed(self) -> bool | None:
-        """Whether everything that the reward needs is installed; nothing is imported to find out."""
+        """True if everything that the reward needs is installed, None if unknown; nothing is imported to find out."""
         if self.needs is None:
             return None
         return all(present(name.strip()) for name in self.needs.split(",") if name.strip())
 
 
 def about(reward: Any) -> About:
-    """What a reward says of itself: all unknown for a plain function that says nothing."""
+    """Return a reward's facts: all unknown for a plain function without them."""
     told = getattr(reward, "about", None)
     return told if isinstance(told, About) else About()
 
 
 def require_modality(rewards: dict[str, Any], modality: str) -> None:
-    """UserError for the first reward that is known to judge something else than `modality`."""
+    """Raise UserError for the first reward known to judge another modality."""
     for name, reward in rewards.items():
         known = about(reward).modality
         if known is not None and modality not in known.split("/"):
@@ -54,14 +56,14 @@ def require_modality(rewards: dict[str, Any], modality: str) -> None:
 
 
 def modality_of(outputs: Any) -> str:
-    """What a batch of outputs is: pictures [B,3,H,W], videos [B,F,3,H,W], or texts."""
+    """Return the modality of a batch of outputs: pictures [B,3,H,W], videos [B,F,3,H,W], or texts."""
     return {4: "image", 5: "video"}.get(getattr(outputs, "ndim", None), "text")
 
 
-TRAINED = "reward.json"  # what makes a folder a reward
+TRAINED = "reward.json"  # the file that makes a folder a reward
 
 
 def differentiable(reward: Any) -> Any:
-    """Mark a reward, a function or a class, as one whose gradient can be followed (a decorator)."""
+    """Decorator: mark a reward, a function or a class, as differentiable."""
     reward.differentiable = True
     return reward

@@ -1,9 +1,9 @@
-"""Scores that were given before, by content: `rewards.sqlite` in the folder `cache`, shared by runs.
+"""Cache of scores by content: `rewards.sqlite` in the folder `cache`, shared by runs.
 
-The key is a hash of the reward's name, arguments and source file, those of the rewards and functions that it is made
-of (`made_of`, an attribute), the picture, the prompt and its metadata. What a reward reads besides (weights that
-changed under the same name, a server that was replaced) is not seen: delete the file then. SQLite locks it for each
-write, which a network file system may not honour: keep the folder on a local disk.
+The key is a hash of the reward's name, arguments and source file, those of the rewards and functions it is made of
+(attribute `made_of`), the picture, the prompt and its metadata. Anything else that a reward reads is not seen (weights
+changed under the same name, a replaced server): delete the file then. SQLite locks the file for each write; a network
+file system may not honour that, so keep the folder on a local disk.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ FILE = "rewards.sqlite"
 
 
 class Scores:
-    """The kept scores of one reward; NaN, not applicable, is kept as well.
+    """Cached scores of one reward, including NaN (not applicable).
 
-    UserError for a reward whose source file cannot be found, and for a file that is no cache.
+    Raises UserError for a reward whose source file cannot be found, and for a file that is not a cache.
     """
 
     def __init__(self, folder: str | Path, name: str, function: Callable[..., Any], arguments: dict[str, Any]) -> None:
@@ -37,8 +37,8 @@ class Scores:
         self._with("CREATE TABLE IF NOT EXISTS scores (key TEXT PRIMARY KEY, identity TEXT, score REAL)")
 
     def key(self, output: Any, prompt: str, metadata: dict[str, Any], base: Any = None) -> str:
-        """The hash of a sample, and of the base's where one is compared with it; a picture is hashed as the numbers
-        that it holds, with their type and shape."""
+        """Return the hash of a sample, and of the base's sample if compared. A picture is hashed by its numbers, dtype
+        and shape."""
         hashed = hashlib.sha256()
         for part in (self.identity.encode(), prompt.encode(),
                      json.dumps(metadata, sort_keys=True, default=str).encode(), *_content(output),
@@ -47,18 +47,18 @@ class Scores:
         return hashed.hexdigest()
 
     def read(self, keys: list[str]) -> dict[str, float]:
-        """The scores that are known, by key."""
+        """Return the cached scores by key."""
         marks = ",".join("?" * len(keys))
         rows = self._with(f"SELECT key, score FROM scores WHERE key IN ({marks})", keys)
         return {key: math.nan if score is None else score for key, score in rows}
 
     def write(self, scores: dict[str, float]) -> None:
-        """Keep scores by their keys."""
+        """Cache scores by key."""
         rows = [(key, self.identity, None if math.isnan(score) else score) for key, score in scores.items()]
         self._with("INSERT OR REPLACE INTO scores VALUES (?, ?, ?)", rows, many=True)
 
     def _with(self, statement: str, values: list[Any] = (), many: bool = False) -> list[tuple]:
-        """Run a statement in a connection of its own: those of SQLite belong to one thread."""
+        """Run a statement in a new connection: SQLite connections belong to one thread."""
         try:
             with closing(sqlite3.connect(self.path, timeout=60)) as connection, connection:
                 return (connection.executemany if many else connection.execute)(statement, values).fetchall()
@@ -67,8 +67,7 @@ class Scores:
 
 
 def version(name: str, function: Callable[..., Any]) -> str:
-    """The hash of a reward's source file, with the version of its package where that states one; then those of what it
-    is made of."""
+    """Return the hash of a reward's source file, with its package's version if stated, and those of its parts."""
     thing = inspect.unwrap(getattr(function, "__func__", function))
     thing = thing if inspect.isfunction(thing) else type(thing)
     try:
@@ -82,7 +81,7 @@ def version(name: str, function: Callable[..., Any]) -> str:
 
 
 def _content(output: Any) -> tuple[bytes, ...]:
-    """A text, or the numbers of a picture or video, as bytes."""
+    """Return the bytes of a text, or of the numbers of a picture or video."""
     if isinstance(output, str):
         return (output.encode(),)
     import torch

@@ -3,9 +3,9 @@
     reward:
       gated: {args: {rewards: [safety, {use: ocr, args: {score: partial}}], thresholds: [0.5]}}
 
-Each part is a name, a rule as under `eval.rewards`, or a function. Where a part failed (`on_error: skip`), or had no
-answer, there is no score: a gate does not open because its judge declines. A weighted sum, a threshold, a rank and
-a route need none of this: they are in a recipe's rules.
+Each part is a name, a rule as under `eval.rewards`, or a function. If a part failed (`on_error: skip`), or had no
+answer, there is no score: a gate does not open because its judge declines. A weighted sum, a threshold, a rank and a
+route need none of this; a recipe's rules have them.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from flowgrpo.rewards.failures import Failed, first_failed, numbers
 
 
 def tiered(scores: Tensor, thresholds: Sequence[float], weights: Sequence[float] | None = None) -> Tensor:
-    """The weighted sum of the tiers that count, the lowest first: one that misses its threshold still counts itself,
-    but zeroes all above it (hierarchical gates, ChipSeek-R1). [B, R], R - 1 thresholds, R weights (1 each) -> [B].
+    """Weighted sum of the active tiers, the lowest first: one that misses its threshold still counts itself, but zeroes
+    all above it (hierarchical gates, ChipSeek-R1). [B, R], R - 1 thresholds, R weights (default 1 each) -> [B].
 
-    A tier that does not apply (NaN) holds nothing up and counts for nothing; NaN where none applies.
+    A tier that does not apply (NaN) blocks nothing and adds nothing; NaN if none applies.
     """
     below = scores[:, :-1]
     passed = below.isnan() | (below >= scores.new_tensor(thresholds))
@@ -42,7 +42,8 @@ def tiered(scores: Tensor, thresholds: Sequence[float], weights: Sequence[float]
 
 
 def gated(scores: Tensor, thresholds: Sequence[float]) -> Tensor:
-    """The last column where every column before it reaches its threshold, else 0. [B, R], R - 1 thresholds -> [B].
+    """Return the last column where every column before it reaches its threshold, else 0. [B, R], R - 1 thresholds ->
+    [B].
 
     A gate that does not apply is open; NaN where the last column does not apply.
     """
@@ -52,21 +53,21 @@ def gated(scores: Tensor, thresholds: Sequence[float]) -> Tensor:
 
 
 def ternary(score: Tensor, right: float, wrong: float) -> Tensor:
-    """1 from `right` on, -1 up to `wrong`, and 0 between and where the sample holds no answer (NaN): abstaining costs
-    less than being wrong (TruthRL). [B] -> [B]."""
+    """Return 1 from `right` on, -1 up to `wrong`, and 0 between and for a sample without an answer (NaN): abstaining
+    costs less than being wrong (TruthRL). [B] -> [B]."""
     return (score >= right).to(score) - (score <= wrong).to(score)
 
 
 def checklist(scores: Tensor, thresholds: Sequence[float]) -> Tensor:
-    """The share of the items that apply which reach their threshold (ACE-RL); NaN where none applies. [B, R] -> [B]."""
+    """Return the share of applicable items that reach their threshold (ACE-RL); NaN if none applies. [B, R] -> [B]."""
     met = (scores >= scores.new_tensor(thresholds)).sum(1)
     return _where_any(scores, met / (~scores.isnan()).sum(1).clamp(min=1).to(scores))
 
 
 def harmonic(image: Tensor, text: Tensor, share: float) -> Tensor:
-    """RPO's reward of subject-driven generation: 1 / (share / image + (1 - share) / text), the weighted
-    harmonic mean of the similarities to the subject's picture and to the prompt; 0 where one is not above 0. A share of
-    1 or 0 is one of the two alone, whatever the other says. [B], [B] -> [B]."""
+    """Return RPO's reward of subject-driven generation: 1 / (share / image + (1 - share) / text). It is the weighted
+    harmonic mean of the similarities to the subject's picture and to the prompt. 0 where one is not above 0. A share
+    of 1 or 0 ignores the other one. [B], [B] -> [B]."""
     if share in (0, 1):
         return image if share else text
     positive = (image > 0) & (text > 0)
@@ -76,9 +77,9 @@ def harmonic(image: Tensor, text: Tensor, share: float) -> Tensor:
 
 
 def corrected(score: Tensor, false_positive: float, false_negative: float) -> Tensor:
-    """A verdict r in {0, 1} of a verifier that errs at known rates: (r - fp) / (1 - fp - fn), whose mean over its
-    errors is the true verdict (backward correction, "RL with Verifiable
-    yet Noisy Rewards under Imperfect Verifiers"). [B] -> [B]."""
+    """Correct a verdict r in {0, 1} of a verifier with known error rates: (r - fp) / (1 - fp - fn), whose mean over the
+    errors is the true verdict (backward correction, "RL with Verifiable yet Noisy Rewards under Imperfect Verifiers").
+    [B] -> [B]."""
     return (score - false_positive) / (1 - false_positive - false_negative)
 
 
@@ -93,10 +94,10 @@ LIKE_ITS_PARTS = About(modality="image/video/text", range=(None, None), needs=""
 
 @dataclass(frozen=True, eq=False)
 class Combined:
-    """Some rewards, scored together; a subclass says what becomes of their columns.
+    """Rewards scored together; a subclass combines their columns.
 
-    None where the parts do not apply, Failed where one of them failed or had no answer. UserError as of a recipe's
-    rules, and for a reward that compares the samples of a group.
+    A value is None where the parts do not apply, Failed where one of them failed or had no answer.
+    Raises UserError as a recipe's rules do, and for a reward that compares the samples of a group.
     """
 
     rewards: Sequence[Any]
@@ -132,7 +133,7 @@ class Combined:
         return [first_failed(row) or (None if math.isnan(value) else value) for row, value in zip(rows, values)]
 
     def combined(self, scores: Tensor) -> Tensor:
-        """The scores [B, R] of the parts, NaN where one does not apply, to values [B]."""
+        """Combine the parts' scores [B, R], NaN where one does not apply, into values [B]."""
         raise NotImplementedError
 
     def _label(self, place: int) -> str:
@@ -157,7 +158,7 @@ class Combined:
 
 @dataclass(frozen=True, eq=False)
 class Tiered(Combined):
-    """The weighted sum of tiers, lowest first; one that misses its threshold zeroes those above it."""
+    """Weighted sum of tiers, lowest first; one that misses its threshold zeroes those above it."""
 
     thresholds: Sequence[float] = ()
     weights: Sequence[float] | None = None
@@ -175,7 +176,7 @@ class Tiered(Combined):
 
 @dataclass(frozen=True, eq=False)
 class Gated(Combined):
-    """The last of some rewards where all before it reach their thresholds, else 0."""
+    """The last of several rewards where all before it reach their thresholds, else 0."""
 
     thresholds: Sequence[float] = ()
 
@@ -207,7 +208,7 @@ class Ternary(Combined):
 
 @dataclass(frozen=True, eq=False)
 class Checklist(Combined):
-    """The share of some rewards, among those that apply, which reach their thresholds (1 for each by default)."""
+    """Share of several rewards, among those that apply, that reach their thresholds (1 for each by default)."""
 
     thresholds: Sequence[float] | None = None
     about = replace(LIKE_ITS_PARTS, range=(0, 1))
@@ -223,8 +224,8 @@ class Checklist(Combined):
 
 @dataclass(frozen=True, eq=False)
 class Harmonic(Combined):
-    """The weighted harmonic mean of two similarities, to a subject's picture and to the prompt, in this order (RPO);
-    `share` is the first one's; `cosines`: the rewards are cosines, each of which counts as (cos + 1) / 2."""
+    """Weighted harmonic mean of two similarities, to a subject's picture and to the prompt, in this order (RPO).
+    share: weight of the first. cosines: the rewards are cosines, each counted as (cos + 1) / 2."""
 
     share: float = 0.5
     cosines: bool = False
@@ -240,7 +241,7 @@ class Harmonic(Combined):
 
 @dataclass(frozen=True, eq=False)
 class Corrected(Combined):
-    """The verdict, 0 or 1, of a verifier whose rates of error are known, corrected so that it is right in the mean."""
+    """Verdict, 0 or 1, of a verifier with known error rates, corrected to be unbiased."""
 
     false_positive: float = 0.0
     false_negative: float = 0.0

@@ -1,4 +1,4 @@
-"""Rewards as a recipe composes them: each with its rule, made once before a run."""
+"""Composition of a recipe's rewards: each with its rule, made once before a run."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Composed:
-    """A reward with its rule, as `score` calls it; `kept` are the scores that it gave before, where they are kept."""
+    """A reward with its rule, in the form that `score` calls. kept: its cached scores, if cached."""
 
     function: Callable[..., Any]
     rule: WatchRule = WatchRule()
     kept: Scores | None = None
 
     def __getattr__(self, name: str) -> Any:
-        """What the reward says of itself: `about`, `base`, `group`, `pairwise`."""
+        """Return the reward's own attribute: `about`, `base`, `group`, `pairwise`."""
         if name in ("about", "base", "group", "pairwise"):
             return getattr(self.function, name)
         raise AttributeError(name)
@@ -36,9 +36,9 @@ def compose(rules: dict[str, WatchRule], cache: str | None = None,
             given: dict[str, Any] | None = None) -> dict[str, Composed]:
     """Find and make the rewards of a recipe.
 
-    rules: by label, which is the reward's name where the rule does not `use` another; cache: the folder of what is
-    kept; given: functions by label, which take the place of what the rules name. UserError as of `find`, and for scores
-    to be kept without a folder.
+    rules: by label, which is the reward's name unless the rule has `use`. cache: the folder of cached scores. given:
+    functions by label, which replace those the rules name.
+    Raises UserError as `find` does, and for scores to be cached without a folder.
     """
     return {label: _composed(label, rule, cache, (given or {}).get(label)) for label, rule in rules.items()}
 
@@ -60,7 +60,7 @@ def _composed(label: str, rule: WatchRule, cache: str | None, given: Any) -> Com
 
 
 def require_routes(rewards: dict[str, Composed], metadata: Iterable[dict[str, Any]]) -> None:
-    """UserError for a reward whose `when` fits none of the prompts, given by their metadata: a slip of the pen."""
+    """Raise UserError if a reward's `when` matches no prompt's metadata (most likely a typo)."""
     every = list(metadata)
     for label, reward in rewards.items():
         if reward.rule.when and not any(reward.rule.applies(entry) for entry in every):
@@ -71,7 +71,7 @@ def require_routes(rewards: dict[str, Composed], metadata: Iterable[dict[str, An
 
 
 def _values(when: dict[str, Any], every: Sequence[dict[str, Any]]) -> str:
-    """The values that the first known key of a `when` has among the prompts, some of them."""
+    """List some values that the first known key of a `when` has among the prompts."""
     key = next((key for key in when if any(key in entry for entry in every)), None)
     if key is None:
         return ""
@@ -79,9 +79,10 @@ def _values(when: dict[str, Any], every: Sequence[dict[str, Any]]) -> str:
 
 
 def transformed(rewards: dict[str, Any], scores: Tensor) -> Tensor:
-    """Scores [P, G, n*R] of R rewards, each after the transforms of its rule; n granularities stand one after another.
+    """Return scores [P, G, n*R] of R rewards, each after the transforms of its rule; the n granularities are
+    concatenated.
 
-    UserError, with the reward's name, where a transform refuses a score.
+    Raises UserError, with the reward's name, if a transform rejects a score.
     """
     rules = [reward.rule if isinstance(reward, Composed) else WatchRule() for reward in rewards.values()]
     if not any(isinstance(rule, RewardRule) and rule.transform for rule in rules):

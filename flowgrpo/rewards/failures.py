@@ -1,7 +1,7 @@
-"""What happens where a reward fails: it is told, tried again, or its samples are left out and counted; never a 0.
+"""Failures of rewards: report them, retry, or skip and count their samples; never a score of 0.
 
-A failure is whatever the code of a reward raises, an answer that is no score, and no answer in time. A `UserError`
-that a reward raises is a person's mistake (a missing package, a wrong setting): it ends the run under every policy.
+A failure is any exception in a reward's code, a value that is not a score, or a time-out. A `UserError` from a reward
+is the user's mistake (a missing package, a wrong setting): it ends the run under every policy.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ LONGEST_WAIT = 60.0  # seconds between two attempts
 
 
 class Failed(UserError):
-    """A reward raised, answered what is no score, or did not answer in time. A reward may also return one, in place of
-    a number, for a sample that it has no answer for."""
+    """A reward raised, returned a value that is not a score, or timed out. A reward may also return one, in place of a
+    number, for a sample that it cannot score."""
 
 
 class TimedOut(Failed):
-    """A reward did not answer in time."""
+    """A reward timed out."""
 
 
 class Tally:
-    """How many samples each reward failed on, and the last thing that each said."""
+    """Number of failed samples and the last error message of each reward."""
 
     def __init__(self) -> None:
         self.failed: Counter[str] = Counter()
@@ -44,22 +44,21 @@ class Tally:
 
 
 def first_failed(values: Sequence[float | Failed]) -> Failed | None:
-    """The first failure among scores."""
+    """Return the first failure among scores."""
     return next((value for value in values if isinstance(value, Failed)), None)
 
 
 def numbers(values: Sequence[float | Failed]) -> list[float]:
-    """The scores among these, NaN in place of failures."""
+    """Return the scores, with NaN in place of failures."""
     return [math.nan if isinstance(value, Failed) else value for value in values]
 
 
 def settled(ask: Callable[[Sequence[int]], list[float | Failed]], rows: Sequence[int], policy: str | Retry,
             unit: int = 1) -> list[float | Failed]:
-    """The scores `ask(rows)` under a failure policy; in place of those of rows that are skipped, why they were.
+    """Return the scores `ask(rows)` under a failure policy; skipped rows hold their failure.
 
-    policy: "raise"; "skip", which after a failure asks again for every `unit` rows (1, or whole groups) on their own,
-    so that only those that fail alone are left out, but not after a time-out, where each would take as long; or a
-    `Retry`.
+    policy: "raise", "skip" or a `Retry`. After a failure, "skip" asks again for every `unit` rows (1, or whole groups)
+    separately, so that only rows that fail alone are skipped; not after a time-out, where each would take as long.
     """
     attempts, then = (1 + policy.retry, policy.then) if isinstance(policy, Retry) else (1, policy)
     for attempt in range(attempts):
@@ -78,11 +77,12 @@ def settled(ask: Callable[[Sequence[int]], list[float | Failed]], rows: Sequence
 
 
 def within(seconds: float | None, told: str, call: Callable[[], Any]) -> Any:
-    """What `call` returns, within `seconds` (None: however long it takes); TimedOut, which begins with `told`, after.
+    """Return the result of `call` within `seconds` (None: no limit).
 
-    A thread makes the call, so that pictures and models need no copy. It cannot be ended: a call that hangs is
-    abandoned, keeps its memory (and a processor, if it is busy) until it returns or the run ends, and does not keep the
-    run from ending. A reward that hangs every time leaves one thread behind each time.
+    A thread makes the call, so pictures and models need no copy. A thread cannot be killed: a call that hangs is
+    abandoned and keeps its memory (and a processor, if busy) until it returns or the run ends. It does not keep the run
+    from ending. A reward that hangs every time leaves one thread behind each time.
+    Raises TimedOut, whose message begins with `told`.
     """
     if seconds is None:
         return call()
@@ -111,7 +111,7 @@ def within(seconds: float | None, told: str, call: Callable[[], Any]) -> Any:
 
 def guarded(what: str, call: Callable[..., Any], *arguments: Any, error_type: type[UserError] = UserError,
             **keywords: Any) -> Any:
-    """Call the code of others; what it raises becomes a UserError that begins with `what`."""
+    """Call third-party code; raise any of its errors as a UserError that begins with `what`."""
     try:
         return call(*arguments, **keywords)
     except UserError:
@@ -127,8 +127,8 @@ _FOREIGN = ("<frozen", *_OURS, *{sysconfig.get_path(kind) for kind in ("stdlib",
 
 
 def _place(error: BaseException) -> str:
-    """The deepest line of a traceback that belongs to no installed package: where the mistake can be mended."""
+    """Return the deepest traceback line outside installed packages: the place to fix the error."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(_FOREIGN)]
-    if not frames or isinstance(error, SyntaxError):  # a SyntaxError tells its place itself
+    if not frames or isinstance(error, SyntaxError):  # a SyntaxError states its place itself
         return ""
     return f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})"

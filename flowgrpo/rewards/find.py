@@ -1,4 +1,4 @@
-"""Rewards by their name: registered, built in, in a file, a trained one's folder, or in a package that is installed."""
+"""Lookup of rewards by name: registered, built in, in a file, in a trained reward's folder, or in a package."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ _registered: dict[str, Any] = {}
 
 
 def reward(name: str) -> Callable[[Any], Any]:
-    """Register a function, an object or a class as the reward `name`; a later one of that name takes its place."""
+    """Decorator: register a function, an object or a class as the reward `name`, replacing an earlier one."""
     if name in BUILT_IN:
         raise UserError(f"the reward name {name!r} is taken by a built-in reward: choose another")
 
@@ -95,22 +95,22 @@ def reward(name: str) -> Callable[[Any], Any]:
 
 
 def names() -> list[str]:
-    """Every name that `find` knows, without those of files."""
+    """Return every name that `find` knows, except files."""
     return sorted({*_registered, *BUILT_IN, *_entry_points()})
 
 
 def source(name: str) -> str:
-    """Where the reward of that name comes from, for a table."""
+    """Return the origin of the reward of that name, for a table."""
     if name in _registered:
         return "registered"
     return "built in" if name in BUILT_IN else f"package {_entry_points()[name].dist.name}"
 
 
 def find(name: str, arguments: dict[str, Any] | None = None) -> Callable[..., Any]:
-    """The reward of that name, ready to be called; `arguments` are those that its class is made with.
+    """Return the reward of that name, ready to be called. arguments: those of its class.
 
-    Raises UserError for an unknown name (with the nearest), for a file that is missing, does not import or lacks the
-    function, for arguments that it does not take, and for what cannot be called.
+    Raises UserError for an unknown name (with the nearest); for a file that is missing, does not import or lacks the
+    function; for arguments that it does not take; and for anything not callable.
     """
     found = locate(name)
     if arguments or _is_made(found):
@@ -124,7 +124,7 @@ def find(name: str, arguments: dict[str, Any] | None = None) -> Callable[..., An
 
 
 def locate(name: str) -> Any:
-    """What stands behind a name, a class not yet made into an object: `find` without loading a model."""
+    """Return the object behind a name, with a class not yet instantiated: `find` without loading a model."""
     if name in _registered:
         return _registered[name]
     if name in BUILT_IN:
@@ -141,7 +141,7 @@ def locate(name: str) -> Any:
 
 
 def _is_made(found: Any) -> bool:
-    """Whether what stands behind a name is a class, or one with its first argument, the URL of a server."""
+    """True if the object behind a name is a class, or a class with its first argument, the URL of a server."""
     return inspect.isclass(found.func if isinstance(found, functools.partial) else found)
 
 
@@ -158,7 +158,7 @@ def _require_arguments(name: str, found: Any, arguments: dict[str, Any]) -> None
         raise UserError(f"reward {name!r} needs args: {{{', '.join(f'{key}: ...' for key in lacking)}}}: give them in "
                         "its rule, or to `flowgrpo score` by --args" if wrong is None else
                         f"reward {name!r} takes no argument {wrong!r}{nearest(wrong, list(taken))}") from None
-    except ValueError:  # compiled classes may tell no signature
+    except ValueError:  # compiled classes may have no signature
         pass
 
 
@@ -167,7 +167,7 @@ def _entry_points() -> dict[str, EntryPoint]:
 
 
 def _from_folder(name: str) -> Any:
-    """`folder` or `folder:aspect`, of what `flowgrpo train-reward` wrote."""
+    """Load `folder` or `folder:aspect`, written by `flowgrpo train-reward`."""
     for folder, aspect in ((name, None), name.rpartition(":")[::2]):
         if folder and (Path(folder) / TRAINED).is_file():
             from flowgrpo.rewards.learned import preference

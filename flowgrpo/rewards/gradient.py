@@ -1,7 +1,7 @@
-"""Rewards whose gradient can be followed: they say so, `differentiable = True`, by an attribute of function or class.
+"""Differentiable rewards: function or class with the attribute `differentiable = True`.
 
 Such a reward takes pictures [B, 3, H, W] (videos [B, F, 3, H, W]) as floats in [0, 1] that may carry a graph, on any
-device, and returns a tensor [B] that carries it on. Anywhere else it is a reward like all others.
+device, and returns a tensor [B] in that graph. Everywhere else it is an ordinary reward.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def require_gradient(rewards: dict[str, Any]) -> None:
-    """UserError for the first reward whose gradient cannot be followed, or whose rule changes its scores afterwards."""
+    """Raise UserError for the first reward that is not differentiable, or whose rule changes its scores afterwards."""
     for name, reward in rewards.items():
         function, rule = (reward.function, reward.rule) if isinstance(reward, Composed) else (reward, None)
         if not getattr(function, "differentiable", False):
@@ -39,10 +39,10 @@ def require_gradient(rewards: dict[str, Any]) -> None:
 
 def value(rewards: dict[str, Any], weights: dict[str, float], pictures: Tensor, prompts: Sequence[str],
           metadata: Sequence[dict[str, Any]]) -> Tensor:
-    """The weighted sum [B] of differentiable rewards of pictures [B, ...], in one graph with them.
+    """Return the weighted sum [B] of differentiable rewards of pictures [B, ...], in one graph with them.
 
-    A reward whose rule leaves a sample out adds nothing there. UserError where one raises, and for what is no tensor
-    [B] of finite numbers with a gradient.
+    A sample that a reward's rule excludes gets nothing from it.
+    Raises UserError if a reward raises, or returns anything but a tensor [B] of finite numbers with a gradient.
     """
     held = getattr(pictures, "weights", pictures)
     total = held.new_zeros(len(pictures))
@@ -59,8 +59,8 @@ def value(rewards: dict[str, Any], weights: dict[str, float], pictures: Tensor, 
 
 def require_graph(name: str, reward: Any, outputs: Tensor, prompts: Sequence[str], metadata: Sequence[dict[str, Any]]
                   ) -> None:
-    """UserError where no gradient, or one that is not finite, comes from a reward back to the outputs, which are a leaf
-    that asks for one; besides as of `value`."""
+    """Raise UserError if a reward gives the outputs, a leaf that requires a gradient, none or one that is not finite;
+    otherwise as `value` does."""
     import torch
 
     leaf = getattr(outputs, "weights", outputs)

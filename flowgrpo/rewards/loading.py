@@ -16,7 +16,8 @@ _reading: list[Path] = []
 
 
 def load(name: str) -> Any:
-    """Return the function FILE.py:NAME; a class there is made into an object. UserError for what cannot be called."""
+    """Return the function FILE.py:NAME; a class there is instantiated.
+    Raises UserError for anything not callable."""
     found = from_file(name)
     if inspect.isclass(found):
         found = guarded(f"{name!r} cannot be made", found)
@@ -40,7 +41,7 @@ def from_file(name: str) -> Any:
 
 
 def _module(path: Path) -> Any:
-    """Import a file by its path, once; modules beside it can be imported by it."""
+    """Import a file by its path, once. It can import modules in its folder."""
     name = "flowgrpo_reward" + re.sub(r"\W", "_", str(path))
     if name in sys.modules:
         return sys.modules[name]
@@ -60,5 +61,5 @@ def _module(path: Path) -> Any:
 
 
 def reading() -> list[Path]:
-    """The files of rewards that are being imported now, each by the one before it."""
+    """Return the reward files being imported now, each imported by the one before it."""
     return _reading

@@ -1,12 +1,12 @@
-"""Pairwise judges: which of two outputs is the better one, as win rates within a group (Pref-GRPO, 2508.20751).
+"""Pairwise judges: the better of two outputs, as win rates within a group (Pref-GRPO, 2508.20751).
 
-A judge is a function or object called as `judge(first, second, prompts, metadata) -> B values` (`metadata` may be left
-out of its signature): 1 where the first is better, 0 where the second is, 0.5 at a tie or anything between, None (or a
-`Failed`, which is counted) where it has no answer. `@flowgrpo.judge("name")`, or an attribute `pairwise` that is True
-or a `Pairing`, makes it one. As a reward it gives every sample the share of its comparisons that it won.
+A judge is a function or object called as `judge(first, second, prompts, metadata) -> B values` (its signature may omit
+`metadata`): 1 where the first is better, 0 where the second is, 0.5 at a tie or anything between, None (or a `Failed`,
+which is counted) for no answer. `@flowgrpo.judge("name")`, or an attribute `pairwise` that is True or a `Pairing`,
+marks one. As a reward it gives every sample the share of its comparisons that it won.
 
-Win rates are of whole groups. Any reward with an attribute `group = True` sees these: it is called as
-`reward(outputs, prompts, metadata, group)` with the outputs of whole groups, `group` of them after each other.
+Win rates need whole groups. Any reward with an attribute `group = True` gets these: it is called as `reward(outputs,
+prompts, metadata, group)` with the outputs of whole groups, `group` consecutive ones each.
 """
 
 from __future__ import annotations
@@ -20,16 +20,18 @@ from typing import Any
 from flowgrpo.errors import UserError
 from flowgrpo.rewards.failures import Failed
 
-AT_ONCE = 64  # pairs in one call of a judge, so that pictures are not copied group by group
+AT_ONCE = 64  # pairs in one call of a judge, to avoid copying pictures group by group
 
 
 @dataclass(frozen=True)
 class Pairing:
-    """Which samples of a group are compared.
+    """Comparisons within a group.
 
-    both_orders: every pair is judged twice, each of the two once first, and the mean counts: a judge that prefers a
-    position does not matter, and twice as many calls. comparisons: pairs per group; None, or as many as there are or
-    more: all G (G-1) / 2; fewer are drawn so that every sample is compared equally often. seed: of that draw.
+    both_orders: judge every pair twice, with each of the two first once, and average. This cancels a judge's position
+    bias, at twice the calls.
+    comparisons: pairs per group. None, or a number of at least all G (G-1) / 2: all; fewer are drawn so that every
+    sample is compared equally often.
+    seed: of that draw.
     """
 
     both_orders: bool = False
@@ -41,12 +43,12 @@ class Pairing:
             raise ValueError(f"comparisons is {self.comparisons}, expected 1 or more, or None for all pairs")
 
     def pairs(self, group: int, prompt: str = "") -> list[tuple[int, int]]:
-        """(first, second) of every comparison in a group, the same for the same prompt: a regular tournament.
+        """Return (first, second) of every comparison in a group, a regular tournament that is fixed per prompt.
 
-        The samples are shuffled into a ring and each meets its nearest neighbours, as first of the two on one side and
-        as second on the other, so that a preference for a position harms none more than another. Only where the number
-        of opponents is odd is one of them, across the ring, met in one position alone. ValueError for `comparisons`
-        that are not regular.
+        The samples are shuffled into a ring. Each meets its nearest neighbours, as first on one side and as second on
+        the other, so that position bias harms all equally. Only for an odd number of opponents, one across the ring is
+        met in one position.
+        Raises ValueError for `comparisons` that are not regular.
         """
         degree = 2 * self._count(group) // group
         ring = random.Random(f"{self.seed}/{prompt}").sample(range(group), group)
@@ -64,7 +66,8 @@ class Pairing:
 
 
 def judge(name: str, both_orders: bool = False, comparisons: int | None = None, seed: int = 0) -> Callable[[Any], Any]:
-    """Register a function, an object or a class as the pairwise judge `name`, a reward; settings as of `Pairing`."""
+    """Decorator: register a function, object or class as the pairwise judge `name`, a reward; settings: see `Pairing`.
+    """
     from flowgrpo.rewards.find import reward
 
     register, pairing = reward(name), Pairing(both_orders, comparisons, seed)
@@ -77,20 +80,20 @@ def judge(name: str, both_orders: bool = False, comparisons: int | None = None, 
 
 
 def pairing(reward: Any) -> Pairing | None:
-    """How a judge compares; None for any other reward."""
+    """Return a judge's pairing; None for any other reward."""
     marked = getattr(reward, "pairwise", None)
     return Pairing() if marked is True else marked or None
 
 
 def sees_groups(reward: Any) -> bool:
-    """Whether a reward compares the samples of a group, two at a time or all of them."""
+    """True if a reward compares the samples of a group, two at a time or all of them."""
     return pairing(reward) is not None or bool(getattr(reward, "group", False))
 
 
 def whole(name: str, function: Callable[..., Any], group: int, lost: list[Failed]) -> Callable[..., Any]:
-    """The reward as (outputs, prompts, metadata) -> B values: itself, or with the size of the groups that it sees.
-    lost: is given the comparisons on which a judge has no answer. UserError for one that sees groups where there
-    are none."""
+    """Return the reward as (outputs, prompts, metadata) -> B values, bound to the group size if it needs groups. lost:
+    collects the comparisons without an answer.
+    Raises UserError if it needs groups and there are none."""
     if not sees_groups(function):
         return function
     if group < 2:
@@ -102,7 +105,7 @@ def whole(name: str, function: Callable[..., Any], group: int, lost: list[Failed
 
 
 def require(rewards: dict[str, Any], *groups: int) -> None:
-    """UserError where a judge's comparisons do not fit groups of one of these sizes."""
+    """Raise UserError if a judge's comparisons do not fit groups of one of these sizes."""
     for name, function in rewards.items():
         for group in groups:
             if how := pairing(function):
@@ -110,10 +113,10 @@ def require(rewards: dict[str, Any], *groups: int) -> None:
 
 
 def measured(trained: dict[str, Any], further: dict[str, Any]) -> dict[str, Any]:
-    """What is measured on held-out prompts, where every picture is scored alone: the further rewards, and those trained
-    on that see no groups (win rates of a model against itself would be 1/2 in the mean, before and after).
+    """Return the rewards measured on held-out prompts, where every picture is scored alone: the further rewards, and
+    the trained ones that need no groups. (Win rates of a model against itself average 1/2 before and after.)
 
-    UserError for a further reward that sees groups, or where nothing is left to measure.
+    Raises UserError for a further reward that needs groups, or if nothing is left to measure.
     """
     alone = {name: function for name, function in trained.items() if not sees_groups(function)}
     wrong = [name for name, function in further.items() if sees_groups(function)]
@@ -126,8 +129,8 @@ def measured(trained: dict[str, Any], further: dict[str, Any]) -> dict[str, Any]
 
 @dataclass(frozen=True)
 class WinRates:
-    """A judge as a reward of whole groups: the share of its comparisons that each sample won, None for a sample that
-    was never compared. Over all pairs of a group the rates sum to G/2."""
+    """A judge as a reward of whole groups: each sample's share of won comparisons, None for one never compared. Over
+    all pairs of a group the rates sum to G/2."""
 
     name: str
     judge: Callable[..., Any]
@@ -147,7 +150,7 @@ class WinRates:
         return [None if rate != rate else rate for rate in win_rates(wins).flatten().tolist()]
 
     def _wins(self, outputs: Any, prompts: Sequence[str], metadata: Sequence[dict], at: int, group: int):
-        """Who beat whom among the samples `at` to `at + group`: [G, G], NaN where they were not compared."""
+        """Return the wins among the samples `at` to `at + group`: [G, G], NaN where not compared."""
         import torch
 
         pairs = _fitting(self.name, self.pairing, group, prompts[at])
@@ -162,14 +165,14 @@ class WinRates:
         return each.nanmean(0)
 
     def _ask(self, outputs: Any, prompt: str, metadata: dict, sides: list[list[int]]) -> list[float]:
-        """The judge's answers on the rows sides[0] against sides[1], NaN where it has none."""
+        """Return the judge's answers on the rows sides[0] against sides[1], NaN for none."""
         count = len(sides[0])
         pictures = [outputs[rows] if hasattr(outputs, "shape") else [outputs[row] for row in rows] for rows in sides]
         arguments = (*pictures, [prompt] * count, [metadata] * count)
         return _answers(self.name, self._told(self.judge(*arguments[:_arity(self.name, self.judge)])), count, prompt)
 
     def _told(self, values: Any) -> Any:
-        """The values, with None for a `Failed`, which is kept."""
+        """Return the values with None for each `Failed`, which is recorded."""
         if not isinstance(values, (list, tuple)):
             return values
         self.lost.extend(value for value in values if isinstance(value, Failed))
@@ -184,7 +187,7 @@ def _fitting(name: str, how: Pairing, group: int, prompt: str = "") -> list[tupl
 
 
 def _arity(name: str, judge: Callable[..., Any]) -> int:
-    """4 where the judge takes (first, second, prompts, metadata), 3 where it takes (first, second, prompts)."""
+    """Return 4 if the judge takes (first, second, prompts, metadata), 3 if it takes (first, second, prompts)."""
     for count in (4, 3):
         try:
             inspect.signature(judge).bind(*range(count))
@@ -196,7 +199,8 @@ def _arity(name: str, judge: Callable[..., Any]) -> int:
 
 
 def _answers(name: str, values: Any, count: int, prompt: str) -> list[float]:
-    """`count` numbers from 0 to 1, NaN for None; Failed where the judge returned anything else."""
+    """Return `count` numbers from 0 to 1, NaN for None.
+    Raises Failed if the judge returned anything else."""
     values = values.tolist() if hasattr(values, "tolist") else values
     if not isinstance(values, (list, tuple)) or len(values) != count:
         got = f"{len(values)} values" if isinstance(values, (list, tuple)) else repr(values)[:60]

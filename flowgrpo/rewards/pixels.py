@@ -1,4 +1,4 @@
-"""Pictures as the numbers that rewards without a model look at."""
+"""Conversions of pictures for rewards without a model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LUMA = (0.299, 0.587, 0.114)  # ITU-R BT.601
 
 
 def tensor_of(image: Image) -> Tensor:
-    """A picture [3, H, W] in [0, 1]. Grey of 16 bits keeps its levels, which `convert("RGB")` would cut off at 255."""
+    """Return a picture [3, H, W] in [0, 1]. 16-bit grey keeps its levels; `convert("RGB")` would clip them at 255."""
     from torchvision.transforms.functional import to_tensor
 
     if not image.mode.startswith("I;16"):
@@ -24,10 +24,10 @@ def tensor_of(image: Image) -> Tensor:
 
 
 def eight_bit(pictures: Tensor) -> np.ndarray:
-    """Pictures [..., 3, H, W] in [0, 1] as bytes [..., H, W, 3], rounded to the nearest."""
+    """Return pictures [..., 3, H, W] in [0, 1] as bytes [..., H, W, 3], rounded to the nearest."""
     return (pictures.detach().cpu().float() * 255).round().clamp(0, 255).to(torch.uint8).movedim(-3, -1).numpy()
 
 
 def grey(pictures: Tensor) -> Tensor:
-    """Luminance [..., H, W] in [0, 1] of pictures [..., 3, H, W] in [0, 1], in float64 on the CPU."""
+    """Return the luminance [..., H, W] in [0, 1] of pictures [..., 3, H, W] in [0, 1], in float64 on the CPU."""
     return torch.einsum("...chw,c->...hw", pictures.detach().cpu().double(), torch.tensor(LUMA, dtype=torch.float64))

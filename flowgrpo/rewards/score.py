@@ -1,4 +1,4 @@
-"""Calling rewards, and checking what they return: every reward one column of numbers, NaN where it has none."""
+"""Call rewards and check their scores: one column of numbers per reward, NaN for none."""
 
 from __future__ import annotations
 
@@ -24,21 +24,22 @@ def score(
     rewards: dict[str, Any], outputs: Any, prompts: Sequence[str], metadata: Sequence[dict[str, Any]],
     group: int = 1, tally: Tally | None = None, base: Any = None,
 ) -> torch.Tensor:
-    """Score a batch of B outputs with each of R rewards -> [B, R] float32.
+    """Score a batch of B outputs with each of R rewards -> [B, R] float32. Transforms are not applied here.
 
-    NaN where a reward answered None, where its rule does not apply to the prompt, and where it failed and its rule says
-    to skip or had no answer (`Failed` in place of a number); `tally` counts these failures. Transforms are not applied
-    here.
+    NaN where a reward returned None, and where its rule does not apply to the prompt. Also NaN where it had no answer
+    (`Failed` in place of a number), or failed and its rule skips failures.
 
-    rewards: functions, or `Composed` with their rules. outputs: what the rewards take, pictures [B, 3, H, W] in [0, 1],
-    videos [B, F, 3, H, W], or a list of texts, whose number of tokens stands in their metadata as `completion_tokens`
-    where they are `Completion`. group: the B outputs are whole groups of so many, one after the other,
-    which the rewards that compare them see (pairwise.py); 1: every output is scored alone. base: the base model's
-    outputs, for the rewards that compare with them (beside_base.py); None: there are none.
+    rewards: functions, or `Composed` with their rules.
+    outputs: pictures [B, 3, H, W] in [0, 1], videos [B, F, 3, H, W], or a list of texts; for a `Completion` the
+    metadata holds the number of tokens as `completion_tokens`.
+    group: size of the consecutive groups that the B outputs form, for rewards that compare them (pairwise.py); 1: every
+    output is scored alone.
+    tally: counts the failures.
+    base: the base model's outputs, for rewards that compare with them (beside_base.py); None: there are none.
 
-    A reward may return a list, a tensor or an array of B numbers. UserError, with its name and a prompt, where it
-    raises, takes longer than it may, returns another shape or number of values, something that is no number, NaN or an
-    infinity; and where it judges another modality.
+    A reward may return a list, a tensor or an array of B numbers.
+    Raises UserError, with the reward's name and a prompt, if it raises, takes too long, returns another shape or number
+    of values, anything but numbers, NaN or an infinity; and if it judges another modality.
     """
     import torch
 
@@ -50,8 +51,8 @@ def columns(
     rewards: dict[str, Any], outputs: Any, prompts: Sequence[str], metadata: Sequence[dict[str, Any]],
     group: int = 1, tally: Tally | None = None, base: Any = None,
 ) -> list[list[float | Failed]]:
-    """As `score`, but R columns of B numbers, in which a failure stands where it happened: NaN says that a reward does
-    not apply, and nothing else."""
+    """As `score`, but return R columns of B numbers with failures in place: NaN only means that a reward does not
+    apply."""
     from flowgrpo.types import Completion
 
     assert len(outputs) == len(prompts) == len(metadata), (len(outputs), len(prompts), len(metadata))
@@ -66,8 +67,10 @@ def columns(
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """B samples: outputs, a tensor or a list; prompts and their metadata, a list each; base: the base model's outputs,
-    a tensor, or None."""
+    """B samples.
+
+    outputs: a tensor or a list. prompts, metadata: a list each. base: the base model's outputs, a tensor, or None.
+    """
 
     outputs: Any
     prompts: list[str]
@@ -81,7 +84,7 @@ class Batch:
                      None if self.base is None else self.base.clone())
 
     def rows(self, rows: Sequence[int]) -> Batch:
-        """Some of the samples."""
+        """Return some of the samples."""
         if list(rows) == list(range(len(self.prompts))):
             return self
         outputs = self.outputs[list(rows)] if hasattr(self.outputs, "shape") else [self.outputs[i] for i in rows]
@@ -90,7 +93,7 @@ class Batch:
 
 
 def _column(name: str, reward: Composed, batch: Batch, group: int, tally: Tally) -> list[float | Failed]:
-    """B scores of one reward, asked for the samples that its rule applies to and that are not known yet."""
+    """Return B scores of one reward; it is called only for samples that its rule applies to and that are not cached."""
     rows = [i for i, entry in enumerate(batch.metadata) if reward.rule.applies(entry)]
     bases = batch.base if sees_base(reward) and batch.base is not None else [None] * len(batch.prompts)
     keys = {i: reward.kept.key(batch.outputs[i], batch.prompts[i], batch.metadata[i], bases[i])
@@ -98,7 +101,7 @@ def _column(name: str, reward: Composed, batch: Batch, group: int, tally: Tally)
     known = reward.kept.read(list(keys.values())) if keys else {}
     values: dict[int, float | Failed] = {i: known[key] for i, key in keys.items() if key in known}
     if missing := [i for i in rows if i not in values]:
-        lost: list[Failed] = []  # comparisons of a pairwise judge
+        lost: list[Failed] = []  # comparisons without an answer by a pairwise judge
         function = whole(name, reward.function, group, lost)
         compared = sees_base(reward)
         found = settled(lambda those: _ask(name, function, batch.rows(those), reward.rule.timeout, compared), missing,
@@ -113,8 +116,8 @@ def _column(name: str, reward: Composed, batch: Batch, group: int, tally: Tally)
 
 def _ask(name: str, function: Callable[..., Any], batch: Batch, timeout: float | None, compared: bool
          ) -> list[float | Failed]:
-    """One call of a reward -> a number per sample, NaN for None; Failed is raised where it has no such answer in time,
-    and stands in place of a number where the reward says so."""
+    """Call a reward once; return a number per sample, NaN for None, and a Failed where the reward returned one.
+    Raises Failed if it does not return such values in time."""
     import torch
 
     on = f"on {len(batch.prompts)} samples (first prompt of the batch: {batch.prompts[0]!r})"
@@ -123,7 +126,7 @@ def _ask(name: str, function: Callable[..., Any], batch: Batch, timeout: float |
     arguments = (own.outputs, own.prompts, own.metadata)[:arity(name, function, **further)]
 
     def call() -> Any:
-        with torch.no_grad():  # here, because it holds for the thread that says it
+        with torch.no_grad():  # here, since it holds only for the thread that enters it
             return guarded(f"reward {name!r} raised {on}", function, *arguments, error_type=Failed,
                            **further)
 
@@ -131,7 +134,7 @@ def _ask(name: str, function: Callable[..., Any], batch: Batch, timeout: float |
 
 
 def arity(name: str, function: Callable[..., Any], **further: Any) -> int:
-    """3 where a reward takes (images, prompts, metadata), 2 where it takes (images, prompts); the rest goes by name."""
+    """Return 3 if a reward takes (images, prompts, metadata), 2 if it takes (images, prompts); `further` go by name."""
     try:
         signature = inspect.signature(function)
     except ValueError:  # compiled functions may have none
@@ -147,14 +150,15 @@ def arity(name: str, function: Callable[..., Any], **further: Any) -> int:
 
 
 def _numbers(name: str, values: Any, prompts: Sequence[str]) -> list[float | Failed]:
-    """B floats, NaN for None, or what failed; raises Failed where `values` is anything else."""
+    """Return B floats, NaN for None, or failures.
+    Raises Failed if `values` is anything else."""
     count = len(prompts)
     expected = f"expected {count} numbers, one per sample (first prompt: {prompts[0]!r})"
     shape = getattr(values, "shape", None)
     if shape is not None and len(shape) != 1:
         raise Failed(f"reward {name!r} returned the shape {list(shape)}: {expected}")
     if inspect.iscoroutine(values):
-        values.close()  # it would complain that nothing awaits it
+        values.close()  # else Python warns that it was never awaited
         raise Failed(f"reward {name!r} is an `async def`, which returned a coroutine: {expected}")
     if isinstance(values, (str, bytes, dict, set, frozenset)) or not hasattr(values, "__len__"):
         raise Failed(f"reward {name!r} returned {_short(values)}: {expected}")
@@ -175,7 +179,7 @@ def _number(name: str, value: Any, prompt: str) -> float | Failed:
         number = math.nan if isinstance(value, (str, bytes)) else float(value)
     except (TypeError, ValueError, OverflowError):
         number = math.nan
-    if not abs(number) <= 3.4e38:  # beyond it, float32 has only infinity
+    if not abs(number) <= 3.4e38:  # float32 is infinite beyond it
         raise Failed(f"reward {name!r} returned {_short(value)}, expected a finite number, or None where it does "
                      f"not apply (prompt: {prompt!r})")
     return number

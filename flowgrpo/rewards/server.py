@@ -1,7 +1,8 @@
-"""A reward behind HTTP: POST /NAME scores a batch, GET /info says what is served, GET /health that it is there.
+"""Reward server over HTTP: POST /NAME scores a batch, GET /info describes the reward, GET /health reports that it is
+up.
 
-What goes over the wire is in rewards/remote/wire.py, the client in rewards/remote/client.py. This module is imported
-only to serve: it needs the extra `server`.
+The protocol is in rewards/remote/wire.py, the client in rewards/remote/client.py. Only serving imports this module: it
+needs the extra `server`.
 """
 
 from __future__ import annotations
@@ -28,15 +29,15 @@ from flowgrpo.rewards.pairwise import sees_groups
 from flowgrpo.rewards.remote import wire
 from flowgrpo.rewards.score import columns
 
-WAITING = 32  # requests that are read or wait; the next is told to come back
-DRAINED = 4  # times the limit of a request is read, and thrown away, so that its sender hears the refusal
-GONE = "the client has gone"  # told to nobody
-GRACE = 5  # seconds that a batch has to finish when the server is stopped
+WAITING = 32  # requests being read or waiting; a further one is asked to come back
+DRAINED = 4  # up to so many times the limit of a request is read and dropped, so that its sender sees the refusal
+GONE = "the client has gone"  # no client reads it
+GRACE = 5  # seconds for a batch to finish when the server stops
 log = logging.getLogger("uvicorn.error")
 
 
 class Refused(Exception):
-    """A request that is answered with a status and one line."""
+    """Error: a request answered with a status and one line."""
 
     def __init__(self, status: int, line: str) -> None:
         super().__init__(wire.one_line(line))
@@ -45,9 +46,9 @@ class Refused(Exception):
 
 def serve(name: str, reward: Callable[..., Any], host: str, port: int, limits: wire.Limits, token: str | None,
           say: Callable[[str], None] = print) -> None:
-    """Serve a reward until the process is stopped; `say` is told where it listens. port 0: any free one.
+    """Serve a reward until the process is stopped; `say` gets its address. port 0: any free one.
 
-    UserError where it cannot listen there.
+    Raises UserError if it cannot listen there.
     """
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -63,7 +64,7 @@ def serve(name: str, reward: Callable[..., Any], host: str, port: int, limits: w
 
 
 def served(name: str) -> str:
-    """The name in the URL: the reward's; of one in a file, that of its function or class."""
+    """Return the name in the URL: the reward's; for one in a file, that of its function or class."""
     return name.rpartition(":")[2] if ".py:" in name else name
 
 
@@ -76,7 +77,8 @@ def _openness(address: str, token: str | None) -> str:
 
 
 def application(name: str, reward: Callable[..., Any], limits: wire.Limits, token: str | None) -> FastAPI:
-    """The server as an ASGI application. One batch is scored at a time; what waits is not unpacked yet."""
+    """Return the server as an ASGI application. One batch is scored at a time; waiting requests are not unpacked yet.
+    """
     app = FastAPI(openapi_url=None)
     info = wire.Info(served(name), about(reward), sees_groups(reward), limits)
     turn, waiting = asyncio.Lock(), asyncio.Semaphore(WAITING)
@@ -103,7 +105,7 @@ def application(name: str, reward: Callable[..., Any], limits: wire.Limits, toke
         async with waiting:
             body = await _body(request, limits.size)
             async with turn:
-                if await request.is_disconnected():  # nobody waits for the answer any more
+                if await request.is_disconnected():  # no one waits for the answer any more
                     raise Refused(499, GONE)
                 return JSONResponse(await run_in_threadpool(_scored, info.name, reward, body, limits))
 
@@ -117,8 +119,8 @@ def _authorise(request: Request, token: str | None) -> None:
 
 
 def _require_sound(request: Request, asked: str, name: str, limits: wire.Limits) -> None:
-    """What can be refused before anything is read. The type keeps a web page from sending requests unasked: a browser
-    asks the server before it sends JSON to another site."""
+    """Raise Refused for bad requests before anything is read. The required content type blocks unsolicited requests of
+    web pages: a browser asks the server before it sends JSON to another site."""
     if asked != name:
         raise Refused(404, f"this server has the reward {name!r} alone")
     if request.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
@@ -126,7 +128,7 @@ def _require_sound(request: Request, asked: str, name: str, limits: wire.Limits)
 
 
 async def _body(request: Request, limit: int) -> bytes:
-    """The body of a request; of one that is too large, nothing is kept."""
+    """Return the body of a request; a body that is too large is dropped."""
     body, size = bytearray(), 0
     try:
         async for some in request.stream():
@@ -144,8 +146,9 @@ async def _body(request: Request, limit: int) -> bytes:
 
 
 def _scored(name: str, reward: Callable[..., Any], body: bytes, limits: wire.Limits) -> dict[str, Any]:
-    """The answer to a request. Refused: 400 what is no request, or is a person's mistake; 413 what is too large; 422
-    where the reward fails on these samples; 500 where we do."""
+    """Return the answer to a request.
+    Raises Refused: 400 for an invalid request or the user's mistake; 413 if too large; 422 if the reward fails on these
+    samples; 500 for our own error."""
     try:
         batch = wire.unpacked(body, limits)
         return wire.answer(*columns({name: reward}, batch.outputs, batch.prompts, batch.metadata, batch.group))

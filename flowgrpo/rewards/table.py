@@ -1,4 +1,4 @@
-"""What `flowgrpo rewards` shows and what `flowgrpo score` does: rewards by name, and the scores of files."""
+"""Table of `flowgrpo rewards`, and scores of files for `flowgrpo score`."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ AT_ONCE = 16  # files of one size that a reward sees together
 
 
 def listed() -> list[dict[str, Any]]:
-    """Every reward that has a name, as what it says of itself: None where it does not. No reward is made.
+    """Return the facts of every reward that has a name, None where it states none. No reward is instantiated.
 
-    A package's reward that does not import has its error under "broken", and does not hide the others.
+    A package's reward that fails to import has its error under "broken", and does not hide the others.
     """
     return [_listed(name) for name in names()]
 
@@ -41,7 +41,7 @@ def _listed(name: str) -> dict[str, Any]:
 
 
 def cells(reward: dict[str, Any]) -> list[str]:
-    """A row of the table: name, modality, range, needs, licence, whether it is installed."""
+    """Return a table row: name, modality, range, needs, licence, installed."""
     low_high = "?" if reward["range"] is None else f"{_bound(reward['range'][0], '-')} to {_bound(reward['range'][1])}"
     installed = {True: "yes", False: "no", None: "?"}[reward["installed"]]
     needs = "nothing" if reward["needs"] == "" else reward["needs"] or "?"
@@ -54,10 +54,10 @@ def _bound(value: float | None, sign: str = "") -> str:
 
 
 def score_files(name: str, arguments: dict[str, Any], files: Sequence[Path], prompts: Sequence[Prompt]) -> list[float]:
-    """The scores of files, each with its prompt, by the reward of that name; NaN where it does not apply.
+    """Return the scores of files, each with its prompt, by the reward of that name; NaN where it does not apply.
 
-    A file is a picture; a folder of pictures, or a GIF or WebP that moves, is a video; a .txt file a text. UserError
-    for what cannot be read, and as of `find` and `score`.
+    A file is a picture; a folder of pictures, or an animated GIF or WebP, is a video; a .txt file a text.
+    Raises UserError for an unreadable file, and as `find` and `score` do.
     """
     reward, outputs, scores = find(name, arguments), [_read(file) for file in files], {}
     alike: dict[Any, list[int]] = defaultdict(list)
@@ -78,7 +78,7 @@ def _stacked(outputs: list[Any]) -> Any:
 
 
 def _read(path: Path) -> torch.Tensor | str:
-    """A picture [3,H,W] in [0, 1], a video [F,3,H,W], or a text."""
+    """Read a picture [3,H,W] in [0, 1], a video [F,3,H,W], or a text."""
     import torch
     from PIL import Image, ImageSequence, UnidentifiedImageError
 

@@ -1,7 +1,6 @@
-"""What the scores of one reward become before they are compared: [P, G] to [P, G], P groups of G samples.
+"""Transforms of one reward's scores before comparison: [P, G] to [P, G], P groups of G samples.
 
-NaN, a reward that does not apply to a sample, stays NaN and counts for nothing. Held-out scores are never transformed:
-they stay what the reward said.
+NaN, for a reward that does not apply to a sample, stays NaN and is ignored. Held-out scores are never transformed.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def apply(transform: str | Clip | Threshold, scores: Tensor) -> Tensor:
-    """One transform of a recipe."""
+    """Apply one transform of a recipe."""
     if isinstance(transform, Clip):
         return scores.clamp(*transform.clip)
     if isinstance(transform, Threshold):
@@ -24,7 +23,8 @@ def apply(transform: str | Clip | Threshold, scores: Tensor) -> Tensor:
 
 
 def log(scores: Tensor) -> Tensor:
-    """The natural logarithm. ValueError for a score that is not above 0."""
+    """Return the natural logarithm.
+    Raises ValueError for a score that is not above 0."""
     if (scores <= 0).any():
         raise ValueError(f"log of the score {scores[scores <= 0].min().item():g}, expected above 0: put a clip such as "
                          "{clip: [0.001, 1]} before it")
@@ -32,14 +32,14 @@ def log(scores: Tensor) -> Tensor:
 
 
 def threshold(scores: Tensor, least: float) -> Tensor:
-    """1 where a score is at least `least`, else 0."""
+    """Return 1 where a score is at least `least`, else 0."""
     return (scores >= least).to(scores).masked_fill(scores.isnan(), float("nan"))
 
 
 def rank(scores: Tensor) -> Tensor:
-    """The place of each sample in its group: 0 the lowest, 1 the highest, evenly between, ties at their mean place.
+    """Return each sample's rank in its group: 0 the lowest, 1 the highest, evenly spaced, ties at their mean rank.
 
-    A sample that is alone with a score stands at 1/2, as one does whose equals all others are.
+    A sample that is alone with a score gets 1/2, and so does one in a group of equal scores.
     """
     each, other = scores[..., :, None], scores[..., None, :]
     below, equal = (other < each).sum(-1), (other == each).sum(-1) - 1

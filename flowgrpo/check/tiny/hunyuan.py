@@ -32,7 +32,7 @@ def _hunyuan_parts() -> dict[str, Any]:
     from diffusers import FlowMatchEulerDiscreteScheduler
     from transformers import CLIPTextModel
 
-    tokens = tokenizer(77)  # the pipeline pads to as many
+    tokens = tokenizer(77)  # the pipeline pads to this length
     return {"vae": _hunyuan_vae(), "scheduler": FlowMatchEulerDiscreteScheduler(shift=7.0),
             "tokenizer": tokenizer(TOKENS), "text_encoder_2": text_encoder(CLIPTextModel, tokens),
             "tokenizer_2": tokens}
@@ -65,7 +65,7 @@ def hunyuan_skyreels(seed: int = 0):
 
 
 def hunyuan_image(kind: str, seed: int = 0):
-    """HunyuanVideo's image-to-video, whose picture is a condition beside the state or its first frame."""
+    """HunyuanVideo's image-to-video. The picture is an extra condition or the state's first frame."""
     from diffusers import HunyuanVideoImageToVideoPipeline
     from transformers import CLIPImageProcessor, CLIPVisionConfig, LlavaConfig, LlavaForConditionalGeneration
 
@@ -79,7 +79,7 @@ def hunyuan_image(kind: str, seed: int = 0):
         text_encoder=lively(reader), **_hunyuan_parts(), image_processor=CLIPImageProcessor(
             size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16}),
         transformer=_hunyuan_transformer(9 if beside else 4, guidance_embeds=not beside, image_condition_type=kind))
-    # Four image tokens stand in the text; nothing is cut off the template.
+    # Four image tokens stand in the text; the template is not cropped.
     template = {"template": "{}", "crop_start": 0, "image_emb_len": 4, "image_emb_start": 2, "image_emb_end": 6}
     call = HUNYUAN_CALL | {"image": video_picture(), "prompt_template": template}
-    return ready(pipe), call | {"num_frames": 9} if beside else call  # of which four are cut off
+    return ready(pipe), call | {"num_frames": 9} if beside else call  # four are cropped

@@ -29,7 +29,7 @@ from flowgrpo.check.tiny.parts import (
     with_language_model,
 )
 
-SD3_CALL = {"max_sequence_length": 2}  # rows of zeros that stand for the absent T5
+SD3_CALL = {"max_sequence_length": 2}  # rows of zeros in place of the absent T5
 FLUX2_CALL = {"max_sequence_length": 16, "height": 16, "width": 16, "text_encoder_out_layers": (1,)}
 FLUX_CALL = {"max_sequence_length": 16, "height": 16, "width": 16}
 
@@ -55,7 +55,7 @@ def sd3(seed: int = 0):
 def flux(seed: int = 0, kind=None, **options: Any):
     """A FluxPipeline with embedded guidance: packed latents, rotary positions, a T5, text_ids without a batch.
 
-    kind: another class of the same parts; options: more of what it takes.
+    kind: another pipeline class of the same parts. options: its further arguments.
     """
     from diffusers import FluxPipeline
     from transformers import CLIPTextModel
@@ -69,7 +69,7 @@ def flux(seed: int = 0, kind=None, **options: Any):
 
 
 def kontext(seed: int = 0):
-    """A FluxKontextPipeline: the tokens of a reference picture behind those of the noise."""
+    """A FluxKontextPipeline: tokens of a reference picture follow those of the noise."""
     from diffusers import FluxKontextPipeline
 
     call = FLUX_CALL | {"image": picture(), "max_area": 256, "_auto_resize": False}
@@ -77,14 +77,14 @@ def kontext(seed: int = 0):
 
 
 def flux_inpaint(seed: int = 0):
-    """A FluxInpaintPipeline, which puts the picture back in after every step where the mask is black."""
+    """A FluxInpaintPipeline, which restores the picture after every step where the mask is black."""
     from diffusers import FluxInpaintPipeline
 
     return flux(seed, FluxInpaintPipeline), FLUX_CALL | _masked()
 
 
 def flux2(seed: int = 0):
-    """A Flux2Pipeline with embedded guidance; the language model's layers stand beside each other."""
+    """A Flux2Pipeline with embedded guidance; it concatenates the language model's layers."""
     from diffusers import Flux2Pipeline
     from transformers import Qwen3ForCausalLM
 
@@ -103,7 +103,7 @@ def klein(seed: int = 0):
 
 
 def _masked() -> dict[str, Any]:
-    """What an inpainting pipeline takes: a picture, the right half of which is to be drawn, from noise alone."""
+    """Arguments of an inpainting call: a picture whose right half is drawn, from pure noise."""
     from PIL import Image
 
     mask = Image.new("L", (16, 16))
@@ -112,7 +112,7 @@ def _masked() -> dict[str, Any]:
 
 
 def qwen_image(seed: int = 0, kind=None):
-    """A QwenImagePipeline: two calls per step, rescaled guidance, prompts padded to each other."""
+    """A QwenImagePipeline: two calls per step, rescaled guidance, prompts padded to equal length."""
     from diffusers import QwenImagePipeline
 
     torch.manual_seed(seed)
@@ -121,7 +121,7 @@ def qwen_image(seed: int = 0, kind=None):
 
 
 def qwen_inpaint(seed: int = 0):
-    """A QwenImageInpaintPipeline, which puts the picture back in after every step where the mask is black."""
+    """A QwenImageInpaintPipeline, which restores the picture after every step where the mask is black."""
     from diffusers import QwenImageInpaintPipeline
 
     pipe, call = qwen_image(seed, QwenImageInpaintPipeline)
@@ -129,9 +129,9 @@ def qwen_inpaint(seed: int = 0):
 
 
 def qwen_edit(seed: int = 0, kind=None):
-    """A QwenImageEditPipeline, which takes one prompt at a time: its picture goes through the prompt's encoder too.
+    """A QwenImageEditPipeline, which takes one prompt per call: its prompt encoder also reads the picture.
 
-    It scales the picture to a million pixels, so that the autoencoder shrinks by 64: by 16 before its first layer.
+    It scales the picture to a million pixels, so the autoencoder shrinks by 64: by 16 before its first layer.
     """
     from diffusers import QwenImageEditPipeline
 
@@ -153,7 +153,7 @@ def qwen_edit_plus(seed: int = 0):
 
 
 def hidream(seed: int = 0):
-    """A HiDreamImagePipeline, whose experts run without gradients outside of training mode."""
+    """A HiDreamImagePipeline, whose experts run without gradients outside training mode."""
     from diffusers import HiDreamImagePipeline, HiDreamImageTransformer2DModel
     from transformers import CLIPTextModelWithProjection, LlamaConfig, LlamaForCausalLM
 
@@ -176,7 +176,7 @@ def hidream(seed: int = 0):
 
 
 def z_image(seed: int = 0):
-    """A ZImagePipeline: embeddings of different lengths in a list, velocities that point to the data."""
+    """A ZImagePipeline: a list of embeddings of different lengths; velocities point to the data."""
     from diffusers import ZImagePipeline, ZImageTransformer2DModel
 
     torch.manual_seed(seed)

@@ -50,7 +50,7 @@ def ltx_condition(seed: int = 0):
 
     torch.manual_seed(seed)
     parts = _ltx_parts() | {"scheduler": FlowMatchEulerDiscreteScheduler()}
-    # The noise that it would add to its picture at every step is not the same in rollout and replay.
+    # The noise added to its picture at every step would differ between rollout and replay.
     call = LTX_CALL | {"image": video_picture(), "image_cond_noise_scale": 0.0}
     return ready(LTXConditionPipeline(**parts)), call
 
@@ -100,7 +100,7 @@ LTX2_CALL = {
 
 
 def ltx2(seed: int = 0):
-    """LTX-2: a state of sound beside that of the frames."""
+    """LTX-2: an additional state for sound."""
     from diffusers import LTX2Pipeline
 
     torch.manual_seed(seed)

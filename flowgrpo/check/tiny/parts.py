@@ -18,7 +18,7 @@ def tokenizer(length: int = 16):
 
 
 def text_encoder(kind, tokens):
-    """A CLIP text model of the class `kind`, of two layers of width 16, for the tokenizer `tokens`."""
+    """A CLIP text model of class `kind` with two layers of width 16, for the tokenizer `tokens`."""
     from transformers import CLIPTextConfig
 
     return kind(CLIPTextConfig(
@@ -36,12 +36,12 @@ def autoencoder(channels: int = 4, stages: int = 2):
                           decoder_block_out_channels=widths, num_decoder_blocks=(1, *blocks), upsample_fn="nearest")
     vae.register_to_config(scaling_factor=1.5, shift_factor=0.1)
     with torch.no_grad():
-        vae.decoder.layers[-1].bias.fill_(0.5)  # pictures in the middle of [0, 1], where no value is cut off
+        vae.decoder.layers[-1].bias.fill_(0.5)  # pictures in the middle of [0, 1], where nothing is clipped
     return vae
 
 
 def lively(module: torch.nn.Module) -> torch.nn.Module:
-    """Matrices so large that noise and prompt change the output; diffusers starts the last one at zero."""
+    """Enlarge matrices so that noise and prompt change the output; diffusers starts the last one at zero."""
     with torch.no_grad():
         for parameter in module.parameters():
             if parameter.ndim == 2:
@@ -50,7 +50,7 @@ def lively(module: torch.nn.Module) -> torch.nn.Module:
 
 
 def language_model(tokens, width: int = 16, kind=None):
-    """A decoder of two layers, as most newer pipelines have it for their prompts; kind: Qwen3Model or its like."""
+    """A two-layer decoder, the prompt encoder of most newer pipelines; kind: Qwen3Model or similar."""
     from transformers import Qwen3Config, Qwen3Model
 
     return (kind or Qwen3Model)(Qwen3Config(
@@ -60,7 +60,7 @@ def language_model(tokens, width: int = 16, kind=None):
 
 
 def chat_tokenizer():
-    """A tokenizer whose chat template is the last message alone, so that short sequences hold the prompt."""
+    """A tokenizer whose chat template is only the last message, so that short sequences hold the prompt."""
     tokens = tokenizer()
     tokens.chat_template = ("{% set content = messages[-1]['content'] %}{% if content is string %}{{ content }}"
                             "{% else %}{% for part in content %}{{ part['text'] }}{% endfor %}{% endif %}")
@@ -76,7 +76,7 @@ def picture(size: int = 16):
 
 
 def t5(tokens, width: int = 16):
-    """A T5 encoder of one layer for the tokenizer `tokens`; width: of its embeddings."""
+    """A one-layer T5 encoder for the tokenizer `tokens`; width: of its embeddings."""
     from transformers import T5Config, T5EncoderModel
 
     return T5EncoderModel(T5Config(vocab_size=len(tokens), d_model=width, d_kv=8, d_ff=16, num_layers=1, num_heads=2,
@@ -84,7 +84,7 @@ def t5(tokens, width: int = 16):
 
 
 def flux_transformer(**options: Any):
-    """A double and a single block of width 16, for packed latents of 16 channels; options: of its configuration."""
+    """A double and a single block of width 16, for packed latents of 16 channels; options: configuration values."""
     from diffusers import FluxTransformer2DModel
 
     return FluxTransformer2DModel(**dict(
@@ -157,7 +157,7 @@ def qwen_vl(tokens):
 
 
 def qwen_processor(tokens):
-    """The processor beside `qwen_vl`, for pictures of up to 56 by 56 pixels' area."""
+    """The processor for `qwen_vl`, for pictures with an area of up to 56 by 56 pixels."""
     from transformers import Qwen2VLImageProcessor, Qwen2VLProcessor, Qwen2VLVideoProcessor
 
     small = {"min_pixels": 28 * 28, "max_pixels": 56 * 56}
@@ -165,7 +165,7 @@ def qwen_processor(tokens):
 
 
 def with_language_model(kind, denoiser, model=None, **options: Any):
-    """A pipeline whose prompts a language model encodes."""
+    """A pipeline with a language model as its prompt encoder."""
     tokens = chat_tokenizer()
     parts = {"transformer": lively(denoiser), "scheduler": dynamic_scheduler(), "tokenizer": tokens,
              "text_encoder": language_model(tokens, kind=model), "vae": options.pop("vae", None) or autoencoder()}
@@ -180,14 +180,14 @@ def shifted_scheduler():
 
 
 def dynamic_scheduler():
-    """Flow matching whose shift follows the picture's size."""
+    """Flow matching whose shift depends on the picture's size."""
     from diffusers import FlowMatchEulerDiscreteScheduler
 
     return FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True)
 
 
 def silent(pipe):
-    """The pipeline without its progress bar."""
+    """Return the pipeline without its progress bar."""
     pipe.set_progress_bar_config(disable=True)
     return pipe
 
@@ -206,20 +206,20 @@ def video_t5(kind: str = "T5", vocabulary: int = 514):
 
 
 def video_picture(shade: int = 64):
-    """A PIL picture of 16 x 16: what an image-to-video call starts from."""
+    """A PIL picture of 16 x 16, the input of an image-to-video call."""
     from PIL import Image
 
     return Image.linear_gradient("L").resize((16, 16)).point(lambda value: (value + shade) % 256).convert("RGB")
 
 
 def ready(pipe):
-    """The pipeline without progress bars."""
+    """Return the pipeline without progress bars."""
     pipe.set_progress_bar_config(disable=True)
     return pipe
 
 
 def llama_config():
-    """Of a Llama whose third last hidden states, which HunyuanVideo reads, are those after its first layer."""
+    """Configuration of a Llama whose third last hidden states, read by HunyuanVideo, follow its first layer."""
     from transformers import LlamaConfig
 
     return LlamaConfig(vocab_size=514, hidden_size=16, intermediate_size=16, num_hidden_layers=3, num_attention_heads=2,

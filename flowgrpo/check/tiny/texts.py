@@ -9,21 +9,21 @@ import torch
 from flowgrpo.errors import UserError
 from flowgrpo.starter.arithmetic import build_tokenizer
 
-LARGEST = 20_000_000  # parameters of what still is tiny
-# By the names that most families share; what a family calls otherwise its config translates, and the rest it ignores.
+LARGEST = 20_000_000  # maximum parameters of a tiny model
+# Names shared by most families; a family's config translates its own names and ignores the rest.
 SIZES = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
              head_dim=8, max_position_embeddings=256)
 ENDINGS = ("ForCausalLM", "ForMaskedLM")
 
 
 def knows(name: str) -> bool:
-    """Whether that is a class of transformers, such as Qwen3ForCausalLM, or a family, such as qwen3."""
+    """True for a transformers class, such as Qwen3ForCausalLM, or a family, such as qwen3."""
     return name.replace("-", "_").isidentifier() and _class(name) is not None
 
 
 def make(name: str, seed: int = 0) -> tuple[Any, Any]:
-    """(model, tokenizer) with random weights; the tokenizer is the text starter's. UserError for a family whose small
-    instance cannot be guessed."""
+    """Return (model, tokenizer) with random weights; the tokenizer is the text starter's.
+    Raises UserError for a family whose small sizes cannot be guessed."""
     cls, tokenizer = _class(name), build_tokenizer()
     if cls.__name__.endswith("ForMaskedLM"):
         tokenizer.add_special_tokens({"mask_token": "<mask>"})
@@ -36,7 +36,7 @@ def make(name: str, seed: int = 0) -> tuple[Any, Any]:
             raise ValueError(f"it would have {size:,} parameters")
         torch.manual_seed(seed)
         return cls(config), tokenizer
-    except Exception as error:  # whatever a family makes of sizes that are not its own
+    except Exception as error:  # a family can raise anything on sizes that are not its own
         told = " ".join(str(error).split())[:200]
         raise UserError(f"no tiny instance of {cls.__name__} ({told}): give a directory or a hub id") from None
 

@@ -1,6 +1,6 @@
-"""Variance-preserving image pipelines: U-Nets, the transformers that predict noise or v, and consistency models.
+"""Variance-preserving image pipelines: U-Nets, transformers that predict noise or v, and consistency models.
 
-The pictures have 16 x 16 or 32 x 32 pixels. Schedulers are those of the published checkpoints.
+Pictures have 16 x 16 or 32 x 32 pixels. Schedulers are those of the published checkpoints.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ WIDTH = 16  # of every text encoder
 SD_NOISE = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear", "steps_offset": 1,
             "timestep_spacing": "leading"}
 UNCHECKED = {"safety_checker": None, "feature_extractor": None, "requires_safety_checker": False}
-# Text encoders of these take the prompt's length from the pipeline's code.
+# The pipeline's code fixes the prompt length of these text encoders.
 HUNYUAN_LENGTHS = (77, 256)
 SMALL = {"height": 16, "width": 16, "use_resolution_binning": False, "clean_caption": False, "max_sequence_length": 16}
 
@@ -40,7 +40,7 @@ def lcm():
 def sd15(scheduler=None, seed: int = 0, kind=None, **options: Any):
     """A StableDiffusionPipeline that predicts noise: a U-Net of one block, no safety checker.
 
-    kind: another class of these parts; options: more of what it takes.
+    kind: another class of these parts. options: its further arguments.
     """
     from diffusers import StableDiffusionPipeline
     from transformers import CLIPTextModel
@@ -53,7 +53,7 @@ def sd15(scheduler=None, seed: int = 0, kind=None, **options: Any):
 
 
 def sdxl(seed: int = 0, kind=None, **options: Any):
-    """A StableDiffusionXLPipeline: two text encoders, pooled embeddings and sizes beside the time."""
+    """A StableDiffusionXLPipeline: two text encoders; pooled embeddings and sizes in addition to the time."""
     from diffusers import EulerDiscreteScheduler, StableDiffusionXLPipeline
     from transformers import CLIPTextModel, CLIPTextModelWithProjection
 
@@ -67,7 +67,7 @@ def sdxl(seed: int = 0, kind=None, **options: Any):
 
 
 def kolors(seed: int = 0, kind=None, **options: Any):
-    """A KolorsPipeline: a U-Net of SDXL that reads a ChatGLM."""
+    """A KolorsPipeline: SDXL's U-Net, conditioned on a ChatGLM."""
     from diffusers import EulerDiscreteScheduler
     from diffusers.pipelines.kolors.pipeline_kolors import KolorsPipeline
 
@@ -88,8 +88,8 @@ def lcm_sd15(seed: int = 0):
 
 
 def inpaint(seed: int = 0, channels: int = 9):
-    """A StableDiffusionInpaintPipeline whose U-Net reads mask and masked picture as further channels; with 4 channels
-    it reads the state alone, and the pipeline puts the picture back in after every step."""
+    """A StableDiffusionInpaintPipeline whose U-Net reads mask and masked picture as extra channels. With 4 channels it
+    reads only the state, and the pipeline restores the picture after every step."""
     from diffusers import StableDiffusionInpaintPipeline
 
     torch.manual_seed(seed)
@@ -113,7 +113,7 @@ def controlnet(seed: int = 0):
 
 
 def pixart(kind, seed: int = 0, scheduler=None, **options: Any):
-    """A PixArt pipeline: a transformer that predicts noise and its variance, which the pipeline leaves out."""
+    """A PixArt pipeline: a transformer that predicts noise and its variance; the pipeline drops the variance."""
     from diffusers import DPMSolverMultistepScheduler, PixArtTransformer2DModel
 
     torch.manual_seed(seed)
@@ -168,7 +168,7 @@ def img2img(seed: int = 0):
 
 
 def omnigen(seed: int = 0):
-    """An OmniGenPipeline, which has no encode_prompt: its one transformer reads the prompt's tokens at every step."""
+    """An OmniGenPipeline without encode_prompt: its one transformer reads the prompt's tokens at every step."""
     from diffusers import FlowMatchEulerDiscreteScheduler, OmniGenPipeline, OmniGenTransformer2DModel
 
     torch.manual_seed(seed)
@@ -190,7 +190,7 @@ def _unet(**options: Any):
 
 
 def _sizes(pooled: int) -> dict[str, Any]:
-    """What a U-Net takes that reads pooled embeddings and six numbers of sizes."""
+    """Arguments of a U-Net that reads pooled embeddings and six size numbers."""
     return {"addition_embed_type": "text_time", "addition_time_embed_dim": 4,
             "projection_class_embeddings_input_dim": pooled + 6 * 4}
 
@@ -217,7 +217,7 @@ def _chatglm():
         num_layers=2, padded_vocab_size=len(tokens), hidden_size=WIDTH, ffn_hidden_size=16, kv_channels=8,
         num_attention_heads=2, seq_length=16, add_qkv_bias=True, original_rope=True))
     with torch.no_grad():
-        for parameter in encoder.parameters():  # it leaves its norms as the memory was
+        for parameter in encoder.parameters():  # its initialisation leaves norms as uninitialised memory
             parameter.fill_(1.0) if parameter.ndim == 1 else parameter.normal_(std=0.3)
     return encoder, tokens
 

@@ -1,7 +1,7 @@
-"""Video pipelines: five to nine frames of 16 x 16, the autoencoders with one layer per stage.
+"""Video pipelines: five to nine frames of 16 x 16, autoencoders with one layer per stage.
 
-Schedulers are those of the published checkpoints, so that their conventions (inverted sigmas, v-prediction without
-signal at the first timestep, multistep flow schedulers) are met here too.
+Schedulers are those of the published checkpoints, with their conventions: inverted sigmas, v-prediction with zero
+terminal signal, multistep flow schedulers.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def _cogvideox_scheduler(kind: str):
 
 
 def cogvideox(scheduler: str = "CogVideoXDPMScheduler", seed: int = 0):
-    """CogVideoX: a v-prediction, with the scheduler of the 2B (DDIM) or of the 5B checkpoint (DPM)."""
+    """CogVideoX: v-prediction, with the scheduler of the 2B (DDIM) or of the 5B checkpoint (DPM)."""
     from diffusers import CogVideoXPipeline
 
     torch.manual_seed(seed)
@@ -56,7 +56,7 @@ def cogvideox(scheduler: str = "CogVideoXDPMScheduler", seed: int = 0):
 
 
 def cogvideox_image(seed: int = 0):
-    """CogVideoX's image-to-video: the picture as more channels of the first frame."""
+    """CogVideoX's image-to-video: the picture is extra channels of the first frame."""
     from diffusers import CogVideoXImageToVideoPipeline
 
     torch.manual_seed(seed)
@@ -93,7 +93,7 @@ def mochi(seed: int = 0):
 
 
 def allegro(seed: int = 0):
-    """Allegro, which predicts noise; its autoencoder decodes in tiles only."""
+    """Allegro, which predicts noise; its autoencoder decodes only in tiles."""
     from diffusers import (
         AllegroPipeline,
         AllegroTransformer3DModel,
@@ -118,7 +118,7 @@ def allegro(seed: int = 0):
 
 
 def latte(seed: int = 0):
-    """Latte, which predicts noise and its variance, of which the pipeline drops the second."""
+    """Latte, which predicts noise and its variance; the pipeline drops the variance."""
     from diffusers import AutoencoderKL, DDIMScheduler, LattePipeline, LatteTransformer3DModel
 
     torch.manual_seed(seed)

@@ -59,11 +59,11 @@ def wan22(seed: int = 0):
 
 
 def wan_image(seed: int = 0):
-    """Wan 2.2's image-to-video: the picture comes as eight more channels, a mask among them."""
+    """Wan 2.2's image-to-video: the picture is eight extra channels, including a mask."""
     from diffusers import WanImageToVideoPipeline
 
     torch.manual_seed(seed)
-    # 4 of the state, 2 of the mask (one per frame that a latent frame stands for), 4 of the picture.
+    # 4 of the state, 2 of the mask (one per video frame of a latent frame), 4 of the picture.
     experts = {"transformer": _wan_transformer(10), "transformer_2": _wan_transformer(10)}
     pipe = WanImageToVideoPipeline(boundary_ratio=0.875, **experts, **_wan_parts())
     return ready(pipe), WAN_CALL | {"image": video_picture()}
@@ -80,11 +80,11 @@ def wan_video(seed: int = 0):
 
 
 def wan_vace(seed: int = 0):
-    """Wan VACE: a video to be changed steers the denoiser from beside."""
+    """Wan VACE: extra blocks read a video to change and steer the denoiser."""
     from diffusers import WanVACEPipeline
 
     torch.manual_seed(seed)
-    # 4 channels of what stays, 4 of what changes, and 2 x 2 of the mask.
+    # 4 channels of the unchanged part, 4 of the changed part, and 2 x 2 of the mask.
     denoiser = _wan_transformer(kind="WanVACETransformer3DModel", vace_layers=[0], vace_in_channels=12)
     return ready(WanVACEPipeline(transformer=denoiser, **_wan_parts())), dict(WAN_CALL)
 
@@ -99,7 +99,7 @@ def skyreels(seed: int = 0):
 
 
 def skyreels_image(seed: int = 0):
-    """SkyReels V2's image-to-video, which reads its picture through CLIP too."""
+    """SkyReels V2's image-to-video, which also encodes its picture with CLIP."""
     from diffusers import SkyReelsV2ImageToVideoPipeline
     from transformers import CLIPImageProcessor, CLIPVisionConfig, CLIPVisionModelWithProjection
 

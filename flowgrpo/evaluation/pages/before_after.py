@@ -18,7 +18,7 @@ from flowgrpo.evaluation.pages.grid import Row, draw_grid
 
 def captions(functions: dict[str, Any], samples: Any, prompts: Sequence[Prompt], base: torch.Tensor | None = None
              ) -> torch.Tensor:
-    """`rewards.score` [N, R] of N samples, NaN for a reward that fails on them, which is told in a line."""
+    """Return `rewards.score` [N, R] of N samples; NaN for a reward that fails on them, with a printed line."""
     texts, metadata, found = [p.text for p in prompts], [p.metadata for p in prompts], []
     for name, function in functions.items():
         try:
@@ -30,13 +30,13 @@ def captions(functions: dict[str, Any], samples: Any, prompts: Sequence[Prompt],
 
 
 def draw_pairs(path: Path, base: Measured, after: Measured, names: tuple[str, str] = ("before", "after")) -> None:
-    """The grid PNG: base and tuned pictures of the same prompts and seeds, with their scores."""
+    """Write the grid PNG: base and tuned pictures of the same prompts and seeds, with their scores."""
     rows = [Row(text, [old, new], [was, now]) for (text, old, was), (_, new, now) in zip(cards(base), cards(after))]
     draw_grid(path, names, rows)
 
 
 def cards(found: Measured) -> list[tuple[str, torch.Tensor, dict[str, float]]]:
-    """Prompt, picture and scores of the pictures that were kept."""
+    """Return prompt, picture and scores of each kept picture."""
     prompts = list({id(prompt): prompt for prompt in found.prompts}.values())
     samples = len(found.prompts) // len(prompts)
     return [(prompts[i].text, picture, {name: values[i * samples] for name, values in found.scores.items()})

@@ -1,4 +1,4 @@
-"""Clips on disk: as an animated WebP to look at, and as a tall picture to read back."""
+"""Clips on disk: an animated WebP for viewing, and a tall picture for reading back."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from PIL import Image
 if TYPE_CHECKING:
     import torch
 
-SECONDS = 1.2  # that a clip lasts when it is shown; longer where a frame would have less than SHORTEST
+SECONDS = 1.2  # shown length of a clip; longer if a frame would be shorter than SHORTEST
 SHORTEST, LONGEST = 40, 200  # milliseconds of a frame
 MOMENTS = 48  # frames of an animated page
 
 
 def as_image(picture: torch.Tensor) -> Image.Image:
-    """A picture [3, H, W] in [0, 1] for PIL, clamped."""
+    """Convert a picture [3, H, W] in [0, 1] to PIL, clamped."""
     pixels = (picture.detach().float().cpu().clamp(0, 1) * 255).round().byte().permute(1, 2, 0)
     return Image.fromarray(pixels.numpy())
 
 
 def animate(path: str | Path, frames: Sequence[Image.Image]) -> Path:
-    """Write pictures of one size as an animated WebP without loss, which repeats for ever."""
+    """Write pictures of one size as a lossless animated WebP that loops forever."""
     path, pace = Path(path), round(min(max(1000 * SECONDS / len(frames), SHORTEST), LONGEST))
     path.parent.mkdir(parents=True, exist_ok=True)
     frames[0].save(path, format="WEBP", save_all=True, append_images=frames[1:], duration=pace, loop=0, lossless=True)
@@ -36,21 +36,21 @@ def save_clip(path: str | Path, clip: torch.Tensor) -> Path:
 
 
 def moving(images: Sequence[torch.Tensor | str]) -> list[float]:
-    """The moments, in [0, 1], at which a page of pictures, clips and texts is drawn; empty where there is no clip."""
+    """Return the moments, in [0, 1], at which a page of pictures, clips and texts is drawn; empty without clips."""
     count = min(max((len(image) for image in images if getattr(image, "ndim", 0) == 4), default=0), MOMENTS)
     return [i / max(count - 1, 1) for i in range(count)]
 
 
 def still(image: torch.Tensor, moment: float) -> torch.Tensor:
-    """What a picture or a clip shows at a moment in [0, 1]: [3, H, W]."""
+    """Return the frame [3, H, W] of a picture or a clip at a moment in [0, 1]."""
     return image if image.ndim == 3 else image[round(moment * (len(image) - 1))]
 
 
 def tall(image: torch.Tensor) -> torch.Tensor:
-    """A picture as it is, a clip's frames [F, 3, H, W] below each other: [3, F * H, W]."""
+    """Stack a clip's frames [F, 3, H, W] vertically, [3, F * H, W]; a picture is unchanged."""
     return image if image.ndim == 3 else image.transpose(0, 1).flatten(1, 2)
 
 
 def untall(image: torch.Tensor, frames: int | None) -> torch.Tensor:
-    """The picture (frames: None) or clip of which `tall` made `image`."""
+    """Invert `tall`: return the picture (frames: None) or the clip."""
     return image if frames is None else image.unflatten(1, (frames, -1)).transpose(0, 1)

@@ -1,4 +1,4 @@
-"""Letters on pages of pictures: DejaVu Sans, which comes with matplotlib, and other fonts for what it lacks."""
+"""Fonts of pages: DejaVu Sans, which comes with matplotlib, and installed fonts for letters that it lacks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 from PIL import ImageDraw, ImageFont
 
-LAST_RESORT = "LastResort"  # comes with matplotlib too, and draws every letter as a box
+LAST_RESORT = "LastResort"  # also part of matplotlib; draws every letter as a box
 BETWEEN = "[\u2e80-\u9fff\uf900-\ufaff\uff00-\uffef\U00020000-\U0003ffff]"  # Chinese, Japanese: lines break at each
 WORDS = re.compile(rf"\s*(?:{BETWEEN}|(?:(?!{BETWEEN})\S)+)")
 _lacking: set[str] = set()
@@ -20,28 +20,28 @@ _lacking: set[str] = set()
 
 @dataclass(frozen=True)
 class Font:
-    """A font that has the letters of most languages; size: in pixels."""
+    """A font with the letters of most languages; size: in pixels."""
 
     size: int
 
     @property
     def height(self) -> int:
-        """Pixels from a line to the next."""
+        """Line height in pixels."""
         return round(self.size * 1.4)
 
     def getlength(self, text: str) -> float:
-        """The width of a line in pixels."""
+        """Return the width of a line in pixels."""
         return sum(font.getlength(run) for font, run in self._runs(text))
 
     def draw(self, pen: ImageDraw.ImageDraw, at: tuple[float, float], text: str, colour: str) -> None:
-        """Write a line whose upper left corner is `at`."""
+        """Draw a line whose upper left corner is `at`."""
         left, line = at[0], at[1] + _opened(_own(), self.size).getmetrics()[0]
         for font, run in self._runs(text):
             pen.text((left, line), run, colour, font, anchor="ls")
             left += font.getlength(run)
 
     def _runs(self, text: str) -> Iterator[tuple[ImageFont.FreeTypeFont, str]]:
-        """The text in pieces that each have one font; accents and marks stay with their letter."""
+        """Split the text into pieces of one font each; accents and marks stay with their letter."""
         runs: list[list[str]] = []
         for letter in text:
             mark = unicodedata.category(letter)[0] in "MCZ" and unicodedata.category(letter) not in ("Cn", "Co")
@@ -67,7 +67,7 @@ def _opened(path: str, size: int) -> ImageFont.FreeTypeFont:
 
 @functools.cache
 def _holder(letter: str) -> str:
-    """The font that has this letter; where none does it is said, once, and the letter is a box."""
+    """Return the font that has this letter. Without one, warn once and draw a box."""
     if _has(_own(), letter):
         return _own()
     found = next((path for path in _installed() if _has(path, letter)), None)
@@ -81,7 +81,7 @@ def _holder(letter: str) -> str:
 
 @functools.cache
 def _installed() -> tuple[str, ...]:
-    """The fonts of the machine that can be drawn in any size, upright sans serif ones first."""
+    """Return the installed scalable fonts, upright sans serif first."""
     from matplotlib.font_manager import fontManager
 
     fonts = sorted(fontManager.ttflist, key=lambda font: (font.style != "normal", font.weight not in (400, "normal"),
@@ -94,5 +94,5 @@ def _has(path: str, letter: str) -> bool:
 
     try:
         return bool(FT2Font(path).get_char_index(ord(letter))) and bool(_opened(path, 12))
-    except (OSError, RuntimeError):  # matplotlib remembers fonts that are gone; pictures for letters have one size only
+    except (OSError, RuntimeError):  # matplotlib remembers deleted fonts; bitmap emoji fonts have a single size
         return False

@@ -1,8 +1,8 @@
 """Pages of pictures: before and after side by side with their scores, or a plain contact sheet.
 
-A page is made of cards, one per prompt: the pictures in a row, under each its scores, under all the prompt. Small
-pictures are enlarged by whole factors, large ones shrunk, so that a page of a dozen prompts fits a screen. Of a clip
-the page shows frames side by side, and beside it lies the same page animated.
+A page has one card per prompt: the pictures in a row, each above its scores, and the prompt below. Small pictures are
+enlarged by whole factors and large ones shrunk, so that a page of a dozen prompts fits a screen. Clips are shown as
+frames side by side, and the same page is also written as an animation.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from flowgrpo.evaluation.pages.fonts import WORDS, Font
 if TYPE_CHECKING:
     import torch
 
-SMALLEST, LARGEST = 160, 256  # pixels of a picture's longer side on the page
-FRAME_SMALLEST, FRAME_LARGEST, FRAMES, BETWEEN_FRAMES = 80, 160, 5, 2  # of a clip's frames beside each other
+SMALLEST, LARGEST = 160, 256  # longer side of a picture on the page, in pixels
+FRAME_SMALLEST, FRAME_LARGEST, FRAMES, BETWEEN_FRAMES = 80, 160, 5, 2  # of a clip's frames, side by side
 LINES = 14  # of a text
 MARGIN, BETWEEN_CARDS, BETWEEN_PICTURES = 28, 36, 14
-BESIDE, REPEATED = 2, 6  # a page of more columns is a table, one card wide, with their names above every so many cards
-ASPECT = 1.5  # width over height that a page comes as near to as whole cards allow
+BESIDE, REPEATED = 2, 6  # a page with more columns is a table, one card wide; their names repeat after so many cards
+ASPECT = 1.5  # target width over height of a page of whole cards
 PAPER, INK, FAINT, FRAME, WRITTEN = "#ffffff", "#1f2328", "#6b7280", "#d5d8dd", "#f4f5f7"
 ROSE, FELL = "#15803d", "#c0262d"
 HEADING, CAPTION, SCORE = Font(16), Font(13), Font(12)
@@ -35,8 +35,7 @@ HEADING, CAPTION, SCORE = Font(16), Font(13), Font(12)
 
 @dataclass(frozen=True)
 class Row:
-    """One prompt: its pictures ([3, H, W] in [0, 1]), clips ([F, 3, H, W]) or texts, one per column, and scores of
-    each."""
+    """One prompt: one picture ([3, H, W] in [0, 1]), clip ([F, 3, H, W]) or text per column, with its scores."""
 
     caption: str
     images: Sequence[torch.Tensor | str]
@@ -44,10 +43,10 @@ class Row:
 
 
 def draw_grid(path: str | Path, columns: Sequence[str], rows: Sequence[Row]) -> Path:
-    """Write a PNG with a card per row, several cards beside each other, and the columns' names above the pictures;
-    where there are clips, also an animated WebP of the same name.
+    """Write a PNG with a card per row, several cards side by side, and the columns' names above the pictures. With
+    clips, also write an animated WebP of the same name.
 
-    A score is green where it is above that of the row's first picture, red where it is below; NaN reads n/a.
+    A score is green if above that of the row's first picture, red if below; NaN is printed as n/a.
     """
     assert rows and all(len(row.images) == len(row.scores) == len(columns) for row in rows)
     path = Path(path)
@@ -68,7 +67,7 @@ def _drawn(columns: Sequence[str], rows: Sequence[Row]) -> Image.Image:
 
 
 def contact(path: str | Path, images: Sequence[torch.Tensor], captions: Sequence[str]) -> Path:
-    """Write a PNG of pictures ([3, H, W] in [0, 1]) or clips ([F, 3, H, W]) with a caption under each."""
+    """Write a PNG of pictures ([3, H, W] in [0, 1]) or clips ([F, 3, H, W]), each above its caption."""
     assert len(images) == len(captions)
     return draw_grid(path, [""], [Row(caption, [image], [{}]) for image, caption in zip(images, captions)])
 
@@ -80,7 +79,7 @@ def _tile(image: torch.Tensor | str) -> Image.Image:
 
 
 def _written(text: str) -> Image.Image:
-    """A text as a picture, its first LINES lines."""
+    """Draw the first LINES lines of a text as a picture."""
     lines = [line for each in text.splitlines() or [""] for line in _wrap(each, CAPTION, LARGEST - 16, LINES)][:LINES]
     page = Image.new("RGB", (LARGEST, 16 + len(lines) * CAPTION.height), WRITTEN)
     for number, line in enumerate(lines):
@@ -89,7 +88,7 @@ def _written(text: str) -> Image.Image:
 
 
 def _picture(image: torch.Tensor, smallest: int = SMALLEST, largest: int = LARGEST) -> Image.Image:
-    """A tensor as a picture whose longer side is at least `smallest` and at most `largest` pixels."""
+    """Convert a tensor to a picture whose longer side is `smallest` to `largest` pixels."""
     picture = as_image(image)
     side = max(picture.size)
     if side < smallest:
@@ -102,7 +101,7 @@ def _picture(image: torch.Tensor, smallest: int = SMALLEST, largest: int = LARGE
 
 
 def _strip(clip: torch.Tensor) -> Image.Image:
-    """At most FRAMES frames of a clip beside each other, the first, the last and evenly between."""
+    """Place at most FRAMES frames of a clip side by side: the first, the last, and evenly spaced ones between."""
     count = min(FRAMES, len(clip))
     frames = [_picture(clip[round(i * (len(clip) - 1) / max(count - 1, 1))], FRAME_SMALLEST, FRAME_LARGEST)
               for i in range(count)]
@@ -134,7 +133,7 @@ def _card(row: Row, pictures: Sequence[Image.Image], cell: tuple[int, int]) -> I
 
 
 def _score(pen: ImageDraw.ImageDraw, at: tuple[int, int], width: int, name: str, value: float, before: float) -> None:
-    """A line of a score: its name on the left, its value on the right with a mark where it rose or fell."""
+    """Draw a line of a score: name on the left, value on the right with a mark if it rose or fell."""
     text, old = _number(value), _number(before)
     change = 0 if text == old or math.isnan(value) or math.isnan(before) else 1 if value > before else -1
     colour = {1: ROSE, 0: INK, -1: FELL}[change]
@@ -175,7 +174,7 @@ def _page(cards: Sequence[Image.Image], columns: Sequence[str], cell: tuple[int,
 
 
 def _misfit(cards: Sequence[Image.Image], across: int) -> float:
-    """How far a page with so many cards beside each other is from ASPECT, and the share of places left empty."""
+    """Return the distance of a page with so many cards side by side from ASPECT, plus its share of empty places."""
     lines = math.ceil(len(cards) / across)
     height = lines * (max(card.height for card in cards) + BETWEEN_CARDS)
     empty = (across * lines - len(cards)) / len(cards)
@@ -190,7 +189,7 @@ def _headings(pen: ImageDraw.ImageDraw, at: tuple[int, int], columns: Sequence[s
 
 
 def _wrap(text: str, font: Font, width: int, most: int = 4) -> list[str]:
-    """Lines no wider than `width`, at most `most`; a word that is wider, and what does not fit, is shortened."""
+    """Wrap to at most `most` lines no wider than `width`; longer words, and text that does not fit, are shortened."""
     lines = [""]
     for word in WORDS.findall(" ".join(text.split())):
         joined = (lines[-1] + word).strip()
@@ -204,7 +203,7 @@ def _wrap(text: str, font: Font, width: int, most: int = 4) -> list[str]:
 
 
 def _shorten(text: str, font: Font, width: float) -> str:
-    """The text, or so much of its beginning as fits with an ellipsis."""
+    """Return the text, or the longest beginning that fits with an ellipsis."""
     if font.getlength(text) <= width:
         return text
     fitting = bisect.bisect_right(range(len(text)), width, key=lambda count: font.getlength(text[:count] + "..."))

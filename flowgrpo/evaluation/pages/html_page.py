@@ -1,7 +1,7 @@
-"""A page of pictures or texts as one HTML file that needs nothing else: a line per prompt, a column per sample. Texts
-alone make a table of Markdown too.
+"""Self-contained HTML page of pictures or texts: a line per prompt, a column per sample. Texts are also written as a
+Markdown table.
 
-The names of the columns stay in sight, and the page can be as wide as it needs: what does not fit is scrolled to.
+The columns' names stay visible while scrolling, and the page can be wider than the screen.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ dd {{ margin: 0 0 0 8px; text-align: right; font-variant-numeric: tabular-nums; 
 
 
 def write_page(path: str | Path, title: str, columns: Sequence[str], rows: Sequence[grid.Row]) -> Path:
-    """Write the rows under their columns' names; scores above those of a row's first picture are green, below it red.
+    """Write the rows under their columns' names. Scores above those of a row's first picture are green, below it red.
 
-    Pictures are enlarged or shrunk as on the PNG page (grid.py), clips are animated.
+    Pictures are resized as on the PNG page (grid.py); clips are animated.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -61,7 +61,7 @@ def write_page(path: str | Path, title: str, columns: Sequence[str], rows: Seque
 
 
 def write_table(path: str | Path, title: str, columns: Sequence[str], rows: Sequence[grid.Row]) -> Path:
-    """Write texts under their columns' names as a table of Markdown, each with its scores below."""
+    """Write texts under their columns' names as a Markdown table, each with its scores below."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = [["prompt", *columns], ["---"] * (len(columns) + 1)]
@@ -77,7 +77,7 @@ def _scored(text: str, scores: dict[str, float]) -> str:
 
 
 def _cell(text: str) -> str:
-    """A text that stays in its cell, and means there what it says."""
+    """Escape a text for a table cell."""
     marked = re.sub(r"([\\`*_|~])", r"\\\1", html.escape(text, quote=False))
     return "<br>".join(marked.splitlines())
 

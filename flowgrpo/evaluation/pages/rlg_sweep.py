@@ -1,4 +1,4 @@
-"""Rewards over the weight of RLG, as a plot."""
+"""Plot of rewards over the RLG weight."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from flowgrpo.evaluation.findings import ALL
 
 
 class Curve(NamedTuple):
-    """A reward's mean over all prompts at each weight, and the bounds of its 95 % interval."""
+    """Mean of a reward over all prompts at each weight, and the bounds of its 95 % interval."""
 
     weights: list[float]
     means: list[float]
@@ -19,8 +19,8 @@ class Curve(NamedTuple):
 
 
 def curves(arms: Mapping[str, float], found: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> dict[str, Curve]:
-    """A curve per reward. arms: the weight of each arm; found: by arm, reward and category what was found, as in the
-    results of an evaluation."""
+    """Return a curve per reward. arms: the weight of each arm. found: results of an evaluation, by arm, reward and
+    category."""
     def curve(reward: str) -> Curve:
         entries = [found[arm][reward][ALL] for arm in arms]
         return Curve(list(arms.values()), *([entry[key] for entry in entries] for key in ("mean", "low", "high")))
@@ -29,7 +29,7 @@ def curves(arms: Mapping[str, float], found: Mapping[str, Mapping[str, Mapping[s
 
 
 def plot(curves: Mapping[str, Curve], path: Path) -> None:
-    """Write a PNG with a panel per reward; dashed lines stand at the base, 0, and at the tuned model, 1."""
+    """Write a PNG with a panel per reward; dashed lines mark the base, 0, and the tuned model, 1."""
     import matplotlib
 
     matplotlib.use("agg")

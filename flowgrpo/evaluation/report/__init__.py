@@ -1,1 +1,1 @@
-"""The report of a run, as a file and live."""
+"""Report of a run, as a file and live."""

@@ -1,7 +1,7 @@
-"""The report of a run: `report.html`, one file that needs nothing else, made from what the run's folder holds.
+"""Report of a run: `report.html`, one self-contained file made from the run's folder.
 
-Everything is computed here and lies in the file as JSON; the template report.html draws it, as text and never as
-markup, since prompts are foreign text.
+All values are computed here and stored in the file as JSON. The template report.html shows them as text, never as
+markup, since prompts are untrusted text.
 """
 
 from __future__ import annotations
@@ -21,19 +21,20 @@ from flowgrpo.storage.json_files import read_lines, read_object
 
 FILE = "report.html"
 EVERY = 10  # epochs between reports of a run without eval.every
-STAGES = 40  # that the slider has, at most
+STAGES = 40  # maximum number of slider positions
 TEMPLATE = Path(__file__).with_name("report.html")
 
 
 def during(trainer: Any, run: Path) -> None:
-    """Write the report of a run that goes on, every eval.every epochs, or EVERY."""
+    """Write the report of a running run, every eval.every epochs, or EVERY."""
     if trainer.processes.first and trainer.epoch % (trainer.config.eval.every or EVERY) == 0:
         snapshots.last(run, trainer)
         write(run)
 
 
 def write(run: Path) -> Path:
-    """Write `report.html` into a run's folder; returns its path. UserError for a folder that is not a run."""
+    """Write `report.html` into a run's folder; returns its path.
+    Raises UserError for a folder that is not a run."""
     made = page(data(run))
     temporary = run / f".{FILE}.tmp"
     temporary.write_text(made, encoding="utf-8")
@@ -42,14 +43,14 @@ def write(run: Path) -> Path:
 
 
 def page(told: dict[str, Any], live: bool = False) -> str:
-    """The HTML of a report's data. live: it asks its server for newer data."""
+    """Return the HTML of a report's data. live: the page asks its server for newer data."""
     filled = {"TITLE": html.escape(told["title"]), "DATA": embedded(told), "LIVE": " data-live" if live else "",
               "CONNECT": "; connect-src 'self'" if live else ""}
     return re.sub(r"\[\[([A-Z]+)\]\]", lambda found: filled[found[1]], TEMPLATE.read_text(encoding="utf-8"))
 
 
 def embedded(told: Any) -> str:
-    """JSON that may stand in a <script>: nothing in it ends the element or reads as an address."""
+    """Return JSON that is safe in a <script>: it neither ends the element nor reads as an address."""
     text = json.dumps(told, allow_nan=False, separators=(",", ":"))
     for sign in "<>&":
         text = text.replace(sign, f"\\u{ord(sign):04x}")
@@ -57,7 +58,8 @@ def embedded(told: Any) -> str:
 
 
 def data(run: Path) -> dict[str, Any]:
-    """All that a report shows. UserError for a folder that is not a run."""
+    """Return all data of a report.
+    Raises UserError for a folder that is not a run."""
     if not (run / "config.yaml").is_file():
         raise UserError(f"{run} is not a run: it has no config.yaml; expected a folder that `flowgrpo train` wrote")
     config, lines, stages = load(run / "config.yaml"), read_lines(run / "metrics.jsonl", *PLAIN), read_stages(run)
@@ -74,27 +76,27 @@ def data(run: Path) -> dict[str, Any]:
 
 
 def changed(run: Path) -> str:
-    """What differs as soon as the report would: the newest time of the files that it is made from, and their number."""
+    """Return a mark that changes with the report: the newest time and the number of its source files."""
     files = [run / "config.yaml", run / "metrics.jsonl", *(run / snapshots.FOLDER).glob("*.json")]
     times = [file.stat().st_mtime_ns for file in files if file.is_file()]
     return f"{max(times, default=0)}-{len(times)}"
 
 
 def columns(lines: list[dict[str, Any]]) -> dict[str, list[Any]]:
-    """Each metric's values, epoch by epoch; None where an epoch has none."""
+    """Return each metric's values, epoch by epoch; None where an epoch has none."""
     keys = dict.fromkeys(key for line in lines for key in line)
     return {key: [line.get(key) for line in lines] for key in keys}
 
 
 def read_stages(run: Path) -> list[dict[str, Any]]:
-    """The held-out prompts through training, in order: before, epochs, after."""
+    """Return the stages of the held-out prompts, in order: before, epochs, after."""
     files = [file for file in (run / snapshots.FOLDER).glob("*.json") if file.stem not in ("machine", "last")]
     stages = [_read(file, name=str, epoch=int, scores=dict, cards=list) for file in files]
     return sorted(stages, key=lambda stage: (stage["name"] == "after", stage["epoch"]))
 
 
 def thinned(stages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What the slider shows: at most STAGES of them, evenly, with the first and the last."""
+    """Return the slider's stages: at most STAGES, evenly spaced, with the first and the last."""
     count = min(STAGES, len(stages))
     places = [i * (len(stages) - 1) // max(count - 1, 1) for i in range(count)]
     names = {"before": "before training", "after": "after training"}
@@ -106,9 +108,9 @@ def _read(path: Path, **kinds: type) -> dict[str, Any]:
     return read_object(path, snapshots.MEND, **kinds) if path.is_file() else {}
 
 
-# --- what is drawn ---------------------------------------------------------------------------------------------------
+# --- charts ----------------------------------------------------------------------------------------------------------
 
-# Charts of several metrics: title, what is to be known of it, and the keys with a group for each curve's label.
+# Charts of several metrics: title, note, and the pattern of keys with a group for each curve's label.
 GATHERED = (
     ("Mean ratio per step", "1 in every first update", r"ratio/(step_\d+)"),
     ("Clip fraction per step", "share of the decisions that the clip cut", r"clip_fraction/(step_\d+)"),
@@ -120,13 +122,13 @@ ALONE = {"clip_fraction": ("Clip fraction", "share of the decisions that the cli
          "log_ratio_max": ("Largest |log ratio|", "of an epoch"), "grad_norm": ("Gradient norm", "before clipping"),
          "loss": ("Loss", ""), "kl": ("KL to the reference", ""),
          "skipped_updates": ("Skipped updates", "so far: the gradient was not finite")}
-PLAIN = ("epoch", "evaluations", "seconds")  # axes, no diagnostics; every line has them
+PLAIN = ("epoch", "evaluations", "seconds")  # axes, not diagnostics; every line has them
 
 
 def charts(config: Config, lines: list[dict[str, Any]], stages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Every reward and every diagnostic in a chart: {title, note, kind, series}.
+    """Return a chart for every reward and every diagnostic: {title, note, kind, series}.
 
-    A series is {label} with the `key` of a metric, and perhaps that of its deviation as `band`, or with x and y.
+    A series is {label} with the `key` of a metric, optionally its deviation's key as `band`, or with x and y.
     """
     made = [_reward(config, name, lines, stages) for name in (config.trained | config.watched)]
     rest = [key for key in columns(lines) if key not in PLAIN
@@ -141,7 +143,7 @@ def charts(config: Config, lines: list[dict[str, Any]], stages: list[dict[str, A
 
 
 def _gathered(title: str, note: str, pattern: str, keys: list[str], lines: list[dict[str, Any]]) -> dict[str, Any]:
-    """A chart of the keys that match; that of failures has no curve where nothing has failed."""
+    """Return a chart of the keys that match. The chart of failures has no curve if nothing failed."""
     own = [(found[1], key) for key in keys if (found := re.fullmatch(pattern, key))]
     if title.startswith("Failed") and not any(line.get(key) for line in lines for _, key in own):
         own = []
@@ -150,16 +152,16 @@ def _gathered(title: str, note: str, pattern: str, keys: list[str], lines: list[
 
 
 def _natural(label: str) -> tuple[str, int]:
-    """Step 2 before step 10."""
+    """Return a sort key that puts step 2 before step 10."""
     name, _, number = label.rpartition("_")
     return (name, int(number)) if number.isdigit() else ("", 0)
 
 
 def _reward(config: Config, name: str, lines: list[dict[str, Any]], stages: list[dict[str, Any]]) -> dict[str, Any]:
-    """A reward's chart: its mean over the samples of each epoch, and that on the held-out prompts."""
+    """Return a reward's chart: mean over the samples of each epoch, and on the held-out prompts."""
     series = [{"label": "training samples", "key": f"reward/{name}/mean", "band": f"reward/{name}/std"}] \
         if any(f"reward/{name}/mean" in line for line in lines) else []
-    # the last stage comes first: it gives no other value to an epoch that was measured on the way
+    # the last stage comes first: it does not replace the value of an epoch that was measured during training
     held = {stage["epoch"]: mean(stage["scores"].get(name, [])) for stage in reversed(stages)}
     held |= {line["epoch"]: line[key] for line in lines if line.get(key := f"held_out/{name}") is not None}
     points = sorted((epoch, value) for epoch, value in held.items() if value is not None)
@@ -171,7 +173,7 @@ def _reward(config: Config, name: str, lines: list[dict[str, Any]], stages: list
 
 
 def phases(lines: list[dict[str, Any]]) -> dict[str, float]:
-    """Seconds of all epochs so far per phase, the longest first."""
+    """Return the seconds of all epochs so far per phase, the longest first."""
     total: dict[str, float] = {}
     for line in lines:
         for key, value in line.items():

@@ -1,4 +1,4 @@
-"""`flowgrpo report --live`: the report of a run that goes on, served to browsers of this machine."""
+"""`flowgrpo report --live`: serve the report of a running run to browsers of this machine."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from flowgrpo.errors import UserError
 from flowgrpo.evaluation.report import report
 
 HOST = "127.0.0.1"
-NAMES = (HOST, "localhost")  # by which a browser may ask: another name is a foreign page's, led here by its own DNS
+NAMES = (HOST, "localhost")  # accepted host names: any other belongs to a foreign page that resolves to this machine
 
 
 def server(run: Path, port: int) -> ThreadingHTTPServer:
-    """A server of `/`, the report, and `/data.json`, what it shows, both made when they are asked for; of nothing else.
+    """Return a server of `/`, the report, and `/data.json`, its data, both made on request. It serves nothing else.
 
-    port 0 takes a free one. UserError where the port is taken, or the folder is not a run.
+    port: 0 takes a free one.
+    Raises UserError if the port is taken, or the folder is not a run.
     """
     report.data(run)
     try:
@@ -27,7 +28,7 @@ def server(run: Path, port: int) -> ThreadingHTTPServer:
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Answers for one run."""
+    """Request handler for one run."""
 
     run: Path
 
@@ -43,7 +44,7 @@ class Handler(BaseHTTPRequestHandler):
         self.answer(kind, text)
 
     def answer(self, kind: str, text: Callable[[dict], str]) -> None:
-        """The report's data as that text; 304 to whom has it already."""
+        """Answer with the report's data as text; 304 if the client already has it."""
         version = f'"{report.changed(self.run)}"'
         if self.headers.get("If-None-Match") == version:
             self.send_response(304)
@@ -58,4 +59,4 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, *_: object) -> None:
-        """Say nothing: a page asks every few seconds."""
+        """Log nothing: a page asks every few seconds."""

@@ -1,10 +1,10 @@
-"""What a run keeps for its report while it trains: small pictures and scores, as JSON files in the folder `report/`.
+"""Snapshots that a run keeps for its report: small pictures and scores, as JSON files in the folder `report/`.
 
-    machine.json                                what the run runs on
+    machine.json                                hardware and versions
     before.json, epoch-00020.json, after.json   the same held-out prompts and seeds at these times: a stage each
     last.json                                   the best and worst samples of the last epoch, and the first-ratio check
 
-Pictures lie in them as data URLs, encoded once, so that a report is made by reading these files.
+Pictures are stored in them as data URLs, encoded once, so a report only reads these files.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from flowgrpo.evaluation.measured import Measured
 
 FOLDER = "report"
-SIDE = 320  # pixels of a kept picture's longer side, at most
-LOSSLESS = 128  # pixels up to which a picture is kept without loss
+SIDE = 320  # maximum longer side of a kept picture, in pixels
+LOSSLESS = 128  # maximum side in pixels of a picture kept without loss
 MEND = "restore it, or remove it: then the report leaves out what it said"
 EXTREMES = 6  # best samples of an epoch, and as many worst ones
 PACKAGES = ("flowgrpo", "torch", "diffusers", "transformers", "peft")
@@ -41,9 +41,9 @@ PACKAGES = ("flowgrpo", "torch", "diffusers", "transformers", "peft")
 
 @dataclass
 class Extremes:
-    """The best and the worst samples of an epoch, at most EXTREMES each and each of another prompt, as they come.
+    """Best and worst samples of an epoch, at most EXTREMES each and one per prompt, updated as samples come.
 
-    names: the rewards; a sample is (total, prompt, scores [R], output).
+    names: the rewards. A sample is (total, prompt, scores [R], output).
     """
 
     names: Sequence[str]
@@ -51,10 +51,9 @@ class Extremes:
     worst: list[tuple] = field(default_factory=list)
 
     def add(self, prompts: Sequence[str], outputs: Any, scores: torch.Tensor, totals: torch.Tensor) -> None:
-        """b samples: their prompts and outputs, scores [b,R], and the totals [b] by which they are compared.
+        """Add b samples: their prompts and outputs, scores [b,R], and the totals [b] that order them.
 
-        A sample to which no reward applies is passed over, and so is one without a score that others of its prompt
-        have.
+        Skips a sample to which no reward applies, and one that lacks a score that others of its prompt have.
         """
         rows: dict[str, list[int]] = {}
         for i, prompt in enumerate(prompts):
@@ -70,32 +69,32 @@ class Extremes:
                 _insert(kept, sign, (sums[at], prompt, scores[at].tolist(), outputs[at]))
 
     def told(self) -> dict[str, list[dict[str, Any]]]:
-        """Both lists for JSON, the most extreme sample first."""
+        """Return both lists for JSON, the most extreme sample first."""
         return {side: [{"prompt": prompt, "scores": finite(dict(zip(self.names, scores))), **shown(output)}
                        for _, prompt, scores, output in kept]
                 for side, kept in (("best", self.best), ("worst", self.worst))}
 
 
 def _insert(kept: list[tuple], sign: int, sample: tuple) -> None:
-    """Keep the sample if it is among the most extreme ones, in place of a lesser one of the same prompt."""
+    """Keep the sample if it is among the most extreme, replacing a lesser one of the same prompt."""
     total, prompt, scores, output = sample
     same = [other for other in kept if other[1] == prompt]
     if any(sign * other[0] >= sign * total for other in same):
         return
     if not same and len(kept) == EXTREMES and sign * kept[-1][0] >= sign * total:
         return
-    copied = output if isinstance(output, str) else output.clone()  # a view would hold its whole batch
+    copied = output if isinstance(output, str) else output.clone()  # a view would keep its whole batch alive
     kept[:] = sorted([*(other for other in kept if other[1] != prompt), (total, prompt, scores, copied)],
                      key=lambda other: -sign * other[0])[:EXTREMES]
 
 
 def shown(output: Any) -> dict[str, str]:
-    """A sample for JSON: a picture [3,H,W] or clip [F,3,H,W] as a data URL, a text as it is."""
+    """Return a sample for JSON: a picture [3,H,W] or clip [F,3,H,W] as a data URL, a text unchanged."""
     return {"text": output} if isinstance(output, str) else {"picture": data_url(output)}
 
 
 def data_url(output: torch.Tensor) -> str:
-    """A picture [3,H,W] in [0, 1], or a clip [F,3,H,W], as a WebP in a data URL, at most SIDE pixels long."""
+    """Encode a picture [3,H,W] in [0, 1], or a clip [F,3,H,W], as a WebP data URL, at most SIDE pixels long."""
     frames = [as_image(output)] if output.ndim == 3 else [as_image(still(output, at)) for at in moving([output])]
     factor = SIDE / max(frames[0].size)
     if factor < 1:
@@ -109,7 +108,7 @@ def data_url(output: torch.Tensor) -> str:
 
 
 def begin(run: Path, epoch: int, device: str | torch.device, processes: int, precision: str) -> None:
-    """Say what the run runs on, and drop what an earlier run, or this one after that epoch, has kept."""
+    """Record the run's machine, and delete snapshots of an earlier run, or of this one after that epoch."""
     if not epoch:
         shutil.rmtree(run / FOLDER, ignore_errors=True)
     for file in (run / FOLDER).glob("*.json"):
@@ -119,7 +118,7 @@ def begin(run: Path, epoch: int, device: str | torch.device, processes: int, pre
 
 
 def machine(device: str | torch.device, processes: int, precision: str) -> dict[str, str]:
-    """Hardware, precision and versions, in words."""
+    """Describe hardware, precision and versions in words."""
     from flowgrpo.device import described
 
     return {"device": described(device), "precision": precision, "processes": str(processes),
@@ -129,7 +128,7 @@ def machine(device: str | torch.device, processes: int, precision: str) -> dict[
 
 
 def stage(run: Path, name: str, epoch: int, found: Measured) -> None:
-    """Keep what was measured on the held-out prompts after so many epochs, as the stage of that name."""
+    """Keep a measurement on the held-out prompts after so many epochs, as the stage of that name."""
     from flowgrpo.evaluation.pages.before_after import cards
 
     pictures = [{"prompt": text, "scores": finite(scores), **shown(picture)} for text, picture, scores in cards(found)]
@@ -138,7 +137,7 @@ def stage(run: Path, name: str, epoch: int, found: Measured) -> None:
 
 
 def last(run: Path, trainer: Any) -> None:
-    """Keep the best and worst samples of the last epoch, and what the first-ratio check found."""
+    """Keep the best and worst samples of the last epoch, and the result of the first-ratio check."""
     first = trainer.first_ratio
     write(run / FOLDER / "last.json", {
         "epoch": trainer.epoch, "first_ratio": {"found": first.found, "limit": first.limit, "rescored": first.rescore},
@@ -146,7 +145,7 @@ def last(run: Path, trainer: Any) -> None:
 
 
 def write(path: Path, told: Any) -> None:
-    """Write JSON under a temporary name, then rename it: who reads never sees half of it."""
+    """Write JSON under a temporary name, then rename it, so that readers never see a partial file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".tmp")
     temporary.write_text(json.dumps(told, allow_nan=False), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""What a report says in plain words: what changed on the held-out prompts, and whether it can be trusted."""
+"""Summary of a report in plain words: the change on the held-out prompts, and its reliability."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from typing import Any
 
 from flowgrpo.config.schema import Config
 
-FEW = 2  # standard errors below which a change is not told from chance
+FEW = 2  # standard errors; a smaller change may be chance
 
 
 @dataclass(frozen=True)
 class Change:
     """A reward on the same held-out prompts and seeds, before training and now.
 
-    weight: in training; None where it is only watched. error: the standard error of the change, over prompts; None of
-    fewer than two. count: pictures that have a score at both times.
+    weight: in training; None if only watched.
+    error: standard error of the change, over prompts; None for fewer than two.
+    count: pictures that have a score at both times.
     """
 
     name: str
@@ -30,25 +31,25 @@ class Change:
 
     @property
     def way(self) -> int:
-        """1: what was wanted rose, -1: it fell, 0: neither, or it cannot be told from chance."""
+        """1: rose as wanted, -1: fell, 0: neither, or it may be chance."""
         if self.change is None or abs(self.change) <= FEW * (self.error or 0.0):
             return 0
         return 1 if self.change * (-1 if (self.weight or 0.0) < 0 else 1) > 0 else -1
 
     @property
     def digits(self) -> int:
-        """Decimals that show the change: two figures of it, at least 3, at most 6."""
+        """Decimals that show two significant digits of the change, 3 to 6."""
         return min(max(1 - math.floor(math.log10(abs(self.change))), 3), 6) if self.change else 3
 
 
 def mean(values: list[float | None]) -> float | None:
-    """The mean of the scores that apply; None where none does."""
+    """Return the mean of the scores that apply; None if none does."""
     known = [value for value in values if value is not None]
     return sum(known) / len(known) if known else None
 
 
 def changes(config: Config, stages: list[dict[str, Any]]) -> list[Change]:
-    """The rewards' changes from the first stage to the last one; empty before anything was measured."""
+    """Return the rewards' changes from the first stage to the last; empty before any measurement."""
     if not stages:
         return []
     was, now = stages[0]["scores"], stages[-1]["scores"]
@@ -57,7 +58,8 @@ def changes(config: Config, stages: list[dict[str, Any]]) -> list[Change]:
 
 
 def _change(name: str, weight: float | None, was: list[float | None], now: list[float | None], samples: int) -> Change:
-    """Of scores with so many pictures per prompt: these are not independent, so that prompts are what is counted."""
+    """Return a reward's change from scores with so many samples per prompt. These are not independent, so prompts are
+    counted."""
     pairs = [None if None in pair else pair for pair in zip(was, now)]
     whole = [pair for pair in pairs if pair]
     prompts = [[new - old for old, new in filter(None, pairs[at:at + samples])] for at in range(0, len(pairs), samples)]
@@ -69,7 +71,7 @@ def _change(name: str, weight: float | None, was: list[float | None], now: list[
 
 def sentences(config: Config, lines: list[dict[str, Any]], found: list[Change], last: dict[str, Any],
               finished: bool, kept: str | None = None) -> list[dict[str, str]]:
-    """The summary: {text, tone}, where the tone is plain, good or warn. kept: `kept` of summary.json."""
+    """Return the summary: {text, tone}, with tone plain, good or warn. kept: `kept` of summary.json."""
     wanted = _listed([name if weight == 1 else f"{name} (weight {weight:g})" for name, weight in
                       config.rewards.items()])
     line = lines[-1] if lines else {"epoch": 0, "evaluations": 0, "seconds": 0.0}
@@ -85,7 +87,7 @@ def sentences(config: Config, lines: list[dict[str, Any]], found: list[Change], 
 
 
 def _moved(change: Change) -> tuple[str, str]:
-    """One reward's change in a sentence."""
+    """Describe one reward's change in a sentence."""
     kind = "trained on" if change.weight is not None else "only watched"
     verb = {1: "rose", -1: "fell"}.get((change.change > 0) - (change.change < 0) if change.way else 0)
     before, now = (f"{value:.{change.digits}f}" for value in (change.before, change.now))
@@ -96,7 +98,7 @@ def _moved(change: Change) -> tuple[str, str]:
 
 
 def _hacking(found: list[Change]) -> list[tuple[str, str]]:
-    """The hint that a trained reward may have been hacked: it rose while a watched one fell."""
+    """Warn of possible reward hacking: a trained reward rose while a watched one fell."""
     risen = [change.name for change in found if change.weight is not None and change.way > 0]
     fallen = [change.name for change in found if change.weight is None and change.way < 0]
     if risen and fallen:
@@ -109,7 +111,7 @@ def _hacking(found: list[Change]) -> list[tuple[str, str]]:
 
 
 def _first_ratio(check: dict[str, Any]) -> list[tuple[str, str]]:
-    """What the check before the first update found."""
+    """Describe the result of the check before the first update."""
     if check.get("found") is None:
         return []
     told = ("Before the first update, the largest |log ratio| of replay to rollout was "

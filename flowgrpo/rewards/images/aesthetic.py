@@ -1,4 +1,4 @@
-"""How good a picture looks, whatever it shows: LAION's aesthetic predictors, small heads on a CLIP embedding."""
+"""Aesthetic quality of a picture: LAION's aesthetic predictors, small heads on a CLIP embedding."""
 
 from __future__ import annotations
 
@@ -16,13 +16,15 @@ from flowgrpo.rewards.images.vision import Preparation, batched, fill, perceptro
 
 @dataclass(frozen=True)
 class Aesthetic:
-    """LAION's aesthetic score, trained on marks from 1 to 10: a head on the normalised CLIP embedding of a picture.
+    """LAION's aesthetic score, trained on ratings from 1 to 10: a head on a picture's normalised CLIP embedding.
 
     head: a file, or `owner/name/file` on the hub. The default is the improved predictor (a perceptron, the file
     sac+logos+ava1-l14-linearMSE.pth of its repository); the linear heads of the first (sa_0_4_vit_l_14_linear.pth and
-    others) are known by their tensors. model: the CLIP model that the head was trained on, a folder or hub id;
-    revision, head_revision: of the hub; device: None for a GPU where there is one; batch: pictures at a time; parts:
-    CLIP model with projection and head, ready-made. UserError where the weights cannot be had or do not fit.
+    others) are recognised by their tensors.
+    model: the CLIP model that the head was trained on, a folder or hub id.
+    revision, head_revision: of the hub. device: None for a GPU if present. batch: pictures at a time.
+    parts: CLIP model with projection and head, ready-made.
+    Raises UserError if the weights are unavailable or do not fit.
     """
 
     model: str = "openai/clip-vit-large-patch14"
@@ -62,7 +64,7 @@ class Aesthetic:
 
 
 def made(reward: str, state: dict[str, Tensor], where: str) -> torch.nn.Module:
-    """The head that a checkpoint is of: a perceptron (`layers.0.weight` and so on) or a linear one (`weight`)."""
+    """Return the head of a checkpoint: a perceptron (`layers.0.weight` and so on) or a linear one (`weight`)."""
     state = {key.removeprefix("layers."): value for key, value in state.items()}
     first = state.get("0.weight", state.get("weight"))
     if first is None:

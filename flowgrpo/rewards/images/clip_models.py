@@ -1,8 +1,8 @@
 """Rewards by CLIP models of open_clip.
 
-CLIPScore (Hessel et al. 2021, 2104.08718): agreement of a picture and its prompt. PickScore (Kirstain et al. 2023,
+CLIPScore (Hessel et al. 2021, 2104.08718): similarity of a picture and its prompt. PickScore (Kirstain et al. 2023,
 2305.01569) and HPSv2.1 (Wu et al. 2023, 2306.09341): human preference, by a CLIP ViT-H/14 tuned on choices or rankings.
-CLIP-I (DreamBooth, 2208.12242): agreement of a picture and the subject of another one.
+CLIP-I (DreamBooth, 2208.12242): similarity of a picture and the subject of another one.
 """
 
 from __future__ import annotations
@@ -27,10 +27,12 @@ SCORES = ("clipscore", "cosine")
 class ClipScore:
     """CLIPScore: 2.5 max(cos, 0) of a picture's and its prompt's embedding (section 3 of the paper), or the cosine.
 
-    model, pretrained: a model of open_clip with its tag or a file of weights (OpenAI's want a `-quickgelu` model);
-    score: `clipscore` or `cosine`; prefix: put before each prompt ("A photo depicts " in the paper, which scores
-    captions of photographs; not every prompt asks for one); device: None for a GPU where there is one; batch: pictures
-    at a time; parts: model and tokenizer, ready-made. UserError where open_clip or the weights are missing.
+    model, pretrained: a model of open_clip with its tag or a file of weights (OpenAI's need a `-quickgelu` model).
+    score: `clipscore` or `cosine`.
+    prefix: put before each prompt ("A photo depicts " in the paper, which scores captions of photographs; not every
+    prompt asks for one).
+    device: None for a GPU if present. batch: pictures at a time. parts: model and tokenizer, ready-made.
+    Raises UserError if open_clip or the weights are missing.
     """
 
     model: str = "ViT-L-14-quickgelu"
@@ -41,7 +43,7 @@ class ClipScore:
     batch: int = 32
     parts: Any = field(default=None, repr=False)
     prepare: Preparation = field(init=False, repr=False)
-    reward = "clip_score"  # of which mistakes are told
+    reward = "clip_score"  # name in error messages
     about = About(modality="image", range=(0, 2.5), needs="clip", licence="Apache-2.0, MIT weights")
 
     def __post_init__(self) -> None:
@@ -65,11 +67,11 @@ class ClipScore:
         return found if self.score == "cosine" else 2.5 * found.clamp(min=0)
 
     def features(self, images: Tensor) -> Tensor:
-        """The embeddings of pictures [B, 3, H, W], of unit length -> [B, D] on the CPU."""
+        """Return the unit-length embeddings of pictures [B, 3, H, W] -> [B, D] on the CPU."""
         return batched(lambda some, _: self.embedded(some), images, [""] * len(images), self.batch)
 
     def embedded(self, images: Tensor) -> Tensor:
-        """The same on the model's device, all at once, with a gradient where one is wanted."""
+        """Return the same on the model's device, in one batch, with a gradient if required."""
         return self.parts[0].encode_image(self.prepare(images.to(self.device)), normalize=True)
 
     def _cosines(self, images: Tensor, prompts: list[str]) -> Tensor:
@@ -78,13 +80,14 @@ class ClipScore:
 
 
 def cosines(model: Any, tokenizer: Any, pictures: Tensor, prompts: list[str]) -> Tensor:
-    """The cosine of each prepared picture [B, 3, H, W] with its prompt under a model of open_clip -> [B]."""
+    """Return the cosine of each prepared picture [B, 3, H, W] with its prompt under a model of open_clip -> [B]."""
     shown = model.encode_image(pictures, normalize=True)
     return (shown * model.encode_text(tokenizer(prompts).to(pictures.device), normalize=True)).sum(-1)
 
 
 def wanted(model: Any, reward: str) -> Preparation:
-    """How a model of open_clip wants its pictures. UserError for one that does not want them bicubic or square."""
+    """Return the preprocessing of a model of open_clip.
+    Raises UserError for one that is not bicubic or not square."""
     told = getattr(model.visual, "preprocess_cfg", {})
     size = told.get("size", model.visual.image_size)
     sizes = {size} if isinstance(size, int) else set(size)
@@ -99,12 +102,12 @@ def wanted(model: Any, reward: str) -> Preparation:
 class PickScore:
     """PickScore: the model's logit scale (100) times the cosine of picture and prompt, around 15 to 25.
 
-    That is the score of the paper and of its tables. Flow-GRPO trains with a 26th of it, so that it is near 1 beside
+    This is the score of the paper and of its tables. Flow-GRPO trains with a 26th of it, so that it is near 1 like
     other rewards: `args: {divide: 26}`.
 
-    model, revision: a CLIP model of transformers, a folder or hub id; tokenizer: the same; device: None for a GPU where
-    there is one; batch: pictures at a time; parts: model and tokenizer, ready-made. UserError where the weights cannot
-    be had.
+    model, revision: a CLIP model of transformers, a folder or hub id. tokenizer: the same.
+    device: None for a GPU if present. batch: pictures at a time. parts: model and tokenizer, ready-made.
+    Raises UserError if the weights are unavailable.
     """
 
     model: str = "yuvalkirstain/PickScore_v1"
@@ -146,11 +149,13 @@ class PickScore:
 class HpsV2:
     """HPSv2.1: the cosine of picture and prompt, around 0.2 to 0.35; tables print it times 100.
 
-    The whole picture is scaled to 224 pixels and padded with black, as in the release, which does not cut it.
+    The whole picture is scaled to 224 pixels and padded with black, as in the release, which does not crop it.
 
-    checkpoint: a file, or `owner/name/file` on the hub (HPS_v2_compressed.pt there is version 2.0); revision: of the
-    hub; model: the architecture's name in open_clip; device: None for a GPU where there is one; batch: pictures at a
-    time; parts: model and tokenizer, ready-made. UserError where open_clip or the checkpoint is missing.
+    checkpoint: a file, or `owner/name/file` on the hub (HPS_v2_compressed.pt there is version 2.0). revision: of the
+    hub.
+    model: the architecture's name in open_clip.
+    device: None for a GPU if present. batch: pictures at a time. parts: model and tokenizer, ready-made.
+    Raises UserError if open_clip or the checkpoint is missing.
     """
 
     checkpoint: str = "xswu/HPSv2/HPS_v2.1_compressed.pt"
@@ -185,19 +190,19 @@ class HpsV2:
 
 
 class SubjectClip(ClipScore):
-    """The model; what is wrong with it is told of the reward that was asked for."""
+    """CLIP model of `SubjectScore`, whose name its errors report."""
 
     reward = "subject_score"
 
 
 @dataclass(frozen=True)
 class SubjectScore:
-    """CLIP-I: the cosine of the embeddings of a picture and of the subject's picture that its prompt brings.
+    """CLIP-I: cosine of the embeddings of a picture and of the subject's picture that its prompt brings.
 
-    The path of the latter stands in the metadata under `key`, relative to the working folder; None for a prompt without
-    one. Under `image` stands the picture that a prompt brings to an editing pipeline; of recorded pairs `chosen` names
-    the subject too. model, pretrained, device, batch, parts: as of `ClipScore`. UserError for a file that cannot
-    be read, and where open_clip or the weights are missing.
+    key: metadata key of the subject's picture, a path relative to the working folder; None for a prompt without one.
+    `image` is the picture that a prompt brings to an editing pipeline; in recorded pairs `chosen` is the subject too.
+    model, pretrained, device, batch, parts: as in `ClipScore`.
+    Raises UserError for an unreadable file, and if open_clip or the weights are missing.
     """
 
     key: str = "subject"
@@ -223,7 +228,7 @@ class SubjectScore:
         return scores
 
     def _cosines(self, images: Tensor, paths: list[str]) -> Tensor:
-        """The cosine of each picture [B,3,H,W] with that of its file: [B]."""
+        """Return the cosine of each picture [B,3,H,W] with that of its file: [B]."""
         subjects = {path: _read(path)[None] for path in paths}
         shown, wanted = self.clip.embedded(images), torch.cat([self.clip.embedded(each) for each in subjects.values()])
         return (shown * wanted[[list(subjects).index(path) for path in paths]]).sum(-1)

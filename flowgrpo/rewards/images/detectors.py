@@ -1,8 +1,8 @@
-"""Object detectors for GenEval's rules: which of the 80 COCO objects are where.
+"""Object detectors for GenEval's rules: boxes of the 80 COCO classes.
 
-A detector is any function of pictures [B, 3, H, W] in [0, 1] that returns a list of `Detection`s for each of them; one
-with an attribute `labels` says what it can find. In a recipe it is a name: one of torchvision's COCO models,
-`path/to/FastestDet.onnx`, `http://host:port/path`, or `path/to/file.py:function`.
+A detector is any function of pictures [B, 3, H, W] in [0, 1] that returns a list of `Detection`s for each. Its
+attribute `labels`, if present, lists the classes that it knows. In a recipe it is a name: one of torchvision's COCO
+models, `path/to/FastestDet.onnx`, `http://host:port/path`, or `path/to/file.py:function`.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ toaster,sink,refrigerator,book,clock,vase,scissors,teddy bear,hair drier,toothbr
 ALIASES = {"mouse": "computer mouse", "remote": "tv remote", "keyboard": "computer keyboard", "motorbike": "motorcycle",
            "aeroplane": "airplane", "sofa": "couch", "pottedplant": "potted plant", "diningtable": "dining table",
            "tvmonitor": "tv", "hair dryer": "hair drier", "racket": "tennis racket"}
-WEIGHTS_ONLY = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"  # torch's switch against what is no tensor
-OVERLAP = 0.35  # FastestDet's own suppression
+WEIGHTS_ONLY = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"  # torchvision's switch against unpickling anything but tensors
+OVERLAP = 0.35  # IoU threshold of FastestDet's own suppression
 AT_ONCE = 8  # pictures in one call of torchvision's models
 LARGEST = 2**24  # bytes of an answer
 
 
 class Detection(NamedTuple):
-    """An object: its box (left, top, right, bottom) in pixels, what it is, and how sure the detector is, in [0, 1]."""
+    """A detected object: box (left, top, right, bottom) in pixels, label, and score in [0, 1]."""
 
     box: tuple[float, float, float, float]
     label: str
@@ -57,12 +57,13 @@ Detector = Callable[[Tensor], list[list[Detection]]]
 
 
 def named(label: str) -> str:
-    """GenEval's name of an object that a detector calls by another one."""
+    """Return GenEval's name of an object that a detector calls by another one."""
     return ALIASES.get(label, label)
 
 
 def detector(name: str) -> Detector:
-    """The detector of that name. UserError for one that does not exist or whose package is missing."""
+    """Return the detector of that name.
+    Raises UserError for one that does not exist or whose package is missing."""
     if name.startswith(("http://", "https://")):
         return Remote(name)
     if name.endswith(".onnx"):
@@ -76,9 +77,9 @@ def detector(name: str) -> Detector:
 
 @dataclass(frozen=True)
 class Torchvision:
-    """A detection model of torchvision with its COCO weights (BSD-3-Clause), which are downloaded when first used.
+    """Detection model of torchvision with its COCO weights (BSD-3-Clause), downloaded on first use.
 
-    model: given with `categories` (names by class number) takes the place of the one of that `name`.
+    model: given with `categories` (names by class number), replaces the one of that `name`.
     """
 
     name: str = "fasterrcnn_resnet50_fpn_v2"
@@ -114,8 +115,8 @@ class Torchvision:
 
 @contextmanager
 def _reading(name: str, url: str) -> Iterator[None]:
-    """While torchvision fetches and reads a file of weights: of its pickle nothing but tensors is made. torchvision
-    itself would run what stands in the file, in the cache too, and checks the hash of a downloaded one alone."""
+    """Context manager: while torchvision fetches and reads weights, unpickle only tensors. By itself torchvision would
+    execute pickled code, from the cache too, and checks only the hash of a downloaded file."""
     file, before = Path(torch.hub.get_dir()) / "checkpoints" / Path(url).name, os.environ.get(WEIGHTS_ONLY)
     os.environ[WEIGHTS_ONLY] = "1"
     try:
@@ -132,14 +133,14 @@ def _reading(name: str, url: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class FastestDet:
-    """FastestDet (BSD-3-Clause) from its ONNX file: 0.25 M parameters, quick and coarse.
+    """FastestDet (BSD-3-Clause) from its ONNX file: 0.25 M parameters, fast and coarse.
 
     Its scores seldom reach GenEval's 0.9: set lower thresholds.
     """
 
     path: str
-    least: float = 0.1  # score of what is passed on
-    size: int = 352  # of its training, in pixels
+    least: float = 0.1  # minimum score of a returned detection
+    size: int = 352  # training size in pixels
     labels = OBJECTS
 
     def __post_init__(self) -> None:
@@ -160,10 +161,11 @@ class FastestDet:
 
 
 def decoded(features: np.ndarray, size: tuple[int, int], least: float) -> list[Detection]:
-    """FastestDet's output [5 + 80, h, w] -> detections in a picture of `size` (H, W), the surest first.
+    """Decode FastestDet's output [5 + 80, h, w] into detections in a picture of `size` (H, W), highest score first.
 
     Channels: objectness; the centre's offset from its cell's corner (tanh, in cells) and the box's width and height
-    (sigmoid, in pictures); the classes. Of boxes that overlap by more than 0.35 the surest is kept, whatever it shows.
+    (sigmoid, in pictures); the classes. Of boxes that overlap by more than 0.35 the highest score is kept, regardless
+    of class.
     """
     from torchvision.ops import nms
 
@@ -183,10 +185,10 @@ def decoded(features: np.ndarray, size: tuple[int, int], least: float) -> list[D
 
 @dataclass(frozen=True)
 class Remote:
-    """A detector behind an address.
+    """Detector behind an address.
 
-    It is sent JSON {"format": 1, "images": [PNG in base64, ...]} and answers {"detections": [[{"box": [left, top,
-    right, bottom], "label": "dog", "score": 0.9}, ...], ...]}, one list per picture.
+    Sends JSON {"format": 1, "images": [PNG in base64, ...]} and expects {"detections": [[{"box": [left, top, right,
+    bottom], "label": "dog", "score": 0.9}, ...], ...]}, one list per picture.
     """
 
     url: str

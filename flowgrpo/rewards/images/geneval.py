@@ -1,4 +1,4 @@
-"""GenEval (Ghosh et al. 2023, 2310.11513): are the objects there, as many, in their colours, in their places?
+"""GenEval (Ghosh et al. 2023, 2310.11513): presence, number, colours and positions of objects.
 
 Metadata in GenEval's own format, one JSON object per prompt:
 
@@ -6,10 +6,10 @@ Metadata in GenEval's own format, one JSON object per prompt:
                                     {"class": "cat", "count": 1, "color": "red", "position": ["left of", 0]}],
      "exclude": [{"class": "dog", "count": 2}], "prompt": ...}
 
-The rules are those of its published evaluation: detections above 0.3 (0.9 where the tag is "counting") count, the 16
-surest of a class, without suppressing overlaps; every clause of `include` must hold and none of `exclude` may. Colours
-and places are looked at for the `count` surest of the class alone. What differs: any detector (its were the masks of
-Mask2Former), and colours are measured (`colours.py`), not asked of CLIP.
+The rules are those of its published evaluation. Detections above 0.3 count (0.9 if the tag is "counting"), at most the
+16 highest of a class, without suppressing overlaps. Every clause of `include` must hold and none of `exclude`. Colours
+and positions are checked only for the `count` highest detections of the class. Differences: any detector (theirs gave
+masks of Mask2Former), and colours are measured (`colours.py`) instead of classified by CLIP.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ SCORES = ("strict", "graded")
 
 
 def relations(box: Sequence[float], other: Sequence[float], threshold: float = 0.1) -> set[str]:
-    """Where a box lies from another's view: none, one or two of `RELATIONS`.
+    """Return the directions of a box from another: none, one or two of `RELATIONS`.
 
-    The offset of the centres is shortened on each axis by `threshold` of both boxes' sizes; a direction holds where
-    what is left exceeds half of the whole offset.
+    The offset of the centres is shortened on each axis by `threshold` of both boxes' sizes. A direction holds if the
+    rest exceeds half of the whole offset.
     """
     a, b = np.reshape(box, (2, 2)), np.reshape(other, (2, 2))
     offset = a.mean(0) - b.mean(0)
@@ -48,8 +48,8 @@ def relations(box: Sequence[float], other: Sequence[float], threshold: float = 0
 
 @dataclass(frozen=True)
 class Rules:
-    """The numbers of the evaluation: least scores of a detection, the most objects of a class, and the share of both
-    boxes that the offset of two places must exceed."""
+    """Thresholds of the evaluation: minimum detection scores, the maximum objects of a class, and the share of both
+    boxes that the offset of two positions must exceed."""
 
     threshold: float = 0.3
     counting_threshold: float = 0.9
@@ -57,7 +57,7 @@ class Rules:
     position_threshold: float = 0.1
 
     def objects(self, found: Sequence[Detection], tag: str | None) -> dict[str, list[Detection]]:
-        """The detections that count, by class, the surest first."""
+        """Return the detections that count, by class, highest score first."""
         least, kept = self.counting_threshold if tag == "counting" else self.threshold, defaultdict(list)
         for detection in sorted(found, key=lambda detection: -detection.score):
             if detection.score > least and len(kept[detection.label]) < self.max_objects:
@@ -65,7 +65,7 @@ class Rules:
         return kept
 
     def strict(self, picture: np.ndarray, found: Sequence[Detection], wanted: dict[str, Any]) -> float:
-        """1 where a picture, bytes [H, W, 3], holds to every clause of `wanted`, else 0."""
+        """Return 1 if a picture, bytes [H, W, 3], meets every clause of `wanted`, else 0."""
         objects, matched = self.objects(found, wanted.get("tag")), []
         for clause in wanted["include"]:
             those = objects[clause["class"]][:clause["count"]]
@@ -75,10 +75,10 @@ class Rules:
         return float(not excluded and None not in matched)
 
     def graded(self, picture: np.ndarray, found: Sequence[Detection], wanted: dict[str, Any]) -> float:
-        """The mean over what the clauses of `include` ask for: of every class its count, 1 - |found - wanted| / wanted
-        and not below 0; of its colour and of its place 1 where they are right too, 0 where they or the count are not.
+        """Return the mean over the demands of the `include` clauses. A class's count gives 1 - |found - wanted| /
+        wanted, at least 0. Its colour and its position give 1 if they and the count are right, else 0.
 
-        After Flow-GRPO (2505.05470), where too many cost as much as too few; `exclude` has no part in it.
+        After Flow-GRPO (2505.05470), where too many cost as much as too few; `exclude` is ignored.
         """
         objects, matched, credits = self.objects(found, wanted.get("tag")), [], []
         for clause in wanted["include"]:
@@ -92,7 +92,7 @@ class Rules:
 
     def _attributes(self, picture: np.ndarray, those: list[Detection], clause: dict[str, Any],
                     matched: list[list[Detection] | None]) -> list[bool]:
-        """Whether the objects have the colour and the place that a clause asks for, as far as it does."""
+        """Return, for the colour and the position that a clause demands, if the objects have them."""
         right = []
         if "color" in clause:
             right.append(all(colour(picture, one.box) == clause["color"] for one in those))
@@ -106,12 +106,13 @@ class Rules:
 
 @dataclass(frozen=True)
 class GenEval:
-    """Whether a picture holds the objects that its metadata lists, in number, colour and place, as GenEval judges.
+    """Score the objects that a prompt's metadata lists, in number, colour and position, as GenEval judges.
 
-    None where the metadata has no `include`. detector: a function or a name (detectors.py; torchvision's are under
-    BSD-3-Clause, as are their weights); score: `strict`, 0 or 1, or
-    `graded`, which gives credit for parts; the others as of `Rules`: a weaker detector than GenEval's needs a lower
-    `counting_threshold`. UserError for a clause that cannot be judged.
+    None if the metadata has no `include`.
+    detector: a function or a name (detectors.py; torchvision's are under BSD-3-Clause, as are their weights).
+    score: `strict`, 0 or 1, or `graded`, which gives credit for parts.
+    Other fields: as in `Rules`. A detector weaker than GenEval's needs a lower `counting_threshold`.
+    Raises UserError for a clause that cannot be judged.
     """
 
     detector: str | Detector = "fasterrcnn_resnet50_fpn_v2"
@@ -148,7 +149,7 @@ class GenEval:
 
 
 def require_judgeable(wanted: dict[str, Any], prompt: str, labels: Sequence[str] | None = None) -> None:
-    """UserError for metadata that is not in GenEval's format, and for a class that is none of the detector's labels."""
+    """Raise UserError for metadata not in GenEval's format, and for a class that the detector does not know."""
     for place, clause in enumerate(wanted["include"] + list(wanted.get("exclude", ()))):
         told = f"the metadata of the prompt {prompt!r} has the clause {clause}"
         if not {"class", "count"} <= set(clause) or clause["count"] < 1:

@@ -1,8 +1,8 @@
-"""Guards against hacking: small rewards that are lost when a model learns to please the main one by a trick.
+"""Guards against reward hacking: small rewards that fall when a model exploits the main one.
 
     reward: {pick_score: 1.0, diversity: 0.1, grid_artefacts: 0.2, over_saturation: 0.2}
 
-The penalties are 0 for a sound picture and go down to -1.
+The penalties are 0 for a sound picture and at least -1.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from flowgrpo.rewards.about import About
 from flowgrpo.rewards.pixels import grey, tensor_of
 
 LICENCE = "Apache-2.0"
-SMALL = 16  # side of the pictures that `pixels` compares
+SMALL = 16  # side of the miniatures of `pixels`
 
 
 def pixels(images: Tensor) -> Tensor:
-    """Pictures [B, 3, H, W] as their 16 by 16 miniatures [B, 768], so scaled that black and white are 1 apart."""
+    """Return the 16 by 16 miniatures [B, 768] of pictures [B, 3, H, W], scaled so that black and white are 1 apart."""
     small = torch.nn.functional.interpolate(images.detach().cpu().double(), (SMALL, SMALL), mode="area")
     return small.flatten(1) / small[0].numel() ** 0.5
 
 
 def extractor(features: str | Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """`pixels`, CLIP's of unit length for `clip` (the model is `clip_score`'s), a function, or one in a file; each of
-    pictures [B, 3, H, W] to features [B, D]."""
+    """Return a feature function, pictures [B, 3, H, W] -> [B, D]: `pixels`, CLIP's of unit length for `clip` (the model
+    of `clip_score`), a given function, or one in a file."""
     if features == "pixels":
         return pixels
     if features == "clip":
@@ -46,7 +46,7 @@ def extractor(features: str | Callable[[Tensor], Tensor]) -> Callable[[Tensor], 
 
 
 def distances(features: Tensor) -> Tensor:
-    """The mean Euclidean distance of each sample to the others of its group. [P, G, D] -> [P, G]."""
+    """Return the mean Euclidean distance of each sample to the others of its group. [P, G, D] -> [P, G]."""
     features = features.double()
     apart = (features[:, :, None] - features[:, None]).norm(dim=-1)
     return apart.sum(-1) / (features.shape[1] - 1)
@@ -54,7 +54,7 @@ def distances(features: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Diversity:
-    """How far a sample is from the others of its group: the mean distance of their features.
+    """Diversity: mean feature distance of a sample to the others of its group.
 
     features: "pixels" (miniatures of 16 by 16; a distance of 1 is black to white), "clip" (embeddings of unit length),
     a function of pictures [B, 3, H, W] to [B, D], or `file.py:function`.
@@ -74,12 +74,13 @@ class Diversity:
 
 @dataclass(frozen=True)
 class BaseSimilarity:
-    """How near a picture stays to the one that the base model made of the prompt: 1 minus the distance of features.
+    """Similarity to the base model's picture of the prompt: 1 minus the distance of features, 1 for equal features.
 
-    The path of that picture stands in the metadata under `key` (`flowgrpo sample --prompts` writes such a file); it is
-    read again each time and resized to the sample's size. Of a prompt without one it is the base's picture from the
-    same initial noise, which a run draws beside each of its own; None where there is none either. features: as of
-    `Diversity`; 1 where they agree. UserError for a file that cannot be read.
+    key: metadata key of that picture's path (`flowgrpo sample --prompts` writes such a file). The file is read again
+    each time and resized to the sample's size. A prompt without one is compared with the base's picture from the same
+    initial noise, which a run draws for each sample; None if there is none either.
+    features: as in `Diversity`.
+    Raises UserError for an unreadable file.
     """
 
     key: str = "base_image"
@@ -122,11 +123,12 @@ def _read(path: str, size: tuple[int, int]) -> Tensor:
 class GridArtefacts:
     """Minus the share of a picture's edges that repeat with the latent grid: 0 none, -1 all.
 
-    period: pixels of one patch, those of a latent pixel (8 in most autoencoders) times the patch size of the
-    transformer (2 in most). The profile of the mean absolute step between neighbouring columns, over the columns, is
-    taken apart by frequencies; what is at the multiples of 1 / period counts, less what chance puts there (as in the
-    adjusted R^2 of the profile's means by phase, which it equals); rows likewise, and the larger of both. A picture
-    that shows a grid of this very period by right, such as tiles, is punished too.
+    period: pixels of one patch: those of a latent pixel (8 in most autoencoders) times the transformer's patch size (2
+    in most).
+    The profile is the mean absolute step between neighbouring columns, over the columns. Its power at the multiples of
+    1 / period counts, less the part expected by chance (as in the adjusted R^2 of the profile's means by phase, which
+    it equals). Rows likewise; the larger of both counts. A legitimate grid of this very period, such as tiles, is
+    penalised too.
     """
 
     period: int = 16
@@ -146,12 +148,12 @@ class GridArtefacts:
 
 
 def periodic(profile: Tensor, period: int) -> Tensor:
-    """How much of the variance of a profile [..., N] has that period, in [0, 1], over as many whole periods as fit;
-    0 for a flat one; less what white noise has in the mean."""
+    """Return the share of the variance of a profile [..., N] that has that period, in [0, 1], less the mean share of
+    white noise. As many whole periods as fit are used; 0 for a flat profile."""
     count = profile.shape[-1] // period
     power = torch.fft.rfft(profile[..., :count * period]).abs().square()
     length = count * period
-    power[..., 1:(length + 1) // 2] *= 2  # each but 0 and the highest stands for two frequencies
+    power[..., 1:(length + 1) // 2] *= 2  # all but 0 and the highest stand for two frequencies
     total = power[..., 1:].sum(-1)
     rest = total - power[..., count::count].sum(-1)
     unexplained = (rest / (length - period)) / (total / (length - 1)).clamp(min=1e-300)
@@ -160,8 +162,10 @@ def periodic(profile: Tensor, period: int) -> Tensor:
 
 @dataclass(frozen=True)
 class OverSaturation:
-    """Minus the excess of a picture's colourfulness: 0 where no pixel's largest and smallest channel differ by more
-    than `limit`, -1 where all differ by 1."""
+    """Minus the excess of a picture's colourfulness, 0 to -1.
+
+    0 if no pixel's largest and smallest channel differ by more than `limit`, -1 if all differ by 1.
+    """
 
     limit: float = 0.7
     about = About(modality="image", range=(-1, 0), needs="", licence=LICENCE)

@@ -1,8 +1,8 @@
 """HPSv3 (Ma et al. 2025, 2508.03789): human preference, by Qwen2-VL-7B with a head that was trained on rankings.
 
-The model reads the picture and a long instruction with the prompt, and a head of three layers turns what it makes of
-the mark <|Reward|> into mean and spread of the score; the mean counts. As in the release, positions simply count
-up, over the picture's tokens too: Qwen2-VL's own positions by row and column give other scores.
+The model reads the picture and a long instruction with the prompt. A head of three layers maps the state at the mark
+<|Reward|> to mean and spread of the score; the mean counts. As in the release, positions simply count up, also over the
+picture's tokens: Qwen2-VL's own positions by row and column give other scores.
 """
 
 from __future__ import annotations
@@ -22,24 +22,25 @@ from flowgrpo.errors import UserError
 from flowgrpo.rewards.about import About
 from flowgrpo.rewards.images.vision import batched, fill, loading, placed, precision, pretrained, resized, tensors
 
-AREA = 256 * 28 * 28  # pixels that each picture is scaled to, near enough: 448 by 448 for a square
+AREA = 256 * 28 * 28  # approximate pixels of every scaled picture: 448 by 448 for a square
 MARK, IMAGE, PROMPT = "<|Reward|>", "<|image_pad|>", "{text_prompt}"
-# The release's names (of transformers before 4.52, and after) and those of Qwen2VLModel.
+# The release's names (before and after transformers 4.52) and those of Qwen2VLModel.
 NAMES = ((r"^model\.(?=visual\.|language_model\.)", ""), (r"^model\.", "language_model."), (r"^rm_head\.", "rm_head."),
          (r"^visual\.", "visual."))
 
 
 @dataclass(frozen=True)
 class HpsV3:
-    """HPSv3: the mean of a picture's preference given its prompt, around -5 to 15.
+    """HPSv3: mean preference for a picture given its prompt, around -5 to 15.
 
-    The weights know one instruction. It stands in the package hpsv3 (`pip install --no-deps hpsv3`: its requirements
-    are old), of which nothing is run, or in a text file `instruction`, with {text_prompt} for the prompt and one
-    <|Reward|>.
+    The weights were trained on one instruction. It is read from the source of the package hpsv3, which is never run
+    (`pip install --no-deps hpsv3`: its requirements are old), or from a text file.
 
-    checkpoint: a file, or `owner/name/file` on the hub; revision: of the hub; model: configuration and processor of
-    Qwen2-VL-7B, a folder or hub id; dtype: of the model, the head has float32; device: None for a GPU where there is
-    one; batch: pictures at a time. UserError where the weights, the instruction or one of its marks are missing.
+    instruction: that file, with {text_prompt} for the prompt and one <|Reward|>.
+    checkpoint: a file, or `owner/name/file` on the hub. revision: of the hub.
+    model: configuration and processor of Qwen2-VL-7B, a folder or hub id.
+    dtype: of the model; the head is float32. device: None for a GPU if present. batch: pictures at a time.
+    Raises UserError if the weights, the instruction or one of its marks are missing.
     """
 
     checkpoint: str = "MizzenAI/HPSv3/HPSv3.safetensors"
@@ -49,7 +50,7 @@ class HpsV3:
     dtype: str = "bfloat16"
     device: str | None = None
     batch: int = 4
-    parts: Any = field(init=False, repr=False)  # model, head, processor, text of the instruction
+    parts: Any = field(init=False, repr=False)  # model, head, processor, instruction text
     about = About(modality="image", range=(None, None), needs="hpsv3", licence="Apache-2.0, MIT weights")
 
     def __post_init__(self) -> None:
@@ -91,7 +92,8 @@ class HpsV3:
         return head(hidden.last_hidden_state[marked].float())[:, 0]
 
     def _message(self, prompt: str, count: int) -> str:
-        """The whole conversation, with `count` places for the picture. Marks of the chat in a prompt are taken out."""
+        """Return the whole conversation, with `count` placeholders for the picture. Chat marks in a prompt are removed.
+        """
         *_, processor, text = self.parts
         said = text.replace(PROMPT, re.sub(r"<\|\w+\|>", "", prompt))
         content = [{"type": "image"}, {"type": "text", "text": said}]
@@ -101,14 +103,14 @@ class HpsV3:
 
 
 def sides(height: int, width: int) -> tuple[int, int]:
-    """Height and width near AREA, in steps of two patches, as Qwen2-VL's resizing has them."""
+    """Return height and width near AREA, in steps of two patches, as Qwen2-VL's resizing does."""
     from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
     return smart_resize(height, width, factor=28, min_pixels=AREA, max_pixels=AREA)
 
 
 def instruction(file: str | None) -> str:
-    """The instruction in a file; None: the one in the source of the package hpsv3, which is read and not run."""
+    """Return the instruction in a file; None: the one in the source of the package hpsv3, which is read and not run."""
     if file is None:
         found = importlib.util.find_spec("hpsv3")
         if found is None:
@@ -129,7 +131,7 @@ def instruction(file: str | None) -> str:
 
 
 def renamed(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The released tensors under the names of Qwen2VLModel, and `rm_head`; without the language head."""
+    """Return the released tensors under the names of Qwen2VLModel, and `rm_head`; without the language head."""
     found = {}
     for key, value in state.items():
         name = next((re.sub(pattern, here, key) for pattern, here in NAMES if re.match(pattern, key)), None)
@@ -139,11 +141,12 @@ def renamed(state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def assembled(config: Any, state: dict[str, Tensor], dtype: torch.dtype) -> tuple[Any, nn.Module]:
-    """Qwen2VLModel and the head, filled with every tensor of `state`. ValueError where one is missing or too many."""
+    """Build Qwen2VLModel and the head with every tensor of `state`.
+    Raises ValueError for a missing or an extra tensor."""
     from transformers import Qwen2VLModel
 
     rows, width = state["language_model.embed_tokens.weight"].shape
-    config.text_config.vocab_size = rows  # the release has one more than its tokens, the base model many more
+    config.text_config.vocab_size = rows  # the release has one row more than tokens, the base model many more
     head = nn.Sequential(nn.Linear(width, 1024), nn.ReLU(), nn.Identity(), nn.Linear(1024, 16), nn.ReLU(),
                          nn.Linear(16, 2))
     of_head = {key for key in state if key.startswith("rm_head.")}

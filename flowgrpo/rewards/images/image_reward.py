@@ -1,6 +1,6 @@
 """ImageReward (Xu et al. 2023, 2304.05977): human preference, by BLIP with a head that was trained on rankings.
 
-The network is put together from transformers' BLIP, into which the released checkpoint is renamed.
+The network is built from transformers' BLIP; the released checkpoint is renamed to fit it.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from torch import Tensor, nn
 from flowgrpo.rewards.about import About
 from flowgrpo.rewards.images.vision import Preparation, batched, fill, perceptron, placed, pretrained, tensors
 
-AVERAGE, SPREAD = 0.16717362830052426, 1.0333394966054072  # of the head's values on the release's training pairs
+AVERAGE, SPREAD = 0.16717362830052426, 1.0333394966054072  # of the head on the release's training pairs
 LONGEST = 35  # tokens of a prompt
-# BLIP's ViT-L/16 and BERT with cross-attention. Their norms' eps and the heads are not transformers' defaults.
+# BLIP's ViT-L/16 and BERT with cross-attention. Norm eps and number of heads differ from transformers' defaults.
 VISION = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16,
           "image_size": 224, "patch_size": 16, "layer_norm_eps": 1e-6}
 TEXT = {"vocab_size": 30524, "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12,
         "num_attention_heads": 12, "max_position_embeddings": 512, "layer_norm_eps": 1e-12, "is_decoder": True}
-NAMES = (  # what the release calls a tensor, and what this network does
+NAMES = (  # release's name of a tensor, this network's name
     (r"^blip\.visual_encoder\.cls_token$", "vision.embeddings.class_embedding"),
     (r"^blip\.visual_encoder\.pos_embed$", "vision.embeddings.position_embedding"),
     (r"^blip\.visual_encoder\.patch_embed\.proj\.", "vision.embeddings.patch_embedding."),
@@ -38,11 +38,11 @@ NAMES = (  # what the release calls a tensor, and what this network does
 
 @dataclass(frozen=True)
 class ImageReward:
-    """ImageReward: the head's value of a picture with its prompt, less 0.167, over 1.033; around -2 to 2.
+    """ImageReward: the head's value of a picture with its prompt, minus 0.167, divided by 1.033; around -2 to 2.
 
-    checkpoint: a file, or `owner/name/file` on the hub; revision: of the hub; tokenizer: BERT's, a folder or hub id;
-    device: None for a GPU where there is one; batch: pictures at a time; parts: network and tokenizer, ready-made.
-    UserError where the weights cannot be had.
+    checkpoint: a file, or `owner/name/file` on the hub. revision: of the hub. tokenizer: BERT's, a folder or hub id.
+    device: None for a GPU if present. batch: pictures at a time. parts: network and tokenizer, ready-made.
+    Raises UserError if the weights are unavailable.
     """
 
     checkpoint: str = "THUDM/ImageReward/ImageReward.pt"
@@ -81,9 +81,10 @@ class ImageReward:
 
 
 def network(vision: dict[str, Any] | None = None, text: dict[str, Any] | None = None) -> nn.ModuleDict:
-    """ImageReward's parts with random weights: "vision", "text" and "head".
+    """Build ImageReward's parts with random weights: "vision", "text" and "head".
 
-    vision, text: what is not as released, as transformers' BlipVisionConfig and BlipTextConfig call it.
+    vision, text: values that differ from the release, by their names in transformers' BlipVisionConfig and
+    BlipTextConfig.
     """
     from transformers import BlipTextConfig, BlipVisionConfig
     from transformers.models.blip.modeling_blip import BlipVisionModel
@@ -96,7 +97,7 @@ def network(vision: dict[str, Any] | None = None, text: dict[str, Any] | None = 
 
 
 def renamed(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The released checkpoint's tensors under this network's names, without those that only its training needed."""
+    """Return the released checkpoint's tensors under this network's names, without those used only in training."""
     found = {}
     for key, value in state.items():
         for pattern, name in NAMES:

@@ -1,8 +1,8 @@
-"""Is the text there? A picture is read by PP-OCRv4 (rapidocr-onnxruntime, its weights inside) and compared with what
-its prompt asks for.
+"""Text in a picture, read by PP-OCRv4 (rapidocr-onnxruntime, which includes its weights) and compared with the text
+that the prompt asks for.
 
-What is asked for: the metadata's `text`, or else the first part of the prompt in double quotes. Spaces and case do not
-count, as in Flow-GRPO (2505.05470, its reward "ocr").
+That text is the metadata's `text`, or else the first part of the prompt in double quotes. Spaces and case do not count,
+as in Flow-GRPO (2505.05470, its reward "ocr").
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ QUOTED = re.compile(r'["“”„«]([^"“”„«»]+)["“”»]')
 
 
 def asked(prompt: str, metadata: dict[str, Any]) -> str | None:
-    """The text that a prompt asks for, None where it asks for none."""
+    """Return the text that a prompt asks for, None if none."""
     text = metadata.get("text")
     if text is None and (quoted := QUOTED.search(prompt)):
         text = quoted[1]
@@ -30,14 +30,15 @@ def asked(prompt: str, metadata: dict[str, Any]) -> str | None:
 
 
 def plain(text: str) -> str:
-    """A text without what does not count: spaces and case."""
+    """Return a text without spaces and case, which do not count."""
     return "".join(text.split()).lower()
 
 
 def edits(found: str, wanted: str, anywhere: bool = False) -> int:
-    """The least number of insertions, deletions and substitutions of characters between `found` and `wanted`.
+    """Return the edit distance: the least number of inserted, deleted and substituted characters from `found` to
+    `wanted`.
 
-    anywhere: between `wanted` and that part of `found` which is nearest to it (Sellers 1980).
+    anywhere: to `wanted` from its nearest part of `found` (Sellers 1980).
     """
     row = [0 if anywhere else i for i in range(len(found) + 1)]
     for done, letter in enumerate(wanted, 1):
@@ -48,18 +49,19 @@ def edits(found: str, wanted: str, anywhere: bool = False) -> int:
 
 
 def exact(found: str, wanted: str) -> float:
-    """1 where nothing else than the text is read."""
+    """Return 1 if exactly the wanted text is read, else 0."""
     return float(plain(found) == plain(wanted))
 
 
 def edit(found: str, wanted: str) -> float:
-    """Flow-GRPO's: 1 - min(d, n) / n with the edit distance d and the length n of the text; 1 where it is contained."""
+    """Return Flow-GRPO's score: 1 - min(d, n) / n with edit distance d and length n of the text; 1 if it is contained.
+    """
     found, wanted = plain(found), plain(wanted)
     return 1.0 if wanted in found else 1 - min(edits(found, wanted), len(wanted)) / len(wanted)
 
 
 def partial(found: str, wanted: str) -> float:
-    """1 - d / n with the edit distance d to the nearest part of what is read: other writing costs nothing."""
+    """Return 1 - d / n with the edit distance d to the nearest part of the read text: other writing costs nothing."""
     return 1 - edits(plain(found), plain(wanted), anywhere=True) / len(plain(wanted))
 
 
@@ -68,9 +70,10 @@ SCORES = {"edit": edit, "exact": exact, "partial": partial}
 
 @dataclass(frozen=True)
 class Ocr:
-    """How much of the text that its prompt asks for a picture shows, read by PP-OCRv4; None where none is asked for.
+    """Share of the wanted text that a picture shows, read by PP-OCRv4; None if the prompt asks for none.
 
-    score: `edit`, `exact` or `partial`. UserError for another one, and where rapidocr-onnxruntime is missing.
+    score: `edit`, `exact` or `partial`.
+    Raises UserError for another score, and if rapidocr-onnxruntime is missing.
     """
 
     score: str = "edit"
@@ -89,15 +92,16 @@ class Ocr:
 
 
 def read(picture: Any) -> str:
-    """The lines of text in a picture, bytes [H, W, 3], one after the other from top to bottom.
+    """Return the lines of text in a picture, bytes [H, W, 3], from top to bottom.
 
-    Text that stands on its head is not turned, as in Flow-GRPO.
+    Upside-down text is not turned, as in Flow-GRPO.
     """
-    lines, _ = reader()(picture[..., ::-1], use_cls=False)  # it takes blue, green, red
+    lines, _ = reader()(picture[..., ::-1], use_cls=False)  # the reader takes blue, green, red
     return " ".join(text for _, text, _ in lines or ())
 
 
 @lru_cache(maxsize=1)
 def reader() -> Any:
-    """The engine: detector and recogniser. UserError where its package is missing."""
+    """Return the engine: detector and recogniser.
+    Raises UserError if its package is missing."""
     return needed("rapidocr_onnxruntime", "ocr", "reward 'ocr'").RapidOCR()

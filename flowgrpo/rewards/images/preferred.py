@@ -1,4 +1,4 @@
-"""What a file of recorded pairs says of its pictures."""
+"""Reward of recorded pairs: the preference in their file."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from flowgrpo.rewards.about import About
 
 
 def preferred(images: Any, prompts: Sequence[str], metadata: Sequence[dict[str, Any]], group: int) -> list[float]:
-    """1 for the picture of a recorded pair that its file prefers, 0 for the other: with `preferences` alone.
+    """1 for the picture of a recorded pair that its file prefers, 0 for the other: only with `preferences`.
 
-    The pair is a group, the chosen picture first; its verdict stands in the metadata. UserError for drawn pictures.
+    The pair is a group, the chosen picture first; the metadata holds the verdict.
+    Raises UserError for sampled pictures.
     """
     if group != 2 or any("preferred" not in entry for entry in metadata):
         raise UserError("reward 'preferred' is what a file says of recorded pairs, and these pictures are none: set "

@@ -1,11 +1,11 @@
 """Quality of a picture without a reference and without a model.
 
-PIQE (Venkatanath et al. 2015, NCC, "Blind image quality evaluation using perception based features"), turned round so
-that more is better: blocks of 16 by 16 pixels that are not flat are judged. An edge of the block with a flat stretch is
-a compression artefact, a block whose middle is as rough as the rest is noise. The constants are those of the paper.
+PIQE (Venkatanath et al. 2015, NCC, "Blind image quality evaluation using perception based features"), inverted so that
+more is better. It judges blocks of 16 by 16 pixels that are not flat. An edge of the block with a flat stretch is a
+compression artefact; a block whose middle is as rough as the rest is noise. Constants are those of the paper.
 
 Size as a JPEG: "compressibility" and "incompressibility" of DDPO (2305.13301), in kilobytes of 1,000 bytes at quality
-95. They are a known case of rewards that ruin pictures when nothing holds them back.
+95. They are known to ruin pictures if nothing counteracts them.
 
 Sharpness: the variance of the Laplacian (Pech-Pacheco et al. 2000). Noise counts as sharp.
 """
@@ -24,7 +24,7 @@ from flowgrpo.rewards.about import About
 from flowgrpo.rewards.pixels import eight_bit, grey
 
 BLOCK, STRETCH = 16, 6  # pixels
-ACTIVE, FLAT = 0.1, 0.1  # least variance of a block that counts; standard deviation of a flat stretch
+ACTIVE, FLAT = 0.1, 0.1  # minimum variance of a block that counts; standard deviation of a flat stretch
 WINDOW = 7 / 6  # standard deviation of the 7 x 7 Gaussian, in pixels
 
 
@@ -34,7 +34,7 @@ def piqe(images: Any, prompts: Any) -> list[float]:
 
 
 def distortion(light: np.ndarray) -> float:
-    """PIQE of a luminance [H, W] from 0 to 255: 0 (good) to about 100 (bad)."""
+    """Return the PIQE of a luminance [H, W] from 0 to 255: 0 (good) to about 100 (bad)."""
     blocks = _blocks(_normalised(np.pad(light, [(0, -size % BLOCK) for size in light.shape], mode="symmetric")))
     variance = blocks.var((1, 2), ddof=1)
     active, variance = blocks[variance > ACTIVE], variance[variance > ACTIVE]
@@ -43,7 +43,7 @@ def distortion(light: np.ndarray) -> float:
 
 
 def _normalised(light: np.ndarray) -> np.ndarray:
-    """Mean-subtracted, contrast-normalised luminance."""
+    """Return the mean-subtracted, contrast-normalised luminance."""
     def blurred(values: np.ndarray) -> np.ndarray:
         return ndimage.gaussian_filter(values, WINDOW, radius=3, mode="nearest")
 
@@ -52,20 +52,20 @@ def _normalised(light: np.ndarray) -> np.ndarray:
 
 
 def _blocks(values: np.ndarray) -> np.ndarray:
-    """The blocks [N, 16, 16] of [H, W]."""
+    """Return the blocks [N, 16, 16] of [H, W]."""
     h, w = (size // BLOCK for size in values.shape)
     return values.reshape(h, BLOCK, w, BLOCK).swapaxes(1, 2).reshape(-1, BLOCK, BLOCK)
 
 
 def _artefact(blocks: np.ndarray) -> np.ndarray:
-    """Whether one of a block's four edges has a flat stretch."""
+    """True for each block with a flat stretch on one of its four edges."""
     edges = np.stack([blocks[:, 0], blocks[:, -1], blocks[:, :, 0], blocks[:, :, -1]], 1)
     stretches = np.lib.stride_tricks.sliding_window_view(edges, STRETCH, -1)
     return (stretches.std(-1, ddof=1) < FLAT).any((1, 2))
 
 
 def _noisy(blocks: np.ndarray, variance: np.ndarray) -> np.ndarray:
-    """Whether the two columns in a block's middle are as rough as the others."""
+    """True for each block whose two middle columns are as rough as the others."""
     middle = [BLOCK // 2 - 1, BLOCK // 2]
     centre = blocks[:, :, middle].std((1, 2), ddof=1)
     around = np.delete(blocks, middle, 2).std((1, 2), ddof=1)
@@ -79,7 +79,7 @@ QUALITY = 95
 
 
 def kilobytes(images: Any) -> list[float]:
-    """The size of each picture as a JPEG, in kilobytes."""
+    """Return the size of each picture as a JPEG, in kilobytes."""
     from PIL import Image
 
     sizes = []
@@ -96,7 +96,7 @@ def jpeg_compressibility(images: Any, prompts: Any) -> list[float]:
 
 
 def jpeg_incompressibility(images: Any, prompts: Any) -> list[float]:
-    """The size of a picture as a JPEG of quality 95, in kilobytes (DDPO)."""
+    """Size of a picture as a JPEG of quality 95, in kilobytes (DDPO)."""
     return kilobytes(images)
 
 

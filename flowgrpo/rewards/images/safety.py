@@ -1,8 +1,8 @@
-"""How safe for work a picture is, by an image classifier of transformers.
+"""Safety of a picture (safe for work), by an image classifier of transformers.
 
 The default is Falconsai/nsfw_image_detection (Apache-2.0): a ViT-B/16 at 224 pixels with the two classes "normal" and
-"nsfw", trained on photographs. It misses drawings and violence, and it is a reward, not a guarantee. Classifiers
-under AGPL (nudenet) or without a licence are not offered.
+"nsfw", trained on photographs. It misses drawings and violence; it is a reward, not a guarantee. Classifiers under AGPL
+(nudenet) or without a licence are not offered.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ AT_ONCE = 32  # pictures
 
 @dataclass(frozen=True, eq=False)
 class Safety:
-    """The probability that a picture is safe: 1 minus that of the classes `unsafe`.
+    """Probability that a picture is safe: 1 minus that of the classes `unsafe`.
 
-    model: a folder or a hub id of an image classifier; revision: of a hub id; device: None for a GPU where there is
-    one. UserError where the weights cannot be had and for a classifier without these classes (names, in any case).
+    model: a folder or a hub id of an image classifier. revision: of a hub id. device: None for a GPU if present.
+    Raises UserError if the weights are unavailable, and for a classifier without these classes (names, in any case).
     """
 
     model: str = "Falconsai/nsfw_image_detection"

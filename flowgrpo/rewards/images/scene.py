@@ -1,12 +1,12 @@
-"""Does a picture show what its scene prompt claims? Read from the pixels and the prompt alone.
+"""Rewards for scene prompts: check from the pixels that a picture shows what its prompt claims.
 
 A picture of the starter's world (`flowgrpo.starter.scenes`) is read in classical steps: the light ground, the blobs on
-it, and for each blob its paint, its outline against the six shapes, and how soft its edges are. Every criterion is a
+it, and for each blob its paint, its outline against the six shapes, and the softness of its edges. Every criterion is a
 ramp from 0 (bad) to 1 (good enough) and `scene_graded` is made of products and averages of them, so that
 
     scene == 1  exactly where  scene_graded == 1  exactly where every criterion is met.
 
-The verdict is that of GenEval (Ghosh et al. 2023) except that all objects count: nothing else may be in the picture.
+The verdict is that of GenEval (Ghosh et al. 2023) except that all objects count: no other may be in the picture.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from scipy.optimize import linear_sum_assignment
 from flowgrpo.rewards.about import About
 from flowgrpo.starter.scenes import COLOURS, RELATIONS, SHAPES, SIZE, coverage, parse
 
-# Ramps: (worth 0 at, worth 1 from). Colours differ by their Euclidean distance in sRGB; two of the six by >= 0.52.
+# Ramps: (0 at, 1 from). Colours differ by their Euclidean distance in sRGB; two of the six by >= 0.52.
 LIGHT = (0.70, 0.85)  # darkest channel of the ground
 TINT = (0.20, 0.08)  # largest difference between the ground's channels
 QUIET = (0.10, 0.05)  # standard deviation of the ground, per channel
 SHARE = (0.30, 0.45)  # part of the picture that is ground
 DIRT = (300, 24)  # pixels that belong neither to the ground nor to a blob
 OUTLINE = (0.08, 0.03)  # mean distance between outlines over the square root of the area; circle and square: 0.042
-LEAD = (-0.12, 0.03)  # by how much the overlap with a shape exceeds that with every other shape
+LEAD = (-0.12, 0.03)  # margin of the overlap with a shape over that with every other shape
 ASPECT = (0.40, 0.86)  # shortest over longest axis; all six shapes have 1
 EDGE = (4.4, 3.0)  # width of a blob's edge in pixels; drawn shapes have 1, a blur of 1 pixel makes it 3
 PURITY = (0.70, 0.92)  # part of a blob whose pixels are a mixture of the ground and one paint
@@ -40,10 +40,10 @@ DIRECTION = (-1.0, 0.5**0.5)  # cosine between the line of centroids and the dir
 
 STANDS_OUT = 0.45  # distance from the ground at which a pixel belongs to a blob: half the contrast of yellow
 STAINED = 0.20  # distance from the ground at which a pixel is dirt
-GHOST = 0.12  # the same for the mean of 3 by 3 pixels: noise averages out, a faint object does not
-SMALLEST = 16  # pixels; what is smaller is dirt
+GHOST = 0.12  # the same for the mean of 3 by 3 pixels, which removes noise but keeps a faint object
+SMALLEST = 16  # pixels; smaller blobs are dirt
 MOST = 12  # blobs read per picture, the largest first; the others are dirt
-FLOOR = 0.25  # what a wrong shape, a wrong colour or a wrong relation leaves of the credit
+FLOOR = 0.25  # remaining credit for a wrong shape, a wrong colour or a wrong relation
 
 
 def _ramp(x, ramp: tuple[float, float]):
@@ -60,7 +60,8 @@ _FINE, _REACH = 64, 1.5  # pixels per radius of the table of distances, and its 
 
 
 def _outline(shape: str) -> tuple[np.ndarray, float, float, float]:
-    """Of a shape of radius 1: signed distance to it on a fine grid (negative inside), area, perimeter, centroid's y."""
+    """Return, for a shape of radius 1: signed distance to it on a fine grid (negative inside), area, perimeter, y of
+    the centroid."""
     half = int(_FINE * _REACH)
     mask = coverage(shape, _FINE, (half, half), 2 * half)
     solid = mask > 0.5
@@ -77,7 +78,7 @@ _PALETTE = np.array(list(COLOURS.values()))
 
 
 def _templates(radius: np.ndarray, centre: np.ndarray, width: np.ndarray, window: tuple[slice, slice]) -> np.ndarray:
-    """Masks [6, h, w] of the six shapes with these radii [6], centroid (x, y) and widths of their edges [6]."""
+    """Return masks [6, h, w] of the six shapes with these radii [6], centroid (x, y) and widths of their edges [6]."""
     middles = centre[1] - _lift * radius, np.full(len(SHAPES), centre[0])
     row, column = (
         np.clip((_pixel_axis(part) - middle[:, None]) / radius[:, None] * _FINE + _REACH * _FINE,
@@ -96,8 +97,8 @@ def _pixel_axis(part: slice) -> np.ndarray:
 class Detected:
     """One blob of a picture, with scores in [0, 1]; 1 means that the blob is good enough in that respect.
 
-    `centre` is (x, y) and `area` counts pixels; `shapes` [6] and `colours` [6] are in the order of SHAPES and COLOURS;
-    `crispness` falls with the width of the edges; `unity` is 1 for a single paint and a form that is neither tiny nor
+    `centre` is (x, y), in pixels; `area` counts pixels. `shapes` [6] and `colours` [6] follow SHAPES and COLOURS.
+    `crispness` falls with the width of the edges. `unity` is 1 for a single paint and a form that is neither tiny nor
     stretched.
     """
 
@@ -110,31 +111,32 @@ class Detected:
 
     @property
     def shape(self) -> str | None:
-        """The shape's name; None for a blob that is no object, such as a blurred one or two that touch."""
+        """The shape's name; None for a blob that is not an object, such as a blurred one or two that touch."""
         good = self.shapes.max() == self.crispness == self.unity == 1
         return SHAPES[self.shapes.argmax()] if good else None
 
     @property
     def colour(self) -> str | None:
-        """The colour's name; None off the palette, or where there is more than one paint."""
+        """The colour's name; None off the palette, or for more than one paint."""
         return list(COLOURS)[self.colours.argmax()] if self.colours.max() == self.unity == 1 else None
 
 
 @dataclass(frozen=True)
 class Reading:
-    """The blobs of a picture, largest first, and how light, even and clean its ground is, in [0, 1]."""
+    """The blobs of a picture, largest first, and scores in [0, 1] of its ground: light, even and clean."""
 
     objects: tuple[Detected, ...]
     ground: float
 
 
 def read(image) -> Reading:
-    """Read one picture, float [3, 64, 64] in [0, 1] (torch or numpy). Raises ValueError for another shape or range."""
+    """Read one picture, float [3, 64, 64] in [0, 1] (torch or numpy).
+    Raises ValueError for another shape or range."""
     return _read(_pixels(torch.as_tensor(image)[None])[0])
 
 
 def detect(image) -> list[Detected]:
-    """All blobs of a picture [3, 64, 64] in [0, 1], largest first; what is no object has `shape` or `colour` None."""
+    """Return all blobs of a picture [3, 64, 64] in [0, 1], largest first; non-objects have `shape` or `colour` None."""
     return list(read(image).objects)
 
 
@@ -179,7 +181,8 @@ _CROSS, _BLOCK = ndimage.generate_binary_structure(2, 1), ndimage.generate_binar
 
 
 def _blobs(mask: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Labels 1, 2, ... of the connected blobs by falling size, and the same grown by 3 pixels, to hold the edges."""
+    """Return labels 1, 2, ... of the connected blobs by falling size, and the same dilated by 3 pixels, to hold the
+    edges."""
     labels, _ = ndimage.label(mask)
     sizes = np.bincount(labels.ravel())
     sizes[0] = 0
@@ -195,9 +198,9 @@ def _blobs(mask: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 def _describe(offset: np.ndarray, ground: np.ndarray, blob: np.ndarray, around: np.ndarray, inner: np.ndarray,
               window: tuple[slice, slice]) -> Detected:
-    """Score a blob in its window; `offset` [3, h, w] from the ground; `around` has its edge, `inner` none of it."""
+    """Score a blob in its window. offset: [3, h, w] from the ground. around: contains its edge; inner: does not."""
     towards = np.median(offset[:, inner if np.count_nonzero(inner) >= 8 else blob], 1)
-    # The median of many paints may be the ground itself: then alpha is nothing but this trace of the blob.
+    # The median of many paints may equal the ground; then alpha is only this trace of the blob.
     alpha = np.clip(np.tensordot(towards / (towards @ towards + 1e-6), offset, 1), 0, 1) * around + 1e-6 * blob
     mixture = _length(offset - towards[:, None, None] * alpha)[blob] < PAINT[1]
     area, centre, aspect = _moments(alpha, window)
@@ -210,9 +213,9 @@ def _describe(offset: np.ndarray, ground: np.ndarray, blob: np.ndarray, around: 
 
 def _compare(alpha: np.ndarray, area: float, centre: np.ndarray,
              window: tuple[slice, slice]) -> tuple[np.ndarray, np.ndarray, float]:
-    """A mask [h, w] against the six shapes of its area, centroid and softness.
+    """Compare a mask [h, w] with the six shapes of its area, centroid and softness.
 
-    Gives the distance between the outlines [6] over the square root of the area, the lead [6] of the overlap
+    Returns the distance between the outlines [6] over the square root of the area, the lead [6] of the overlap
     (intersection over union) over the best other shape's, and the width in pixels of the mask's edge.
     """
     radius = np.sqrt(area / _area)
@@ -228,7 +231,7 @@ def _compare(alpha: np.ndarray, area: float, centre: np.ndarray,
 
 
 def _moments(alpha: np.ndarray, window: tuple[slice, slice]) -> tuple[float, np.ndarray, float]:
-    """Area, centroid (x, y) and shortest over longest axis of a mask [h, w]."""
+    """Return area, centroid (x, y) and shortest over longest axis of a mask [h, w]."""
     y, x = map(_pixel_axis, window)
     area, column, row = alpha.sum(), alpha.sum(0), alpha.sum(1)
     centre = np.array([column @ x, row @ y]) / area
@@ -242,7 +245,8 @@ def _moments(alpha: np.ndarray, window: tuple[slice, slice]) -> tuple[float, np.
 
 @dataclass(frozen=True)
 class _Slots:
-    """A prompt as one row per claimed object: shape and colour by index (colour -1: any), and if of the first claim."""
+    """A prompt as one row per claimed object: shape and colour index (colour -1: any), and whether of the first claim.
+    """
 
     shapes: np.ndarray
     colours: np.ndarray
@@ -261,13 +265,14 @@ def _slots(prompt: str) -> _Slots:
 
 
 def scene_graded(images, prompts: Sequence[str], metadata=None) -> list[float]:
-    """How nearly each picture shows what its prompt claims, in [0, 1]; 1 exactly where `scene` is 1.
+    """Degree in [0, 1] to which each picture shows what its prompt claims; 1 exactly where `scene` is 1.
 
     ground * direction * (credit of the claimed objects) / (claimed objects + extra blobs), where each claimed object
     gets one blob and the credit crispness * unity * shape * colour.
 
-    images: float [B, 3, 64, 64] in [0, 1]; prompts: B strings. Raises ValueError for other pictures, for another number
-    of prompts, and for a prompt outside the grammar of `scenes.parse`.
+    images: float [B, 3, 64, 64] in [0, 1]; prompts: B strings.
+    Raises ValueError for other pictures, for another number of prompts, and for a prompt outside the grammar of
+    `scenes.parse`.
     """
     slots = [_slots(prompt) for prompt in prompts]
     pixels = _pixels(images)
@@ -293,7 +298,7 @@ def _grade(reading: Reading, slots: _Slots) -> float:
         return 0.0
     centres = np.array([blob.centre for blob in reading.objects])
     credit = _credit(reading.objects, slots)
-    # Where the shapes and colours leave a choice (a ring left of a ring), the relation makes it.
+    # If shapes and colours leave a choice (a ring left of a ring), the relation decides.
     hint = 0.0 if slots.direction is None else 1e-4 / SIZE * np.outer(centres @ slots.direction, 2 * slots.first - 1)
     taken, slot = linear_sum_assignment(credit + hint, maximize=True)
     extra = _ramp(np.delete([blob.area for blob in reading.objects], taken), AREA).sum()
@@ -302,7 +307,7 @@ def _grade(reading: Reading, slots: _Slots) -> float:
 
 
 def _credit(objects: Sequence[Detected], slots: _Slots) -> np.ndarray:
-    """Credit [blobs, slots] of each blob as each claimed object."""
+    """Return the credit [blobs, slots] of each blob as each claimed object."""
     shapes = np.array([blob.shapes for blob in objects])[:, slots.shapes]
     colours = np.array([[*blob.colours, blob.colours.max()] for blob in objects])[:, slots.colours]
     whole = np.array([blob.crispness * blob.unity for blob in objects])
@@ -310,7 +315,7 @@ def _credit(objects: Sequence[Detected], slots: _Slots) -> np.ndarray:
 
 
 def _direction(centres: np.ndarray, first: np.ndarray, direction: np.ndarray | None) -> float:
-    """Credit of a relation, the worst over the pairs of a first and another object; 1 where none is claimed."""
+    """Return the credit of a relation: the worst pair of a first and another object; 1 if none is claimed."""
     if direction is None:
         return 1.0
     if first.all() or not first.any():

@@ -1,12 +1,12 @@
-"""A soft form of the `scene` reward, whose gradient can be followed (refl, draft, alignprop).
+"""Differentiable form of the `scene` reward, for refl, draft and alignprop.
 
 `scene` cuts a picture into blobs and names them. Here every pixel belongs to every colour to some degree, and the six
-drawn shapes, in several radii, are held against every place of such a map. A claimed object is credited with
+drawn shapes, in several radii, are matched at every place of such a map. A claimed object is credited with
 
     overlap (intersection over union) * probability of its shape among the six that overlap there
 
-at the place where that is largest, each place once; what is painted elsewhere counts as further objects, and a relation
-is read from the centroids around the two places:
+at the place where that is largest, each place once. Paint elsewhere counts as further objects, and a relation is read
+from the centroids around the two places:
 
     score = direction * (credits of the claimed objects) / (claimed objects + further ones).
 
@@ -26,38 +26,38 @@ from torch import Tensor
 from flowgrpo.rewards.about import About, differentiable
 from flowgrpo.starter.scenes import COLOURS, RELATIONS, SHAPES, SIZE, Claims, coverage, parse
 
-GROUND = 0.95  # what the ground is taken for; drawn ones have 0.90 to 1 in every channel
-EDGE = 0.12  # how gently a pixel goes over from the ground to a paint, in parts of the way
+GROUND = 0.95  # assumed ground level; drawn ones have 0.90 to 1 in every channel
+EDGE = 0.12  # softness of a pixel's transition from the ground to a paint, as a share of the way
 TINT = 0.25  # distance in sRGB from the line between ground and paint at which a pixel counts half
 STRANGE = 0.35  # distance from the ground at which a pixel is half painted
 RADII = tuple(7.3 * 1.11**k for k in range(8))  # pixels, 7.3 to 15.2; drawn objects have 7.5 to 15
-REACH = 1.25  # radii; the union is that of the template and of the paint so far around its centre
-NEAR = 4  # pixels within which shapes are compared, whose centres are not their centroids
+REACH = 1.25  # radii; the union is of the template and of the paint up to this distance from its centre
+NEAR = 4  # pixels around a place in which shapes are compared, since their centres are not their centroids
 SHARPNESS = 25.0  # of the probability of a shape, per overlap
-APART = 1.3  # radii around a place in which there is no other
+APART = 1.3  # radii around a place without another place
 OBJECT = 120.0  # painted pixels elsewhere that count as one more object
-FLOOR = 0.25  # what a wrong relation leaves
-TRUE = 0.5**0.5  # cosine of the line of centroids to the claimed direction from which a relation holds
-TURN = 0.08  # how gently it goes over from not holding to holding
+FLOOR = 0.25  # remaining credit of a wrong relation
+TRUE = 0.5**0.5  # minimum cosine of the line of centroids to the claimed direction for a relation to hold
+TURN = 0.08  # softness of the transition from not holding to holding
 FAINT = 110.0  # pixels of a colour (the ground counts 60) below which no object is sought, unless there is no other
-WIDTH = SIZE + 32  # of the pictures in the transforms, so that nothing of a template comes in from the other side
+WIDTH = SIZE + 32  # of the padded pictures in the transforms, so that templates do not wrap around
 
 
 @lru_cache(maxsize=8)
 def _bank(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The transforms [2, 6, radii, WIDTH, WIDTH//2+1] of the templates of six shapes and of the rest of their discs,
-    centred at pixel 0, and the templates' areas [6, radii]."""
+    """Return the transforms [2, 6, radii, WIDTH, WIDTH//2+1] of the templates of six shapes and of the rest of their
+    discs, centred at pixel 0, and the templates' areas [6, radii]."""
     middle = (WIDTH // 2 + 0.5, WIDTH // 2 + 0.5)
     shapes = np.array([[coverage(shape, radius, middle, WIDTH) for radius in RADII] for shape in SHAPES])
-    discs = np.array([coverage("circle", REACH * radius / 0.97, middle, WIDTH) for radius in RADII])  # which has 0.97
+    discs = np.array([coverage("circle", REACH * radius / 0.97, middle, WIDTH) for radius in RADII])  # circle: 0.97
     bank = torch.from_numpy(np.stack([shapes, (discs - shapes).clip(0)])).to(device, dtype)
     return torch.fft.rfft2(bank.roll((-(WIDTH // 2),) * 2, (-2, -1))).conj(), bank[0].sum((2, 3))
 
 
 def membership(pictures: Tensor) -> Tensor:
-    """How much of each colour every pixel is, in [0, 1]: [B, 6, H, W] of pictures [B, 3, H, W].
+    """Return the degree in [0, 1] of each colour at every pixel: [B, 6, H, W] of pictures [B, 3, H, W].
 
-    A sigmoid of how far it is on the way from the ground to the paint, times how near it is to that way.
+    A sigmoid of the pixel's progress from the ground to the paint, times its closeness to that line.
     """
     offset = pictures[:, None] - GROUND
     way = pictures.new_tensor(list(COLOURS.values()))[None, :, :, None, None] - GROUND
@@ -67,31 +67,31 @@ def membership(pictures: Tensor) -> Tensor:
 
 
 def painted(pictures: Tensor) -> Tensor:
-    """How much every pixel differs from the ground, in [0, 1]: [B, H, W] of pictures [B, 3, H, W]."""
+    """Return every pixel's difference from the ground, in [0, 1]: [B, H, W] of pictures [B, 3, H, W]."""
     far = (pictures - GROUND).square().sum(1) / STRANGE**2
     return far.square() / (far.square() + 1)
 
 
 def overlaps(colours: Tensor, paint: Tensor) -> Tensor:
-    """Intersection over union of every colour [n, H, W] with the templates centred at every pixel, where the union is
-    that of the template and of any paint [H, W] in its disc: [n, 6, radii, H, W]."""
+    """Return the intersection over union of every colour [n, H, W] with the templates centred at every pixel: [n, 6,
+    radii, H, W]. The union is that of the template and of any paint [H, W] in its disc."""
     bank, area = _bank(paint.dtype, paint.device)
     shared, around = _correlated(colours, bank[0]), _correlated(paint[None], bank[1])
     return shared / (area[..., None, None] + around)
 
 
 def _correlated(maps: Tensor, transforms: Tensor) -> Tensor:
-    """Sums [n, ..., H, W] of maps [n, H, W] under templates, given by their transforms, at every pixel."""
+    """Return sums [n, ..., H, W] of maps [n, H, W] under templates, given by their transforms, at every pixel."""
     waves = torch.fft.rfft2(maps, (WIDTH, WIDTH))[:, None, None] * transforms
     return torch.fft.irfft2(waves, (WIDTH, WIDTH))[..., :SIZE, :SIZE]
 
 
 @differentiable
 def scene_soft(images: Tensor, prompts: Sequence[str], metadata=None) -> Tensor:
-    """How nearly each picture shows what its prompt claims, in [0, 1], with a gradient: a soft form of `scene_graded`.
+    """Soft, differentiable form of `scene_graded`: degree in [0, 1] to which each picture shows its prompt's claims.
 
-    images: float [B, 3, 64, 64] in [0, 1]; prompts: B strings. Returns [B]. A faithful picture has about 0.8. Raises
-    ValueError for other pictures, for another number of prompts, and for a prompt outside the grammar of
+    images: float [B, 3, 64, 64] in [0, 1]; prompts: B strings. Returns [B]. A faithful picture has about 0.8.
+    Raises ValueError for other pictures, for another number of prompts, and for a prompt outside the grammar of
     `scenes.parse`.
     """
     if images.shape[1:] != (3, SIZE, SIZE) or len(images) != len(prompts):
@@ -108,7 +108,7 @@ scene_soft.about = About(modality="image", range=(0, 1), needs="", licence="Apac
 
 
 def _score(maps: Tensor, paint: Tensor, claims: Claims) -> Tensor:
-    """The score of one picture, of its colours [6, H, W] and its paint [H, W]."""
+    """Return the score of one picture, from its colours [6, H, W] and its paint [H, W]."""
     slots = [number for number, claim in enumerate(claims.objects) for _ in range(claim.count)]
     names = _sought(maps, claims)
     own = maps[[list(COLOURS).index(name) for name in names]]
@@ -123,7 +123,7 @@ def _score(maps: Tensor, paint: Tensor, claims: Claims) -> Tensor:
 
 
 def _sought(maps: Tensor, claims: Claims) -> list[str]:
-    """The colours that the claims name and, where one leaves its colour open, those that are there."""
+    """Return the colours that the claims name and, if one leaves its colour open, those present in the picture."""
     named = {claim.colour for claim in claims.objects}
     if None in named:
         mass = maps.detach().sum((1, 2))
@@ -136,7 +136,7 @@ Place = tuple[int, int, int, int, float]  # slot, colour, row, column, radius
 
 
 def _places(credit: Tensor, over: Tensor, claims: Claims, slots: list[int], names: list[str]) -> list[Place]:
-    """Where the claimed objects are, the best credited first: each place is given once."""
+    """Return the places of the claimed objects, the best credited first; each place is used once."""
     free, left, taken = torch.ones_like(credit[0, 0]), list(slots), []
     while left:
         found = {}
@@ -156,18 +156,18 @@ def _places(credit: Tensor, over: Tensor, claims: Claims, slots: list[int], name
 
 
 def _outside(taken: list[Place], like: Tensor) -> Tensor:
-    """1 where no template's disc lies, else 0: [H, W]."""
+    """Return 1 outside every template's disc, else 0: [H, W]."""
     return torch.stack([_distance(place, like) > REACH * place[-1] + 1.5 for place in taken]).all(0).to(like)
 
 
 def _distance(place: Place, like: Tensor) -> Tensor:
-    """Every pixel's distance from a place: [H, W]."""
+    """Return every pixel's distance from a place: [H, W]."""
     axis = torch.arange(SIZE, device=like.device, dtype=like.dtype)
     return torch.hypot(axis[:, None] - place[2], axis[None, :] - place[3])
 
 
 def _direction(own: Tensor, taken: list[Place], claims: Claims) -> Tensor | float:
-    """The credit of a relation, by the worst pair of a first and another object; 1.0 where none is claimed."""
+    """Return the credit of a relation: the worst pair of a first and another object; 1.0 if none is claimed."""
     if claims.relation is None:
         return 1.0
     centres = {number: [_centroid(own, place) for place in taken if place[0] == number] for number in (0, 1)}
@@ -180,7 +180,7 @@ def _direction(own: Tensor, taken: list[Place], claims: Claims) -> Tensor | floa
 
 
 def _centroid(own: Tensor, place: Place) -> Tensor:
-    """The centroid (x, y) of a place's colour around it: [2]."""
+    """Return the centroid (x, y) of a place's colour around it: [2]."""
     _, colour, _, _, radius = place
     mass = own[colour] * (_distance(place, own) <= REACH * radius)
     axis = torch.arange(SIZE, device=own.device, dtype=own.dtype)

@@ -1,4 +1,4 @@
-"""What the rewards that hold a vision model share: pictures as the model takes them, its device and its weights."""
+"""Helpers of rewards with a vision model: preprocessing, device and weights."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from torch.nn.functional import interpolate, pad
 from flowgrpo.device import default_device
 from flowgrpo.errors import UserError
 
-MEAN = (0.48145466, 0.4578275, 0.40821073)  # of CLIP's training pictures, which BLIP's models took over
+MEAN = (0.48145466, 0.4578275, 0.40821073)  # of CLIP's training pictures, kept by BLIP's models
 DEVIATION = (0.26862954, 0.26130258, 0.27577711)
-HIDDEN = (1024, 128, 64, 16)  # widths of the perceptron that the aesthetic predictor and ImageReward have in common
+HIDDEN = (1024, 128, 64, 16)  # widths of the perceptron shared by the aesthetic predictor and ImageReward
 
 
 @dataclass(frozen=True)
 class Preparation:
-    """Pictures [B, 3, H, W] in [0, 1] to [B, 3, size, size], scaled and normalised on the device where they are.
+    """Convert pictures [B, 3, H, W] in [0, 1] to [B, 3, size, size], scaled and normalised on their device.
 
-    fit: which side becomes `size`: the "shortest", and the middle is cut out; the "longest", and the rest is black, the
-    picture in the middle; or both ("squash"). Sides and cut are torchvision's; where transformers cuts an odd number of
-    pixels, it is off by one.
+    fit: the side that becomes `size`: the "shortest", with a centre crop; the "longest", centred on black padding; or
+    both ("squash"). Sides and crop are torchvision's; where transformers crops an odd number of pixels, it is off by
+    one.
     """
 
     size: int = 224
@@ -42,7 +42,7 @@ class Preparation:
         return (pictures - mean) / deviation
 
     def sides(self, height: int, width: int) -> tuple[int, int]:
-        """Height and width of a picture before it is cut or padded to a square."""
+        """Return height and width of a picture before it is cropped or padded to a square."""
         if self.fit == "squash":
             return self.size, self.size
         if self.fit == "longest":
@@ -53,18 +53,18 @@ class Preparation:
 
 
 def resized(pictures: Tensor, sides: tuple[int, int]) -> Tensor:
-    """Pictures [B, 3, H, W] in [0, 1] -> whole numbers 0 to 255, float32 [B, 3, *sides], as PIL's bicubic resizing of
-    8-bit pictures has them: the width first, rounded, and then the height."""
+    """Resize pictures [B, 3, H, W] in [0, 1] to integers 0 to 255, float32 [B, 3, *sides], as PIL's bicubic resizing of
+    8-bit pictures does: first the width, rounded, then the height."""
     levels = (pictures.float() * 255).round().clamp(0, 255)
     for size in ((levels.shape[-2], sides[1]), sides):
         if tuple(levels.shape[-2:]) != size:
             scaled = interpolate(levels, size, mode="bicubic", antialias=True)
-            levels = (scaled + 0.5).floor().clamp(0, 255)  # a half goes up, as in PIL
+            levels = (scaled + 0.5).floor().clamp(0, 255)  # halves round up, as in PIL
     return levels
 
 
 def _middle(pictures: Tensor, size: int) -> Tensor:
-    """The middle of pictures, size by size; black where a picture is smaller."""
+    """Return the centre of pictures, size by size; black where a picture is smaller."""
     height, width = pictures.shape[-2:]
     lack_h, lack_w = max(size - height, 0), max(size - width, 0)
     pictures = pad(pictures, (lack_w // 2, lack_w - lack_w // 2, lack_h // 2, lack_h - lack_h // 2))
@@ -74,13 +74,14 @@ def _middle(pictures: Tensor, size: int) -> Tensor:
 
 @torch.no_grad()
 def batched(scores: Callable[[Tensor, list[str]], Tensor], images: Tensor, prompts: Sequence[str], size: int) -> Tensor:
-    """What `scores` gives to B pictures and their prompts, so many at a time -> [B] float32 on the CPU."""
+    """Return `scores` of B pictures and their prompts, `size` at a time -> [B] float32 on the CPU."""
     return torch.cat([scores(images[at:at + size], list(prompts[at:at + size])).float().cpu()
                       for at in range(0, len(prompts), size)])
 
 
 def precision(reward: str, name: str) -> torch.dtype:
-    """The dtype of that name. UserError for another than float32, bfloat16 and float16."""
+    """Return the dtype of that name.
+    Raises UserError for any but float32, bfloat16 and float16."""
     if name not in ("float32", "bfloat16", "float16"):
         raise UserError(f"reward {reward!r}: dtype is {name!r}, expected float32, bfloat16 or float16")
     return getattr(torch, name)
@@ -96,7 +97,7 @@ def placed(device: str | None) -> str:
 
 @contextmanager
 def loading(what: str, fix: str) -> Iterator[None]:
-    """Load weights: whatever goes wrong becomes a UserError of what cannot be loaded, why, and what to do."""
+    """Context manager for loading weights: any error becomes a UserError with the object, the reason and the fix."""
     try:
         yield
     except UserError:
@@ -107,10 +108,10 @@ def loading(what: str, fix: str) -> Iterator[None]:
 
 def pretrained(reward: str, kind: Any, name: str, revision: str | None, option: str, within: str = "",
                **more: Any) -> Any:
-    """A model or tokenizer of transformers from a folder or the hub, without running code from there.
+    """Load a model or tokenizer of transformers from a folder or the hub, without running code from there.
 
-    option: the argument of the reward that names it, inside the argument `within` where that is given, for the
-    UserError where it cannot be had.
+    option: the reward's argument that names it, inside the argument `within` if given.
+    Raises UserError, which names `option`, if it is unavailable.
     """
     given = f"{{{within}: {{{option}: FOLDER}}}}" if within else f"{{{option}: FOLDER}}"
     with loading(f"reward {reward!r}: {name}", f"fetch it and give its folder as args: {given}"):
@@ -118,9 +119,10 @@ def pretrained(reward: str, kind: Any, name: str, revision: str | None, option: 
 
 
 def tensors(reward: str, where: str, revision: str | None, option: str) -> dict[str, Tensor]:
-    """The tensors of a checkpoint: a file, or `owner/name/file` on the hub. Nothing else is unpickled.
+    """Load the tensors of a checkpoint: a file, or `owner/name/file` on the hub. Nothing else is unpickled.
 
-    option: the argument of the reward that names it, for the UserError where it cannot be had.
+    option: the reward's argument that names it.
+    Raises UserError, which names `option`, if it is unavailable.
     """
     with loading(f"reward {reward!r}: {where}", f"fetch it and give its path as args: {{{option}: FILE}}"):
         path = Path(where) if Path(where).is_file() else _from_hub(where, revision)
@@ -142,13 +144,14 @@ def _from_hub(where: str, revision: str | None) -> Path:
 
 
 def fill(reward: str, network: torch.nn.Module, state: dict[str, Tensor], where: str) -> None:
-    """Load every tensor of a network. UserError for a checkpoint that is another network's."""
+    """Load every tensor of a network.
+    Raises UserError for a checkpoint of another network."""
     with loading(f"reward {reward!r}: {where}", "give the checkpoint that was made for this reward"):
         network.load_state_dict(state)
 
 
 def perceptron(width: int) -> torch.nn.Sequential:
-    """The head of the aesthetic predictor and of ImageReward: linear layers one after the other, without activations.
+    """Build the head of the aesthetic predictor and of ImageReward: linear layers in sequence, without activations.
 
     Their trainings had dropout at 1, 3 and 5; the numbers of the layers are those of their checkpoints.
     """

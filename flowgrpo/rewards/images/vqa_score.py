@@ -1,7 +1,7 @@
-"""VQAScore (Lin et al. 2024, 2404.01291): does a model that answers questions say that the picture shows the prompt?
+"""VQAScore (Lin et al. 2024, 2404.01291): probability that a question-answering model says yes to the prompt.
 
-The model is InstructBLIP on Flan-T5, one of the paper's, as transformers has it. The paper's best, CLIP-FlanT5, is no
-model of transformers and runs code of its own.
+The model is InstructBLIP on Flan-T5, one of the paper's, in transformers. The paper's best, CLIP-FlanT5, is not in
+transformers and needs its own code.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ LONGEST = 128  # tokens of a question
 class VqaScore:
     """VQAScore: the probability of the answer "yes" to whether the picture shows its prompt.
 
-    As in the release, it is the geometric mean over the answer's tokens, the end of the text among them, each given
+    As in the release, it is the geometric mean over the answer's tokens, including the end of the text, each given
     those before it.
 
-    model, revision: an InstructBLIP of transformers on an encoder-decoder, a folder or hub id; question: with {} for
-    the prompt; answer: the one whose probability counts; dtype: float32, bfloat16 or float16; device: None for a GPU
-    where there is one; batch: pictures at a time; parts: model, its tokenizer and its Q-Former's tokenizer, ready-made.
-    UserError for a question without {}, another dtype, and where the weights cannot be had.
+    model, revision: an InstructBLIP of transformers on an encoder-decoder, a folder or hub id.
+    question: with {} for the prompt. answer: the one whose probability counts.
+    dtype: float32, bfloat16 or float16. device: None for a GPU if present. batch: pictures at a time.
+    parts: model, its tokenizer and its Q-Former's tokenizer, ready-made.
+    Raises UserError for a question without {}, for another dtype, and if the weights are unavailable.
     """
 
     model: str = "Salesforce/instructblip-flan-t5-xl"
@@ -41,7 +42,7 @@ class VqaScore:
     device: str | None = None
     batch: int = 8
     parts: Any = field(default=None, repr=False)
-    reward, within = "vqa_score", ""  # of which mistakes are told, and the argument of it that holds these
+    reward, within = "vqa_score", ""  # name in error messages, and the argument that holds these options
     about = About(modality="image", range=(0, 1), needs="", licence="Apache-2.0, MIT weights")
 
     def __post_init__(self) -> None:
@@ -80,7 +81,8 @@ class VqaScore:
         return logits.float().log_softmax(-1).gather(-1, answer[..., None])[..., 0].mean(1).exp()
 
     def _seen(self, images: Tensor, questions: list[str]) -> Tensor:
-        """What the language model is shown of the pictures, [B, queries, D]: the Q-Former reads the question too."""
+        """Return the language model's visual inputs of the pictures, [B, queries, D]: the Q-Former reads the question
+        too."""
         model, _, tokenizer = self.parts
         pictures = Preparation(model.config.vision_config.image_size)(images.to(self.device))
         features = model.vision_model(pixel_values=pictures.to(model.dtype)).last_hidden_state

@@ -1,13 +1,13 @@
-"""Rewards by a model that is asked: a VLM or LLM behind any OpenAI-compatible endpoint.
+"""Judge rewards: a VLM or LLM behind any OpenAI-compatible endpoint scores the outputs.
 
     reward:
       judge:
         args: {url: "http://127.0.0.1:8000/v1", template: "How well does this show: {prompt}? End with Score: N of 10."}
         on_error: skip
 
-Pointwise (`Judge`), two of a group against each other (`JudgePairs`) and by criteria (`JudgeRubric`). How answers are
-read is in judge_parse.py, the endpoint in judge_client.py, ready-made forms in judge_forms.py. An answer that says
-nothing, or declines, is `Failed`: no score, and counted.
+Pointwise (`Judge`), two of a group against each other (`JudgePairs`) and by criteria (`JudgeRubric`). Answers are
+parsed in judge_parse.py, the endpoint is in judge_client.py, ready-made forms in judge_forms.py. An empty answer, or a
+refusal, is `Failed`: no score, and counted.
 """
 
 from __future__ import annotations
@@ -35,11 +35,12 @@ LICENCE = "Apache-2.0, the model's"
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Asking(Endpoint):
-    """What judges have in common: a question, and the outputs that go with it.
+    """Base of all judges: a question, and the outputs sent with it.
 
-    template: the question, in which {prompt} stands for the prompt; or a file of it, PATH.txt. longest: pixels of a
-    picture's longer side, larger ones are made smaller; encoding: png, or webp, which loses a little. frames: how many
-    of a video's are shown, evenly spaced from the first to the last.
+    template: the question, with {prompt} for the prompt; or its file, PATH.txt.
+    longest: pixels of a picture's longer side; larger ones are shrunk.
+    encoding: png, or webp, which is slightly lossy.
+    frames: shown frames of a video, evenly spaced from the first to the last.
     """
 
     template: str = "{prompt}"
@@ -56,22 +57,21 @@ class Asking(Endpoint):
 
     def _values(self, question: Callable[[int], list[dict[str, Any]]], read: Callable[[Answer, int], float | None],
                 count: int) -> list[float | Failed]:
-        """What `read(answer, i)` makes of the answers to `question(i)`, content parts, for i < count; Failed for None.
-        """
+        """Return `read(answer, i)` of the answers to `question(i)`, content parts, for i < count; Failed for None."""
         found = self.ask(lambda i: user(question(i)), count)
         values = [None if each.refused else read(each, i) for i, each in enumerate(found)]
         return [Failed(_told(each)) if value is None else value for each, value in zip(found, values)]
 
     def _pointwise(self, outputs: Any, prompts: Sequence[str],
                    read: Callable[[Answer], float | None]) -> list[float | Failed]:
-        """A value per output, shown alone before the question."""
+        """Return a value per output, shown alone before the question."""
         def question(row: int) -> list[dict[str, Any]]:
             return [*self._parts(outputs[row]), _text(filled(self._question, prompt=prompts[row]))]
 
         return self._values(question, lambda answer, _: read(answer), len(prompts))
 
     def _parts(self, output: Any) -> list[dict[str, Any]]:
-        """A picture [3, H, W], the frames of a video [F, 3, H, W] or a text, as parts of a message."""
+        """Return a picture [3, H, W], the frames of a video [F, 3, H, W] or a text, as parts of a message."""
         if isinstance(output, str):
             return [_text(output)]
         return [{"type": "image_url", "image_url": {"url": data_url(picture, self.longest, self.encoding)}}
@@ -80,10 +80,10 @@ class Asking(Endpoint):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Judge(Asking):
-    """The score that a model behind an OpenAI-compatible endpoint gives an output; Failed where it gives none.
+    """Score that a model behind an OpenAI-compatible endpoint gives an output; Failed if it gives none.
 
-    parse: how it is read, as of `judge_parse.parser`; scale: the lowest and highest mark, which become 0 and 1, None to
-    leave them as they are. The rest is as of `Asking` and `Endpoint`.
+    parse: reader of the score, see `judge_parse.parser`. scale: lowest and highest mark, mapped to 0 and 1; None for
+    raw marks. Other fields: see `Asking` and `Endpoint`.
     """
 
     template: str = ("Rate from 0 to 10 how well the picture, video or text shown here fulfils this request, and how "
@@ -102,10 +102,10 @@ class Judge(Asking):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class JudgePairs(Asking):
-    """Which of two outputs a model prefers, as win rates within a group; a pair without an answer does not count.
+    """Preference of a model between two outputs, as win rates within a group; a pair without an answer does not count.
 
-    parse: "verdict", or a regular expression as of `judge_parse.compared`. both_orders, comparisons, seed: as of
-    `pairwise.Pairing`; here every pair is judged in both orders unless that is switched off.
+    parse: "verdict", or a regular expression as in `judge_parse.compared`. both_orders, comparisons, seed: as in
+    `pairwise.Pairing`; here every pair is judged in both orders by default.
     """
 
     template: str = ("Two results of the same request are shown, the first and then the second. Which one fulfils it "
@@ -124,7 +124,7 @@ class JudgePairs(Asking):
 
     def __call__(self, first: Any, second: Any, prompts: Sequence[str],
                  metadata: Sequence[dict] = ()) -> list[float | Failed]:
-        """B values: 1 where the first is better, 0 where the second is, 0.5 at a tie, Failed for no answer."""
+        """Return B values: 1 where the first is better, 0 where the second is, 0.5 at a tie, Failed for no answer."""
         noun = NOUNS[modality_of(first)]
 
         def question(row: int) -> list[dict[str, Any]]:
@@ -136,10 +136,10 @@ class JudgePairs(Asking):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class JudgeRubric(Asking):
-    """The weighted share of criteria that a model finds fulfilled; those it does not decide are left out.
+    """Weighted share of criteria that a model finds fulfilled; undecided ones are left out.
 
-    criteria: texts, or {text: "...", weight: 2}, for every prompt; those under `key` of a prompt's metadata follow.
-    None for a prompt without any. In the template, {criteria} stands for their numbered list.
+    criteria: texts, or {text: "...", weight: 2}, for every prompt, followed by those under `key` of a prompt's
+    metadata. None for a prompt without any. In the template, {criteria} stands for their numbered list.
     """
 
     template: str = ("Judge the result shown here by each of these criteria.\n{criteria}\nThe request was: {prompt}\n"
@@ -175,7 +175,8 @@ class JudgeRubric(Asking):
 
 
 def weighted(criteria: Any) -> list[tuple[str, float]]:
-    """Criteria with their weights, 1 where none is given. UserError for anything else than a list of these."""
+    """Return criteria with their weights, 1 if not given.
+    Raises UserError for anything else than a list of these."""
     found = []
     for each in criteria if isinstance(criteria, (list, tuple)) else [criteria]:
         text, weight = (each.get("text"), each.get("weight", 1)) if isinstance(each, dict) else (each, 1)
@@ -187,20 +188,20 @@ def weighted(criteria: Any) -> list[tuple[str, float]]:
 
 
 def filled(template: str, **texts: str) -> str:
-    """A template with each {name} replaced by its text; other braces stay, and so do those inside the texts."""
+    """Return a template with each {name} replaced by its text; other braces stay, and so do those inside the texts."""
     return re.sub("|".join(rf"\{{{name}\}}" for name in texts), lambda found: texts[found[0][1:-1]], template)
 
 
 def spaced(count: int, wanted: int) -> list[int]:
-    """`wanted` of `count` frames, evenly spaced from the first to the last; the middle one for one, all where fewer."""
+    """Return `wanted` of `count` frames, evenly spaced from first to last; the middle one for one, all if fewer."""
     if wanted >= count:
         return list(range(count))
     return [count // 2] if wanted == 1 else [round(i * (count - 1) / (wanted - 1)) for i in range(wanted)]
 
 
 def data_url(picture: Any, longest: int, encoding: str) -> str:
-    """A picture [3, H, W] in [0, 1] as a data URL of 8 bits, its longer side at most `longest` pixels. Failed for one
-    that holds NaN or an infinity."""
+    """Return a picture [3, H, W] in [0, 1] as an 8-bit data URL, its longer side at most `longest` pixels.
+    Raises Failed for a picture that holds NaN or an infinity."""
     from PIL import Image
 
     from flowgrpo.rewards.pixels import eight_bit
@@ -220,7 +221,7 @@ def _text(text: str) -> dict[str, Any]:
 
 
 def _read(template: str) -> str:
-    """A template, or the file of one."""
+    """Return a template, or the content of its file."""
     if not template.endswith(".txt"):
         return template
     try:
@@ -230,6 +231,6 @@ def _read(template: str) -> str:
 
 
 def _told(answer: Answer) -> str:
-    """Why an answer is none, in one line."""
+    """Return in one line why an answer counts as none."""
     why = "declined" if answer.refused else "was cut off at max_tokens" if answer.cut else "gave no answer in the form"
     return f"a judge {why}: {one_line(answer.text[-200:])!r}"

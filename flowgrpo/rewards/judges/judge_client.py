@@ -1,4 +1,4 @@
-"""Asking a model behind an OpenAI-compatible endpoint (`POST URL/chat/completions`): vLLM, SGLang, a hosted service."""
+"""Client of an OpenAI-compatible endpoint (`POST URL/chat/completions`): vLLM, SGLang, a hosted service."""
 
 from __future__ import annotations
 
@@ -23,8 +23,13 @@ FILTERED = ("content_filter", "content_policy_violation")  # codes of a refusal
 
 @dataclass(frozen=True)
 class Answer:
-    """What the model said. refused: it, or the service for it, declined; cut: it ran into `max_tokens`; tokens: those
-    of the text, each with its likeliest alternatives and their log-probabilities, where the endpoint gave them."""
+    """A model's answer.
+
+    refused: the model, or the service for it, declined.
+    cut: it reached `max_tokens`.
+    tokens: those of the text, each with its likeliest alternatives and their log-probabilities, if the endpoint gave
+    them.
+    """
 
     text: str
     refused: bool = False
@@ -34,15 +39,16 @@ class Answer:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Endpoint:
-    """Where a judge is asked, and how.
+    """Address and settings of a judge.
 
-    url: of the API, several joined by commas; model: None for the only one that is served there. key_env: the NAME of
-    the environment variable that holds the key. temperature, max_tokens: None to leave them out; extra: further keys of
-    every request. concurrency: requests at the same time. timeout: seconds for one request; retries: further attempts;
-    wait: seconds before the first of them, doubled for each next, or what the endpoint asks for, 60 at most.
+    url: of the API, several joined by commas. model: None for the only one served there.
+    key_env: the NAME of the environment variable that holds the key.
+    temperature, max_tokens: None to omit them. extra: further keys of every request.
+    concurrency: simultaneous requests. timeout: seconds for one request. retries: further attempts.
+    wait: seconds before the first retry, doubled for each next, or the time the endpoint asks for, 60 at most.
 
-    UserError for settings that cannot be. Asking raises UserError for a person's mistake (the key, the URL, the model),
-    `TimedOut` where the endpoint gives no proper answer, and `Failed` for a request that it rejects.
+    A request raises `TimedOut` if the endpoint gives no proper answer, and `Failed` if it rejects the request.
+    Raises UserError for invalid settings, and in a request for the user's mistake (the key, the URL, the model).
     """
 
     url: str = "http://127.0.0.1:8000/v1"
@@ -69,7 +75,8 @@ class Endpoint:
             object.__setattr__(self, name, value)
 
     def ask(self, messages: Callable[[int], list[dict[str, Any]]], count: int) -> list[Answer]:
-        """The answers to `messages(0)` to `messages(count - 1)`, in order, `concurrency` of them at the same time."""
+        """Return the answers to `messages(0)` to `messages(count - 1)`, in order, with `concurrency` requests at a
+        time."""
 
         def one(part: range) -> Answer:
             body = {"messages": messages(part.start), "temperature": self.temperature, "max_tokens": self.max_tokens}
@@ -86,7 +93,7 @@ class Endpoint:
         return self._service.asked(attempt)
 
     def _only_model(self, url: str) -> str:
-        """The one model that is served at a URL."""
+        """Return the only model served at a URL."""
         with self._lock:
             if url not in self._served:
                 names = self._service.request("GET", f"{url}/models", None, _models, self._refused)
@@ -97,7 +104,8 @@ class Endpoint:
             return self._served[url]
 
     def _refused(self, url: str, status: int, headers: Any, body: bytes) -> Answer:
-        """A refusal of the service; else the error for a status: of a person, of this request, or one that passes."""
+        """Return a refusal of the service; else raise the error for a status: the user's, this request's, or a
+        transient one."""
         after, error = headers.get("retry-after"), _error(body)
         told = f"{url} answered {status}" + (f": {one_line(error['message'])}" if error.get("message") else "")
         if status in (401, 403):
@@ -115,7 +123,8 @@ class Endpoint:
 
 
 def answer(body: bytes) -> Answer:
-    """A chat completion as an `Answer`. ValueError for what is none."""
+    """Parse a chat completion as an `Answer`.
+    Raises ValueError for anything else."""
     try:
         choice = json.loads(body)["choices"][0]
         message, reason = choice["message"], choice.get("finish_reason")
@@ -131,7 +140,7 @@ def answer(body: bytes) -> Answer:
 
 
 def _tokens(told: Any) -> tuple[tuple[str, dict[str, float]], ...]:
-    """Tokens with their alternatives; alternatives that differ in spaces alone are kept apart."""
+    """Return tokens with their alternatives; alternatives that differ only in spaces stay separate."""
     content = (told or {}).get("content") or ()
     return tuple((each["token"], {other["token"]: float(other["logprob"]) for other in each["top_logprobs"]})
                  for each in content if each.get("top_logprobs"))
@@ -145,7 +154,7 @@ def _models(body: bytes) -> list[str]:
 
 
 def _error(body: bytes) -> dict[str, Any]:
-    """The error that an answer states, {} where it states none: {"error": {...}}, {"error": "..."} or the object."""
+    """Return the error that an answer states, {} if none: {"error": {...}}, {"error": "..."} or the object."""
     try:
         told = json.loads(body)
     except (ValueError, RecursionError):
@@ -155,7 +164,7 @@ def _error(body: bytes) -> dict[str, Any]:
 
 
 def seconds(after: str) -> float:
-    """A Retry-After in seconds: a number of them, or a date; 0 for anything else."""
+    """Return a Retry-After in seconds, given as a number or a date; 0 for anything else."""
     try:
         found = float(after)
     except ValueError:
@@ -169,7 +178,8 @@ def seconds(after: str) -> float:
 
 
 def _authorisation(key_env: str | None) -> dict[str, str]:
-    """The header with the key; UserError, which never tells the key, where there is none."""
+    """Return the header with the key.
+    Raises UserError, which never contains the key, if there is none."""
     if key_env is None:
         return {}
     key = os.environ.get(key_env, "").strip()
@@ -180,5 +190,5 @@ def _authorisation(key_env: str | None) -> dict[str, str]:
 
 
 def user(parts: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The messages of one question."""
+    """Return the messages of one question."""
     return [{"role": "user", "content": list(parts)}]

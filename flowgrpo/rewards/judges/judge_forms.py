@@ -1,6 +1,6 @@
-"""Judges with a question and a form of answer of their own: the words are ours, the form that of the models' authors.
+"""Judges with a fixed question and answer format: the wording is ours, the format that of the models' authors.
 
-A model that was trained on one wording may be given it: `args: {template: question.txt}`.
+For a model trained on one wording, use `args: {template: question.txt}`.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class UnifiedRewardPairs(JudgePairs):
 class DeQA(Asking):
     """Quality of a picture as DeQA-Score: the mean of the levels bad (1) to excellent (5) under their probabilities.
 
-    2501.11561. The probabilities are those of the token that names the level, where the endpoint gives them, and else
-    the level named counts alone. alternatives: how many tokens they are asked for, 0 where it refuses to tell.
+    2501.11561. The probabilities are those of the token that names the level, if the endpoint gives them; else only the
+    named level counts. alternatives: number of alternatives requested, 0 if the endpoint refuses to give any.
     """
 
     template: str = ("How would you rate the quality of this image? Answer with one word: excellent, good, fair, poor "

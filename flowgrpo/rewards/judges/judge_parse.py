@@ -1,7 +1,7 @@
-"""What a judge's answer says: a score, a verdict on two, which criteria are met, or a level; None where it says none.
+"""Parsers of a judge's answer: a score, a verdict on two, met criteria, or a level; None if it states none.
 
-All of it is pure. An answer is a stranger's text: reasoning before it (`<think>`), fences, markup and prose around it
-are passed over, and a number outside its range, a refusal or two contradicting answers are no answer.
+All functions are pure. An answer is untrusted text: reasoning before it (`<think>`), fences, markup and prose around it
+are skipped. A number outside its range, a refusal or two contradicting answers count as no answer.
 """
 
 from __future__ import annotations
@@ -34,9 +34,11 @@ _FORMS = ("expected `score in [0, 10]`, `json KEY`, `json KEY in [0, 10]`, or a 
 
 
 def parser(parse: str, scale: Sequence[float] | None = None) -> Callable[[str], float | None]:
-    """Text -> score, as `parse` says: "score in [lo, hi]", "json KEY", "json KEY in [lo, hi]", or a regular expression
-    whose group is the number, where its last match counts. scale: the lowest and highest mark, which become 0 and 1;
-    others are no answer. UserError for what is none of these."""
+    """Return a parser, text -> score, for `parse`: "score in [lo, hi]", "json KEY", "json KEY in [lo, hi]", or a
+    regular expression whose group is the number and whose last match counts. scale: lowest and highest mark, mapped to
+    0 and 1; others are no answer.
+    Raises UserError for any other `parse`.
+    """
     low_high = None if scale is None else _range(scale, "scale")
     read, own = _reader(parse)
 
@@ -50,27 +52,27 @@ def parser(parse: str, scale: Sequence[float] | None = None) -> Callable[[str], 
 
 
 def thought_out(text: str) -> str:
-    """An answer without the reasoning before it; nothing where that never came to an end."""
+    """Return an answer without the reasoning before it; empty if that never ended."""
     text = text[-LONGEST:].rpartition("</think>")[2]
     return "" if "<think>" in text else text.strip()
 
 
 def conclusion(text: str) -> str:
-    """What an answer comes to: without reasoning, inside its last <answer> where there is one, without markup."""
+    """Return the conclusion of an answer: without reasoning and markup, inside its last <answer> if there is one."""
     text = thought_out(text).replace("\u2019", "'")
     inner = re.findall(r"<answer>(.*?)</answer>", text, re.S | re.I)
     return re.sub(r"`|\*\*|__|(?<!\w)[*_](?=\w)|(?<=\w)[*_](?!\w)", "", inner[-1] if inner else text).strip()
 
 
 def refused(text: str) -> bool:
-    """Whether an answer begins as one that declines to judge."""
+    """True if an answer begins by declining to judge."""
     return _REFUSAL.match(conclusion(text)) is not None
 
 
 # --- one output ------------------------------------------------------------------------------------------------------
 
 def _reader(parse: str) -> tuple[Callable[[str, Range | None], float | None], Range | None]:
-    """How a score is read, and the range that `parse` states."""
+    """Return the reader of a score, and the range that `parse` states."""
     form = re.fullmatch(r"(score|json\s+\S+)(?:\s+in\s*(\[.*\]))?", parse.strip())
     if form and (form[2] or form[1] != "score"):
         own = _range(_list(form[2]), parse) if form[2] else None
@@ -82,7 +84,8 @@ def _reader(parse: str) -> tuple[Callable[[str, Range | None], float | None], Ra
 
 
 def _last(parse: str, forms: str) -> Callable[[str], str | None]:
-    """Text -> what the one group of a regular expression holds in its last match; None where it has none."""
+    """Return a function, text -> content of a regular expression's one group in its last match; None without a match.
+    """
     try:
         pattern = re.compile(parse, re.S)
     except re.error as error:
@@ -111,7 +114,8 @@ def _within(value: float, known: Range | None) -> bool:
 
 
 def _scored(text: str, known: Range | None) -> float | None:
-    """A score in prose: under a key, after a label ("Final Score: 8"), as a fraction, or alone on an outer line."""
+    """Read a score in prose: under a key, after a label ("Final Score: 8"), as a fraction, or alone on an outer line.
+    """
     if (value := _keyed(text, ("final_score", "overall_score", "score", "rating", "mark"), known)) is not None:
         return value
     for pattern in (_LAST_LABEL, _LABELLED, _FRACTION):
@@ -125,12 +129,12 @@ def _scored(text: str, known: Range | None) -> float | None:
 
 
 def _of(number: str, whole: str | None, known: Range | None) -> float | None:
-    """A mark out of so many: None where that is not the highest mark."""
+    """Read a mark out of `whole`; None if that is not the highest mark."""
     return None if whole and known and float(whole) != known[1] else float(number)
 
 
 def _keyed(text: str, keys: Sequence[str], known: Range | None) -> float | None:
-    """The number under the first of some keys, in the last JSON object that has it."""
+    """Return the number under the first of some keys, in the last JSON object that has it."""
     every = list(objects(text))
     for key in keys:
         found = [each[key] for each in every if key in each]
@@ -140,7 +144,7 @@ def _keyed(text: str, keys: Sequence[str], known: Range | None) -> float | None:
 
 
 def _number(value: Any, known: Range | None) -> float | None:
-    """A JSON value or a text as a number: 8, "8", "8/10", true, "yes"."""
+    """Read a JSON value or a text as a number: 8, "8", "8/10", true, "yes"."""
     if isinstance(value, str):
         found = _ALONE.fullmatch(value.strip())
         return _of(found[1], found[2], known) if found else {True: 1.0, False: 0.0}.get(_yes(value))
@@ -148,7 +152,7 @@ def _number(value: Any, known: Range | None) -> float | None:
 
 
 def objects(text: str) -> Iterator[dict[str, Any]]:
-    """The JSON objects in a text, with those inside them, in their order, whatever stands around them."""
+    """Yield the JSON objects in a text and those inside them, in order, whatever surrounds them."""
     decoder, at = json.JSONDecoder(), text.find("{")
     while at >= 0:
         try:
@@ -186,7 +190,7 @@ _KEYS = ("better", "winner", "preferred", "verdict", "choice", "answer")
 
 
 def verdict(text: str) -> float | None:
-    """1 where an answer says that the first of two is better, 0 the second, 0.5 a tie; what it says last counts."""
+    """Return 1 if an answer prefers the first of two, 0 the second, 0.5 for a tie; the last statement counts."""
     if refused(text):
         return None
     text = conclusion(text)
@@ -200,8 +204,9 @@ def verdict(text: str) -> float | None:
 
 
 def compared(parse: str) -> Callable[[str], float | None]:
-    """Text -> 1, 0, 0.5 or None: "verdict", or a regular expression whose group names one of the two (1, 2, A, B,
-    first, second), or a tie. UserError for neither."""
+    """Return a parser, text -> 1, 0, 0.5 or None, for "verdict", or for a regular expression whose group names one of
+    the two (1, 2, A, B, first, second), or a tie.
+    Raises UserError for neither."""
     if parse == "verdict":
         return verdict
     last = _last(parse, "expected `verdict`, or a regular expression with one group around 1, 2, A, B or tie")
@@ -209,7 +214,7 @@ def compared(parse: str) -> Callable[[str], float | None]:
 
 
 def _side(text: str) -> float | None:
-    """What a text means that names one of the two, or a tie, and nothing else."""
+    """Read a text that only names one of the two, or a tie."""
     found = _SIDE.fullmatch(text)
     if found is None:
         return None
@@ -241,8 +246,8 @@ def _yes(value: Any) -> bool | None:
 
 
 def answers(text: str, count: int) -> list[bool | None]:
-    """Whether each of `count` numbered criteria is met: from JSON, {"1": "yes", ...}, or lines ("2. no"); None where
-    that is not said, or said both ways."""
+    """Return for each of `count` numbered criteria whether it is met: from JSON, {"1": "yes", ...}, or lines ("2. no");
+    None if unstated or contradictory."""
     told: list[set[bool | None]] = [set() for _ in range(count)]
     text = "" if refused(text) else conclusion(text)
     keyed = [each for each in objects(text) if any(re.search(r"\d", key) for key in each)]
@@ -255,7 +260,7 @@ def answers(text: str, count: int) -> list[bool | None]:
 
 
 def share(met: Sequence[bool | None], weights: Sequence[float]) -> float | None:
-    """The weight of the criteria that are met among that of those with an answer; None where none has one."""
+    """Return the weight of the met criteria as a share of those with an answer; None if none has one."""
     known = [(value, weight) for value, weight in zip(met, weights) if value is not None]
     return sum(weight for value, weight in known if value) / sum(weight for _, weight in known) if known else None
 
@@ -263,17 +268,17 @@ def share(met: Sequence[bool | None], weights: Sequence[float]) -> float | None:
 # --- levels ----------------------------------------------------------------------------------------------------------
 
 def level(text: str) -> float | None:
-    """The value of the one level that an answer names: excellent 5, good 4, fair 3, poor 2, bad 1."""
+    """Return the value of the one level that an answer names: excellent 5, good 4, fair 3, poor 2, bad 1."""
     words = set(re.findall(rf"(?<!not )\b({'|'.join(LEVELS)})\b", "" if refused(text) else conclusion(text).lower()))
     return LEVELS[words.pop()] if len(words) == 1 else None
 
 
 def expected_level(tokens: Sequence[tuple[str, Mapping[str, float]]]) -> float | None:
-    """The mean of the levels under their probabilities, closed over the five (DeQA-Score, 2501.11561; Q-Align,
-    2312.17090), where the answer names the first one; None where it names none.
+    """Return the mean of the levels under their probabilities, normalised over the five (DeQA-Score, 2501.11561;
+    Q-Align, 2312.17090), at the first token that names one; None if there is none.
 
-    tokens: those of an answer, each with its likeliest alternatives and their log-probabilities; a level that is not
-    among them counts as improbable. A token may be a level's beginning of two letters or more.
+    tokens: those of an answer, each with its likeliest alternatives and their log-probabilities; a missing level counts
+    as improbable. A token may be a level's beginning of two letters or more.
     """
     for token, alternatives in tokens:
         if _begins(token) is None:
@@ -288,6 +293,6 @@ def expected_level(tokens: Sequence[tuple[str, Mapping[str, float]]]) -> float |
 
 
 def _begins(token: str) -> float | None:
-    """The level that a token is, or begins."""
+    """Return the level that a token is, or begins."""
     word = token.strip(" \u0120\u2581").lower()
     return next((value for name, value in LEVELS.items() if len(word) >= 2 and name.startswith(word)), None)

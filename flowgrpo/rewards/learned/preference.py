@@ -1,7 +1,7 @@
-"""Rewards that `flowgrpo train-reward` learned from preferences: a folder, by its path.
+"""Rewards that `flowgrpo train-reward` learned from preferences, each a folder named by its path.
 
-The folder holds `reward.json` (aspects, scales, which network, what was measured), `network.safetensors`, and of a
-network with a text encoder of its own that one's configuration and tokenizer.
+The folder holds `reward.json` (aspects, scales, network, measurements) and `network.safetensors`. A network with its
+own text encoder adds that one's configuration and tokenizer.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ FORM = 1
 
 @dataclass(frozen=True)
 class Aspect:
-    """How an aspect's score enters the reward: weight * (score - mean) / deviation."""
+    """One aspect's term of the reward: weight * (score - mean) / deviation."""
 
     weight: float = 1.0
     mean: float = 0.0
@@ -39,7 +39,7 @@ class Aspect:
 
 @dataclass(frozen=True)
 class Description:
-    """What `reward.json` says: aspects in the order of the network's outputs, which network, and what was measured.
+    """Content of `reward.json`: aspects in the order of the network's outputs, the network, and its measurements.
 
     network: {"kind": "film", "size": S} or {"kind": "clip", "model": NAME, "pretrained": TAG_OR_FILE}.
     """
@@ -54,7 +54,8 @@ class Description:
 
     @classmethod
     def read(cls, folder: Path) -> Description:
-        """UserError for a file that is none of `flowgrpo train-reward`."""
+        """Read a folder's `reward.json`.
+        Raises UserError for a file not written by `flowgrpo train-reward`."""
         with loading(f"reward {str(folder)!r}: {FILE}", "expected what `flowgrpo train-reward` wrote"):
             record = json.loads((folder / FILE).read_text(encoding="utf-8"))
             if record.pop("form") != FORM:
@@ -65,14 +66,15 @@ class Description:
 
 @dataclass(frozen=True)
 class Preference:
-    """What people or a judge would prefer, as learned from pairs of pictures by `flowgrpo train-reward`.
+    """Human or judge preference, learned from pairs of pictures by `flowgrpo train-reward`.
 
-    The sum over aspects of weight * (score - mean) / deviation, where mean and deviation are those of the held-out
-    pictures, so that aspects and other rewards have like scales. One unit is no fixed odds.
+    The sum over aspects of weight * (score - mean) / deviation. Mean and deviation are those of the held-out pictures,
+    so aspects and other rewards have similar scales. One unit is no fixed odds.
 
-    folder: what `train-reward` wrote; aspect: this one alone, with the weight 1; weights: by aspect, in place of the
-    folder's, 0 for those that are left out; device: None for a GPU where there is one; batch: pictures at a time.
-    UserError for a folder that cannot be read and for an unknown aspect.
+    folder: written by `train-reward`. aspect: only this one, with the weight 1.
+    weights: by aspect, in place of the folder's; omitted aspects get 0.
+    device: None for a GPU if present. batch: pictures at a time.
+    Raises UserError for an unreadable folder and for an unknown aspect.
     """
 
     folder: str
@@ -98,7 +100,7 @@ class Preference:
         return ((self.scores(images, prompts).double() - mean) / deviation) @ weight
 
     def scores(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
-        """The network's own scores [B, A], whose differences between pictures of a prompt are log-odds."""
+        """Return the network's raw scores [B, A]; their differences between pictures of a prompt are log-odds."""
         return batched(self._scores, images, prompts, self.batch)
 
     def _scores(self, images: Tensor, prompts: list[str]) -> Tensor:
@@ -107,13 +109,14 @@ class Preference:
 
 
 def named(folder: Path, aspect: str | None) -> partial:
-    """The reward of a folder, or of one of its aspects, not yet made. UserError for an aspect that it lacks."""
+    """Return the reward of a folder, or of one of its aspects, not yet instantiated.
+    Raises UserError for an unknown aspect."""
     _weights(str(folder), Description.read(folder), aspect, None)
     return partial(Preference, str(folder), **({} if aspect is None else {"aspect": aspect}))
 
 
 def _weights(folder: str, known: Description, aspect: str | None, weights: dict[str, float] | None) -> dict[str, float]:
-    """The weight of every aspect."""
+    """Return the weight of every aspect."""
     if aspect is not None and weights is not None:
         raise UserError(f"reward {folder!r}: got the aspect {aspect!r} and weights, expected one of them")
     given = weights or {} if aspect is None else {aspect: 1.0}
@@ -125,7 +128,7 @@ def _weights(folder: str, known: Description, aspect: str | None, weights: dict[
 
 
 def save(folder: Path, network: Film | ClipHead, known: Description) -> None:
-    """Write a reward's folder; `reward.json` comes last, so that a folder with one is whole."""
+    """Write a reward's folder; `reward.json` comes last, so a folder with one is complete."""
     folder.mkdir(parents=True, exist_ok=True)
     save_file({key: value.detach().cpu().clone() for key, value in network.state_dict().items()},
               folder / WEIGHTS)
@@ -137,7 +140,8 @@ def save(folder: Path, network: Film | ClipHead, known: Description) -> None:
 
 
 def read_network(folder: Path, known: Description, device: str) -> Film | ClipHead:
-    """The network of a folder with its weights. UserError where it cannot be read or does not fit."""
+    """Load the network of a folder with its weights.
+    Raises UserError if it is unreadable or does not fit."""
     with loading(f"reward {str(folder)!r}", "train it again, or copy its whole folder"):
         if known.network["kind"] == "film":
             network: Film | ClipHead = saved_film(folder, len(known.aspects), known.network["size"])

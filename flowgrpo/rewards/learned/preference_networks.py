@@ -1,8 +1,8 @@
-"""The networks of rewards that are learned from preferences: a picture and its prompt to a score per aspect.
+"""Networks of learned preference rewards: a picture and its prompt to a score per aspect.
 
-Both have the same three parts. `prepare` makes pictures of any size [B, 3, H, W] in [0, 1] those that the network
-takes; `rows` turns these and their B prompts into what no training changes, tensors by name with B rows each, so that
-it is done once per picture; `forward` of these rows gives the scores [B, A] of A aspects.
+Both have the same three parts. `prepare` converts pictures of any size [B, 3, H, W] in [0, 1] to the network's input.
+`rows` maps these and their B prompts to the features that training does not change, tensors by name with B rows each,
+computed once per picture. `forward` of these rows gives the scores [B, A] of A aspects.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from flowgrpo.rewards.images.vision import Preparation, loading
 from flowgrpo.starter import FOLDERS
 
 WIDTH, BLOCKS = 96, 3
-TEXT, TOKENIZER = "text_encoder", "tokenizer"  # folders, as pipelines name them
+TEXT, TOKENIZER = "text_encoder", "tokenizer"  # folders, named as in pipelines
 
 
 class Film(nn.Module):
-    """A small convolutional network whose blocks are scaled and shifted, per channel, by the prompt.
+    """Small convolutional network whose blocks are scaled and shifted, per channel, by the prompt.
 
-    That is FiLM (Perez et al. 2018, 1709.07871): patches of 4 by 4 pixels, convolutions down to an eighth of the side,
-    then residual blocks that also see where they are. Picture and text encoder are trained together.
+    This is FiLM (Perez et al. 2018, 1709.07871): patches of 4 by 4 pixels, convolutions down to an eighth of the side,
+    then residual blocks that also see their position. Picture and text encoder are trained together.
 
-    text, tokenizer: a text encoder of transformers with its tokenizer; aspects: A; size: the pictures' side.
+    text, tokenizer: a text encoder of transformers with its tokenizer. aspects: A. size: the pictures' side.
     """
 
     def __init__(self, text: nn.Module, tokenizer: Any, aspects: int, size: int) -> None:
@@ -47,11 +47,11 @@ class Film(nn.Module):
 
     @property
     def longest(self) -> int:
-        """How many tokens of a prompt are read."""
+        """Maximum tokens of a prompt."""
         return min(self.tokenizer.model_max_length, getattr(self.text.config, "max_position_embeddings", 256))
 
     def rows(self, prepared: Tensor, prompts: Sequence[str]) -> dict[str, Tensor]:
-        """pictures uint8 [B, 3, S, S], ids and mask [B, L]."""
+        """Return pictures uint8 [B, 3, S, S], ids and mask [B, L]."""
         told = self.tokenizer(list(prompts), padding="max_length", truncation=True, max_length=self.longest,
                               return_tensors="pt")
         return {"pictures": (prepared * 255).round().to(torch.uint8), "ids": told.input_ids.to(prepared.device),
@@ -61,7 +61,7 @@ class Film(nn.Module):
         return self.judged(self.looked(pictures), ids, mask)
 
     def looked(self, pictures: Tensor) -> Tensor:
-        """What is seen of pictures [B, 3, S, S] whatever the prompts, [B, WIDTH, S / 8, S / 8]."""
+        """Return prompt-independent features of pictures [B, 3, S, S], [B, WIDTH, S / 8, S / 8]."""
         return self.trunk(pictures.float() / 127.5 - 1)
 
     def judged(self, seen: Tensor, ids: Tensor, mask: Tensor) -> Tensor:
@@ -71,7 +71,7 @@ class Film(nn.Module):
         return self.head(torch.cat([seen.mean((2, 3)), seen.amax((2, 3)), told], 1))
 
     def _told(self, ids: Tensor, mask: Tensor) -> Tensor:
-        """The mean of a prompt's states [B, width]; prompts that come several times are read once."""
+        """Return the mean of a prompt's states [B, width]; repeated prompts are encoded once."""
         both, places = torch.stack([ids, mask], 1).unique(dim=0, return_inverse=True)
         ids, mask = both.unbind(1)
         states = self.text(input_ids=ids, attention_mask=mask).last_hidden_state
@@ -79,7 +79,7 @@ class Film(nn.Module):
 
 
 class Modulated(nn.Module):
-    """A residual block on [B, WIDTH, h, w] whose channels a text [B, width] scales and shifts."""
+    """Residual block on [B, WIDTH, h, w] whose channels are scaled and shifted by a text [B, width]."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -97,23 +97,23 @@ class Modulated(nn.Module):
 
 
 class ClipHead(nn.Module):
-    """A head on the embeddings of a frozen CLIP model: picture, prompt, and their product, through one hidden layer.
+    """Head on the embeddings of a frozen CLIP model: picture, prompt, and their product, through one hidden layer.
 
-    clip: model and tokenizer of open_clip as `ClipScore` holds them, on their device; aspects: A.
+    clip: model and tokenizer of open_clip as in `ClipScore`, on their device. aspects: A.
     """
 
     def __init__(self, clip: ClipScore, aspects: int) -> None:
         super().__init__()
-        self.parts, self.prepare, self.device = clip.parts, clip.prepare, clip.device  # a tuple: no weights of ours
+        self.parts, self.prepare, self.device = clip.parts, clip.prepare, clip.device  # a tuple: not registered
         width = self._told(["a"]).shape[-1]
         self.head = nn.Sequential(nn.LayerNorm(3 * width), nn.Linear(3 * width, 256), nn.ReLU(),
                                   nn.Linear(256, aspects))
 
     @torch.no_grad()
     def rows(self, prepared: Tensor, prompts: Sequence[str]) -> dict[str, Tensor]:
-        """features [B, 3 W] of embeddings of width W."""
+        """Return features [B, 3 W] of embeddings of width W."""
         told, seen = self._told(prompts), self.parts[0].encode_image(prepared.to(self.device), normalize=True)
-        scale = told.shape[-1] ** 0.5  # of a normalised embedding, whose numbers then are around 1
+        scale = told.shape[-1] ** 0.5  # scales the numbers of a normalised embedding to around 1
         return {"features": torch.cat([seen * scale, told * scale, seen * told * scale**2], 1).float()}
 
     def forward(self, features: Tensor) -> Tensor:
@@ -126,9 +126,10 @@ class ClipHead(nn.Module):
 
 
 def with_text(source: str, aspects: int, size: int) -> Film:
-    """A fresh Film network, whose text encoder is that of a starter, or of a pipeline's folder or hub id.
+    """Build a fresh Film network with the text encoder of a starter, or of a pipeline's folder or hub id.
 
-    Initialised by torch's global seed. UserError where text encoder and tokenizer cannot be had.
+    Initialised by torch's global seed.
+    Raises UserError if text encoder or tokenizer are unavailable.
     """
     from transformers import AutoTokenizer
 
@@ -137,12 +138,12 @@ def with_text(source: str, aspects: int, size: int) -> Film:
         tokenizer = AutoTokenizer.from_pretrained(place, subfolder=TOKENIZER, trust_remote_code=False)
         kind, config = _text_class(place, subfolder=TEXT)
         text = kind.from_pretrained(place, subfolder=TEXT, config=config, dtype=torch.float32,
-                                    attn_implementation="eager")  # backwards on a CPU, the fused one is slow
+                                    attn_implementation="eager")  # the fused one has a slow backward on a CPU
     return Film(text, tokenizer, aspects, size)
 
 
 def saved_film(folder: Path, aspects: int, size: int) -> Film:
-    """The Film network whose text encoder's configuration and tokenizer a folder holds, its weights not yet loaded."""
+    """Build the Film network from a folder's text encoder configuration and tokenizer, without its weights."""
     from transformers import AutoTokenizer
 
     kind, config = _text_class(str(folder / TEXT))
@@ -151,7 +152,7 @@ def saved_film(folder: Path, aspects: int, size: int) -> Film:
 
 
 def _text_class(place: str, **where: str) -> tuple[Any, Any]:
-    """The class of transformers that a configuration names, and the configuration."""
+    """Return the transformers class that a configuration names, and the configuration."""
     import transformers
 
     config = transformers.AutoConfig.from_pretrained(place, trust_remote_code=False, **where)

@@ -1,7 +1,7 @@
 """Answers by a small network in a folder of the form that `flowgrpo train-reward` writes.
 
-Its aspects are the answers that it knows, and the text that it reads is the question: P(answer) is the softmax of its
-scores over the choices, so that of yes and no it is sigmoid(yes - no). `scripts/train_starter_answers.py` trains one.
+Its aspects are the answers that it knows, and its text input is the question. P(answer) is the softmax of its scores
+over the choices; for yes and no it is sigmoid(yes - no). `scripts/train_starter_answers.py` trains one.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from flowgrpo.errors import UserError
 from flowgrpo.rewards.learned.preference import Description, Preference
 from flowgrpo.rewards.questions.questions import Question
 
-ALWAYS = ("yes", "no")  # answers that every such network knows
+ALWAYS = ("yes", "no")  # answers known by every such network
 
 
 @dataclass(frozen=True)
 class ByFolder:
-    """The probability of the right answer, or whether it is the likeliest of the choices (`score` "share").
+    """Probability of the right answer, or 1 if it is the likeliest of the choices (`score` "share").
 
-    UserError for a folder whose aspects are no answers, and for a choice that is none of them.
+    Raises UserError for a folder whose aspects are not answers, and for a choice that is not among them.
     """
 
     folder: str
@@ -43,13 +43,13 @@ class ByFolder:
         object.__setattr__(self, "model", Preference(self.folder))
 
     def right(self, images: Any, asked: Sequence[tuple[int, Question]]) -> list[float]:
-        """images [B, 3, H, W] in [0, 1]; asked: n times the row of a picture and its question."""
+        """Score n questions. images: [B, 3, H, W] in [0, 1]. asked: n pairs of a picture's row and its question."""
         return [float(p[each.choices.index(each.answer)] if self.score == "probability"
                       else p.argmax() == each.choices.index(each.answer))
                 for (_, each), p in zip(asked, self.probabilities(images, asked), strict=True)]
 
     def probabilities(self, images: Any, asked: Sequence[tuple[int, Question]]) -> list[Tensor]:
-        """Of each question those of its choices, float64."""
+        """Return each question's probabilities of its choices, float64."""
         places = [self._places(each) for _, each in asked]
         if not asked:
             return []

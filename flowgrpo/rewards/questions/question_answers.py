@@ -1,9 +1,9 @@
-"""Does a model that answers questions say of a picture what its prompt says? UniRL's idea (2505.23380): the pictures
-are questioned, and the answers are the reward.
+"""Reward by questions: a model answers questions about a picture, made from its prompt. The idea is UniRL's
+(2505.23380).
 
-There one model draws and answers, and learns both, each from the other; here another model answers, and learns nothing
-in the run: InstructBLIP, as of `vqa_score`, one behind a judge's endpoint, or a small network that was trained before
-(`learned_answers.py`). The questions are the prompt's own (`questions.py`).
+There one model draws and answers, and learns both, each from the other. Here another model answers and is not trained:
+InstructBLIP, as in `vqa_score`, one behind a judge's endpoint, or a small pretrained network (`learned_answers.py`).
+The questions are the prompt's own (`questions.py`).
 """
 
 from __future__ import annotations
@@ -28,27 +28,29 @@ from flowgrpo.rewards.questions.questions import NUMBERS, Question, Writer, of_c
 from flowgrpo.starter.scenes import parse
 
 BY, SCORES = ("vqa", "judge"), ("share", "probability")
-Asked = list[tuple[int, Question]]  # the row of a picture, and what is asked of it
+Asked = list[tuple[int, Question]]  # the row of a picture, and a question about it
 
 
 class Answering(VqaScore):
-    """The model in the process; what is wrong with it is told of the reward that was asked for."""
+    """The model in this process; its errors name the reward."""
 
     reward, within = "question_answers", "vqa"
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class QuestionAnswers:
-    """The share of the prompt's questions that a model answers rightly of the picture.
+    """Share of the prompt's questions that a model answers correctly about the picture.
 
     by: "vqa", the model of `vqa_score`, with its arguments in `vqa`; "judge", with those of `judge.Asking` in `judge`,
-    whose template holds {question} and {choices}; or the folder of a network as `learned_answers` reads it. score:
-    "share", of questions whose right answer is chosen, or "probability", the mean of that of the right answers, which
-    a judge does not tell. key: where a prompt's metadata has
-    questions of its own, {"question", "answer", "choices"}; others are made of GenEval's metadata, of prompts of the
-    starter's world, or by `writer`, arguments of the endpoint of a language model, and kept in `file`.
+    whose template holds {question} and {choices}; or the folder of a network for `learned_answers`.
+    score: "share", of questions whose right answer is chosen, or "probability", the mean probability of the right
+    answers, which a judge does not give.
+    key: metadata key of a prompt's own questions, {"question", "answer", "choices"}. Others are made from GenEval's
+    metadata, from prompts of the starter's world, or by `writer`.
+    writer: arguments of a language model's endpoint; its questions are cached in `file`.
 
-    Failed for a picture with no answer. UserError for a prompt that no question can be made of.
+    A picture without any answer is Failed.
+    Raises UserError for a prompt that yields no question.
     """
 
     by: str = "vqa"
@@ -102,7 +104,7 @@ class QuestionAnswers:
             return of_clauses(metadata)
         try:
             return of_claims(parse(prompt))
-        except ValueError:  # no prompt of the starter's world
+        except ValueError:  # not a prompt of the starter's world
             return None
 
 
@@ -125,7 +127,7 @@ class ByVqa:
         return (expected > likeliest).float().tolist()
 
     def _probabilities(self, images: Any, rows: list[tuple[int, Question, str]]) -> torch.Tensor:
-        """Of each (picture's row, question, answer): [n]."""
+        """Return the probability of each (picture's row, question, answer): [n]."""
         found = torch.empty(len(rows))
         for answer in dict.fromkeys(answer for _, _, answer in rows):
             at = [i for i, row in enumerate(rows) if row[2] == answer]
@@ -159,7 +161,7 @@ class ByJudge(Asking):
 
 
 def chosen_in(text: str, choices: Sequence[str]) -> str | None:
-    """The one choice that an answer names, after its last `Answer:` where it has one; digits stand for their words."""
+    """Return the one choice that an answer names, after its last `Answer:` if it has one; digits match number words."""
     if refused(text):
         return None
     said = re.split(r"\banswer\s*(?:is|:|=)", conclusion(text).lower())[-1]

@@ -1,7 +1,7 @@
-"""Questions that tell whether a picture shows its prompt, each with its answer: made by templates, or by a model.
+"""Questions that test whether a picture shows its prompt, each with its answer, made by templates or by a model.
 
-By templates from GenEval's metadata and from prompts of the starter's world: what is there, how many, in which colour
-and where. What no template reads, a language model behind a judge's endpoint turns into questions, once per prompt.
+Templates read GenEval's metadata and prompts of the starter's world: objects, counts, colours and positions. For other
+prompts, a language model behind a judge's endpoint writes questions, once per prompt.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ WRITER = ("Write at most 8 short questions that tell whether a picture shows the
 
 @dataclass(frozen=True)
 class Question:
-    """A question, its right answer, and the answers to choose from, the right one among them. UserError for others."""
+    """A question, its right answer, and the choices, which include the right answer.
+    Raises UserError for others."""
 
     question: str
     answer: str
@@ -49,7 +50,7 @@ class Question:
 
 
 def plural(noun: str) -> str:
-    """The plural of an English noun, such as those of GenEval's classes."""
+    """Return the plural of an English noun, such as those of GenEval's classes."""
     if noun in PLURALS:
         return PLURALS[noun]
     if noun.endswith(("s", "x", "ch", "sh")):
@@ -58,10 +59,11 @@ def plural(noun: str) -> str:
 
 
 def of_clauses(metadata: dict[str, Any]) -> list[Question]:
-    """The questions of GenEval's clauses: {"include": [{"class", "count", "color", "position"}], "exclude": [...]}.
+    """Return the questions of GenEval's clauses: {"include": [{"class", "count", "color", "position"}], "exclude":
+    [...]}.
 
-    Of a class that is included the question for its number says what its exclusion would. Of one that several clauses
-    include only the number of all is asked for: "the star" would be any of a red and a blue one.
+    For an included class, the question for its number covers its exclusion. If several clauses include a class, only
+    its total number is asked for: "the star" could be any of a red and a blue one.
     """
     include, found = metadata["include"], []
     clauses: dict[str, list[dict[str, Any]]] = {}
@@ -100,9 +102,9 @@ def _of_clause(clause: dict[str, Any], include: Sequence[dict[str, Any]],
 
 
 def of_claims(claims: Claims) -> list[Question]:
-    """The questions of a prompt of the starter's world, where nothing may be in a picture that its prompt does not say:
-    all things are counted, and every claimed shape, a single one too, and every other shape is asked for. Whether a
-    ring is there would be answered alike for one and for three."""
+    """Return the questions of a prompt of the starter's world, where a picture may show only what its prompt says.
+    All things are counted. Every claimed shape, a single one too, and every other shape is asked for. Asking whether a
+    ring is there would get the same answer for one and for three."""
     include = [{"class": claim.shape, "count": claim.count, "color": claim.colour} for claim in claims.objects]
     if claims.relation:
         include[0]["position"] = [claims.relation, 1]
@@ -115,8 +117,9 @@ def of_claims(claims: Claims) -> list[Question]:
 
 
 def of_list(entries: Any) -> list[Question]:
-    """Questions as metadata or a model lists them: {"question", "answer", "choices"}, the last yes and no if absent.
-    UserError for what is none."""
+    """Return questions from a list in metadata or a model's answer: {"question", "answer", "choices"}, the last yes and
+    no if absent.
+    Raises UserError for any other form."""
     if not isinstance(entries, list) or not entries or not all(isinstance(each, dict) for each in entries):
         raise UserError(f"questions are {one_line(repr(entries))[:200]}: expected a list of objects with question, "
                         "answer and choices")
@@ -126,25 +129,27 @@ def of_list(entries: Any) -> list[Question]:
 
 
 def number(count: int) -> str:
-    """A count in a sentence: a word where there is one, else digits."""
+    """Return a count for a sentence: a word if there is one, else digits."""
     return NUMBERS[count] if count < len(NUMBERS) else str(count)
 
 
 def article(noun: str) -> str:
-    """The indefinite article of a noun, by its first letter."""
+    """Return the indefinite article of a noun, by its first letter."""
     return "an" if noun[:1] in "aeiou" else "a"
 
 
 def _around(count: int) -> tuple[str, ...]:
-    """The numbers from none to two more."""
+    """Return the numbers from none to two more."""
     return tuple(number(each) for each in range(count + 3))
 
 
 class Writer:
-    """A language model that turns prompts into questions, each prompt once.
+    """Language model that writes questions for prompts, once per prompt.
 
-    endpoint: arguments of `judge_client.Endpoint`; file: a .jsonl that keeps what was written, None to keep it in
-    memory alone; template: what it is asked, with {prompt}. UserError for a template without it, and for a broken file.
+    endpoint: arguments of `judge_client.Endpoint`.
+    file: a .jsonl that caches the questions, None to cache them in memory only.
+    template: the instruction, with {prompt}.
+    Raises UserError for a template without {prompt}, and for a broken file.
     """
 
     def __init__(self, endpoint: dict[str, Any], file: str | None = None, template: str = WRITER):
@@ -155,7 +160,7 @@ class Writer:
         self.known = self._read() if self.file and self.file.is_file() else {}
 
     def __call__(self, prompts: Sequence[str]) -> dict[str, list[Question]]:
-        """The questions of every prompt; none of one that the model wrote no proper question for."""
+        """Return the questions of every prompt; none for one without a valid question from the model."""
         new = [prompt for prompt in dict.fromkeys(prompts) if prompt not in self.known]
         told = self.endpoint.ask(
             lambda i: user([{"type": "text", "text": self.template.replace("{prompt}", new[i])}]), len(new))
@@ -181,7 +186,7 @@ class Writer:
 
 
 def written_in(answer: Answer) -> list[Question]:
-    """The proper questions in a model's answer, whatever stands around them; none where it declined or was cut off."""
+    """Return the valid questions in a model's answer, whatever surrounds them; none if it declined or was cut off."""
     if answer.refused or answer.cut or refused(answer.text):
         return []
     found = []

@@ -1,6 +1,6 @@
-"""A reward that a server computes: `http://host:port/NAME` in a recipe, several URLs joined by commas.
+"""Reward computed by a server: `http://host:port/NAME` in a recipe, several URLs joined by commas.
 
-What goes over the wire is in wire.py, the server in rewards/server.py.
+The protocol is in wire.py, the server in rewards/server.py.
 """
 
 from __future__ import annotations
@@ -21,17 +21,18 @@ TOKEN = "FLOWGRPO_REWARD_TOKEN"  # the environment variable
 
 
 class Remote:
-    """A reward behind one or several URLs, called as any other.
+    """Reward behind one or several URLs, called like any other.
 
-    timeout: seconds for one request. retries: further attempts, after every URL was asked once; wait: seconds before
-    the first of them, doubled for each next, times a random number from 0.5 to 1.5. token_file: holds the server's
-    token; without it, the environment variable FLOWGRPO_REWARD_TOKEN does, if it is set. exact: send the floats
-    themselves, not rounded to 8 bits.
+    timeout: seconds for one request. retries: further attempts, after every URL was asked once.
+    wait: seconds before the first retry, doubled for each next, times a random number from 0.5 to 1.5.
+    token_file: holds the server's token; default: the environment variable FLOWGRPO_REWARD_TOKEN, if set.
+    exact: send the floats themselves, not rounded to 8 bits.
 
-    A batch is sent in parts that keep the server's limits, and to all URLs at the same time. The server is asked what
-    it serves when the object is made: UserError where none answers, or serves another reward. A call raises `Failed`
-    where the reward failed over there, `TimedOut` where no URL gave a proper answer, and UserError for a person's
-    mistake (the token, a limit, a package that the server lacks).
+    A batch is sent in parts that keep the server's limits, to all URLs at the same time. A new object asks the server
+    which reward it serves. A call raises `Failed` if the reward failed on the server, and `TimedOut` if no URL gave a
+    proper answer.
+    Raises UserError if no server answers or it serves another reward, and in a call for the user's mistake (the token,
+    a limit, a package that the server lacks).
     """
 
     def __init__(self, urls: str, timeout: float = 60.0, retries: int = 3, wait: float = 0.5,
@@ -51,13 +52,13 @@ class Remote:
 
     @property
     def group(self) -> bool:
-        """Whether the reward sees whole groups."""
+        """True if the reward needs whole groups."""
         return self.info.group
 
     def __call__(self, outputs: Any, prompts: Sequence[str], metadata: Sequence[dict[str, Any]],
                  group: int = 1) -> list[float | None | Failed]:
-        """B scores, None where the reward does not apply, Failed where it has no answer. outputs: as of any
-        reward; group: the size of the groups."""
+        """Return B scores, None where the reward does not apply, Failed where it has no answer. outputs: as for any
+        reward. group: the size of the groups."""
         samples = [wire.packed(*sample, self.exact) for sample in zip(outputs, prompts, metadata)]
         pixels = outputs.shape[1:].numel() // 3 if hasattr(outputs, "shape") else 0
         try:
@@ -87,8 +88,8 @@ class Remote:
         return info
 
     def _refused(self, url: str, status: int, _headers: Any, answer: bytes) -> NoReturn:
-        """Raise the error for a status: of the reward, of a person, or one that another attempt may not meet. A refusal
-        that is not in our format comes from something in between, and may pass."""
+        """Raise the error for a status: the reward's, the user's, or one that may pass on retry. A refusal in another
+        format comes from a proxy between, and may pass."""
         if status in (401, 403):
             how = "another token" if self._token else f"a token: set {TOKEN}, or token_file in its args"
             raise UserError(f"reward {self.name!r}: {url} expects {how}")
@@ -102,12 +103,13 @@ class Remote:
 
 
 def is_address(name: str) -> bool:
-    """Whether a reward's name is a URL."""
+    """True if a reward's name is a URL."""
     return name.startswith(("http://", "https://"))
 
 
 def addresses(urls: str) -> list[str]:
-    """URLs joined by commas. UserError for one that is not http(s)://host[:port]/NAME."""
+    """Split URLs joined by commas.
+    Raises UserError for one that is not http(s)://host[:port]/NAME."""
     found = [url.strip().rstrip("/") for url in urls.split(",")]
     for url in found:
         try:
@@ -121,7 +123,8 @@ def addresses(urls: str) -> list[str]:
 
 
 def token(file: str | Path | None) -> str | None:
-    """The token in a file, or else in the environment; None where there is none. UserError for an unfit one."""
+    """Return the token in a file, or else in the environment; None if there is none.
+    Raises UserError for an invalid one."""
     if file is None:
         found, told = os.environ.get(TOKEN), f"the environment variable {TOKEN}"
         if found is None:

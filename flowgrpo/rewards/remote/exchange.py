@@ -1,5 +1,4 @@
-"""Asking one of several URLs over HTTP: in turn, again after a while, for answers that neither take for ever nor fill
-the memory."""
+"""HTTP requests to one of several URLs in turn, with retries and with limits on an answer's time and size."""
 
 from __future__ import annotations
 
@@ -17,19 +16,19 @@ from flowgrpo.extras import needed
 from flowgrpo.rewards.failures import LONGEST_WAIT, TimedOut
 from flowgrpo.rewards.remote.wire import one_line
 
-CONNECT = 10.0  # seconds in which a server that is there accepts a connection
-REST = 30.0  # seconds for which a URL that failed is asked only if all others failed as well
+CONNECT = 10.0  # seconds within which a live server accepts a connection
+REST = 30.0  # seconds for which a failed URL is used only if all others failed as well
 LONGEST_ANSWER = 2**24  # bytes
-BRIEF_CONNECT, BRIEF = 4.0, 6.0  # seconds, inside `brief`: for a connection, and after which no attempt begins
+BRIEF_CONNECT, BRIEF = 4.0, 6.0  # seconds in `brief`: connection timeout, and the time after which no attempt begins
 T = TypeVar("T")
 
-_brief = 0  # how many `brief` are open
+_brief = 0  # number of open `brief` contexts
 
 
 @contextmanager
 def brief() -> Iterator[None]:
-    """Inside, in every thread, a service is asked to find out if it is there: `Absent` is a UserError after one attempt
-    at each URL, and after a few seconds no attempt begins but where the server has said when."""
+    """Context manager, for every thread: only find out if a service is there. `Absent` becomes a UserError after one
+    attempt at each URL. After a few seconds no attempt begins, unless the server has given a time."""
     global _brief
     _brief += 1
     try:
@@ -39,15 +38,15 @@ def brief() -> Iterator[None]:
 
 
 class Unanswered(Exception):
-    """One attempt that led to no proper answer: another may."""
+    """One attempt without a proper answer; another may succeed."""
 
 
 class Absent(Unanswered):
-    """No connection, or an answer in another form: another attempt at that URL would hardly lead to another."""
+    """No connection, or an answer in another form; another attempt at that URL would hardly differ."""
 
 
 class Later(Unanswered):
-    """An attempt that was told to come back after some seconds."""
+    """An attempt that the server asked to repeat after some seconds."""
 
     def __init__(self, told: str, seconds: float) -> None:
         super().__init__(told)
@@ -57,21 +56,21 @@ class Later(Unanswered):
 @dataclass(eq=False)
 class _Place:
     url: str
-    busy: int = 0  # requests under way
+    busy: int = 0  # open requests
     turn: int = 0  # the number of its last request
     rests_until: float = 0.0
 
 
 class Places:
-    """URLs in turn: the least busy one is next, and among equals that which was asked the longest ago. One that gave no
-    answer rests, and is asked again before that only where all of them rest."""
+    """URLs in turn: the least busy one is next, and on a tie the one used longest ago. A failed one rests, and until
+    then is used only if all of them rest."""
 
     def __init__(self, urls: Sequence[str]) -> None:
         self._places, self._turns, self._lock = [_Place(url) for url in urls], itertools.count(1), threading.Lock()
 
     @contextmanager
     def turn(self) -> Iterator[str]:
-        """The next URL; one in whose turn `Unanswered` is raised rests from then on."""
+        """Context manager: the next URL; one in whose turn `Unanswered` is raised then rests."""
         with self._lock:
             now = time.monotonic()
             place = min(self._places, key=lambda each: (max(each.rests_until - now, 0), each.busy, each.turn))
@@ -90,9 +89,10 @@ class Places:
 class Service:
     """URLs that answer alike.
 
-    who: with whose name errors begin; timeout: seconds for one request; retries: further attempts, after every URL was
-    asked once; wait: seconds before the first of them, doubled for each next, times a random number from 0.5 to 1.5;
-    headers: of every request; unpacked: whether a compressed answer is unpacked; connections: at the same time.
+    who: name at the start of errors. timeout: seconds for one request.
+    retries: further attempts, after every URL was asked once.
+    wait: seconds before the first retry, doubled for each next, times a random number from 0.5 to 1.5.
+    headers: of every request. unpacked: decompress answers. connections: at the same time.
     """
 
     def __init__(self, who: str, urls: Sequence[str], timeout: float, retries: int, wait: float,
@@ -100,14 +100,14 @@ class Service:
         self._httpx = needed("httpx", "server", who)
         self.who, self.timeout, self.wait, self.unpacked = who, timeout, wait, unpacked
         self.urls, self.attempts, self._places = len(urls), retries + len(urls), Places(urls)
-        self._random = random.Random()  # the run's own random numbers stay untouched
+        self._random = random.Random()  # leaves the run's random state untouched
         self._http = self._httpx.Client(
             headers={"Content-Type": "application/json"} | headers, trust_env=False,
             limits=self._httpx.Limits(max_connections=connections))
 
     def asked(self, attempt: Callable[[str], T]) -> T:
-        """What `attempt(url)` gives for the first URL that gives a proper answer; TimedOut where none does, and inside
-        `brief` UserError where none is there."""
+        """Return `attempt(url)` of the first URL with a proper answer.
+        Raises TimedOut if none has one, and in `brief` UserError if no server is there."""
         began = time.monotonic()
         for number in range(1, self.attempts + 1):
             try:
@@ -123,16 +123,17 @@ class Service:
         raise TimedOut(f"{self.who}: {last} (asked {number} times)")
 
     def _given_up(self, last: Unanswered, attempts: int, seconds: float) -> bool:
-        """Inside `brief`: whether the next attempt, so many seconds after the first, is left out, but for a server that
-        asks for it. UserError where every URL was asked and the last is `Absent`."""
+        """True if, in `brief`, the next attempt, so many seconds after the first, is skipped; not if a server asks for
+        it.
+        Raises UserError if every URL was asked and the last is `Absent`."""
         if attempts >= self.urls and isinstance(last, Absent):
             raise UserError(f"{self.who}: {last}: is a server running there, and is the URL right?")
         return seconds > BRIEF and not isinstance(last, Later)
 
     def request(self, method: str, url: str, body: bytes | None, read: Callable[[bytes], T],
                 refused: Callable[[str, int, Any, bytes], T]) -> T:
-        """What `read` makes of an answer, or of one whose status is not 200 `refused(url, status, headers, answer)`.
-        Unanswered where none came in time; `Absent` without a connection, and where `read` raises ValueError."""
+        """Return `read` of an answer, or `refused(url, status, headers, answer)` for a status other than 200.
+        Raises Unanswered if none came in time; `Absent` without a connection, and if `read` raises ValueError."""
         try:
             status, headers, answer = self._exchange(method, url, body)
             if status == 200:
@@ -150,7 +151,7 @@ class Service:
         return refused(url, status, headers, answer)
 
     def _exchange(self, method: str, url: str, body: bytes | None) -> tuple[int, Any, bytes]:
-        """Status, headers and body of an answer, which has to be there in time as a whole: httpx counts per piece."""
+        """Return status, headers and body of an answer. All of it must arrive in time: httpx limits only each piece."""
         until, told = time.monotonic() + self.timeout, bytearray()
         limits = self._httpx.Timeout(self.timeout, connect=self._connect())
         with self._http.stream(method, url, content=body, timeout=limits) as response:
@@ -163,14 +164,14 @@ class Service:
         return response.status_code, response.headers, bytes(told)
 
     def _connect(self) -> float:
-        """Seconds in which a connection has to be there."""
+        """Return the connection timeout in seconds."""
         return min(self.timeout, BRIEF_CONNECT if _brief else CONNECT)
 
 
 def side_by_side(call: Callable[[range], T], parts: Sequence[range], lanes: int) -> list[T]:
-    """`call` of every part, in order, up to `lanes` of them at the same time; the first error is raised.
+    """Call `call` on every part, up to `lanes` at the same time; return the results in order, or raise the first error.
 
-    The threads do not keep the run from ending, which those of an executor would.
+    Unlike an executor's, these threads do not keep the run from ending.
     """
     lanes = min(lanes, len(parts))
     if lanes <= 1:

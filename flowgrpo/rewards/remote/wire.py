@@ -1,14 +1,14 @@
-"""What a reward's client and its server say to each other: JSON, with PNG or safetensors inside; never pickle.
+"""Protocol between a reward's client and its server: JSON, with PNG or safetensors inside; never pickle.
 
     request   {"format": 1, "group": G, "samples": [{"prompt": "...", "metadata": {}, "png": "..."}, ...]}
     answer    {"format": 1, "scores": [0.5, null]}    a number per sample, null where the reward does not apply;
-              {"failed": {"1": "one line"}, ...}      besides, why by the place of a sample, where it had no answer
+              {"failed": {"1": "one line"}, ...}      also the reason, by the index of a sample without an answer
     refusal   {"error": "one line"}, with another status than 200
 
 A sample holds one of: `png`, base64 of an 8-bit RGB picture, or a list of them, the frames of a video; `safetensors`,
-base64 of a file with one tensor of floats, "output", [3, H, W] or [F, 3, H, W] in [0, 1]; `text`. What arrives is a
-stranger's: what reads it raises ValueError, in one line, for what is not of this form, and `TooLarge`, before it is
-unpacked, for what is beyond the limits.
+base64 of a file with one tensor of floats, "output", [3, H, W] or [F, 3, H, W] in [0, 1]; `text`. Incoming data is
+untrusted. Readers raise ValueError, in one line, for any other form, and `TooLarge`, before unpacking, beyond the
+limits.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ FORMAT = 1
 
 
 class TooLarge(ValueError):
-    """More than a server takes at once."""
+    """Error: more than a server takes at once."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What a server takes in one request: bytes, samples, pixels of one picture or frame, and pixels of all together,
-    which take 12 bytes each once they are floats."""
+    """A server's limits for one request: bytes, samples, pixels of one picture or frame, and pixels of all together,
+    which take 12 bytes each as floats."""
 
     size: int = 64 * 2**20
     samples: int = 64
@@ -48,7 +48,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Info:
-    """What a server says of its reward; group: whether it sees whole groups."""
+    """A server's statement about its reward; group: it needs whole groups."""
 
     name: str
     about: About
@@ -56,12 +56,13 @@ class Info:
     limits: Limits
 
     def told(self) -> dict[str, Any]:
-        """As JSON."""
+        """Return the JSON form."""
         return {"format": FORMAT, **asdict(self)}
 
     @classmethod
     def read(cls, body: bytes) -> Info:
-        """What `told` told. ValueError for anything else."""
+        """Parse the JSON form.
+        Raises ValueError for anything else."""
         told = _object(body)
         try:
             limits, about = Limits(**told["limits"]), dict(told["about"])
@@ -73,11 +74,12 @@ class Info:
             raise ValueError(f"it does not say what it serves ({one_line(error)})") from None
 
 
-# --- the client's side -----------------------------------------------------------------------------------------------
+# --- client ----------------------------------------------------------------------------------------------------------
 
 def packed(output: Any, prompt: str, metadata: dict[str, Any], exact: bool = False) -> bytes:
-    """One sample of a request: a picture [3, H, W] or a video [F, 3, H, W] in [0, 1], rounded to 8 bits unless `exact`;
-    or a text. UserError for metadata that are not JSON, Failed for a picture that holds NaN or an infinity."""
+    """Pack one sample of a request: a picture [3, H, W] or a video [F, 3, H, W] in [0, 1], rounded to 8 bits unless
+    `exact`; or a text.
+    Raises UserError for metadata that is not JSON, Failed for a picture that holds NaN or an infinity."""
     if not isinstance(output, str) and not output.isfinite().all():
         raise Failed(f"a picture holds NaN or an infinity (prompt: {prompt!r})")
     try:
@@ -88,14 +90,14 @@ def packed(output: Any, prompt: str, metadata: dict[str, Any], exact: bool = Fal
 
 
 def request(samples: Sequence[bytes], group: int = 1) -> bytes:
-    """The body of a request."""
+    """Return the body of a request."""
     return b'{"format": %d, "group": %d, "samples": [%s]}' % (FORMAT, group, b", ".join(samples))
 
 
 def parted(sizes: Sequence[int], pixels: int, limits: Limits, unit: int = 1, ways: int = 1) -> list[range]:
-    """The rows of samples with these sizes in bytes as consecutive requests that keep the limits, whole units (groups)
-    in each, and at least `ways` of them where there are as many units. pixels: of each sample. TooLarge where a single
-    unit is beyond the limits."""
+    """Split the rows of samples with these sizes in bytes into consecutive requests within the limits, with whole units
+    (groups) in each, and at least `ways` requests if there are as many units. pixels: of each sample.
+    Raises TooLarge if a single unit is beyond the limits."""
     most = min(limits.samples, limits.all_pixels // max(pixels, 1))
     share = min(most, unit * math.ceil(len(sizes) / unit / ways))
     parts: list[range] = []
@@ -114,19 +116,20 @@ def parted(sizes: Sequence[int], pixels: int, limits: Limits, unit: int = 1, way
 
 
 def _size(sizes: Sequence[int], part: range) -> int:
-    """The bytes of a request, or a few more."""
+    """Return the bytes of a request, or slightly more."""
     return 64 + sum(sizes[row] + 2 for row in part)
 
 
 def answer(found: Sequence[float | Failed]) -> dict[str, Any]:
-    """The answer that holds these scores, NaN where the reward does not apply."""
+    """Return the answer with these scores, NaN where the reward does not apply."""
     failed = {str(place): one_line(each) for place, each in enumerate(found) if isinstance(each, Failed)}
     told = [None if math.isnan(value) else value for value in numbers(found)]
     return {"format": FORMAT, "scores": told} | ({"failed": failed} if failed else {})
 
 
 def scores(body: bytes, count: int) -> list[float | None | Failed]:
-    """`count` scores of an answer. ValueError for another number of them, and for one that is no finite number."""
+    """Parse `count` scores of an answer.
+    Raises ValueError for another number of them, and for one that is not a finite number."""
     told = _object(body)
     found, failed = told.get("scores"), told.get("failed", {})
     if not isinstance(found, list) or len(found) != count:
@@ -142,7 +145,7 @@ def scores(body: bytes, count: int) -> list[float | None | Failed]:
 
 
 def refusal(body: bytes) -> str | None:
-    """The line of a refusal; None where the body is none."""
+    """Return the line of a refusal; None if the body is none."""
     try:
         told = json.loads(body)
     except (ValueError, RecursionError):
@@ -164,7 +167,7 @@ def _content(output: Any, exact: bool) -> dict[str, Any]:
 
 
 def _png(picture: Any) -> str:
-    """Bytes [H, W, 3] as base64 of a PNG."""
+    """Return bytes [H, W, 3] as base64 of a PNG."""
     from PIL import Image
 
     file = io.BytesIO()
@@ -176,7 +179,7 @@ def _base64(content: bytes) -> str:
     return base64.b64encode(content).decode()
 
 
-# --- the server's side -----------------------------------------------------------------------------------------------
+# --- server ----------------------------------------------------------------------------------------------------------
 
 @dataclass(frozen=True)
 class Request:
@@ -189,7 +192,8 @@ class Request:
 
 
 def unpacked(body: bytes, limits: Limits) -> Request:
-    """What a request holds. ValueError, and TooLarge beyond the limits."""
+    """Parse a request.
+    Raises ValueError, and TooLarge beyond the limits."""
     told = _object(body)
     samples, group = told.get("samples"), told.get("group", 1)
     if not isinstance(samples, list) or not samples or not all(isinstance(sample, dict) for sample in samples):
@@ -205,7 +209,7 @@ def unpacked(body: bytes, limits: Limits) -> Request:
 
 
 class _Budget:
-    """The pixels that a request may still unpack."""
+    """Pixels that a request may still unpack."""
 
     def __init__(self, limits: Limits) -> None:
         self.limits, self.left = limits, limits.all_pixels
@@ -242,7 +246,7 @@ def _text(content: Any, _: _Budget) -> str:
 
 
 def _pictures(content: Any, budget: _Budget) -> Tensor:
-    """A picture, bytes [3, H, W], or the frames of a video [F, 3, H, W]."""
+    """Return a picture, bytes [3, H, W], or the frames of a video [F, 3, H, W]."""
     import torch
 
     if not isinstance(content, list):
@@ -260,11 +264,11 @@ def _picture(content: Any, budget: _Budget) -> Tensor:
 
     file = io.BytesIO(_bytes(content))
     try:
-        picture = Image.open(file, formats=["PNG"])  # reads its head alone
+        picture = Image.open(file, formats=["PNG"])  # reads only its header
         mode, (width, height) = picture.mode, picture.size
     except Image.DecompressionBombError as error:
         raise TooLarge(one_line(error)) from None
-    except Exception as error:  # a broken file raises what it will
+    except Exception as error:  # a broken file can raise anything
         raise ValueError(f"not a PNG ({one_line(error)})") from None
     budget.spend(1, height, width)
     if mode != "RGB":
@@ -297,7 +301,7 @@ def _bytes(content: Any) -> bytes:
 
 
 def _object(body: bytes) -> dict[str, Any]:
-    """A JSON object of our format."""
+    """Parse a JSON object of our format."""
     try:
         told = json.loads(body)
     except (ValueError, RecursionError) as error:
@@ -309,6 +313,6 @@ def _object(body: bytes) -> dict[str, Any]:
 
 
 def one_line(text: Any) -> str:
-    """One printable line of a stranger's text."""
+    """Return one printable line of an untrusted text."""
     line = " ".join("".join(c if c.isprintable() else " " for c in str(text)[:2000]).split())
     return line if len(line) <= 400 else line[:397] + "..."

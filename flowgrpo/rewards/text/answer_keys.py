@@ -1,7 +1,7 @@
-"""What rewards for text share: the answer that a completion states, and the answer key in a prompt's metadata.
+"""Helpers of text rewards: the answer that a completion states, and the answer key in a prompt's metadata.
 
-A completion is a model's: whatever it holds scores, at worst 0. A key is the user's: one that cannot be read is a
-UserError in one line. A prompt without the key has no score (None).
+A completion is a model's: any content gets a score, at worst 0. A key is the user's: an unreadable one raises a
+one-line UserError. A prompt without the key has no score (None).
 """
 
 from __future__ import annotations
@@ -22,34 +22,34 @@ _BRACES = re.compile(r"\\boxed\s*\{|\\.|[{}]", re.S)
 
 
 def spoken(text: str) -> str:
-    """A completion without its thoughts: what follows the last </think>, up to a <think> that was never closed."""
+    """Return a completion without its thoughts: the part after the last </think>, up to a <think> never closed."""
     return text.rpartition("</think>")[2].partition("<think>")[0]
 
 
 def stated(text: str) -> str | None:
-    """The answer that a completion states: `marked`, or else what stands after its last "answer is", "answer:" or
-    "answer =", to the end of the sentence; None where it states none. Thoughts (as of `spoken`) do not count."""
+    """Return the answer that a completion states: `marked`, or else the text after its last "answer is", "answer:" or
+    "answer =", to the end of the sentence; None if it states none. Thoughts (see `spoken`) do not count."""
     text = spoken(text)
     found = marked(text)
     return _last(_LABEL, text) if found is None else found
 
 
 def marked(text: str) -> str | None:
-    """What stands in the last <answer> tags, or else in LaTeX's last \\boxed{}, or else after the last #### in its
-    line; None where there is nothing."""
+    """Return the content of the last <answer> tags, or else of LaTeX's last \\boxed{}, or else of the line after the
+    last ####; None if there is none."""
     return next((found.strip() for found in (tagged(text), boxed(text), _last(_HASHES, text))
                  if found is not None and found.strip()), None)
 
 
 def tagged(text: str) -> str | None:
-    """The inside of the last <answer> that is closed; None where there is none."""
+    """Return the content of the last closed <answer>; None if there is none."""
     end = text.rfind("</answer>")
     start = text.rfind("<answer>", 0, max(end, 0))
     return text[start + len("<answer>"):end] if start >= 0 else None
 
 
 def boxed(text: str) -> str | None:
-    """The inside of the \\boxed{...} that ends last; None where there is none whose braces match."""
+    """Return the content of the \\boxed{...} that ends last; None if none has matching braces."""
     begun: list[tuple[bool, int]] = []
     last = None
     for found in _BRACES.finditer(text):
@@ -68,9 +68,9 @@ def _last(pattern: re.Pattern[str], text: str) -> str | None:
 
 def keys(reward: str, metadata: Sequence[dict[str, Any]], key: str, prompts: Sequence[str],
          read: Callable[[Any], T]) -> list[T | None]:
-    """What `read` makes of each prompt's entry under `key`; None where there is none.
+    """Return `read` of each prompt's entry under `key`; None where there is none.
 
-    UserError that names the reward, the key and the prompt where `read` raises ValueError.
+    Raises UserError that names the reward, the key and the prompt if `read` raises ValueError.
     """
     found: list[T | None] = []
     for entry, prompt in zip(metadata, prompts):
@@ -86,7 +86,8 @@ def keys(reward: str, metadata: Sequence[dict[str, Any]], key: str, prompts: Seq
 
 
 def several(value: Any) -> list[str]:
-    """An answer key as the texts that it accepts: a text, a number, or a list of these. ValueError for another."""
+    """Return an answer key as the texts that it accepts: a text, a number, or a list of these.
+    Raises ValueError for any other."""
     found = value if isinstance(value, list) else [value]
     if not found or not all(type(each) in (str, int, float) and str(each).strip() for each in found):
         raise ValueError("expected a text, a number, or a list of these")

@@ -1,4 +1,4 @@
-"""Whether a completion's Python code passes the tests in its prompt's metadata, run under limits (sandbox.py)."""
+"""Reward of a completion's Python code: the tests in its prompt's metadata, run under limits (sandbox.py)."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ ISOLATION = ("any", "namespace")
 
 @dataclass(frozen=True)
 class Checks:
-    """Either asserts, or pairs of what a program is given and what it has to print."""
+    """Tests: either asserts, or pairs of a program's input and its expected output."""
 
     asserts: Sequence[str] = ()
     pairs: Sequence[tuple[str, str]] = ()
 
 
 def code_of(text: str) -> str:
-    """The last block of Python between ``` of a completion, or all that follows its thoughts where there is none."""
+    """Return the last block of Python between ``` of a completion, or all text after its thoughts if there is none."""
     text = spoken(text)
     blocks = _BLOCK.findall(text)
     return blocks[-1] if blocks else text
 
 
 def read_tests(value: Any) -> Checks:
-    """The tests in metadata: a list of texts, Python that raises where something is wrong, or of {input, output}.
-    ValueError for anything else, and for what is not Python."""
+    """Parse the tests in metadata: a list of texts, Python that raises on an error, or of {input, output}.
+    Raises ValueError for anything else, and for invalid Python."""
     value = [value] if isinstance(value, str) else value
     if isinstance(value, list) and value:
         if all(isinstance(test, str) for test in value):
@@ -56,22 +56,24 @@ def _require_python(test: str) -> None:
 
 
 def printed(text: str) -> list[str]:
-    """The lines of what a program prints, without spaces at their ends and empty lines at the end."""
+    """Return the printed lines, without trailing spaces and trailing empty lines."""
     return [line.rstrip() for line in text.rstrip().splitlines()]
 
 
 @dataclass(frozen=True)
 class CodeRun:
-    """The share of its prompt's tests that a completion's Python code passes, run in a process with limits.
+    """Share of its prompt's tests that a completion's Python code passes, run in a process with limits.
 
-    key: of the metadata, a list of asserts, which see what the code defines, or of {input, output}, for a program that
-    reads its standard input and prints; None for a prompt without it. Code that does not compile, raises, or takes too
-    long or too much fails the tests that are left. strict: 1 where all tests pass, else 0.
-
-    seconds: of the clock for all asserts of a completion together, or for each pair; memory: MiB; files: MiB of the
-    largest file and of what is printed. workers: completions that run at the same time. isolation: `namespace` to
-    refuse to run where the system grants no network namespace, `any` to make do with Python's own refusal.
-    UserError for that, and for tests that are none.
+    key: of the metadata, a list of asserts, which see the code's definitions, or of {input, output}, for a program that
+    reads standard input and prints; None for a prompt without it.
+    strict: 1 if all tests pass, else 0.
+    seconds: wall-clock time for all asserts of a completion together, or for each pair.
+    memory: MiB. files: MiB of the largest file and of the printed output.
+    workers: completions that run at the same time.
+    isolation: `namespace` to refuse to run if the system grants no network namespace, `any` to accept Python's own
+    guard.
+    Code that does not compile, raises, or exceeds a limit fails the remaining tests.
+    Raises UserError for a missing namespace, and for invalid tests.
     """
 
     key: str = "tests"

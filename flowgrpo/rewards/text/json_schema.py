@@ -1,4 +1,4 @@
-"""Whether a completion holds JSON that fits a JSON schema, by the package jsonschema."""
+"""Reward of JSON in a completion that fits a JSON schema, by the package jsonschema."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _FENCED = re.compile(r"```(?:json)?[ \t]*\n(.*?)```", re.S | re.I)
 
 
 def held(text: str) -> Any:
-    """The JSON of a completion: its last block of code between ``` that holds some, or else all that stands in its
-    <answer> tags or, without these, after its thoughts. ValueError where that is not JSON; NaN and infinities are none.
-    """
+    """Return the JSON of a completion: its last block of code between ``` that holds some, or else all text in its
+    <answer> tags or, without these, after its thoughts.
+    Raises ValueError if that is not JSON; NaN and infinities are not."""
     text = spoken(text)
     inside = tagged(text)
     text = text if inside is None else inside
@@ -44,7 +44,8 @@ def _loaded(text: str) -> Any:
 
 
 def validator(schema: Any) -> Any:
-    """A schema, ready to be compared with; references lead nowhere outside it. ValueError for what is no schema."""
+    """Return a schema's validator; references lead nowhere outside it.
+    Raises ValueError for an invalid schema."""
     from jsonschema import SchemaError, validators
     from referencing import Registry
 
@@ -59,8 +60,8 @@ def validator(schema: Any) -> Any:
 
 
 def graded(value: Any, check: Any) -> float:
-    """1 where a value fits; else k / (n + 1) where k of the n keys that the schema requires at its top are there and
-    fit each on its own."""
+    """Return 1 if a value fits; else k / (n + 1) if k of the n keys that the schema requires at its top are present and
+    fit separately."""
     if check.is_valid(value):
         return 1.0
     schema = check.schema if isinstance(check.schema, dict) else {}
@@ -73,12 +74,13 @@ def graded(value: Any, check: Any) -> float:
 
 @dataclass(frozen=True)
 class JsonSchema:
-    """1 where a completion's JSON fits a JSON schema; less, by the required keys that fit, where it does not.
+    """1 if a completion's JSON fits a JSON schema; otherwise less, by the required keys that fit.
 
-    The JSON stands in a block of code, of which the last counts, or is the whole answer (as of `held`). schema: one for
-    every prompt, as an object or the path of a .json file; without it, each prompt's metadata hold theirs under `key`,
-    and None is the score where they do not. graded: else 0 for all that does not fit. `format` in a schema is not
-    checked. UserError for what is no schema, and for a reference that leads out of it.
+    The JSON is in a block of code, of which the last counts, or is the whole answer (see `held`).
+    schema: one for every prompt, as an object or the path of a .json file. Without it, each prompt's metadata holds a
+    schema under `key`; the score is None for a prompt without one.
+    graded: false scores 0 for any misfit. `format` in a schema is not checked.
+    Raises UserError for an invalid schema, and for a reference that leads out of it.
     """
 
     schema: Any = None

@@ -1,6 +1,6 @@
-"""Whether a completion's mathematical answer equals the one in its prompt's metadata, by the package math-verify.
+"""Reward of a mathematical answer that equals the one in the prompt's metadata, by the package math-verify.
 
-It works in a process of its own, which is ended where an answer takes too long: neither signals nor abandoned threads.
+It runs in a separate process, which is killed if an answer takes too long: no signals or abandoned threads.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from flowgrpo.rewards.failures import Failed
 from flowgrpo.rewards.text.answer_keys import keys, marked, several, spoken
 
 WORKER = Path(__file__).with_name("math_worker.py")
-START = 300.0  # seconds within which the process has to be ready: it imports sympy
-LONGEST = 20_000  # characters at the end of a completion in which its answer is sought
+START = 300.0  # seconds for the process to be ready: it imports sympy
+LONGEST = 20_000  # characters at the end of a completion that are searched for its answer
 
 
 class Worker:
-    """A process that answers each JSON line with one; ended and started again where an answer takes too long."""
+    """Process that answers each JSON line with one; killed and restarted if an answer takes too long."""
 
     def __init__(self, *command: str) -> None:
         self._command, self._lock = command, threading.Lock()
@@ -36,8 +36,8 @@ class Worker:
         self._answers: queue.Queue[str] = queue.Queue()
 
     def ask(self, question: Any, seconds: float) -> Any | None:
-        """The answer to a question; None where none comes within the time, or the process dies of it. Failed where the
-        process does not start."""
+        """Return the answer to a question; None if none comes within the time, or the process dies of it.
+        Raises Failed if the process does not start."""
         with self._lock:
             if self._process is None:
                 self._start()
@@ -67,7 +67,7 @@ class Worker:
     def _end(self) -> None:
         self._process.kill()
         self._process.wait()
-        with contextlib.suppress(OSError):  # what was never read
+        with contextlib.suppress(OSError):  # input that was never read
             self._process.stdin.close()
         self._process = None
 
@@ -82,14 +82,14 @@ def _read(lines: Any, answers: queue.Queue[str]) -> None:
 
 @dataclass(frozen=True, eq=False)
 class MathAnswer:
-    """1 where a completion's mathematical answer equals the one in the metadata, by math-verify, otherwise 0.
+    """1 if a completion's mathematical answer equals the one in the metadata, by math-verify, otherwise 0.
 
-    What is read is what the completion marks as its answer (as of `answer_keys.marked`: tags, \\boxed{}, ####), or else
-    what math-verify finds in what follows the thoughts. LaTeX, sets, intervals, equations and matrices can be compared.
+    The answer is the one that the completion marks (see `answer_keys.marked`: tags, \\boxed{}, ####), or else the one
+    that math-verify finds after the thoughts. LaTeX, sets, intervals, equations and matrices can be compared.
 
     key: of the metadata, LaTeX with or without $, a number, or a list of accepted ones; None for a prompt without it.
-    timeout: seconds for one answer, which scores 0 after that. memory: of the process, in MiB. UserError for a key that
-    math-verify cannot read.
+    timeout: seconds for one answer, which scores 0 after that. memory: of the process, in MiB.
+    Raises UserError for a key that math-verify cannot read.
     """
 
     key: str = "answer"
@@ -114,7 +114,8 @@ class MathAnswer:
                 for completion, accepted in zip(completions, wanted)]
 
     def _accepted(self, value: Any) -> list[str]:
-        """An answer key as LaTeX. ValueError where math-verify cannot read it."""
+        """Return an answer key as LaTeX.
+        Raises ValueError if math-verify cannot read it."""
         accepted = [latex(text) for text in several(value)]
         for text in accepted:
             if text not in self._readable and self.worker.ask([text, None], self.timeout) != "yes":
@@ -130,5 +131,5 @@ class MathAnswer:
 
 
 def latex(text: str) -> str:
-    """Mathematics as math-verify finds it for certain: in a \\boxed{}, unless it stands between dollars."""
+    """Return mathematics in a form that math-verify always finds: in a \\boxed{}, unless it is between dollars."""
     return text if "$" in text.replace("\\$", "") or "\\boxed" in text else f"\\boxed{{{text}}}"

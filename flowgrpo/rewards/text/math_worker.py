@@ -1,8 +1,8 @@
-"""The process in which math-verify works for `math_answer.MathAnswer`: `math_worker.py MEMORY_IN_MIB SECONDS`.
+"""Process that runs math-verify for `math_answer.MathAnswer`: `math_worker.py MEMORY_IN_MIB SECONDS`.
 
-It says "ready", or what keeps it from being so. Then it answers each line [key, answer] with "yes" or "no", and
-[key, null] with whether the key can be read. It ends with its standard input, and by itself where a question takes much
-longer than it may.
+It prints "ready", or the reason why it is not. Then it answers each line [key, answer] with "yes" or "no", and [key,
+null] with whether the key is readable. It ends with its standard input, and by itself if a question takes much too
+long.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import sys
 
 
 def answered(key: str, answer: str | None) -> bool:
-    """Whether an answer equals the key, or, for None, whether the key can be read."""
+    """True if an answer equals the key, or, for None, if the key is readable."""
     from math_verify import parse, verify
 
     wanted = parse(key, fallback_mode="no_fallback", parsing_timeout=None)
@@ -25,9 +25,9 @@ def answered(key: str, answer: str | None) -> bool:
 
 def main(memory: int, seconds: float) -> None:
     """Answer line after line of standard input; memory: MiB at most, seconds: for one answer."""
-    say, sys.stdout = sys.stdout, sys.stderr  # what a package prints is no answer
+    say, sys.stdout = sys.stdout, sys.stderr  # packages' prints must not count as answers
     try:
-        import math_verify  # noqa: F401  (which takes a while)
+        import math_verify  # noqa: F401  (slow import)
     except ImportError as error:
         print(json.dumps(f"it cannot import math_verify: {error}"), file=say, flush=True)
         return
@@ -37,7 +37,7 @@ def main(memory: int, seconds: float) -> None:
         _end_after(seconds + 10)
         try:
             found = answered(*json.loads(line))
-        except Exception:  # a stranger's text raises what it will
+        except Exception:  # untrusted text can raise anything
             found = False
         _end_after(0)
         print(json.dumps("yes" if found else "no"), file=say, flush=True)
@@ -58,6 +58,6 @@ def _end_after(seconds: float) -> None:
 
 
 if __name__ == "__main__":
-    here = os.path.dirname(os.path.realpath(__file__))  # whose modules packages are not to find in place of theirs
+    here = os.path.dirname(os.path.realpath(__file__))  # keeps packages from importing our modules in place of theirs
     sys.path[:] = [place for place in sys.path if os.path.realpath(place) != here]
     main(int(sys.argv[1]), float(sys.argv[2]))

@@ -1,4 +1,4 @@
-"""Whether a completion's number is the one that its prompt's metadata holds. Numbers are read exactly, as fractions."""
+"""Reward of a completion's number that equals the one in its prompt's metadata. Numbers are exact fractions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flowgrpo.errors import UserError
 from flowgrpo.rewards.about import About
 from flowgrpo.rewards.text.answer_keys import LICENCE, keys, several, spoken, stated
 
-DIGITS = 300  # a longer number is none, and so is a larger power of ten
+DIGITS = 300  # a longer number is rejected, and so is a larger power of ten
 NODES = 200  # of an expression
 BITS = 4096  # of a numerator or denominator inside an expression
 
@@ -30,21 +30,21 @@ _LATEX = (("\\times", "*"), ("\\cdot", "*"), ("\\div", "/"), ("\\left", ""), ("\
 
 @dataclass(frozen=True)
 class Number:
-    """A number, and whether a percent sign stood behind it; `value` then is a hundredth of what was written."""
+    """A number, and whether a percent sign followed it; `value` then is a hundredth of the written number."""
 
     value: Fraction
     percent: bool = False
 
     def equals(self, key: Number, tolerance: Fraction) -> bool:
-        """Whether it is within the tolerance of `key`, times its size where that is above 1. Where only one of the two
-        has a percent sign, 50 % stands for 50 as well as for 0.5."""
+        """True if within the tolerance of `key`, scaled by its size if that is above 1. If only one of the two has a
+        percent sign, 50 % equals 50 as well as 0.5."""
         once = self.percent != key.percent
         factors = (1, 100 if self.percent else Fraction(1, 100)) if once else (1,)
         return any(abs(self.value * factor - key.value) <= tolerance * max(1, abs(key.value)) for factor in factors)
 
 
 def plain(text: str) -> str:
-    """A text with the signs of typography and LaTeX as those of a keyboard; \\frac{a}{b} becomes (a)/(b), or a/b of two
+    """Return a text with typographic and LaTeX signs as keyboard ones; \\frac{a}{b} becomes (a)/(b), or a/b of two
     numbers."""
     text = text.translate(_SIGNS)
     for latex, sign in _LATEX:
@@ -54,8 +54,8 @@ def plain(text: str) -> str:
 
 
 def last_number(text: str) -> Number | None:
-    """The last number in a text: 1,234.5, -7, $18, 2e3, 3/4, 2 1/2, 50 %; None where there is none. The minus of a
-    difference, as in 10-3, is no sign."""
+    """Return the last number in a text: 1,234.5, -7, $18, 2e3, 3/4, 2 1/2, 50 %; None if there is none. The minus of a
+    difference, as in 10-3, is not a sign."""
     found = None
     for found in _NUMBER.finditer(plain(text)):
         pass
@@ -77,7 +77,8 @@ def _fraction(over: str, under: str) -> Fraction:
 
 
 def _decimal(text: str) -> Fraction:
-    """A decimal number, its thousands separators left out. ValueError for one that is too long."""
+    """Return a decimal number, without its thousands separators.
+    Raises ValueError for one that is too long."""
     text = text.replace(",", "")
     _, _, power = text.lower().partition("e")
     if len(text) > DIGITS or abs(int(power or 0)) > DIGITS:
@@ -86,8 +87,8 @@ def _decimal(text: str) -> Fraction:
 
 
 def expression(text: str) -> Number | None:
-    """The value of arithmetic with + - * / ** (or ^) and parentheses, exactly; None for anything else, for a division
-    by zero and for numbers without measure. Nothing is executed: the text's syntax tree is walked."""
+    """Return the exact value of arithmetic with + - * / ** (or ^) and parentheses; None for anything else, for a
+    division by zero and for huge numbers. Nothing is executed: the text's syntax tree is walked."""
     if len(text) > 4 * DIGITS:
         return None
     text = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", plain(text).replace("^", "**").replace("$", "")).strip()
@@ -131,14 +132,15 @@ _OPERATIONS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.
 
 @dataclass(frozen=True)
 class NumericMatch:
-    """1 where a completion's number equals the one in the metadata, otherwise 0.
+    """1 if a completion's number equals the one in the metadata, otherwise 0.
 
-    What is read is the last number in what the completion marks as its answer (as of `answer_keys.stated`), or in all
-    of it where it marks none. Thousands are parted by commas; 1.234,5 is not read as 1234.5.
+    The number is the last one in the answer that the completion marks (see `answer_keys.stated`), or in all of it if it
+    marks none. Commas separate thousands; 1.234,5 is not read as 1234.5.
 
-    key: of the metadata, a number, arithmetic as of `expression`, or a list of accepted ones; None for a prompt without
-    it. tolerance: the largest difference, times the key where that is above 1. expressions: whether a completion may
-    answer with arithmetic; leave it off where the prompt holds some, which could be given back unsolved.
+    key: of the metadata, a number, arithmetic as in `expression`, or a list of accepted ones; None for a prompt without
+    it.
+    tolerance: the largest difference, times the key if that is above 1.
+    expressions: accept arithmetic as an answer; leave it off if the prompt holds some, which could be copied unsolved.
     """
 
     key: str = "answer"
@@ -157,7 +159,7 @@ class NumericMatch:
                 for completion, accepted in zip(completions, wanted)]
 
     def answer(self, completion: str) -> Number | None:
-        """The number that a completion answers; None where there is none."""
+        """Return the number that a completion answers; None if there is none."""
         found = stated(completion)
         answer = spoken(completion) if found is None else found
         return (expression(answer) if self.expressions else None) or last_number(answer)
@@ -168,7 +170,8 @@ class NumericMatch:
 
 
 def answer_key(value: object) -> list[Number]:
-    """An answer key as its numbers. ValueError for a text that is neither a number nor arithmetic."""
+    """Return an answer key as its numbers.
+    Raises ValueError for a text that is neither a number nor arithmetic."""
     found = []
     for text in several(value):
         whole = _NUMBER.fullmatch(plain(text).strip())

@@ -1,4 +1,4 @@
-"""A reward model of transformers: a model with a head of one number, which reads a prompt and its completion."""
+"""Reward model of transformers: a model with a scalar head that reads a prompt and its completion."""
 
 from __future__ import annotations
 
@@ -18,14 +18,16 @@ from flowgrpo.rewards.text.answer_keys import LICENCE, spoken
 
 @dataclass(frozen=True, eq=False)
 class RewardModel:
-    """The number that a sequence classification model of transformers gives a prompt with its completion.
+    """Score that a sequence classification model of transformers gives a prompt with its completion.
 
-    model: its folder or name on the hub, with safetensors and one label; revision: of the hub. system: a message before
-    the prompt. template: a text with {prompt} and {completion}, in place of the tokenizer's chat template. thoughts:
-    whether the model sees the <think> part. longest: tokens; of a longer text the beginning is cut, because the score
-    is read at its end. device: None for a GPU where there is one; dtype: float32, bfloat16 or float16; batch: texts at
-    a time; parts: model and tokenizer, ready-made. Code from a hub is never run. UserError for a model that is none,
-    and for a tokenizer without a chat template.
+    model: its folder or name on the hub, with safetensors and one label. revision: of the hub.
+    system: a message before the prompt.
+    template: a text with {prompt} and {completion}, in place of the tokenizer's chat template.
+    thoughts: show the <think> part.
+    longest: tokens; a longer text loses its beginning, since the score is read at its end.
+    device: None for a GPU if present. dtype: float32, bfloat16 or float16. batch: texts at a time.
+    parts: model and tokenizer, ready-made. Code from a hub is never run.
+    Raises UserError for any other model, and for a tokenizer without a chat template.
     """
 
     model: str = ""
@@ -64,28 +66,28 @@ class RewardModel:
 
     @torch.no_grad()
     def __call__(self, completions: Sequence[str], prompts: Sequence[str]) -> list[float | None]:
-        """B scores; None for a text without any token, which a template may leave."""
+        """Return B scores; None for a text without any token, which a template may produce."""
         rows = [self._tokens(prompt, completion) for prompt, completion in zip(prompts, completions)]
         order = sorted((row for row in range(len(rows)) if rows[row]), key=lambda row: len(rows[row]))
         found: dict[int, float] = {}
-        for start in range(0, len(order), self.batch):  # equal lengths together: little padding
+        for start in range(0, len(order), self.batch):  # sorted by length: little padding
             some = order[start:start + self.batch]
             found |= zip(some, self._scores([rows[row] for row in some]).tolist())
         return [found.get(row) for row in range(len(rows))]
 
     def _tokens(self, prompt: str, completion: str) -> list[int]:
-        """A prompt with its completion as tokens, the last `longest` of them."""
+        """Return a prompt with its completion as tokens, the last `longest` of them."""
         _, tokenizer = self.parts
         completion = completion if self.thoughts else spoken(completion)
         if self.template is not None:
             return tokenizer(filled(self.template, prompt=prompt, completion=completion))["input_ids"][-self.longest:]
         turns = [{"role": "system", "content": self.system}] if self.system else []
         turns += [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
-        text = tokenizer.apply_chat_template(turns, tokenize=False)  # which holds the special tokens already
+        text = tokenizer.apply_chat_template(turns, tokenize=False)  # includes the special tokens already
         return tokenizer(text, add_special_tokens=False)["input_ids"][-self.longest:]
 
     def _scores(self, rows: Sequence[list[int]]) -> Tensor:
-        """Token rows, padded at their ends -> [B] float32."""
+        """Score token rows, padded at their ends -> [B] float32."""
         network, _ = self.parts
         config, length = network.config.get_text_config(), max(map(len, rows))
         padding, before = unused(rows, config), config.pad_token_id
@@ -99,10 +101,10 @@ class RewardModel:
 
 
 def unused(rows: Sequence[list[int]], config: Any) -> int:
-    """A token to pad with: the model's own, or, where one of the rows holds that, the lowest that none holds.
+    """Return a padding token: the model's own, or, if one of the rows holds that, the lowest that none holds.
 
-    Models read the score at the last token that is not padding, by its number alone. Where padding is the token that
-    ends a turn, as in many chat models, that would be the one before it.
+    Models read the score at the last token that differs from the padding token. In many chat models that is also the
+    token that ends a turn, so the score would be read at the one before it.
     """
     held = {token for row in rows for token in row}
     wanted = [config.pad_token_id] if config.pad_token_id is not None else []

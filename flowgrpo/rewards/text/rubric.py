@@ -1,4 +1,4 @@
-"""A checklist of what can be seen in a text without a model: words, patterns, lengths. With one: `text_judge_rubric`.
+"""Checklist of a text without a model: words, patterns, lengths. With a model: `text_judge_rubric`.
 
     {"prompt": "...", "metadata": {"rubric": [
         {"contains": "photosynthesis", "weight": 2}, {"contains": ["light", "sun"]}, {"matches": "CO.?2"},
@@ -20,7 +20,7 @@ Check = Callable[[str], bool]
 
 @dataclass(frozen=True)
 class Item:
-    """One line of a rubric: whether a text meets it, its weight, and whether a text that does not scores nothing."""
+    """One rubric item: its test of a text, its weight, and whether a text that misses it scores 0."""
 
     met: Check
     weight: float
@@ -55,7 +55,8 @@ CHECKS = {"contains": _contains, "excludes": _excludes, "matches": _matches, "wo
 
 
 def items(value: Any) -> list[Item]:
-    """A rubric as it stands in metadata. ValueError for anything else."""
+    """Parse a rubric in metadata.
+    Raises ValueError for anything else."""
     if not isinstance(value, list) or not value:
         raise ValueError("expected a list of items such as {contains: text, weight: 1}")
     found = [_item(each) for each in value]
@@ -79,8 +80,8 @@ def _item(value: Any) -> Item:
 
 
 def share(text: str, rubric: Sequence[Item]) -> float:
-    """The sum of the weights that a text meets, over that of the positive ones, within [0, 1]; 0 where it misses an
-    item that is needed."""
+    """Return the sum of the weights that a text meets, over that of the positive ones, within [0, 1]; 0 if it misses a
+    needed item."""
     met = [item.met(text) for item in rubric]
     if not all(good for good, item in zip(met, rubric) if item.needed):
         return 0.0
@@ -90,12 +91,12 @@ def share(text: str, rubric: Sequence[Item]) -> float:
 
 @dataclass(frozen=True)
 class Rubric:
-    """The weighted share of a checklist of words, patterns and lengths that a completion meets.
+    """Weighted share of a checklist of words, patterns and lengths that a completion meets.
 
     key: of the metadata, a list of items; None for a prompt without it. An item is one of `contains` (a text, or a list
-    of which one suffices; capitals do not matter), `excludes`, `matches` (a regular expression) and `words` ([least,
-    most]). `weight`: 1 by default; below 0, meeting it takes away. `needed`: a completion that misses it scores 0.
-    Thoughts do not count.
+    of which one suffices; case does not matter), `excludes`, `matches` (a regular expression) and `words` ([least,
+    most]). `weight`: 1 by default; a negative one lowers the score of a text that meets the item. `needed`: a
+    completion that misses it scores 0. Thoughts do not count.
     """
 
     key: str = "rubric"

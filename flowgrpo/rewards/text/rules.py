@@ -1,4 +1,4 @@
-"""Rules for completions: exact answers, forms of tags, repetition, length."""
+"""Rules for completions: exact answers, tag formats, repetition, length."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ OUTER = " \t\n\r.,;:!?\"'`*_$()[]{}\u00ab\u00bb\u2018\u2019\u201c\u201d\u3002"
 
 
 def normalised(text: str, case: bool = False) -> str:
-    """A text in NFKC, its spaces single, without punctuation, quotes and Markdown around it; in lower case unless
-    `case` matters. A text of nothing but punctuation stays."""
+    """Return a text in NFKC, its spaces single, without punctuation, quotes and Markdown around it; in lower case
+    unless `case` matters. A text of only punctuation stays."""
     text = " ".join(unicodedata.normalize("NFKC", text).split())
     text = text.strip(OUTER) or text
     return text if case else text.casefold()
@@ -26,11 +26,12 @@ def normalised(text: str, case: bool = False) -> str:
 
 @dataclass(frozen=True)
 class ExactMatch:
-    """1 where a completion's answer equals the one in the metadata after normalising, otherwise 0.
+    """1 if a completion's answer equals the one in the metadata after normalising, otherwise 0.
 
-    key: of the metadata, a text, a number or a list of accepted ones; None for a prompt without it. extract: compare
-    the answer that the completion states (as of `answer_keys.stated`), and what follows its thoughts only where it
-    states none; else always all of it. case: whether upper and lower case differ.
+    key: of the metadata, a text, a number or a list of accepted ones; None for a prompt without it.
+    extract: compare the answer that the completion states (see `answer_keys.stated`), or the text after its thoughts if
+    it states none; false: always all of it.
+    case: upper and lower case differ.
     """
 
     key: str = "answer"
@@ -45,7 +46,7 @@ class ExactMatch:
                 for completion, accepted in zip(completions, wanted)]
 
     def answer(self, completion: str) -> str:
-        """What a completion answers, normalised."""
+        """Return a completion's answer, normalised."""
         answer = stated(completion) if self.extract else completion
         return normalised(spoken(completion) if answer is None else answer, self.case)
 
@@ -55,12 +56,13 @@ class ExactMatch:
 
 @dataclass(frozen=True)
 class FormatTags:
-    """The share of what a form of tags asks for that a completion keeps; 1 where it keeps it all.
+    """Share of a tag format's demands that a completion meets; 1 if it meets all.
 
-    tags: their names, in their order. Asked for are each opening and each closing tag exactly once, all of them in
-    their order, and text inside every pair but none outside; the last two count only with all before them. graded:
-    else 1 for all of it and 0 for less. begun: the prompt ends with the first opening tag, as some chat templates do,
-    which then counts as kept and may not come again.
+    tags: their names, in order. Demands: each opening and each closing tag exactly once, all of them in order, and text
+    inside every pair but none outside. The last two count only if all before them hold.
+    graded: false scores 1 for all demands and 0 for less.
+    begun: the prompt ends with the first opening tag, as in some chat templates; the tag then counts as met and may not
+    come again.
     """
 
     tags: Sequence[str] = ("think", "answer")
@@ -81,8 +83,8 @@ class FormatTags:
 
 
 def kept(text: str, tags: Sequence[str]) -> float:
-    """The share of 2 T + 2 demands that a text keeps: T opening and T closing tags once, their order, and text inside
-    every pair and nowhere else."""
+    """Return the share of 2 T + 2 demands that a text meets: T opening and T closing tags once, their order, and text
+    only inside every pair."""
     marks = [mark for tag in tags for mark in (f"<{tag}>", f"</{tag}>")]
     once = [text.count(mark) == 1 for mark in marks]
     places = [text.find(mark) for mark in marks]
@@ -96,7 +98,7 @@ NGRAM_UNITS = ("words", "characters")
 
 
 def distinct(text: str, n: int, unit: str = "words") -> float | None:
-    """The share of a text's n-grams that are different ones (Li et al. 2016, 1510.03055); None where it has none.
+    """Return the share of distinct n-grams of a text (Li et al. 2016, 1510.03055); None if it has none.
 
     unit: words between spaces, in lower case, or characters without spaces.
     """
@@ -113,7 +115,7 @@ def _require_ngrams(reward: str, n: int, unit: str) -> None:
 
 @dataclass(frozen=True)
 class Repetition:
-    """Minus the share of a completion's n-grams that repeat earlier ones: 0 where none does.
+    """Minus the share of a completion's n-grams that repeat earlier ones: 0 without repetition.
 
     unit: words, or characters, for a language without spaces.
     """
@@ -132,9 +134,9 @@ class Repetition:
 
 @dataclass(frozen=True)
 class Distinct:
-    """The share of a completion's n-grams that are different ones, distinct-n; 0 where it has none.
+    """Share of distinct n-grams of a completion, distinct-n; 0 if it has none.
 
-    unit: as of `Repetition`. A short text has a large share by nature.
+    unit: as in `Repetition`. A short text has a large share by nature.
     """
 
     n: int = 2
@@ -149,13 +151,13 @@ class Distinct:
 
 
 UNITS = ("words", "characters", "tokens")
-TOKENS = "completion_tokens"  # of the metadata
+TOKENS = "completion_tokens"  # metadata key
 
 
 def sizes(reward: str, completions: Sequence[str], prompts: Sequence[str], metadata: Sequence[dict[str, Any]],
           unit: str) -> list[float]:
-    """The length of each completion: words between spaces, characters, or the tokens that its metadata tell under
-    `completion_tokens`. UserError where they tell no number from 0 up."""
+    """Return the length of each completion: words between spaces, characters, or its metadata's `completion_tokens`.
+    Raises UserError if that is not a number from 0 up."""
     if unit == "words":
         return [len(text.split()) for text in completions]
     if unit == "characters":
@@ -169,13 +171,14 @@ def sizes(reward: str, completions: Sequence[str], prompts: Sequence[str], metad
 
 
 def window(size: float, low: float, high: float, margin: float) -> float:
-    """1 within [low, high], falling evenly to 0 at a distance of `margin` from it; with a margin of 0, at once."""
+    """Return 1 within [low, high], falling linearly to 0 at a distance of `margin`; with a margin of 0, at once."""
     beyond = max(low - size, size - high, 0)
     return 1.0 if beyond == 0 else max(0.0, 1 - beyond / margin) if margin else 0.0
 
 
 def overlong(size: float, longest: float, buffer: float) -> float:
-    """0 up to longest - buffer, falling evenly to -1 at `longest`, and -1 beyond (DAPO, 2503.14476, equation 13)."""
+    """Return 0 up to longest - buffer, falling linearly to -1 at `longest`, and -1 beyond (DAPO, 2503.14476, equation
+    13)."""
     if size > longest:
         return -1.0
     return min(0.0, (longest - buffer - size) / buffer) if buffer else 0.0
@@ -190,9 +193,9 @@ def _require(reward: str, holds: bool, unit: str, expected: str) -> None:
 
 @dataclass(frozen=True)
 class Length:
-    """1 where a completion is as long as wanted, from `low` to `high`, falling evenly to 0 within a margin.
+    """1 for a completion of wanted length, from `low` to `high`, falling linearly to 0 within a margin.
 
-    unit: words, characters, or tokens, whose number the metadata have to tell as `completion_tokens`.
+    unit: words, characters, or tokens, whose number the metadata must hold as `completion_tokens`.
     """
 
     low: float
@@ -212,9 +215,9 @@ class Length:
 
 @dataclass(frozen=True)
 class Overlong:
-    """0 for a completion that ends in time, falling evenly to -1 over the last `buffer` before `longest` (DAPO).
+    """0 for a completion that ends in time, falling linearly to -1 over the last `buffer` before `longest` (DAPO).
 
-    Soft overlong punishment (2503.14476, equation 13; there 20480 tokens with a buffer of 4096). unit: as of `Length`.
+    Soft overlong punishment (2503.14476, equation 13; there 20480 tokens with a buffer of 4096). unit: as in `Length`.
     """
 
     longest: float

@@ -1,6 +1,6 @@
-"""Python code of a model, run in a process of its own with limits of time, memory and files, and without a network.
+"""Run a model's Python code in a separate process with limits of time, memory and files, and without a network.
 
-What the limits are and what they are not: docs/rewards.md, "Code". The process itself is sandbox_child.py.
+Guarantees of these limits: docs/rewards.md, "Code". The process itself is sandbox_child.py.
 """
 
 from __future__ import annotations
@@ -24,8 +24,12 @@ THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 @dataclass(frozen=True)
 class Bounds:
-    """seconds: of the clock, and of a processor rounded up; memory, files: MiB of address space, and of the largest
-    file, which what is printed is, too; namespace: whether to ask the system for a network namespace."""
+    """Limits of a run.
+
+    seconds: wall-clock time, and CPU time rounded up.
+    memory, files: MiB of address space, and of the largest file; printed output counts as one.
+    namespace: request a network namespace from the system.
+    """
 
     seconds: float = 10.0
     memory: int = 1024
@@ -35,9 +39,12 @@ class Bounds:
 
 @dataclass(frozen=True)
 class Done:
-    """What came of it: the exit status (negative: the signal that ended it), None where the time was up; what was
-    printed; which of the tests passed, fewer than there are where it ended before; and how the network was kept away,
-    "namespace", "hook", or None where it died before."""
+    """Outcome of a run.
+
+    status: exit status (negative: the signal that ended it), None after a time-out. out: printed output.
+    passed: per test, fewer than given if it ended early.
+    isolation: of the network, "namespace", "hook", or None if it died before.
+    """
 
     status: int | None
     out: str
@@ -46,7 +53,8 @@ class Done:
 
 
 def run(code: str, tests: Sequence[str] | None, given: str, bounds: Bounds) -> Done:
-    """Run a program, with `given` as its standard input, or, for tests, define what it defines and then run each."""
+    """Run a program with `given` as its standard input, or, with tests, execute its definitions and then run each test.
+    """
     word = secrets.token_hex(16)
     with tempfile.TemporaryDirectory(prefix="flowgrpo-") as folder:
         work = Path(folder, "work")
@@ -64,7 +72,7 @@ def run(code: str, tests: Sequence[str] | None, given: str, bounds: Bounds) -> D
 
 
 def _ended(job: Path, work: Path, seconds: float, stdin: object, out: object, report: object) -> int | None:
-    """The exit status of the process; None where it was ended because the time was up."""
+    """Return the exit status of the process; None if it was killed after a time-out."""
     environment = {"PATH": os.defpath, "LANG": "C.UTF-8", "HOME": str(work), "TMPDIR": str(work)} | dict.fromkeys(
         THREADS, "1")
     process = subprocess.Popen(
@@ -93,6 +101,6 @@ def _reported(text: str, word: str) -> tuple[list[bool], str | None]:
 
 @functools.cache
 def isolation() -> str | None:
-    """How the network is kept away on this machine: "namespace", or "hook" where the system grants none; None where no
-    process can be started under these limits."""
+    """Return the network isolation on this machine: "namespace", or "hook" if the system grants none; None if no
+    process can start under these limits."""
     return run("", [], "", Bounds(seconds=120)).isolation

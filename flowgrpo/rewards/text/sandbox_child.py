@@ -1,4 +1,4 @@
-"""The process in which a model's code runs: `python -I sandbox_child.py JOB REPORT`. Standard library alone.
+"""Process that runs a model's code: `python -I sandbox_child.py JOB REPORT`. Only the standard library.
 
 JOB: the path of a JSON object {code, tests, namespace, cpu, memory, files, wall, word}. REPORT: the number of an open
 file, to which it writes lines that begin with `word`: first "namespace" or "hook", then for each test "1" or "0".
@@ -25,7 +25,7 @@ WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
 
 def leave_the_network() -> bool:
-    """Go to a network namespace of our own, without any device that is up; False where the system grants none."""
+    """Enter a new network namespace without any active device; False if the system grants none."""
     try:
         return ctypes.CDLL(None).unshare(NEW_USER | NEW_NETWORK) == 0
     except (OSError, AttributeError):
@@ -33,7 +33,7 @@ def leave_the_network() -> bool:
 
 
 def limit(cpu: int, memory: int, files: int, wall: int) -> None:
-    """Bound the seconds of a processor, the bytes of memory and of a file, open files and processes, for good."""
+    """Limit for good: CPU seconds, bytes of memory and of a file, open files and processes, and wall-clock seconds."""
     limits = {"CPU": cpu, "AS": memory, "FSIZE": files, "NOFILE": 64, "NPROC": 0, "CORE": 0}
     for name, value in limits.items():
         kind = getattr(resource, f"RLIMIT_{name}", None)
@@ -42,13 +42,13 @@ def limit(cpu: int, memory: int, files: int, wall: int) -> None:
             value = value if hard == resource.RLIM_INFINITY else min(value, hard)
             try:
                 resource.setrlimit(kind, (value, value))
-            except (OSError, ValueError):  # a system that does not know this one
+            except (OSError, ValueError):  # a system without this limit
                 pass
-    signal.alarm(wall)  # where whoever started this has died
+    signal.alarm(wall)  # in case the parent process has died
 
 
 def guard(folder: str) -> None:
-    """Refuse, for good, the network, processes and threads, and to change files outside the folder."""
+    """Block, for good, the network, processes and threads, and changes to files outside the folder."""
     allowed = os.path.realpath(folder) + os.sep
 
     def outside(path: Any) -> bool:
@@ -69,7 +69,7 @@ def guard(folder: str) -> None:
 
 
 def main(job: dict[str, Any], report: int) -> None:
-    """Run a job, as the module says, and write to the file `report` how it went."""
+    """Run a job as the module describes, and write the outcome to the file `report`."""
     word = job["word"]
     apart = job["namespace"] and leave_the_network()
     os.write(report, f"{word} {'namespace' if apart else 'hook'}\n".encode())
@@ -83,12 +83,12 @@ def main(job: dict[str, Any], report: int) -> None:
 
 
 def execute(code: str, name: str, module: types.ModuleType) -> None:
-    """Run code in a module; name: what tracebacks call it."""
+    """Run code in a module; name: shown in tracebacks."""
     exec(compile(code, name, "exec", dont_inherit=True), module.__dict__)
 
 
 def passes(test: str, number: int, module: types.ModuleType) -> bool:
-    """Whether a test runs without raising anything."""
+    """True if a test runs without raising anything."""
     try:
         execute(test, f"test {number}", module)
         return True

@@ -1,4 +1,4 @@
-"""Texts whose tokens carry a graph, for rewards whose gradient is followed, and the one way to read both kinds."""
+"""Texts whose tokens carry a graph, for differentiable rewards, and a reader of both kinds of texts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class SoftTexts:
-    """B texts as weights of tokens [B,L,V], one-hot, with a graph, 0 where a text has ended; tokens: the V strings."""
+    """B texts as token weights.
+
+    weights: [B,L,V], one-hot, with a graph, 0 after a text's end.
+    tokens: the V strings.
+    """
 
     weights: Tensor
     tokens: tuple[str, ...]
@@ -27,11 +31,12 @@ class SoftTexts:
 
 
 def letters(texts: SoftTexts | Sequence[str], alphabet: Sequence[str]) -> Tensor:
-    """How much of each of A letters stands at each place of B texts: [B,L,A], a column per letter of `alphabet`.
+    """Return the weight of each of A letters at each place of B texts: [B,L,A], a column per letter of `alphabet`.
 
-    Of ordinary texts float32, 1 or 0, L the length of the longest, a character per place; of `SoftTexts` a token per
-    place, in the texts' graph. So a reward that reads its texts by this alone is differentiable and any method's.
-    UserError for a letter that is no token.
+    Ordinary texts: float32, 1 or 0, L the length of the longest, a character per place. `SoftTexts`: a token per place,
+    in the texts' graph. A reward that reads its texts only by this function is differentiable and works with any
+    method.
+    Raises UserError for a letter that is not a token.
     """
     import torch
 

@@ -1,4 +1,4 @@
-"""A reward of pictures as a reward of clips: every frame is scored, and the mean or the worst counts.
+"""Image reward of every frame of a clip; the mean or the worst score counts.
 
     reward:
       frames: {args: {reward: sharpness, frames: min}}
@@ -20,11 +20,13 @@ LIFTS = ("mean", "min")
 
 @dataclass(frozen=True, eq=False)
 class Frames:
-    """The mean or the least score of a clip's frames by a reward of pictures; None where it applies to no frame, Failed
-    where it failed on one.
+    """Mean or minimum score of a clip's frames by a reward of pictures.
 
-    reward: a name, or a function; args: those that a named one is made with; every: of how many frames one is scored,
-    from the first on. UserError as of `rewards.find`, and where the reward does not judge pictures one by one.
+    None if that reward applies to no frame, Failed if it failed on one.
+
+    reward: a name, or a function. args: arguments of a named one.
+    every: score one of so many frames, beginning with the first.
+    Raises UserError as `rewards.find` does, and if the reward does not judge pictures one by one.
     """
 
     reward: Any

@@ -1,9 +1,9 @@
-"""Does a clip move as its prompt claims, and is it what its prompt names? Read from the frames and the prompt alone.
+"""Rewards of the starter's clips: motion and appearance as the prompt claims, read from the frames.
 
 Every frame of a clip of the video starter's world (`flowgrpo.starter.motion`) is read as a picture by
-`flowgrpo.rewards.images.scene.read`. The largest blob's centroid and size, frame by frame, are the track; `motion`
-compares it with the claimed motion and does not look at the shape, `appearance` looks at shape and colour and not at
-the track. As in `scene`, every criterion is a ramp from 0 (bad) to 1 (good enough), and
+`flowgrpo.rewards.images.scene.read`. The largest blob's centroid and size, frame by frame, are the track. `motion`
+compares the track with the claimed motion and ignores the shape; `appearance` checks shape and colour and ignores the
+track. As in `scene`, every criterion is a ramp from 0 (bad) to 1 (good enough), and
 
     motion == 1  exactly where  motion_graded == 1  exactly where every criterion is met.
 """
@@ -22,18 +22,18 @@ from flowgrpo.rewards.images.scene import FLOOR, Reading, read
 from flowgrpo.starter.motion import MOTIONS, Clip, parse
 from flowgrpo.starter.scenes import SIZE
 
-# Ramps: (worth 0 at, worth 1 from). Velocities in pixels per frame; growth is that of the logarithm of the square root
+# Ramps: (0 at, 1 from). Velocities in pixels per frame; growth is that of the logarithm of the square root
 # of the area, per frame. Both are means over the clip; their unevenness is the largest deviation of a single step.
 PACE = (0.0, 2.0)  # velocity; the slowest drawn clip has 3
 HEADING = (-1.0, 0.96)  # cosine between the velocity and the claimed direction: within 16 degrees
-DRIFT = (2.5, 0.7)  # velocity of what should stay in its place; a growing triangle's centroid has 0.35
+DRIFT = (2.5, 0.7)  # velocity of an object that should stay; a growing triangle's centroid has 0.35
 UNEVEN = (4.5, 1.3)  # of the velocity; a jolt of 5 pixels makes it 3.75
 GROWTH = (-0.05, 0.06)  # towards the claimed change of size; the slowest drawn has 0.10
-SWELL = (0.08, 0.03)  # growth of what should keep its size
+SWELL = (0.08, 0.03)  # growth of an object that should keep its size
 PULSE = (0.25, 0.12)  # unevenness of the growth
 EXTRA = (70, 16)  # pixels of other blobs in a frame
 
-LEAST = 3  # frames: with two there is no pace to be even
+LEAST = 3  # frames: with two, an even pace is undefined
 
 
 def _ramp(x, ramp: tuple[float, float]):
@@ -42,8 +42,12 @@ def _ramp(x, ramp: tuple[float, float]):
 
 @dataclass(frozen=True)
 class Track:
-    """A clip's object: centroids [F, 2] in pixels (x, y), logarithms of its size [F], and how legible it is, in [0, 1]:
-    one crisp blob of one paint per frame, of the same colour in all, on a clean ground."""
+    """A clip's object.
+
+    centres: [F, 2], centroids in pixels (x, y).
+    sizes: [F], logarithms.
+    legible: in [0, 1], for one crisp blob of one paint per frame, of the same colour in all, on a clean ground.
+    """
 
     centres: np.ndarray
     sizes: np.ndarray
@@ -61,7 +65,7 @@ class Track:
 
 
 def track(frames: Sequence[Reading]) -> Track | None:
-    """Follow the largest blob through the frames of a clip; None where a frame has none."""
+    """Follow the largest blob through the frames of a clip; None if a frame has none."""
     if not all(frame.objects for frame in frames):
         return None
     first = [frame.objects[0] for frame in frames]
@@ -74,7 +78,8 @@ def track(frames: Sequence[Reading]) -> Track | None:
 
 
 def read_clips(videos) -> tuple[tuple[Reading, ...], ...]:
-    """Read every frame of videos, float [B, F, 3, 64, 64] in [0, 1]. Raises ValueError for other videos."""
+    """Read every frame of videos, float [B, F, 3, 64, 64] in [0, 1].
+    Raises ValueError for other videos."""
     videos = torch.as_tensor(videos).detach().to("cpu", torch.float32)
     if videos.ndim != 5 or videos.shape[1] < LEAST or videos.shape[2:] != (3, SIZE, SIZE):
         raise ValueError(f"the motion reward got videos of shape {list(videos.shape)}, expected [B, F, 3, {SIZE}, "
@@ -84,13 +89,13 @@ def read_clips(videos) -> tuple[tuple[Reading, ...], ...]:
 
 @lru_cache(maxsize=1)
 def _remembered(data: bytes, shape: tuple[int, ...]) -> tuple[tuple[Reading, ...], ...]:
-    """The readings of a batch: all three rewards are asked of the same one."""
+    """Return the readings of a batch, cached: all three rewards use the same one."""
     videos = torch.from_numpy(np.frombuffer(data, np.float32).reshape(shape).copy())
     return tuple(tuple(read(frame) for frame in clip) for clip in videos)
 
 
 def _paired(videos, prompts: Sequence[str]) -> list[tuple[tuple[Reading, ...], Clip]]:
-    """What is seen of each video and what is claimed of it."""
+    """Pair the readings of each video with its prompt's claims."""
     claims, seen = [parse(prompt) for prompt in prompts], read_clips(videos)
     if len(seen) != len(claims):
         raise ValueError(f"the motion reward got {len(seen)} videos and {len(claims)} prompts, expected one prompt for "
@@ -99,18 +104,19 @@ def _paired(videos, prompts: Sequence[str]) -> list[tuple[tuple[Reading, ...], C
 
 
 def motion_graded(videos, prompts: Sequence[str], metadata=None) -> list[float]:
-    """How nearly each clip moves as its prompt claims, in [0, 1]; 1 exactly where `motion` is 1.
+    """Degree in [0, 1] to which each clip moves as its prompt claims; 1 exactly where `motion` is 1.
 
     legibility * course * size * evenness; the last three keep a quarter at their worst.
 
-    videos: float [B, F, 3, 64, 64] in [0, 1], at least 3 frames; prompts: B strings. Raises ValueError for other
-    videos, for another number of prompts, and for a prompt outside the grammar of `flowgrpo.starter.motion.parse`.
+    videos: float [B, F, 3, 64, 64] in [0, 1], at least 3 frames; prompts: B strings.
+    Raises ValueError for other videos, for another number of prompts, and for a prompt outside the grammar of
+    `flowgrpo.starter.motion.parse`.
     """
     return [_grade(track(frames), MOTIONS[clip.motion]) for frames, clip in _paired(videos, prompts)]
 
 
 def motion(videos, prompts: Sequence[str], metadata=None) -> list[float]:
-    """1.0 where a clip moves at an even pace as its prompt claims, otherwise 0.0.
+    """1.0 if a clip moves at an even pace as its prompt claims, otherwise 0.0.
 
     Arguments and errors are those of `motion_graded`.
     """
@@ -118,9 +124,9 @@ def motion(videos, prompts: Sequence[str], metadata=None) -> list[float]:
 
 
 def appearance(videos, prompts: Sequence[str], metadata=None) -> list[float]:
-    """1.0 where every frame shows the claimed shape in the claimed colour and nothing else, otherwise 0.0.
+    """1.0 if every frame shows the claimed shape in the claimed colour and nothing else, otherwise 0.0.
 
-    It is what `scene` says of every frame. Arguments and errors are those of `motion_graded`.
+    This is `scene` of every frame. Arguments and errors are those of `motion_graded`.
     """
     return [float(all(_shows(frame, clip) for frame in frames)) for frames, clip in _paired(videos, prompts)]
 
@@ -134,7 +140,7 @@ def _shows(frame: Reading, clip: Clip) -> bool:
 
 
 def _grade(found: Track | None, claim: tuple[int, int, int]) -> float:
-    """Credit of a track for a claim: the signs of (x, y, size)."""
+    """Return the credit of a track for a claim: the signs of (x, y, size)."""
     if found is None:
         return 0.0
     velocity, growth = found.velocities.mean(0), found.growths.mean()
@@ -146,7 +152,7 @@ def _grade(found: Track | None, claim: tuple[int, int, int]) -> float:
 
 
 def _course(velocity: np.ndarray, claimed: np.ndarray) -> float:
-    """Credit of a mean velocity [2] for a claimed direction [2], or for none (0, 0)."""
+    """Return the credit of a mean velocity [2] for a claimed direction [2], or for none (0, 0)."""
     speed = np.linalg.norm(velocity)
     if not claimed.any():
         return float(_ramp(speed, DRIFT))

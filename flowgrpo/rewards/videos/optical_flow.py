@@ -1,7 +1,7 @@
-"""How much, and which way, a clip moves, and whether it holds together: dense optical flow (DIS, Kroeger et al. 2016).
+"""Amount, direction and temporal consistency of a clip's motion: dense optical flow (DIS, Kroeger et al. 2016).
 
-Lengths are shares of the shorter side of a frame, per frame, so that clips of other sizes compare. A clip that stands
-still is perfectly consistent: train `temporal_consistency` beside `flow_amount`, or gated by it.
+Lengths are shares of the shorter side of a frame, per frame, so that clips of different sizes compare. A static clip is
+perfectly consistent: train `temporal_consistency` together with `flow_amount`, or gated by it.
 """
 
 from __future__ import annotations
@@ -19,26 +19,27 @@ from flowgrpo.rewards.about import About
 from flowgrpo.rewards.pixels import eight_bit, grey
 
 DIRECTIONS = {"left": (-1, 0), "right": (1, 0), "up": (0, -1), "down": (0, 1)}
-FASTEST = 0.05  # share of the pixels whose speed is that of the clip, as in VBench's dynamic degree (2311.17982)
-STILL = 0.1  # pixels per frame, below which nothing moves
+FASTEST = 0.05  # share of the fastest pixels that give a clip's speed, as in VBench's dynamic degree (2311.17982)
+STILL = 0.1  # pixels per frame, below which motion counts as none
 LICENCE = "Apache-2.0"
 
 
 def flows(videos: Tensor) -> list[np.ndarray]:
-    """The flow from each frame to the next [F-1, H, W, 2] in pixels (right, down), of each of videos [B, F, 3, H, W]
-    in [0, 1]. UserError for clips of one frame, and without OpenCV."""
+    """Return the flow from each frame to the next [F-1, H, W, 2] in pixels (right, down), for videos [B, F, 3, H, W] in
+    [0, 1].
+    Raises UserError for clips of one frame, and without OpenCV."""
     cv2 = needed("cv2", "video", "optical flow")
     if videos.ndim != 5 or videos.shape[1] < 2:
         raise UserError(f"optical flow of videos of shape {list(videos.shape)}: expected [B, F, 3, H, W] with at least "
                         "two frames")
     method = cv2.DISOpticalFlow_create(cv2.DISOPTICAL_FLOW_PRESET_MEDIUM)
-    method.setFinestScale(0)  # whole pixels: at half the resolution small objects of small clips come out too slow
+    method.setFinestScale(0)  # full resolution: at half, small objects of small clips come out too slow
     frames = (grey(videos).numpy() * 255).round().clip(0, 255).astype(np.uint8)
     return [np.stack([method.calc(one, other, None) for one, other in zip(clip, clip[1:])]) for clip in frames]
 
 
 def fastest(flow: np.ndarray) -> np.ndarray:
-    """The flow [N, 2] of the fastest twentieth of the pixels of each step of a clip [F-1, H, W, 2]."""
+    """Return the flow [N, 2] of the fastest twentieth of the pixels of each step of a clip [F-1, H, W, 2]."""
     steps = flow.reshape(len(flow), -1, 2)
     count = max(1, int(FASTEST * steps.shape[1]))
     rows = np.argpartition(-np.linalg.norm(steps, axis=-1), count - 1, axis=1)[:, :count]
@@ -47,8 +48,7 @@ def fastest(flow: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class FlowAmount:
-    """How fast a clip moves: the mean speed of the fastest twentieth of its pixels, per frame, as a share of the
-    shorter side."""
+    """Speed of a clip: mean of the fastest twentieth of its pixels, per frame, as a share of the shorter side."""
 
     about = About(modality="video", range=(0, None), needs="video", licence=LICENCE)
 
@@ -62,11 +62,12 @@ class FlowAmount:
 
 @dataclass(frozen=True)
 class FlowDirection:
-    """How much of a clip's motion goes the way that is asked for: 1 all of it, -1 all the other way, 0 across or none.
+    """Share of a clip's motion in the wanted direction: 1 all of it, -1 all opposite, 0 across or none.
 
-    The way is the metadata's `direction` (left, right, up, down) or, for prompts without one, `direction`; None for a
-    prompt that asks for none. It is that of the fastest twentieth of the pixels, on the screen: when a camera pans to
-    the left, everything moves to the right. UserError for another word.
+    direction: left, right, up or down; the metadata's `direction` comes first, and None is the score without either.
+    The motion is that of the fastest twentieth of the pixels, on the screen: when a camera pans to the left, everything
+    moves to the right.
+    Raises UserError for another word.
     """
 
     direction: str | None = None
@@ -94,8 +95,10 @@ def _along(moves: np.ndarray, way: np.ndarray) -> float:
 
 @dataclass(frozen=True)
 class TemporalConsistency:
-    """How well each frame follows from the last: 1 minus the mean difference between a frame and the next one, warped
-    back along the flow; pixels that leave the picture do not count. A clip that stands still has 1."""
+    """Temporal consistency: 1 minus the mean difference between a frame and the next one, warped back by the flow.
+
+    Pixels that leave the picture do not count. A static clip has 1.
+    """
 
     about = About(modality="video", range=(0, 1), needs="video", licence=LICENCE)
 
@@ -108,7 +111,7 @@ class TemporalConsistency:
 
 
 def _difference(one: np.ndarray, other: np.ndarray, flow: np.ndarray) -> float:
-    """Mean absolute difference in [0, 1] of two frames, bytes [H, W, 3], along a flow [H, W, 2]."""
+    """Return the mean absolute difference in [0, 1] of two frames, bytes [H, W, 3], along a flow [H, W, 2]."""
     import cv2
 
     h, w = flow.shape[:2]
