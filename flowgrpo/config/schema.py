@@ -8,6 +8,7 @@ run again unchanged.
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any, Literal
 
@@ -101,6 +102,7 @@ class Config(Section):
         return yaml.dump(self.model_dump(mode="json"), Dumper=Dumper, sort_keys=False, allow_unicode=True)
 
 
+@functools.cache
 def fields(section: type[Section] = Config, prefix: str = "") -> dict[str, FieldInfo]:
     """Return all dotted keys of the configuration with their fields, in order."""
     found: dict[str, FieldInfo] = {}
