@@ -1,4 +1,26 @@
-"""Report of `flowgrpo check`."""
+"""Report of `flowgrpo check`.
+
+Keys of a pipeline, None where the check did not come that far:
+- model; drivable: None for a diffusers class without a tiny instance, and if memory ran out; reason: one line, if
+  not drivable; precision: with the reason if it is chosen.
+- pipeline, scheduler, prediction, weights (GiB of all parts), denoisers, parameters, lora_parameters, lora_targets;
+  lora_loader: the function that loads each trained module's LoRA into the stock pipeline.
+- conditioning (arguments that differ between prompts), prompts_per_call, guidance.
+- At the recipe's guidance: timesteps_per_call (`train.pack` works), picture_shape, latent_shape; replay_error:
+  largest difference of a transition's mean between rollout and replay; first_log_ratio: largest |log ratio| of the
+  replay, which has to be 0; lora_grad: norm of the adapter's gradient; gradient_error: relative error of a finite
+  difference along the gradient, in fp32, not for a DoRA.
+- memory: GiB by phase, for the recipe, see memory.py; memory_parts: GiB by part, of the update.
+- evaluations_per_picture, evaluations_per_picture_shared: of a rollout of the recipe's first epoch, without and
+  with shared prefixes, guidance included. Without a recipe: mix_grpo, 10 steps, 12 pictures per prompt, averaged
+  over the window's places.
+- notes: facts that the recipe's options leave unknown.
+
+Additional keys of a language model: kind, class, tokenizer, vocabulary, chat_template (present or not), end_tokens,
+pad_token; prompt_tokens, completion_tokens: of a prompt and the longest of its two completions; trained_parameters
+if all are trained; unless masked: shared_prefix (a group's prompt is read once) and head_alone (logits are the
+head's, so only those of sampled tokens are computed).
+"""
 
 from __future__ import annotations
 
@@ -27,27 +49,7 @@ def report(model: Any, config: Config | None = None, device: str | None = None) 
     None: the defaults, in fp32.
     device: cpu, cuda, or None for cuda if present.
     Raises UserError if the device is absent.
-
-    Keys of a pipeline, None where the check did not come that far:
-    - model; drivable: None for a diffusers class without a tiny instance, and if memory ran out; reason: one line, if
-      not drivable; precision: with the reason if it is chosen.
-    - pipeline, scheduler, prediction, weights (GiB of all parts), denoisers, parameters, lora_parameters, lora_targets;
-      lora_loader: the function that loads each trained module's LoRA into the stock pipeline.
-    - conditioning (arguments that differ between prompts), prompts_per_call, guidance.
-    - At the recipe's guidance: timesteps_per_call (`train.pack` works), picture_shape, latent_shape; replay_error:
-      largest difference of a transition's mean between rollout and replay; first_log_ratio: largest |log ratio| of the
-      replay, which has to be 0; lora_grad: norm of the adapter's gradient; gradient_error: relative error of a finite
-      difference along the gradient, in fp32, not for a DoRA.
-    - memory: GiB by phase, for the recipe, see memory.py; memory_parts: GiB by part, of the update.
-    - evaluations_per_picture, evaluations_per_picture_shared: of a rollout of the recipe's first epoch, without and
-      with shared prefixes, guidance included. Without a recipe: mix_grpo, 10 steps, 12 pictures per prompt, averaged
-      over the window's places.
-    - notes: facts that the recipe's options leave unknown.
-
-    Additional keys of a language model: kind, class, tokenizer, vocabulary, chat_template (present or not), end_tokens,
-    pad_token; prompt_tokens, completion_tokens: of a prompt and the longest of its two completions; trained_parameters
-    if all are trained; unless masked: shared_prefix (a group's prompt is read once) and head_alone (logits are the
-    head's, so only those of sampled tokens are computed).
+    The keys of the report are those of the module's docstring.
     """
     named = model if isinstance(model, str) else type(model[0]).__name__
     found: dict[str, Any] = {"model": named, "drivable": False, "reason": None}
