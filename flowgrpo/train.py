@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -135,14 +134,14 @@ class Trainer:
         columns = [torch.cat(found[stride::strides]) for stride in range(strides)]
         return parts, conditioning, torch.cat(columns, 1).unflatten(0, (-1, self.geometry.group))
 
-    def credit(self, parts: list[Part], grouped: torch.Tensor, texts: list[str]) -> Iterator[Part | None]:
+    def credit(self, parts: list[Part], grouped: torch.Tensor, texts: list[str]) -> list[Part | None]:
         """Apply `credit.credit` of this method: yield the parts of this process with advantages.
 
         grouped: scores [groups,G,R] of all processes; texts: their prompts.
         """
         weights = list(self.scoring.weights.values()) * len(self.method.strides)
-        return credit(self.method, parts, self.scoring.shaped(grouped), weights,
-                      self.context(parts, texts), self.processes.own)
+        return list(credit(self.method, parts, self.scoring.shaped(grouped), weights, self.context(parts, texts),
+                           self.processes.own))
 
     def context(self, parts: list[Part], texts: list[str]) -> Context:
         """Return the method's inputs besides rewards, of all processes in one order of prompts."""
@@ -156,7 +155,7 @@ class Trainer:
                        self.scoring.paired * len(self.method.strides), deducted,
                        list(self.scoring.weights.values()) * len(self.method.strides))
 
-    def learn(self, parts: Iterable[Part | None], conditioning) -> dict[str, Any]:
+    def learn(self, parts: list[Part | None], conditioning) -> dict[str, Any]:
         """Replay the recorded decisions and minimise the method's loss: `updates` optimiser steps per inner epoch.
 
         Every process adds the gradient of its own parts; one that has none in a step still takes part in it.

@@ -22,11 +22,6 @@ def make_explorer(config: Config, policy: Any, *rest: Any, first: Prompt | None 
             from flowgrpo.rollouts.engine import EngineExplorer
 
             return EngineExplorer(config, policy, *rest)
-    if policy.process == "masks":
-        from flowgrpo.rollouts.text import MaskedExplorer
-
-        return MaskedExplorer(config, policy, *rest)
-    if policy.process == "tokens":
         from flowgrpo.rollouts.text import TextExplorer
 
         return TextExplorer(config, policy, *rest)
@@ -34,10 +29,6 @@ def make_explorer(config: Config, policy: Any, *rest: Any, first: Prompt | None 
         from flowgrpo.rollouts.recorded import PairExplorer
 
         return PairExplorer(config, policy, *rest, first)
-    if hasattr(policy, "editor"):
-        from flowgrpo.rollouts.edits import EditExplorer
-
-        return EditExplorer(config, policy, *rest, first)
     from flowgrpo.rollouts.denoising import Explorer
 
     return Explorer(config, policy, *rest, first)

@@ -23,21 +23,21 @@ from flowgrpo.policies.pipelines import mid_loop_check
 from flowgrpo.policies.pipelines.conditioning import Conditioning, Encoder
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
 from flowgrpo.policies.weights.low_precision import quantised, require_torchao
-from flowgrpo.rollouts.loss_inputs import Beside
-from flowgrpo.samplers import cost, joint_density, learned_noise, noised_finals, reward_gradient
+from flowgrpo.rollouts.base import GroupSampler
+from flowgrpo.rollouts.loss_inputs import Beside, BesideEdits
+from flowgrpo.rollouts.targets import Replayed, target
+from flowgrpo.samplers import cost, learned_noise, reward_gradient
 from flowgrpo.samplers.base_samples import BasePictures
 from flowgrpo.samplers.grids import make_grid
-from flowgrpo.samplers.old_policy import Lagging
 from flowgrpo.samplers.preview import chosen, contrasting, previews
-from flowgrpo.samplers.replay import replay
-from flowgrpo.samplers.rollout import Exploration, Part, Seed, explore, seeder
+from flowgrpo.samplers.rollout import Exploration, Part, Seed
 from flowgrpo.types import Scored
 
 # The total reward [P,N] of pictures [P*N,...], N for each prompt in turn.
 Judge = Callable[[torch.Tensor, int], torch.Tensor]
 
 
-class Explorer:
+class Explorer(GroupSampler):
     """A pipeline under a method: its grid, its initial noises, its rollouts and their replays.
 
     rollout_evaluations: rows that went through a denoiser to sample, on all processes; saved_evaluations: how many more
@@ -47,18 +47,17 @@ class Explorer:
 
     def __init__(self, config: Config, policy: PipelinePolicy, method: Method, geometry: Geometry, processes: Processes,
                  clock: Clock, first: Prompt):
-        self.config, self.policy, self.method, self.geometry = config, policy, method, geometry
-        self.processes, self.clock, self.first = processes, clock, first
+        super().__init__(config, policy, method, geometry, processes, clock)
+        self.first = first
         self.encode = Encoder(policy, Path(config.cache) if config.cache and not policy.live else None)
         self.grid, self.timesteps = self.make_grid(config.train.steps)
-        self.rollout_evaluations = self.saved_evaluations = 0
         self.base_pictures = BasePictures(policy, self.grid, self.timesteps, geometry.micro_batch, self.decode)
-        self.lagging = Lagging(method.lag, policy.weights)
         self.network = method.kernel.network().to(policy.device) if hasattr(method.kernel, "network") else None
         if self.network is not None:
             policy.weights.add(learned_noise.NAME, self.network)
         if method.preview:
             require_torchao(method.preview.precision)
+        self.target = target(self)
         # Only what is given pictures can put them back in; edits replay nothing of the pipeline.
         if method.edit is None and (policy.given or first.image is not None):
             mid_loop_check.require(policy, Explorer.conditioning(self, [first]),
@@ -87,19 +86,7 @@ class Explorer:
         train, method = self.config.train, self.method
         if self.network is not None:
             method = replace(method, kernel=method.kernel.with_network(self.network, epoch, train.epochs))
-        return method.explorations(self.grid, train.group, train.shift, epoch, self.config.seed, self.timesteps)
-
-    def noised(self, epoch: int) -> Exploration | None:
-        """The times at which an epoch's finals are noised and trained; None where its recorded steps are."""
-        alphas = self.policy.stock.alphas_cumprod.cpu() if self.policy.process == "vp" else None
-        return self.method.noised(self.grid, self.config.train.group, epoch, self.config.seed, alphas)
-
-    def seeds(self, epoch: int, turn: int = 0, prompts: int | None = None) -> Seed:
-        """An epoch's seeds: of the first of one's own prompts, by its place among those of all processes, behind those
-        of the turns before. prompts: how many each process has in this turn (None: those of an epoch's first)."""
-        seed, own = seeder(self.config.seed, epoch), self.geometry.prompts if prompts is None else prompts
-        first = turn * self.config.train.prompts + self.processes.rank * own
-        return lambda prompt, sample: seed(first + prompt, sample)
+        return method.explorations(self.grid, self.target.drawn, train.shift, epoch, self.config.seed, self.timesteps)
 
     def sample(self, conditioning: Conditioning, epoch: int, judge: Judge, value: reward_gradient.Value | None = None,
                turn: int = 0) -> Iterator[tuple[Part, list[torch.Tensor]]]:
@@ -112,43 +99,22 @@ class Explorer:
             with self.lagging.drawing():
                 seed = self.preview(conditioning, seed, judge)
         before = self.policy.evaluations
-        parts = self.grow(conditioning, explorations, seed)
+        parts = self.target.sample(conditioning, explorations, seed)
         while True:
             with self.clock("rollout"), self.lagging.drawing():
                 part = next(parts, None)
             if part is None:
                 break
             sampled = self.policy.evaluations
-            part = self._trained(part, conditioning, epoch, seed)
+            part = self.target.record(part, conditioning, epoch, seed)
             before += self.policy.evaluations - sampled  # they are the update's
             with self.clock("decode"):
                 pictures = [self.decode(final, conditioning.rows(part.prompts)) for final in part.finals]
-            if self.method.backprop:
-                with self.clock("reward"):
-                    part = reward_gradient.valued(part, pictures[0], value, self.policy.device,
-                                                  self.geometry.micro_batch)
+            part = self.target.score(part, pictures[0], value)
             sampled = self.policy.evaluations
             yield part, pictures
             before += self.policy.evaluations - sampled  # of the base, which counts its own
         self._count(self.policy.evaluations - before, explorations)
-
-    def grow(self, conditioning: Conditioning, explorations: list[Exploration], seed: Seed) -> Iterator[Part]:
-        """The parts of an epoch, sampled as the method samples."""
-        if self.method.backprop is None:
-            return explore(self.policy, conditioning, explorations, self.geometry.micro_batch, seed)
-        [exploration] = explorations
-        return reward_gradient.explore(self.policy, conditioning, exploration, self.method.backprop,
-                                       self.geometry.micro_batch, seed)
-
-    def _trained(self, part: Part, conditioning: Conditioning, epoch: int, seed: Seed) -> Part:
-        """The part with what the method trains: its recorded steps, or its finals, noised and scored by the old
-        policy."""
-        times = self.noised(epoch)
-        if times is None:
-            return part if self.method.chain is None else joint_density.joined(part, self.method.chain)
-        with self.clock("update"), self.lagging.old():
-            return noised_finals.noised(self.policy, conditioning, part, times, self.geometry.micro_batch, seed,
-                                        self.method.times.shared, self.config.train.pack)
 
     def base(self, part: Part, conditioning: Conditioning) -> torch.Tensor | None:
         """The base model's pictures [b,...] beside a part's, from the same initial noises, on the CPU; None for a part
@@ -158,7 +124,7 @@ class Explorer:
         before = self.policy.evaluations
         with self.clock("base"):
             found = self.base_pictures(part, conditioning)
-        self.rollout_evaluations += (self.policy.evaluations - before) * self.processes.count
+        self.count(self.policy.evaluations - before)
         return found
 
     def preview(self, conditioning: Conditioning, seed: Seed, judge: Judge) -> Seed:
@@ -168,7 +134,7 @@ class Explorer:
             grid, rows = self.make_grid(asked.steps), torch.arange(len(conditioning.prompts))
             with quantised(self.policy, asked.precision):
                 finals = previews(self.policy, conditioning, *grid, asked.pool, self.geometry.micro_batch, seed)
-            self.rollout_evaluations += (self.policy.evaluations - before) * self.processes.count
+            self.count(self.policy.evaluations - before)
             pictures = self.decode(finals, conditioning.rows(rows.repeat_interleave(asked.pool)))
         with self.clock("reward"):
             return chosen(seed, contrasting(judge(pictures, asked.pool), self.config.train.group))
@@ -179,33 +145,25 @@ class Explorer:
         return torch.cat([self.policy.decode(finals[at], conditioning.rows(at)).cpu() for at in rows])
 
     def _count(self, spent: int, explorations: list[Exploration]) -> None:
-        """Every process spends the same."""
-        spent *= self.processes.count
-        self.rollout_evaluations += spent
+        """Count a rollout's evaluations, and those that shared prefixes saved."""
+        self.count(spent)
         alone, shared = (count(explorations, self.geometry.prompts) for count in (cost.alone, cost.rollout))
+        spent *= self.processes.count
         self.saved_evaluations += round(spent * alone / shared) - spent
 
-    def replay(self, part: Part, conditioning: Conditioning) -> Iterator[tuple[int, torch.Tensor, Scored]]:
-        """What the present weights make of a part's transitions: (place in `part.transitions`, rows of it, scores)."""
-        if self.method.backprop:
-            return reward_gradient.replay(self.policy, conditioning, part, self.method.backprop,
-                                          self.geometry.micro_batch)
-        if self.method.chain:
-            return joint_density.replay(self.policy, conditioning, part, self.method.chain, self.geometry.micro_batch)
-        return replay(self.policy, conditioning, part, self.geometry.micro_batch, self.config.train.pack)
+    def replay(self, part: Part, conditioning: Conditioning) -> Replayed:
+        """Score a part's transitions under the present weights: (place in `part.transitions`, its rows, scores)."""
+        return self.target.replay(part, conditioning)
 
-    def beside(self, part: Part, conditioning: Conditioning, reference: list[Scored]) -> Beside:
-        """What the surrogate reads beside ratio and advantage, in every batch of the part's replay."""
-        most = max(len(taken.parent) for taken in part.transitions)
-        cut = most > self.geometry.micro_batch or self.config.train.pack
-        with self.policy.sampling():
-            return Beside(self.method.surrogate, part, reference, self.policy.device,
-                          (lambda: self.replay(part, conditioning)) if cut else None)
+    def beside(self, part: Part, conditioning: Conditioning, reference: list[Scored]) -> Beside | BesideEdits:
+        """Return what the surrogate reads in addition to ratio and advantage, in every batch of the part's replay."""
+        return self.target.loss_inputs(part, conditioning, reference)
 
     def step_weights(self, parts: list[Part], epoch: int) -> dict[int, float]:
         """The method's weight of every step of the grid that the epoch trains, however the parts are dealt out."""
-        times = self.noised(epoch)
-        grid, explorations = (self.grid, self.explorations(epoch)) if times is None else (times.grid, [times])
+        grid, explorations = self.target.steps(epoch)
+        if not explorations:
+            return {0: 1.0}
         own = {step for part in parts for step in part.exploration.schedule.trained}
         trained = self.processes.total([step in own for step in range(len(grid) - 1)])
         steps = [step for step, count in enumerate(trained) if count]
@@ -217,7 +175,3 @@ class Explorer:
             return of[i].transition(x, v, grid, i)
 
         return dict(zip(steps, self.method.step_weight(transition, grid, steps).tolist()))
-
-    def metrics(self) -> dict[str, float]:
-        """What an epoch's sampling adds to its metrics."""
-        return {}

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import torch
 
-from flowgrpo.config.geometry import prompts_per_part
 from flowgrpo.config.schema import Config
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
@@ -52,15 +51,14 @@ class EngineExplorer(TextExplorer):
             made = [self.engine.sample(asked.rows(prompts[at]), self.method.kernel, [generators[i] for i in at],
                                        greedy[at]) for at in torch.arange(len(prompts)).split(self.engine.together
                                                                                              or len(prompts))]
-        self.rollout_evaluations += (self.engine.evaluations - before) * self.processes.count
+        self.count(self.engine.evaluations - before)
         whole = Sampled(*(torch.cat([getattr(each, name) for each in made]) for name in ("ids", "logp", "mask", "cut")),
                         [text for each in made for text in each.texts])
-        for own in torch.arange(count).split(prompts_per_part(group, self.geometry.micro_batch)):
-            rows = slice(int(own[0]) * group, (int(own[-1]) + 1) * group)
+        for groups, own, places, rows in self.whole_groups(count):
             some = Sampled(whole.ids[rows], whole.logp[rows], whole.mask[rows], whole.cut[rows], whole.texts[rows])
             if self.method.kernel.expert:
-                [some] = self.answered(asked, prompts[rows], samples[rows], [some])
-            part = self.part(range(int(own[0]), int(own[-1]) + 1), prompts[rows], [some])
+                [some] = self.answered(asked, own, places, [some])
+            part = self.target.record(groups, own, [some])
             part = self.corrected(part, asked, greedy[rows])
             yield self.valued(part, asked, seed, judge) if self.method.spread.samples else part, [some.texts]
 

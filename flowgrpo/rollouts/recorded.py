@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from flowgrpo.config.geometry import prompts_per_part
 from flowgrpo.config.schema import Config
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
@@ -51,11 +50,10 @@ class PairExplorer(Explorer):
         """The pairs of the prompts, with their pictures [b,3,H,W] as the files have them. judge and value, of methods
         that draw, are not asked; turn: how often the epoch has taken pairs before."""
         self.lagging.begin(epoch)
-        seed, group = self.seeds(epoch, turn, len(conditioning.prompts)), self.geometry.group
-        for own in torch.arange(len(conditioning.prompts)).split(prompts_per_part(group, self.geometry.micro_batch)):
+        seed = self.seeds(epoch, turn, len(conditioning.prompts))
+        for groups, prompts, _, _ in self.whole_groups(len(conditioning.prompts)):
             with self.clock("encode"):
                 latents, pictures = zip(*(self.latents(path, conditioning.rows(torch.tensor([p])))
-                                          for p in own.tolist() for path in conditioning.pairs[p]))
-            finals = torch.cat(latents).to(self.policy.device)
-            part = Part(range(int(own[0]), int(own[-1]) + 1), own.repeat_interleave(group), None, (), (finals,))
-            yield self._trained(part, conditioning, epoch, seed), [torch.stack(pictures)]
+                                          for p in groups for path in conditioning.pairs[p]))
+            part = Part(groups, prompts, None, (), (torch.cat(latents).to(self.policy.device),))
+            yield self.target.record(part, conditioning, epoch, seed), [torch.stack(pictures)]

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from flowgrpo.config.geometry import prompts_per_part
 from flowgrpo.rewards.text.soft_texts import SoftTexts
 from flowgrpo.rollouts.loss_inputs import Beside
 from flowgrpo.rollouts.text import TextExplorer
@@ -63,21 +62,20 @@ class RelaxedExplorer(TextExplorer):
                turn: int = 0) -> Iterator[tuple[Part, list[list[Completion]]]]:
         """Sample a group per prompt: the parts as they are finished, each with its texts. value: the reward whose
         gradient is followed; turn: how often the epoch has drawn before."""
-        before, group = self.policy.evaluations, self.geometry.group
+        before = self.policy.evaluations
         seed = self.seeds(epoch, turn, len(asked.prompts))
         now = self.method.backprop.in_epoch(epoch, self.config.train.epochs)
-        for own in torch.arange(len(asked.prompts)).split(prompts_per_part(group, self.geometry.micro_batch)):
-            prompts, unknown = own.repeat_interleave(group), torch.full((len(own) * group, 1), torch.nan)
-            generators = self.policy.generators(seed(int(p), k) for p in own for k in range(group))
+        for groups, prompts, samples, _ in self.whole_groups(len(asked.prompts)):
+            generators = self.policy.generators(seed(int(p), int(k)) for p, k in zip(prompts, samples))
+            unknown = torch.full((len(prompts), 1), torch.nan)
             taken = Redrawn(prompts, tuple(generators), Scored(unknown, unknown.isnan()))
-            part = Relaxed(range(int(own[0]), int(own[-1]) + 1), prompts, None, (taken,), (), value=value,
-                           relaxation=now)
+            part = Relaxed(groups, prompts, None, (taken,), (), value=value, relaxation=now)
             with self.clock("rollout"), torch.no_grad():
                 made = [self._made(part, asked, rows) for rows in self._batches(part)]
                 old = Scored(torch.cat([logp for _, logp in made])[:, None].cpu(), taken.old.mask)
             texts = [text for answers, _ in made for text in self.policy.texts(answers.argmax(-1))]
             yield replace(part, transitions=(replace(taken, old=old),)), [texts]
-        self.rollout_evaluations += (self.policy.evaluations - before) * self.processes.count
+        self.count(self.policy.evaluations - before)
 
     def replay(self, part: Relaxed, asked: Asked) -> Iterator[tuple[int, slice, Scored]]:
         """What the present weights make of a part's noise: (0, rows of it, their rewards less their KLs as Scored

@@ -270,7 +270,7 @@ def test_the_noise_is_standard_normal_and_every_samples_own():
     assert abs(noise.mean()) < 0.015 and abs(noise.var() - 1) < 0.02  # 40,960 values: 3 deviations
     rows = torch.nn.functional.normalize(noise.flatten(0, 1).flatten(1), dim=1)
     assert (rows @ rows.T - torch.eye(len(rows))).abs().max() < 0.35  # 5.6 deviations of 256 values
-    first = torch.randn(256, generator=torch.Generator().manual_seed(trainer.explorer.seeds(0)(0, 0)))
+    first = torch.randn(256, generator=torch.Generator().manual_seed(trainer.explorer.seeds(0, 0, 2)(0, 0)))
     assert abs(torch.nn.functional.normalize(first, dim=0) @ rows[0]) < 0.35  # not that of the rollout
 
 

@@ -1,0 +1,69 @@
+"""Group sampling, common to pipelines and language models: seeds, whole groups, counters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+from flowgrpo.config.geometry import Geometry, prompts_per_part
+from flowgrpo.config.schema import Config
+from flowgrpo.distributed.processes import Processes
+from flowgrpo.log import Clock
+from flowgrpo.methods.method import Method
+from flowgrpo.samplers.old_policy import Lagging
+from flowgrpo.samplers.rollout import Seed, seeder
+
+
+class Groups(NamedTuple):
+    """Whole groups that are sampled at once.
+
+    groups: places of their prompts; prompts: [B], the place of each sample's prompt; samples: [B], its place in the
+    group; rows: places of the samples among all.
+    """
+
+    groups: range
+    prompts: torch.Tensor
+    samples: torch.Tensor
+    rows: slice
+
+
+class GroupSampler:
+    """A policy under a method: the seeds of an epoch's groups, and the evaluations that they cost.
+
+    rollout_evaluations: rows that went through a denoiser to sample, or tokens through a language model, on all
+    processes; saved_evaluations: additional ones if no two samples of a group shared any.
+    """
+
+    def __init__(self, config: Config, policy: Any, method: Method, geometry: Geometry, processes: Processes,
+                 clock: Clock):
+        self.config, self.policy, self.method, self.geometry = config, policy, method, geometry
+        self.processes, self.clock = processes, clock
+        self.rollout_evaluations = self.saved_evaluations = 0
+        self.lagging = Lagging(method.lag, policy.weights)
+
+    def seeds(self, epoch: int, turn: int, prompts: int) -> Seed:
+        """Return the seeds of a turn: of the first of this process's prompts, by its place among those of all.
+
+        turn: how often the epoch has drawn before; its seeds follow those of the turns before. prompts: how many each
+        process has in this turn.
+        """
+        seed, first = seeder(self.config.seed, epoch), turn * self.config.train.prompts + self.processes.rank * prompts
+        return lambda prompt, sample: seed(first + prompt, sample)
+
+    def whole_groups(self, count: int) -> Iterator[Groups]:
+        """Yield the groups of `count` prompts, as many at once as a micro-batch holds, one at least."""
+        group = self.geometry.group
+        for own in torch.arange(count).split(prompts_per_part(group, self.geometry.micro_batch)):
+            groups = range(int(own[0]), int(own[-1]) + 1)
+            yield Groups(groups, own.repeat_interleave(group), torch.arange(group).repeat(len(own)),
+                         slice(groups.start * group, groups.stop * group))
+
+    def count(self, spent: int) -> None:
+        """Add the evaluations of this process's share: every process spends the same."""
+        self.rollout_evaluations += spent * self.processes.count
+
+    def metrics(self) -> dict[str, float]:
+        """Return what an epoch's sampling adds to its metrics."""
+        return {}

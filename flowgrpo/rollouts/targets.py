@@ -1,0 +1,159 @@
+"""Targets of a pipeline's rollouts: what the loss scores. One class each, which owns sampling, record and replay."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from flowgrpo.config.geometry import Geometry
+from flowgrpo.config.schema import Config
+from flowgrpo.log import Clock
+from flowgrpo.methods.method import Method
+from flowgrpo.policies.pipelines.conditioning import Conditioning
+from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
+from flowgrpo.rollouts.loss_inputs import Beside, BesideEdits
+from flowgrpo.samplers import joint_density, latent_edits, noised_finals, reward_gradient
+from flowgrpo.samplers.old_policy import Lagging
+from flowgrpo.samplers.replay import replay
+from flowgrpo.samplers.rollout import Exploration, Part, Seed, explore
+from flowgrpo.types import Scored
+
+Replayed = Iterator[tuple[int, slice, Scored]]
+
+
+class Rollouts(Protocol):
+    """Rollouts of a pipeline as its targets read them (`denoising.Explorer`)."""
+
+    config: Config
+    policy: PipelinePolicy
+    method: Method
+    geometry: Geometry
+    lagging: Lagging
+    clock: Clock
+    grid: torch.Tensor
+
+    def explorations(self, epoch: int) -> list[Exploration]: ...
+
+
+class RecordedSteps:
+    """Stochastic steps of a rollout, by their log-probability."""
+
+    def __init__(self, rollouts: Rollouts):
+        self.rollouts, self.policy, self.method = rollouts, rollouts.policy, rollouts.method
+        self.micro_batch, self.pack = rollouts.geometry.micro_batch, rollouts.config.train.pack
+
+    @property
+    def drawn(self) -> int:
+        """Samples that the pipeline draws per prompt."""
+        return self.rollouts.config.train.group
+
+    def sample(self, conditioning: Conditioning, explorations: list[Exploration], seed: Seed) -> Iterator[Part]:
+        """Sample a group per prompt: the parts as they are finished."""
+        return explore(self.policy, conditioning, explorations, self.micro_batch, seed)
+
+    def record(self, part: Part, conditioning: Conditioning, epoch: int, seed: Seed) -> Part:
+        """Return a sampled part with the transitions that are trained."""
+        return part
+
+    def score(self, part: Part, pictures: torch.Tensor, value: reward_gradient.Value | None) -> Part:
+        """Return a part with what its decoded pictures [b,...] add. value: the reward whose gradient is followed."""
+        return part
+
+    def replay(self, part: Part, conditioning: Conditioning) -> Replayed:
+        """Score a part's transitions under the present weights: (place in `part.transitions`, its rows, scores)."""
+        return replay(self.policy, conditioning, part, self.micro_batch, self.pack)
+
+    def loss_inputs(self, part: Part, conditioning: Conditioning, reference: Sequence[Scored]) -> Beside | BesideEdits:
+        """Return what the surrogate reads in addition to ratio and advantage, in every batch of the part's replay."""
+        most = max(len(taken.parent) for taken in part.transitions)
+        cut = most > self.micro_batch or self.pack
+        with self.policy.sampling():
+            return Beside(self.method.surrogate, part, reference, self.policy.device,
+                          (lambda: self.replay(part, conditioning)) if cut else None)
+
+    def steps(self, epoch: int) -> tuple[torch.Tensor, list[Exploration]]:
+        """Return the grid of the trained steps, and their explorations."""
+        return self.rollouts.grid, self.rollouts.explorations(epoch)
+
+
+class JointDensity(RecordedSteps):
+    """All recorded steps of a sample as one decision, by their joint density (ReinFlow)."""
+
+    def record(self, part: Part, conditioning: Conditioning, epoch: int, seed: Seed) -> Part:
+        return joint_density.joined(part, self.method.chain)
+
+    def replay(self, part: Part, conditioning: Conditioning) -> Replayed:
+        return joint_density.replay(self.policy, conditioning, part, self.method.chain, self.micro_batch)
+
+
+class NoisedFinals(RecordedSteps):
+    """Final states noised to drawn times and scored by the old policy (DiffusionNFT and its kin)."""
+
+    def times(self, epoch: int) -> Exploration:
+        """Return the times at which an epoch's finals are noised."""
+        alphas = self.policy.stock.alphas_cumprod.cpu() if self.policy.process == "vp" else None
+        config = self.rollouts.config
+        return self.method.noised(self.rollouts.grid, config.train.group, epoch, config.seed, alphas)
+
+    def record(self, part: Part, conditioning: Conditioning, epoch: int, seed: Seed) -> Part:
+        with self.rollouts.clock("update"), self.rollouts.lagging.old():
+            return noised_finals.noised(self.policy, conditioning, part, self.times(epoch), self.micro_batch, seed,
+                                        self.method.times.shared, self.pack)
+
+    def steps(self, epoch: int) -> tuple[torch.Tensor, list[Exploration]]:
+        times = self.times(epoch)
+        return times.grid, [times]
+
+
+class RewardGradient(RecordedSteps):
+    """The reward itself, whose gradient is followed through the last steps (DRaFT, AlignProp, ReFL)."""
+
+    def sample(self, conditioning: Conditioning, explorations: list[Exploration], seed: Seed) -> Iterator[Part]:
+        [exploration] = explorations
+        return reward_gradient.explore(self.policy, conditioning, exploration, self.method.backprop, self.micro_batch,
+                                       seed)
+
+    def score(self, part: Part, pictures: torch.Tensor, value: reward_gradient.Value | None) -> Part:
+        with self.rollouts.clock("reward"):
+            return reward_gradient.valued(part, pictures, value, self.policy.device, self.micro_batch)
+
+    def replay(self, part: Part, conditioning: Conditioning) -> Replayed:
+        return reward_gradient.replay(self.policy, conditioning, part, self.method.backprop, self.micro_batch)
+
+
+class LatentEdits(RecordedSteps):
+    """Edits of final states by a small policy, half of a group, beside their bases, the other half (EXPO)."""
+
+    @property
+    def drawn(self) -> int:
+        return self.rollouts.config.train.group // 2
+
+    @property
+    def editor(self) -> Any:
+        """The small policy and its critic."""
+        return self.policy.editor
+
+    def record(self, part: Part, conditioning: Conditioning, epoch: int, seed: Seed) -> Part:
+        exploration = self.method.edit.exploration(self.rollouts.config.train.group, self.method.solver,
+                                                   self.method.reads_means)
+        return latent_edits.edited(self.editor, conditioning, part, exploration, self.micro_batch, seed)
+
+    def replay(self, part: Part, conditioning: Conditioning) -> Replayed:
+        return replay(self.editor, conditioning, part, self.micro_batch)
+
+    def loss_inputs(self, part: Part, conditioning: Conditioning, reference: Sequence[Scored]) -> BesideEdits:
+        return BesideEdits(self.editor, conditioning, part, self.method.surrogate.through > 0)
+
+    def steps(self, epoch: int) -> tuple[torch.Tensor, list[Exploration]]:
+        return self.rollouts.grid, []  # edits are one step, which no transition of the pipeline weighs
+
+
+def target(rollouts: Rollouts) -> RecordedSteps:
+    """Return the target of the rollouts' method."""
+    method = rollouts.method
+    noised = not isinstance(method.times, noised_finals.Recorded)
+    chosen = {LatentEdits: method.edit is not None, RewardGradient: method.backprop is not None, NoisedFinals: noised,
+              JointDensity: method.chain is not None}
+    return next((kind for kind, wanted in chosen.items() if wanted), RecordedSteps)(rollouts)

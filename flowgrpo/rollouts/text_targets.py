@@ -1,0 +1,89 @@
+"""Targets of a language model's rollouts: what the loss scores. One class each, which owns record and replay."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Protocol
+
+import torch
+
+from flowgrpo.config.geometry import Geometry
+from flowgrpo.config.schema import Config
+from flowgrpo.methods.method import Method
+from flowgrpo.policies.language.causal_lm import CausalLM
+from flowgrpo.policies.language.masked_lm import MaskedLM, SampledTrace
+from flowgrpo.rollouts.loss_inputs import BesideText
+from flowgrpo.samplers.rollout import Part
+from flowgrpo.samplers.text.records import Asked, Sampled
+from flowgrpo.types import Completions, Scored, Traces
+
+Replayed = Iterator[tuple[int, slice, Scored]]
+
+
+class Rollouts(Protocol):
+    """Rollouts of a language model as its targets read them (`text.TextExplorer`)."""
+
+    config: Config
+    policy: CausalLM | MaskedLM
+    method: Method
+    geometry: Geometry
+
+
+class CompletionTokens:
+    """Tokens of completions, by their log-probability."""
+
+    def __init__(self, rollouts: Rollouts):
+        self.policy, self.method, self.text = rollouts.policy, rollouts.method, rollouts.config.text
+        self.micro_batch = rollouts.geometry.micro_batch
+
+    def record(self, groups: range, prompts: torch.Tensor, made: Sequence[Sampled]) -> Part:
+        """Return whole groups of completions as a part.
+
+        Completions that were cut off without an end are not trained, or lose the penalty, as `text.truncated` says.
+        """
+        ids, logp, mask, cut = (torch.cat([getattr(each, name) for each in made]) for name in
+                                ("ids", "logp", "mask", "cut"))
+        if self.text.truncated == "mask":
+            mask = mask & ~cut[:, None]
+        deducted = self.text.penalty * cut.float() if self.text.truncated == "penalise" else None
+        old = Scored(logp.masked_fill(~mask, 0.0), mask)
+        expert = torch.cat([each.expert for each in made]) if self.method.kernel.expert else None
+        return Part(groups, prompts, None, (Completions(ids, prompts, old, expert=expert),), (), deducted=deducted)
+
+    def replay(self, part: Part, asked: Asked) -> Replayed:
+        """Score a part's completions under the present weights: (0, its rows, scores), in micro-batches."""
+        [taken] = part.transitions
+        for start in range(0, len(taken.ids), self.micro_batch):
+            rows = slice(start, start + self.micro_batch)
+            yield 0, rows, self.policy.log_probs(asked, taken.prompts[rows], taken.ids[rows], taken.old.mask[rows],
+                                                 self.method.kernel, entropy=self.method.reads_entropy)
+
+    def loss_inputs(self, part: Part, asked: Asked, reference: Sequence[Scored]) -> BesideText:
+        """Return what the surrogate reads in addition to ratio and advantage."""
+        return BesideText(self.method, part, reference, self.policy.device, lambda: self.replay(part, asked))
+
+
+class TraceTokens(CompletionTokens):
+    """Tokens of an unmasking's trace, each by its log-probability in the state of its own step.
+
+    A row of a replay is as many evaluations as its trace has states.
+    """
+
+    def record(self, groups: range, prompts: torch.Tensor, made: Sequence[SampledTrace]) -> Part:
+        """Return whole groups of completions, with the steps at which their tokens were drawn."""
+        part = super().record(groups, prompts, made)
+        [taken] = part.transitions
+        steps = torch.cat([each.steps for each in made])
+        return replace(part, transitions=(Traces(taken.ids, taken.prompts, taken.old, steps),))
+
+    def replay(self, part: Part, asked: Asked) -> Replayed:
+        """Score a part's traces: (0, its rows, scores), as many rows at once as have a micro-batch of states, one at
+        least."""
+        [taken] = part.transitions
+        most, kernel = self.micro_batch, self.method.kernel
+        count = int(kernel.scorings(taken.steps, taken.ids.shape[1]).max()) + 1
+        for start in range(0, len(taken.ids), max(most // count, 1)):
+            rows = slice(start, start + max(most // count, 1))
+            yield 0, rows, self.policy.log_probs(asked, taken.prompts[rows], taken.ids[rows], taken.old.mask[rows],
+                                                 kernel, taken.steps[rows], most, self.method.reads_entropy)
