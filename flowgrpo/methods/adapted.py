@@ -1,4 +1,4 @@
-"""Which modules of a pipeline a method trains."""
+"""Modules of a pipeline that a method trains."""
 
 from __future__ import annotations
 

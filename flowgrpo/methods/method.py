@@ -27,7 +27,7 @@ _FORMS = {kernels.FlowDDIM: kernels.DDIM, kernels.CPS: kernels.VPCPS}
 
 @dataclass(frozen=True)
 class Method:
-    """What a method is made of; the defaults are Flow-GRPO's.
+    """Parts of a method; the defaults are Flow-GRPO's.
 
     kernel: the transition of stochastic steps; plan: which steps are stochastic and which are trained; solver: of the
     deterministic steps; tail: the share of steps kept after the last stochastic one (1 keeps the grid);
@@ -83,8 +83,7 @@ class Method:
             raise ValueError(f"tail is {self.tail}, expected above 0 and at most 1")
 
     def fits(self, process: str) -> bool:
-        """Whether the kernel is one of a denoiser or a language model as the process is; what unmasks cannot draw one
-        token after the other."""
+        """Return True if the kernel samples models of this process; an unmasking one cannot draw left to right."""
         if not self.for_tokens or process not in OF_TEXT:
             return not self.for_tokens and process not in OF_TEXT
         if process == "masks":
@@ -138,9 +137,9 @@ class Method:
 
     def explorations(self, grid: torch.Tensor, group: int, shift: float, epoch: int, seed: int,
                      timesteps: torch.Tensor | None = None) -> list[Exploration]:
-        """How an epoch samples every prompt: one exploration per schedule of the plan. ValueError where they cannot.
+        """Return the explorations of an epoch: one per schedule of the plan, for every prompt.
 
-        grid and timesteps are those of `make_grid`.
+        grid and timesteps are those of `make_grid`. Raises ValueError if the plan does not fit the grid or group.
         """
         planned = self.plan(len(grid) - 1, epoch, seed)
         found = []

@@ -77,7 +77,7 @@ def _named(part: Any, name: Any, path: str) -> type:
 
 
 def _nested(part: Any, value: Any) -> bool:
-    """Where a recipe's value is keys with values for a part, or for the place of one that is absent."""
+    """Return True if a recipe's value is a mapping for a part, or for the place of an absent one."""
     return isinstance(value, dict) and (part is None or dataclasses.is_dataclass(part))
 
 
@@ -89,7 +89,7 @@ def _build(make: Callable[..., Any], values: dict[str, Any], path: str) -> Any:
 
 
 def overlays(method: str) -> dict[str, tuple[Method, Method]]:
-    """Of the presets of a chain that change another one, by name: the method before and after each."""
+    """Return the method before and after each preset of a chain that changes another one, by name."""
     found, names = {}, [name.strip() for name in method.split("+")]
     for count, name in enumerate(names):
         if name in OVERLAYS:

@@ -84,7 +84,7 @@ _IDLE: dict[str, tuple[Callable[[Method], bool], str]] = {
 
 
 def target(method: Method, process: str, pairs: bool = False) -> str:
-    """What a method trains of a model of this process; pairs: whether recorded pairs take the place of samples."""
+    """Return what a method trains of a model of this process. pairs: True if recorded pairs replace samples."""
     if process in ("tokens", "masks"):
         return COMPLETIONS if process == "tokens" else RELAXED if method.backprop else TRACES
     choices = {EDITS: method.edit is not None, GRADIENT: method.backprop is not None,
@@ -99,7 +99,7 @@ def places(method: Method, own: str) -> list[str]:
 
 
 def require_set(host: Method, method: Method, overlays: dict[str, tuple[Method, Method]], own: str) -> None:
-    """UserError for a part that the user set and that a method which trains `own` does not read.
+    """Raise UserError for a part that the user set and that a method which trains `own` does not read.
 
     host: what the presets make, over which `parts` made the method. overlays: of presets that change another, by name,
     the method before and after; one is refused where nothing that it changes is read.
@@ -116,7 +116,7 @@ def require_set(host: Method, method: Method, overlays: dict[str, tuple[Method, 
 
 
 def require_types(method: Method, own: str) -> None:
-    """UserError for a part that cannot be read where `own` is trained, though another one in its place can."""
+    """Raise UserError for a part that cannot be read if `own` is trained, though another one in its place can."""
     for place in places(method, own):
         part = getattr(method, place)
         if not _reads(type(part), own):
@@ -157,8 +157,7 @@ UNREAD: dict[str, tuple[str, ...]] = {
 
 
 def require_keys(config: Config, kind: str) -> None:
-    """UserError for a key that differs from its default and that a model of this kind (`policies.build`) does not
-    read."""
+    """Raise UserError for a changed key that a model of this kind (`policies.build`) does not read."""
     about = "language models" if kind == "pipeline" else "causal language models"
     for key, field in fields().items():
         if not any(f"{key}.".startswith(f"{name}.") for name in UNREAD[kind]):

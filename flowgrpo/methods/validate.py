@@ -44,8 +44,7 @@ def resolve(config: Config, process: str = "flow") -> Method:
 
 
 def _require_steps(method: Method, config: Config, process: str) -> None:
-    """UserError where a denoiser's method has parts that do not go together, by a trial on the configuration's steps
-    and samples."""
+    """Raise UserError for conflicting parts of a denoiser's method, tried on the configuration's steps and samples."""
     train = config.train
     grid, x = shifted(train.steps, train.shift), torch.zeros(1, 1)
     if process == "vp":
@@ -82,8 +81,8 @@ def _require_steps(method: Method, config: Config, process: str) -> None:
 
 
 def _require_tokens(method: Method, config: Config, process: str) -> None:
-    """UserError where a language model's method has parts that do not go together, or not with the configuration's
-    samples."""
+    """Raise UserError for parts of a language model's method that conflict, or do not fit the configuration's samples.
+    """
     try:
         if method.reads_means or method.tuning.weight:
             raise ValueError("a part reads means of transitions, which tokens have none of: use SampledKL and Clip")
@@ -161,7 +160,7 @@ def require_actor_critic(method: Any, group: int) -> None:
 
 
 def require_adapted(config: Config, method: Any) -> None:
-    """UserError for options that do not go with text encoders that are trained."""
+    """Raise UserError for options that conflict with the training of text encoders."""
     if not method.adapted.encoders:
         return
     wrong = {"adapter.rank: 0, which trains all of a denoiser: set a rank": not config.adapter.rank,
@@ -188,7 +187,7 @@ def require_critic(method: Any) -> None:
 
 
 def require_recorded_pairs(config: Config, method: Any) -> None:
-    """UserError where the method and the configuration do not go with recorded pairs, or not without them."""
+    """Raise UserError if the method or configuration does not fit recorded pairs, or needs them and has none."""
     if config.preferences is None:
         if config.labels != "file":
             raise UserError(f"labels is {config.labels!r}, but no pairs are there: set preferences to a file of pairs")

@@ -1,1 +1,1 @@
-"""What is trained: a policy draws samples and replays single decisions with gradients."""
+"""Policies: trained models that draw samples and replay single decisions with gradients."""

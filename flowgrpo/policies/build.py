@@ -1,4 +1,4 @@
-"""Which kind of policy a model is, and the objects that go with it: the one place that asks."""
+"""Kinds of models, and the policy of each kind. The only place that tells them apart."""
 
 from __future__ import annotations
 
@@ -45,8 +45,10 @@ def kind(config: Config, loaded: Any = None) -> str:
 
 
 def _require_no_slip(model: str) -> None:
-    """UserError for what is nearly the name of a packaged model, or of a folder beside which it would lie; for an
-    owner/name of the hub there may be a folder of the owner's name here."""
+    """Raise UserError for a near miss of a packaged model's or a local folder's name.
+
+    A hub's owner/name is one if a folder of the owner's name here has a similar entry.
+    """
     inside = Path(model).parent if "/" in model else None
     if inside and inside.is_dir():
         others = [each.name for each in inside.iterdir() if each.is_dir()]
@@ -60,8 +62,10 @@ def _require_no_slip(model: str) -> None:
 
 
 def writes(model: str, config: Config | None = None) -> bool:
-    """Whether a model is a language model, for callers that load it: by the run that trained it, by its files, or by
-    what the hub says of it. UserError for a folder that is neither that nor a pipeline."""
+    """Return True for a language model, judged by the run that trained it, its files, or the hub.
+
+    Raises UserError for a folder that is neither a language model nor a pipeline.
+    """
     if config is None and model not in FOLDERS and "/" in model and not Path(model).exists():
         _require_no_slip(model)
         return bool(_on_hub(model))
@@ -69,12 +73,12 @@ def writes(model: str, config: Config | None = None) -> bool:
 
 
 def process(kind: str) -> str:
-    """How a method's parts are tried before the model is loaded."""
+    """Return the process with which a method's parts are tried before the model is loaded."""
     return _PROCESSES[kind]
 
 
 def _described(folder: Path) -> dict[str, Any]:
-    """What a model's config.json says. UserError where it is broken."""
+    """Read a model's config.json. Raises UserError if it is broken."""
     try:
         found = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except ValueError as error:
@@ -83,7 +87,7 @@ def _described(folder: Path) -> dict[str, Any]:
 
 
 def _of_language(described: dict[str, Any]) -> str:
-    """Which language model a config.json is of, by the names of its classes and its family."""
+    """Return the kind of language model of a config.json, from the names of its classes and its family."""
     if reads_images(described):
         return VISION_LM
     family, classes = str(described.get("model_type") or ""), described.get("architectures") or ()
@@ -92,7 +96,7 @@ def _of_language(described: dict[str, Any]) -> str:
 
 
 def reads_images(described: dict[str, Any]) -> bool:
-    """Whether transformers knows the model of this config.json as one that makes text of images and text."""
+    """Return True if transformers lists this config.json's model for image and text to text."""
     from transformers.models.auto import modeling_auto
 
     both = modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
@@ -113,7 +117,7 @@ def load(config: Config) -> Any:
 
 
 def modality(loaded: Any) -> str:
-    """What a loaded model makes: "image", "video" or "text"."""
+    """Return the modality of a loaded model: "image", "video" or "text"."""
     if isinstance(loaded, tuple):
         return "text"
     from flowgrpo.policies.pipelines import pipeline
@@ -161,7 +165,7 @@ def _hub_reads_images(model: str) -> bool:
 
 
 def _on_hub(model: str) -> dict[str, Any]:
-    """What the config.json of a hub id says; nothing where there is none, as of a pipeline."""
+    """Return the config.json of a hub id; empty if there is none, as for a pipeline."""
     from transformers import PreTrainedConfig
 
     try:

@@ -14,7 +14,7 @@ from flowgrpo.policies.weights.memory_options import require_package, require_qu
 
 
 def require_options(config: Config, method: Any, device: Any, loaded: bool = False) -> None:
-    """UserError for options that do not go together, or not with the device. loaded: the model is not read by us."""
+    """Raise UserError for options that conflict with each other or the device. loaded: the model is an object."""
     require_memory(config, method, device, loaded)
     require_shardable(config, method)
     validate.require_recorded_pairs(config, method)
@@ -22,8 +22,10 @@ def require_options(config: Config, method: Any, device: Any, loaded: bool = Fal
 
 
 def require_memory(config: Config, method: Any, device: str | torch.device, loaded: bool = False) -> None:
-    """UserError for options of the sections `memory`, `adapter` and `train` that do not go together, that the device
-    lacks, or whose package is absent. loaded: the pipeline is not read by us."""
+    """Raise UserError for conflicting options of the sections `memory`, `adapter` and `train`.
+
+    Also for options that the device lacks or whose package is absent. loaded: the pipeline is given as an object.
+    """
     weights, adapter = config.memory.weights, config.adapter
     if weights != "full":
         _require_quantisable(config, method, torch.device(device), loaded)
@@ -53,7 +55,7 @@ def _require_quantisable(config: Config, method: Any, device: torch.device, load
 
 
 def require_shardable(config: Config, method) -> None:
-    """UserError for options that do not go with `memory.shard`."""
+    """Raise UserError for options that conflict with `memory.shard`."""
     if not config.memory.shard:
         return
     preview = method.preview.precision if method.preview else "full"

@@ -9,7 +9,9 @@ from flowgrpo.data.prompts import Prompt
 
 
 def make_explorer(config: Config, policy: Any, *rest: Any, first: Prompt | None = None):
-    """What samples and replays the policy: the arguments are those of `denoising.Explorer`; first: of a pipeline alone.
+    """Make the object that samples and replays a policy.
+
+    The arguments are those of `denoising.Explorer`. first: of a pipeline alone.
     """
     if policy.process == "masks" and rest[0].backprop:
         from flowgrpo.rollouts.relaxed import RelaxedExplorer

@@ -1,6 +1,6 @@
-"""How an epoch's groups are sampled from a pipeline, and how what was drawn is scored again.
+"""Rollouts of a pipeline: sample an epoch's groups, and replay them.
 
-All that the training loop does with grids, noise and pictures is here; the loop itself knows of none of them.
+Grids, noise and pictures are known here alone; the training loop knows of none of them.
 """
 
 from __future__ import annotations
@@ -38,11 +38,9 @@ Judge = Callable[[torch.Tensor, int], torch.Tensor]
 
 
 class Explorer(GroupSampler):
-    """A pipeline under a method: its grid, its initial noises, its rollouts and their replays.
+    """Grid, initial noises, rollouts and replays of a pipeline under a method.
 
-    rollout_evaluations: rows that went through a denoiser to sample, on all processes; saved_evaluations: how many more
-    they would have been if no two pictures shared anything. first: a prompt that the pipeline is asked with for its own
-    grid.
+    first: a prompt with which the pipeline's own grid is read. target: what the loss scores.
     """
 
     def __init__(self, config: Config, policy: PipelinePolicy, method: Method, geometry: Geometry, processes: Processes,
@@ -69,7 +67,7 @@ class Explorer(GroupSampler):
                          lambda steps: policy.stock_grid(self.conditioning([self.first]), steps))
 
     def conditioning(self, batch: list[Prompt]) -> Conditioning:
-        """What the pipeline reads of these prompts, encoded once."""
+        """Encode prompts, each once."""
         negatives = [self.config.negative_prompt if p.negative is None else p.negative for p in batch]
         with self.clock("encode"):
             found = self.encode([p.text for p in batch], negatives, [p.image for p in batch])

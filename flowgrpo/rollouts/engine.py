@@ -1,4 +1,4 @@
-"""How an epoch samples a language model by an engine: completions that count by how likely the trainer finds them."""
+"""Rollouts of a language model by an inference engine, with importance weights towards the trainer."""
 
 from __future__ import annotations
 
@@ -77,9 +77,11 @@ class EngineExplorer(TextExplorer):
         return replace(part, transitions=(replace(taken, correction=weights),))
 
     def metrics(self) -> dict[str, float]:
-        """How far engine and trainer were apart in this epoch, over the drawn tokens of all processes: engine/kl, the
-        mean of their log-probabilities' difference (an estimate of KL(engine || trainer) per token), engine/max, its
-        largest size, engine/weight, the mean weight, and engine/above, the share above the cap."""
+        """Return the mismatch of engine and trainer in this epoch, over the drawn tokens of all processes.
+
+        engine/kl: mean difference of log-probabilities, an estimate of KL(engine || trainer) per token; engine/max: its
+        largest size; engine/weight: mean weight; engine/above: share of weights above the cap.
+        """
         found = self.processes.gather(torch.cat(self.apart) if self.apart else torch.empty(0, 4))
         if not len(found):
             return {}

@@ -21,7 +21,7 @@ Replay = Callable[[], Iterator[tuple[int, slice, Scored]]]
 
 
 class Beside:
-    """Of recorded steps `objectives.beside`, of noised samples a `Noised`.
+    """Inputs of a surrogate: `objectives.beside` of recorded steps, a `Noised` of noised samples.
 
     reference: its scores of the replay's batches, where anything reads them. cut: a replay of the same batches, where
     they cut groups; a surrogate that compares the samples of a group then sees all of it in a first pass, without
@@ -35,7 +35,7 @@ class Beside:
         self.peers = self._seen(cut) if groups and cut else [None] * len(part.transitions)
 
     def __call__(self, batch: int, k: int, rows: slice, new: Scored, old: Scored) -> Tensor | Noised:
-        """What is read of the rows of the k-th recorded step, the replay's batch of that number."""
+        """Return the inputs of the rows of the k-th recorded step, in this batch of the replay."""
         if not isinstance(self.surrogate, OfNoised):
             return objectives.beside(self.surrogate, new, old)
         noised = self._noised(batch, k, rows, new, old)
@@ -68,7 +68,7 @@ TextReplay = Callable[[], Iterator[tuple[int, slice, Scored]]]
 
 
 class BesideText:
-    """Of most surrogates `objectives.beside`, of an `OfCompletions` a `Compared`.
+    """Inputs of a surrogate on completions: a `Compared` for an `OfCompletions`, `objectives.beside` for others.
 
     reference: its scores of the replay's batches, where anything reads them. replay: of the same batches: a surrogate
     that compares whole groups sees a part, which is whole groups, in a first pass, without gradients, which costs a
@@ -87,7 +87,7 @@ class BesideText:
         self.seen = not getattr(method.surrogate, "of_groups", False)
 
     def __call__(self, batch: int, k: int, rows: slice, new: Scored, old: Scored) -> Tensor | Compared:
-        """What is read of these rows of the completions, the replay's batch of that number."""
+        """Return the inputs of these rows of the completions, in this batch of the replay."""
         if not isinstance(self.method.surrogate, OfCompletions):
             return objectives.beside(self.method.surrogate, new, old)
         compared = self._compared(batch, rows, new, old)
@@ -103,7 +103,7 @@ class BesideText:
 
     @torch.no_grad()
     def _gaps(self, first: Compared) -> Tensor:
-        """What is compared of all completions, from the present weights; `first`: of the replay's first batch."""
+        """Return the statistic of all completions under the present weights. first: the replay's first batch."""
         if len(first.rows) == len(self.taken.ids):
             return self.method.surrogate.gap(first).detach()
         return torch.cat([
@@ -113,9 +113,9 @@ class BesideText:
 
 @dataclass(frozen=True)
 class BesideEdits:
-    """What the surrogate reads in every batch of a part's replay: `Seen` of its rows.
+    """Inputs of the actor-critic surrogate: `Seen` of each batch's rows.
 
-    through: whether it asks for the value of what the present weights edit.
+    through: True if it reads the value of the present weights' edits.
     """
 
     editor: Any

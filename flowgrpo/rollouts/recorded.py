@@ -1,4 +1,4 @@
-"""How an epoch takes recorded pairs in place of samples: nothing is drawn, and the rest is as ever."""
+"""Recorded pairs in place of samples: nothing is drawn, and all else stays."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class PairExplorer(Explorer):
         self.latents = Latents(policy)
 
     def conditioning(self, batch: list[Prompt]) -> Paired:
-        """What the pipeline reads of these prompts, each one of `recorded_pairs`, and their pairs."""
+        """Encode prompts of `recorded_pairs`, together with their pairs."""
         found = super().conditioning(batch)
         return Paired(**{each.name: getattr(found, each.name) for each in fields(found)},
                       pairs=[(prompt.metadata["chosen"], prompt.metadata["rejected"]) for prompt in batch])

@@ -1,4 +1,4 @@
-"""How an epoch samples and replays a masked language model whose reward's gradient is followed (`gumbel_softmax`)."""
+"""Rollouts and replays of a masked language model along its reward's gradient (`gumbel_softmax`)."""
 
 from __future__ import annotations
 
@@ -78,14 +78,16 @@ class RelaxedExplorer(TextExplorer):
         self.count(self.policy.evaluations - before)
 
     def replay(self, part: Relaxed, asked: Asked) -> Iterator[tuple[int, slice, Scored]]:
-        """What the present weights make of a part's noise: (0, rows of it, their rewards less their KLs as Scored
-        [b,1]), in micro-batches."""
+        """Replay a part's noise under the present weights, in micro-batches.
+
+        Yields (0, rows of the part, Scored [b,1] of their rewards less their KLs).
+        """
         for rows in self._batches(part):
             found = self._made(part, asked, rows)[1][:, None]
             yield 0, rows, Scored(found, torch.ones_like(found, dtype=torch.bool))
 
     def beside(self, part: Relaxed, asked: Asked, reference: list[Scored]) -> Beside:
-        """What the surrogate reads beside ratio and advantage."""
+        """Return what the surrogate reads in addition to ratio and advantage."""
         return Beside(self.method.surrogate, part, reference, self.policy.device)
 
     def _batches(self, part: Relaxed) -> list[slice]:

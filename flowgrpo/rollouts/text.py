@@ -26,7 +26,7 @@ from flowgrpo.types import Scored
 
 
 class TextExplorer(GroupSampler):
-    """A language model under a method: its prompts' tokens, its completions and their replays."""
+    """Prompts, completions and replays of a language model under a method. target: what the loss scores."""
 
     def __init__(self, config: Config, policy: CausalLM, method: Method, geometry: Geometry, processes: Processes,
                  clock: Clock):
@@ -35,7 +35,7 @@ class TextExplorer(GroupSampler):
         self.target = (TraceTokens if policy.process == "masks" else CompletionTokens)(self)
 
     def conditioning(self, batch: list[Prompt]) -> Asked:
-        """The tokens of these prompts."""
+        """Tokenise prompts."""
         with self.clock("encode"):
             asked = self.encode([p.text for p in batch], images=[p.image for p in batch])
         return replace(asked, answers=[answer_of(p) for p in batch]) if self.method.kernel.expert else asked
@@ -62,14 +62,14 @@ class TextExplorer(GroupSampler):
 
     def answered(self, asked: Asked, prompts: torch.Tensor, samples: torch.Tensor, made: list[Sampled]
                  ) -> list[Sampled]:
-        """What was drawn for the prompts [B], the last samples of every group replaced by their prompts' answers."""
+        """Replace the last samples of every group, of the prompts [B], by their prompts' answers."""
         kernel, group = self.method.kernel, self.geometry.group
         places = torch.arange(len(prompts)).split([len(each.ids) for each in made])
         return [with_answers(self.policy, asked, prompts[at], samples[at] >= group - kernel.expert, each, kernel)
                 for at, each in zip(places, made)]
 
     def valued(self, part: Part, asked: Asked, seed: Seed, judge: Callable) -> Part:
-        """The part in segments, with what the states between them are worth."""
+        """Return the part in segments, with Monte-Carlo values of the states between them."""
         [taken], spread = part.transitions, self.method.spread
         segments = spread.segments(taken.old.logp, taken.old.mask)
         starts = starts_of(segments, taken.old.mask)

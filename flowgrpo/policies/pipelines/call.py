@@ -148,8 +148,11 @@ class Driver:
         return (out if last is None or kept else last), record
 
     def _announced(self, task: Task) -> dict[str, Any]:
-        """How many steps the pipeline is told to do. With a strength below 1, which leaves out the first ones, it is
-        told twice as many and to do half of them: no rounding comes between."""
+        """Return the call's number of steps.
+
+        A strength below 1 leaves out the first steps. The call then gets twice as many and a strength of 0.5, so that
+        nothing is rounded.
+        """
         self.scheduler.halved = self.strength < 1
         steps = len(task.steps) + self.scheduler.idle
         if self.scheduler.halved:
@@ -165,18 +168,18 @@ class Driver:
         return self._memo() if task is not None and inputs else contextlib.nullcontext()
 
     def arithmetic(self):
-        """What the denoisers compute in: autocast below fp32."""
+        """Context manager: arithmetic of the denoisers, autocast below fp32."""
         if self.dtype == torch.float32:
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, self.dtype)
 
     def attention(self):
-        """What attention is computed in; whatever is computed again has to be so inside of it."""
+        """Context manager: attention of the denoisers. A recomputation in backward needs it too."""
         return plain_on_cpu(self.device)
 
 
 def _cached(conditioning: Conditioning) -> Callable:
-    """What stands in for `encode_prompt`: it returns the calls' values in turn."""
+    """Return a replacement of `encode_prompt` that returns the calls' cached values in turn."""
     values = ([value[0] for value in call] if conditioning.apart else call for call in conditioning.calls)
     calls = (call[0] if conditioning.bare else tuple(call) for call in values)
     return lambda *_, **__: next(calls)
@@ -206,7 +209,7 @@ class _Set(Exception):
 
 @contextlib.contextmanager
 def until_set(scheduler: Any) -> Iterator[None]:
-    """Inside, a call of the pipeline ends without a word when it has set the steps of `scheduler`, which keeps them."""
+    """Context manager: a pipeline call ends silently once it has set the steps of `scheduler`, which keeps them."""
     @functools.wraps(scheduler.set_timesteps)  # pipelines look at the arguments that it takes
     def set_timesteps(*args, **kwargs):
         own(*args, **kwargs)

@@ -59,7 +59,7 @@ class Conditioning:
 
     @property
     def mixed(self) -> bool:
-        """Whether pictures differ in size: some pipelines (Flux Kontext) bring all of a call to the first one's."""
+        """True if pictures differ in size: some pipelines (Flux Kontext) resize all of a call to the first one's."""
         return any(len(set(map(_size, values))) > 1 for values in self.inputs.values())
 
     def to(self, device: torch.device | str) -> Conditioning:
@@ -71,7 +71,7 @@ class Conditioning:
         return replace(self, calls=tree_map_only(torch.Tensor, change, self.calls))
 
     def shapes(self) -> tuple[tuple[int, ...] | None, ...]:
-        """Of the values of all calls; None for what is no tensor."""
+        """Apply to the tensors among the values of all calls; None for other values."""
         return tuple(tuple(value.shape) if torch.is_tensor(value) else None for call in self.calls for value in call)
 
 
@@ -107,7 +107,7 @@ class Encoder:
         return found
 
     def _one(self, prompt: str, negative: str, image: str | None) -> Conditioning:
-        """What is known of a prompt, on the CPU."""
+        """Return the cached or computed conditioning of one prompt, on the CPU."""
         key = prompt, negative, image
         if key in self._known:
             return self._known[key]
@@ -143,7 +143,7 @@ def _stack(values: list) -> torch.Tensor | list:
 
 
 def fingerprint(policy) -> str:
-    """What the encoded prompts depend on: the pipeline, its arguments, its precision, and its encoders' weights."""
+    """Key of the encoded prompts: the pipeline, its arguments, its precision, and its encoders' weights."""
     pipe, told = policy.pipe, hashlib.sha256()
     told.update(f"form 2 {type(pipe).__name__} {policy.dtype} {sorted(policy.call.items())}".encode())
     for name, module in sorted(pipe.components.items()):

@@ -62,7 +62,7 @@ class Memo:
 
 
 def join(parts: list[Any]) -> Any:
-    """What an autoencoder's `encode` gives for a batch, from what it gives for its rows."""
+    """Join an autoencoder's `encode` results of single rows to that of a batch."""
     first = parts[0]
     if torch.is_tensor(first):
         return torch.cat(parts)

@@ -1,4 +1,4 @@
-"""Whether a pipeline goes on from a state in the middle of its loop as the whole loop does.
+"""Check that a pipeline resumes from the middle of its loop as the whole loop goes on.
 
 Replays do that at every step but the first, and rollouts whose samples share steps do it too. A pipeline that puts a
 picture back in between two steps, under the noise that it drew at its start (inpainting with a denoiser that does not
@@ -24,7 +24,7 @@ LARGEST, LARGEST_ROUNDED = 1e-4, 0.01  # of a state or a model output: what may 
 
 
 def require(policy: Any, conditioning: Any, segments: bool = True) -> None:
-    """UserError for a pipeline whose second step differs where a call starts with it.
+    """Raise UserError if a pipeline's second step differs when a call starts with it.
 
     conditioning: of one prompt or more, of which the first is asked with. segments: whether calls go on from where
     others ended; else they only replay a step from the state that the whole run had there.
@@ -48,7 +48,7 @@ def require(policy: Any, conditioning: Any, segments: bool = True) -> None:
 
 
 def goes_on(method: Any, explorations: Sequence[Exploration]) -> bool:
-    """Whether a method's calls go on from where others ended, as they do where samples share steps."""
+    """Return True if a method's calls resume where others ended, as they do if samples share steps."""
     return bool(method.backprop) or any(each.splits or len(each.strides) > 1 for each in explorations)
 
 

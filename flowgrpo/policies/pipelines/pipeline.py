@@ -43,7 +43,7 @@ PLACED = {"skip_guidance_layers": None, "cfg_trunc_ratio": 1.0, "use_dynamic_cfg
 
 
 def modality(pipe: Any) -> str:
-    """What a pipeline makes, by the arguments that it takes: "video" or "image"."""
+    """Return the modality of a pipeline, "video" or "image", from the arguments of its call."""
     accepts = inspect.signature(inspect.unwrap(type(pipe).__call__)).parameters
     return "video" if any("frame" in name or "video" in name for name in accepts) else "image"
 
@@ -176,7 +176,7 @@ class PipelinePolicy:
         return last, record
 
     def vector(self, conditioning: Conditioning) -> bool:
-        """Whether one call replays rows of different steps, at the present guidance: found out by trial, once."""
+        """Return True if one call can replay rows of different steps at the present guidance; tried once."""
         if self.guidance not in self._copies:
             before, twice = self.evaluations, conditioning.rows(torch.tensor([0, 0]))
 
@@ -249,8 +249,10 @@ class PipelinePolicy:
 
     @torch.no_grad()
     def of_noise(self, conditioning: Conditioning, generators: Sequence[torch.Generator]) -> torch.Tensor:
-        """What the pipeline decodes of its own initial noise, on the CPU: `picture` without a step before it, in the
-        size, type and range of its pictures."""
+        """Return the pipeline's decoded initial noise on the CPU, without a denoising step.
+
+        It has the size, type and range of the pipeline's pictures.
+        """
         task = Task(torch.zeros(1), range(0))
         return self._drive(conditioning, task, self.guidance, generator=generators, output_type="pt")[0].float().cpu()
 
@@ -286,14 +288,16 @@ class PipelinePolicy:
 
     @contextlib.contextmanager
     def reference(self, held: Sequence[dict[str, torch.Tensor]] = ()) -> Iterator[None]:
-        """Inside, the denoiser is the base model: the adapter is off (or, without one, the first weights are back); or
-        it is the average of the snapshots `held` of its trainable weights."""
+        """Context manager: the denoiser is the base model, or the average of the snapshots `held`.
+
+        For the base the adapter is off; without an adapter the first weights are back.
+        """
         with self.weights.reference(held), torch.no_grad():
             yield
 
     @contextlib.contextmanager
     def guided(self, weight: float) -> Iterator[None]:
-        """Inside, the denoisers answer base + weight * (tuned - base), without gradients: RLG, see policies/blend.py.
+        """Context manager: denoisers return base + weight * (tuned - base), without gradients (RLG, weights/rlg.py).
 
         Without an adapter the base's weights are copied into place for every call, which is slow. UserError for a
         weight other than 0 and 1 where text encoders are trained: base and tuned model read the same embeddings."""

@@ -33,7 +33,7 @@ class EncodePrompt:
         self._bare = False
 
     def knows(self, asked: Conditioning) -> bool:
-        """Whether it has learned of prompts with such pictures, or of such without any."""
+        """Return True once it has learned from prompts with such pictures, or from prompts without any."""
         return frozenset(asked.inputs) in self._learned
 
     def learn(self, twice: Conditioning, guidance: float, stay_apart: Callable[[], bool]) -> None:
@@ -54,7 +54,7 @@ class EncodePrompt:
         self._learned[frozenset(twice.inputs)] = self.apart, self._shared
 
     def __call__(self, asked: Conditioning, guidance: float) -> Conditioning:
-        """What is asked for, with the values of `encode_prompt`."""
+        """Return the prompts' conditioning, with the values of `encode_prompt`."""
         self.apart, self._shared = self._learned.get(frozenset(asked.inputs), (self.apart, self._shared))
         if not self.apart and not asked.mixed:
             calls = self._calls(asked, guidance)
@@ -86,7 +86,7 @@ class EncodePrompt:
         return found.rows(torch.tensor([places[row] for row in rows]))
 
     def _calls(self, asked: Conditioning, guidance: float) -> tuple[tuple[Any, ...], ...]:
-        """What each call of `encode_prompt` returns during a call of the pipeline with no steps to do."""
+        """Return the values of each call of `encode_prompt` during a pipeline call without steps."""
         calls: list[tuple[Any, ...]] = []
 
         def remember(*args, **kwargs):
@@ -106,9 +106,9 @@ class EncodePrompt:
 
 
 def _shared(one: Any, two: Any) -> bool:
-    """Whether a value of `encode_prompt`, for one prompt and for two, serves all prompts.
+    """Return True if a value of `encode_prompt` is the same for one prompt and for two, and so serves all prompts.
 
-    ValueError where it grows with them, but has no row for each: bounds of sequences, rows in another dimension.
+    Raises ValueError if it grows with them without a row for each: bounds of sequences, rows in another dimension.
     """
     if not torch.is_tensor(one) and not isinstance(one, list):
         return False

@@ -38,9 +38,9 @@ def pictures_of(policy, count: int, images: Sequence[Any] | None = None) -> dict
 
 
 def stay_apart(policy, twice) -> bool:
-    """Whether one denoising step of two prompts, each with its own picture, gives what each gives alone.
+    """Return True if a step of two prompts with separate pictures gives the result of each prompt alone.
 
-    Some pipelines (Flux2) take a list for several references of one prompt, and say nothing.
+    Some pipelines (Flux2) silently take a list for several references of one prompt.
     twice: the Conditioning of one prompt, two times, not yet encoded.
     """
     pair = replace(twice, inputs={name: [first, other(second)] for name, (first, second) in twice.inputs.items()})

@@ -16,7 +16,7 @@ REFUSALS = (AssertionError, AttributeError, LookupError, RuntimeError, TypeError
 
 
 def copies(output: Callable[[Task], torch.Tensor], process: str, exact: bool) -> int:
-    """How often the vector of a call's timesteps has to repeat its rows; 0 where the pipeline takes no vector.
+    """Return how often a call's vector of timesteps repeats its rows; 0 if the pipeline takes no vector.
 
     output(task): what two rows give in a replay, [2,*D]. Row 0 at one step and row 1 at another, in one call, have to
     give what calls of a single step give: to float noise, and far closer than the wrong step would.
