@@ -39,7 +39,7 @@ for round in $ROUNDS; do
     fi
     start=$SECONDS
     # shellcheck disable=SC2086  # settings and options are lists of words
-    env ${SETTINGS[$round]} "$PYTHON" -m pytest -q ${OPTIONS[$round]:-$TWO_WORKERS} "$@" >"$LOGS/$round.log" 2>&1 || failed=1
+    env ${SETTINGS[$round]} "$PYTHON" -m pytest ${OPTIONS[$round]:-$TWO_WORKERS} "$@" >"$LOGS/$round.log" 2>&1 || failed=1
     printf '%-12s %8d  %s\n' "$round" $((SECONDS - start)) "$(tail -n 1 "$LOGS/$round.log")"
 done
 exit $failed
