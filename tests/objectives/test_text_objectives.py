@@ -314,14 +314,14 @@ def test_a_first_pass_is_made_where_batches_cut_groups_and_only_there(method):
         batch = trainer.prompts[:2]
         parts, asked, scores = trainer.sample(batch)
         parts = [part for part in trainer.credit(parts, scores, [p.text for p in batch]) if part is not None]
-        seen, replay = [], trainer.explorer.replay
+        seen, replay = [], trainer.explorer.target.replay
         trainer.anchor.begin(0, 1)
 
         def counted(part, asked):
             seen.append(len(part.transitions[0].ids))
             return replay(part, asked)
 
-        trainer.explorer.replay = counted
+        trainer.explorer.target.replay = counted
         for part in parts:
             trainer.backward(part, asked, {0: 1.0}, 8, Stats())
         assert len(seen) == len(parts) * (passes + (method == "trpa"))
