@@ -127,8 +127,8 @@ def check(config: Config, resume: bool = False, pipe=None, functions: dict[str, 
         if not resume:
             run_folder.require_outside(config)
     trained = rewards.compose(config.trained, config.cache, functions)
-    pairwise.require(trained, config.train.group, *([method.preview.pool] if method.preview else []))
-    if method.backprop:
+    pairwise.require(trained, config.train.group, *([method.rollout.preview.pool] if method.rollout.preview else []))
+    if method.target.follows_reward:
         rewards.require_gradient(trained)
     further = rewards.compose(config.watched, config.cache, functions)
     measured = pairwise.measured(trained, further)

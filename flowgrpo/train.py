@@ -63,7 +63,7 @@ class Trainer:
         self.best = Best(config.eval)
         self.memory: dict[str, Any] = {}  # state of the method's parts between epochs
         self.anchor = Anchor(self.method, policy, self.memory, keep=config.train.inner_epochs > 1)
-        self.first_ratio = FirstRatio(self.explorer, self.method.surrogate, policy.exact,
+        self.first_ratio = FirstRatio(self.explorer, self.method.loss.surrogate, policy.exact,
                                       math.inf if policy.modality == "text" else ROUNDED)
         self.critic = make_critic(self.method, policy, self.geometry, self.processes)
         self.epoch = self.update = self.skipped = self.sampled = 0
@@ -107,7 +107,7 @@ class Trainer:
 
     def prompt_weights(self) -> list[float] | None:
         """Return the method's sampling weight of each prompt, from its memory; None if it has none."""
-        wanted = getattr(self.method.advantage, "prompt_weights", None)
+        wanted = getattr(self.method.credit.advantage, "prompt_weights", None)
         return wanted and wanted(self.memory, [prompt.key for prompt in self.prompts]).tolist()
 
     def sample(self, batch: list[Prompt], turn: int = 0) -> tuple[list[Part], Any, torch.Tensor]:
@@ -130,7 +130,7 @@ class Trainer:
                 base = self.explorer.base(part, conditioning) if scoring.compares else None
                 scores += [pool.submit(scoring.judge, batch, part.prompts, each, base) for each in outputs]
             with self.clock("reward"):
-                found, strides = [score.result() for score in scores], len(self.method.strides)
+                found, strides = [score.result() for score in scores], len(self.method.rollout.strides)
         columns = [torch.cat(found[stride::strides]) for stride in range(strides)]
         return parts, conditioning, torch.cat(columns, 1).unflatten(0, (-1, self.geometry.group))
 
@@ -139,7 +139,7 @@ class Trainer:
 
         grouped: scores [groups,G,R] of all processes; texts: their prompts.
         """
-        weights = list(self.scoring.weights.values()) * len(self.method.strides)
+        weights = list(self.scoring.weights.values()) * len(self.method.rollout.strides)
         return list(credit(self.method, parts, self.scoring.shaped(grouped), weights, self.context(parts, texts),
                            self.processes.own))
 
@@ -152,8 +152,8 @@ class Trainer:
         longest = sum(taken.old.logp.shape[1] for taken in parts[0].transitions)
         return Context([texts[first + p] for first in range(0, len(texts), share) for p in places], logp, lengths,
                        longest, self.epoch, self.config.train.epochs, self.memory,
-                       self.scoring.paired * len(self.method.strides), deducted,
-                       list(self.scoring.weights.values()) * len(self.method.strides))
+                       self.scoring.paired * len(self.method.rollout.strides), deducted,
+                       list(self.scoring.weights.values()) * len(self.method.rollout.strides))
 
     def learn(self, parts: list[Part | None], conditioning) -> dict[str, Any]:
         """Replay the recorded decisions and minimise the method's loss: `updates` optimiser steps per inner epoch.
@@ -187,7 +187,8 @@ class Trainer:
         """
         counts = self.processes.gather(torch.tensor([len(parts)])).tolist()
         shares = chunks(parts, self.geometry.updates, sum(counts[:self.processes.rank]), sum(counts))
-        return list(zip(shares, self.processes.total([decisions(share, self.method.reduction) for share in shares])))
+        counts = self.processes.total([decisions(share, self.method.loss.reduction) for share in shares])
+        return list(zip(shares, counts))
 
     def backward(self, part: Part, conditioning, weights: dict[int, float], count: int, stats: Stats) -> None:
         """Add one part's gradient, a batch of one recorded step at a time.
@@ -200,16 +201,16 @@ class Trainer:
         for batch, (k, rows, new) in enumerate(self.explorer.replay(part, conditioning)):
             taken, advantage = part.transitions[k], queued(part.advantage(k, rows), device)
             old = taken.old.rows(rows).to(device)
-            log_ratio, read = method.log_ratio(new, old), beside(batch, k, rows, new, old)
-            loss = method.surrogate(log_ratio, advantage, read) * weights[taken.step]
+            log_ratio, read = method.loss.log_ratio(new, old), beside(batch, k, rows, new, old)
+            loss = method.loss.surrogate(log_ratio, advantage, read) * weights[taken.step]
             if taken.correction is not None:
                 loss = loss * queued(taken.correction[rows], device)
             penalty = kl(new, reference[batch].to(device)) if kl.weight else None
             loss = loss if penalty is None else loss + penalty
             if taken.goal is not None:
-                loss = loss + method.tuning(new, taken.goal.rows(rows).to(device))
-            self.policy.backward(self.scaler.scale(reduced(loss, method.reduction(new.mask), count)))
-            stats.add(taken.step, new.mask, log_ratio, method.surrogate.clipped(log_ratio, advantage, read), loss,
+                loss = loss + method.target.tuning(new, taken.goal.rows(rows).to(device))
+            self.policy.backward(self.scaler.scale(reduced(loss, method.loss.reduction(new.mask), count)))
+            stats.add(taken.step, new.mask, log_ratio, method.loss.surrogate.clipped(log_ratio, advantage, read), loss,
                       None if penalty is None else penalty / kl.weight)
 
     def step_optimizer(self, stats: Stats) -> None:

@@ -17,10 +17,12 @@ from first_ratio import METHODS as RECORDED
 
 from flowgrpo.methods import preset
 from flowgrpo.methods.presets import suited
+from flowgrpo.methods.targets import JointDensity, RecordedSteps
 
 DOCS = Path(__file__).parent.parent / "docs"
 PARENT = "flow_grpo"
-METHODS = [*RECORDED, *(name for name in suited("flow") if not preset(name).records_steps),
+METHODS = [*RECORDED, *(name for name in suited("flow")
+                        if not isinstance(preset(name).target, (RecordedSteps, JointDensity))),
            "sol_rl+diffusion_nft", "texforce_both", "offline_dpo", "learned_reward", "own_answers", "flow_grpo_twice",
            "flow_dppo_twice"]
 

@@ -38,6 +38,7 @@ from flowgrpo.device import pick_device
 from flowgrpo.evaluation import measured
 from flowgrpo.methods import validate
 from flowgrpo.methods.method import Method
+from flowgrpo.methods.targets import LatentEdits
 from flowgrpo.policies.pipelines.load import load_pipeline
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
 from flowgrpo.policies.precision import settle
@@ -89,28 +90,28 @@ def epoch_cost(config: Config, epoch: int) -> int:
     Recorded pairs are not drawn; what it took to draw them once is no epoch's.
     """
     method, train = validate.resolve(config), config.train
-    drawn = train.group // 2 if method.edit else train.group  # the other half are edits, by a network of their own
+    drawn = train.group // 2 if isinstance(method.target, LatentEdits) else train.group  # the other half are edits
     explorations = method.explorations(shifted(train.steps, train.shift), drawn, train.shift, epoch, config.seed)
     doubled = 2 if train.guidance > 1 else 1
-    if method.backprop:
-        return doubled * _backprop_cost(config, method.backprop, explorations[0], epoch)
-    if method.edit:
+    if method.target.follows_reward:
+        return doubled * _backprop_cost(config, method.target.backprop, explorations[0], epoch)
+    if isinstance(method.target, LatentEdits):
         return doubled * cost.rollout(explorations, train.prompts)
     noised = method.noised(shifted(train.steps, train.shift), train.group, epoch, config.seed)
     own = kept(method, train.group)
-    cut = getattr(method.surrogate, "of_groups", False) and (own * train.group > train.micro_batch or train.pack)
-    reference = method.kl.weight > 0 or method.compares_with_reference  # whose scores serve all inner epochs
+    cut = getattr(method.loss.surrogate, "of_groups", False) and (own * train.group > train.micro_batch or train.pack)
+    reference = method.loss.kl.weight > 0 or method.compares_with_reference  # whose scores serve all inner epochs
     passes = train.inner_epochs * (1 + cut) + reference + (epoch == 0)
     spent = 0 if config.preferences else cost.rollout(explorations, train.prompts)
     spent += round(own * cost.update([noised] if noised else explorations, train.prompts, passes))
     spent += cost.update([noised], train.prompts, 1) if noised else 0  # the old scores, before samples are chosen
-    spent += cost.preview(method.preview, train.prompts)
+    spent += cost.preview(method.rollout.preview, train.prompts)
     return doubled * spent
 
 
 def kept(method: Method, group: int) -> float:
     """The share of a group's samples that are trained, where their number is known beforehand; else 1."""
-    return method.selection.n / group if isinstance(method.selection, BestWorst) else 1.0
+    return method.credit.selection.n / group if isinstance(method.credit.selection, BestWorst) else 1.0
 
 
 def _backprop_cost(config: Config, ending: Any, exploration: Exploration, epoch: int) -> int:

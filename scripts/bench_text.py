@@ -132,7 +132,7 @@ def differences(args, method: str) -> tuple[float, float, float]:
     found: list[torch.Tensor] = []
     trainer.policy.backward = lambda loss: found.append(loss.detach())
     trainer.anchor.begin(0, 1)
-    trainer.backward(part, asked, {0: 1.0}, decisions([part], trainer.method.reduction), Stats())
+    trainer.backward(part, asked, {0: 1.0}, decisions([part], trainer.method.loss.reduction), Stats())
     return (new.logp - logp)[mask].abs().max().item(), kept["loss"].item(), sum(found).item()
 
 

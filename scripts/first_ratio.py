@@ -20,13 +20,15 @@ from common import RECIPE, make_trainer, options
 from flowgrpo.config import load
 from flowgrpo.methods import preset
 from flowgrpo.methods.presets import suited
+from flowgrpo.methods.targets import JointDensity, RecordedSteps
 from flowgrpo.train import Trainer
 
 OVER = {"grpo_guard": "mix_grpo+grpo_guard", "flow_dppo": "flow_grpo+flow_dppo", "sol_rl": "flow_grpo+sol_rl",
         "texforce": "ddpo+texforce"}
 # Those that change which prompts are drawn have the ratios of their hosts; expo trains no denoiser.
 ELSEWHERE = {"dynamic_sampling", "mopps", "knapsack_rl", "scaf_grpo", "ghpo", "expo"}
-METHODS = [OVER.get(name, name) for name in suited("flow") if preset(name).records_steps and name not in ELSEWHERE]
+METHODS = [OVER.get(name, name) for name in suited("flow")
+           if isinstance(preset(name).target, (RecordedSteps, JointDensity)) and name not in ELSEWHERE]
 PRECISIONS = ("fp32", "bf16")
 
 
@@ -59,7 +61,7 @@ def main() -> None:
                          "precision": precision, "parts": "{}"}
             trainer = make_trainer(load(RECIPE, overrides | options(args.option)))
             cells.append(f"{largest(trainer, args.epochs):.1e}")
-        clip = trainer.method.surrogate
+        clip = trainer.method.loss.surrogate
         narrow = min(clip.low, clip.high)
         limit = f"{narrow / 10:.0e}" if narrow < math.inf else "no clip"
         print(f"| {method} | " + " | ".join(cells) + f" | {limit} |", flush=True)

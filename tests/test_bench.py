@@ -122,9 +122,9 @@ def test_every_entry_fits_and_some_say_what_they_change(name):
     found = entry(name)
     method, preset = resolve(found), methods.preset(found.method)
     if "sol_rl" in name:
-        assert (method.preview.pool, method.preview.steps) == (48, 4)
+        assert (method.rollout.preview.pool, method.rollout.preview.steps) == (48, 4)
         assert (preset.preview.pool, preset.preview.steps) == (96, 6)
-    assert found.train.inner_epochs == (2 if name.endswith("_twice") or method.edit else 1)
+    assert found.train.inner_epochs == (2 if name.endswith("_twice") or method.target.edit else 1)
 
 
 def test_passes_over_a_batch_are_all_that_tells_the_twice_apart():

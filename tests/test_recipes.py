@@ -82,8 +82,8 @@ def test_a_recipe_fits_its_pipeline(name):
     explorations = method.explorations(grid, train.group, train.shift, 0, config.seed, timesteps)
     noised = method.noised(grid, train.group, 0, config.seed)
     assert explorations and all(each.schedule.trained for each in (explorations if noised is None else [noised]))
-    if method.preview:
-        require_choice(explorations, method.preview.pool)
+    if method.rollout.preview:
+        require_choice(explorations, method.rollout.preview.pool)
 
 
 @pytest.mark.parametrize("name", PIPELINES)
@@ -98,9 +98,9 @@ def test_sana_is_trained_as_sol_rl_was():
     """NVlabs/Sana's set-up: 96 noises seen in 6 steps, of which 24 are trained by DiffusionNFT at 6 of 10 times."""
     config = load(FOLDER / "sana.yaml")
     method, train = validate.resolve(config, "flow"), config.train
-    assert (method.preview.pool, method.preview.steps, train.group, train.steps) == (96, 6, 24, 10)
+    assert (method.rollout.preview.pool, method.rollout.preview.steps, train.group, train.steps) == (96, 6, 24, 10)
     assert (train.prompts, train.guidance, train.lr, config.adapter.rank) == (48, 1.0, 3e-4, 32)
-    assert method.surrogate == NegativeAware(beta=1.0) and method.kl.weight == 1e-4
+    assert method.loss.surrogate == NegativeAware(beta=1.0) and method.loss.kl.weight == 1e-4
     times = method.noised(make_grid("shifted", 10, 3.0, FlowMatchEulerDiscreteScheduler())[0], 24, 0, 0)
     assert len(times.schedule.trained) == 6
 
@@ -141,7 +141,7 @@ def test_the_fast_variant_of_sd35_is_told_with_the_parts_that_make_it():
     parts = yaml.safe_load(re.search(r"parts (\{kernel: .*\}\})", text)[1])
     config = load(FOLDER / "sd35_medium.yaml").model_copy(update={"method": "flow_grpo_fast", "parts": parts})
     method = validate.resolve(config, "flow")
-    assert method.kernel == CPS(0.8) and method.kl.weight == 0
+    assert method.rollout.kernel == CPS(0.8) and method.loss.kl.weight == 0
 
 
 @pytest.mark.parametrize("processes", [1, 8])

@@ -29,7 +29,7 @@ def credited(trainer):
 def gradient(trainer, parts, asked) -> torch.Tensor:
     trainer.optimizer.zero_grad()
     trainer.anchor.begin(0, 1)
-    count = decisions(parts, trainer.method.reduction)
+    count = decisions(parts, trainer.method.loss.reduction)
     for part in parts:
         trainer.backward(part, asked, {0: 1.0}, count, Stats())
     return torch.cat([parameter.grad.flatten() for parameter in trainer.policy.weights.parameters()])
@@ -90,7 +90,7 @@ def test_grpos_loss_is_the_papers():
     trainer.anchor.begin(0, 1)
     total = []
     trainer.policy.backward = lambda loss: total.append(loss.detach())
-    trainer.backward(part, asked, {0: 1.0}, decisions([part], trainer.method.reduction), stats)
+    trainer.backward(part, asked, {0: 1.0}, decisions([part], trainer.method.loss.reduction), stats)
 
     [(_, _, new)] = trainer.explorer.replay(part, asked)
     with trainer.policy.reference():
@@ -144,16 +144,16 @@ def test_rewards_are_told_how_many_tokens_a_completion_has():
 
 
 def test_a_sampling_temperature_is_that_of_the_densities():
-    trainer = tiny_text.trainer(tiny_text.policy(), {"short": many}, parts={"kernel": {"temperature": 0.6}})
-    assert trainer.method.kernel == Decoding(0.6)
+    trainer = tiny_text.trainer(tiny_text.policy(), {"short": many}, parts={"decoding": {"temperature": 0.6}})
+    assert trainer.method.rollout.decoding == Decoding(0.6)
     trainer.run_epoch()
     assert trainer.first_ratio.found <= 1e-5
 
 
 @pytest.mark.parametrize("option, told", [
     ({"parts": {"kl": {"type": "GaussianKL", "weight": 0.1}}}, "use SampledKL"),
-    ({"method": "remax", "parts": {"kernel": {"greedy": 4}}}, "4 greedy samples leave none"),
-    ({"parts": {"kernel": {"temperature": 0}}}, "temperature is 0"),
+    ({"method": "remax", "parts": {"decoding": {"greedy": 4}}}, "4 greedy samples leave none"),
+    ({"parts": {"decoding": {"temperature": 0}}}, "temperature is 0"),
 ])
 def test_what_does_not_go_with_tokens_is_told_in_a_line(option, told):
     with pytest.raises(UserError, match=told):

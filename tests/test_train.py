@@ -319,7 +319,7 @@ def test_best_and_worst_are_trained_and_the_others_cost_nothing():
 def test_the_transitions_that_are_kept_are_the_ones_that_were_chosen():
     trainer = tiny.trainer(method="flow_grpo", parts__selection={"type": "BestWorst", "n": 2})
     parts, conditioning, grouped = trainer.sample(trainer.prompts[:2])
-    all_of_them, advantage = parts[1], trainer.method.advantage(grouped, [1.0])[1]
+    all_of_them, advantage = parts[1], trainer.method.credit.advantage(grouped, [1.0])[1]
     [_, kept] = trainer.credit(parts, grouped, conditioning.prompts)
     chosen = [advantage.argmin().item(), advantage.argmax().item()]
     assert kept.advantages[0].tolist() == advantage[sorted(chosen)].tolist()
@@ -332,7 +332,7 @@ def test_the_transitions_that_are_kept_are_the_ones_that_were_chosen():
 def test_a_transition_has_the_advantage_of_the_mean_of_the_pictures_below_it():
     trainer = tiny.trainer(train__group=4)
     schedule = Schedule((0, 1, 2), (0, 1, 2), children=(2, 1, 2))
-    trainer.method = trainer.explorer.method = replace(trainer.method, plan=lambda *_: schedule)
+    trainer.method = trainer.explorer.method = trainer.method.having(plan=lambda *_: schedule)
     parts, conditioning, _ = trainer.sample(trainer.prompts[:2])
     grouped = torch.tensor([[1.0, 3, 5, 9], [0, 0, 0, 4]])[..., None]
     credited = trainer.credit(parts, grouped, conditioning.prompts)
@@ -340,7 +340,7 @@ def test_a_transition_has_the_advantage_of_the_mean_of_the_pictures_below_it():
     half = 0.5**0.5  # two nodes a prompt: of values 2 and 7, then 0 and 2
     torch.testing.assert_close(advantages[0], torch.tensor([-half, half, -half, half]))
     assert torch.equal(advantages[1], advantages[0])
-    torch.testing.assert_close(advantages[2], trainer.method.advantage(grouped, [1.0]).flatten())
+    torch.testing.assert_close(advantages[2], trainer.method.credit.advantage(grouped, [1.0]).flatten())
 
 
 def test_a_run_in_which_no_group_differs_changes_nothing(tmp_path):

@@ -60,7 +60,8 @@ def drive(model: Any, recipe: Config | None, device: str, found: dict[str, Any])
     refuse(type(pipe))
     torch.manual_seed(0)  # initial adapter weights, so that a report is repeatable
     policy = PipelinePolicy(pipe, config.adapter, device=device, precision=config.precision, call=call,
-                            checkpointing=config.train.checkpointing, memory=config.memory, adapted=method.adapted)
+                            checkpointing=config.train.checkpointing, memory=config.memory,
+                            adapted=method.rollout.adapted)
     if not policy.denoisers:
         raise UserError(f"{type(pipe).__name__} has no denoiser: no module whose forward takes a time")
     found |= {"denoisers": list(policy.denoisers), **_sizes(policy, config.adapter)}
@@ -166,7 +167,7 @@ def _replayed(policy: PipelinePolicy, conditioning: Conditioning, found: dict[st
     """Roll out three steps from two noises, the first two steps stochastic, and replay these two with gradients, both
     in batches of `rows`. The second step's states come from the pipeline's own loop, not from a replay."""
     grid, timesteps = mid_loop_check.few_steps(policy, 3)
-    kernel, both = Method(kernel=FlowDDIM()).on(policy.process).kernel, Schedule((0, 1), (0, 1))
+    kernel, both = Method().having(kernel=FlowDDIM()).on(policy.process).rollout.kernel, Schedule((0, 1), (0, 1))
     exploration = Exploration(grid, both, kernel, Euler(), GROUP, GROUP, keep_means=True, timesteps=timesteps)
     [part] = explore(policy, conditioning, [exploration], rows, seeder(0, 0))
     [final], errors, ratios = part.finals, [], []
@@ -214,14 +215,14 @@ def _cost(recipe: Config | None, method: Method) -> dict[str, float]:
     samples no groups."""
     if recipe:
         train = recipe.train
-        if recipe.preferences or method.backprop:
+        if recipe.preferences or method.target.follows_reward:
             return {}
         of = method.explorations(shifted(train.steps, train.shift), train.group, train.shift, 0, recipe.seed)
         alone, shared = (count(of, 1) / sum(each.group for each in of) for count in (cost.alone, cost.rollout))
         return {"evaluations_per_picture": round(alone, 2), "evaluations_per_picture_shared": round(shared, 2)}
     method, grid = mix_grpo(), shifted(STEPS, 3.0)
-    places = range(STEPS - method.plan.size)
-    explorations = [method.explorations(grid, SAMPLES, 3.0, place * method.plan.every, 0) for place in places]
+    places = range(STEPS - method.rollout.plan.size)
+    explorations = [method.explorations(grid, SAMPLES, 3.0, place * method.rollout.plan.every, 0) for place in places]
     alone, shared = (sum(count(each, 1) for each in explorations) / (len(places) * SAMPLES)
                      for count in (cost.alone, cost.rollout))
     return {"evaluations_per_picture": round(alone, 2), "evaluations_per_picture_shared": round(shared, 2)}

@@ -219,7 +219,7 @@ def _load(pipe: Any, config: Config, run: Path, weights: Path) -> None:
     from flowgrpo.policies.weights.trainable import Weights
 
     method = overlay.with_parts(overlay.preset(config.method), config.parts)
-    _take(Weights(pipe, trained_modules(pipe, method.adapted), config.adapter), config, weights)
+    _take(Weights(pipe, trained_modules(pipe, method.rollout.adapted), config.adapter), config, weights)
 
 
 def _take(live: Any, config: Config, weights: Path) -> None:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from flowgrpo.errors import UserError, nearest
-from flowgrpo.methods import registry
+from flowgrpo.methods import reads, registry
 from flowgrpo.methods.method import Method
 from flowgrpo.methods.presets import HOSTS, OVERLAYS, PRESETS
 
@@ -32,19 +32,45 @@ def preset(*names: str) -> Method:
             method = PRESETS[name](method)
         except ValueError as error:
             raise UserError(f"method {'+'.join(names)}: {error}") from None
+    for host in hosts:
+        if type(PRESETS[host]().target) is not type(method.target):
+            raise UserError(f"method {'+'.join(names)}: {host} trains {PRESETS[host]().target.trains}, and the whole "
+                            f"{method.target.trains}: leave {host} out, or what says otherwise")
     return method
 
 
 def with_parts(method: Method, parts: dict[str, Any]) -> Method:
-    """Lay a recipe's `parts` over a method: {"plan": {"size": 2}, "kernel": {"type": "CPS", "level": 0.8}}."""
-    return _overlay(method, parts, "parts")
+    """Lay a recipe's `parts` over a method: {"plan": {"size": 2}, "kernel": {"type": "CPS", "level": 0.8}}.
+
+    A part is named by its field, whichever group has it; the target comes first. Raises UserError.
+    """
+    for name in sorted(parts, key=lambda name: name != "target"):
+        own = method.parts() | {"target": method.target}
+        if name not in own:
+            if name in registry.NAMES:
+                raise UserError(reads.refusal(method, name, f"parts.{name} {_given(parts[name])}"))
+            raise UserError(f"unknown key parts.{name}{nearest(name, list(own))}")
+        part = _changed(own[name], parts[name], f"parts.{name}")
+        method = _build(method.having, {name: part}, "parts")
+    return method
+
+
+def _given(value: Any) -> Any:
+    return value["type"] if isinstance(value, dict) and "type" in value else value
+
+
+def _changed(part: Any, value: Any, path: str) -> Any:
+    """Return a field's part with a recipe's value laid over it."""
+    if dataclasses.is_dataclass(part) and not isinstance(value, dict):
+        raise UserError(f"{path}: got {value!r}, expected keys with values, such as {{type: {type(part).__name__}}}")
+    return _overlay(part, value, path) if _nested(part, value) else value
 
 
 def _overlay(part: Any, changes: dict[str, Any], path: str) -> Any:
-    hint = "" if "type" in changes or isinstance(part, Method) else (
+    hint = "" if "type" in changes else (
         f" ({path} is {type(part).__name__}; a recipe's parts may be meant for another method: --parts={{}} leaves "
         "them out)")
-    if "type" in changes and not isinstance(part, Method):
+    if "type" in changes:
         changes = dict(changes)
         cls = _named(part, changes.pop("type"), path)
         if type(part) is not cls:
@@ -57,11 +83,7 @@ def _overlay(part: Any, changes: dict[str, Any], path: str) -> Any:
     for key in changes:
         if key not in fields:
             raise UserError(f"unknown key {path}.{key}{nearest(key, list(fields))}{hint}")
-        if dataclasses.is_dataclass(fields[key]) and not isinstance(changes[key], dict):
-            raise UserError(f"{path}.{key}: got {changes[key]!r}, expected keys with values, such as "
-                            f"{{type: {type(fields[key]).__name__}}}")
-    values = {key: _overlay(fields[key], value, f"{path}.{key}") if _nested(fields[key], value) else value
-              for key, value in changes.items()}
+    values = {key: _changed(fields[key], value, f"{path}.{key}") for key, value in changes.items()}
     return _build(lambda **kept: replace(part, **kept), values, path)
 
 

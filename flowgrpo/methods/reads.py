@@ -1,142 +1,108 @@
-"""Tables of what a run reads: the parts of a method by what is trained, the keys of a configuration by the kind of
-model. A user's setting that a run would not read is an error."""
+"""What a run reads: parts of a method by its target, keys of a configuration by the kind of model. A user's setting
+that a run would not read is an error."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 from flowgrpo import objectives
-from flowgrpo.advantages import baselines, length_shaping, selection, shaping
+from flowgrpo.advantages import baselines, gae, length_shaping, selection, shaping
 from flowgrpo.config.schema import Config, fields
 from flowgrpo.errors import UserError
-from flowgrpo.methods import registry
+from flowgrpo.methods import registry, targets
 from flowgrpo.methods.method import Method
 from flowgrpo.objectives import actor_critic, forward_process, ratios, references, sequence_losses, token_losses
-from flowgrpo.samplers import noised_finals, plans
+from flowgrpo.samplers import plans
 
-# What a method trains.
-STEPS, JOINT, FINALS, GRADIENT, EDITS = ("recorded steps", "a joint density", "noised finals", "a reward's gradient",
-                                         "latent edits")
-PAIRS = "recorded pairs"
-COMPLETIONS, TRACES, RELAXED = "completions", "traces of an unmasking", "a relaxed unmasking"
-_DRAWN = {STEPS, JOINT, FINALS, GRADIENT, EDITS}
-_TEXTS = {COMPLETIONS, TRACES}
-_ALL = _DRAWN | _TEXTS | {PAIRS, RELAXED}
-
-# Which of them read each part of a method.
-PARTS: dict[str, set[str]] = {
-    "kernel": _ALL - {PAIRS},
-    "plan": _DRAWN,
-    "solver": _DRAWN,
-    "tail": _DRAWN - {GRADIENT},
-    "roots": _DRAWN,
-    "strides": {STEPS},
-    "preview": _DRAWN - {EDITS} | {PAIRS},  # which has an error of its own
-    "shaping": _ALL,
-    "advantage": _ALL,
-    "selection": _ALL,
-    "log_ratio": _ALL,
-    "surrogate": _ALL,
-    "step_weight": {STEPS, FINALS, PAIRS},
-    "reduction": _TEXTS,  # a transition has one decision per row, of which all means are the same
-    "kl": _ALL - {GRADIENT, RELAXED},
-    "reference": _ALL - {GRADIENT, RELAXED},
-    "tuning": {STEPS},
-    "times": {FINALS, PAIRS},
-    "lag": {STEPS, JOINT, FINALS, GRADIENT, PAIRS},
-    "backprop": {GRADIENT, RELAXED},
-    "edit": {EDITS},
-    "adapted": {STEPS, JOINT, FINALS, GRADIENT, PAIRS},
-    "chain": {JOINT},
-    "draws": _TEXTS,
-    "spread": _TEXTS,
-    "curriculum": _ALL,
-    "redraw": _ALL - {GRADIENT, RELAXED, PAIRS},
-    "value": _TEXTS | {EDITS}}
-
-# Parts that fewer of them read than their place says.
-TYPES: dict[type, set[str]] = {
+# Parts that fewer targets read than their place says.
+_TEXTS = (targets.Completions,)
+TYPES: dict[type, tuple[type, ...]] = {
     **dict.fromkeys((ratios.SequenceRatio, ratios.CompletionRatio, objectives.DynamicClip, references.Teacher,
                      sequence_losses.OfCompletions, token_losses.LikelihoodKept, shaping.Overlong,
-                     length_shaping.LengthSwitch,
-                     length_shaping.ExitDecay), _TEXTS),
-    **dict.fromkeys((forward_process.OfNoised, ratios.Matching), {FINALS, PAIRS}),
-    actor_critic.ActorCritic: {EDITS},
-    baselines.Paired: {EDITS},
-    objectives.NoiseLevel: {STEPS},
-    objectives.Ascent: {GRADIENT, RELAXED}}
+                     length_shaping.LengthSwitch, length_shaping.ExitDecay, gae.ValueHead), _TEXTS),
+    **dict.fromkeys((forward_process.OfNoised, ratios.Matching), (targets.NoisedFinals,)),
+    **dict.fromkeys((actor_critic.ActorCritic, baselines.Paired, gae.Recall), (targets.LatentEdits,)),
+    objectives.Guard: (targets.RecordedSteps, targets.LatentEdits),
+    **dict.fromkeys((objectives.InverseDelta, objectives.NoiseLevel), (targets.RecordedSteps,)),
+    objectives.Ascent: (targets.RewardGradient, targets.RelaxedTraces)}
 
 # Plans by which every step draws noise, all of them or all but the last; a single step is Euler's of any solver.
 _NOISY = {plans.AllSteps, plans.RandomSubset, plans.Branches, plans.GrowingTail, plans.LastSteps, plans.RandomLast,
           plans.LateStep}
-# Of a place that is read, what leaves it without effect: a test of the method, and its cure.
+# Of a part that is read, what leaves it without effect: a test of the method, and its cure.
 _IDLE: dict[str, tuple[Callable[[Method], bool], str]] = {
-    "kernel": (lambda m: not m.for_tokens and isinstance(m.plan, plans.NoSteps), "its plan NoSteps draws no noise"),
+    "kernel": (lambda m: isinstance(m.rollout.plan, plans.NoSteps), "its plan NoSteps draws no noise"),
     **dict.fromkeys(("solver", "tail"), (
-        lambda m: type(m.plan) in _NOISY, "its plan leaves no two deterministic steps in a row")),
-    "reference": (lambda m: not objectives.regularises(m.kl) and not m.compares_with_reference,
+        lambda m: type(m.rollout.plan) in _NOISY, "its plan leaves no two deterministic steps in a row")),
+    "reference": (lambda m: not objectives.regularises(m.loss.kl) and not m.compares_with_reference,
                   "it is read by a KL alone, whose weight is 0: set parts.kl.weight"),
     **dict.fromkeys(("advantage", "shaping"),
-                    (lambda m: m.backprop is not None and isinstance(m.selection, selection.All),
+                    (lambda m: (isinstance(m.target, targets.RewardGradient)
+                                and isinstance(m.credit.selection, selection.All)),
                      "its surrogate follows the reward itself, and its selection keeps all samples"))}
 
 
-def target(method: Method, process: str, pairs: bool = False) -> str:
-    """Return what a method trains of a model of this process. pairs: True if recorded pairs replace samples."""
-    if process in ("tokens", "masks"):
-        return COMPLETIONS if process == "tokens" else RELAXED if method.backprop else TRACES
-    choices = {EDITS: method.edit is not None, GRADIENT: method.backprop is not None,
-               PAIRS if pairs else FINALS: not isinstance(method.times, noised_finals.Recorded),
-               JOINT: method.chain is not None}
-    return next((name for name, chosen in choices.items() if chosen), STEPS)
+def names(method: Method) -> list[str]:
+    """Return the names of the parts that the method's target reads, in the order of the groups."""
+    return [name for name in method.parts() if name not in method.target.unread]
 
 
-def places(method: Method, own: str) -> list[str]:
-    """The places of the parts that a method reads where it trains `own`, in the order of its fields."""
-    return [name for name, by in PARTS.items() if own in by and not (name in _IDLE and _IDLE[name][0](method))]
+def places(method: Method) -> list[str]:
+    """Return the names of the parts that are read and have an effect, in the order of the groups."""
+    return [name for name in names(method) if not (name in _IDLE and _IDLE[name][0](method))]
 
 
-def require_set(host: Method, method: Method, overlays: dict[str, tuple[Method, Method]], own: str) -> None:
-    """Raise UserError for a part that the user set and that a method which trains `own` does not read.
+def require_set(host: Method, asked: Method, method: Method, overlays: dict[str, tuple[Method, Method]]) -> None:
+    """Raise UserError for a part that the user set and that the method does not read.
 
-    host: what the presets make, over which `parts` made the method. overlays: of presets that change another, by name,
+    host: what the presets make, over which `parts` made the one that is asked for; method: what a run makes of it.
+    overlays: of presets that change another, by name,
     the method before and after; one is refused where nothing that it changes is read.
     """
-    read = places(method, own)
+    read = places(method)
     for name, (before, after) in overlays.items():
         changed = _changed(before, after)
         if changed and not set(changed) & set(read):
-            raise UserError(_refusal(own, read, changed[0], f"the preset {name}"))
-    for place in _changed(host, method):
-        if place not in read:
-            why = f" ({_IDLE[place][1]})" if place in _IDLE and own in PARTS[place] else ""
-            raise UserError(_refusal(own, read, place, f"parts.{place} {_short(getattr(method, place))}{why}"))
+            raise UserError(refusal(method, changed[0], f"the preset {name}"))
+    for name in _changed(host, asked):
+        if name not in read:
+            why = f" ({_IDLE[name][1]})" if name in _IDLE and name in names(method) else ""
+            raise UserError(refusal(method, name, f"parts.{name} {_short(asked.parts()[name])}{why}"))
 
 
-def require_types(method: Method, own: str) -> None:
-    """Raise UserError for a part that cannot be read if `own` is trained, though another one in its place can."""
-    for place in places(method, own):
-        part = getattr(method, place)
-        if not _reads(type(part), own):
-            fitting = [name for name in registry.of_place(place) if _reads(registry.TYPES[name], own)]
-            by = next(by for kind, by in TYPES.items() if isinstance(part, kind))
-            raise UserError(f"parts.{place}: got {type(part).__name__}, which reads {' or '.join(sorted(by))}, but the "
-                            f"method trains {own}: expected one of {', '.join(fitting)}")
+def refusal(method: Method, name: str, got: str) -> str:
+    """Return the message for a part that the method does not read."""
+    return (f"a method that trains {method.target.trains} reads no {name}: got {got}, leave it out; it has: "
+            f"{', '.join(places(method))}")
 
 
-def _reads(part: type, own: str) -> bool:
-    return all(own in by for kind, by in TYPES.items() if issubclass(part, kind))
+def require_types(method: Method) -> None:
+    """Raise UserError for a part that the target cannot read, though another one in its place can be read."""
+    for name in places(method):
+        part = method.parts()[name]
+        if not _reads(type(part), name, method.target):
+            fitting = [each for each in registry.of_place(name) if _reads(registry.TYPES[each], name, method.target)]
+            by = next((f", which reads {' or '.join(sorted(_kinds(by)))}" for kind, by in TYPES.items()
+                       if isinstance(part, kind)), "")
+            raise UserError(f"parts.{name}: got {type(part).__name__}{by}, but the method trains "
+                            f"{method.target.trains}: expected one of {', '.join(fitting)}")
+
+
+def _kinds(by: tuple[type, ...]) -> set[str]:
+    """The names of what these targets, and those made of them, train."""
+    return {each.trains for kind in by for each in (kind, *kind.__subclasses__())}
+
+
+def _reads(part: type, name: str, target: targets.Target) -> bool:
+    return (all(isinstance(target, by) for kind, by in TYPES.items() if issubclass(part, kind))
+            and issubclass(part, target.takes.get(name, object)))
 
 
 def _changed(before: Method, after: Method) -> list[str]:
-    return [field.name for field in dataclasses.fields(Method)
-            if getattr(before, field.name) != getattr(after, field.name)]
-
-
-def _refusal(own: str, read: Iterable[str], place: str, got: str) -> str:
-    return f"a method that trains {own} reads no {place}: got {got}, leave it out; it has: {', '.join(read)}"
+    old = before.parts()
+    return [name for name, part in after.parts().items() if name not in old or old[name] != part]
 
 
 def _short(part: Any) -> str:

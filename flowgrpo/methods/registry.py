@@ -17,7 +17,8 @@ from flowgrpo.advantages import (
     token_credit,
 )
 from flowgrpo.curriculum import order, resampling
-from flowgrpo.methods import adapted
+from flowgrpo.methods import adapted, targets
+from flowgrpo.methods.groups import Credit, Denoising, Loss, TextGeneration
 from flowgrpo.objectives import (
     actor_critic,
     best_path,
@@ -33,7 +34,6 @@ from flowgrpo.objectives import (
     token_losses,
 )
 from flowgrpo.samplers import (
-    joint_density,
     kernels,
     latent_edits,
     learned_noise,
@@ -48,7 +48,9 @@ from flowgrpo.samplers.text import decoding, groups, gumbel_softmax, lookahead, 
 
 # By the field of a Method, or of a part in it. A new part goes into one of these modules, or its module into a line.
 MODULES: dict[str, tuple[ModuleType, ...]] = {
-    "kernel": (kernels, decoding, learned_noise),
+    "target": (targets,),
+    "kernel": (kernels, learned_noise),
+    "decoding": (decoding,),
     "plan": (plans,),
     "solver": (solvers,),
     "preview": (preview,),
@@ -65,24 +67,27 @@ MODULES: dict[str, tuple[ModuleType, ...]] = {
     "tuning": (best_path,),
     "times": (noised_finals,),
     "lag": (old_policy,),
-    "backprop": (reward_gradient, gumbel_softmax),
+    "backprop": (reward_gradient,),
+    "relaxation": (gumbel_softmax,),
     "edit": (latent_edits,),
     "adapted": (adapted,),
-    "chain": (joint_density,),
     "draws": (groups, trees, lookahead),
     "spread": (token_credit,),
     "curriculum": (order,),
     "redraw": (resampling,),
     "value": (gae,)}
-# What parts return or hold.
-_RECORDS = {plans.Schedule, lookahead.Branch, reward_gradient.Unfinished, reward_gradient.Valued, joint_density.Chain,
-            latent_edits.Edits,
-            actor_critic.Seen}
+# What parts return or hold, and what no recipe names.
+_RECORDS = {plans.Schedule, lookahead.Branch, reward_gradient.Unfinished, reward_gradient.Valued, latent_edits.Edits,
+            actor_critic.Seen, targets.Target,
+            targets.Traces, targets.RecordedPairs}  # what a run makes of completions and of noised finals
 PLACES: dict[type, str] = {cls: place for place, modules in MODULES.items() for module in modules
                            for cls in vars(module).values() if dataclasses.is_dataclass(cls)
                            and cls.__module__ == module.__name__ and cls not in _RECORDS}
 TYPES: dict[str, type] = {cls.__name__: cls for cls in PLACES}
 assert len(TYPES) == len(PLACES), "two parts have one name"
+# Fields that some group of some method has, by which recipes name parts.
+NAMES: set[str] = {"target"} | {field.name for cls in (Denoising, TextGeneration, Credit, Loss, *vars(targets).values())
+                                if dataclasses.is_dataclass(cls) for field in dataclasses.fields(cls)}
 
 
 def of_place(place: str) -> list[str]:

@@ -13,6 +13,7 @@ from flowgrpo.config.sections import Adapter
 from flowgrpo.data import provenance
 from flowgrpo.errors import UserError
 from flowgrpo.methods import overlay, reads, validate
+from flowgrpo.methods.targets import LatentEdits
 from flowgrpo.starter import FOLDERS
 
 PIPELINE, CAUSAL_LM, VISION_LM, MASKED_LM = "pipeline", "causal_lm", "vision_lm", "masked_lm"
@@ -136,11 +137,11 @@ def make_policy(config: Config, device: Any, loaded: Any = None):
     method = overlay.with_parts(overlay.preset(config.method), config.parts)
     options = dict(device=device, precision=config.precision, guidance=config.train.guidance, call=config.call,
                    checkpointing=config.train.checkpointing, memory=config.memory, compiled=config.train.compile)
-    if method.edit:
+    if isinstance(method.target, LatentEdits):
         from flowgrpo.policies.pipelines.edit_policy import EditPolicy
 
-        return EditPolicy(pipe, method.edit, **options)
-    return PipelinePolicy(pipe, config.adapter, adapted=method.adapted, **options)
+        return EditPolicy(pipe, method.target.edit, **options)
+    return PipelinePolicy(pipe, config.adapter, adapted=method.rollout.adapted, **options)
 
 
 def load_language(config: Config) -> tuple:
@@ -181,7 +182,7 @@ def language_policy(config: Config, loaded: tuple, adapter: Adapter | None, devi
     if kind(config, loaded) == MASKED_LM:
         from flowgrpo.policies.language.masked_lm import MaskedLM
 
-        return MaskedLM(*loaded, adapter, config.text, validate.resolve(config, "masks").kernel, **settings)
+        return MaskedLM(*loaded, adapter, config.text, validate.resolve(config, "masks").rollout.decoding, **settings)
     if hasattr(loaded[1], "image_processor"):
         from flowgrpo.policies.language.vision_lm import VisionLM
 

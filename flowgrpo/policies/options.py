@@ -9,6 +9,7 @@ import torch
 from flowgrpo.config.schema import Config
 from flowgrpo.errors import UserError
 from flowgrpo.methods import validate
+from flowgrpo.methods.targets import JointDensity, RewardGradient
 from flowgrpo.objectives import references
 from flowgrpo.policies.weights.memory_options import require_package, require_quantiser
 
@@ -32,7 +33,7 @@ def require_memory(config: Config, method: Any, device: str | torch.device, load
     if not adapter.rank and (adapter.dora or adapter.rslora):
         raise UserError("adapter.rank is 0, which trains all weights without a LoRA: take adapter.dora and "
                         "adapter.rslora away, or set a rank")
-    if adapter.dora and isinstance(method.reference, references.Soup):
+    if adapter.dora and isinstance(method.loss.reference, references.Soup):
         raise UserError("a Soup averages products of LoRAs, which with adapter.dora have lengths besides: use the "
                         "reference EMA or Old, or adapter.dora: false")
     if config.train.optimizer == "adamw8bit":
@@ -48,8 +49,9 @@ def _require_quantisable(config: Config, method: Any, device: torch.device, load
         raise UserError(f"{told}, but adapter.rank is 0: quantised weights cannot be trained, only a LoRA on them")
     if config.adapter.dora:
         raise UserError(f"{told}, but adapter.dora reads the lengths of whole weights: set one of them back")
-    if method.preview and method.preview.precision != "full":
-        raise UserError(f"{told}, and parts.preview.precision {method.preview.precision!r}: weights are quantised once")
+    preview = method.rollout.preview
+    if preview and preview.precision != "full":
+        raise UserError(f"{told}, and parts.preview.precision {preview.precision!r}: weights are quantised once")
     if config.memory.weights == "nf4" and device.type == "cpu":
         raise UserError(f"{told}, which diffusers loads onto a GPU alone: use int8 here")
 
@@ -58,14 +60,14 @@ def require_shardable(config: Config, method) -> None:
     """Raise UserError for options that conflict with `memory.shard`."""
     if not config.memory.shard:
         return
-    preview = method.preview.precision if method.preview else "full"
+    preview = method.rollout.preview.precision if method.rollout.preview else "full"
     wrong = {"adapter.rank: 0, which trains what is shared out: set a rank": not config.adapter.rank,
              f"memory.weights: {config.memory.weights}: use full": config.memory.weights != "full",
              f"parts.preview.precision: {preview}: use full": preview != "full",
              "adapter.dora, which reads whole weights: use false": config.adapter.dora,
              "train.compile: use false": config.train.compile,
              f"method {config.method}, whose graph has many steps: use another":
-             method.backprop is not None or method.chain is not None,
+             isinstance(method.target, (JointDensity, RewardGradient)),
              "train.pack, whose replays are batched by what each process has: use false": config.train.pack,
              "cache, from which some processes would read what others compute: leave it out": config.cache is not None}
     for told in (told for told, found in wrong.items() if found):

@@ -41,7 +41,7 @@ class GroupSampler:
         self.config, self.policy, self.method, self.geometry = config, policy, method, geometry
         self.processes, self.clock = processes, clock
         self.rollout_evaluations = self.saved_evaluations = 0
-        self.lagging = Lagging(method.lag, policy.weights)
+        self.lagging = Lagging(method.rollout.lag, policy.weights)
 
     def seeds(self, epoch: int, turn: int, prompts: int) -> Seed:
         """Return the seeds of a turn: of the first of this process's prompts, by its place among those of all.

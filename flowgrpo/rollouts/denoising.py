@@ -6,7 +6,6 @@ Grids, noise and pictures are known here alone; the training loop knows of none 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from flowgrpo.data.prompts import Prompt
 from flowgrpo.distributed.processes import Processes
 from flowgrpo.errors import UserError
 from flowgrpo.log import Clock
+from flowgrpo.methods import targets
 from flowgrpo.methods.method import Method
 from flowgrpo.policies.pipelines import mid_loop_check
 from flowgrpo.policies.pipelines.conditioning import Conditioning, Encoder
@@ -50,14 +50,15 @@ class Explorer(GroupSampler):
         self.encode = Encoder(policy, Path(config.cache) if config.cache and not policy.live else None)
         self.grid, self.timesteps = self.make_grid(config.train.steps)
         self.base_pictures = BasePictures(policy, self.grid, self.timesteps, geometry.micro_batch, self.decode)
-        self.network = method.kernel.network().to(policy.device) if hasattr(method.kernel, "network") else None
+        kernel = method.rollout.kernel
+        self.network = kernel.network().to(policy.device) if hasattr(kernel, "network") else None
         if self.network is not None:
             policy.weights.add(learned_noise.NAME, self.network)
-        if method.preview:
-            require_torchao(method.preview.precision)
+        if method.rollout.preview:
+            require_torchao(method.rollout.preview.precision)
         self.target = target(self)
         # Only what is given pictures can put them back in; edits replay nothing of the pipeline.
-        if method.edit is None and (policy.given or first.image is not None):
+        if not isinstance(method.target, targets.LatentEdits) and (policy.given or first.image is not None):
             mid_loop_check.require(policy, Explorer.conditioning(self, [first]),
                                    mid_loop_check.goes_on(method, self.explorations(0)))
 
@@ -83,7 +84,7 @@ class Explorer(GroupSampler):
         """An epoch's grid, window, kernel and solver."""
         train, method = self.config.train, self.method
         if self.network is not None:
-            method = replace(method, kernel=method.kernel.with_network(self.network, epoch, train.epochs))
+            method = method.having(kernel=method.rollout.kernel.with_network(self.network, epoch, train.epochs))
         return method.explorations(self.grid, self.target.drawn, train.shift, epoch, self.config.seed, self.timesteps)
 
     def sample(self, conditioning: Conditioning, epoch: int, judge: Judge, value: reward_gradient.Value | None = None,
@@ -93,7 +94,7 @@ class Explorer(GroupSampler):
         one whose gradient a method with `backprop` follows; turn: how often the epoch has drawn before."""
         seed, explorations = self.seeds(epoch, turn, len(conditioning.prompts)), self.explorations(epoch)
         self.lagging.begin(epoch)
-        if self.method.preview:
+        if self.method.rollout.preview:
             with self.lagging.drawing():
                 seed = self.preview(conditioning, seed, judge)
         before = self.policy.evaluations
@@ -127,7 +128,7 @@ class Explorer(GroupSampler):
 
     def preview(self, conditioning: Conditioning, seed: Seed, judge: Judge) -> Seed:
         """The seeds of the noises whose cheap previews score best and worst."""
-        asked, before = self.method.preview, self.policy.evaluations
+        asked, before = self.method.rollout.preview, self.policy.evaluations
         with self.clock("preview"):
             grid, rows = self.make_grid(asked.steps), torch.arange(len(conditioning.prompts))
             with quantised(self.policy, asked.precision):
@@ -172,4 +173,4 @@ class Explorer(GroupSampler):
         def transition(x: Any, v: Any, grid: Any, i: int) -> Any:  # with the plan's factor on the noise of that step
             return of[i].transition(x, v, grid, i)
 
-        return dict(zip(steps, self.method.step_weight(transition, grid, steps).tolist()))
+        return dict(zip(steps, self.method.loss.step_weight(transition, grid, steps).tolist()))

@@ -26,8 +26,9 @@ class EngineExplorer(TextExplorer):
 
     def __init__(self, config: Config, policy: CausalLM, *rest):
         super().__init__(config, policy, *rest)
-        if not isinstance(self.method.draws, Parallel):
-            raise UserError(f"method {config.method} draws the texts of a group by {type(self.method.draws).__name__}, "
+        draws = self.method.rollout.draws
+        if not isinstance(draws, Parallel):
+            raise UserError(f"method {config.method} draws the texts of a group by {type(draws).__name__}, "
                             "which no engine does: leave text.engine and text.engine_precision out")
         text = config.text
         self.mismatch = Mismatch(text.correction, text.correction_cap, text.correction_level)
@@ -45,22 +46,22 @@ class EngineExplorer(TextExplorer):
         prompts, samples = torch.arange(count).repeat_interleave(group), torch.arange(group).repeat(count)
         seed = self.seeds(epoch, turn, count)
         generators = self.policy.generators(seed(int(p), int(k)) for p, k in zip(prompts, samples))
-        greedy = samples < self.method.kernel.greedy
+        greedy = samples < self.method.rollout.decoding.greedy
         with self.clock("rollout"):
             self.engine.sync(self.policy)
-            made = [self.engine.sample(asked.rows(prompts[at]), self.method.kernel, [generators[i] for i in at],
-                                       greedy[at]) for at in torch.arange(len(prompts)).split(self.engine.together
-                                                                                             or len(prompts))]
+            every = torch.arange(len(prompts)).split(self.engine.together or len(prompts))
+            made = [self.engine.sample(asked.rows(prompts[at]), self.method.rollout.decoding,
+                                       [generators[i] for i in at], greedy[at]) for at in every]
         self.count(self.engine.evaluations - before)
         whole = Sampled(*(torch.cat([getattr(each, name) for each in made]) for name in ("ids", "logp", "mask", "cut")),
                         [text for each in made for text in each.texts])
         for groups, own, places, rows in self.whole_groups(count):
             some = Sampled(whole.ids[rows], whole.logp[rows], whole.mask[rows], whole.cut[rows], whole.texts[rows])
-            if self.method.kernel.expert:
+            if self.method.rollout.decoding.expert:
                 [some] = self.answered(asked, own, places, [some])
             part = self.target.record(groups, own, [some])
             part = self.corrected(part, asked, greedy[rows])
-            yield self.valued(part, asked, seed, judge) if self.method.spread.samples else part, [some.texts]
+            yield self.valued(part, asked, seed, judge) if self.method.credit.spread.samples else part, [some.texts]
 
     def corrected(self, part: Part, asked: Asked, greedy: torch.Tensor) -> Part:
         """The part with the trainer's log-probabilities, and weights of its tokens; 1 of greedy rows, which were not

@@ -84,30 +84,30 @@ class BesideText:
         # Until it is known what is compared, peers have nothing to compare.
         self.peers = Peers(torch.empty(len(advantage), 0, device=device), advantage.to(device),
                            self.taken.prompts.to(device))
-        self.seen = not getattr(method.surrogate, "of_groups", False)
+        self.seen = not getattr(method.loss.surrogate, "of_groups", False)
 
     def __call__(self, batch: int, k: int, rows: slice, new: Scored, old: Scored) -> Tensor | Compared:
         """Return the inputs of these rows of the completions, in this batch of the replay."""
-        if not isinstance(self.method.surrogate, OfCompletions):
-            return objectives.beside(self.method.surrogate, new, old)
+        if not isinstance(self.method.loss.surrogate, OfCompletions):
+            return objectives.beside(self.method.loss.surrogate, new, old)
         compared = self._compared(batch, rows, new, old)
         if not self.seen:
             self.peers, self.seen = replace(self.peers, gap=self._gaps(compared)), True
         return replace(compared, peers=self.peers)
 
     def _compared(self, batch: int, rows: slice, new: Scored, old: Scored) -> Compared:
-        surrogate = self.method.surrogate
+        surrogate = self.method.loss.surrogate
         at = torch.arange(rows.start, min(rows.stop, len(self.taken.ids)), device=self.device)
         reference = self.reference[batch].to(self.device) if surrogate.of_reference else None
-        return Compared(new, old, self.method.log_ratio(new, old), at, **self.every, reference=reference)
+        return Compared(new, old, self.method.loss.log_ratio(new, old), at, **self.every, reference=reference)
 
     @torch.no_grad()
     def _gaps(self, first: Compared) -> Tensor:
         """Return the statistic of all completions under the present weights. first: the replay's first batch."""
         if len(first.rows) == len(self.taken.ids):
-            return self.method.surrogate.gap(first).detach()
+            return self.method.loss.surrogate.gap(first).detach()
         return torch.cat([
-            self.method.surrogate.gap(self._compared(batch, rows, new, self.taken.old.rows(rows).to(self.device)))
+            self.method.loss.surrogate.gap(self._compared(batch, rows, new, self.taken.old.rows(rows).to(self.device)))
             for batch, (_, rows, new) in enumerate(self.replay())])
 
 

@@ -64,7 +64,7 @@ class RelaxedExplorer(TextExplorer):
         gradient is followed; turn: how often the epoch has drawn before."""
         before = self.policy.evaluations
         seed = self.seeds(epoch, turn, len(asked.prompts))
-        now = self.method.backprop.in_epoch(epoch, self.config.train.epochs)
+        now = self.method.target.relaxation.in_epoch(epoch, self.config.train.epochs)
         for groups, prompts, samples, _ in self.whole_groups(len(asked.prompts)):
             generators = self.policy.generators(seed(int(p), int(k)) for p, k in zip(prompts, samples))
             unknown = torch.full((len(prompts), 1), torch.nan)
@@ -88,7 +88,7 @@ class RelaxedExplorer(TextExplorer):
 
     def beside(self, part: Relaxed, asked: Asked, reference: list[Scored]) -> Beside:
         """Return what the surrogate reads in addition to ratio and advantage."""
-        return Beside(self.method.surrogate, part, reference, self.policy.device)
+        return Beside(self.method.loss.surrogate, part, reference, self.policy.device)
 
     def _batches(self, part: Relaxed) -> list[slice]:
         most = self.geometry.micro_batch
@@ -98,7 +98,8 @@ class RelaxedExplorer(TextExplorer):
         """The answers [b,L,V] of some rows, one-hot, and their scores [b]."""
         [taken], relaxation = part.transitions, part.relaxation
         prompts, generators = taken.prompts[rows], [each.clone_state() for each in taken.generators[rows]]
-        answers, kl = self.policy.relaxed(asked, prompts, generators, self.method.kernel, relaxation, self.base)
+        answers, kl = self.policy.relaxed(asked, prompts, generators, self.method.rollout.decoding, relaxation,
+                                          self.base)
         counted, _ = decided(answers.argmax(-1), self.policy.ends)
         reward = part.value(prompts, SoftTexts(answers * counted[..., None], self.tokens))
         return answers, reward - relaxation.kl * kl

@@ -10,6 +10,7 @@ import torch
 from flowgrpo.config.geometry import Geometry
 from flowgrpo.config.schema import Config
 from flowgrpo.log import Clock
+from flowgrpo.methods import targets
 from flowgrpo.methods.method import Method
 from flowgrpo.policies.pipelines.conditioning import Conditioning
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
@@ -70,7 +71,7 @@ class RecordedSteps:
         most = max(len(taken.parent) for taken in part.transitions)
         cut = most > self.micro_batch or self.pack
         with self.policy.sampling():
-            return Beside(self.method.surrogate, part, reference, self.policy.device,
+            return Beside(self.method.loss.surrogate, part, reference, self.policy.device,
                           (lambda: self.replay(part, conditioning)) if cut else None)
 
     def steps(self, epoch: int) -> tuple[torch.Tensor, list[Exploration]]:
@@ -82,10 +83,10 @@ class JointDensity(RecordedSteps):
     """All recorded steps of a sample as one decision, by their joint density (ReinFlow)."""
 
     def record(self, part: Part, conditioning: Conditioning, epoch: int, seed: Seed) -> Part:
-        return joint_density.joined(part, self.method.chain)
+        return joint_density.joined(part)
 
     def replay(self, part: Part, conditioning: Conditioning) -> Replayed:
-        return joint_density.replay(self.policy, conditioning, part, self.method.chain, self.micro_batch)
+        return joint_density.replay(self.policy, conditioning, part, self.micro_batch)
 
 
 class NoisedFinals(RecordedSteps):
@@ -100,7 +101,7 @@ class NoisedFinals(RecordedSteps):
     def record(self, part: Part, conditioning: Conditioning, epoch: int, seed: Seed) -> Part:
         with self.rollouts.clock("update"), self.rollouts.lagging.old():
             return noised_finals.noised(self.policy, conditioning, part, self.times(epoch), self.micro_batch, seed,
-                                        self.method.times.shared, self.pack)
+                                        self.method.target.times.shared, self.pack)
 
     def steps(self, epoch: int) -> tuple[torch.Tensor, list[Exploration]]:
         times = self.times(epoch)
@@ -112,15 +113,15 @@ class RewardGradient(RecordedSteps):
 
     def sample(self, conditioning: Conditioning, explorations: list[Exploration], seed: Seed) -> Iterator[Part]:
         [exploration] = explorations
-        return reward_gradient.explore(self.policy, conditioning, exploration, self.method.backprop, self.micro_batch,
-                                       seed)
+        return reward_gradient.explore(self.policy, conditioning, exploration, self.method.target.backprop,
+                                       self.micro_batch, seed)
 
     def score(self, part: Part, pictures: torch.Tensor, value: reward_gradient.Value | None) -> Part:
         with self.rollouts.clock("reward"):
             return reward_gradient.valued(part, pictures, value, self.policy.device, self.micro_batch)
 
     def replay(self, part: Part, conditioning: Conditioning) -> Replayed:
-        return reward_gradient.replay(self.policy, conditioning, part, self.method.backprop, self.micro_batch)
+        return reward_gradient.replay(self.policy, conditioning, part, self.method.target.backprop, self.micro_batch)
 
 
 class LatentEdits(RecordedSteps):
@@ -136,7 +137,7 @@ class LatentEdits(RecordedSteps):
         return self.policy.editor
 
     def record(self, part: Part, conditioning: Conditioning, epoch: int, seed: Seed) -> Part:
-        exploration = self.method.edit.exploration(self.rollouts.config.train.group, self.method.solver,
+        exploration = self.method.target.edit.exploration(self.rollouts.config.train.group, self.method.rollout.solver,
                                                    self.method.reads_means)
         return latent_edits.edited(self.editor, conditioning, part, exploration, self.micro_batch, seed)
 
@@ -144,16 +145,17 @@ class LatentEdits(RecordedSteps):
         return replay(self.editor, conditioning, part, self.micro_batch)
 
     def loss_inputs(self, part: Part, conditioning: Conditioning, reference: Sequence[Scored]) -> BesideEdits:
-        return BesideEdits(self.editor, conditioning, part, self.method.surrogate.through > 0)
+        return BesideEdits(self.editor, conditioning, part, self.method.loss.surrogate.through > 0)
 
     def steps(self, epoch: int) -> tuple[torch.Tensor, list[Exploration]]:
         return self.rollouts.grid, []  # edits are one step, which no transition of the pipeline weighs
 
 
+TARGETS: dict[type[targets.Target], type[RecordedSteps]] = {
+    targets.RecordedSteps: RecordedSteps, targets.JointDensity: JointDensity, targets.NoisedFinals: NoisedFinals,
+    targets.RecordedPairs: NoisedFinals, targets.RewardGradient: RewardGradient, targets.LatentEdits: LatentEdits}
+
+
 def target(rollouts: Rollouts) -> RecordedSteps:
     """Return the target of the rollouts' method."""
-    method = rollouts.method
-    noised = not isinstance(method.times, noised_finals.Recorded)
-    chosen = {LatentEdits: method.edit is not None, RewardGradient: method.backprop is not None, NoisedFinals: noised,
-              JointDensity: method.chain is not None}
-    return next((kind for kind, wanted in chosen.items() if wanted), RecordedSteps)(rollouts)
+    return TARGETS[type(rollouts.method.target)](rollouts)

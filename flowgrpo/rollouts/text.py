@@ -38,24 +38,25 @@ class TextExplorer(GroupSampler):
         """Tokenise prompts."""
         with self.clock("encode"):
             asked = self.encode([p.text for p in batch], images=[p.image for p in batch])
-        return replace(asked, answers=[answer_of(p) for p in batch]) if self.method.kernel.expert else asked
+        return replace(asked, answers=[answer_of(p) for p in batch]) if self.method.rollout.decoding.expert else asked
 
     def sample(self, asked: Asked, epoch: int, judge: Callable, value: Callable | None = None,
                turn: int = 0) -> Iterator[tuple[Part, list[list[str]]]]:
         """Sample a group per prompt: the parts as they are finished, each with its texts. judge: the total reward, by
         which a method learns what states are worth; value, of methods for pictures, is not asked; turn: how often the
         epoch has drawn before."""
-        before, kernel = self.policy.evaluations, self.method.kernel
+        before, kernel = self.policy.evaluations, self.method.rollout.decoding
         seed = self.seeds(epoch, turn, len(asked.prompts))
         for groups, prompts, samples, _ in self.whole_groups(len(asked.prompts)):
             generators = self.policy.generators(seed(int(p), int(k)) for p, k in zip(prompts, samples))
             with self.clock("rollout"):
-                made = self.method.draws(self.policy, asked.rows(prompts), kernel, generators, samples < kernel.greedy,
-                                         self.geometry.group, self.geometry.micro_batch)
+                made = self.method.rollout.draws(
+                    self.policy, asked.rows(prompts), kernel, generators, samples < kernel.greedy, self.geometry.group,
+                    self.geometry.micro_batch)
                 if kernel.expert:
                     made = self.answered(asked, prompts, samples, made)
             part = self.target.record(groups, prompts, made)
-            if self.method.spread.samples:
+            if self.method.credit.spread.samples:
                 part = self.valued(part, asked, seed, judge)
             yield part, [[t for m in made for t in m.texts]]
         self.count(self.policy.evaluations - before)
@@ -63,19 +64,19 @@ class TextExplorer(GroupSampler):
     def answered(self, asked: Asked, prompts: torch.Tensor, samples: torch.Tensor, made: list[Sampled]
                  ) -> list[Sampled]:
         """Replace the last samples of every group, of the prompts [B], by their prompts' answers."""
-        kernel, group = self.method.kernel, self.geometry.group
+        kernel, group = self.method.rollout.decoding, self.geometry.group
         places = torch.arange(len(prompts)).split([len(each.ids) for each in made])
         return [with_answers(self.policy, asked, prompts[at], samples[at] >= group - kernel.expert, each, kernel)
                 for at, each in zip(places, made)]
 
     def valued(self, part: Part, asked: Asked, seed: Seed, judge: Callable) -> Part:
         """Return the part in segments, with Monte-Carlo values of the states between them."""
-        [taken], spread = part.transitions, self.method.spread
+        [taken], spread = part.transitions, self.method.credit.spread
         segments = spread.segments(taken.old.logp, taken.old.mask)
         starts = starts_of(segments, taken.old.mask)
         with self.clock("rollout"):
-            found = segmented(self.policy, asked, taken, segments, starts, spread.samples, self.method.kernel, seed,
-                              self.geometry.group, self.geometry.micro_batch, judge)
+            found = segmented(self.policy, asked, taken, segments, starts, spread.samples, self.method.rollout.decoding,
+                              seed, self.geometry.group, self.geometry.micro_batch, judge)
         return replace(part, transitions=(found,))
 
     def replay(self, part: Part, asked: Asked) -> Replayed:

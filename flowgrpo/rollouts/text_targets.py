@@ -48,7 +48,7 @@ class CompletionTokens:
             mask = mask & ~cut[:, None]
         deducted = self.text.penalty * cut.float() if self.text.truncated == "penalise" else None
         old = Scored(logp.masked_fill(~mask, 0.0), mask)
-        expert = torch.cat([each.expert for each in made]) if self.method.kernel.expert else None
+        expert = torch.cat([each.expert for each in made]) if self.method.rollout.decoding.expert else None
         return Part(groups, prompts, None, (Completions(ids, prompts, old, expert=expert),), (), deducted=deducted)
 
     def replay(self, part: Part, asked: Asked) -> Replayed:
@@ -57,7 +57,7 @@ class CompletionTokens:
         for start in range(0, len(taken.ids), self.micro_batch):
             rows = slice(start, start + self.micro_batch)
             yield 0, rows, self.policy.log_probs(asked, taken.prompts[rows], taken.ids[rows], taken.old.mask[rows],
-                                                 self.method.kernel, entropy=self.method.reads_entropy)
+                                                 self.method.rollout.decoding, entropy=self.method.reads_entropy)
 
     def loss_inputs(self, part: Part, asked: Asked, reference: Sequence[Scored]) -> BesideText:
         """Return what the surrogate reads in addition to ratio and advantage."""
@@ -81,7 +81,7 @@ class TraceTokens(CompletionTokens):
         """Score a part's traces: (0, its rows, scores), as many rows at once as have a micro-batch of states, one at
         least."""
         [taken] = part.transitions
-        most, kernel = self.micro_batch, self.method.kernel
+        most, kernel = self.micro_batch, self.method.rollout.decoding
         count = int(kernel.scorings(taken.steps, taken.ids.shape[1]).max()) + 1
         for start in range(0, len(taken.ids), max(most // count, 1)):
             rows = slice(start, start + max(most // count, 1))

@@ -13,23 +13,20 @@ from flowgrpo.samplers.rollout import Exploration, Part
 from flowgrpo.types import Gaussian, Scored, Transitions
 
 
-@dataclass(frozen=True)
-class Joint:
-    """Log-density of a chain over its number of terms, [b] (ReinFlow, 2505.22094, whose code divides so too).
+def log_prob(first: Tensor | None, steps: Sequence[Tensor]) -> Tensor:
+    """Return the log-density of a chain over its number of terms, [b].
 
-    It is (log N(x_0; 0, 1) + sum_k log p(x_k+1 | x_k)) / terms.
+    ReinFlow (2505.22094), whose code divides so too. It is (log N(x_0; 0, 1) + sum_k log p(x_k+1 | x_k)) / terms.
     first: the state [b,*D] that the chain starts from, standard normal, or None where its density is not known.
     steps: log-densities [b] of the transitions, each a mean over the latent's values.
 
     A sample has one ratio, so a clip range bounds the chain and not its steps.
     """
-
-    def __call__(self, first: Tensor | None, steps: Sequence[Tensor]) -> Tensor:
-        terms = list(steps)
-        if first is not None:
-            zero = torch.zeros_like(first)
-            terms.append(gaussian.log_prob(Gaussian(zero, zero.new_ones(())), first).to(terms[0]))
-        return torch.stack(terms).mean(0)
+    terms = list(steps)
+    if first is not None:
+        zero = torch.zeros_like(first)
+        terms.append(gaussian.log_prob(Gaussian(zero, zero.new_ones(())), first).to(terms[0]))
+    return torch.stack(terms).mean(0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,14 +46,14 @@ class Chain(Transitions):
         return None if links[0] is None else _chain(links, self.old.rows(keep.to(self.old.logp.device)))
 
 
-def joined(part: Part, joint: Joint) -> Part:
+def joined(part: Part) -> Part:
     """Return the part with one chain per sample in place of its transitions."""
     links = part.transitions
-    old = joint(_first(part.exploration, links[0], slice(None)), [link.old.logp[:, 0] for link in links])
+    old = log_prob(_first(part.exploration, links[0], slice(None)), [link.old.logp[:, 0] for link in links])
     return replace(part, transitions=(_chain(links, _scored(old)),))
 
 
-def replay(policy, conditioning, part: Part, joint: Joint, micro_batch: int) -> Iterator[tuple[int, slice, Scored]]:
+def replay(policy, conditioning, part: Part, micro_batch: int) -> Iterator[tuple[int, slice, Scored]]:
     """Score a part's chains under the policy's present weights, one batch at a time, as `replay.replay`.
 
     Yields (0, rows, Scored [b,1]). Scores have gradients where they are enabled, in one graph of all steps.
@@ -66,7 +63,7 @@ def replay(policy, conditioning, part: Part, joint: Joint, micro_batch: int) -> 
         rows = slice(start, start + micro_batch)
         own = conditioning.rows(chain.prompts[rows])
         steps = [_step(policy, own, part.exploration, link, rows) for link in chain.links]
-        yield 0, rows, _scored(joint(_first(part.exploration, chain, rows), steps))
+        yield 0, rows, _scored(log_prob(_first(part.exploration, chain, rows), steps))
 
 
 def _step(policy, conditioning, exploration: Exploration, link: Transitions, rows: slice) -> Tensor:

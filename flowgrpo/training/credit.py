@@ -12,6 +12,7 @@ from torch import Tensor
 from flowgrpo.advantages.group import below, weighted_sum
 from flowgrpo.advantages.selection import of_nodes
 from flowgrpo.methods.method import Method
+from flowgrpo.methods.targets import LatentEdits
 from flowgrpo.samplers.latent_edits import rewarded
 from flowgrpo.samplers.rollout import Part
 from flowgrpo.types import Context, Goal, Transitions
@@ -29,10 +30,10 @@ def credit(method: Method, parts: list[Part], rewards: Tensor, weights: list[flo
     parts: those of this process; `own` selects its rows from those of all.
     """
     less = rewards if context.deducted is None else rewards - context.deducted[..., None].to(rewards)
-    shaped, totals = method.shaping(less, context), own(weighted_sum(rewards, weights))
-    weights = [1.0] if getattr(method.shaping, "merges", False) else weights
-    advantage = method.advantage(shaped, weights, context)
-    leaves = method.selection(advantage, context) & ~rewards.isnan().all(2)
+    shaped, totals = method.credit.shaping(less, context), own(weighted_sum(rewards, weights))
+    weights = [1.0] if getattr(method.credit.shaping, "merges", False) else weights
+    advantage = method.credit.advantage(shaped, weights, context)
+    leaves = method.credit.selection(advantage, context) & ~rewards.isnan().all(2)
     advantage_of, kept_of = {1: own(advantage)}, {1: own(leaves)}  # by the number of samples below a transition
     for part in parts:
         at, advantages, kept = slice(part.groups.start, part.groups.stop), [], []
@@ -41,14 +42,14 @@ def credit(method: Method, parts: list[Part], rewards: Tensor, weights: list[flo
             if width not in advantage_of:
                 # Nodes above the leaves are compared without changing the memory of the leaves.
                 values = below(shaped, width)
-                advantage = method.advantage(values, weights, copy.deepcopy(context))
+                advantage = method.credit.advantage(values, weights, copy.deepcopy(context))
                 advantage_of[width] = own(advantage)
-                kept_of[width] = own(of_nodes(method.selection, leaves, advantage) & ~values.isnan().all(2))
-            advantages.append(method.spread(taken, advantage_of[width][at].flatten(), totals[at]))
+                kept_of[width] = own(of_nodes(method.credit.selection, leaves, advantage) & ~values.isnan().all(2))
+            advantages.append(method.credit.spread(taken, advantage_of[width][at].flatten(), totals[at]))
             kept.append(kept_of[width][at].flatten())
-        if method.tuning.weight:
+        if method.target.reads_means:
             part = towards_best(part, advantage_of[1][at])
-        if method.edit:
+        if isinstance(method.target, LatentEdits):
             part = rewarded(part, own(weighted_sum(shaped, weights))[at].flatten())
         yield part.credited(advantages, kept)
 

@@ -108,8 +108,8 @@ class Critic:
 
 def make_critic(method: Any, policy: Any, geometry: Geometry, processes: Processes) -> NoCritic | Critic | Recalling:
     """Create the value model of a method."""
-    if method.value is None:
+    if method.credit.value is None:
         return NoCritic()
-    if isinstance(method.value, Recall):
-        return Recalling(method.value, policy.editor, processes)
-    return Critic(method.value, policy, method.kernel, geometry, processes)
+    if isinstance(method.credit.value, Recall):
+        return Recalling(method.credit.value, policy.editor, processes)
+    return Critic(method.credit.value, policy, method.rollout.decoding, geometry, processes)

@@ -27,11 +27,11 @@ class Anchor:
         self.method, self.policy, self.memory, self.keep = method, policy, memory, keep
         self.held: list[Snapshot] = self.next([], 0)
         self.known: dict[int, list[Scored]] = {}
-        self.kl = method.kl
+        self.kl = method.loss.kl
 
     def begin(self, epoch: int, epochs: int) -> None:
         """Set the KL's weight for an epoch, and drop the last one's scores."""
-        self.kl = in_epoch(self.method.kl, Context(epoch=epoch, epochs=epochs, memory=self.memory))
+        self.kl = in_epoch(self.method.loss.kl, Context(epoch=epoch, epochs=epochs, memory=self.memory))
         self.known = {}
 
     def scores(self, part: Part, replay: Replay) -> list[Scored]:
@@ -40,7 +40,7 @@ class Anchor:
             return []
         if id(part) in self.known:
             return self.known[id(part)]
-        teacher = getattr(self.method.reference, "model", "")
+        teacher = getattr(self.method.loss.reference, "model", "")
         with self.policy.teacher(teacher) if teacher else self.policy.reference(self.held):
             scores = [score for _, _, score in replay(part)]
         if self.keep:
@@ -53,15 +53,15 @@ class Anchor:
         Returns the KL's metrics.
         """
         self.known = {}  # free the scores before the next rollout
-        if regularises(self.method.kl):
+        if regularises(self.method.loss.kl):
             self.memory["kl"] = {"weight": self.kl.weight, "measured": measured}
         self.held = self.next(self.held, epoch + 1)
-        if not regularises(self.method.kl):
+        if not regularises(self.method.loss.kl):
             return {}
         return {"kl_weight": self.kl.weight}
 
     def next(self, held: list[Snapshot], epoch: int) -> list[Snapshot]:
         """Return the snapshots of an epoch's reference, from those held before and the weights it starts with."""
-        if not regularises(self.method.kl) and not self.method.compares_with_reference:
+        if not regularises(self.method.loss.kl) and not self.method.compares_with_reference:
             return []
-        return self.method.reference(held, self.policy.weights.snapshot, epoch)
+        return self.method.loss.reference(held, self.policy.weights.snapshot, epoch)

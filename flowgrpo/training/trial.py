@@ -85,7 +85,7 @@ def require(trainer: Any, measured: dict[str, Any]) -> None:
                 scored = [judged(batch) for batch in own]
                 for batch in further:
                     judged(batch)
-                for batch in own if trainer.method.backprop else ():
+                for batch in own if trainer.method.target.follows_reward else ():
                     require_graph(batch.name, batch.reward, samples.in_graph(batch), batch.texts, batch.metadata)
             if own and not any(scored) and not any(_grouped_or_slow(batch.reward) for batch in own):
                 _require_real_scores(trainer)
@@ -173,7 +173,7 @@ class Samples:
         generators = self.policy.generators(range(len(some)))
         if self.policy.modality == "text":
             with _short(self.policy):
-                drawn = self.policy.sample(asked, self.trainer.method.kernel, generators,
+                drawn = self.policy.sample(asked, self.trainer.method.rollout.decoding, generators,
                                            torch.zeros(len(some), dtype=torch.bool)).texts
             return [drawn[i % len(drawn)] for i in range(len(rows))]
         drawn = self.policy.of_noise(asked, generators)

@@ -66,7 +66,7 @@ def test_weights_keep_their_sum_and_stay_finite():
 
 def test_a_recipe_names_it():
     method = overlay.with_parts(methods.preset("flow_grpo"), {"advantage": {"type": "Influence", "rate": 2}})
-    assert method.advantage == Influence(2)
+    assert method.credit.advantage == Influence(2)
 
 
 @pytest.mark.parametrize("make, told", [

@@ -145,7 +145,7 @@ def test_tokens_have_advantages_of_their_own(method, options):
         trainer.optimizer.zero_grad()
         trainer.anchor.begin(0, 1)
         for part in parts:
-            trainer.backward(part, asked, {0: 1.0}, decisions(parts, trainer.method.reduction), Stats())
+            trainer.backward(part, asked, {0: 1.0}, decisions(parts, trainer.method.loss.reduction), Stats())
         gradients.append(torch.cat([parameter.grad.flatten() for parameter in trainer.policy.weights.parameters()]))
     assert gradients[0].norm() > 0 and (gradients[0] - gradients[1]).norm() <= 1e-4 * gradients[0].norm()
 

@@ -53,12 +53,11 @@ def plain(part: Any) -> Any:
     return str(part) if isinstance(part, float) and not math.isfinite(part) else part
 
 
-def described(method: Method, process: str, pairs: bool = False) -> dict[str, Any]:
+def described(method: Method) -> dict[str, Any]:
     """What the method trains, and the parts of which this has any use, by the names that recipes have for them."""
-    own = reads.target(method, process, pairs)
-    parts = {place: getattr(method, place) for place in sorted(reads.PARTS) if own in reads.PARTS[place]}
-    off = {place for place in ("lag", "tuning") if parts.get(place) == getattr(Method(), place)}
-    return {"trains": own} | {place: plain(part) for place, part in parts.items()
+    parts = {place: method.parts()[place] for place in sorted(reads.names(method))}
+    off = {place for place in ("lag", "tuning") if parts.get(place) == Method().parts()[place]}
+    return {"trains": method.target.trains} | {place: plain(part) for place, part in parts.items()
                               if part is not None and place not in off}
 
 
@@ -68,7 +67,7 @@ def of_presets() -> dict[str, Any]:
     for process in PROCESSES:
         for name in presets.suited("flow" if process == "vp" else process):
             try:
-                found[f"{name} ({process})"] = described(preset(name).on(process), process)
+                found[f"{name} ({process})"] = described(preset(name).on(process))
             except UserError:
                 found[f"{name} ({process})"] = None
     return found
@@ -82,8 +81,7 @@ def process_of(name: str) -> str:
 def of_recipes() -> dict[str, Any]:
     found = {}
     for name in sorted(path.stem for path in RECIPES.glob("*.yaml")):
-        config, process = load(RECIPES / f"{name}.yaml"), process_of(name)
-        found[name] = described(resolve(config, process), process, config.preferences is not None)
+        found[name] = described(resolve(load(RECIPES / f"{name}.yaml"), process_of(name)))
     return found
 
 

@@ -19,11 +19,11 @@ from tests.helpers import tiny_runs
 ALL = {*registry.MODULES, "tail", "roots", "strides"}
 # Hosts of everything that is trained of every kind of model, and the places whose parts are trained there.
 TRAINED = {("flow", "mix_grpo"): ALL - {"advantage", "kl.schedule", "reference", "curriculum", "redraw"},  # as tokens
-           ("flow", "reinflow"): {"kernel", "plan", "chain"},
+           ("flow", "reinflow"): {"kernel", "plan", "target"},
            ("flow", "diffusion_nft"): {"times", "lag", "log_ratio", "surrogate", "step_weight"},
            ("flow", "draft"): {"kernel", "plan", "backprop", "preview", "selection"},
            ("flow", "expo"): {"kl", "value", "edit", "shaping", "solver"},
-           ("vp", "ddpo"): {"kernel", "roots", "chain"},
+           ("vp", "ddpo"): {"kernel", "roots", "target"},
            ("tokens", "grpo"): ALL,
            ("masks", "grpo"): {"log_ratio", "reduction", "value", "kl"},
            ("masks", "drakes"): {"selection", "curriculum"}}
@@ -97,8 +97,8 @@ def test_every_part_is_taken_or_refused_in_a_line_by_every_host(kind):
             found, place = answer(kind, host, recipe(name)), place_of(name).partition(".")[0]
             if isinstance(found, str) or found == own:
                 continue
-            read = reads.places(found, reads.target(found, kind))
-            assert place in read or getattr(found, place) == getattr(own, place), (host, name)
+            before, after = (method.parts() | {"target": method.target} for method in (own, found))
+            assert place in (*reads.places(found), "target") or after[place] == before[place], (host, name)
 
 
 @pytest.mark.parametrize("kind, host", TRAINED)
@@ -123,7 +123,7 @@ def test_every_part_that_is_taken_trains_otherwise(kind, host):
     *(("tokens", "grpo", {name: part}, name) for name, part in {
         "tail": 0.5, "roots": 2, "strides": [1, 2], "plan": {"type": "NoSteps"},
         "solver": {"type": "DPMSolver2M"}, "preview": {"type": "Preview"}, "times": {"type": "GridTimes"},
-        "chain": {"type": "Joint"}, "edit": {"type": "Edit"}, "step_weight": {"type": "Sigma"},
+        "edit": {"type": "Edit"}, "step_weight": {"type": "Sigma"},
         "lag": {"most": 0.5}}.items()),
     ("flow", "mix_grpo", {"draws": {"type": "Tree"}}, "draws"),
     ("flow", "mix_grpo", {"spread": {"type": "SegmentTree"}}, "spread"),

@@ -253,7 +253,7 @@ def test_a_tree_moves_with_its_window():
 def test_pref_trains_on_win_rates_which_sum_to_half_the_group():
     trainer = made("pref_grpo")
     parts, conditioning, grouped = sampled(trainer)
-    rates = trainer.method.shaping(grouped)
+    rates = trainer.method.credit.shaping(grouped)
     torch.testing.assert_close(rates.sum(1), torch.full((2, 1), 4 / 2))
     assert sorted(rates[0, :, 0].tolist()) == pytest.approx([0, 1 / 3, 2 / 3, 1])
     found, stretched = (credited(trainer, parts, conditioning, rewards) for rewards in (grouped, (9 * grouped).exp()))
@@ -265,7 +265,7 @@ def test_pref_trains_on_win_rates_which_sum_to_half_the_group():
 # --- b2_diffurl ------------------------------------------------------------------------------------------------------
 
 def test_b2_trains_an_interval_that_grows_from_the_end_and_splits_where_it_begins():
-    plan = preset("b2_diffurl").plan
+    plan = preset("b2_diffurl").parts()["plan"]
     for epoch, count in ((0, 13), (50, 16), (99, 18), (100, 19), (500, 19)):  # of 19: 70 %, 85 %, 99.7 %, all
         schedule = plan(20, epoch, 0)
         assert schedule.stochastic == tuple(range(19)) and schedule.trained == tuple(range(19 - count, 19))
@@ -317,7 +317,7 @@ def test_sol_rl_starts_from_the_very_noises_that_previewed_best_and_worst():
 
 
 def test_sol_rls_published_pool():
-    assert preset("sol_rl").preview == Preview(96, 6) and preset("sol_rl").roots is None
+    assert preset("sol_rl").parts()["preview"] == Preview(96, 6) and preset("sol_rl").parts()["roots"] is None
 
 
 def test_sol_rl_scores_its_pictures_anew():

@@ -57,7 +57,7 @@ def marginal(process: str, at: float) -> tuple[float, float]:
 @pytest.mark.parametrize("process, grid", [("flow", [1.0, 0.75, 0.5, 0.2, 0.0]), ("vp", [0.01, 0.2, 0.5, 0.9, 1.0])])
 def test_with_the_exact_function_of_a_gaussian_every_state_has_the_marginal_of_its_noise(process, grid):
     """Moments in closed form: a transition is affine in the state, so that two states tell its slope."""
-    mean, spread, kernel = 1.5, 0.3, resolve(tiny.config(method="rlcm"), process).kernel
+    mean, spread, kernel = 1.5, 0.3, resolve(tiny.config(method="rlcm"), process).parts()["kernel"]
     grid = torch.tensor(grid, dtype=F64)
     data, noise = marginal(process, float(grid[0]))
     center, variance = data * mean, (data * spread) ** 2 + noise**2
@@ -77,7 +77,7 @@ def test_with_the_exact_function_of_a_gaussian_every_state_has_the_marginal_of_i
 def test_with_the_mean_of_the_data_in_its_place_the_spread_is_lost():
     """What a model that was not distilled predicts of the same Gaussian: the kernel asks for a consistency model."""
     mean, spread, grid = 1.5, 0.3, torch.tensor([1.0, 0.5, 0.0], dtype=F64)
-    kernel, variance = preset("rlcm").kernel, 1.0
+    kernel, variance = preset("rlcm").parts()["kernel"], 1.0
     for i in range(2):
         s = float(grid[i])
         x = torch.tensor([[0.0], [1.0]], dtype=F64)
@@ -119,7 +119,7 @@ def test_the_recorded_density_is_that_of_the_renoised_prediction(process):
 def test_the_kernel_is_the_same_gaussian_as_by_hand():
     x, v = torch.tensor([[2.0, -1.0]], dtype=F64), torch.tensor([[0.5, 1.0]], dtype=F64)
     grid = torch.tensor([0.8, 0.3, 0.0], dtype=F64)
-    transition = preset("rlcm").kernel(x, v, grid, 0)
+    transition = preset("rlcm").parts()["kernel"](x, v, grid, 0)
     expected = 0.7 * (x - 0.8 * v)  # of the data 1.6 and -1.8
     torch.testing.assert_close(transition.mean, expected, rtol=0, atol=1e-10)
     drawn = torch.tensor([[1.0, -1.0]], dtype=F64)
@@ -136,7 +136,7 @@ def test_on_a_flow_it_draws_what_the_stock_scheduler_draws(seed):
     for i in range(STEPS):
         drawn = stock.step(v, stock.timesteps[i], x, torch.Generator().manual_seed(seed), return_dict=False)[0]
         fresh = torch.randn(x.shape, generator=torch.Generator().manual_seed(seed))
-        ours = gaussian.sample(preset("rlcm").kernel(x, v, stock.sigmas, i), fresh)
+        ours = gaussian.sample(preset("rlcm").parts()["kernel"](x, v, stock.sigmas, i), fresh)
         torch.testing.assert_close(ours, drawn, rtol=0, atol=1e-5)
         x = drawn
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
@@ -95,7 +94,7 @@ def test_several_rewards_are_labelled_by_their_weighted_sum(weights):
 def test_the_label_is_the_advantages_reward(weights):
     """Scores so far apart that the labels are sure: the first sample is above where the first reward is larger."""
     scores = torch.stack([f64([[9e3, 0], [0, 9e3]]), f64([[1.0, 0], [1, 0]])], 2)
-    method = replace(preset("rpo"), selection=All())
+    method = preset("rpo").having(selection=All())
     ones = torch.zeros(4, 1)
     taken = Transitions(0, torch.zeros(4, 1), torch.tensor([0, 0, 1, 1]), torch.arange(4), torch.zeros(4, 1),
                         Scored(ones, ones == 0))
@@ -137,7 +136,7 @@ def test_the_loss_by_hand(label):
     """-log sigmoid(+-d), d = (0.5 - 0.4) - (0.6 - 0.65) = 0.15, and the error of the subject's picture, 0.4, as it is:
     a pair's loss is the mean of its two rows."""
     new, reference = with_error([0.4, 0.65], grad=True), with_error([0.5, 0.6])
-    surrogate = preset("rpo").surrogate
+    surrogate = preset("rpo").parts()["surrogate"]
     loss = surrogate(torch.zeros(2, 1), column([label, -label]),
                      noised(surrogate, [label, -label], new, new, None, reference))
     value, slope = math.log(1 + math.exp(-label * 0.15)), label / (1 + math.exp(label * 0.15))
@@ -179,9 +178,11 @@ def test_a_pair_of_which_a_reward_is_missing_teaches_nothing(tmp_path, missing):
 
 def test_published_defaults():
     method, plain = preset("rpo"), preset("diffusion_dpo")
-    assert method.surrogate == Preference(2.0, similarity=1.0) and method.shaping == BradleyTerry(1.0)
-    assert method.times == Stratified(4, shared=True) and method.advantage == Advantage("batch", "rewards")
-    assert (method.selection, method.kl, method.plan) == (plain.selection, plain.kl, plain.plan)
+    assert method.loss.surrogate == Preference(2.0, similarity=1.0) and method.credit.shaping == BradleyTerry(1.0)
+    assert method.target.times == Stratified(4, shared=True)
+    assert method.credit.advantage == Advantage("batch", "rewards")
+    for name in ("selection", "kl", "plan"):
+        assert method.parts()[name] == plain.parts()[name]
 
 
 def test_without_recorded_pairs_it_is_refused():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
@@ -243,9 +242,9 @@ def test_options_that_do_not_go_together_are_told(options, told):
 
 
 def test_the_preset_changes_what_is_trained_and_nothing_else():
-    assert methods.preset("ddpo+texforce") == replace(methods.preset("ddpo"), adapted=ALONE)
+    assert methods.preset("ddpo+texforce") == methods.preset("ddpo").having(adapted=ALONE)
     both = overlay.with_parts(methods.preset("ddpo+texforce"), {"adapted": {"denoisers": True}})
-    assert both.adapted == BOTH and methods.preset("ddpo").adapted == Adapted()
+    assert both.adapted == BOTH and methods.preset("ddpo").parts()["adapted"] == Adapted()
 
 
 def test_something_has_to_be_trained():

@@ -98,7 +98,7 @@ def test_the_pull_is_the_distance_to_the_old_output_on_the_best_path():
     old = [outputs(trainer, part, conditioning, taken) for taken in part.transitions]
     tiny.stir(trainer.policy, 0.05)
     best, weight = advantages.argmax(1), advantages.max(1).values
-    found = {k: trainer.method.tuning(new, part.transitions[k].goal.rows(rows))
+    found = {k: trainer.method.target.tuning(new, part.transitions[k].goal.rows(rows))
              for k, rows, new in trainer.explorer.replay(part, conditioning)}  # 32 rows hold each step in one batch
     for k, taken in enumerate(part.transitions):
         edges = len(taken.parent) // 2
@@ -118,7 +118,7 @@ def test_on_the_best_path_itself_nothing_pulls_before_the_first_update():
     for k, rows, new in trainer.explorer.replay(part, conditioning):
         taken = part.transitions[k]
         edges = len(taken.parent) // 2
-        pull = trainer.method.tuning(new, taken.goal.rows(rows))[:, 0].detach().view(2, edges)
+        pull = trainer.method.target.tuning(new, taken.goal.rows(rows))[:, 0].detach().view(2, edges)
         assert pull[0, 5 * edges // 16] < 1e-9 and (pull[1] == 0).all()  # the second group has nothing above 0
         siblings = (taken.parent[:edges] == taken.parent[5 * edges // 16]).nonzero().flatten()
         assert (pull[0, siblings] < 1e-9).all()  # they left the same state
@@ -133,7 +133,7 @@ def test_training_goes_towards_the_best_path_when_only_the_pull_is_left():
 
     def pull() -> float:
         with torch.no_grad():
-            return sum(trainer.method.tuning(new, still.transitions[k].goal.rows(rows)).sum().item()
+            return sum(trainer.method.target.tuning(new, still.transitions[k].goal.rows(rows)).sum().item()
                        for k, rows, new in trainer.explorer.replay(still, conditioning))
 
     found = [pull()]

@@ -263,7 +263,8 @@ def test_the_measured_kl_is_the_mean_over_decisions():
                     v = trainer.policy.replay(of, x, trainer.explorer.grid, taken.step)
                     with trainer.policy.reference():
                         base = trainer.policy.replay(of, x, trainer.explorer.grid, taken.step)
-                p, q = (trainer.method.kernel(x, output, trainer.explorer.grid, taken.step) for output in (v, base))
+                kernel = trainer.method.rollout.kernel
+                p, q = (kernel(x, output, trainer.explorer.grid, taken.step) for output in (v, base))
                 each.append((p.mean - q.mean).square().mean() / (2 * p.std**2))
     metrics = trainer.learn(credited, conditioning)
     assert metrics["kl"] == pytest.approx(torch.stack(each).mean().item(), rel=1e-3)

@@ -303,7 +303,7 @@ def test_losses_of_whole_completions_need_one_advantage_for_each():
 def test_parts_of_texts_are_named_in_recipes():
     method = with_parts(preset("grpo"), {"surrogate": {"type": "Discriminative", "score": "ratio", "temperature": 1.0},
                                          "advantage": {"type": "Correctness"}})
-    assert method.surrogate == Discriminative("ratio", 1.0) and method.advantage == Correctness()
+    assert method.loss.surrogate == Discriminative("ratio", 1.0) and method.credit.advantage == Correctness()
 
 
 @pytest.mark.parametrize("method", ["disco", "reg_grpo", "trpa"])

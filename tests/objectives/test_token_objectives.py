@@ -182,9 +182,9 @@ def test_good_texts_stop_drifting_down_with_the_bad_ones_they_resemble():
 
 
 def test_options_go_over_any_host_of_tokens():
-    assert preset("gspo+high_entropy").surrogate == HighEntropy(preset("gspo").surrogate, 0.2)
+    assert preset("gspo+high_entropy").parts()["surrogate"] == HighEntropy(preset("gspo").parts()["surrogate"], 0.2)
     assert preset("high_entropy") == preset("dapo+high_entropy") and preset("llds") == preset("grpo+llds")
-    assert preset("dr_grpo+entropy_bonus").surrogate == EntropyBonus(Clip(0.2, 0.2), 0.01)
+    assert preset("dr_grpo+entropy_bonus").parts()["surrogate"] == EntropyBonus(Clip(0.2, 0.2), 0.01)
     assert preset("entropy_bonus").reads_entropy and preset("high_entropy").reads_entropy
     assert not preset("llds").reads_entropy and not preset("gtpo").reads_entropy
     changed = with_parts(preset("high_entropy"), {"surrogate": {"share": 0.3, "surrogate": {"high": 0.4}}})

@@ -18,6 +18,7 @@ from flowgrpo.evaluation.images import load_tuned
 from flowgrpo.evaluation.statistics import interval
 from flowgrpo.export.export import card, kohya
 from flowgrpo.methods import preset
+from flowgrpo.methods.targets import LatentEdits
 from flowgrpo.methods.validate import resolve
 from flowgrpo.objectives import GaussianKL, actor_critic
 from flowgrpo.objectives.actor_critic import ActorCritic
@@ -57,7 +58,7 @@ def sampled(editor: Editor, method, prompts: int, group: int, seed: int = 0) -> 
     of = torch.arange(prompts).repeat_interleave(group // 2)
     x0 = torch.randn(len(of), 2, generator=torch.Generator().manual_seed(seed)).to(editor.networks.edit.leave.weight)
     bases = Part(range(prompts), of, None, (), (x0,))
-    explored = method.edit.exploration(group, Euler(), method.reads_means)
+    explored = method.target.edit.exploration(group, Euler(), method.reads_means)
     return latent_edits.edited(editor, asked(prompts), bases, explored, 64, seeder(seed, 0))
 
 
@@ -72,11 +73,11 @@ def trained(editor: Editor, method, epochs: int, prompts: int = 16, group: int =
         part = sampled(editor, method, prompts, group, 1000 + epoch)
         scores = reward(part.finals[0]).view(prompts, group, 1)
         [part] = credit(method, [part], scores, [1.0], Context(["p"] * prompts), lambda rows: rows)
-        beside = loss_inputs.BesideEdits(editor, asked(prompts), part, method.surrogate.through > 0)
+        beside = loss_inputs.BesideEdits(editor, asked(prompts), part, method.loss.surrogate.through > 0)
         for batch, (k, rows, new) in enumerate(replay(editor, asked(prompts), part, 512)):
             old = part.transitions[k].old.rows(rows)
             read = beside(batch, k, rows, new, old)
-            loss = method.surrogate(method.log_ratio(new, old), part.advantages[k][rows, None], read)
+            loss = method.loss.surrogate(method.loss.log_ratio(new, old), part.advantages[k][rows, None], read)
             optimizer.zero_grad()
             loss.mean().backward()
             optimizer.step()
@@ -109,8 +110,8 @@ def test_latents_of_any_shape_are_tokens_and_come_back(shape):
 
 def test_the_density_is_exact_and_its_ratio_that_of_the_squashed_edit():
     """In float64 against torch.distributions, the edit itself as a transformed normal."""
-    method = replace(preset("expo"), edit=Edit(bound=0.4, std=0.7, width=8, depth=1))
-    editor = Editor(method.edit, 2, 1)
+    method = preset("expo").having(edit=Edit(bound=0.4, std=0.7, width=8, depth=1))
+    editor = Editor(method.target.edit, 2, 1)
     editor.networks.double()
     part = sampled(stirred(editor), method, 3, 4)
     [taken] = part.transitions
@@ -121,15 +122,15 @@ def test_the_density_is_exact_and_its_ratio_that_of_the_squashed_edit():
     std = torch.tensor(0.7, dtype=torch.float64)
     for mean, found in ((before, taken.old.logp), (after, new)):
         torch.testing.assert_close(found[:, 0], Normal(mean, std).log_prob(taken.x_next).mean(1), rtol=0, atol=1e-10)
-    squash = [TanhTransform(), AffineTransform(0.0, 0.4)]
-    one, two = (TransformedDistribution(Independent(Normal(mean, std), 1), squash).log_prob(method.edit(taken.x_next))
+    squash, edit = [TanhTransform(), AffineTransform(0.0, 0.4)], method.target.edit
+    one, two = (TransformedDistribution(Independent(Normal(mean, std), 1), squash).log_prob(edit(taken.x_next))
                 for mean in (after, before))
     torch.testing.assert_close(2 * (new - taken.old.logp)[:, 0], one - two, rtol=0, atol=1e-10)
 
 
 def test_a_base_stands_before_each_edit_of_it():
-    method = replace(preset("expo"), edit=Edit(bound=0.4, width=8, depth=1))
-    part = sampled(stirred(Editor(method.edit, 2, 1)), method, 3, 4)
+    method = preset("expo").having(edit=Edit(bound=0.4, width=8, depth=1))
+    part = sampled(stirred(Editor(method.target.edit, 2, 1)), method, 3, 4)
     [taken] = part.transitions
     assert part.prompts.tolist() == [0] * 4 + [1] * 4 + [2] * 4 and taken.parent.tolist() == [0, 0, 1, 1, 2, 2, 3, 3, 4,
                                                                                              4, 5, 5]
@@ -141,8 +142,8 @@ def test_a_base_stands_before_each_edit_of_it():
 
 def test_the_kl_is_the_distance_to_no_edit():
     """Of means m: mean(m^2) / (2 std^2), which is also what the entropy of a fixed std leaves of the regulariser."""
-    method = replace(preset("expo"), edit=Edit(std=0.5, width=8, depth=1))
-    editor = Editor(method.edit, 2, 1)
+    method = preset("expo").having(edit=Edit(std=0.5, width=8, depth=1))
+    editor = Editor(method.target.edit, 2, 1)
     weights = EditWeights(editor)
     part = sampled(stirred(editor), method, 2, 4)
     [(_, _, new)] = replay(editor, asked(2), part, 8)
@@ -202,8 +203,8 @@ class Quadratic(torch.nn.Module):
 
 def test_the_gradient_through_a_quadratic_critic_is_the_closed_form_and_reaches_the_edit_alone():
     """By the mean m of the decision: -2 w (x + b tanh(m) - c) b (1 - tanh(m)^2)."""
-    method = replace(preset("expo"), edit=Edit(bound=0.4, width=8, depth=1), surrogate=ActorCritic(through=1.0))
-    editor = Editor(method.edit, 2, 1)
+    method = preset("expo").having(edit=Edit(bound=0.4, width=8, depth=1), surrogate=ActorCritic(through=1.0))
+    editor = Editor(method.target.edit, 2, 1)
     editor.networks.double()
     stirred(editor).networks["critic"] = Quadratic()
     part = sampled(editor, method, 2, 4)
@@ -228,8 +229,8 @@ def test_the_gradient_through_a_quadratic_critic_is_the_closed_form_and_reaches_
 
 
 def test_no_gradient_of_the_critic_reaches_the_edit_and_the_other_way_round():
-    method = replace(preset("expo"), edit=Edit(width=8, depth=1))
-    editor = stirred(Editor(method.edit, 2, 1))
+    method = preset("expo").having(edit=Edit(width=8, depth=1))
+    editor = stirred(Editor(method.target.edit, 2, 1))
     part = sampled(editor, method, 2, 4)
     [part] = credit(method, [part], reward(part.finals[0]).view(2, 4, 1), [1.0], Context(["p"] * 2), lambda rows: rows)
     [(k, rows, new)] = replay(editor, asked(2), part, 8)
@@ -248,8 +249,8 @@ def test_no_gradient_of_the_critic_reaches_the_edit_and_the_other_way_round():
                 ids=["by its ratio", "through the critic"])
 def toy(request) -> Editor:
     torch.manual_seed(0)
-    method = replace(preset("expo"), edit=Edit(bound=1.0, std=0.5, width=32, depth=1), surrogate=request.param)
-    editor = Editor(method.edit, 2, 1)
+    method = preset("expo").having(edit=Edit(bound=1.0, std=0.5, width=32, depth=1), surrogate=request.param)
+    editor = Editor(method.target.edit, 2, 1)
     trained(editor, method, 250)
     return editor
 
@@ -376,13 +377,14 @@ def test_a_run_saves_what_draws_its_pictures_and_resumes(tmp_path):
 
 @pytest.mark.parametrize("options, told", [
     (dict(method="expo", train__group=3), "train.group is 3"),
-    (dict(method="expo+grpo_guard"), "the surrogate Clip trains no critic"),
+    (dict(method="expo+grpo_guard"), "got Clip, but the method trains latent edits: expected one of ActorCritic"),
     (dict(method="expo+knapsack_rl"), "the advantage Pooled gives bases some, which no policy drew"),
     (dict(method="expo", parts={"advantage": {"type": "Advantage"}}), "{type: Paired}, or surrogate: {ratio: 0,"),
-    (dict(method="expo+texforce"), "trains nothing of the pipeline: leave texforce out"),
-    (dict(method="flow_grpo", parts={"surrogate": {"type": "ActorCritic"}}), "set parts.edit: {type: Edit}"),
-    (dict(method="expo", parts={"preview": {"type": "Preview"}}), "trains that alone"),
-    (dict(method="expo", parts={"times": {"type": "GridTimes"}}), "trains that alone"),
+    (dict(method="expo+texforce"), "reads no adapted: got the preset texforce"),
+    (dict(method="flow_grpo", parts={"surrogate": {"type": "ActorCritic"}}),
+     "ActorCritic, which reads latent edits, but the method trains recorded steps"),
+    (dict(method="expo", parts={"preview": {"type": "Preview"}}), "reads no preview: got parts.preview Preview"),
+    (dict(method="expo", parts={"times": {"type": "GridTimes"}}), "reads no times: got parts.times GridTimes"),
     (dict(method="expo", parts={"edit": {"bound": 0}}), "Edit: bound is 0")])
 def test_parts_that_do_not_go_with_an_edit_are_refused(options, told):
     with pytest.raises(UserError) as caught:
@@ -392,6 +394,5 @@ def test_parts_that_do_not_go_with_an_edit_are_refused(options, told):
 
 def test_defaults():
     expo = preset("expo")
-    assert (expo.edit, expo.surrogate, expo.advantage) == (Edit(), ActorCritic(1e-3, 1e-3, 0.5), Paired())
-    assert expo.value == Recall()
-    assert expo.kl == GaussianKL(0.01) and not expo.records_steps
+    assert (expo.target, expo.loss.surrogate) == (LatentEdits(Edit()), ActorCritic(1e-3, 1e-3, 0.5))
+    assert (expo.credit.advantage, expo.credit.value, expo.loss.kl) == (Paired(), Recall(), GaussianKL(0.01))

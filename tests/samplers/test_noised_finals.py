@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from itertools import combinations
 
 import pytest
@@ -52,23 +51,26 @@ def epoch(trainer):
 def test_published_defaults(name):
     surrogate, log_ratio, times, lag, kl, weight, selection = PUBLISHED[name]
     method = preset(name)
-    assert (method.surrogate, method.log_ratio, method.times, method.lag) == (surrogate, log_ratio, times, lag)
-    assert isinstance(method.kl, OutputError) and method.kl.weight == kl
-    assert (method.step_weight, method.selection) == (weight, selection)
-    assert method.plan == NoSteps() and method.roots is None and method.advantage == Advantage("batch", "rewards")
+    assert (method.loss.surrogate, method.loss.log_ratio) == (surrogate, log_ratio)
+    assert (method.target.times, method.rollout.lag) == (times, lag)
+    assert isinstance(method.loss.kl, OutputError) and method.loss.kl.weight == kl
+    assert (method.loss.step_weight, method.credit.selection) == (weight, selection)
+    assert method.rollout.plan == NoSteps() and method.rollout.roots is None
+    assert method.credit.advantage == Advantage("batch", "rewards")
 
 
 def test_sol_rl_goes_with_diffusion_nft_in_either_order():
     both = preset("sol_rl+diffusion_nft")
-    assert both == preset("diffusion_nft+sol_rl") == replace(preset("diffusion_nft"), preview=preset("sol_rl").preview)
+    previewed = preset("diffusion_nft").having(preview=preset("sol_rl").rollout.preview)
+    assert both == preset("diffusion_nft+sol_rl") == previewed
 
 
 @pytest.mark.parametrize("name", [*PUBLISHED, "rpo"])
 def test_what_is_trained_does_not_depend_on_the_presets_before(name):
     redraw = preset("dynamic_sampling").redraw
-    assert preset("grpo_guard+dynamic_sampling", name) == replace(preset(name), redraw=redraw)
+    assert preset("grpo_guard+dynamic_sampling", name) == preset(name).having(redraw=redraw)
     guarded = preset(name, "flow_dppo+dynamic_sampling")  # what comes after still changes it
-    assert guarded == replace(preset(name), surrogate=preset("flow_dppo").surrogate, redraw=redraw)
+    assert guarded == preset(name).having(surrogate=preset("flow_dppo").parts()["surrogate"], redraw=redraw)
 
 
 # --- times -----------------------------------------------------------------------------------------------------------
@@ -113,7 +115,7 @@ def test_random_grid_times_are_any_of_the_grid_with_one_probability():
 
 def test_the_recipe_of_sol_rl_draws_six_of_all_ten_times():
     method = with_parts(preset("sol_rl+diffusion_nft"), {"times": {"share": 0.6}})
-    found = places(method.times, 10, 200)
+    found = places(method.target.times, 10, 200)
     assert {len(each) for each in found} == {6} and {step for each in found for step in each} == set(range(10))
 
 
@@ -363,12 +365,15 @@ def test_a_better_matched_good_sample_is_what_every_method_reaches_for():
 
 @pytest.mark.parametrize("options, told", [
     (dict(method="mix_grpo", parts__plan={"type": "NoSteps"}), "the plan NoSteps records no step to be trained"),
-    (dict(method="mix_grpo", parts__surrogate={"type": "NegativeAware"}), "NegativeAware reads noised finals"),
-    (dict(method="awm", parts__strides=[1, 2]), "strides are [1, 2]"),
-    (dict(method="awm", parts__tuning={"weight": 0.1}), "tuning.weight 0.1"),
-    (dict(method="diffusion_nft+grpo_guard"), "set parts: {log_ratio: {type: Matching}, step_weight: {type: Uniform}}"),
-    (dict(method="diffusion_dpo", parts__step_weight={"type": "InverseDelta"}), "{step_weight: {type: Uniform}}"),
-    (dict(method="awm", parts__log_ratio={"type": "Guard"}), "recorded steps, but times is GridTimes"),
+    (dict(method="mix_grpo", parts__surrogate={"type": "NegativeAware"}),
+     "NegativeAware, which reads noised finals or recorded pairs"),
+    (dict(method="awm", parts__strides=[1, 2]), "reads no strides: got parts.strides (1, 2)"),
+    (dict(method="awm", parts__tuning={"weight": 0.1}), "reads no tuning"),
+    (dict(method="diffusion_nft+grpo_guard"),
+     "Guard, which reads latent edits or recorded steps, but the method trains noised finals"),
+    (dict(method="diffusion_dpo", parts__step_weight={"type": "InverseDelta"}),
+     "InverseDelta, which reads recorded steps"),
+    (dict(method="awm", parts__log_ratio={"type": "Guard"}), "expected one of Matching, PlainRatio"),
     (dict(method="awm", parts__times={"start": 5}), "leave none of 6 steps"),
     (dict(method="awm", parts__reference={"type": "Old"}, parts__kl__weight=0.0),
      "got parts.reference Old (it is read by a KL"),
@@ -387,12 +392,13 @@ def test_a_variance_preserving_model_is_refused_in_one_line():
 
 def test_a_comparison_with_the_reference_keeps_it_without_a_kl():
     trainer = tiny.trainer(method="diffusion_dpo", parts__reference={"type": "Old"})
-    assert trainer.method.kl.weight == 0 and len(trainer.anchor.held) == 1
+    assert trainer.method.loss.kl.weight == 0 and len(trainer.anchor.held) == 1
     assert "kl_weight" not in trainer.run_epoch()
 
 
 def test_parts_can_be_changed_like_any_other():
     method = with_parts(preset("diffusion_nft"), {"times": {"type": "Stratified", "count": 2}, "lag": {"most": 0.9},
                                                   "surrogate": {"beta": 0.1}})
-    assert (method.times, method.lag.most, method.surrogate) == (Stratified(2), 0.9, NegativeAware(0.1))
+    assert (method.target.times, method.rollout.lag.most) == (Stratified(2), 0.9)
+    assert method.loss.surrogate == NegativeAware(0.1)
     assert with_parts(preset("mix_grpo"), {}).times == Recorded()

@@ -13,10 +13,12 @@ from flowgrpo.advantages.group import Advantage
 from flowgrpo.errors import UserError
 from flowgrpo.gaussian import log_prob
 from flowgrpo.methods import preset, validate
+from flowgrpo.methods.targets import JointDensity
 from flowgrpo.objectives import Clip
 from flowgrpo.policies.weights.lora_files import LORA_FILE
+from flowgrpo.samplers import joint_density
 from flowgrpo.samplers.grids import shifted
-from flowgrpo.samplers.joint_density import Chain, Joint
+from flowgrpo.samplers.joint_density import Chain
 from flowgrpo.samplers.learned_noise import LearnedNoise, NoiseNet, Noisy
 from flowgrpo.samplers.plans import AllSteps
 from flowgrpo.storage import checkpoint
@@ -94,8 +96,8 @@ def test_the_joint_density_is_that_of_torch_distributions():
         raw = kernel.network(x, GRID[i])
         deviation = 0.2 * (0.48 / 0.2) ** raw * math.sqrt(delta)
         total = total + Normal(x - delta * v, deviation).log_prob(x_next).sum((1, 2))
-    close(Joint()(states[0], steps).detach(), (total / (4 * 12)).tolist())
-    close(Joint()(None, [f64([1.0, 2.0]), f64([3.0, 5.0])]), [2.0, 3.5])
+    close(joint_density.log_prob(states[0], steps).detach(), (total / (4 * 12)).tolist())
+    close(joint_density.log_prob(None, [f64([1.0, 2.0]), f64([3.0, 5.0])]), [2.0, 3.5])
 
 
 def test_the_gradient_of_the_density_reaches_network_and_flow():
@@ -222,8 +224,9 @@ def test_steps_may_stay_decisions_of_their_own():
 @pytest.mark.parametrize("parts, told", [
     ({"kl": {"weight": 0.1}}, "deviation for every latent value.*GaussianKL"),
     ({"roots": 1}, "samples that share no state"),
-    ({"step_weight": {"type": "InverseDelta"}}, "step_weight"),
-    ({"plan": {"type": "NoSteps"}, "times": {"type": "GridTimes"}}, "recorded steps")])
+    ({"step_weight": {"type": "InverseDelta"}}, "reads no step_weight"),
+    ({"plan": {"type": "NoSteps"}}, "NoSteps records no step to be trained"),
+    ({"times": {"type": "GridTimes"}}, "reads no times")])
 def test_parts_that_do_not_go_together_are_told(parts, told):
     with pytest.raises(UserError, match=told):
         validate.resolve(tiny.config(method="reinflow", parts=parts), "flow")
@@ -236,9 +239,10 @@ def test_a_model_that_predicts_noise_is_refused():
 
 def test_what_the_paper_has():
     method = preset("reinflow")
-    assert method.chain == Joint() and method.kernel == LearnedNoise(0.2, 0.48, 0.35, 0.7)
-    assert method.surrogate == Clip(1e-3, 1e-3) and method.plan == AllSteps() and method.roots is None
-    assert method.advantage == Advantage("batch", "rewards") and not method.reads_means
+    assert method.target == JointDensity() and method.rollout.kernel == LearnedNoise(0.2, 0.48, 0.35, 0.7)
+    assert method.loss.surrogate == Clip(1e-3, 1e-3)
+    assert method.rollout.plan == AllSteps() and method.rollout.roots is None
+    assert method.credit.advantage == Advantage("batch", "rewards") and not method.reads_means
     grid = shifted(4, 1.0)
     x = torch.zeros(1, 1)
     found = [LearnedNoise(level, level)(x, x, grid, 0).std.item() for level in (0.2, 0.48)]

@@ -241,20 +241,21 @@ def test_defaults():
     assert refl.kernel == draft.kernel == FlowDDIM(0.0) and alignprop.kernel == FlowDDIM(1.0)
     for name in PRESETS:
         assert preset("grpo_guard", name) == preset(name)
-    assert preset("draft", "sol_rl").preview == preset("sol_rl", "draft").preview is not None
+    assert preset("draft", "sol_rl").parts()["preview"] == preset("sol_rl", "draft").parts()["preview"] is not None
 
 
 # --- refusals --------------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("options, told", [
-    (dict(method="draft+grpo_guard"), "the surrogate Clip reads log-probabilities"),
-    (dict(method="draft", parts={"kl": {"weight": 0.1}}), "kl: {weight: 0}"),
+    (dict(method="draft+grpo_guard"), "got Guard, which reads latent edits or recorded steps"),
+    (dict(method="draft", parts={"kl": {"weight": 0.1}}), "reads no kl: got parts.kl GaussianKL"),
     (dict(method="draft", parts={"plan": {"type": "AllSteps"}}), "plan: {type: LastSteps}"),
     (dict(method="refl", parts={"roots": 1}), "roots: null"),
-    (dict(method="refl", parts={"log_ratio": {"type": "Guard"}, "tail": 0.5}), "PlainRatio}, tail: 1.0"),
+    (dict(method="refl", parts={"log_ratio": {"type": "Guard"}, "tail": 0.5}), "reads no tail: got parts.tail 0.5"),
     (dict(method="draft", parts={"plan": {"count": 7}}), "at most the 6 steps"),
-    (dict(method="draft", parts={"times": {"type": "GridTimes"}}), "set parts: {times: {type: Recorded}}"),
-    (dict(method="mix_grpo", parts={"surrogate": {"type": "Ascent"}}), "set parts.backprop: {type: Unroll}")])
+    (dict(method="draft", parts={"times": {"type": "GridTimes"}}), "reads no times: got parts.times GridTimes"),
+    (dict(method="mix_grpo", parts={"surrogate": {"type": "Ascent"}}),
+     "Ascent, which reads a relaxed unmasking or a reward's gradient")])
 def test_parts_that_do_not_go_with_a_gradient_are_refused(options, told):
     with pytest.raises(UserError) as caught:
         resolve(tiny.config(**options))

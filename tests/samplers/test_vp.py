@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
@@ -362,24 +361,25 @@ def test_stock_diffusers_loads_the_lora_and_gives_the_same_latents(tmp_path):
 
 @pytest.mark.parametrize("flow, vp", [(FlowDDIM(0.7), DDIM(0.7)), (CPS(0.7), VPCPS(0.7))])
 def test_ddim_and_cps_have_a_form_in_either_process(flow, vp):
-    flow, vp = Method(kernel=flow), Method(kernel=vp)
+    flow, vp = Method().having(kernel=flow), Method().having(kernel=vp)
     assert flow.on("vp") == vp.on("vp") == vp and flow.on("flow") == vp.on("flow") == flow
     assert preset("mix_grpo_flash").on("flow") == preset("mix_grpo_flash")
 
 
 @pytest.mark.parametrize("method, cure", [
-    (Method(kernel=FlowSDE(0.7)), "kernel: {type: FlowDDIM, eta: 1.0}"),
-    (Method(kernel=DanceSDE(0.3), solver=DPMSolver2M()), "kernel: {type: FlowDDIM, eta: 1.0}, solver: {type: Euler}"),
-    (replace(preset("ddpo"), tail=0.4), "tail: 1.0"),
-    (replace(preset("ddpo"), strides=(1, 2)), "strides: [1]"),
-    (replace(preset("ddpo"), step_weight=InverseDelta()), "step_weight: {type: Uniform}"),
+    (Method().having(kernel=FlowSDE(0.7)), "kernel: {type: FlowDDIM, eta: 1.0}"),
+    (Method().having(kernel=DanceSDE(0.3), solver=DPMSolver2M()),
+     "kernel: {type: FlowDDIM, eta: 1.0}, solver: {type: Euler}"),
+    (preset("ddpo").having(tail=0.4), "tail: 1.0"),
+    (preset("ddpo").having(strides=(1, 2)), "strides: [1]"),
+    (preset("ddpo").having(step_weight=InverseDelta()), "step_weight: {type: Uniform}"),
 ])
 def test_what_is_of_flows_alone_is_refused_with_its_cure(method, cure):
     with pytest.raises(UserError) as caught:
         method.on("vp")
     told = str(caught.value)
     assert told.endswith(f"set parts: {{{cure}}}") and "\n" not in told
-    assert all(f"{key} {getattr(method, key)}" in told for key in ("kernel", "tail") if f"{key}: " in cure)
+    assert all(f"{key} {method.parts()[key]}" in told for key in ("kernel", "tail") if f"{key}: " in cure)
 
 
 def test_the_cure_works():

@@ -67,7 +67,8 @@ def test_two_epochs_on_the_starter(name):
     """The first ratio is 1, losses are finite, and of the pipeline only the adapter changes."""
     config = validate({"method": name, "tracker": "none", "device": "cpu", "reward": {"scene_graded": 1.0},
                        "train": {"prompts": 1, "group": 8, "micro_batch": 8, "steps": 6, "epochs": 2}})
-    policy = PipelinePolicy(load_pipeline("starter"), Adapter(rank=4), call=config.call, adapted=preset(name).adapted)
+    policy = PipelinePolicy(load_pipeline("starter"), Adapter(rank=4), call=config.call,
+                            adapted=preset(name).rollout.adapted)
     trainer = Trainer(config, make_accelerator(config, "cpu"), policy, {"scene_graded": scene_graded},
                       splits.resolve(config))
     trained = {id(parameter) for parameter in policy.weights.parameters()}

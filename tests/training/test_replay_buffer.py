@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from flowgrpo.advantages.gae import Recall
 from flowgrpo.distributed.processes import Processes
 from flowgrpo.errors import UserError
 from flowgrpo.methods import preset
-from flowgrpo.methods.validate import require_actor_critic, resolve
+from flowgrpo.methods.validate import resolve
 from flowgrpo.objectives.actor_critic import ActorCritic
 from flowgrpo.policies.pipelines.edit_networks import Editor
 from flowgrpo.run import make_accelerator
@@ -90,10 +89,14 @@ def test_impossible_fields_are_refused(fields):
         Recall(**fields)
 
 
+def validated(method):
+    method.target.validate(method.rollout, method.credit, method.loss, [], 4)
+
+
 def test_a_buffer_without_edits_and_edits_without_a_learning_critic_are_refused():
-    with pytest.raises(UserError, match="value is Recall, which trains the critic of edits"):
+    with pytest.raises(UserError, match="reads no value: got parts.value Recall"):
         resolve(tiny.config(method="flow_grpo", parts={"value": {"type": "Recall"}}))
-    silent = replace(preset("expo"), value=None, surrogate=ActorCritic(critic=0.0))
+    silent = preset("expo").having(value=None, surrogate=ActorCritic(critic=0.0))
     with pytest.raises(ValueError, match="the critic would learn nothing"):
-        require_actor_critic(silent, 4)
-    require_actor_critic(replace(silent, value=Recall()), 4)
+        validated(silent)
+    validated(silent.having(value=Recall()))

@@ -12,8 +12,7 @@ from flowgrpo import methods
 from flowgrpo.advantages.baselines import NoBaseline
 from flowgrpo.advantages.gae import ValueHead, over_traces, value_loss
 from flowgrpo.errors import UserError
-from flowgrpo.methods import overlay, validate
-from flowgrpo.methods.validate import require_critic
+from flowgrpo.methods import validate
 from flowgrpo.policies.language.masked_lm import MaskedLM
 from flowgrpo.run import run
 from flowgrpo.samplers.text.decoding import Unmasking
@@ -74,15 +73,15 @@ def test_impossible_fields_are_refused(wrong, told):
 
 def test_it_is_for_tokens_alone():
     value = {"value": {"type": "ValueHead"}}
-    with pytest.raises(UserError, match="reads a language model's tokens"):
+    with pytest.raises(UserError, match="reads no value: got parts.value ValueHead"):
         validate.resolve(tiny.config(method="mix_grpo", parts=value), "flow")
-    with pytest.raises(UserError, match="reads a language model's tokens"):
+    with pytest.raises(UserError, match="reads no value: got parts.value ValueHead"):
         validate.resolve(tiny.config(method="drakes", parts=value), "masks")
-    assert validate.resolve(tiny.config(method="ppo"), "tokens").value == ValueHead(1.0, 0.95)
+    assert validate.resolve(tiny.config(method="ppo"), "tokens").parts()["value"] == ValueHead(1.0, 0.95)
     found = validate.resolve(tiny.config(method="grpo", parts=value), "masks")
-    assert (found.value, found.kernel) == (ValueHead(), Unmasking())
-    assert methods.preset("trace_rl_value").value == ValueHead(1.0, 1.0, 0.2)
-    assert methods.preset("trace_rl").value is None
+    assert (found.credit.value, found.rollout.decoding) == (ValueHead(), Unmasking())
+    assert methods.preset("trace_rl_value").parts()["value"] == ValueHead(1.0, 1.0, 0.2)
+    assert methods.preset("trace_rl").parts()["value"] is None
 
 
 # --- runs ------------------------------------------------------------------------------------------------------------
@@ -107,13 +106,13 @@ def credited(own):
 
 @pytest.mark.parametrize("shrink", [1, 2])
 def test_states_and_values_are_those_of_each_tokens_own_step(shrink):
-    own = trainer(parts={"kernel": {"shrink": shrink}}, train__micro_batch=3)
+    own = trainer(parts={"decoding": {"shrink": shrink}}, train__micro_batch=3)
     parts, asked = credited(own)
     torch.nn.init.normal_(own.critic.head.weight, generator=torch.Generator().manual_seed(0))
     given = own.critic(parts, asked)
     for part, after, (hidden, values, returns) in zip(parts, given, own.critic.seen):
         [taken], expected = part.transitions, []
-        turns = own.method.kernel.scorings(taken.steps, 6)
+        turns = own.method.rollout.decoding.scorings(taken.steps, 6)
         for row, place in taken.old.mask.nonzero().tolist():
             state = torch.where(turns[row] < turns[row, place], taken.ids[row], own.policy.mask)
             prompt = asked.ids[taken.prompts[row]]
@@ -179,7 +178,7 @@ def test_a_head_of_zeros_leaves_the_gradient_that_completions_have():
         own.optimizer.zero_grad()
         own.anchor.begin(0, 1)
         for part in parts:
-            own.backward(part, asked, {0: 1.0}, decisions(parts, own.method.reduction), Stats())
+            own.backward(part, asked, {0: 1.0}, decisions(parts, own.method.loss.reduction), Stats())
         found.append(torch.cat([each.grad.flatten() for each in own.policy.weights.parameters()]))
     assert found[0].norm() > 0
     torch.testing.assert_close(found[0], found[1], rtol=1e-5, atol=1e-8)
@@ -218,6 +217,5 @@ def test_a_resumed_run_goes_on_bit_for_bit_with_its_values(tmp_path):
 
 
 def test_two_parts_that_make_advantages_of_tokens_are_told():
-    with pytest.raises(ValueError, match="value and spread .StepGroups. both make advantages of tokens"):
-        require_critic(overlay.with_parts(methods.preset("ppo"), {"spread": {"type": "StepGroups"}}))
-    require_critic(methods.preset("ppo"))
+    with pytest.raises(UserError, match="value and spread .StepGroups. both make advantages of tokens"):
+        validate.resolve(tiny.config(method="ppo", parts={"spread": {"type": "StepGroups"}}), "tokens")

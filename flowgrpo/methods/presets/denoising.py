@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from flowgrpo import objectives
 from flowgrpo.advantages import group, selection, shaping
+from flowgrpo.methods import targets
 from flowgrpo.methods.method import Method
 from flowgrpo.objectives import best_path
-from flowgrpo.samplers import joint_density, kernels, learned_noise, plans, solvers
+from flowgrpo.samplers import kernels, learned_noise, plans, solvers
 
 
 def flow_grpo(method: Method = Method()) -> Method:
@@ -17,8 +16,8 @@ def flow_grpo(method: Method = Method()) -> Method:
     The KL is the full Gaussian one (weight 0.004); the released code divides by 2 g^2 without the step's length and
     uses a weight ten times larger.
     """
-    return replace(method, kernel=kernels.FlowSDE(0.7), plan=plans.AllSteps(),
-                   advantage=group.Advantage(scale="batch", order="rewards"), kl=objectives.GaussianKL(0.004))
+    return method.having(kernel=kernels.FlowSDE(0.7), plan=plans.AllSteps(),
+                         advantage=group.Advantage(scale="batch", order="rewards"), kl=objectives.GaussianKL(0.004))
 
 
 def flow_grpo_fast(method: Method = Method()) -> Method:
@@ -27,8 +26,8 @@ def flow_grpo_fast(method: Method = Method()) -> Method:
     The released recipe pairs a clip range of 1e-5 with a log-probability of the CPS kernel that lacks 1/(2 s^2). Ours
     is the true density, whose log-ratio is 1/(2 s^2) times larger; with the Flow-SDE kernel the range stays at 1e-4.
     """
-    return replace(method, kernel=kernels.FlowSDE(0.7), plan=plans.Sliding(size=2, order="random", stop=0.5),
-                   advantage=group.Advantage(scale="batch", order="rewards"), kl=objectives.GaussianKL(0.0))
+    return method.having(kernel=kernels.FlowSDE(0.7), plan=plans.Sliding(size=2, order="random", stop=0.5),
+                         advantage=group.Advantage(scale="batch", order="rewards"), kl=objectives.GaussianKL(0.0))
 
 
 def dance_grpo(method: Method = Method()) -> Method:
@@ -37,21 +36,21 @@ def dance_grpo(method: Method = Method()) -> Method:
     The released code draws the trained steps per sample; here they are drawn once per epoch, so that a step is one
     batch.
     """
-    return replace(method, kernel=kernels.DanceSDE(0.3), plan=plans.RandomSubset(0.6), roots=1,
-                   advantage=group.Advantage(scale="group", order="advantages"), kl=objectives.GaussianKL(0.0))
+    return method.having(kernel=kernels.DanceSDE(0.3), plan=plans.RandomSubset(0.6), roots=1,
+                         advantage=group.Advantage(scale="group", order="advantages"), kl=objectives.GaussianKL(0.0))
 
 
 def ddpo(method: Method = Method()) -> Method:
     """DDPO: ancestral sampling, every step trained, rewards compared with the prompt's own history (2305.13301)."""
-    return replace(method, kernel=kernels.FlowDDIM(1.0), plan=plans.AllSteps(), roots=None,
-                   advantage=group.Advantage(scale="running", order="rewards"), kl=objectives.GaussianKL(0.0))
+    return method.having(kernel=kernels.FlowDDIM(1.0), plan=plans.AllSteps(), roots=None,
+                         advantage=group.Advantage(scale="running", order="rewards"), kl=objectives.GaussianKL(0.0))
 
 
 def mix_grpo(method: Method = Method()) -> Method:
     """MixGRPO: a sliding window of stochastic, trained steps; the others deterministic (2507.21802, section 3)."""
-    return replace(method, kernel=kernels.FlowSDE(0.7), plan=plans.Sliding(size=4, stride=1, every=25),
-                   roots=1, advantage=group.Advantage(scale="group", order="advantages"),
-                   kl=objectives.GaussianKL(0.0))
+    return method.having(kernel=kernels.FlowSDE(0.7), plan=plans.Sliding(size=4, stride=1, every=25),
+                         roots=1, advantage=group.Advantage(scale="group", order="advantages"),
+                         kl=objectives.GaussianKL(0.0))
 
 
 def mix_grpo_flash(method: Method = Method()) -> Method:
@@ -59,7 +58,7 @@ def mix_grpo_flash(method: Method = Method()) -> Method:
 
     The tail always ends at sigma 0; with one step left the released code stopped above it.
     """
-    return replace(mix_grpo(method), solver=solvers.DPMSolver2M(), tail=0.4)
+    return mix_grpo(method).having(solver=solvers.DPMSolver2M(), tail=0.4)
 
 
 def tempflow_grpo(method: Method = Method()) -> Method:
@@ -67,9 +66,9 @@ def tempflow_grpo(method: Method = Method()) -> Method:
 
     The branches of one step are compared with each other alone. KL with the deviation of the whole step, 0.004.
     """
-    return replace(method, kernel=kernels.FlowSDE(0.7), plan=plans.EachStep(), roots=1,
-                   advantage=group.Advantage(scale="group", order="rewards"),
-                   step_weight=objectives.NoiseLevel(), kl=objectives.GaussianKL(0.004))
+    return method.having(kernel=kernels.FlowSDE(0.7), plan=plans.EachStep(), roots=1,
+                         advantage=group.Advantage(scale="group", order="rewards"),
+                         step_weight=objectives.NoiseLevel(), kl=objectives.GaussianKL(0.004))
 
 
 def granular_grpo(method: Method = Method()) -> Method:
@@ -78,8 +77,8 @@ def granular_grpo(method: Method = Method()) -> Method:
     Every branch is finished on the grid and on every second and third of its sigmas, and its advantages are summed; the
     released code has the first two.
     """
-    return replace(method, kernel=kernels.FlowSDE(0.7), plan=plans.EachStep(stop=0.5), roots=1, strides=(1, 2, 3),
-                   advantage=group.Advantage(scale="group", order="advantages"), kl=objectives.GaussianKL(0.0))
+    return method.having(kernel=kernels.FlowSDE(0.7), plan=plans.EachStep(stop=0.5), roots=1, strides=(1, 2, 3),
+                         advantage=group.Advantage(scale="group", order="advantages"), kl=objectives.GaussianKL(0.0))
 
 
 def branch_grpo(method: Method = Method()) -> Method:
@@ -87,9 +86,9 @@ def branch_grpo(method: Method = Method()) -> Method:
 
     An edge is worth the mean of the pictures below it. The splits are at the paper's places of a grid of 20 steps.
     """
-    return replace(method, kernel=kernels.DanceSDE(0.3), plan=plans.Branches(), roots=None,
-                   advantage=group.Advantage(scale="group", order="advantages"),
-                   surrogate=objectives.Clip(1e-3, 1e-3), kl=objectives.GaussianKL(0.0))
+    return method.having(kernel=kernels.DanceSDE(0.3), plan=plans.Branches(), roots=None,
+                         advantage=group.Advantage(scale="group", order="advantages"),
+                         surrogate=objectives.Clip(1e-3, 1e-3), kl=objectives.GaussianKL(0.0))
 
 
 def tree_rpo(method: Method = Method()) -> Method:
@@ -98,10 +97,10 @@ def tree_rpo(method: Method = Method()) -> Method:
     With LayerTuning: clip bounds that adapt to the advantage, and a supervised term towards the best path. All of it is
     a reconstruction, and the numbers are ours.
     """
-    return replace(method, kernel=kernels.FlowSDE(0.7), plan=plans.TreeWindow(plans.Sliding(size=4), growth=0.5),
-                   roots=None, advantage=group.Advantage(scale="group", order="advantages"),
-                   surrogate=objectives.AdaptiveClip(1e-4, 2e-4, 1.0), kl=objectives.GaussianKL(0.0),
-                   tuning=best_path.LayerTuning(1e-4))
+    return method.having(kernel=kernels.FlowSDE(0.7), plan=plans.TreeWindow(plans.Sliding(size=4), growth=0.5),
+                         roots=None, advantage=group.Advantage(scale="group", order="advantages"),
+                         surrogate=objectives.AdaptiveClip(1e-4, 2e-4, 1.0), kl=objectives.GaussianKL(0.0),
+                         target=targets.RecordedSteps(best_path.LayerTuning(1e-4)))
 
 
 def pref_grpo(method: Method = Method()) -> Method:
@@ -109,9 +108,9 @@ def pref_grpo(method: Method = Method()) -> Method:
 
     A pairwise judge says who wins (`flowgrpo.judge`), or the larger score of a reward that scores pictures one by one.
     """
-    return replace(method, kernel=kernels.FlowSDE(0.7), plan=plans.RandomSubset(0.6), roots=1,
-                   shaping=shaping.WinRate(), advantage=group.Advantage(scale="group", order="advantages"),
-                   kl=objectives.GaussianKL(0.0))
+    return method.having(kernel=kernels.FlowSDE(0.7), plan=plans.RandomSubset(0.6), roots=1,
+                         shaping=shaping.WinRate(), advantage=group.Advantage(scale="group", order="advantages"),
+                         kl=objectives.GaussianKL(0.0))
 
 
 def b2_diffurl(method: Method = Method()) -> Method:
@@ -120,10 +119,10 @@ def b2_diffurl(method: Method = Method()) -> Method:
     Ancestral sampling, branches where the interval begins, and of every branch group its best and its worst where they
     stand out from the prompt's history.
     """
-    return replace(method, kernel=kernels.FlowDDIM(1.0), plan=plans.GrowingTail(branch=4), roots=None,
-                   advantage=group.Advantage(scale="running", order="rewards"),
-                   selection=selection.Extremes(-0.5, 0.5, branch=4), surrogate=objectives.Clip(0.1, 0.1),
-                   kl=objectives.GaussianKL(0.0))
+    return method.having(kernel=kernels.FlowDDIM(1.0), plan=plans.GrowingTail(branch=4), roots=None,
+                         advantage=group.Advantage(scale="running", order="rewards"),
+                         selection=selection.Extremes(-0.5, 0.5, branch=4), surrogate=objectives.Clip(0.1, 0.1),
+                         kl=objectives.GaussianKL(0.0))
 
 
 def reinflow(method: Method = Method()) -> Method:
@@ -131,15 +130,15 @@ def reinflow(method: Method = Method()) -> Method:
 
     Advantages are those of the group, in place of the paper's critic; its entropy bonus is left out.
     """
-    return replace(method, kernel=learned_noise.LearnedNoise(), plan=plans.AllSteps(), roots=None,
-                   chain=joint_density.Joint(),
-                   advantage=group.Advantage(scale="batch", order="rewards"), log_ratio=objectives.PlainRatio(),
-                   surrogate=objectives.Clip(1e-3, 1e-3), step_weight=objectives.Uniform(),
-                   kl=objectives.GaussianKL(0.0))
+    return method.having(kernel=learned_noise.LearnedNoise(), plan=plans.AllSteps(), roots=None,
+                         target=targets.JointDensity(),
+                         advantage=group.Advantage(scale="batch", order="rewards"), log_ratio=objectives.PlainRatio(),
+                         surrogate=objectives.Clip(1e-3, 1e-3), step_weight=objectives.Uniform(),
+                         kl=objectives.GaussianKL(0.0))
 
 
 def rlcm(method: Method = Method()) -> Method:
     """RLCM: the steps of a consistency model's multistep sampling, all of their noise fresh, trained like DDPO's
     (2404.03673)."""
-    return replace(ddpo(method), kernel=kernels.CPS(1.0), surrogate=objectives.Clip(1e-4, 1e-4),
-                   advantage=group.Advantage(scale="running", order="rewards", clamp=10.0))
+    return ddpo(method).having(kernel=kernels.CPS(1.0), surrogate=objectives.Clip(1e-4, 1e-4),
+                               advantage=group.Advantage(scale="running", order="rewards", clamp=10.0))

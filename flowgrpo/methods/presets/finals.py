@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from flowgrpo import objectives
 from flowgrpo.advantages import baselines, gae, group, selection, shaping
+from flowgrpo.methods import targets
+from flowgrpo.methods.groups import TextGeneration
 from flowgrpo.methods.method import Method
 from flowgrpo.objectives import actor_critic, forward_process, reductions, references
 from flowgrpo.samplers import kernels, latent_edits, noised_finals, old_policy, plans, reward_gradient
@@ -62,16 +63,16 @@ def rpo(method: Method = Method()) -> Method:
 
     The labels are drawn, and the subject's picture is matched whichever it prefers; beta as in the released code.
     """
-    return replace(diffusion_dpo(method), times=noised_finals.Stratified(4, shared=True),
-                   shaping=shaping.BradleyTerry(),
-                   surrogate=forward_process.Preference(2.0, similarity=1.0))
+    return diffusion_dpo(method).having(times=noised_finals.Stratified(4, shared=True),
+                                        shaping=shaping.BradleyTerry(),
+                                        surrogate=forward_process.Preference(2.0, similarity=1.0))
 
 
 def _forward(method: Method, times: Any, **parts: Any) -> Method:
     """A method of noised finals: rollouts without noise, each from its own, and what `parts` say."""
     usual = {"plan": plans.NoSteps(), "roots": None, "log_ratio": objectives.Matching(),
              "advantage": group.Advantage(scale="batch", order="rewards"), "step_weight": objectives.Uniform()}
-    return replace(method, times=times, **usual | parts)
+    return method.having(target=targets.NoisedFinals(times), **usual | parts)
 
 
 def refl(method: Method = Method()) -> Method:
@@ -79,8 +80,8 @@ def refl(method: Method = Method()) -> Method:
 
     The released code adds the pre-training loss, and weighs this one 1e-3; Adam does not see the weight.
     """
-    return replace(_backprop(method, reward_gradient.OneStep()), plan=plans.LateStep(0.75),
-                   surrogate=objectives.Ascent(2.0))
+    return _backprop(method, reward_gradient.OneStep()).having(plan=plans.LateStep(0.75),
+                                                               surrogate=objectives.Ascent(2.0))
 
 
 def draft(method: Method = Method()) -> Method:
@@ -88,7 +89,7 @@ def draft(method: Method = Method()) -> Method:
 
     K is the plan's count: 1 here, and as many as there are steps for DRaFT.
     """
-    return replace(_backprop(method, reward_gradient.Unroll()), plan=plans.LastSteps(1))
+    return _backprop(method, reward_gradient.Unroll()).having(plan=plans.LastSteps(1))
 
 
 def alignprop(method: Method = Method()) -> Method:
@@ -96,15 +97,15 @@ def alignprop(method: Method = Method()) -> Method:
 
     The denoiser is checkpointed, step by step.
     """
-    return replace(_backprop(method, reward_gradient.Unroll(checkpointing=True)), plan=plans.RandomLast(0.16, 0.1),
-                   kernel=kernels.FlowDDIM(1.0))
+    return _backprop(method, reward_gradient.Unroll(checkpointing=True)).having(plan=plans.RandomLast(0.16, 0.1),
+                                                                                kernel=kernels.FlowDDIM(1.0))
 
 
 def _backprop(method: Method, ending: Any) -> Method:
     """A method that follows the reward's gradient, on a deterministic rollout."""
-    return replace(method, backprop=ending, kernel=kernels.FlowDDIM(0.0), roots=None,
-                   advantage=group.Advantage(scale="group", order="rewards"), log_ratio=objectives.PlainRatio(),
-                   surrogate=objectives.Ascent(), step_weight=objectives.Uniform(), kl=objectives.GaussianKL(0.0))
+    return method.having(target=targets.RewardGradient(ending), kernel=kernels.FlowDDIM(0.0), roots=None,
+                         advantage=group.Advantage(scale="group", order="rewards"), log_ratio=objectives.PlainRatio(),
+                         surrogate=objectives.Ascent(), step_weight=objectives.Uniform(), kl=objectives.GaussianKL(0.0))
 
 
 def drakes(method: Method = Method()) -> Method:
@@ -112,9 +113,11 @@ def drakes(method: Method = Method()) -> Method:
 
     Less the KL of the process to the base model's.
     """
-    return replace(_backprop(method, gumbel_softmax.GumbelSoftmax()), kernel=decoding.Unmasking(order="random"),
-                   shaping=shaping.AsIs(), selection=selection.All(), reduction=reductions.PerDecision(),
-                   kl=objectives.SampledKL(0.0), reference=references.Base())
+    return method.having(rollout=TextGeneration(decoding.Unmasking(order="random")),
+                         target=targets.RelaxedTraces(gumbel_softmax.GumbelSoftmax()), shaping=shaping.AsIs(),
+                         advantage=group.Advantage(scale="group", order="rewards"), selection=selection.All(),
+                         log_ratio=objectives.PlainRatio(), surrogate=objectives.Ascent(),
+                         reduction=reductions.PerDecision(), kl=objectives.SampledKL(0.0), reference=references.Base())
 
 
 def expo(method: Method = Method()) -> Method:
@@ -122,7 +125,7 @@ def expo(method: Method = Method()) -> Method:
 
     The edit is trained by policy gradient, each against its own base; by surrogate.through along the critic's gradient.
     """
-    return replace(method, edit=latent_edits.Edit(), kernel=kernels.FlowDDIM(0.0), plan=plans.NoSteps(), roots=None,
-                   advantage=baselines.Paired(), log_ratio=objectives.PlainRatio(),
-                   surrogate=actor_critic.ActorCritic(), step_weight=objectives.Uniform(),
-                   kl=objectives.GaussianKL(0.01), value=gae.Recall())
+    return method.having(target=targets.LatentEdits(latent_edits.Edit()), kernel=kernels.FlowDDIM(0.0),
+                         plan=plans.NoSteps(), roots=None, advantage=baselines.Paired(),
+                         log_ratio=objectives.PlainRatio(), surrogate=actor_critic.ActorCritic(),
+                         kl=objectives.GaussianKL(0.01), value=gae.Recall())

@@ -19,13 +19,13 @@ from flowgrpo.samplers import preview
 
 def grpo_guard(method: Method = Method()) -> Method:
     """GRPO-Guard over any host: regulated log-ratio, its own clip range, weights 1/delta-t (2510.22319)."""
-    return replace(method, log_ratio=objectives.Guard(), surrogate=objectives.Clip(2e-6, 2e-6),
-                   step_weight=objectives.InverseDelta())
+    return method.having(log_ratio=objectives.Guard(), surrogate=objectives.Clip(2e-6, 2e-6),
+                         step_weight=objectives.InverseDelta())
 
 
 def flow_dppo(method: Method = Method()) -> Method:
     """Flow-DPPO over any host: no clip, but no step further away from a policy that is far (2606.11025)."""
-    return replace(method, surrogate=objectives.DivergenceMask(1e-5))
+    return method.having(surrogate=objectives.DivergenceMask(1e-5))
 
 
 def sol_rl(method: Method = Method()) -> Method:
@@ -33,7 +33,7 @@ def sol_rl(method: Method = Method()) -> Method:
 
     The host's samples each start from a noise of their own and do not branch. As published: sol_rl+diffusion_nft.
     """
-    return replace(method, preview=preview.Preview(pool=96, steps=6), roots=None)
+    return method.having(preview=preview.Preview(pool=96, steps=6), roots=None)
 
 
 def texforce(method: Method = Method()) -> Method:
@@ -41,7 +41,7 @@ def texforce(method: Method = Method()) -> Method:
 
     As published: ddpo+texforce. Both together: parts: {adapted: {denoisers: true}}.
     """
-    return replace(method, adapted=adapted.Adapted(denoisers=False, encoders=True))
+    return method.having(adapted=adapted.Adapted(denoisers=False, encoders=True))
 
 
 def dynamic_sampling(method: Method = Method()) -> Method:
@@ -49,46 +49,46 @@ def dynamic_sampling(method: Method = Method()) -> Method:
 
     As published: dapo+dynamic_sampling.
     """
-    return replace(method, redraw=resampling.Refill())
+    return method.having(redraw=resampling.Refill())
 
 
 def mopps(method: Method = Method()) -> Method:
     """MoPPS over any host: prompts whose success rate is probably near 1/2, by Beta posteriors (2507.04632)."""
-    return replace(method, curriculum=order.Posterior())
+    return method.having(curriculum=order.Posterior())
 
 
 def knapsack_rl(method: Method = Method()) -> Method:
     """Knapsack RL over any host: more groups for prompts from which more is to be learned (2509.25849)."""
-    return replace(method, curriculum=order.Knapsack(), advantage=group.Pooled())
+    return method.having(curriculum=order.Knapsack(), advantage=group.Pooled())
 
 
 def scaf_grpo(method: Method = Method()) -> Method:
     """Scaf-GRPO over any host: groups that all fail are sampled again with hints, one more each time (2510.19807)."""
-    return replace(method, redraw=resampling.Hints(after=0.15))
+    return method.having(redraw=resampling.Hints(after=0.15))
 
 
 def ghpo(method: Method = Method()) -> Method:
     """GHPO over any host: groups that all fail are sampled again with more and more of the solution (2507.10628)."""
     told = "{prompt}\n\nThe solution begins like this, go on from there: {hint}"
-    return replace(method, redraw=resampling.Hints((0.25, 0.5, 0.75), text=told))
+    return method.having(redraw=resampling.Hints((0.25, 0.5, 0.75), text=told))
 
 
 def entropy_bonus(method: Method = Method()) -> Method:
     """An entropy bonus over a host of language models, GRPO without one (1707.06347, equation 9)."""
     method = method if method.for_tokens else grpo(method)
-    return replace(method, surrogate=token_losses.EntropyBonus(method.surrogate, 0.01))
+    return method.having(surrogate=token_losses.EntropyBonus(method.loss.surrogate, 0.01))
 
 
 def high_entropy(method: Method = Method()) -> Method:
     """The fifth of tokens of the largest entropies, over a host of language models, DAPO without one (2506.01939)."""
     method = method if method.for_tokens else dapo(method)
-    return replace(method, surrogate=token_losses.HighEntropy(method.surrogate, 0.2))
+    return method.having(surrogate=token_losses.HighEntropy(method.loss.surrogate, 0.2))
 
 
 def llds(method: Method = Method()) -> Method:
     """LLDS over a host of language models, GRPO without one: good completions stay as likely (2512.04220)."""
     method = method if method.for_tokens else grpo(method)
-    return replace(method, surrogate=token_losses.LikelihoodKept(method.surrogate, 0.1))
+    return method.having(surrogate=token_losses.LikelihoodKept(method.loss.surrogate, 0.1))
 
 
 def kdrl(method: Method = Method()) -> Method:
@@ -97,17 +97,17 @@ def kdrl(method: Method = Method()) -> Method:
     The teacher is `reference.model`.
     """
     method = method if method.for_tokens else grpo(method)
-    return replace(method, kl=objectives.SampledKL(5e-3, "k2", schedules.Linear(1e-3)), reference=references.Teacher())
+    return method.having(kl=objectives.SampledKL(5e-3, "k2", schedules.Linear(1e-3)), reference=references.Teacher())
 
 
 def visurf(method: Method = Method()) -> Method:
     """ViSurf over a host of causal language models, GRPO without one: the prompt's own answer is one of its group
     (2510.10606)."""
     method = method if method.for_tokens else grpo(method)
-    return replace(method, kernel=replace(method.kernel, expert=1))
+    return method.having(decoding=replace(method.rollout.decoding, expert=1))
 
 
 def rl_plus(method: Method = Method()) -> Method:
     """RL-PLUS: ViSurf's answer in its group, with a ratio to the mixture of both policies (2508.00222)."""
     method = visurf(method)
-    return replace(method, surrogate=token_losses.ExpertMixture(method.surrogate))
+    return method.having(surrogate=token_losses.ExpertMixture(method.loss.surrogate))

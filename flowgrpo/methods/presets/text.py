@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 from flowgrpo import objectives
 from flowgrpo.advantages import baselines, correctness, gae, group, length_shaping, selection, shaping, token_credit
+from flowgrpo.methods import targets
+from flowgrpo.methods.groups import TextGeneration
 from flowgrpo.methods.method import Method
 from flowgrpo.objectives import reductions, references, sequence_losses, token_losses
 from flowgrpo.samplers.text import decoding, groups, lookahead, trees
@@ -14,143 +15,146 @@ from flowgrpo.samplers.text import decoding, groups, lookahead, trees
 
 def grpo(method: Method = Method()) -> Method:
     """GRPO: every token clipped for itself, the mean of completions' means, k3 KL to the base (2402.03300)."""
-    return replace(method, kernel=decoding.Decoding(), roots=None, shaping=shaping.AsIs(),
-                   advantage=group.Advantage(scale="group", order="rewards", clamp=math.inf),
-                   selection=selection.All(), log_ratio=objectives.PlainRatio(), surrogate=objectives.Clip(0.2, 0.2),
-                   reduction=reductions.PerRow(), kl=objectives.SampledKL(0.04, "k3"))
+    rollout = method.rollout if method.for_tokens else TextGeneration()
+    return method.having(rollout=rollout, target=targets.Completions(), decoding=decoding.Decoding(),
+                         shaping=shaping.AsIs(), selection=selection.All(),
+                         advantage=group.Advantage(scale="group", order="rewards", clamp=math.inf),
+                         log_ratio=objectives.PlainRatio(), surrogate=objectives.Clip(0.2, 0.2),
+                         reduction=reductions.PerRow(), kl=objectives.SampledKL(0.04, "k3"))
 
 
 def dr_grpo(method: Method = Method()) -> Method:
     """Dr.GRPO: no division by deviation or length, which favour easy prompts and long failures (2503.20783)."""
-    return replace(grpo(method), advantage=group.Advantage(scale="none", order="rewards", clamp=math.inf),
-                   reduction=reductions.RowSums(budgeted=True), kl=objectives.SampledKL(0.0))
+    return grpo(method).having(advantage=group.Advantage(scale="none", order="rewards", clamp=math.inf),
+                               reduction=reductions.RowSums(budgeted=True), kl=objectives.SampledKL(0.0))
 
 
 def dapo(method: Method = Method()) -> Method:
     """DAPO: a higher upper clip, the mean over tokens, groups that agree left out, overlong tails punished
     (2503.14476)."""
-    return replace(grpo(method), shaping=shaping.Overlong(0.2), selection=selection.DropZeroVariance(),
-                   surrogate=objectives.Clip(0.2, 0.28), reduction=reductions.PerDecision(),
-                   kl=objectives.SampledKL(0.0))
+    return grpo(method).having(shaping=shaping.Overlong(0.2), selection=selection.DropZeroVariance(),
+                               surrogate=objectives.Clip(0.2, 0.28), reduction=reductions.PerDecision(),
+                               kl=objectives.SampledKL(0.0))
 
 
 def gspo(method: Method = Method()) -> Method:
     """GSPO: one ratio for a whole completion, its likelihood ratio per token (2507.18071)."""
-    return replace(grpo(method), log_ratio=objectives.SequenceRatio(), surrogate=objectives.Clip(3e-4, 4e-4),
-                   kl=objectives.SampledKL(0.0))
+    return grpo(method).having(log_ratio=objectives.SequenceRatio(), surrogate=objectives.Clip(3e-4, 4e-4),
+                               kl=objectives.SampledKL(0.0))
 
 
 def cispo(method: Method = Method()) -> Method:
     """CISPO: bounded importance weights in place of a clip, so that every token keeps its gradient (2506.13585)."""
-    return replace(grpo(method), surrogate=objectives.Truncated(1.0, 4.0), reduction=reductions.PerDecision(),
-                   kl=objectives.SampledKL(0.0))
+    return grpo(method).having(surrogate=objectives.Truncated(1.0, 4.0), reduction=reductions.PerDecision(),
+                               kl=objectives.SampledKL(0.0))
 
 
 def rloo(method: Method = Method()) -> Method:
     """RLOO: REINFORCE on whole completions, each compared with the mean of the others (2402.14740)."""
-    return replace(grpo(method), surrogate=objectives.Reinforce(), reduction=reductions.RowSums(),
-                   advantage=group.Advantage(scale="leave_one_out", order="rewards", clamp=math.inf),
-                   kl=objectives.SampledKL(0.0))
+    return grpo(method).having(surrogate=objectives.Reinforce(), reduction=reductions.RowSums(),
+                               advantage=group.Advantage(scale="leave_one_out", order="rewards", clamp=math.inf),
+                               kl=objectives.SampledKL(0.0))
 
 
 def reinforce_pp(method: Method = Method()) -> Method:
     """REINFORCE++ with a baseline: rewards less their group's mean, normalised over the batch; k2 KL (2501.03262)."""
-    return replace(grpo(method), advantage=group.Advantage(scale="none", order="gdpo", clamp=math.inf),
-                   reduction=reductions.PerDecision(), kl=objectives.SampledKL(1e-3, "k2"))
+    return grpo(method).having(advantage=group.Advantage(scale="none", order="gdpo", clamp=math.inf),
+                               reduction=reductions.PerDecision(), kl=objectives.SampledKL(1e-3, "k2"))
 
 
 def remax(method: Method = Method()) -> Method:
     """ReMax: REINFORCE on whole completions, each compared with the prompt's greedy one (2310.10505)."""
-    return replace(rloo(method), kernel=decoding.Decoding(greedy=1), advantage=baselines.First(),
-                   selection=selection.ButFirst())
+    return rloo(method).having(decoding=decoding.Decoding(greedy=1), advantage=baselines.First(),
+                               selection=selection.ButFirst())
 
 
 def ppo(method: Method = Method()) -> Method:
     """PPO: advantages per token by GAE, from a value model beside the policy; a clip and no KL (1707.06347)."""
-    return replace(grpo(method), value=gae.ValueHead(decay=0.95), advantage=baselines.NoBaseline(),
-                   reduction=reductions.PerDecision(), kl=objectives.SampledKL(0.0))
+    return grpo(method).having(value=gae.ValueHead(decay=0.95), advantage=baselines.NoBaseline(),
+                               reduction=reductions.PerDecision(), kl=objectives.SampledKL(0.0))
 
 
 def topr(method: Method = Method()) -> Method:
     """TOPR: REINFORCE whose bad samples count by their ratio, at most 1, and good ones fully (2503.14286)."""
-    return replace(rloo(method), log_ratio=objectives.CompletionRatio(), surrogate=sequence_losses.Tapered(),
-                   advantage=group.Advantage(scale="none", order="rewards", clamp=math.inf))
+    return rloo(method).having(log_ratio=objectives.CompletionRatio(), surrogate=sequence_losses.Tapered(),
+                               advantage=group.Advantage(scale="none", order="rewards", clamp=math.inf))
 
 
 def nft(method: Method = Method()) -> Method:
     """NFT for text: likelihood of right completions, and of wrong ones under an implicit policy (2505.18116)."""
-    return replace(grpo(method), advantage=correctness.Correctness(), selection=selection.DropZeroVariance(),
-                   surrogate=sequence_losses.ImplicitNegative(), reduction=reductions.PerDecision(),
-                   kl=objectives.SampledKL(0.0))
+    return grpo(method).having(advantage=correctness.Correctness(), selection=selection.DropZeroVariance(),
+                               surrogate=sequence_losses.ImplicitNegative(), reduction=reductions.PerDecision(),
+                               kl=objectives.SampledKL(0.0))
 
 
 def disco(method: Method = Method()) -> Method:
     """DisCO: scores of right completions above those of wrong ones, in a trust region (2505.12366)."""
-    return replace(grpo(method), advantage=correctness.Correctness(), surrogate=sequence_losses.Discriminative(),
-                   kl=objectives.SampledKL(0.0))
+    return grpo(method).having(advantage=correctness.Correctness(), surrogate=sequence_losses.Discriminative(),
+                               kl=objectives.SampledKL(0.0))
 
 
 def reg_grpo(method: Method = Method()) -> Method:
     """Reg-GRPO: the advantage regressed on the standardised log-ratio, without a clip (2506.07464)."""
-    return replace(grpo(method), log_ratio=objectives.CompletionRatio(), surrogate=sequence_losses.Regressed(),
-                   reduction=reductions.RowSums(), kl=objectives.SampledKL(0.0))
+    return grpo(method).having(log_ratio=objectives.CompletionRatio(), surrogate=sequence_losses.Regressed(),
+                               reduction=reductions.RowSums(), kl=objectives.SampledKL(0.0))
 
 
 def trpa(method: Method = Method()) -> Method:
     """TRPA: every better completion of a group preferred to every worse one, near the old policy (2504.04524)."""
-    return replace(grpo(method), surrogate=sequence_losses.Levels(), kl=objectives.SampledKL(0.0),
-                   advantage=group.Advantage(scale="none", order="rewards", clamp=math.inf))
+    return grpo(method).having(surrogate=sequence_losses.Levels(), kl=objectives.SampledKL(0.0),
+                               advantage=group.Advantage(scale="none", order="rewards", clamp=math.inf))
 
 
 def w_reinforce(method: Method = Method()) -> Method:
     """W-REINFORCE: wrong completions pushed down, right ones pulled up a tenth as strongly (2506.01347)."""
-    return replace(grpo(method), advantage=correctness.Signed(0.1, 1.0), reduction=reductions.PerDecision(),
-                   kl=objectives.SampledKL(0.0))
+    return grpo(method).having(advantage=correctness.Signed(0.1, 1.0), reduction=reductions.PerDecision(),
+                               kl=objectives.SampledKL(0.0))
 
 
 def gtpo(method: Method = Method()) -> Method:
     """GTPO: tokens that good and bad completions share are not pushed down, and pulled up twice (2508.03772)."""
-    return replace(grpo(method), surrogate=token_losses.Conflicts(), kl=objectives.SampledKL(0.0))
+    return grpo(method).having(surrogate=token_losses.Conflicts(), kl=objectives.SampledKL(0.0))
 
 
 def grpo_lambda(method: Method = Method()) -> Method:
     """GRPO-lambda: right answers earn less the longer they are, in groups that are mostly right (2505.18086)."""
-    return replace(grpo(method), shaping=length_shaping.LengthSwitch(), kl=objectives.SampledKL(0.0))
+    return grpo(method).having(shaping=length_shaping.LengthSwitch(), kl=objectives.SampledKL(0.0))
 
 
 def spo_chain(method: Method = Method()) -> Method:
     """SPO-chain: every segment's own advantage, by continuations from where it begins and ends (2505.23564)."""
-    return replace(grpo(method), spread=token_credit.SegmentChain(), reduction=reductions.PerDecision(),
-                   kl=objectives.SampledKL(1e-4, "k3"))
+    return grpo(method).having(spread=token_credit.SegmentChain(), reduction=reductions.PerDecision(),
+                               kl=objectives.SampledKL(1e-4, "k3"))
 
 
 def spo_tree(method: Method = Method()) -> Method:
     """SPO-tree: a tree of completions, whose segments are compared with what else went on from there (2505.23564)."""
-    return replace(spo_chain(method), draws=trees.Tree(), spread=token_credit.SegmentTree())
+    return spo_chain(method).having(draws=trees.Tree(), spread=token_credit.SegmentTree())
 
 
 def gigpo(method: Method = Method()) -> Method:
     """GiGPO: steps that begin in the same state are compared too, beside whole completions (2505.10978)."""
-    return replace(grpo(method), spread=token_credit.StepGroups(), kl=objectives.SampledKL(0.01, "k3"))
+    return grpo(method).having(spread=token_credit.StepGroups(), kl=objectives.SampledKL(0.01, "k3"))
 
 
 def s_grpo(method: Method = Method()) -> Method:
     """S-GRPO: one thought left at several places; of right answers the earlier ones earn more (2505.07686)."""
-    return replace(grpo(method), draws=groups.Serial(), shaping=length_shaping.ExitDecay(),
-                   kl=objectives.SampledKL(0.0))
+    return grpo(method).having(draws=groups.Serial(), shaping=length_shaping.ExitDecay(),
+                               kl=objectives.SampledKL(0.0))
 
 
 def latr(method: Method = Method()) -> Method:
     """LATR: completions that branch where the model wavers, and stay where they go apart (2510.24302)."""
-    return replace(grpo(method), draws=lookahead.Lookahead(), kl=objectives.SampledKL(0.0))
+    return grpo(method).having(draws=lookahead.Lookahead(), kl=objectives.SampledKL(0.0))
 
 
 def trace_rl(method: Method = Method()) -> Method:
     """TraceRL: of a masked language model, every token's ratio in the state of its own decoding step (2509.06949)."""
-    return replace(grpo(method), kernel=decoding.Unmasking(), selection=selection.DropZeroVariance(),
-                   reduction=reductions.PerDecision(), kl=objectives.SampledKL(0.01, "k3"), reference=references.Old())
+    return grpo(method).having(decoding=decoding.Unmasking(), selection=selection.DropZeroVariance(),
+                               reduction=reductions.PerDecision(), kl=objectives.SampledKL(0.01, "k3"),
+                                reference=references.Old())
 
 
 def trace_rl_value(method: Method = Method()) -> Method:
     """TraceRL with its value model: advantages per token, by GAE over the steps of a trace (2509.06949)."""
-    return replace(trace_rl(method), value=gae.ValueHead(), advantage=baselines.NoBaseline())
+    return trace_rl(method).having(value=gae.ValueHead(), advantage=baselines.NoBaseline())

@@ -49,7 +49,7 @@ def require(policy: Any, conditioning: Any, segments: bool = True) -> None:
 
 def goes_on(method: Any, explorations: Sequence[Exploration]) -> bool:
     """Return True if a method's calls resume where others ended, as they do if samples share steps."""
-    return bool(method.backprop) or any(each.splits or len(each.strides) > 1 for each in explorations)
+    return method.target.follows_reward or any(each.splits or len(each.strides) > 1 for each in explorations)
 
 
 def _task(policy: Any, steps: range) -> Task:

@@ -92,7 +92,7 @@ def parts(made):
 
 
 def test_old_scores_are_the_trainers_and_weights_tell_them_from_the_engines():
-    made = trainer(parts={"kernel": {"temperature": 0.8}})
+    made = trainer(parts={"decoding": {"temperature": 0.8}})
     assert type(made.explorer) is EngineExplorer
     found, asked = parts(made)
     lowered = copy.deepcopy(made.policy)
@@ -158,7 +158,7 @@ def test_the_loss_of_a_token_is_multiplied_by_its_weight():
             [taken] = part.transitions
             own = Completions(taken.ids, taken.prompts, taken.old, correction=weight(taken.correction))
             whole = type(part)(part.groups, part.prompts, None, (own,), (), part.advantages)
-            made.backward(whole, asked, {0: 1.0}, decisions(credited, made.method.reduction), Stats())
+            made.backward(whole, asked, {0: 1.0}, decisions(credited, made.method.loss.reduction), Stats())
         return torch.cat([parameter.grad.flatten() for parameter in made.policy.weights.parameters()])
 
     one, two, none = (gradient(lambda given, value=value: torch.full_like(given, value)) for value in (1.0, 2.0, 0.0))

@@ -260,7 +260,7 @@ def test_the_kind_of_a_model_is_told_by_its_architecture(tmp_path):
     assert found == [build.MASKED_LM] * 3 + [build.CAUSAL_LM]
     assert build.kind(tiny.config(), model()) == build.MASKED_LM
     assert build.kind(tiny.config(model="some/model", method="trace_rl")) == build.MASKED_LM
-    unmasks = {"kernel": {"type": "Unmasking"}}
+    unmasks = {"decoding": {"type": "Unmasking"}}
     assert build.kind(tiny.config(model="some/model", method="gspo", parts=unmasks)) == build.MASKED_LM
     assert build.kind(tiny.config(model="some/model", method="gspo")) == build.CAUSAL_LM
     with pytest.raises(UserError, match="config.json is not JSON"):
@@ -305,8 +305,8 @@ def test_a_models_own_code_runs_only_where_that_is_allowed(tmp_path, monkeypatch
 
 def test_trace_rl_is_as_published():
     found = methods.preset("trace_rl")
-    expected = {"kernel": Unmasking(), "log_ratio": PlainRatio(), "surrogate": Clip(0.2, 0.2),
-                "reduction": methods.preset("dapo").reduction, "kl": SampledKL(0.01, "k3"), "reference": Old(),
+    expected = {"decoding": Unmasking(), "log_ratio": PlainRatio(), "surrogate": Clip(0.2, 0.2),
+                "reduction": methods.preset("dapo").loss.reduction, "kl": SampledKL(0.01, "k3"), "reference": Old(),
                 "selection": DropZeroVariance(), "advantage": Advantage("group", "rewards", clamp=math.inf)}
     assert {key: getattr(found, key) for key in expected} == expected
 
@@ -314,9 +314,9 @@ def test_trace_rl_is_as_published():
 def test_what_is_for_tokens_unmasks_and_what_unmasks_is_not_for_causal_models():
     causal = ("spo_chain", "spo_tree", "gigpo", "s_grpo", "latr", "visurf", "rl_plus")
     assert {*presets.suited("masks")} == {*presets.suited("tokens"), "trace_rl", "trace_rl_value", "drakes"} - {*causal}
-    assert methods.preset("gspo").on("masks").kernel == Unmasking()
-    warm = overlay.with_parts(methods.preset("remax"), {"kernel": {"temperature": 0.5, "min_p": 0.1}})
-    assert warm.on("masks").kernel == Unmasking(0.5, min_p=0.1, greedy=1)
+    assert methods.preset("gspo").on("masks").rollout.decoding == Unmasking()
+    warm = overlay.with_parts(methods.preset("remax"), {"decoding": {"temperature": 0.5, "min_p": 0.1}})
+    assert warm.on("masks").rollout.decoding == Unmasking(0.5, min_p=0.1, greedy=1)
     assert methods.preset("trace_rl").on("masks") == methods.preset("trace_rl")
     with pytest.raises(UserError, match="masked language models .its kernel is Unmasking.*flowgrpo methods"):
         methods.preset("trace_rl").on("tokens")
@@ -348,7 +348,7 @@ def test_micro_batches_change_no_gradient(method, kernel):
         own.optimizer.zero_grad()
         own.anchor.begin(0, 1)
         for part in parts:
-            own.backward(part, asked, {0: 1.0}, decisions(parts, own.method.reduction), Stats())
+            own.backward(part, asked, {0: 1.0}, decisions(parts, own.method.loss.reduction), Stats())
         found.append(torch.cat([parameter.grad.flatten() for parameter in own.policy.weights.parameters()]))
     assert found[0].norm() > 0
     for other in found[1:]:
@@ -357,7 +357,7 @@ def test_micro_batches_change_no_gradient(method, kernel):
 
 @pytest.mark.parametrize("shrink", [2, 6])
 def test_the_first_ratio_of_shrunk_replays_is_one(shrink):
-    own = trainer(method="trace_rl", parts={"kernel": {"shrink": shrink, "temperature": 0.7}})
+    own = trainer(method="trace_rl", parts={"decoding": {"shrink": shrink, "temperature": 0.7}})
     own.run_epoch()
     assert own.first_ratio.found <= 1e-5
 
@@ -369,7 +369,7 @@ def arguments(folder, **options):
 
 
 def test_a_run_leaves_its_adapter_and_its_numbers(tmp_path):
-    settings, given = arguments(tmp_path, eval__every=1, parts={"kernel": {"per_step": 2}})
+    settings, given = arguments(tmp_path, eval__every=1, parts={"decoding": {"per_step": 2}})
     summary = run(settings, **given)
     assert summary["max_first_log_ratio"] <= 1e-5 and summary["unit"] == "tokens"
     assert math.isfinite(summary["after"]["short"])
@@ -399,7 +399,7 @@ def test_texts_from_a_finished_run_on_the_command_line(tmp_path, capsys):
     (tmp_path / "short.py").write_text("def short(texts, prompts):\n    return [-len(text) for text in texts]\n")
     settings = tiny.config(tmp_path, method="trace_rl", model=str(folder), prompts=str(tmp_path / "prompts.txt"),
                            reward=f"{tmp_path / 'short.py'}:short", train__lr=0.05, train__epochs=6,
-                           parts={"kernel": {"per_step": 3}})
+                           parts={"decoding": {"per_step": 3}})
     run(settings)
     capsys.readouterr()
     asked = ["sample", str(folder), "--prompt", "1+2=", "--prompt", "7+8=", "--lora", str(settings.folder)]

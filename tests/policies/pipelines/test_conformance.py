@@ -74,7 +74,7 @@ class Case:
 
     @cached_property
     def kernel(self):
-        return Method(kernel=FlowDDIM()).on(self.policy.process).kernel
+        return Method().having(kernel=FlowDDIM()).on(self.policy.process).rollout.kernel
 
     @cached_property
     def state(self) -> torch.Tensor:

@@ -69,7 +69,8 @@ def test_an_answer_among_failures_is_pulled_up():
         asked = own.explorer.conditioning(own.prompts[:1])
         ids = torch.tensor([[*own.policy.tokenizer("3", add_special_tokens=False)["input_ids"], own.policy.ends[0]]])
         with torch.no_grad():
-            return own.policy.log_probs(asked, torch.tensor([0]), ids, ids == ids, own.method.kernel).logp.sum().item()
+            decoding = own.method.rollout.decoding
+            return own.policy.log_probs(asked, torch.tensor([0]), ids, ids == ids, decoding).logp.sum().item()
 
     before = likely()
     for own.epoch in range(6):
@@ -82,7 +83,7 @@ def test_answers_go_with_causal_models_alone():
     with pytest.raises(UserError, match="the method is one of causal language models"):
         preset("visurf").on("masks")
     with pytest.raises(UserError, match="4 answers leave none of the group to train"):
-        resolve(tiny_text.config(method="visurf", parts={"kernel": {"expert": 4}}), "tokens")
+        resolve(tiny_text.config(method="visurf", parts={"decoding": {"expert": 4}}), "tokens")
 
 
 # RL-PLUS
@@ -138,8 +139,8 @@ def test_the_loop_knows_which_samples_are_answers(size):
 
 
 def test_a_mixture_without_answers_is_refused():
-    with pytest.raises(UserError, match="ExpertMixture is about answers .*parts.kernel.expert: 1"):
-        resolve(tiny_text.config(method="rl_plus", parts={"kernel": {"expert": 0}}), "tokens")
+    with pytest.raises(UserError, match="ExpertMixture is about answers .*parts.decoding.expert: 1"):
+        resolve(tiny_text.config(method="rl_plus", parts={"decoding": {"expert": 0}}), "tokens")
     with pytest.raises(ValueError, match="probability 0, expected 0 or more, and above 0 to 1"):
         ExpertMixture(probability=0)
 

@@ -12,6 +12,7 @@ from torch.nn.functional import one_hot
 from flowgrpo import methods
 from flowgrpo.errors import UserError
 from flowgrpo.methods import validate
+from flowgrpo.methods.targets import RelaxedTraces
 from flowgrpo.objectives import Ascent
 from flowgrpo.objectives.schedules import Adaptive, Constant, Linear
 from flowgrpo.policies.language.masked_lm import MaskedLM
@@ -200,8 +201,8 @@ def test_with_a_graph_or_without_the_walk_is_the_same():
 
 def test_defaults_and_what_cools():
     found = methods.preset("drakes")
-    assert (found.kernel, found.backprop, found.surrogate) == (RANDOM, GumbelSoftmax(), Ascent())
-    assert found.backprop == GumbelSoftmax(1.0, Constant(), 50, 0.1, False, False) and not found.records_steps
+    assert (found.rollout.decoding, found.target, found.loss.surrogate) == (RANDOM, RelaxedTraces(), Ascent())
+    assert found.target.relaxation == GumbelSoftmax(1.0, Constant(), 50, 0.1, False, False)
     assert methods.preset("dapo", "drakes") == found
     cooling = GumbelSoftmax(1.0, Linear(0.2))
     assert [cooling.in_epoch(epoch, 5).temperature for epoch in range(5)] == pytest.approx([1, 0.8, 0.6, 0.4, 0.2])
@@ -216,12 +217,13 @@ def test_impossible_fields_are_refused(wrong, told):
 
 
 @pytest.mark.parametrize("options, told", [
-    (dict(parts={"kernel": {"order": "confidence"}}), "order: random"),
-    (dict(parts={"kernel": {"top_k": 4, "greedy": 1}}), "greedy: 0, top_p: 1, top_k: 0"),
-    (dict(parts={"kl": {"weight": 0.1}}), "kl: {weight: 0}"),
-    (dict(method="drakes+trace_rl"), "the surrogate Clip reads log-probabilities"),
-    (dict(method="refl+trace_rl"), "type: GumbelSoftmax"),
-    (dict(method="trace_rl", parts={"surrogate": {"type": "Ascent"}}), "the method drakes")])
+    (dict(parts={"decoding": {"order": "confidence"}}), "order: random"),
+    (dict(parts={"decoding": {"top_k": 4, "greedy": 1}}), "greedy: 0, top_p: 1, top_k: 0"),
+    (dict(parts={"kl": {"weight": 0.1}}), "reads no kl: got parts.kl SampledKL"),
+    (dict(method="drakes+trace_rl"), "drakes trains a relaxed unmasking, and the whole completions"),
+    (dict(method="refl+trace_rl"), "refl trains a reward's gradient, and the whole completions"),
+    (dict(method="trace_rl", parts={"surrogate": {"type": "Ascent"}}),
+     "Ascent, which reads a relaxed unmasking or a reward's gradient")])
 def test_parts_that_do_not_go_with_a_gradient_are_refused(options, told):
     with pytest.raises(UserError) as caught:
         validate.resolve(tiny.config(**{"method": "drakes"} | options), "masks")
@@ -231,7 +233,7 @@ def test_parts_that_do_not_go_with_a_gradient_are_refused(options, told):
 def test_causal_models_and_denoisers_are_refused():
     with pytest.raises(UserError, match="masked language models"):
         validate.resolve(tiny.config(method="drakes"), "tokens")
-    with pytest.raises(UserError, match="GumbelSoftmax, which unmasks tokens"):
+    with pytest.raises(UserError, match="GumbelSoftmax does not belong there; there are: OneStep, Unroll"):
         validate.resolve(tiny.config(method="draft", parts={"backprop": {"type": "GumbelSoftmax"}}), "flow")
 
 
@@ -339,7 +341,7 @@ def test_the_tuned_model_approaches_the_known_optimum(trained):
     alpha, epochs = 0.5, 60
     trainer = made(trained, prompts=("=",), train__prompts=1, train__group=128, train__micro_batch=128,
                    train__epochs=epochs, train__lr=3e-3, train__schedule="linear",
-                   parts={"backprop": {"kl": alpha, "temperature": 0.5, "cooling": {"type": "Linear", "last": 0.2}}})
+                   parts={"relaxation": {"kl": alpha, "temperature": 0.5, "cooling": {"type": "Linear", "last": 0.2}}})
     base = tiny_dna.of_model(trainer.policy)
     ids = tiny_dna.sequences(tiny_dna.SIZE - 1)
     ended = (ids == 1).cumsum(1) > 0

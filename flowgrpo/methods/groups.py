@@ -1,0 +1,106 @@
+"""Groups of a method's parts: the rollout of a pipeline or of a language model, the credit, and the loss."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from flowgrpo import objectives
+from flowgrpo.advantages import group, selection, shaping, token_credit
+from flowgrpo.methods import adapted
+from flowgrpo.objectives import reductions, references
+from flowgrpo.samplers import kernels, old_policy, plans, preview, solvers
+from flowgrpo.samplers.text import decoding, groups
+
+
+@dataclass(frozen=True)
+class Denoising:
+    """Rollout of a pipeline.
+
+    kernel: the transition of stochastic steps.
+    plan: which steps are stochastic and which are trained.
+    solver: of the deterministic steps.
+    tail: share of the steps kept after the last stochastic one; 1 keeps the grid.
+    roots: initial noises per prompt, from which its samples grow (1: all share it, None: each has its own).
+    strides: granularities of the grid behind the last split.
+    preview: how initial noises are chosen; None: they are not.
+    lag: how slowly the old policy follows.
+    adapted: which modules are trained.
+    """
+
+    kernel: Any = kernels.FlowSDE(0.7)
+    plan: Any = plans.AllSteps()
+    solver: Any = solvers.Euler()
+    tail: float = 1.0
+    roots: int | None = None
+    strides: tuple[int, ...] = (1,)
+    preview: preview.Preview | None = None
+    lag: old_policy.Lag = old_policy.Lag()
+    adapted: adapted.Adapted = adapted.Adapted()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "strides", tuple(self.strides))  # a recipe gives a list
+        if not 0 < self.tail <= 1:
+            raise ValueError(f"tail is {self.tail}, expected above 0 and at most 1")
+
+
+@dataclass(frozen=True)
+class TextGeneration:
+    """Rollout of a language model.
+
+    decoding: temperature and cuts; of a masked model an `Unmasking`.
+    draws: how the completions of a group are drawn.
+    """
+
+    decoding: decoding.Decoding = decoding.Decoding()
+    draws: Any = groups.Parallel()
+
+    # What the rollout of a pipeline alone can choose: one granularity, drawn by the present policy without previews.
+    strides: ClassVar[tuple[int, ...]] = (1,)
+    lag: ClassVar[old_policy.Lag] = old_policy.Lag()
+    preview: ClassVar[None] = None
+
+
+@dataclass(frozen=True)
+class Credit:
+    """From rewards to the advantages of decisions.
+
+    shaping: what becomes of the rewards before they are compared.
+    advantage: how the rewards of a group are compared.
+    selection: which samples are trained.
+    spread: how the advantage of a completion is spread over its tokens.
+    value: the value model of a language model, or how the critic of edits learns; None: none.
+    """
+
+    shaping: Any = shaping.AsIs()
+    advantage: Any = group.Advantage(scale="batch", order="rewards")
+    selection: Any = selection.All()
+    spread: Any = token_credit.Evenly()
+    value: Any = None
+
+
+@dataclass(frozen=True)
+class Loss:
+    """From scores and advantages to the scalar that is minimised.
+
+    log_ratio: how far the policy has moved on a decision.
+    surrogate: the loss of a decision.
+    step_weight: how much a step of the grid counts.
+    reduction: what the loss is a mean over.
+    kl: the regulariser, and reference: the policy that it holds to.
+    """
+
+    log_ratio: Any = objectives.PlainRatio()
+    surrogate: Any = objectives.Clip(1e-4, 1e-4)
+    step_weight: Any = objectives.Uniform()
+    reduction: Any = reductions.PerDecision()
+    kl: Any = objectives.GaussianKL(0.0)
+    reference: Any = references.Base()
+
+    @property
+    def reads_means(self) -> bool:
+        """True where it needs the transitions' means, not their log-probabilities alone."""
+        of_means = isinstance(self.kl, (objectives.GaussianKL, objectives.OutputError))
+        return (of_means and objectives.regularises(self.kl) or isinstance(self.log_ratio, objectives.Guard)
+                or isinstance(self.surrogate, objectives.DivergenceMask)
+                or getattr(self.surrogate, "of_means", False))

@@ -1,0 +1,232 @@
+"""Targets: what the loss of a method scores. One class each, with the parts that it leaves unread and those that it
+takes. `rollouts.targets` and `rollouts.text_targets` sample, record and replay them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from flowgrpo import objectives
+from flowgrpo.advantages.baselines import Paired
+from flowgrpo.advantages.token_credit import Evenly
+from flowgrpo.methods.groups import Credit, Denoising, Loss, TextGeneration
+from flowgrpo.objectives import best_path, token_losses
+from flowgrpo.objectives.actor_critic import ActorCritic
+from flowgrpo.samplers import latent_edits, noised_finals, plans, reward_gradient
+from flowgrpo.samplers.rollout import Exploration
+from flowgrpo.samplers.text import gumbel_softmax
+from flowgrpo.samplers.text.decoding import Unmasking
+
+
+@dataclass(frozen=True)
+class Target:
+    """What the loss scores.
+
+    trains: its name in messages. of: the rollouts that have it.
+    unread: fields of the other groups that it leaves without effect.
+    takes: by such a field, the only kind of part that fits.
+    packs: True if `train.pack` can put its decisions into one call. follows_reward: True if it is the reward's
+    gradient.
+    """
+
+    trains: ClassVar[str]
+    of: ClassVar[type] = Denoising
+    unread: ClassVar[frozenset[str]] = frozenset()
+    takes: ClassVar[dict[str, type]] = {}
+    packs: ClassVar[bool] = False
+    follows_reward: ClassVar[bool] = False
+
+    @property
+    def reads_means(self) -> bool:
+        """True where it needs the means of transitions itself, whatever the loss reads."""
+        return False
+
+    def validate(self, rollout: Denoising | TextGeneration, credit: Credit, loss: Loss,
+                 explorations: Sequence[Exploration], group: int) -> None:
+        """Raise ValueError for parts that do not go together.
+
+        explorations: an epoch's of a pipeline, none of a language model. group: samples per prompt.
+        """
+
+
+_OF_TEXT = frozenset({"spread", "reduction"})  # a transition has one decision per row: nothing to spread or to average
+
+
+@dataclass(frozen=True)
+class RecordedSteps(Target):
+    """Stochastic steps of a rollout, by their log-probability.
+
+    tuning: a supervised term towards the best sample.
+    """
+
+    tuning: best_path.LayerTuning = best_path.LayerTuning()
+
+    trains: ClassVar[str] = "recorded steps"
+    unread: ClassVar[frozenset[str]] = _OF_TEXT | {"value"}
+    packs: ClassVar[bool] = True
+
+    @property
+    def reads_means(self) -> bool:
+        return self.tuning.weight > 0
+
+    def validate(self, rollout, credit, loss, explorations, group) -> None:
+        _require_steps(rollout)
+
+
+@dataclass(frozen=True)
+class JointDensity(Target):
+    """All recorded steps of a sample as one decision, by their joint density (ReinFlow, 2505.22094)."""
+
+    trains: ClassVar[str] = "a joint density"
+    unread: ClassVar[frozenset[str]] = _OF_TEXT | {"value", "strides", "step_weight"}
+
+    def validate(self, rollout, credit, loss, explorations, group) -> None:
+        _require_steps(rollout)
+        if any(each.splits for each in explorations):
+            raise ValueError("a joint density takes samples that share no state: set parts: {roots: null} and a plan "
+                             "without splits")
+        if loss.reads_means:
+            raise ValueError("a joint density has no mean: set parts.kl: {type: SampledKL}, or its weight to 0")
+
+
+@dataclass(frozen=True)
+class NoisedFinals(Target):
+    """Final states, noised to drawn times and scored by the old policy (DiffusionNFT and its kin).
+
+    times: when they are noised.
+    """
+
+    times: Any = noised_finals.GridTimes()
+
+    trains: ClassVar[str] = "noised finals"
+    unread: ClassVar[frozenset[str]] = _OF_TEXT | {"value", "strides"}
+    packs: ClassVar[bool] = True
+
+
+@dataclass(frozen=True)
+class RecordedPairs(NoisedFinals):
+    """Noised finals of recorded pairs, of which nothing is drawn: what a run with `preferences` makes of them."""
+
+    trains: ClassVar[str] = "recorded pairs"
+    unread: ClassVar[frozenset[str]] = NoisedFinals.unread | {"kernel", "plan", "solver", "tail", "roots", "redraw"}
+
+
+@dataclass(frozen=True)
+class RewardGradient(Target):
+    """The reward itself, whose gradient is followed through the last steps (DRaFT, AlignProp, ReFL).
+
+    backprop: how the steps from the plan's one on become the data.
+    """
+
+    backprop: Any = reward_gradient.Unroll()
+
+    trains: ClassVar[str] = "a reward's gradient"
+    follows_reward: ClassVar[bool] = True
+    unread: ClassVar[frozenset[str]] = _OF_TEXT | {"value", "tail", "strides", "step_weight", "kl", "reference",
+                                                   "redraw"}
+    takes: ClassVar[dict[str, type]] = {"surrogate": objectives.Ascent, "log_ratio": objectives.PlainRatio}
+
+    def validate(self, rollout, credit, loss, explorations, group) -> None:
+        _require_steps(rollout)
+        if len(explorations) > 1 or len(explorations[0].schedule.trained) > 1 or explorations[0].splits:
+            raise ValueError("a reward's gradient takes a plan with one trained step, where its graph begins, and "
+                             "samples that share no noise: set parts: {plan: {type: LastSteps}, roots: null}")
+
+
+@dataclass(frozen=True)
+class LatentEdits(Target):
+    """Edits of final states by a small policy, half of a group, beside their bases, the other half (EXPO, 2507.07986).
+
+    edit: the small policy.
+    """
+
+    edit: latent_edits.Edit = latent_edits.Edit()
+
+    trains: ClassVar[str] = "latent edits"
+    unread: ClassVar[frozenset[str]] = _OF_TEXT | {"strides", "preview", "lag", "adapted", "step_weight"}
+    takes: ClassVar[dict[str, type]] = {"surrogate": ActorCritic}
+
+    def validate(self, rollout, credit, loss, explorations, group) -> None:
+        if loss.surrogate.ratio and not isinstance(credit.advantage, Paired):
+            raise ValueError(f"the advantage {type(credit.advantage).__name__} gives bases some, which no policy drew: "
+                             "set parts.advantage: {type: Paired}, or surrogate: {ratio: 0, through: 1}")
+        if not loss.surrogate.critic and credit.value is None:
+            raise ValueError("surrogate.critic is 0 and there is no value part: the critic would learn nothing, set "
+                             "parts.value: {type: Recall}")
+        if group % 2:
+            raise ValueError(f"train.group is {group}: half of the samples are bases, the others their edits: use an "
+                             "even number")
+
+
+@dataclass(frozen=True)
+class Completions(Target):
+    """Tokens of completions, by their log-probability."""
+
+    trains: ClassVar[str] = "completions"
+    of: ClassVar[type] = TextGeneration
+    unread: ClassVar[frozenset[str]] = frozenset({"step_weight"})
+
+    def validate(self, rollout, credit, loss, explorations, group) -> None:
+        _require_samples(rollout, loss, group)
+        if credit.value is not None and type(credit.spread) is not Evenly:
+            raise ValueError(f"value and spread ({type(credit.spread).__name__}) both make advantages of tokens: set "
+                             "parts.spread: {type: Evenly}, or leave the value model out")
+        if group % rollout.draws.leaves:
+            raise ValueError(f"draws is {type(rollout.draws).__name__} with {rollout.draws.leaves} leaves: expected a "
+                             "train.group that is a multiple of them")
+        if isinstance(loss.surrogate, token_losses.ExpertMixture) and not rollout.decoding.expert:
+            raise ValueError("the surrogate ExpertMixture is about answers that join their group: set "
+                             "parts.decoding.expert: 1")
+        if getattr(loss.surrogate, "of_advantages", False) and type(credit.spread) is not Evenly:
+            raise ValueError(f"the surrogate {type(loss.surrogate).__name__} reads one advantage per completion, but "
+                             f"{type(credit.spread).__name__} spreads it: set parts.spread: {{type: Evenly}}")
+
+
+@dataclass(frozen=True)
+class Traces(Completions):
+    """Tokens of an unmasking's trace: what completions are of a masked language model."""
+
+    trains: ClassVar[str] = "traces of an unmasking"
+
+
+@dataclass(frozen=True)
+class RelaxedTraces(Target):
+    """The reward itself, whose gradient is followed through the unmasking of an answer (DRAKES, 2410.13643).
+
+    relaxation: what stands for drawn tokens.
+    """
+
+    relaxation: gumbel_softmax.GumbelSoftmax = gumbel_softmax.GumbelSoftmax()
+
+    trains: ClassVar[str] = "a relaxed unmasking"
+    follows_reward: ClassVar[bool] = True
+    of: ClassVar[type] = TextGeneration
+    unread: ClassVar[frozenset[str]] = frozenset({"step_weight", "reduction", "kl", "reference", "draws", "spread",
+                                                  "redraw", "value"})
+    takes: ClassVar[dict[str, type]] = {"surrogate": objectives.Ascent, "log_ratio": objectives.PlainRatio,
+                                        "decoding": Unmasking}
+
+    def validate(self, rollout, credit, loss, explorations, group) -> None:
+        _require_samples(rollout, loss, group)
+        own = rollout.decoding
+        fits = {"order: random": own.order == "random", "shrink: 1": own.shrink == 1, "greedy: 0": not own.greedy,
+                "top_p: 1, top_k: 0, min_p: 0": (own.top_p, own.top_k, own.min_p) == (1, 0, 0)}
+        if wrong := [cure for cure, fit in fits.items() if not fit]:
+            raise ValueError("a process whose KL is known chooses places by lot and cuts no token: set parts.decoding: "
+                             f"{{{', '.join(wrong)}}}")
+
+
+def _require_steps(rollout: Denoising) -> None:
+    if isinstance(rollout.plan, plans.NoSteps):
+        raise ValueError("the plan NoSteps records no step to be trained: set parts.target: {type: NoisedFinals}, or "
+                         "another plan")
+
+
+def _require_samples(rollout: TextGeneration, loss: Loss, group: int) -> None:
+    if loss.reads_means:
+        raise ValueError("a part reads means of transitions, which tokens have none of: use SampledKL and Clip")
+    if rollout.decoding.greedy + rollout.decoding.expert >= group:
+        given = {"greedy samples": rollout.decoding.greedy, "answers": rollout.decoding.expert}
+        told = " and ".join(f"{count} {what}" for what, count in given.items() if count)
+        raise ValueError(f"{told} leave none of the group to train")
