@@ -123,7 +123,7 @@ def test_every_entry_fits_and_some_say_what_they_change(name):
     method, preset = resolve(found), methods.preset(found.method)
     if "sol_rl" in name:
         assert (method.rollout.preview.pool, method.rollout.preview.steps) == (48, 4)
-        assert (preset.preview.pool, preset.preview.steps) == (96, 6)
+        assert (preset.rollout.preview.pool, preset.rollout.preview.steps) == (96, 6)
     assert found.train.inner_epochs == (2 if name.endswith("_twice") or method.target.edit else 1)
 
 

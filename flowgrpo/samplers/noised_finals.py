@@ -29,16 +29,6 @@ from flowgrpo.types import Gaussian, Scored, Transitions, wide
 
 
 @dataclass(frozen=True)
-class Recorded:
-    """No times: train the stochastic steps that the rollout recorded."""
-
-    shared = False
-
-    def __call__(self, grid: Tensor, epoch: int, seed: int) -> None:
-        return None
-
-
-@dataclass(frozen=True)
 class GridTimes:
     """Sigmas of the rollout's grid: one of every `every` steps, drawn anew each epoch from steps `start` to int(share *
     T) - 1 of T.

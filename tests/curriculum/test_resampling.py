@@ -154,7 +154,7 @@ def test_pictures_are_redrawn_too():
 
 @pytest.mark.parametrize("options, told", [
     (dict(method="tempflow_grpo+dynamic_sampling"), "redraw is Refill"),
-    (dict(method="refl+dynamic_sampling"), "redraw is Refill"),
+    (dict(method="refl+dynamic_sampling"), "reads no redraw: got the preset dynamic_sampling"),
     (dict(method="mix_grpo", parts={"redraw": {"type": "Refill", "turns": 1}}), "turns is 1"),
 ])
 def test_what_cannot_be_redrawn_is_told_in_a_line(options, told):

@@ -75,7 +75,7 @@ def trainer(policy: PipelinePolicy | None = None, rewards=None, **options: Any) 
     torch.manual_seed(settings.seed)
     policy = policy or PipelinePolicy(sd3(), settings.adapter, precision=settings.precision,
                                       guidance=settings.train.guidance, call=CALL, memory=settings.memory,
-                                      adapted=with_parts(preset(settings.method), settings.parts).adapted)
+                                      adapted=with_parts(preset(settings.method), settings.parts).rollout.adapted)
     return Trainer(settings, Accelerator(cpu=True), policy, rewards or {"red": red},
                    ([Prompt(text) for text in PROMPTS], []))
 

@@ -146,8 +146,8 @@ def test_a_value_that_the_host_has_already_is_no_setting():
 
 
 def test_a_preset_of_which_nothing_is_read_is_refused():
-    for method, told in (("grpo+sol_rl", "reads no preview: got the preset sol_rl"),
-                         ("grpo+texforce", "adapted.encoders trains a pipeline's text encoders")):
+    for method, told in (("grpo+sol_rl", "method grpo+sol_rl: a method that trains completions reads no preview"),
+                         ("grpo+texforce", "method grpo+texforce: a method that trains completions reads no adapted")):
         assert told in answer("tokens", method, {})
     assert answer("flow", "draft+knapsack_rl", {}) == with_parts(preset("draft", "knapsack_rl"), {})
 

@@ -144,8 +144,8 @@ def test_on_a_flow_it_draws_what_the_stock_scheduler_draws(seed):
 # --- the method -------------------------------------------------------------------------------------------------------
 
 def test_it_takes_the_form_of_the_process():
-    assert preset("rlcm").on("flow").kernel == kernels.CPS(1.0)
-    assert preset("rlcm").on("vp").kernel == kernels.VPCPS(1.0)
+    assert preset("rlcm").on("flow").rollout.kernel == kernels.CPS(1.0)
+    assert preset("rlcm").on("vp").rollout.kernel == kernels.VPCPS(1.0)
 
 
 @pytest.mark.parametrize("process", POLICIES)

@@ -244,7 +244,7 @@ def test_options_that_do_not_go_together_are_told(options, told):
 def test_the_preset_changes_what_is_trained_and_nothing_else():
     assert methods.preset("ddpo+texforce") == methods.preset("ddpo").having(adapted=ALONE)
     both = overlay.with_parts(methods.preset("ddpo+texforce"), {"adapted": {"denoisers": True}})
-    assert both.adapted == BOTH and methods.preset("ddpo").parts()["adapted"] == Adapted()
+    assert both.rollout.adapted == BOTH and methods.preset("ddpo").parts()["adapted"] == Adapted()
 
 
 def test_something_has_to_be_trained():
@@ -256,5 +256,5 @@ def test_something_has_to_be_trained():
         trained_modules(pipe, ALONE)
     with pytest.raises(UserError, match="adapter.encoder_targets.*match no module of the text_encoder"):
         PipelinePolicy(tiny.sd3(), Adapter(rank=2, encoder_targets=["nothing"]), adapted=ALONE)
-    with pytest.raises(UserError, match="a language model has none"):
+    with pytest.raises(UserError, match="reads no adapted"):
         validate.resolve(tiny.config(method="grpo+texforce"), "tokens")

@@ -204,7 +204,7 @@ def test_a_run_that_goes_on_with_another_reference_begins_it_anew(tmp_path):
 
 def test_a_recipe_names_its_reference():
     assert preset("flow_grpo").parts()["reference"] == Base()
-    assert with_parts(preset("flow_grpo"), {"reference": {"type": "Soup", "every": 5}}).reference == Soup(every=5)
+    assert with_parts(preset("flow_grpo"), {"reference": {"type": "Soup", "every": 5}}).loss.reference == Soup(every=5)
     with pytest.raises(UserError, match="parts.reference.type: Sliding does not belong there; there are: Base, EMA"):
         with_parts(preset("flow_grpo"), {"reference": {"type": "Sliding"}})
 

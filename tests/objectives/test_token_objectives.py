@@ -188,7 +188,7 @@ def test_options_go_over_any_host_of_tokens():
     assert preset("entropy_bonus").reads_entropy and preset("high_entropy").reads_entropy
     assert not preset("llds").reads_entropy and not preset("gtpo").reads_entropy
     changed = with_parts(preset("high_entropy"), {"surrogate": {"share": 0.3, "surrogate": {"high": 0.4}}})
-    assert changed.surrogate == HighEntropy(Clip(0.2, 0.4), 0.3)
+    assert changed.loss.surrogate == HighEntropy(Clip(0.2, 0.4), 0.3)
     with pytest.raises(UserError, match="HighEntropy: surrogate is Regressed.*expected one of single tokens"):
         preset("reg_grpo+high_entropy")
 

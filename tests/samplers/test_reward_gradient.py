@@ -235,10 +235,12 @@ def test_impossible_fields_are_refused(make, told):
 
 def test_defaults():
     refl, draft, alignprop = map(preset, PRESETS)
-    assert (refl.plan, refl.backprop, refl.surrogate) == (LateStep(0.75), OneStep(), Ascent(2.0))
-    assert (draft.plan, draft.backprop, draft.surrogate) == (LastSteps(1), Unroll(), Ascent())
-    assert (alignprop.plan, alignprop.backprop) == (RandomLast(0.16, 0.1), Unroll(checkpointing=True))
-    assert refl.kernel == draft.kernel == FlowDDIM(0.0) and alignprop.kernel == FlowDDIM(1.0)
+    published = {refl: (LateStep(0.75), OneStep(), Ascent(2.0), FlowDDIM(0.0)),
+                 draft: (LastSteps(1), Unroll(), Ascent(), FlowDDIM(0.0)),
+                 alignprop: (RandomLast(0.16, 0.1), Unroll(checkpointing=True), Ascent(), FlowDDIM(1.0))}
+    for method, (plan, backprop, surrogate, kernel) in published.items():
+        assert (method.rollout.plan, method.rollout.kernel) == (plan, kernel)
+        assert (method.target.backprop, method.loss.surrogate) == (backprop, surrogate)
     for name in PRESETS:
         assert preset("grpo_guard", name) == preset(name)
     assert preset("draft", "sol_rl").parts()["preview"] == preset("sol_rl", "draft").parts()["preview"] is not None

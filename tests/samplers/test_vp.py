@@ -386,7 +386,7 @@ def test_the_cure_works():
     cures = {"kernel": {"type": "FlowDDIM", "eta": 1.0}, "solver": {"type": "Euler"}, "tail": 1.0, "strides": [1],
              "step_weight": {"type": "Uniform"}}
     for name in ("mix_grpo_flash+grpo_guard", "granular_grpo", "flow_grpo"):
-        assert with_parts(preset(name), cures).on("vp").kernel == DDIM(1.0)
+        assert with_parts(preset(name), cures).on("vp").rollout.kernel == DDIM(1.0)
 
 
 def test_a_run_is_refused_before_it_starts():

@@ -20,7 +20,7 @@ from tests.helpers import tiny
 
 @pytest.mark.parametrize("surrogate, limit", [
     (Clip(1e-4, 1e-4), 1e-5), (Clip(0.2, 2e-6), 2e-7), (Clip(0.1, 0.3), 1e-2), (Clip(0.1, math.inf), 1e-2),
-    (with_parts(preset("ddpo"), {"surrogate": {"type": "Reinforce"}}).surrogate, 1e-5),
+    (with_parts(preset("ddpo"), {"surrogate": {"type": "Reinforce"}}).loss.surrogate, 1e-5),
 ])
 def test_limits_by_hand(surrogate, limit):
     explorer = SimpleNamespace(processes=Processes())  # nothing is replayed here

@@ -128,4 +128,5 @@ def expo(method: Method = Method()) -> Method:
     return method.having(target=targets.LatentEdits(latent_edits.Edit()), kernel=kernels.FlowDDIM(0.0),
                          plan=plans.NoSteps(), roots=None, advantage=baselines.Paired(),
                          log_ratio=objectives.PlainRatio(), surrogate=actor_critic.ActorCritic(),
+                         step_weight=objectives.Uniform(),
                          kl=objectives.GaussianKL(0.01), value=gae.Recall())

@@ -150,9 +150,9 @@ def latr(method: Method = Method()) -> Method:
 
 def trace_rl(method: Method = Method()) -> Method:
     """TraceRL: of a masked language model, every token's ratio in the state of its own decoding step (2509.06949)."""
-    return grpo(method).having(decoding=decoding.Unmasking(), selection=selection.DropZeroVariance(),
-                               reduction=reductions.PerDecision(), kl=objectives.SampledKL(0.01, "k3"),
-                                reference=references.Old())
+    return grpo(method).having(target=targets.Traces(), decoding=decoding.Unmasking(),
+                               selection=selection.DropZeroVariance(), reduction=reductions.PerDecision(),
+                               kl=objectives.SampledKL(0.01, "k3"), reference=references.Old())
 
 
 def trace_rl_value(method: Method = Method()) -> Method:

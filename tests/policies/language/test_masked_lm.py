@@ -308,7 +308,7 @@ def test_trace_rl_is_as_published():
     expected = {"decoding": Unmasking(), "log_ratio": PlainRatio(), "surrogate": Clip(0.2, 0.2),
                 "reduction": methods.preset("dapo").loss.reduction, "kl": SampledKL(0.01, "k3"), "reference": Old(),
                 "selection": DropZeroVariance(), "advantage": Advantage("group", "rewards", clamp=math.inf)}
-    assert {key: getattr(found, key) for key in expected} == expected
+    assert {key: found.parts()[key] for key in expected} == expected
 
 
 def test_what_is_for_tokens_unmasks_and_what_unmasks_is_not_for_causal_models():
@@ -318,7 +318,7 @@ def test_what_is_for_tokens_unmasks_and_what_unmasks_is_not_for_causal_models():
     warm = overlay.with_parts(methods.preset("remax"), {"decoding": {"temperature": 0.5, "min_p": 0.1}})
     assert warm.on("masks").rollout.decoding == Unmasking(0.5, min_p=0.1, greedy=1)
     assert methods.preset("trace_rl").on("masks") == methods.preset("trace_rl")
-    with pytest.raises(UserError, match="masked language models .its kernel is Unmasking.*flowgrpo methods"):
+    with pytest.raises(UserError, match="masked language models .it samples by Unmasking.*flowgrpo methods"):
         methods.preset("trace_rl").on("tokens")
     with pytest.raises(UserError, match="one of denoisers"):
         methods.preset("mix_grpo").on("masks")
