@@ -107,8 +107,8 @@ class Trainer:
 
     def prompt_weights(self) -> list[float] | None:
         """Return the method's sampling weight of each prompt, from its memory; None if it has none."""
-        wanted = getattr(self.method.credit.advantage, "prompt_weights", None)
-        return wanted and wanted(self.memory, [prompt.key for prompt in self.prompts]).tolist()
+        wanted = self.method.credit.advantage.prompt_weights(self.memory, [prompt.key for prompt in self.prompts])
+        return None if wanted is None else wanted.tolist()
 
     def sample(self, batch: list[Prompt], turn: int = 0) -> tuple[list[Part], Any, torch.Tensor]:
         """Sample and score groups of these prompts; a thread scores one part while the next one is sampled.

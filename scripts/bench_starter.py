@@ -99,7 +99,7 @@ def epoch_cost(config: Config, epoch: int) -> int:
         return doubled * cost.rollout(explorations, train.prompts)
     noised = method.noised(shifted(train.steps, train.shift), train.group, epoch, config.seed)
     own = kept(method, train.group)
-    cut = getattr(method.loss.surrogate, "of_groups", False) and (own * train.group > train.micro_batch or train.pack)
+    cut = method.loss.surrogate.reads_groups and (own * train.group > train.micro_batch or train.pack)
     reference = method.loss.kl.weight > 0 or method.compares_with_reference  # whose scores serve all inner epochs
     passes = train.inner_epochs * (1 + cut) + reference + (epoch == 0)
     spent = 0 if config.preferences else cost.rollout(explorations, train.prompts)

@@ -12,6 +12,7 @@ import torch
 from flowgrpo import methods
 from flowgrpo.config import validate
 from flowgrpo.data.prompts import Prompt
+from flowgrpo.methods.targets import LatentEdits
 from flowgrpo.methods.validate import require_recorded_pairs, resolve
 from flowgrpo.rewards import differentiable
 from flowgrpo.run import run
@@ -124,7 +125,7 @@ def test_every_entry_fits_and_some_say_what_they_change(name):
     if "sol_rl" in name:
         assert (method.rollout.preview.pool, method.rollout.preview.steps) == (48, 4)
         assert (preset.rollout.preview.pool, preset.rollout.preview.steps) == (96, 6)
-    assert found.train.inner_epochs == (2 if name.endswith("_twice") or method.target.edit else 1)
+    assert found.train.inner_epochs == (2 if name.endswith("_twice") or isinstance(method.target, LatentEdits) else 1)
 
 
 def test_passes_over_a_batch_are_all_that_tells_the_twice_apart():

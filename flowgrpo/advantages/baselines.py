@@ -28,13 +28,14 @@ from flowgrpo.advantages.group import (
     whitened,
     zero_variance,
 )
+from flowgrpo.advantages.rule import AdvantageRule
 from flowgrpo.types import Context
 
 METRICS = ("logp",)
 
 
 @dataclass(frozen=True)
-class VirtualBest:
+class VirtualBest(AdvantageRule):
     """`virtual_best` of the weighted sum, whose largest possible value is `best` (NGRPO, 2509.18851)."""
 
     best: float = 1.0
@@ -48,7 +49,7 @@ class VirtualBest:
 
 
 @dataclass(frozen=True)
-class First:
+class First(AdvantageRule):
     """Weighted sum less that of the group's first sample, a greedy one: ReMax's baseline (2310.10505).
 
     The advantage is 0 if the first sample, or the sample itself, has no reward.
@@ -65,7 +66,7 @@ class First:
 
 
 @dataclass(frozen=True)
-class NoBaseline:
+class NoBaseline(AdvantageRule):
     """Weighted sum of the rewards itself, 0 without any: for a method with a value model (`value`)."""
 
     def __call__(self, rewards: Tensor, weights: Tensor | Sequence[float], context: Context | None = None) -> Tensor:
@@ -73,7 +74,7 @@ class NoBaseline:
 
 
 @dataclass(frozen=True)
-class RiskAverse:
+class RiskAverse(AdvantageRule):
     """Mixed value-at-risk weights of RiskPO (2510.00911) as an advantage, per group.
 
     A = `risk_weights` / (2 + omega) / the group's deviation (ddof 1, eps 1e-8), as in the released code, whose omega is
@@ -101,7 +102,7 @@ class RiskAverse:
 
 
 @dataclass(frozen=True)
-class Conditional:
+class Conditional(AdvantageRule):
     """`conditional` on a metric of the samples (CANON, 2509.23962): "logp", their old log-probability.
 
     Needs a context that has it.
@@ -124,7 +125,7 @@ class Conditional:
 
 
 @dataclass(frozen=True)
-class ValueTracker:
+class ValueTracker(AdvantageRule):
     """Success rate tracked for every prompt as its baseline, then normalised over the batch (SPO, 2509.13232).
 
     A = whitened(r - v) with v = successes / evidence, as they were before this batch; then both are multiplied by
@@ -247,7 +248,7 @@ def _require_rates(total: Tensor) -> None:
 
 
 @dataclass(frozen=True)
-class Paired:
+class Paired(AdvantageRule):
     """Reward of an edit less its base's, for groups of (base, its edit), (base, its edit), ...; the differences are
     standardised over the whole batch.
 

@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from flowgrpo.advantages.group import weighted_sum, zero_variance
+from flowgrpo.advantages.rule import AdvantageRule
 from flowgrpo.types import Context
 
 
 @dataclass(frozen=True)
-class Correctness:
+class Correctness(AdvantageRule):
     """1 - p for a right sample and -p for a wrong one, p the share of right ones in the group, for losses that need
     both (NFT for text, 2505.18116; DisCO, 2505.12366).
 
@@ -32,7 +33,7 @@ class Correctness:
 
 
 @dataclass(frozen=True)
-class Signed:
+class Signed(AdvantageRule):
     """`positive` for a right sample and -`negative` for a wrong one, without comparison in the group (2506.01347).
 
     Right is a weighted sum of at least `threshold`. positive 0.1 and negative 1 are the paper's W-REINFORCE, 0 and 1

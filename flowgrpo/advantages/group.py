@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flowgrpo.advantages.rule import AdvantageRule
 from flowgrpo.types import Context, wide
 
 RELATIVE_NOISE = 1e-6
@@ -26,7 +27,7 @@ ORDERS = ("advantages", "rewards", "gdpo")
 
 
 @dataclass(frozen=True)
-class Advantage:
+class Advantage(AdvantageRule):
     """`combine` with its settings, as a part of a method: rewards [P, G, R] and weights [R] to advantages [P, G].
 
     scale: one of `group_relative`, or "running", which needs a context and keeps the last `buffer` rewards of every
@@ -267,7 +268,7 @@ POOLED_SCALES = ("group", "none", "leave_one_out")
 
 
 @dataclass(frozen=True)
-class Pooled:
+class Pooled(AdvantageRule):
     """`group_relative` of the weighted sum, with all groups of one prompt in an epoch as one group.
 
     For an epoch that samples a prompt several times, such as that of `Knapsack` (2509.25849).

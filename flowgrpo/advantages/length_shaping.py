@@ -8,11 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from flowgrpo.advantages.shaping import Shaping
 from flowgrpo.types import Context, wide
 
 
 @dataclass(frozen=True)
-class LengthSwitch:
+class LengthSwitch(Shaping):
     """Right samples earn less the longer they are, in groups with a high share of right ones; other groups are
     unchanged (GRPO-lambda, 2505.18086).
 
@@ -68,7 +69,7 @@ def shortened(rewards: Tensor, right: Tensor, lengths: Tensor, alpha: float) -> 
 
 
 @dataclass(frozen=True)
-class ExitDecay:
+class ExitDecay(Shaping):
     """Exponential decay of a group's right samples: the first keeps its reward, and each further one has half of the
     one before (S-GRPO, 2505.07686, whose group is one thought left at ever later places: `Serial`).
 

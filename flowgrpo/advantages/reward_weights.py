@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from flowgrpo.advantages.group import group_relative, require_clamp
+from flowgrpo.advantages.rule import AdvantageRule
 from flowgrpo.types import Context, wide
 
 
 @dataclass(frozen=True)
-class Influence:
+class Influence(AdvantageRule):
     """One advantage per reward, standardised in its group, then their sum under weights that `adapted` moves by `rate`.
 
     After the gradient-based weights of 2509.11452. There the inner products are those of gradients of all parameters,

@@ -19,8 +19,21 @@ from flowgrpo.types import Context, wide
 LABELS = 2407_12164  # separates the draw of labels from others of an epoch
 
 
+class Shaping:
+    """Rewards before they are compared: base class.
+
+    merges: several rewards become one, of weight 1.
+    """
+
+    merges = False
+
+    def __call__(self, rewards: Tensor, context: Context | None = None) -> Tensor:
+        """Return the rewards [P, G, R], [P, G, 1] if it merges them; NaN where none applies."""
+        raise NotImplementedError
+
+
 @dataclass(frozen=True)
-class AsIs:
+class AsIs(Shaping):
     """Leave rewards as they are."""
 
     def __call__(self, rewards: Tensor, context: Context | None = None) -> Tensor:
@@ -28,7 +41,7 @@ class AsIs:
 
 
 @dataclass(frozen=True)
-class Unlikely:
+class Unlikely(Shaping):
     """`unlikely` by the samples' old log-probabilities, from the context (Rewarding the Unlikely, 2506.02355)."""
 
     beta: float = 0.25
@@ -42,7 +55,7 @@ class Unlikely:
 
 
 @dataclass(frozen=True)
-class WinRate:
+class WinRate(Shaping):
     """Win rate of every reward within the group, at the given margin: `lifted` (Pref-GRPO, 2508.20751).
 
     Rewards that are win rates already, those of a pairwise judge, are unchanged: the context names them.
@@ -62,7 +75,7 @@ class WinRate:
 
 
 @dataclass(frozen=True)
-class Binary:
+class Binary(Shaping):
     """1 where a reward reaches the threshold, else 0 (the binary reward of DanceGRPO, 2505.07818, whose threshold is
     not published)."""
 
@@ -74,7 +87,7 @@ class Binary:
 
 
 @dataclass(frozen=True)
-class Overlong:
+class Overlong(Shaping):
     """Rewards less DAPO's soft overlong punishment (2503.14476, equation 13): 0 up to the last `share` of the tokens
     that a completion may have, then linear growth to 1 at the last one."""
 
@@ -93,7 +106,7 @@ class Overlong:
 
 
 @dataclass(frozen=True)
-class BradleyTerry:
+class BradleyTerry(Shaping):
     """Labels drawn from rewards, anew each epoch: the first of two samples is above the second with the probability
     sigmoid(scale * (r_1 - r_2)) of Bradley and Terry (RPO, 2407.12164, its code).
 
@@ -103,7 +116,7 @@ class BradleyTerry:
     """
 
     scale: float = 1.0
-    merges = True  # several rewards become one, of weight 1
+    merges = True
 
     def __post_init__(self) -> None:
         if not 0 < self.scale < math.inf:

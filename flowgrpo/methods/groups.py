@@ -3,12 +3,29 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from flowgrpo import objectives
 from flowgrpo.advantages import group, selection, shaping, token_credit
+from flowgrpo.advantages.gae import Recall, ValueHead
+from flowgrpo.advantages.rule import AdvantageRule
+from flowgrpo.advantages.shaping import Shaping
 from flowgrpo.methods import adapted
+from flowgrpo.methods.parts import (
+    GroupDraw,
+    Kernel,
+    Plan,
+    Reduction,
+    Reference,
+    Selection,
+    Solver,
+    StepWeight,
+    TokenCredit,
+)
 from flowgrpo.objectives import reductions, references
+from flowgrpo.objectives.kl import Penalty
+from flowgrpo.objectives.ratios import LogRatio
+from flowgrpo.objectives.surrogates import Surrogate
 from flowgrpo.samplers import kernels, old_policy, plans, preview, solvers
 from flowgrpo.samplers.text import decoding, groups
 
@@ -28,9 +45,9 @@ class Denoising:
     adapted: which modules are trained.
     """
 
-    kernel: Any = kernels.FlowSDE(0.7)
-    plan: Any = plans.AllSteps()
-    solver: Any = solvers.Euler()
+    kernel: Kernel = kernels.FlowSDE(0.7)
+    plan: Plan = plans.AllSteps()
+    solver: Solver = solvers.Euler()
     tail: float = 1.0
     roots: int | None = None
     strides: tuple[int, ...] = (1,)
@@ -53,7 +70,7 @@ class TextGeneration:
     """
 
     decoding: decoding.Decoding = decoding.Decoding()
-    draws: Any = groups.Parallel()
+    draws: GroupDraw = groups.Parallel()
 
     # What the rollout of a pipeline alone can choose: one granularity, drawn by the present policy without previews.
     strides: ClassVar[tuple[int, ...]] = (1,)
@@ -72,11 +89,11 @@ class Credit:
     value: the value model of a language model, or how the critic of edits learns; None: none.
     """
 
-    shaping: Any = shaping.AsIs()
-    advantage: Any = group.Advantage(scale="batch", order="rewards")
-    selection: Any = selection.All()
-    spread: Any = token_credit.Evenly()
-    value: Any = None
+    shaping: Shaping = shaping.AsIs()
+    advantage: AdvantageRule = group.Advantage(scale="batch", order="rewards")
+    selection: Selection = selection.All()
+    spread: TokenCredit = token_credit.Evenly()
+    value: ValueHead | Recall | None = None
 
 
 @dataclass(frozen=True)
@@ -90,17 +107,15 @@ class Loss:
     kl: the regulariser, and reference: the policy that it holds to.
     """
 
-    log_ratio: Any = objectives.PlainRatio()
-    surrogate: Any = objectives.Clip(1e-4, 1e-4)
-    step_weight: Any = objectives.Uniform()
-    reduction: Any = reductions.PerDecision()
-    kl: Any = objectives.GaussianKL(0.0)
-    reference: Any = references.Base()
+    log_ratio: LogRatio = objectives.PlainRatio()
+    surrogate: Surrogate = objectives.Clip(1e-4, 1e-4)
+    step_weight: StepWeight = objectives.Uniform()
+    reduction: Reduction = reductions.PerDecision()
+    kl: Penalty = objectives.GaussianKL(0.0)
+    reference: Reference = references.Base()
 
     @property
     def reads_means(self) -> bool:
         """True where it needs the transitions' means, not their log-probabilities alone."""
-        of_means = isinstance(self.kl, (objectives.GaussianKL, objectives.OutputError))
-        return (of_means and objectives.regularises(self.kl) or isinstance(self.log_ratio, objectives.Guard)
-                or isinstance(self.surrogate, objectives.DivergenceMask)
-                or getattr(self.surrogate, "of_means", False))
+        return (self.log_ratio.reads_means or self.surrogate.reads_means
+                or self.kl.reads_means and objectives.regularises(self.kl))

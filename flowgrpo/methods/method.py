@@ -14,6 +14,7 @@ from flowgrpo import objectives
 from flowgrpo.curriculum import order, resampling
 from flowgrpo.errors import UserError
 from flowgrpo.methods.groups import Credit, Denoising, Loss, TextGeneration
+from flowgrpo.methods.parts import Curriculum, Redraw
 from flowgrpo.methods.targets import Completions, NoisedFinals, RecordedSteps, Target, Traces
 from flowgrpo.objectives import forward_process
 from flowgrpo.samplers import kernels, noised_finals, plans, solvers
@@ -46,8 +47,8 @@ class Method:
     target: Target = RecordedSteps()
     credit: Credit = Credit()
     loss: Loss = Loss()
-    curriculum: Any = order.Walk()
-    redraw: Any = resampling.Never()
+    curriculum: Curriculum = order.Walk()
+    redraw: Redraw = resampling.Never()
 
     def __post_init__(self) -> None:
         if not isinstance(self.rollout, self.target.of):
@@ -183,12 +184,12 @@ class Method:
     @property
     def compares_with_reference(self) -> bool:
         """True where the surrogate reads the reference's scores, whatever the KL."""
-        return getattr(self.loss.surrogate, "of_reference", False)
+        return self.loss.surrogate.reads_reference
 
     @property
     def reads_entropy(self) -> bool:
         """True where the loss needs the entropy of every token's distribution."""
-        return getattr(self.loss.surrogate, "of_entropy", False)
+        return self.loss.surrogate.reads_entropy
 
     @property
     def for_tokens(self) -> bool:

@@ -88,8 +88,8 @@ def _overlay(part: Any, changes: dict[str, Any], path: str) -> Any:
 
 
 def _named(part: Any, name: Any, path: str) -> type:
-    """The type of that name, which goes where `part` stands, or to the absent one that the path ends with."""
-    place = path.rpartition(".")[2] if part is None else registry.PLACES[type(part)]
+    """Return the type of that name, which goes where `part` stands, or to the place that the path ends with."""
+    place = registry.PLACES.get(type(part), path.rpartition(".")[2])
     if name not in registry.TYPES:
         raise UserError(f"{path}.type: unknown part {name!r}{nearest(str(name), sorted(registry.TYPES))}")
     if registry.PLACES[registry.TYPES[name]] != place:

@@ -5,15 +5,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from flowgrpo import objectives
 from flowgrpo.advantages.baselines import Paired
 from flowgrpo.advantages.token_credit import Evenly
 from flowgrpo.methods.groups import Credit, Denoising, Loss, TextGeneration
+from flowgrpo.methods.parts import Backprop, Times
 from flowgrpo.objectives import best_path, token_losses
 from flowgrpo.objectives.actor_critic import ActorCritic
-from flowgrpo.samplers import latent_edits, noised_finals, plans, reward_gradient
+from flowgrpo.samplers import latent_edits, noised_finals, reward_gradient
 from flowgrpo.samplers.rollout import Exploration
 from flowgrpo.samplers.text import gumbel_softmax
 from flowgrpo.samplers.text.decoding import Unmasking
@@ -23,17 +24,20 @@ from flowgrpo.samplers.text.decoding import Unmasking
 class Target:
     """What the loss scores.
 
-    trains: its name in messages. of: the rollouts that have it.
+    trains: its name in messages.
+    of: the rollouts that have it.
     unread: fields of the other groups that it leaves without effect.
     takes: by such a field, the only kind of part that fits.
-    packs: True if `train.pack` can put its decisions into one call. follows_reward: True if it is the reward's
-    gradient.
+    trains_steps: True if it needs steps that draw noise.
+    packs: True if `train.pack` can put its decisions into one call.
+    follows_reward: True if it is the reward's gradient.
     """
 
     trains: ClassVar[str]
     of: ClassVar[type] = Denoising
     unread: ClassVar[frozenset[str]] = frozenset()
     takes: ClassVar[dict[str, type]] = {}
+    trains_steps: ClassVar[bool] = False
     packs: ClassVar[bool] = False
     follows_reward: ClassVar[bool] = False
 
@@ -63,6 +67,7 @@ class RecordedSteps(Target):
     tuning: best_path.LayerTuning = best_path.LayerTuning()
 
     trains: ClassVar[str] = "recorded steps"
+    trains_steps: ClassVar[bool] = True
     unread: ClassVar[frozenset[str]] = _OF_TEXT | {"value"}
     packs: ClassVar[bool] = True
 
@@ -70,19 +75,16 @@ class RecordedSteps(Target):
     def reads_means(self) -> bool:
         return self.tuning.weight > 0
 
-    def validate(self, rollout, credit, loss, explorations, group) -> None:
-        _require_steps(rollout)
-
 
 @dataclass(frozen=True)
 class JointDensity(Target):
     """All recorded steps of a sample as one decision, by their joint density (ReinFlow, 2505.22094)."""
 
     trains: ClassVar[str] = "a joint density"
+    trains_steps: ClassVar[bool] = True
     unread: ClassVar[frozenset[str]] = _OF_TEXT | {"value", "strides", "step_weight"}
 
     def validate(self, rollout, credit, loss, explorations, group) -> None:
-        _require_steps(rollout)
         if any(each.splits for each in explorations):
             raise ValueError("a joint density takes samples that share no state: set parts: {roots: null} and a plan "
                              "without splits")
@@ -97,7 +99,7 @@ class NoisedFinals(Target):
     times: when they are noised.
     """
 
-    times: Any = noised_finals.GridTimes()
+    times: Times = noised_finals.GridTimes()
 
     trains: ClassVar[str] = "noised finals"
     unread: ClassVar[frozenset[str]] = _OF_TEXT | {"value", "strides"}
@@ -119,16 +121,16 @@ class RewardGradient(Target):
     backprop: how the steps from the plan's one on become the data.
     """
 
-    backprop: Any = reward_gradient.Unroll()
+    backprop: Backprop = reward_gradient.Unroll()
 
     trains: ClassVar[str] = "a reward's gradient"
+    trains_steps: ClassVar[bool] = True
     follows_reward: ClassVar[bool] = True
     unread: ClassVar[frozenset[str]] = _OF_TEXT | {"value", "tail", "strides", "step_weight", "kl", "reference",
                                                    "redraw"}
     takes: ClassVar[dict[str, type]] = {"surrogate": objectives.Ascent, "log_ratio": objectives.PlainRatio}
 
     def validate(self, rollout, credit, loss, explorations, group) -> None:
-        _require_steps(rollout)
         if len(explorations) > 1 or len(explorations[0].schedule.trained) > 1 or explorations[0].splits:
             raise ValueError("a reward's gradient takes a plan with one trained step, where its graph begins, and "
                              "samples that share no noise: set parts: {plan: {type: LastSteps}, roots: null}")
@@ -178,7 +180,7 @@ class Completions(Target):
         if isinstance(loss.surrogate, token_losses.ExpertMixture) and not rollout.decoding.expert:
             raise ValueError("the surrogate ExpertMixture is about answers that join their group: set "
                              "parts.decoding.expert: 1")
-        if getattr(loss.surrogate, "of_advantages", False) and type(credit.spread) is not Evenly:
+        if loss.surrogate.reads_advantages and type(credit.spread) is not Evenly:
             raise ValueError(f"the surrogate {type(loss.surrogate).__name__} reads one advantage per completion, but "
                              f"{type(credit.spread).__name__} spreads it: set parts.spread: {{type: Evenly}}")
 
@@ -215,12 +217,6 @@ class RelaxedTraces(Target):
         if wrong := [cure for cure, fit in fits.items() if not fit]:
             raise ValueError("a process whose KL is known chooses places by lot and cuts no token: set parts.decoding: "
                              f"{{{', '.join(wrong)}}}")
-
-
-def _require_steps(rollout: Denoising) -> None:
-    if isinstance(rollout.plan, plans.NoSteps):
-        raise ValueError("the plan NoSteps records no step to be trained: set parts.target: {type: NoisedFinals}, or "
-                         "another plan")
 
 
 def _require_samples(rollout: TextGeneration, loss: Loss, group: int) -> None:

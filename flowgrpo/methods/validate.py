@@ -14,6 +14,7 @@ from flowgrpo.methods import reads
 from flowgrpo.methods.method import OF_TEXT, Method
 from flowgrpo.methods.overlay import overlays, preset, with_parts
 from flowgrpo.methods.targets import NoisedFinals, RecordedPairs, RewardGradient
+from flowgrpo.samplers import plans
 from flowgrpo.samplers.grids import shifted
 from flowgrpo.samplers.learned_noise import LearnedNoise
 from flowgrpo.samplers.preview import require_choice
@@ -53,6 +54,9 @@ def _explorations(method: Method, config: Config, process: str) -> list[Explorat
     if train.pack and not method.target.packs:
         raise ValueError("train.pack puts recorded steps into one call, and these have none of their own: set it to "
                          "false")
+    if method.target.trains_steps and isinstance(rollout.plan, plans.NoSteps):
+        raise ValueError("the plan NoSteps records no step to be trained: set parts.target: {type: NoisedFinals}, or "
+                         "another plan")
     method.noised(grid, train.group, 0, config.seed)
     explorations = method.explorations(grid, train.group, train.shift, 0, config.seed)
     if rollout.preview:

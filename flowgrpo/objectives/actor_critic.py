@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from flowgrpo.objectives.surrogates import cut, ppo, require_range
+from flowgrpo.objectives.surrogates import Surrogate, cut, ppo, require_range
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,7 +25,7 @@ class Seen:
 
 
 @dataclass(frozen=True)
-class ActorCritic:
+class ActorCritic(Surrogate):
     """Loss of an edit and its critic, [B, 1] (EXPO, 2507.07986).
 
     Critic: critic * (Q - R)^2 of its value Q of every sample, base or edited, with R the weighted sum of its rewards.
@@ -49,7 +49,7 @@ class ActorCritic:
                              "one of them above 0: nothing else trains the edit")
 
     @property
-    def of_means(self) -> bool:
+    def reads_means(self) -> bool:
         """True if the loss reads the edit's mean."""
         return self.through > 0
 

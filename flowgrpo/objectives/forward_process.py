@@ -8,7 +8,6 @@ the whole gradient, so a micro-batch may hold a part of the group.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -16,25 +15,15 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from flowgrpo.objectives.ratios import error
-from flowgrpo.objectives.surrogates import cut
+from flowgrpo.objectives.surrogates import Surrogate, cut
 from flowgrpo.types import Noised
 
 LEAST = 1e-5  # lower bound of a self-normalised error's weight
 
 
-class OfNoised:
-    """Surrogate of noised samples only.
-
-    of_means: it reads velocities.
-    of_reference: it reads the reference's score.
-    of_groups: it reads the `gap` of the samples of a group, gap(noised) -> [b, 1].
-    """
-
-    low = high = math.inf  # no range of the ratio
-    of_means = of_reference = of_groups = False
-
-    def clipped(self, log_ratio: Tensor, advantage: Tensor, old: Noised | None = None) -> Tensor:
-        return torch.zeros_like(log_ratio, dtype=torch.bool)
+class OfNoised(Surrogate):
+    """Surrogate of noised samples only: `old` is a `Noised`, and the `gap` of one that reads groups is gap(noised) ->
+    [b, 1]."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +38,7 @@ class NegativeAware(OfNoised):
 
     beta: float = 1.0
     most: float = 5.0
-    of_means = True
+    reads_means = True
 
     def __post_init__(self) -> None:
         _require_positive(self, beta=self.beta, most=self.most)
@@ -72,7 +61,7 @@ class CentredReward(OfNoised):
 
     beta: float = 1.0
     most: float = 5.0
-    of_means = of_groups = True
+    reads_means = reads_groups = True
 
     def __post_init__(self) -> None:
         _require_positive(self, beta=self.beta, most=self.most)
@@ -101,7 +90,7 @@ class GroupPreference(OfNoised):
     beta: float = 100.0
     low: float = 0.05
     high: float = 0.05
-    of_reference = of_groups = True
+    reads_reference = reads_groups = True
 
     def __post_init__(self) -> None:
         _require_positive(self, beta=self.beta)
@@ -142,7 +131,7 @@ class Preference(OfNoised):
 
     beta: float = 100.0
     similarity: float = 0.0
-    of_reference = of_groups = True
+    reads_reference = reads_groups = True
 
     def __post_init__(self) -> None:
         _require_positive(self, beta=self.beta)

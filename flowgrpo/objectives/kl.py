@@ -19,10 +19,14 @@ from flowgrpo.types import Context, Gaussian, Scored
 
 
 class Penalty:
-    """weight * distance(new, reference), [B, N]; base class of parts with a weight and a schedule."""
+    """weight * distance(new, reference), [B, N]; base class of parts with a weight and a schedule.
+
+    reads_means: it reads the means of transitions, or the model's outputs.
+    """
 
     weight: float
     schedule: Any
+    reads_means = False
 
     def __post_init__(self) -> None:
         if not self.weight >= 0:
@@ -50,6 +54,7 @@ class GaussianKL(Penalty):
 
     weight: float = 0.0
     schedule: Any = Constant()
+    reads_means = True
 
     def distance(self, new: Scored, reference: Scored) -> Tensor:
         return divergence(new, reference)
@@ -66,6 +71,7 @@ class OutputError(Penalty):
 
     weight: float = 0.0
     schedule: Any = Constant()
+    reads_means = True
 
     def distance(self, new: Scored, reference: Scored) -> Tensor:
         return output_error(new, reference)

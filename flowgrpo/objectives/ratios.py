@@ -14,8 +14,21 @@ from flowgrpo.objectives.kl import deviations, divergence
 from flowgrpo.types import Scored
 
 
+class LogRatio:
+    """Distance of the policy from the old one on a decision: base class.
+
+    reads_means: it reads the means of transitions.
+    """
+
+    reads_means = False
+
+    def __call__(self, new: Scored, old: Scored) -> Tensor:
+        """Return the log-ratio [B, N]."""
+        raise NotImplementedError
+
+
 @dataclass(frozen=True)
-class PlainRatio:
+class PlainRatio(LogRatio):
     """Log-ratio logp_new - logp_old, [B, N]."""
 
     def __call__(self, new: Scored, old: Scored) -> Tensor:
@@ -23,7 +36,7 @@ class PlainRatio:
 
 
 @dataclass(frozen=True)
-class Guard:
+class Guard(LogRatio):
     """GRPO-Guard's RatioNorm (2510.22319): std * (logp_new - logp_old + b), b = mean((mean_new-mean_old)^2)/(2 std^2),
     [B, N].
 
@@ -32,12 +45,14 @@ class Guard:
     mean and std of both. Clip ranges shrink with std: 2e-6 there, where 1e-4 would never clip.
     """
 
+    reads_means = True
+
     def __call__(self, new: Scored, old: Scored) -> Tensor:
         return deviations(new) * (new.logp - old.logp + divergence(new, old))
 
 
 @dataclass(frozen=True)
-class SequenceRatio:
+class SequenceRatio(LogRatio):
     """GSPO's log-ratio (2507.18071, equation 7): for every decision the mean log-ratio of its row, [B, N].
 
     All tokens of a completion have one ratio, the likelihood ratio of the whole to the power of 1 / length. They are
@@ -50,7 +65,7 @@ class SequenceRatio:
 
 
 @dataclass(frozen=True)
-class CompletionRatio:
+class CompletionRatio(LogRatio):
     """Log-ratio of the whole completion, the sum of its tokens', at every token, [B, L]; each token carries only its
     own gradient.
 
@@ -70,7 +85,7 @@ def error(scored: Scored) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Matching:
+class Matching(LogRatio):
     """Log-ratio f(e_old) - f(e_new) of noised samples, [B, 1], f(e) = ((e + 1e-10)^power - 1e-10^power) / power.
 
     power 1 is the plain error; 0.25, with a step weight t, the "ghuber" of AWM (2509.25050, its code).

@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
+from flowgrpo.objectives.surrogates import Surrogate
 from flowgrpo.types import Compared
 
 
 @dataclass(frozen=True)
-class Tapered:
+class Tapered(Surrogate):
     """-w A (1 + log_ratio), [B, L], w = 1 for A >= 0 and the ratio, at most `most` and held constant, for A < 0 (TOPR,
     2503.14286).
 
@@ -28,7 +29,6 @@ class Tapered:
     """
 
     most: float = 1.0
-    low = high = math.inf  # no range of the ratio
 
     def __post_init__(self) -> None:
         if not self.most > 0:
@@ -45,7 +45,7 @@ class Tapered:
 
 
 @dataclass(frozen=True)
-class ImplicitNegative:
+class ImplicitNegative(Surrogate):
     """Loss of NFT for text (2505.18116 and its code), [B, L]: -w log r for a right completion, and -w log of the
     implicit negative policy's ratio, (1 - p r) / (1 - p), for a wrong one.
 
@@ -58,7 +58,6 @@ class ImplicitNegative:
 
     weight: str = "linear"
     floor: float = 1.0
-    low = high = math.inf  # no range of the ratio
 
     def __post_init__(self) -> None:
         if self.weight not in ("sqrt", "linear"):
@@ -85,20 +84,8 @@ class ImplicitNegative:
         return torch.where(advantage > 0, 1 - advantage, -advantage).clamp(0.02, 0.98)
 
 
-class OfCompletions:
-    """Surrogate that reads a `Compared`.
-
-    of_groups: it reads the `gap` of the completions of a group, gap(compared) -> [b, ...].
-    of_reference: the reference's score.
-    of_entropy: the entropies of the tokens' distributions.
-    of_advantages: one advantage of every completion.
-    """
-
-    low = high = math.inf  # no range of the ratio
-    of_groups = of_reference = of_entropy = of_advantages = False
-
-    def clipped(self, log_ratio: Tensor, advantage: Tensor, old: Compared | None = None) -> Tensor:
-        return torch.zeros_like(log_ratio, dtype=torch.bool)
+class OfCompletions(Surrogate):
+    """Surrogate whose `old` is a `Compared`; the `gap` of one that reads groups is gap(compared) -> [b, ...]."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +105,7 @@ class Discriminative(OfCompletions):
     temperature: float = 10.0
     beta: float = 1000.0
     delta: float = 1e-4
-    of_groups = of_advantages = True
+    reads_groups = reads_advantages = True
 
     def __post_init__(self) -> None:
         if self.score not in ("log", "ratio"):
@@ -159,7 +146,7 @@ class Regressed(OfCompletions):
     """
 
     least: float = 0.1
-    of_groups = of_advantages = True
+    reads_groups = reads_advantages = True
 
     def __post_init__(self) -> None:
         if not self.least > 0:
@@ -191,7 +178,7 @@ class Levels(OfCompletions):
     beta: float = 0.1
     best: float = 2.5
     trust: float = 1e-3
-    of_groups = of_reference = of_advantages = True
+    reads_groups = reads_reference = reads_advantages = True
 
     def __post_init__(self) -> None:
         if not self.beta > 0 or not self.best > 0 or not self.trust >= 0:

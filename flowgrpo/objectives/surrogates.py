@@ -21,7 +21,31 @@ from flowgrpo.objectives.kl import divergence
 from flowgrpo.types import Scored
 
 
-class Ranged:
+class Surrogate:
+    """Loss of a decision: base class, with what it reads in addition to ratio and advantage.
+
+    reads_means: the means of transitions, or the model's outputs.
+    reads_reference: the reference's scores.
+    reads_groups: a `gap` of the samples of a group.
+    reads_entropy: the entropy of every token's distribution.
+    reads_advantages: one advantage of every completion.
+    low, high: the range of the ratio; infinite: it has none.
+    """
+
+    reads_means = reads_reference = reads_groups = reads_entropy = reads_advantages = False
+    low: float = math.inf
+    high: float = math.inf
+
+    def __call__(self, log_ratio: Tensor, advantage: Tensor, old: Any = None) -> Tensor:
+        """Return the loss [B, N]. old: `beside`, or the record of the targets that the surrogate is for."""
+        raise NotImplementedError
+
+    def clipped(self, log_ratio: Tensor, advantage: Tensor, old: Any = None) -> Tensor:
+        """Return the mask where the gradient is cut, bool [B, N]."""
+        return torch.zeros_like(log_ratio, dtype=torch.bool)
+
+
+class Ranged(Surrogate):
     """PPO's clipped surrogate as a loss, max(-A r, -A clip(r)) with r = exp(log_ratio): [B, N]; A is the advantage."""
 
     def __call__(self, log_ratio: Tensor, advantage: Tensor, old: Tensor | None = None) -> Tensor:
@@ -135,7 +159,7 @@ class DivergenceMask(Ranged):
     """
 
     bound: float = 1e-5
-    low = high = math.inf  # no range of the ratio
+    reads_means = True
 
     def __post_init__(self) -> None:
         if not self.bound > 0:
@@ -154,14 +178,13 @@ def beside(surrogate: Any, new: Scored, old: Scored) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Reinforce:
+class Reinforce(Surrogate):
     """-A (1 + log_ratio), [B, N], whose gradient is -A grad log p at every ratio: no importance weight, no clip
     (DDPO_SF, 2305.13301).
 
     It is the surrogate -A r to first order, meant for one update per batch.
     """
 
-    low = high = math.inf  # no range of the ratio
 
     def __call__(self, log_ratio: Tensor, advantage: Tensor, old: Tensor | None = None) -> Tensor:
         assert advantage.ndim == 2, advantage.shape
@@ -172,7 +195,7 @@ class Reinforce:
 
 
 @dataclass(frozen=True)
-class Truncated:
+class Truncated(Surrogate):
     """-A clip(r, 1-low, 1+high) log p, [B, N], with the clipped ratio r a constant: an importance weight with bounds
     (CISPO, 2506.13585, equations 4 and 5, which bounds above alone: low is 1).
 
@@ -197,7 +220,7 @@ class Truncated:
 
 
 @dataclass(frozen=True)
-class Ascent:
+class Ascent(Surrogate):
     """-R, the reward itself in place of an advantage, or with a margin max(margin - R, 0), which ignores samples that
     are good enough (ReFL, 2304.05977: a margin of 2).
 
@@ -205,7 +228,6 @@ class Ascent:
     """
 
     margin: float | None = None
-    low = high = math.inf  # no range of the ratio
 
     def __call__(self, log_ratio: Tensor, advantage: Tensor, old: Tensor | None = None) -> Tensor:
         assert old is not None, "Ascent needs the old reward of every sample"

@@ -14,10 +14,11 @@ from torch import Tensor
 
 from flowgrpo.objectives import Clip, DivergenceMask, Reinforce
 from flowgrpo.objectives.sequence_losses import OfCompletions
+from flowgrpo.objectives.surrogates import Surrogate
 from flowgrpo.types import Compared
 
 
-class _Over:
+class _Over(Surrogate):
     """Surrogate over another one that reads at most the old log-probability; its range is that of the inner one."""
 
     def __post_init__(self) -> None:
@@ -41,7 +42,7 @@ class EntropyBonus(_Over, OfCompletions):
 
     surrogate: Any = Clip(0.2, 0.2)
     weight: float = 0.01
-    of_entropy = True
+    reads_entropy = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -66,7 +67,7 @@ class HighEntropy(_Over, OfCompletions):
 
     surrogate: Any = Clip(0.2, 0.28)
     share: float = 0.2
-    of_entropy = of_groups = True
+    reads_entropy = reads_groups = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -109,7 +110,7 @@ class Conflicts(_Over, OfCompletions):
     surrogate: Any = Reinforce()
     amplify: float = 2.0
     most_entropy: float = math.inf
-    of_advantages = True
+    reads_advantages = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -118,7 +119,7 @@ class Conflicts(_Over, OfCompletions):
                              "or more, and above 0 (infinity for no limit)")
 
     @property
-    def of_entropy(self) -> bool:
+    def reads_entropy(self) -> bool:
         return self.most_entropy < math.inf
 
     def __call__(self, log_ratio: Tensor, advantage: Tensor, old: Compared | None = None) -> Tensor:
@@ -135,7 +136,7 @@ class Conflicts(_Over, OfCompletions):
             found[at] = conflicts(compared.ids[at], compared.mask[at], peers.advantage[at])
         good = peers.advantage[compared.rows, None] > 0
         weights = torch.where(found[compared.rows], torch.where(good, self.amplify, 0.0), 1.0)
-        if not self.of_entropy:
+        if not self.reads_entropy:
             return weights
         mean = (compared.new.entropy.detach() * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
         return weights * (mean <= self.most_entropy)

@@ -31,7 +31,7 @@ class Beside:
     def __init__(self, surrogate: Any, part: Part, reference: Sequence[Scored], device: torch.device,
                  cut: Replay | None = None):
         self.surrogate, self.part, self.reference, self.device = surrogate, part, reference, device
-        groups = getattr(surrogate, "of_groups", False)
+        groups = surrogate.reads_groups
         self.peers = self._seen(cut) if groups and cut else [None] * len(part.transitions)
 
     def __call__(self, batch: int, k: int, rows: slice, new: Scored, old: Scored) -> Tensor | Noised:
@@ -39,14 +39,14 @@ class Beside:
         if not isinstance(self.surrogate, OfNoised):
             return objectives.beside(self.surrogate, new, old)
         noised = self._noised(batch, k, rows, new, old)
-        if not self.surrogate.of_groups:
+        if not self.surrogate.reads_groups:
             return noised
         peers = self.peers[k] or self._peers(k, self.surrogate.gap(noised).detach())
         return replace(noised, peers=peers)
 
     def _noised(self, batch: int, k: int, rows: slice, new: Scored, old: Scored) -> Noised:
         taken = self.part.transitions[k]
-        reference = self.reference[batch].to(self.device) if self.surrogate.of_reference else None
+        reference = self.reference[batch].to(self.device) if self.surrogate.reads_reference else None
         return Noised(self.part.exploration.grid[taken.step].item(), new, old, taken.x_next[rows].to(self.device),
                       torch.arange(rows.start, rows.stop, device=self.device), reference)
 
@@ -84,7 +84,7 @@ class BesideText:
         # Until it is known what is compared, peers have nothing to compare.
         self.peers = Peers(torch.empty(len(advantage), 0, device=device), advantage.to(device),
                            self.taken.prompts.to(device))
-        self.seen = not getattr(method.loss.surrogate, "of_groups", False)
+        self.seen = not method.loss.surrogate.reads_groups
 
     def __call__(self, batch: int, k: int, rows: slice, new: Scored, old: Scored) -> Tensor | Compared:
         """Return the inputs of these rows of the completions, in this batch of the replay."""
@@ -98,7 +98,7 @@ class BesideText:
     def _compared(self, batch: int, rows: slice, new: Scored, old: Scored) -> Compared:
         surrogate = self.method.loss.surrogate
         at = torch.arange(rows.start, min(rows.stop, len(self.taken.ids)), device=self.device)
-        reference = self.reference[batch].to(self.device) if surrogate.of_reference else None
+        reference = self.reference[batch].to(self.device) if surrogate.reads_reference else None
         return Compared(new, old, self.method.loss.log_ratio(new, old), at, **self.every, reference=reference)
 
     @torch.no_grad()

@@ -31,7 +31,7 @@ def credit(method: Method, parts: list[Part], rewards: Tensor, weights: list[flo
     """
     less = rewards if context.deducted is None else rewards - context.deducted[..., None].to(rewards)
     shaped, totals = method.credit.shaping(less, context), own(weighted_sum(rewards, weights))
-    weights = [1.0] if getattr(method.credit.shaping, "merges", False) else weights
+    weights = [1.0] if method.credit.shaping.merges else weights
     advantage = method.credit.advantage(shaped, weights, context)
     leaves = method.credit.selection(advantage, context) & ~rewards.isnan().all(2)
     advantage_of, kept_of = {1: own(advantage)}, {1: own(leaves)}  # by the number of samples below a transition

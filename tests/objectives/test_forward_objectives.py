@@ -35,7 +35,7 @@ def noised(surrogate, advantage: list[float], new: Scored, old: Scored, group=No
     """What the surrogate reads of whole groups, by default of one."""
     rows = torch.arange(len(advantage))
     found = Noised(time, new, old, target, rows, reference)
-    if not surrogate.of_groups:
+    if not surrogate.reads_groups:
         return found
     group = torch.zeros(len(rows), dtype=torch.int64) if group is None else torch.tensor(group)
     peers = Peers(surrogate.gap(found).detach().flatten(), f64(advantage), group)

@@ -33,7 +33,7 @@ def compared(surrogate=None, entropy=None, ids=None, rows=slice(0, 5)) -> Compar
         return Compared(own, before, PlainRatio()(own, before), at, ids, MASK, None, peers)
 
     every, peers = torch.arange(5), Peers(torch.empty(5, 0), ADVANTAGE, GROUP)
-    if surrogate is not None and surrogate.of_groups:
+    if surrogate is not None and surrogate.reads_groups:
         peers = Peers(surrogate.gap(of(every, peers)).detach(), ADVANTAGE, GROUP)
     return of(every[rows], peers)
 
@@ -135,7 +135,7 @@ def test_conflict_tokens_are_not_pushed_down_and_are_pulled_up_twice():
 def test_uncertain_completions_are_left_out_where_that_is_asked_for():
     entropy = f64([[1, 1, 1, 1], [0.1, 0.2, 9, 9], [0, 0, 0, 2], [0.7, 9, 9, 9], [0.6, 0.6, 9, 9]])
     part = Conflicts(most_entropy=math.log(2))
-    assert part.of_entropy and not Conflicts().of_entropy
+    assert part.reads_entropy and not Conflicts().reads_entropy
     ids = torch.arange(20).view(5, 4)
     assert part.weights(compared(entropy=entropy, ids=ids))[:, 0].tolist() == [0, 1, 1, 0, 1]
 

@@ -340,7 +340,7 @@ def trainer(**options):
 def test_micro_batches_change_no_gradient(method, kernel):
     found = []
     for size in (1, 5, 64):
-        own = trainer(method=method, parts={"kernel": kernel}, train__micro_batch=size)
+        own = trainer(method=method, parts={"decoding": kernel}, train__micro_batch=size)
         batch = own.prompts[:2]
         parts, asked, scores = own.sample(batch)
         parts = [part for part in own.credit(parts, scores, [p.text for p in batch]) if part is not None]

@@ -1,0 +1,154 @@
+"""Protocols of parts: what stands in each field of a method's groups.
+
+B: rows of a micro-batch; N: decisions of a row, 1 for a denoising step and one per token for a completion; P: prompts;
+G: samples per prompt; R: rewards; D: the shape of a latent; T: steps of a rollout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from torch import Generator, Tensor
+
+from flowgrpo.curriculum.epoch_batch import Drawn
+from flowgrpo.data.prompts import Prompt
+from flowgrpo.samplers.plans import Schedule
+from flowgrpo.samplers.rollout import Exploration
+from flowgrpo.samplers.text.decoding import Decoding
+from flowgrpo.samplers.text.records import Asked, Sampled
+from flowgrpo.types import Context, Gaussian
+
+# --- rollouts --------------------------------------------------------------------------------------------------------
+
+
+class Kernel(Protocol):
+    """Transition of a step that draws noise."""
+
+    def __call__(self, x: Tensor, v: Tensor, grid: Tensor, i: int) -> Gaussian:
+        """Return the Gaussian of the state at grid[i+1]. x, v: [B,*D] at grid[i]; grid: [T+1], falling."""
+
+
+class Plan(Protocol):
+    """Choice of the steps that draw noise, split and are trained."""
+
+    def __call__(self, steps: int, epoch: int, seed: int) -> Schedule | tuple[Schedule, ...]:
+        """Return the schedule of an epoch, or several of which every prompt has each. Raises ValueError."""
+
+
+class Solver(Protocol):
+    """Deterministic step."""
+
+    def __call__(self, x: Tensor, v: Tensor, grid: Tensor, i: int, previous: Tensor | None) -> Tensor:
+        """Return the state [B,*D] at grid[i+1]. previous: the data predicted at step i-1, or None."""
+
+
+class GroupDraw(Protocol):
+    """Draw of the completions of a group.
+
+    causal: it needs tokens that are drawn one after the other.
+    """
+
+    causal: bool
+
+    @property
+    def leaves(self) -> int:
+        """The size of a group is a multiple of it."""
+
+    def __call__(self, policy: Any, asked: Asked, kernel: Decoding, generators: Sequence[Generator], greedy: Tensor,
+                 group: int, micro_batch: int) -> list[Sampled]:
+        """Return completions of the prompts `asked`, [B] in whole groups. greedy: bool [B]."""
+
+
+# --- targets ---------------------------------------------------------------------------------------------------------
+
+
+class Times(Protocol):
+    """Times at which final states are noised. shared: one noise for the samples of a group."""
+
+    shared: bool
+
+    def __call__(self, grid: Tensor, epoch: int, seed: int) -> Tensor:
+        """Return the falling times [K] of an epoch, in the grid's dtype."""
+
+
+class Backprop(Protocol):
+    """Last steps of a rollout with a graph."""
+
+    def __call__(self, policy: Any, conditioning: Any, x: Tensor, exploration: Exploration, step: int,
+                 generators: Sequence[Generator]) -> Tensor:
+        """Return the data [B,*D] that the states x [B,*D] of a step become."""
+
+
+# --- credit ----------------------------------------------------------------------------------------------------------
+
+
+class Selection(Protocol):
+    """Choice of the samples that are trained."""
+
+    def __call__(self, scores: Tensor, context: Context | None = None) -> Tensor:
+        """Return the mask of the trained samples, bool [P,G]. scores: their advantages [P,G]."""
+
+
+class TokenCredit(Protocol):
+    """Spread of a sample's advantage over its decisions.
+
+    samples: continuations per segment that estimate the value of a state; 0: none are drawn.
+    causal: it needs tokens that are drawn one after the other.
+    """
+
+    samples: int
+    causal: bool
+
+    def __call__(self, taken: Any, advantages: Tensor, totals: Tensor) -> Tensor:
+        """Return the advantages [m] or [m,N]. advantages: [m], of whole samples; totals: [P,G], their rewards."""
+
+
+# --- loss ------------------------------------------------------------------------------------------------------------
+
+
+class StepWeight(Protocol):
+    """Weight of a step of the grid in the loss."""
+
+    def __call__(self, kernel: Callable[[Tensor, Tensor, Tensor, int], Gaussian], grid: Tensor, steps: Sequence[int]
+                 ) -> Tensor:
+        """Return the weights [K] of the trained steps, K of them."""
+
+
+class Reduction(Protocol):
+    """Mean over decisions."""
+
+    def __call__(self, mask: Tensor) -> Tensor:
+        """Return the weights [B,N] of decisions. mask: bool [B,N], true where one is trained."""
+
+    def count(self, mask: Tensor) -> int:
+        """Return what rows add to the divisor of an optimiser step's loss."""
+
+
+class Reference(Protocol):
+    """Policy that the KL holds to."""
+
+    def __call__(self, held: list[dict[str, Tensor]], now: Callable[[], dict[str, Tensor]], epoch: int
+                 ) -> list[dict[str, Tensor]]:
+        """Return the snapshots of weights to hold, for the epoch that begins; none: the base model."""
+
+
+# --- prompts ---------------------------------------------------------------------------------------------------------
+
+
+class Curriculum(Protocol):
+    """Choice of an epoch's prompts."""
+
+    def __call__(self, pool: Sequence[Prompt], count: int, epoch: int, seed: int, wanted: Sequence[float] | None,
+                 memory: dict[str, Any], group: int) -> list[Prompt]:
+        """Return `count` prompts of the pool. wanted: their weights, None if all are equal."""
+
+    def learn(self, memory: dict[str, Any], drawn: Drawn) -> None:
+        """Learn from an epoch's rewards. memory: what a checkpoint keeps."""
+
+
+class Redraw(Protocol):
+    """Choice of the groups that are replaced."""
+
+    def __call__(self, drawn: Drawn) -> list[tuple[int, Prompt]]:
+        """Return pairs (index of a group, the prompt that replaces it)."""
