@@ -1,18 +1,27 @@
-# Two commands: `make demo` aligns the starter model and shows what changed, `make test` runs the tests.
+# `make demo` aligns the starter model and shows what changed, `make test` runs the tests, `make lint` checks style and
+# types.
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test
+.PHONY: demo test lint
 demo: .venv/installed
 	$(BIN)/python -m flowgrpo train configs/starter.yaml
 
 test: .venv/tested
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
+lint: .venv/linted
+	$(BIN)/ruff check
+	$(BIN)/mypy
+
 # Without --system-site-packages and without torchaudio, whose build may not fit torch's.
 .venv/installed: pyproject.toml
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --editable .
+	touch $@
+
+.venv/linted: .venv/installed
+	$(BIN)/python -m pip install --quiet --editable '.[lint]'
 	touch $@
 
 .venv/tested: .venv/installed

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -38,7 +39,7 @@ from flowgrpo.training.kl_reference import Anchor
 from flowgrpo.training.metrics import Log, Stats
 from flowgrpo.training.optimizer import make_optimizer, make_scaler
 from flowgrpo.training.scoring import Scoring
-from flowgrpo.types import Context
+from flowgrpo.types import Context, required
 
 
 class Trainer:
@@ -53,7 +54,8 @@ class Trainer:
         self.processes.turns = policy.turns
         self.geometry = geometry(config.train, self.processes.count)
         self.scoring = Scoring(train_rewards, config.rewards, self.geometry.group, self.processes)
-        self.clock, self.stop, self.say = Clock(), Stop(), print
+        self.clock, self.stop = Clock(), Stop()
+        self.say: Callable[[str], None] = print
         self.explorer = make_explorer(config, policy, self.method, self.geometry, self.processes, self.clock,
                                       first=self.prompts[0])
         self.processes.agree(policy.weights.parameters())
@@ -155,13 +157,13 @@ class Trainer:
                        self.scoring.paired * len(self.method.rollout.strides), deducted,
                        list(self.scoring.weights.values()) * len(self.method.rollout.strides))
 
-    def learn(self, parts: list[Part | None], conditioning) -> dict[str, Any]:
+    def learn(self, credited: list[Part | None], conditioning) -> dict[str, Any]:
         """Replay the recorded decisions and minimise the method's loss: `updates` optimiser steps per inner epoch.
 
         Every process adds the gradient of its own parts; one that has none in a step still takes part in it.
         """
         stats = Stats()
-        parts = self.first_ratio([part for part in parts if part is not None], conditioning, self.say)
+        parts = self.first_ratio([part for part in credited if part is not None], conditioning, self.say)
         parts = self.critic(parts, conditioning)
         weights = self.explorer.step_weights(parts, self.epoch)
         self.anchor.begin(self.epoch, self.config.train.epochs)
@@ -208,7 +210,7 @@ class Trainer:
             penalty = kl(new, reference[batch].to(device)) if kl.weight else None
             loss = loss if penalty is None else loss + penalty
             if taken.goal is not None:
-                loss = loss + method.target.tuning(new, taken.goal.rows(rows).to(device))
+                loss = loss + method.tuning(new, taken.goal.rows(rows).to(device))
             self.policy.backward(self.scaler.scale(reduced(loss, method.loss.reduction(new.mask), count)))
             stats.add(taken.step, new.mask, log_ratio, method.loss.surrogate.clipped(log_ratio, advantage, read), loss,
                       None if penalty is None else penalty / kl.weight)
@@ -242,7 +244,8 @@ class Trainer:
 
     def evaluated_weights(self) -> dict[str, torch.Tensor]:
         """Return the weights that are measured and saved: `eval.weights`."""
-        return self.ema if self.config.eval.weights == "ema" else self.policy.weights.snapshot()
+        averaged = self.config.eval.weights == "ema"
+        return required(self.ema) if averaged else self.policy.weights.snapshot()
 
     # --- around the epochs -------------------------------------------------------------------------------------------
 

@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import reduce
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from flowgrpo.device import queued
+
+T = TypeVar("T")
 
 
 def wide(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -66,8 +68,8 @@ class Scored:
         assert self.logp.ndim == 2 and self.logp.shape == self.mask.shape, (self.logp.shape, self.mask.shape)
         assert self.mean is None or self.mean.shape[:2] == self.logp.shape, (self.mean.shape, self.logp.shape)
 
-    def rows(self, at: Tensor) -> Scored:
-        """Return the rows `at` (indices or a mask) of all fields."""
+    def rows(self, at: Tensor | slice) -> Scored:
+        """Return the rows `at` (indices, a mask or a slice) of all fields."""
         std = self.std if self.std is None or self.std.ndim < 2 else self.std[at]
         mean, entropy = (each if each is None else each[at] for each in (self.mean, self.entropy))
         return Scored(self.logp[at], self.mask[at], mean, std, self.slope, entropy)
@@ -235,6 +237,12 @@ class Peers:
     def beside(self, rows: Tensor) -> Tensor:
         """Return the group members of the samples `rows` [b], themselves included: bool [b, m]."""
         return self.group[rows][:, None] == self.group
+
+
+def required(value: T | None) -> T:
+    """Return a value that only some methods have, where the method has it."""
+    assert value is not None, "this part of the method reads what the target does not record"
+    return value
 
 
 @dataclass(frozen=True, eq=False)

@@ -71,7 +71,8 @@ class WinRate(Shaping):
         done = torch.zeros(rewards.shape[2], dtype=torch.bool, device=rewards.device)
         if context is not None and context.win_rates:
             done = torch.as_tensor(context.win_rates, device=rewards.device)
-        return torch.where(done, *wide(rewards, lifted(rewards, self.margin)))
+        before, after = wide(rewards, lifted(rewards, self.margin))
+        return torch.where(done, before, after)
 
 
 @dataclass(frozen=True)

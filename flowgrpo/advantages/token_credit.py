@@ -4,14 +4,12 @@ taken: the decisions of m samples, whole groups (of texts Completions).
 advantages: [m], of the whole samples.
 totals: [n, G], the weighted sums of their rewards before any shaping, m = n G, NaN if none applies.
 
-`samples`: number of continuations drawn from the start of every segment to estimate its value. `causal`: it requires
-tokens drawn one after the other.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -30,18 +28,35 @@ if TYPE_CHECKING:
     from flowgrpo.types import Completions, Segmented
 
 
-@dataclass(frozen=True)
-class Evenly:
-    """Every decision has its sample's advantage."""
+class TokenCredit:
+    """Spread of a sample's advantage over its decisions: base class.
 
-    samples, causal = 0, False
+    samples: continuations per segment that estimate the value of its first state; 0: none are drawn.
+    causal: it needs tokens that are drawn one after the other.
+    """
+
+    samples: int = 0
+    causal = False
+
+    def __call__(self, taken: Any, advantages: Tensor, totals: Tensor) -> Tensor:
+        """Return the advantages [m] or [m, L]."""
+        raise NotImplementedError
+
+    def segments(self, logp: Tensor, mask: Tensor) -> Tensor:
+        """Return the segment of every token, int64 [m, L], of one that draws continuations."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Evenly(TokenCredit):
+    """Every decision has its sample's advantage."""
 
     def __call__(self, taken: Completions, advantages: Tensor, totals: Tensor) -> Tensor:
         return advantages
 
 
 @dataclass(frozen=True)
-class SegmentChain:
+class SegmentChain(TokenCredit):
     """Advantage of a token as the change of value over its segment, from Monte-Carlo continuations (SPO-chain,
     2505.23564): `segments.chain`.
 
@@ -75,7 +90,7 @@ class SegmentChain:
 
 
 @dataclass(frozen=True)
-class SegmentTree:
+class SegmentTree(TokenCredit):
     """Advantage of a token as the change of value over its `every` tokens; a value is the mean reward of all samples of
     the group with the same tokens so far (SPO-tree, 2505.23564): `segments.shared_values`.
 
@@ -86,7 +101,7 @@ class SegmentTree:
 
     every: int = 32
     cut: float = 0.9
-    samples, causal = 0, True
+    causal = True
 
     def __post_init__(self) -> None:
         if self.every < 1 or not 0 < self.cut <= 1:
@@ -103,7 +118,7 @@ class SegmentTree:
 
 
 @dataclass(frozen=True)
-class StepGroups:
+class StepGroups(TokenCredit):
     """The sample's advantage plus `weight` times that of the step, compared with steps of the group that begin in the
     same state (GiGPO, 2505.10978): `step_advantages`.
 
@@ -117,7 +132,7 @@ class StepGroups:
     gamma: float = 0.95
     weight: float = 1.0
     divide: bool = True
-    samples, causal = 0, True
+    causal = True
 
     def __post_init__(self) -> None:
         if self.every < 1 or not 0 < self.gamma <= 1 or not self.weight >= 0:

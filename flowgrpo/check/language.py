@@ -62,8 +62,10 @@ def drive(model: Any, recipe: Config | None, device: str, found: dict[str, Any])
     torch.manual_seed(0)  # initial adapter weights, so that a report is repeatable
     policy = build.language_policy(_brief(config), loaded, config.adapter, device)
     found |= _reader(policy) | _sizes(policy, config)
-    explorer = make_explorer(_brief(config), policy, method, geometry(_brief(config).train), Processes(), Clock())
-    asked = explorer.conditioning([Prompt(PROMPT, image=_picture() if kind == build.VISION_LM else None)])
+    first = Prompt(PROMPT, image=_picture() if kind == build.VISION_LM else None)
+    explorer = make_explorer(_brief(config), policy, method, geometry(_brief(config).train), Processes(), Clock(),
+                             first)
+    asked = explorer.conditioning([first])
     found["prompt_tokens"] = len(asked.ids[0])
     if kind != build.MASKED_LM:
         found |= {"shared_prefix": policy.shares(asked), "head_alone": policy.head_alone(asked)}

@@ -54,13 +54,14 @@ def sample(
             raise UserError("--rlg: weights the velocities of a denoiser; leave it out for a language model")
         from flowgrpo.evaluation import texts
 
-        for text in texts.sample(model, Path(lora) if lora else None, prompt, count, seed, temperature,
+        for text in texts.sample(model, Path(lora) if lora else None, prompt or [], count, seed, temperature,
                                  str(image) if image else None, precision):
             typer.echo(text)
         return
     from flowgrpo.evaluation import images
 
-    for path in images.sample(model, lora, prompt, count, seed, steps, guidance, output, weight, image, precision):
+    asked = prompt or []
+    for path in images.sample(model, lora, asked, count, seed, steps, guidance, output, weight, image, precision):
         typer.echo(path)
 
 

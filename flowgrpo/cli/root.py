@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -12,7 +12,8 @@ from flowgrpo import __version__
 from flowgrpo.errors import UserError
 from flowgrpo.storage import paths
 
-UsageError = typer.BadParameter.__base__  # base class of all errors that Typer itself raises; Typer does not export it
+# Base class of all errors that Typer itself raises; Typer does not export it.
+UsageError: Any = typer.BadParameter.__base__
 
 app = typer.Typer(name="flowgrpo", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
                   rich_markup_mode="rich", help="Align diffusers generators and language models to a reward by "
@@ -45,9 +46,10 @@ def main(arguments: list[str] | None = None) -> int:
     except UsageError as error:
         told = error.format_message()
     except Exception as error:
-        told = paths.refusal(error)
-        if told is None:
+        refusal = paths.refusal(error)
+        if refusal is None:
             raise
+        told = refusal
     finally:
         _leave_group()
     if told:  # Typer's error for a call without a command is the help text it has already printed

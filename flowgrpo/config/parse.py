@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 from pydantic import ValidationError
 
-from flowgrpo.config.base import Loader
+from flowgrpo.config.base import Loader, Section
 from flowgrpo.config.reward_rules import Retry, RewardRule, WatchRule
 from flowgrpo.config.schema import Config, fields, keys, owner, sections
 from flowgrpo.config.sections import EarlyStop
@@ -84,7 +85,7 @@ def _assign(raw: dict[str, Any], path: str, value: Any) -> None:
     raw[key] = value
 
 
-def _explain(errors: list[dict[str, Any]]) -> str:
+def _explain(errors: Sequence[Any]) -> str:
     first = _dotted(errors[0]["loc"])
     if "." in first and errors[0]["loc"] == (first,) and first in keys():
         section, _, name = first.rpartition(".")
@@ -103,7 +104,7 @@ def _explain(errors: list[dict[str, Any]]) -> str:
 
 
 _UNION_TAG = re.compile(r"(str|float)$|<|(dict|list)\[")  # pydantic's names of the branches of a union
-_RULES = {"reward": RewardRule, "eval.rewards": WatchRule, "eval.stop": EarlyStop}
+_RULES: dict[str, type[Section]] = {"reward": RewardRule, "eval.rewards": WatchRule, "eval.stop": EarlyStop}
 
 
 def _nearest_of(unknown: tuple[str | int, ...]) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import yaml
 from pydantic import Field
@@ -108,7 +108,8 @@ def fields(section: type[Section] = Config, prefix: str = "") -> dict[str, Field
     found: dict[str, FieldInfo] = {}
     for name, field in section.model_fields.items():
         inner = getattr(field.annotation, "model_fields", None) is not None
-        found |= fields(field.annotation, f"{prefix}{name}.") if inner else {prefix + name: field}
+        kind = cast("type[Section]", field.annotation)
+        found |= fields(kind, f"{prefix}{name}.") if inner else {prefix + name: field}
     return found
 
 

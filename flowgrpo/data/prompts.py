@@ -116,13 +116,14 @@ def _gsm8k(record: dict[str, Any], path: Path, line: int) -> dict[str, Any]:
 def _read_csv(text: str, path: Path) -> Records:
     reader = csv.DictReader(io.StringIO(text, newline=""), strict=True, skipinitialspace=True)
     try:
-        if text.strip() and "prompt" not in reader.fieldnames:
+        headings = reader.fieldnames or ()
+        if text.strip() and "prompt" not in headings:
             raise _wrong(path, 1, f"expected the heading 'prompt' in the first line, got {reader.fieldnames!r}")
         for record in reader:
             line = reader.line_num
             if None in record:
-                raise _wrong(path, line, f"{len(reader.fieldnames) + len(record[None])} cells under "
-                                         f"{len(reader.fieldnames)} headings: quote prompts that hold a comma")
+                raise _wrong(path, line, f"{len(headings) + len(record[None])} cells under "
+                                         f"{len(headings)} headings: quote prompts that hold a comma")
             yield line, _with_facts({key: cell for key, cell in record.items() if cell}, path, line)
     except csv.Error as error:
         raise _wrong(path, reader.line_num, f"not valid CSV: {error}") from None

@@ -47,6 +47,7 @@ class Turns:
         if kind != BACKWARD:
             self.beside = self.accompany(kind, step)
             return
+        assert self.beside is not None, "a backward pass without its forward"
         self.beside.backward(torch.zeros_like(self.beside))
         self.beside = None
 

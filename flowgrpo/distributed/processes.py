@@ -7,7 +7,7 @@ Every process makes the same calls in the same order: a branch around one is tak
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -135,9 +135,9 @@ class Processes:
             flat = torch.cat([present, *(torch.zeros_like(p).flatten() if p.grad is None else p.grad.flatten()
                                          for p in parameters)])
         distributed.all_reduce(flat)
-        present, flat = flat[:len(parameters)].tolist(), flat[len(parameters):]
-        for parameter, anywhere, piece in zip(parameters, present, flat.split([p.numel() for p in parameters])):
-            parameter.grad = piece.view_as(parameter) if anywhere else None
+        anywhere, flat = flat[:len(parameters)].tolist(), flat[len(parameters):]
+        for parameter, found, piece in zip(parameters, anywhere, flat.split([p.numel() for p in parameters])):
+            parameter.grad = piece.view_as(parameter) if found else None
 
     @torch.no_grad()
     def agree(self, parameters: Sequence[torch.nn.Parameter]) -> None:
@@ -146,7 +146,7 @@ class Processes:
             distributed.broadcast(parameter.data, 0)
 
 
-def require_replicated(environment: dict[str, str]) -> None:
+def require_replicated(environment: Mapping[str, str]) -> None:
     """Raise UserError if accelerate was asked to shard the model, which a run does itself (`memory.shard`)."""
     asked = [kind for kind in ("FSDP", "DEEPSPEED", "MEGATRON_LM")
              if environment.get(f"ACCELERATE_USE_{kind}", "false").lower() == "true"]

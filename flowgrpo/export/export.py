@@ -118,7 +118,7 @@ def _stock(file: Path) -> dict[str, tuple[dict[str, torch.Tensor], dict[str, Any
         told = json.loads((opened.metadata() or {}).get("lora_adapter_metadata", "{}"))
         tensors = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118, not a dictionary
     parts = dict.fromkeys(key.partition(".")[0] for key in tensors)
-    found = {part: tuple({key.removeprefix(f"{part}."): value for key, value in those.items()
+    found: dict[str, Any] = {part: tuple({key.removeprefix(f"{part}."): value for key, value in those.items()
                           if key.startswith(f"{part}.")} for those in (tensors, told)) for part in parts}
     if not all("lora_alpha" in adapter for _, adapter in found.values()):
         raise UserError(f"{file} does not say its alpha: expected a file that `flowgrpo train` wrote")

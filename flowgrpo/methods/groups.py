@@ -10,6 +10,7 @@ from flowgrpo.advantages import group, selection, shaping, token_credit
 from flowgrpo.advantages.gae import Recall, ValueHead
 from flowgrpo.advantages.rule import AdvantageRule
 from flowgrpo.advantages.shaping import Shaping
+from flowgrpo.advantages.token_credit import TokenCredit
 from flowgrpo.methods import adapted
 from flowgrpo.methods.parts import (
     GroupDraw,
@@ -20,7 +21,6 @@ from flowgrpo.methods.parts import (
     Selection,
     Solver,
     StepWeight,
-    TokenCredit,
 )
 from flowgrpo.objectives import reductions, references
 from flowgrpo.objectives.kl import Penalty

@@ -17,6 +17,7 @@ from flowgrpo.methods.groups import Credit, Denoising, Loss, TextGeneration
 from flowgrpo.methods.parts import Curriculum, Redraw
 from flowgrpo.methods.targets import Completions, NoisedFinals, RecordedSteps, Target, Traces
 from flowgrpo.objectives import forward_process
+from flowgrpo.objectives.best_path import LayerTuning
 from flowgrpo.samplers import kernels, noised_finals, plans, solvers
 from flowgrpo.samplers.grids import compress_tail
 from flowgrpo.samplers.rollout import Exploration
@@ -24,7 +25,7 @@ from flowgrpo.samplers.text import decoding
 
 OF_TEXT = ("tokens", "masks")  # the processes of language models: causal, masked
 # Of a flow and of a variance-preserving process.
-_FORMS = {kernels.FlowDDIM: kernels.DDIM, kernels.CPS: kernels.VPCPS}
+_FORMS: dict[Any, Any] = {kernels.FlowDDIM: kernels.DDIM, kernels.CPS: kernels.VPCPS}
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,7 @@ class Method:
         """Return True if the rollout samples models of this process; an unmasking one cannot draw left to right."""
         if not self.for_tokens or process not in OF_TEXT:
             return not self.for_tokens and process not in OF_TEXT
-        rollout = self.rollout
+        rollout = self.generation
         if process == "masks":  # answers have no trace
             return not self.credit.spread.causal and not rollout.draws.causal and not rollout.decoding.expert
         return not isinstance(rollout.decoding, decoding.Unmasking)
@@ -107,11 +108,11 @@ class Method:
         if not self.fits(process):
             other = {"tokens": "masked language models", "masks": "causal language models"}
             of = other.get(process, "language models") if self.for_tokens else "denoisers"
-            name = type(self.rollout.decoding if self.for_tokens else self.rollout.kernel).__name__
+            name = type(self.generation.decoding if self.for_tokens else self.denoising.kernel).__name__
             raise UserError(f"the method is one of {of} (it samples by {name}) and the model is not: `flowgrpo "
                             "methods` lists all kinds")
         if process == "masks":
-            own = self.rollout.decoding
+            own = self.generation.decoding
             unmasking = own if isinstance(own, decoding.Unmasking) else decoding.Unmasking(*dataclasses.astuple(own))
             target = Traces() if isinstance(self.target, Completions) else self.target
             return self.having(decoding=unmasking, target=target)
@@ -128,11 +129,11 @@ class Method:
                                 f"noised finals of flow matching alone, expected {kind.__name__}: use diffusion_dpo as "
                                 "it is, or a method that trains recorded steps, such as ddpo")
         # A rollout that draws nothing on its way has no use for a kernel.
-        silent = isinstance(self.rollout.plan, plans.NoSteps)
+        silent = isinstance(self.denoising.plan, plans.NoSteps)
         return (self.having(kernel=kernels.DDIM(0.0)) if silent else self)._on_vp()
 
     def _on_vp(self) -> Method:
-        own, step_weight = self.rollout, self.loss.step_weight
+        own, step_weight = self.denoising, self.loss.step_weight
         takes = {"kernel": (type(own.kernel) in (*_FORMS, *_FORMS.values()), "{type: FlowDDIM, eta: 1.0}"),
                  "solver": (isinstance(own.solver, solvers.Euler), "{type: Euler}"),
                  "tail": (own.tail == 1, "1.0"), "strides": (max(own.strides) == 1, "[1]"),
@@ -148,8 +149,8 @@ class Method:
                             f"matching alone: set parts: {{{cure}}}")
         return self._with_form(_FORMS)
 
-    def _with_form(self, forms: dict[type, type]) -> Method:
-        kernel = self.rollout.kernel
+    def _with_form(self, forms: dict[Any, Any]) -> Method:
+        kernel: Any = self.denoising.kernel
         form = forms.get(type(kernel))
         return self.having(kernel=form(*dataclasses.astuple(kernel))) if form else self
 
@@ -159,7 +160,7 @@ class Method:
 
         grid and timesteps are those of `make_grid`. Raises ValueError if the plan does not fit the grid or group.
         """
-        own, found = self.rollout, []
+        own, found = self.denoising, []
         planned = own.plan(len(grid) - 1, epoch, seed)
         for schedule in (planned,) if isinstance(planned, plans.Schedule) else planned:
             settled = max(schedule.stochastic, default=-1) + 1
@@ -179,7 +180,24 @@ class Method:
         if not isinstance(self.target, NoisedFinals):
             return None
         times = self.target.times(grid, epoch, seed)
-        return noised_finals.exploration(times, group, self.rollout.solver, self.reads_means, alphas)
+        return noised_finals.exploration(times, group, self.denoising.solver, self.reads_means, alphas)
+
+    @property
+    def denoising(self) -> Denoising:
+        """The rollout of a pipeline's method."""
+        assert isinstance(self.rollout, Denoising), "a language model's method"
+        return self.rollout
+
+    @property
+    def generation(self) -> TextGeneration:
+        """The rollout of a language model's method."""
+        assert isinstance(self.rollout, TextGeneration), "a pipeline's method"
+        return self.rollout
+
+    @property
+    def tuning(self) -> LayerTuning:
+        """The supervised term of recorded steps; weight 0 of other targets."""
+        return self.target.tuning if isinstance(self.target, RecordedSteps) else LayerTuning()
 
     @property
     def compares_with_reference(self) -> bool:

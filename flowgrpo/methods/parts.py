@@ -64,9 +64,11 @@ class GroupDraw(Protocol):
 
 
 class Times(Protocol):
-    """Times at which final states are noised. shared: one noise for the samples of a group."""
+    """Times at which final states are noised."""
 
-    shared: bool
+    @property
+    def shared(self) -> bool:
+        """True for one noise for the samples of a group."""
 
     def __call__(self, grid: Tensor, epoch: int, seed: int) -> Tensor:
         """Return the falling times [K] of an epoch, in the grid's dtype."""
@@ -88,20 +90,6 @@ class Selection(Protocol):
 
     def __call__(self, scores: Tensor, context: Context | None = None) -> Tensor:
         """Return the mask of the trained samples, bool [P,G]. scores: their advantages [P,G]."""
-
-
-class TokenCredit(Protocol):
-    """Spread of a sample's advantage over its decisions.
-
-    samples: continuations per segment that estimate the value of a state; 0: none are drawn.
-    causal: it needs tokens that are drawn one after the other.
-    """
-
-    samples: int
-    causal: bool
-
-    def __call__(self, taken: Any, advantages: Tensor, totals: Tensor) -> Tensor:
-        """Return the advantages [m] or [m,N]. advantages: [m], of whole samples; totals: [P,G], their rewards."""
 
 
 # --- loss ------------------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from flowgrpo.samplers import plans
 
 # Parts that fewer targets read than their place says.
 _TEXTS = (targets.Completions,)
-TYPES: dict[type, tuple[type, ...]] = {
+TYPES: dict[type, tuple[type[targets.Target], ...]] = {
     **dict.fromkeys((ratios.SequenceRatio, ratios.CompletionRatio, objectives.DynamicClip, references.Teacher,
                      sequence_losses.OfCompletions, token_losses.LikelihoodKept, shaping.Overlong,
                      length_shaping.LengthSwitch, length_shaping.ExitDecay, gae.ValueHead), _TEXTS),
@@ -33,9 +33,9 @@ _NOISY = {plans.AllSteps, plans.RandomSubset, plans.Branches, plans.GrowingTail,
           plans.LateStep}
 # Of a part that is read, what leaves it without effect: a test of the method, and its cure.
 _IDLE: dict[str, tuple[Callable[[Method], bool], str]] = {
-    "kernel": (lambda m: isinstance(m.rollout.plan, plans.NoSteps), "its plan NoSteps draws no noise"),
+    "kernel": (lambda m: isinstance(m.denoising.plan, plans.NoSteps), "its plan NoSteps draws no noise"),
     **dict.fromkeys(("solver", "tail"), (
-        lambda m: type(m.rollout.plan) in _NOISY, "its plan leaves no two deterministic steps in a row")),
+        lambda m: type(m.denoising.plan) in _NOISY, "its plan leaves no two deterministic steps in a row")),
     "reference": (lambda m: not objectives.regularises(m.loss.kl) and not m.compares_with_reference,
                   "it is read by a KL alone, whose weight is 0: set parts.kl.weight"),
     **dict.fromkeys(("advantage", "shaping"),
@@ -90,7 +90,7 @@ def require_types(method: Method) -> None:
                             f"{method.target.trains}: expected one of {', '.join(fitting)}")
 
 
-def _kinds(by: tuple[type, ...]) -> set[str]:
+def _kinds(by: tuple[type[targets.Target], ...]) -> set[str]:
     """The names of what these targets, and those made of them, train."""
     return {each.trains for kind in by for each in (kind, *kind.__subclasses__())}
 

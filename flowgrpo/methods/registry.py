@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from types import ModuleType
+from typing import Any
 
 from flowgrpo.advantages import (
     baselines,
@@ -80,7 +81,7 @@ MODULES: dict[str, tuple[ModuleType, ...]] = {
 _RECORDS = {plans.Schedule, lookahead.Branch, reward_gradient.Unfinished, reward_gradient.Valued, latent_edits.Edits,
             actor_critic.Seen, targets.Target,
             targets.Traces, targets.RecordedPairs}  # what a run makes of completions and of noised finals
-PLACES: dict[type, str] = {cls: place for place, modules in MODULES.items() for module in modules
+PLACES: dict[Any, str] = {cls: place for place, modules in MODULES.items() for module in modules
                            for cls in vars(module).values() if dataclasses.is_dataclass(cls)
                            and cls.__module__ == module.__name__ and cls not in _RECORDS}
 TYPES: dict[str, type] = {cls.__name__: cls for cls in PLACES}

@@ -47,7 +47,7 @@ def resolve(config: Config, process: str = "flow") -> Method:
 def _explorations(method: Method, config: Config, process: str) -> list[Exploration]:
     """Return an epoch's explorations on the configuration's steps and samples. Raises ValueError where they, or the
     transitions of their trained steps, cannot be."""
-    train, rollout = config.train, method.rollout
+    train, rollout = config.train, method.denoising
     grid, x = shifted(train.steps, train.shift), torch.zeros(1, 1)
     if process == "vp":
         grid = torch.linspace(0.01, 0.99, train.steps + 1)  # alpha-bars, as good as any for a trial
@@ -73,7 +73,7 @@ def _explorations(method: Method, config: Config, process: str) -> list[Explorat
 
 def require_adapted(config: Config, method: Method) -> None:
     """Raise UserError for options that conflict with the training of text encoders."""
-    if method.for_tokens or not method.rollout.adapted.encoders:
+    if method.for_tokens or not method.denoising.adapted.encoders:
         return
     wrong = {"adapter.rank: 0, which trains all of a denoiser: set a rank": not config.adapter.rank,
              "adapter.dora, which is for denoisers: use false": config.adapter.dora,
@@ -89,7 +89,7 @@ def require_recorded_pairs(config: Config, method: Method) -> None:
     if config.preferences is None:
         if config.labels != "file":
             raise UserError(f"labels is {config.labels!r}, but no pairs are there: set preferences to a file of pairs")
-        if getattr(method.loss.surrogate, "similarity", 0):
+        if getattr(method.loss.surrogate, "similarity", False):
             raise UserError(f"method {config.method} pulls to the first picture of recorded pairs, and none are there: "
                             "set preferences to a file of pairs, or parts.surrogate.similarity: 0")
         return
@@ -99,7 +99,7 @@ def require_recorded_pairs(config: Config, method: Method) -> None:
     if config.labels == "file" and isinstance(method.credit.shaping, BradleyTerry):
         raise UserError(f"labels is 'file', but method {config.method} draws labels from rewards, and would turn some "
                         "of the file's round: set labels: rewards, or parts.shaping: {type: AsIs}")
-    if config.labels == "rewards" and getattr(method.loss.surrogate, "similarity", 0) \
+    if config.labels == "rewards" and getattr(method.loss.surrogate, "similarity", False) \
             and not isinstance(method.credit.shaping, BradleyTerry):
         raise UserError(f"method {config.method} with parts.surrogate.similarity pulls to what the file calls chosen, "
                         "but labels is 'rewards', which may prefer the other picture: set labels: file, or similarity: "
@@ -113,7 +113,7 @@ def require_recorded_pairs(config: Config, method: Method) -> None:
 
 def _require_learned_noise(method: Method, explorations: list[Exploration]) -> None:
     """ValueError where a method whose deviations differ from value to value has parts that read one per step."""
-    if not isinstance(method.rollout.kernel, LearnedNoise):
+    if not isinstance(method.denoising.kernel, LearnedNoise):
         return
     grows = any(each.schedule.noise for each in explorations)
     wrong = {"a part that compares means (kl GaussianKL, Guard, DivergenceMask, tuning) with a KL of samples or none":

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from flowgrpo.objectives.surrogates import Surrogate, cut, ppo, require_range
+from flowgrpo.types import required
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,7 +50,7 @@ class ActorCritic(Surrogate):
                              "one of them above 0: nothing else trains the edit")
 
     @property
-    def reads_means(self) -> bool:
+    def reads_means(self) -> bool:  # type: ignore[override]
         """True if the loss reads the edit's mean."""
         return self.through > 0
 
@@ -57,7 +58,7 @@ class ActorCritic(Surrogate):
         loss = self.critic * (old.value - old.reward).square().to(log_ratio)
         if self.ratio:
             loss = loss + self.ratio * ppo(log_ratio.expm1(), advantage, -self.low, self.high)
-        return loss - self.through * old.edited.to(log_ratio) if self.through else loss
+        return loss - self.through * required(old.edited).to(log_ratio) if self.through else loss
 
     def clipped(self, log_ratio: Tensor, advantage: Tensor, old: Seen | None = None) -> Tensor:
         """Return the mask where the clip cuts the edit's gradient, bool [B, N]; false without the clipped loss."""

@@ -16,7 +16,7 @@ from torch.nn.functional import softplus
 
 from flowgrpo.objectives.ratios import error
 from flowgrpo.objectives.surrogates import Surrogate, cut
-from flowgrpo.types import Noised
+from flowgrpo.types import Noised, required
 
 LEAST = 1e-5  # lower bound of a self-normalised error's weight
 
@@ -43,9 +43,9 @@ class NegativeAware(OfNoised):
     def __post_init__(self) -> None:
         _require_positive(self, beta=self.beta, most=self.most)
 
-    def __call__(self, log_ratio: Tensor, advantage: Tensor, old: Noised | None = None) -> Tensor:
-        target, before = old.target[:, None], old.old.mean
-        moved, good = self.beta * (old.new.mean - before), goodness(advantage, self.most)
+    def __call__(self, log_ratio: Tensor, advantage: Tensor, old: Noised) -> Tensor:
+        target, before = old.target[:, None], required(old.old.mean)
+        moved, good = self.beta * (required(old.new.mean) - before), goodness(advantage, self.most)
         towards, away = (_normalised(old.time * (v - target)) for v in (before + moved, before - moved))
         return self.most / self.beta * (good * towards + (1 - good) * away)
 
@@ -67,13 +67,13 @@ class CentredReward(OfNoised):
         _require_positive(self, beta=self.beta, most=self.most)
 
     def gap(self, noised: Noised) -> Tensor:
-        now, before = (_normalised(each.mean - noised.target[:, None]) for each in (noised.new, noised.old))
+        now, before = (_normalised(required(each.mean) - noised.target[:, None]) for each in (noised.new, noised.old))
         return before - now
 
-    def __call__(self, log_ratio: Tensor, advantage: Tensor, old: Noised | None = None) -> Tensor:
-        group = old.peers.beside(old.rows)
-        reward = self.gap(old) - _mean(group, old.peers.gap)
-        wanted = goodness(advantage, self.most) - _mean(group, goodness(old.peers.advantage, self.most))
+    def __call__(self, log_ratio: Tensor, advantage: Tensor, old: Noised) -> Tensor:
+        group = required(old.peers).beside(old.rows)
+        reward = self.gap(old) - _mean(group, required(old.peers).gap)
+        wanted = goodness(advantage, self.most) - _mean(group, goodness(required(old.peers).advantage, self.most))
         return self.most / self.beta * (self.beta * reward - wanted).square()
 
 
@@ -98,16 +98,16 @@ class GroupPreference(OfNoised):
             raise ValueError(f"GroupPreference: low is {self.low} and high {self.high}, expected 0 to 1 and 0 or more")
 
     def gap(self, noised: Noised) -> Tensor:
-        return error(noised.new) - error(noised.reference)
+        return error(noised.new) - error(required(noised.reference))
 
-    def __call__(self, log_ratio: Tensor, advantage: Tensor, old: Noised | None = None) -> Tensor:
+    def __call__(self, log_ratio: Tensor, advantage: Tensor, old: Noised) -> Tensor:
         own = error(old.new)
-        own = torch.where(self.clipped(log_ratio, advantage), own.detach(), own)
+        own = torch.where(self.clipped(log_ratio, advantage, old), own.detach(), own)
         return self.weight(old) * advantage * own
 
     def weight(self, noised: Noised) -> Tensor:
         """Return W of every sample's group: [b, 1]."""
-        peers = noised.peers
+        peers = required(noised.peers)
         return torch.sigmoid(self.beta * _mean(peers.beside(noised.rows), peers.advantage * peers.gap))
 
     def clipped(self, log_ratio: Tensor, advantage: Tensor, old: Noised | None = None) -> Tensor:
@@ -139,10 +139,10 @@ class Preference(OfNoised):
             raise ValueError(f"Preference: similarity is {self.similarity}, expected 0 or more")
 
     def gap(self, noised: Noised) -> Tensor:
-        return error(noised.new) - error(noised.reference)
+        return error(noised.new) - error(required(noised.reference))
 
-    def __call__(self, log_ratio: Tensor, advantage: Tensor, old: Noised | None = None) -> Tensor:
-        peers, places = old.peers, torch.arange(len(old.peers.gap), device=old.rows.device)
+    def __call__(self, log_ratio: Tensor, advantage: Tensor, old: Noised) -> Tensor:
+        peers, places = required(old.peers), torch.arange(len(required(old.peers).gap), device=old.rows.device)
         group = peers.beside(old.rows)
         others = group & (old.rows[:, None] != places)
         sign = (advantage - peers.advantage).sign()

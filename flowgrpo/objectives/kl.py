@@ -15,7 +15,7 @@ from torch import Tensor
 
 from flowgrpo.gaussian import kl
 from flowgrpo.objectives.schedules import Constant
-from flowgrpo.types import Context, Gaussian, Scored
+from flowgrpo.types import Context, Gaussian, Scored, required
 
 
 class Penalty:
@@ -150,7 +150,7 @@ def divergence(new: Scored, other: Scored) -> Tensor:
 def output_error(new: Scored, other: Scored) -> Tensor:
     """Return the mean squared difference of the outputs behind two policies' means: [B, N]."""
     assert new.slope is not None, "this part of the method needs recorded slopes"
-    apart = (new.mean - other.mean).square().flatten(2).mean(dim=2)
+    apart = (required(new.mean) - required(other.mean)).square().flatten(2).mean(dim=2)
     return apart / new.slope.to(apart).square()
 
 

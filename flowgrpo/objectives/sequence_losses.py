@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from flowgrpo.objectives.surrogates import Surrogate
-from flowgrpo.types import Compared
+from flowgrpo.types import Compared, required
 
 
 @dataclass(frozen=True)
@@ -119,10 +119,10 @@ class Discriminative(OfCompletions):
         mask = compared.new.mask
         return torch.stack([_mean(self._scores(compared), mask), _mean(-compared.log_ratio, mask)], 1)
 
-    def __call__(self, log_ratio: Tensor, advantage: Tensor, old: Compared | None = None) -> Tensor:
-        scores, divergence = old.peers.gap.unbind(1)
-        group = old.peers.beside(old.rows)
-        right, wrong = (group & sign for sign in (old.peers.advantage > 0, old.peers.advantage < 0))
+    def __call__(self, log_ratio: Tensor, advantage: Tensor, old: Compared) -> Tensor:
+        scores, divergence = required(old.peers).gap.unbind(1)
+        group = required(old.peers).beside(old.rows)
+        right, wrong = (group & sign for sign in (required(old.peers).advantage > 0, required(old.peers).advantage < 0))
         tempered = (scores / self.temperature).expand_as(wrong).masked_fill(~wrong, -math.inf)
         hard = tempered.softmax(1).gather(1, old.rows[:, None])
         size = group.sum(1, keepdim=True)
@@ -156,8 +156,8 @@ class Regressed(OfCompletions):
         """Return the log-ratio of every completion: [b]."""
         return _mean(compared.log_ratio, compared.new.mask)
 
-    def __call__(self, log_ratio: Tensor, advantage: Tensor, old: Compared | None = None) -> Tensor:
-        group, found = old.peers.beside(old.rows), old.peers.gap
+    def __call__(self, log_ratio: Tensor, advantage: Tensor, old: Compared) -> Tensor:
+        group, found = required(old.peers).beside(old.rows), required(old.peers).gap
         mean = _over(found, group)
         spread = _over((found - mean).square(), group).sqrt().clamp(min=self.least)
         return ((log_ratio - mean) / spread - advantage).square()
@@ -187,10 +187,10 @@ class Levels(OfCompletions):
 
     def gap(self, compared: Compared) -> Tensor:
         """Return g of every completion: [b]."""
-        return _mean(compared.new.logp - compared.reference.logp, compared.new.mask)
+        return _mean(compared.new.logp - required(compared.reference).logp, compared.new.mask)
 
-    def __call__(self, log_ratio: Tensor, advantage: Tensor, old: Compared | None = None) -> Tensor:
-        peers, group = old.peers, old.peers.beside(old.rows)
+    def __call__(self, log_ratio: Tensor, advantage: Tensor, old: Compared) -> Tensor:
+        peers, group = required(old.peers), required(old.peers).beside(old.rows)
         sign = (advantage - peers.advantage).sign() * group
         top = peers.advantage.masked_fill(~group, -math.inf).amax(1, keepdim=True)
         scale = self.beta * torch.where(torch.maximum(advantage, peers.advantage) == top, self.best, 1.0)
@@ -199,7 +199,7 @@ class Levels(OfCompletions):
         share = group.sum(1, keepdim=True) / pairs.clamp(min=1)
         slope = -(sign * scale * torch.sigmoid(-apart)).sum(1, keepdim=True) * share
         value = (softplus(-apart) * sign.abs()).sum(1, keepdim=True) * share / 2
-        pull, moved = slope * (old.new.logp - old.reference.logp), old.new.logp - old.old.logp
+        pull, moved = slope * (old.new.logp - required(old.reference).logp), old.new.logp - old.old.logp
         return value + pull - pull.detach() + self.trust * (moved.expm1() - moved)
 
     @staticmethod

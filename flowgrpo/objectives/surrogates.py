@@ -36,13 +36,17 @@ class Surrogate:
     low: float = math.inf
     high: float = math.inf
 
-    def __call__(self, log_ratio: Tensor, advantage: Tensor, old: Any = None) -> Tensor:
+    def __call__(self, log_ratio: Tensor, advantage: Tensor, old: Any) -> Tensor:
         """Return the loss [B, N]. old: `beside`, or the record of the targets that the surrogate is for."""
         raise NotImplementedError
 
-    def clipped(self, log_ratio: Tensor, advantage: Tensor, old: Any = None) -> Tensor:
+    def clipped(self, log_ratio: Tensor, advantage: Tensor, old: Any) -> Tensor:
         """Return the mask where the gradient is cut, bool [B, N]."""
         return torch.zeros_like(log_ratio, dtype=torch.bool)
+
+    def gap(self, batch: Any) -> Tensor:
+        """Return the statistic [b, ...] of the samples of a batch that a surrogate of groups compares."""
+        raise NotImplementedError
 
 
 class Ranged(Surrogate):
@@ -251,7 +255,8 @@ def ppo(excess: Tensor, advantage: Tensor, lowest: float | Tensor, highest: floa
     It clips r - 1: near 1 float32 has steps of 1.2e-7, too coarse for a clip range of 2e-6.
     """
     assert advantage.ndim == 2, advantage.shape
-    return -advantage - torch.minimum(advantage * excess, advantage * excess.clamp(lowest, highest))
+    clipped = excess.clamp(lowest, highest)  # type: ignore[arg-type]
+    return -advantage - torch.minimum(advantage * excess, advantage * clipped)
 
 
 def cut(excess: Tensor, advantage: Tensor, lowest: float | Tensor, highest: float | Tensor) -> Tensor:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,11 +14,13 @@ from torch import Tensor
 from flowgrpo.objectives import Clip, DivergenceMask, Reinforce
 from flowgrpo.objectives.sequence_losses import OfCompletions
 from flowgrpo.objectives.surrogates import Surrogate
-from flowgrpo.types import Compared
+from flowgrpo.types import Compared, required
 
 
 class _Over(Surrogate):
     """Surrogate over another one that reads at most the old log-probability; its range is that of the inner one."""
+
+    surrogate: Surrogate
 
     def __post_init__(self) -> None:
         if isinstance(self.surrogate, (OfCompletions, DivergenceMask)) or not callable(self.surrogate):
@@ -27,11 +28,11 @@ class _Over(Surrogate):
                              "such as Clip")
 
     @property
-    def low(self) -> float:
+    def low(self) -> float:  # type: ignore[override]
         return self.surrogate.low
 
     @property
-    def high(self) -> float:
+    def high(self) -> float:  # type: ignore[override]
         return self.surrogate.high
 
 
@@ -40,7 +41,7 @@ class EntropyBonus(_Over, OfCompletions):
     """The surrogate's loss less weight * entropy of every token's distribution, in nats, [B, L]: PPO's bonus
     (1707.06347, equation 9), which keeps a policy from settling on one answer."""
 
-    surrogate: Any = Clip(0.2, 0.2)
+    surrogate: Surrogate = Clip(0.2, 0.2)
     weight: float = 0.01
     reads_entropy = True
 
@@ -49,10 +50,10 @@ class EntropyBonus(_Over, OfCompletions):
         if not math.isfinite(self.weight):
             raise ValueError(f"EntropyBonus: weight is {self.weight}, expected a finite number")
 
-    def __call__(self, log_ratio: Tensor, advantage: Tensor, old: Compared | None = None) -> Tensor:
-        return self.surrogate(log_ratio, advantage, old.old.logp) - self.weight * old.new.entropy
+    def __call__(self, log_ratio: Tensor, advantage: Tensor, old: Compared) -> Tensor:
+        return self.surrogate(log_ratio, advantage, old.old.logp) - self.weight * required(old.new.entropy)
 
-    def clipped(self, log_ratio: Tensor, advantage: Tensor, old: Compared | None = None) -> Tensor:
+    def clipped(self, log_ratio: Tensor, advantage: Tensor, old: Compared) -> Tensor:
         return self.surrogate.clipped(log_ratio, advantage, old.old.logp)
 
 
@@ -65,7 +66,7 @@ class HighEntropy(_Over, OfCompletions):
     batch. The divisor of the loss still counts all tokens, as in the paper.
     """
 
-    surrogate: Any = Clip(0.2, 0.28)
+    surrogate: Surrogate = Clip(0.2, 0.28)
     share: float = 0.2
     reads_entropy = reads_groups = True
 
@@ -76,17 +77,17 @@ class HighEntropy(_Over, OfCompletions):
 
     def gap(self, compared: Compared) -> Tensor:
         """Return the entropies, -inf where a token does not count: [b, L]."""
-        return compared.new.entropy.masked_fill(~compared.new.mask, -math.inf)
+        return required(compared.new.entropy).masked_fill(~compared.new.mask, -math.inf)
 
-    def __call__(self, log_ratio: Tensor, advantage: Tensor, old: Compared | None = None) -> Tensor:
+    def __call__(self, log_ratio: Tensor, advantage: Tensor, old: Compared) -> Tensor:
         return self.surrogate(log_ratio, advantage, old.old.logp).where(self.chosen(old), 0.0)
 
-    def clipped(self, log_ratio: Tensor, advantage: Tensor, old: Compared | None = None) -> Tensor:
+    def clipped(self, log_ratio: Tensor, advantage: Tensor, old: Compared) -> Tensor:
         return self.surrogate.clipped(log_ratio, advantage, old.old.logp) & self.chosen(old)
 
     def chosen(self, compared: Compared) -> Tensor:
         """Return the trained tokens, bool [b, L]; all tokens tied at the threshold are trained."""
-        entropies, group = compared.peers.gap, compared.peers.group
+        entropies, group = required(compared.peers).gap, required(compared.peers).group
         found = torch.zeros_like(compared.mask)
         for own in group.unique():
             found[group == own] = self._largest(entropies[group == own])
@@ -107,7 +108,7 @@ class Conflicts(_Over, OfCompletions):
     mean entropy are left out; the paper's threshold is log 2, for models that start below it.
     """
 
-    surrogate: Any = Reinforce()
+    surrogate: Surrogate = Reinforce()
     amplify: float = 2.0
     most_entropy: float = math.inf
     reads_advantages = True
@@ -119,18 +120,18 @@ class Conflicts(_Over, OfCompletions):
                              "or more, and above 0 (infinity for no limit)")
 
     @property
-    def reads_entropy(self) -> bool:
+    def reads_entropy(self) -> bool:  # type: ignore[override]
         return self.most_entropy < math.inf
 
-    def __call__(self, log_ratio: Tensor, advantage: Tensor, old: Compared | None = None) -> Tensor:
+    def __call__(self, log_ratio: Tensor, advantage: Tensor, old: Compared) -> Tensor:
         return self.surrogate(log_ratio, advantage, old.old.logp) * self.weights(old)
 
-    def clipped(self, log_ratio: Tensor, advantage: Tensor, old: Compared | None = None) -> Tensor:
+    def clipped(self, log_ratio: Tensor, advantage: Tensor, old: Compared) -> Tensor:
         return self.surrogate.clipped(log_ratio, advantage, old.old.logp) & (self.weights(old) > 0)
 
     def weights(self, compared: Compared) -> Tensor:
         """Return the factor of every token's loss: [b, L]."""
-        peers, mask, found = compared.peers, compared.new.mask, torch.zeros_like(compared.mask)
+        peers, mask, found = required(compared.peers), compared.new.mask, torch.zeros_like(compared.mask)
         for own in peers.group.unique():
             at = peers.group == own
             found[at] = conflicts(compared.ids[at], compared.mask[at], peers.advantage[at])
@@ -138,7 +139,8 @@ class Conflicts(_Over, OfCompletions):
         weights = torch.where(found[compared.rows], torch.where(good, self.amplify, 0.0), 1.0)
         if not self.reads_entropy:
             return weights
-        mean = (compared.new.entropy.detach() * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
+        entropy = required(compared.new.entropy).detach()
+        mean = (entropy * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
         return weights * (mean <= self.most_entropy)
 
 
@@ -151,7 +153,7 @@ class LikelihoodKept(_Over):
     first update.
     """
 
-    surrogate: Any = Clip(0.2, 0.2)
+    surrogate: Surrogate = Clip(0.2, 0.2)
     weight: float = 0.1
 
     def __post_init__(self) -> None:
@@ -178,7 +180,7 @@ class ExpertMixture(_Over, OfCompletions):
     of the answers is unknown.
     """
 
-    surrogate: Any = Clip(0.2, 0.2)
+    surrogate: Surrogate = Clip(0.2, 0.2)
     focus: float = 2.0
     probability: float = 1.0
 
@@ -188,15 +190,15 @@ class ExpertMixture(_Over, OfCompletions):
             raise ValueError(f"ExpertMixture: focus is {self.focus} and probability {self.probability}, expected 0 or "
                              "more, and above 0 to 1")
 
-    def __call__(self, log_ratio: Tensor, advantage: Tensor, old: Compared | None = None) -> Tensor:
+    def __call__(self, log_ratio: Tensor, advantage: Tensor, old: Compared) -> Tensor:
         assert old.expert is not None, "ExpertMixture needs to know which completions are answers"
         present = old.new.logp.exp()
         ratio = 2 * present / (self.probability + old.old.logp.exp())
         guided = -ratio * advantage * (1 - present.detach()).clamp(min=0).pow(self.focus)
         return guided.where(old.expert[old.rows, None], self.surrogate(log_ratio, advantage, old.old.logp))
 
-    def clipped(self, log_ratio: Tensor, advantage: Tensor, old: Compared | None = None) -> Tensor:
-        return self.surrogate.clipped(log_ratio, advantage, old.old.logp) & ~old.expert[old.rows, None]
+    def clipped(self, log_ratio: Tensor, advantage: Tensor, old: Compared) -> Tensor:
+        return self.surrogate.clipped(log_ratio, advantage, old.old.logp) & ~required(old.expert)[old.rows, None]
 
 
 def conflicts(ids: Tensor, mask: Tensor, advantage: Tensor) -> Tensor:

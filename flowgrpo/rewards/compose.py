@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +32,7 @@ class Composed:
         raise AttributeError(name)
 
 
-def compose(rules: dict[str, WatchRule], cache: str | None = None,
+def compose(rules: Mapping[str, WatchRule], cache: str | None = None,
             given: dict[str, Any] | None = None) -> dict[str, Composed]:
     """Find and make the rewards of a recipe.
 

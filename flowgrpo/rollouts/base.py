@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 
 from flowgrpo.config.geometry import Geometry, prompts_per_part
 from flowgrpo.config.schema import Config
+from flowgrpo.data.prompts import Prompt
 from flowgrpo.distributed.processes import Processes
 from flowgrpo.log import Clock
 from flowgrpo.methods.method import Method
+from flowgrpo.policies.policy import Policy
 from flowgrpo.samplers.old_policy import Lagging
-from flowgrpo.samplers.rollout import Seed, seeder
+from flowgrpo.samplers.rollout import Part, Seed, seeder
+from flowgrpo.types import Scored
 
 
 class Groups(NamedTuple):
@@ -36,7 +39,7 @@ class GroupSampler:
     processes; saved_evaluations: additional ones if no two samples of a group shared any.
     """
 
-    def __init__(self, config: Config, policy: Any, method: Method, geometry: Geometry, processes: Processes,
+    def __init__(self, config: Config, policy: Policy, method: Method, geometry: Geometry, processes: Processes,
                  clock: Clock):
         self.config, self.policy, self.method, self.geometry = config, policy, method, geometry
         self.processes, self.clock = processes, clock
@@ -63,6 +66,35 @@ class GroupSampler:
     def count(self, spent: int) -> None:
         """Add the evaluations of this process's share: every process spends the same."""
         self.rollout_evaluations += spent * self.processes.count
+
+    def conditioning(self, batch: list[Prompt]) -> Any:
+        """Encode prompts, each once; rows of the result are chosen by its `rows`."""
+        raise NotImplementedError
+
+    def sample(self, conditioning: Any, epoch: int, judge: Callable, value: Callable | None = None, turn: int = 0
+               ) -> Iterator[tuple[Part, list[Any]]]:
+        """Sample a group per prompt: the parts as they are finished, each with its outputs per granularity.
+
+        judge: the total reward. value: the reward whose gradient is followed. turn: how often the epoch has drawn
+        before.
+        """
+        raise NotImplementedError
+
+    def base(self, part: Any, conditioning: Any) -> torch.Tensor | None:
+        """Return the base model's outputs beside a part's; None for a part that has none."""
+        return None
+
+    def replay(self, part: Any, conditioning: Any) -> Iterator[tuple[int, slice, Scored]]:
+        """Score a part's decisions under the present weights: (place in `part.transitions`, its rows, scores)."""
+        raise NotImplementedError
+
+    def beside(self, part: Any, conditioning: Any, reference: list[Scored]) -> Callable[..., Any]:
+        """Return what gives the surrogate's third argument for every batch of the part's replay."""
+        raise NotImplementedError
+
+    def step_weights(self, parts: list[Part], epoch: int) -> dict[int, float]:
+        """Return the weight of every trained step, by its index."""
+        return {0: 1.0}
 
     def metrics(self) -> dict[str, float]:
         """Return what an epoch's sampling adds to its metrics."""

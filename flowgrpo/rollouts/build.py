@@ -1,38 +1,41 @@
-"""Make the rollout of a policy and a method."""
+"""Make the rollouts of a policy and a method."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from flowgrpo.config.geometry import Geometry
 from flowgrpo.config.schema import Config
 from flowgrpo.data.prompts import Prompt
+from flowgrpo.distributed.processes import Processes
+from flowgrpo.log import Clock
 from flowgrpo.methods.method import Method
 from flowgrpo.methods.targets import RecordedPairs, RelaxedTraces
+from flowgrpo.rollouts.base import GroupSampler
 
 
-def make_explorer(config: Config, policy: Any, method: Method, *rest: Any, first: Prompt | None = None):
-    """Make the object that samples and replays a policy.
-
-    The arguments are those of `denoising.Explorer`. first: of a pipeline alone.
-    """
+def make_explorer(config: Config, policy: Any, method: Method, geometry: Geometry, processes: Processes, clock: Clock,
+                  first: Prompt) -> GroupSampler:
+    """Make what samples and replays a policy. first: a prompt, with which a pipeline's own grid is read."""
+    given = config, policy, method, geometry, processes, clock
     if isinstance(method.target, RelaxedTraces):
         from flowgrpo.rollouts.relaxed import RelaxedExplorer
 
-        return RelaxedExplorer(config, policy, method, *rest)
-    if policy.modality == "text":
+        return RelaxedExplorer(*given)
+    if method.for_tokens:
         from flowgrpo.policies.language import engines
 
         if engines.wanted(config):
             from flowgrpo.rollouts.engine import EngineExplorer
 
-            return EngineExplorer(config, policy, method, *rest)
+            return EngineExplorer(*given)
         from flowgrpo.rollouts.text import TextExplorer
 
-        return TextExplorer(config, policy, method, *rest)
+        return TextExplorer(*given)
     if isinstance(method.target, RecordedPairs):
         from flowgrpo.rollouts.recorded import PairExplorer
 
-        return PairExplorer(config, policy, method, *rest, first)
+        return PairExplorer(*given, first)
     from flowgrpo.rollouts.denoising import Explorer
 
-    return Explorer(config, policy, method, *rest, first)
+    return Explorer(*given, first)

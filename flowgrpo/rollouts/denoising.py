@@ -43,6 +43,8 @@ class Explorer(GroupSampler):
     first: a prompt with which the pipeline's own grid is read. target: what the loss scores.
     """
 
+    policy: PipelinePolicy
+
     def __init__(self, config: Config, policy: PipelinePolicy, method: Method, geometry: Geometry, processes: Processes,
                  clock: Clock, first: Prompt):
         super().__init__(config, policy, method, geometry, processes, clock)
@@ -50,12 +52,12 @@ class Explorer(GroupSampler):
         self.encode = Encoder(policy, Path(config.cache) if config.cache and not policy.live else None)
         self.grid, self.timesteps = self.make_grid(config.train.steps)
         self.base_pictures = BasePictures(policy, self.grid, self.timesteps, geometry.micro_batch, self.decode)
-        kernel = method.rollout.kernel
+        kernel: Any = method.denoising.kernel
         self.network = kernel.network().to(policy.device) if hasattr(kernel, "network") else None
         if self.network is not None:
             policy.weights.add(learned_noise.NAME, self.network)
-        if method.rollout.preview:
-            require_torchao(method.rollout.preview.precision)
+        if method.denoising.preview:
+            require_torchao(method.denoising.preview.precision)
         self.target = target(self)
         # Only what is given pictures can put them back in; edits replay nothing of the pipeline.
         if not isinstance(method.target, targets.LatentEdits) and (policy.given or first.image is not None):
@@ -84,7 +86,8 @@ class Explorer(GroupSampler):
         """An epoch's grid, window, kernel and solver."""
         train, method = self.config.train, self.method
         if self.network is not None:
-            method = method.having(kernel=method.rollout.kernel.with_network(self.network, epoch, train.epochs))
+            kernel: Any = method.denoising.kernel
+            method = method.having(kernel=kernel.with_network(self.network, epoch, train.epochs))
         return method.explorations(self.grid, self.target.drawn, train.shift, epoch, self.config.seed, self.timesteps)
 
     def sample(self, conditioning: Conditioning, epoch: int, judge: Judge, value: reward_gradient.Value | None = None,
@@ -94,7 +97,7 @@ class Explorer(GroupSampler):
         one whose gradient a method with `backprop` follows; turn: how often the epoch has drawn before."""
         seed, explorations = self.seeds(epoch, turn, len(conditioning.prompts)), self.explorations(epoch)
         self.lagging.begin(epoch)
-        if self.method.rollout.preview:
+        if self.method.denoising.preview:
             with self.lagging.drawing():
                 seed = self.preview(conditioning, seed, judge)
         before = self.policy.evaluations
@@ -128,7 +131,7 @@ class Explorer(GroupSampler):
 
     def preview(self, conditioning: Conditioning, seed: Seed, judge: Judge) -> Seed:
         """The seeds of the noises whose cheap previews score best and worst."""
-        asked, before = self.method.rollout.preview, self.policy.evaluations
+        asked, before = self.method.denoising.preview, self.policy.evaluations
         with self.clock("preview"):
             grid, rows = self.make_grid(asked.steps), torch.arange(len(conditioning.prompts))
             with quantised(self.policy, asked.precision):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -15,7 +16,7 @@ from flowgrpo.policies.language.causal_lm import CausalLM
 from flowgrpo.rollouts.text import TextExplorer
 from flowgrpo.samplers.replay import rescored
 from flowgrpo.samplers.rollout import Part
-from flowgrpo.samplers.text.groups import Parallel
+from flowgrpo.samplers.text.groups import Parallel, joined
 from flowgrpo.samplers.text.importance import Mismatch
 from flowgrpo.samplers.text.records import Asked, Sampled
 
@@ -26,7 +27,7 @@ class EngineExplorer(TextExplorer):
 
     def __init__(self, config: Config, policy: CausalLM, *rest):
         super().__init__(config, policy, *rest)
-        draws = self.method.rollout.draws
+        draws = self.method.generation.draws
         if not isinstance(draws, Parallel):
             raise UserError(f"method {config.method} draws the texts of a group by {type(draws).__name__}, "
                             "which no engine does: leave text.engine and text.engine_precision out")
@@ -46,22 +47,23 @@ class EngineExplorer(TextExplorer):
         prompts, samples = torch.arange(count).repeat_interleave(group), torch.arange(group).repeat(count)
         seed = self.seeds(epoch, turn, count)
         generators = self.policy.generators(seed(int(p), int(k)) for p, k in zip(prompts, samples))
-        greedy = samples < self.method.rollout.decoding.greedy
+        greedy = samples < self.method.generation.decoding.greedy
         with self.clock("rollout"):
             self.engine.sync(self.policy)
             every = torch.arange(len(prompts)).split(self.engine.together or len(prompts))
-            made = [self.engine.sample(asked.rows(prompts[at]), self.method.rollout.decoding,
+            made = [self.engine.sample(asked.rows(prompts[at]), self.method.generation.decoding,
                                        [generators[i] for i in at], greedy[at]) for at in every]
         self.count(self.engine.evaluations - before)
-        whole = Sampled(*(torch.cat([getattr(each, name) for each in made]) for name in ("ids", "logp", "mask", "cut")),
-                        [text for each in made for text in each.texts])
+        whole = joined(made)
         for groups, own, places, rows in self.whole_groups(count):
             some = Sampled(whole.ids[rows], whole.logp[rows], whole.mask[rows], whole.cut[rows], whole.texts[rows])
-            if self.method.rollout.decoding.expert:
+            if self.method.generation.decoding.expert:
                 [some] = self.answered(asked, own, places, [some])
             part = self.target.record(groups, own, [some])
             part = self.corrected(part, asked, greedy[rows])
-            yield self.valued(part, asked, seed, judge) if self.method.credit.spread.samples else part, [some.texts]
+            if self.method.credit.spread.samples:
+                part = self.valued(part, asked, seed, judge)
+            yield part, [list(some.texts)]
 
     def corrected(self, part: Part, asked: Asked, greedy: torch.Tensor) -> Part:
         """The part with the trainer's log-probabilities, and weights of its tokens; 1 of greedy rows, which were not
@@ -69,6 +71,7 @@ class EngineExplorer(TextExplorer):
         [by_engine] = part.transitions
         with torch.no_grad(), self.lagging.old(), self.clock("rescore"):
             part = rescored(part, self.replay(part, asked))
+        taken: Any
         [taken] = part.transitions
         given = taken.old.logp.cpu(), by_engine.old.logp, by_engine.old.mask
         weights = self.mismatch(*given).masked_fill(greedy[:, None], 1.0)

@@ -14,8 +14,9 @@ from flowgrpo.methods.method import Method
 from flowgrpo.objectives.actor_critic import Seen
 from flowgrpo.objectives.forward_process import OfNoised
 from flowgrpo.objectives.sequence_losses import OfCompletions
+from flowgrpo.objectives.surrogates import Surrogate
 from flowgrpo.samplers.rollout import Part
-from flowgrpo.types import Compared, Noised, Peers, Scored, Transitions
+from flowgrpo.types import Compared, Noised, Peers, Scored, required
 
 Replay = Callable[[], Iterator[tuple[int, slice, Scored]]]
 
@@ -28,11 +29,11 @@ class Beside:
     gradients, which costs a forward per sample. Without it every batch holds whole groups.
     """
 
-    def __init__(self, surrogate: Any, part: Part, reference: Sequence[Scored], device: torch.device,
+    def __init__(self, surrogate: Surrogate, part: Part, reference: Sequence[Scored], device: torch.device,
                  cut: Replay | None = None):
         self.surrogate, self.part, self.reference, self.device = surrogate, part, reference, device
         groups = surrogate.reads_groups
-        self.peers = self._seen(cut) if groups and cut else [None] * len(part.transitions)
+        self.peers: Sequence[Peers | None] = self._seen(cut) if groups and cut else [None] * len(part.transitions)
 
     def __call__(self, batch: int, k: int, rows: slice, new: Scored, old: Scored) -> Tensor | Noised:
         """Return the inputs of the rows of the k-th recorded step, in this batch of the replay."""
@@ -80,7 +81,7 @@ class BesideText:
         self.method, self.reference, self.device, self.replay = method, reference, device, replay
         [self.taken], [advantage] = part.transitions, part.advantages
         every = {"ids": self.taken.ids, "mask": self.taken.old.mask, "expert": self.taken.expert}
-        self.every = {name: each if each is None else each.to(device) for name, each in every.items()}
+        self.every: dict[str, Any] = {name: each if each is None else each.to(device) for name, each in every.items()}
         # Until it is known what is compared, peers have nothing to compare.
         self.peers = Peers(torch.empty(len(advantage), 0, device=device), advantage.to(device),
                            self.taken.prompts.to(device))
@@ -130,9 +131,9 @@ class BesideEdits:
         x = self.editor.edit.applied(taken.x[of.to(taken.x.device)].to(device), taken.x_next[rows].to(device))
         value = self.editor.value(self.conditioning.rows(taken.prompts[of]), x)
         seen = Seen(value[:, None], taken.rewards[rows, None].to(value))
-        return replace(seen, edited=self._edited(taken, of, new.mean[:, 0])) if self.through else seen
+        return replace(seen, edited=self._edited(taken, of, required(new.mean)[:, 0])) if self.through else seen
 
-    def _edited(self, taken: Transitions, of: Tensor, means: Tensor) -> Tensor:
+    def _edited(self, taken: Any, of: Tensor, means: Tensor) -> Tensor:
         """The value [b, 1] of states `of` [b] moved by decisions [b,*D]. A base and its edit left the same state, which
         is valued once."""
         left, at, count = of.unique_consecutive(return_inverse=True, return_counts=True)

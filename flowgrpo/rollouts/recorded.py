@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -27,7 +27,7 @@ class Paired(Conditioning):
     pairs: list[tuple[str, str]] = field(default_factory=list)
 
     def rows(self, index: torch.Tensor) -> Paired:
-        return replace(super().rows(index), pairs=[self.pairs[i] for i in index.tolist()])
+        return replace(cast(Paired, super().rows(index)), pairs=[self.pairs[i] for i in index.tolist()])
 
 
 class PairExplorer(Explorer):
@@ -45,7 +45,7 @@ class PairExplorer(Explorer):
         return Paired(**{each.name: getattr(found, each.name) for each in fields(found)},
                       pairs=[(prompt.metadata["chosen"], prompt.metadata["rejected"]) for prompt in batch])
 
-    def sample(self, conditioning: Paired, epoch: int, judge: Judge, value: Value | None = None,
+    def sample(self, conditioning: Any, epoch: int, judge: Judge, value: Value | None = None,
                turn: int = 0) -> Iterator[tuple[Part, list[torch.Tensor]]]:
         """The pairs of the prompts, with their pictures [b,3,H,W] as the files have them. judge and value, of methods
         that draw, are not asked; turn: how often the epoch has taken pairs before."""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from flowgrpo.methods.targets import RelaxedTraces
 from flowgrpo.rewards.text.soft_texts import SoftTexts
 from flowgrpo.rollouts.loss_inputs import Beside
 from flowgrpo.rollouts.text import TextExplorer
@@ -15,7 +17,7 @@ from flowgrpo.samplers.rollout import Part
 from flowgrpo.samplers.text.decoding import decided
 from flowgrpo.samplers.text.gumbel_softmax import GumbelSoftmax
 from flowgrpo.samplers.text.records import Asked
-from flowgrpo.types import Completion, Scored
+from flowgrpo.types import Scored, required
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,20 +57,20 @@ class RelaxedExplorer(TextExplorer):
         weights = self.policy.weights
         # Before any update, so that it is the base. A graph holds it beside the present weights: no switching to and
         # fro, which a backward pass would not see.
-        self.base = {key: each.detach().clone() for key, each in weights.named.items()}
+        self.base_weights = {key: each.detach().clone() for key, each in weights.named.items()}
         self.tokens = tuple(self.policy.vocabulary())
 
     def sample(self, asked: Asked, epoch: int, judge: Callable, value: Callable | None = None,
-               turn: int = 0) -> Iterator[tuple[Part, list[list[Completion]]]]:
+               turn: int = 0) -> Iterator[tuple[Part, list[Any]]]:
         """Sample a group per prompt: the parts as they are finished, each with its texts. value: the reward whose
         gradient is followed; turn: how often the epoch has drawn before."""
         before = self.policy.evaluations
         seed = self.seeds(epoch, turn, len(asked.prompts))
-        now = self.method.target.relaxation.in_epoch(epoch, self.config.train.epochs)
+        now = cast(RelaxedTraces, self.method.target).relaxation.in_epoch(epoch, self.config.train.epochs)
         for groups, prompts, samples, _ in self.whole_groups(len(asked.prompts)):
             generators = self.policy.generators(seed(int(p), int(k)) for p, k in zip(prompts, samples))
             unknown = torch.full((len(prompts), 1), torch.nan)
-            taken = Redrawn(prompts, tuple(generators), Scored(unknown, unknown.isnan()))
+            taken: Any = Redrawn(prompts, tuple(generators), Scored(unknown, unknown.isnan()))
             part = Relaxed(groups, prompts, None, (taken,), (), value=value, relaxation=now)
             with self.clock("rollout"), torch.no_grad():
                 made = [self._made(part, asked, rows) for rows in self._batches(part)]
@@ -77,7 +79,7 @@ class RelaxedExplorer(TextExplorer):
             yield replace(part, transitions=(replace(taken, old=old),)), [texts]
         self.count(self.policy.evaluations - before)
 
-    def replay(self, part: Relaxed, asked: Asked) -> Iterator[tuple[int, slice, Scored]]:
+    def replay(self, part: Any, asked: Asked) -> Iterator[tuple[int, slice, Scored]]:
         """Replay a part's noise under the present weights, in micro-batches.
 
         Yields (0, rows of the part, Scored [b,1] of their rewards less their KLs).
@@ -86,7 +88,7 @@ class RelaxedExplorer(TextExplorer):
             found = self._made(part, asked, rows)[1][:, None]
             yield 0, rows, Scored(found, torch.ones_like(found, dtype=torch.bool))
 
-    def beside(self, part: Relaxed, asked: Asked, reference: list[Scored]) -> Beside:
+    def beside(self, part: Any, asked: Asked, reference: list[Scored]) -> Callable[..., Any]:
         """Return what the surrogate reads in addition to ratio and advantage."""
         return Beside(self.method.loss.surrogate, part, reference, self.policy.device)
 
@@ -96,10 +98,11 @@ class RelaxedExplorer(TextExplorer):
 
     def _made(self, part: Relaxed, asked: Asked, rows: slice) -> tuple[Tensor, Tensor]:
         """The answers [b,L,V] of some rows, one-hot, and their scores [b]."""
-        [taken], relaxation = part.transitions, part.relaxation
+        taken: Any
+        [taken], relaxation = part.transitions, required(part.relaxation)
         prompts, generators = taken.prompts[rows], [each.clone_state() for each in taken.generators[rows]]
-        answers, kl = self.policy.relaxed(asked, prompts, generators, self.method.rollout.decoding, relaxation,
-                                          self.base)
+        answers, kl = self.policy.relaxed(asked, prompts, generators, self.method.generation.decoding, relaxation,
+                                          self.base_weights)
         counted, _ = decided(answers.argmax(-1), self.policy.ends)
-        reward = part.value(prompts, SoftTexts(answers * counted[..., None], self.tokens))
+        reward = required(part.value)(prompts, SoftTexts(answers * counted[..., None], self.tokens))
         return answers, reward - relaxation.kl * kl

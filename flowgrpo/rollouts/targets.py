@@ -19,7 +19,7 @@ from flowgrpo.samplers import joint_density, latent_edits, noised_finals, reward
 from flowgrpo.samplers.old_policy import Lagging
 from flowgrpo.samplers.replay import replay
 from flowgrpo.samplers.rollout import Exploration, Part, Seed, explore
-from flowgrpo.types import Scored
+from flowgrpo.types import Scored, required
 
 Replayed = Iterator[tuple[int, slice, Scored]]
 
@@ -43,6 +43,7 @@ class RecordedSteps:
 
     def __init__(self, rollouts: Rollouts):
         self.rollouts, self.policy, self.method = rollouts, rollouts.policy, rollouts.method
+        self.own: Any = rollouts.method.target
         self.micro_batch, self.pack = rollouts.geometry.micro_batch, rollouts.config.train.pack
 
     @property
@@ -92,16 +93,18 @@ class JointDensity(RecordedSteps):
 class NoisedFinals(RecordedSteps):
     """Final states noised to drawn times and scored by the old policy (DiffusionNFT and its kin)."""
 
+    own: targets.NoisedFinals
+
     def times(self, epoch: int) -> Exploration:
         """Return the times at which an epoch's finals are noised."""
         alphas = self.policy.stock.alphas_cumprod.cpu() if self.policy.process == "vp" else None
         config = self.rollouts.config
-        return self.method.noised(self.rollouts.grid, config.train.group, epoch, config.seed, alphas)
+        return required(self.method.noised(self.rollouts.grid, config.train.group, epoch, config.seed, alphas))
 
     def record(self, part: Part, conditioning: Conditioning, epoch: int, seed: Seed) -> Part:
         with self.rollouts.clock("update"), self.rollouts.lagging.old():
             return noised_finals.noised(self.policy, conditioning, part, self.times(epoch), self.micro_batch, seed,
-                                        self.method.target.times.shared, self.pack)
+                                        self.own.times.shared, self.pack)
 
     def steps(self, epoch: int) -> tuple[torch.Tensor, list[Exploration]]:
         times = self.times(epoch)
@@ -111,21 +114,26 @@ class NoisedFinals(RecordedSteps):
 class RewardGradient(RecordedSteps):
     """The reward itself, whose gradient is followed through the last steps (DRaFT, AlignProp, ReFL)."""
 
+    own: targets.RewardGradient
+
     def sample(self, conditioning: Conditioning, explorations: list[Exploration], seed: Seed) -> Iterator[Part]:
         [exploration] = explorations
-        return reward_gradient.explore(self.policy, conditioning, exploration, self.method.target.backprop,
+        return reward_gradient.explore(self.policy, conditioning, exploration, self.own.backprop,
                                        self.micro_batch, seed)
 
     def score(self, part: Part, pictures: torch.Tensor, value: reward_gradient.Value | None) -> Part:
         with self.rollouts.clock("reward"):
-            return reward_gradient.valued(part, pictures, value, self.policy.device, self.micro_batch)
+            return reward_gradient.valued(part, pictures, required(value), self.policy.device, self.micro_batch)
 
-    def replay(self, part: Part, conditioning: Conditioning) -> Replayed:
-        return reward_gradient.replay(self.policy, conditioning, part, self.method.target.backprop, self.micro_batch)
+    def replay(self, part: Any, conditioning: Conditioning) -> Replayed:
+        return reward_gradient.replay(self.policy, conditioning, part, self.own.backprop, self.micro_batch)
 
 
 class LatentEdits(RecordedSteps):
     """Edits of final states by a small policy, half of a group, beside their bases, the other half (EXPO)."""
+
+    own: targets.LatentEdits
+    policy: Any  # an `edit_policy.EditPolicy`
 
     @property
     def drawn(self) -> int:
@@ -137,7 +145,7 @@ class LatentEdits(RecordedSteps):
         return self.policy.editor
 
     def record(self, part: Part, conditioning: Conditioning, epoch: int, seed: Seed) -> Part:
-        exploration = self.method.target.edit.exploration(self.rollouts.config.train.group, self.method.rollout.solver,
+        exploration = self.own.edit.exploration(self.rollouts.config.train.group, self.method.denoising.solver,
                                                    self.method.reads_means)
         return latent_edits.edited(self.editor, conditioning, part, exploration, self.micro_batch, seed)
 
@@ -145,7 +153,7 @@ class LatentEdits(RecordedSteps):
         return replay(self.editor, conditioning, part, self.micro_batch)
 
     def loss_inputs(self, part: Part, conditioning: Conditioning, reference: Sequence[Scored]) -> BesideEdits:
-        return BesideEdits(self.editor, conditioning, part, self.method.loss.surrogate.through > 0)
+        return BesideEdits(self.editor, conditioning, part, self.method.loss.surrogate.reads_means)
 
     def steps(self, epoch: int) -> tuple[torch.Tensor, list[Exploration]]:
         return self.rollouts.grid, []  # edits are one step, which no transition of the pipeline weighs

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -16,7 +17,6 @@ from flowgrpo.log import Clock
 from flowgrpo.methods.method import Method
 from flowgrpo.policies.language.causal_lm import CausalLM
 from flowgrpo.rollouts.base import GroupSampler
-from flowgrpo.rollouts.loss_inputs import BesideText
 from flowgrpo.rollouts.text_targets import CompletionTokens, Replayed, TraceTokens
 from flowgrpo.samplers.rollout import Part, Seed
 from flowgrpo.samplers.text.answers import answer_of, with_answers
@@ -28,6 +28,8 @@ from flowgrpo.types import Scored
 class TextExplorer(GroupSampler):
     """Prompts, completions and replays of a language model under a method. target: what the loss scores."""
 
+    policy: Any  # a `CausalLM` or a `MaskedLM`
+
     def __init__(self, config: Config, policy: CausalLM, method: Method, geometry: Geometry, processes: Processes,
                  clock: Clock):
         super().__init__(config, policy, method, geometry, processes, clock)
@@ -38,19 +40,21 @@ class TextExplorer(GroupSampler):
         """Tokenise prompts."""
         with self.clock("encode"):
             asked = self.encode([p.text for p in batch], images=[p.image for p in batch])
-        return replace(asked, answers=[answer_of(p) for p in batch]) if self.method.rollout.decoding.expert else asked
+        if not self.method.generation.decoding.expert:
+            return asked
+        return replace(asked, answers=[answer_of(p) for p in batch])
 
     def sample(self, asked: Asked, epoch: int, judge: Callable, value: Callable | None = None,
-               turn: int = 0) -> Iterator[tuple[Part, list[list[str]]]]:
+               turn: int = 0) -> Iterator[tuple[Part, list[Any]]]:
         """Sample a group per prompt: the parts as they are finished, each with its texts. judge: the total reward, by
         which a method learns what states are worth; value, of methods for pictures, is not asked; turn: how often the
         epoch has drawn before."""
-        before, kernel = self.policy.evaluations, self.method.rollout.decoding
+        before, kernel = self.policy.evaluations, self.method.generation.decoding
         seed = self.seeds(epoch, turn, len(asked.prompts))
         for groups, prompts, samples, _ in self.whole_groups(len(asked.prompts)):
             generators = self.policy.generators(seed(int(p), int(k)) for p, k in zip(prompts, samples))
             with self.clock("rollout"):
-                made = self.method.rollout.draws(
+                made = self.method.generation.draws(
                     self.policy, asked.rows(prompts), kernel, generators, samples < kernel.greedy, self.geometry.group,
                     self.geometry.micro_batch)
                 if kernel.expert:
@@ -64,29 +68,27 @@ class TextExplorer(GroupSampler):
     def answered(self, asked: Asked, prompts: torch.Tensor, samples: torch.Tensor, made: list[Sampled]
                  ) -> list[Sampled]:
         """Replace the last samples of every group, of the prompts [B], by their prompts' answers."""
-        kernel, group = self.method.rollout.decoding, self.geometry.group
+        kernel, group = self.method.generation.decoding, self.geometry.group
         places = torch.arange(len(prompts)).split([len(each.ids) for each in made])
         return [with_answers(self.policy, asked, prompts[at], samples[at] >= group - kernel.expert, each, kernel)
                 for at, each in zip(places, made)]
 
     def valued(self, part: Part, asked: Asked, seed: Seed, judge: Callable) -> Part:
         """Return the part in segments, with Monte-Carlo values of the states between them."""
+        taken: Any
         [taken], spread = part.transitions, self.method.credit.spread
         segments = spread.segments(taken.old.logp, taken.old.mask)
         starts = starts_of(segments, taken.old.mask)
         with self.clock("rollout"):
-            found = segmented(self.policy, asked, taken, segments, starts, spread.samples, self.method.rollout.decoding,
-                              seed, self.geometry.group, self.geometry.micro_batch, judge)
+            found = segmented(self.policy, asked, taken, segments, starts, spread.samples,
+                              self.method.generation.decoding, seed, self.geometry.group, self.geometry.micro_batch,
+                              judge)
         return replace(part, transitions=(found,))
 
-    def replay(self, part: Part, asked: Asked) -> Replayed:
+    def replay(self, part: Any, asked: Asked) -> Replayed:
         """Score a part's completions under the present weights: (0, its rows, scores)."""
         return self.target.replay(part, asked)
 
-    def beside(self, part: Part, asked: Asked, reference: list[Scored]) -> BesideText:
+    def beside(self, part: Any, asked: Asked, reference: list[Scored]) -> Callable[..., Any]:
         """Return what the surrogate reads in addition to ratio and advantage."""
         return self.target.loss_inputs(part, asked, reference)
-
-    def step_weights(self, parts: list[Part], epoch: int) -> dict[int, float]:
-        """Tokens are one step."""
-        return {0: 1.0}

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import Any, Protocol, cast
 
 import torch
 
 from flowgrpo.config.geometry import Geometry
 from flowgrpo.config.schema import Config
 from flowgrpo.methods.method import Method
-from flowgrpo.policies.language.causal_lm import CausalLM
-from flowgrpo.policies.language.masked_lm import MaskedLM, SampledTrace
 from flowgrpo.rollouts.loss_inputs import BesideText
 from flowgrpo.samplers.rollout import Part
+from flowgrpo.samplers.text.decoding import Unmasking
 from flowgrpo.samplers.text.records import Asked, Sampled
-from flowgrpo.types import Completions, Scored, Traces
+from flowgrpo.types import Completions, Scored, Traces, required
 
 Replayed = Iterator[tuple[int, slice, Scored]]
 
@@ -25,7 +24,7 @@ class Rollouts(Protocol):
     """Rollouts of a language model as its targets read them (`text.TextExplorer`)."""
 
     config: Config
-    policy: CausalLM | MaskedLM
+    policy: Any  # a `CausalLM` or a `MaskedLM`
     method: Method
     geometry: Geometry
 
@@ -48,7 +47,7 @@ class CompletionTokens:
             mask = mask & ~cut[:, None]
         deducted = self.text.penalty * cut.float() if self.text.truncated == "penalise" else None
         old = Scored(logp.masked_fill(~mask, 0.0), mask)
-        expert = torch.cat([each.expert for each in made]) if self.method.rollout.decoding.expert else None
+        expert = torch.cat([required(each.expert) for each in made]) if self.method.generation.decoding.expert else None
         return Part(groups, prompts, None, (Completions(ids, prompts, old, expert=expert),), (), deducted=deducted)
 
     def replay(self, part: Part, asked: Asked) -> Replayed:
@@ -57,7 +56,7 @@ class CompletionTokens:
         for start in range(0, len(taken.ids), self.micro_batch):
             rows = slice(start, start + self.micro_batch)
             yield 0, rows, self.policy.log_probs(asked, taken.prompts[rows], taken.ids[rows], taken.old.mask[rows],
-                                                 self.method.rollout.decoding, entropy=self.method.reads_entropy)
+                                                 self.method.generation.decoding, entropy=self.method.reads_entropy)
 
     def loss_inputs(self, part: Part, asked: Asked, reference: Sequence[Scored]) -> BesideText:
         """Return what the surrogate reads in addition to ratio and advantage."""
@@ -70,7 +69,7 @@ class TraceTokens(CompletionTokens):
     A row of a replay is as many evaluations as its trace has states.
     """
 
-    def record(self, groups: range, prompts: torch.Tensor, made: Sequence[SampledTrace]) -> Part:
+    def record(self, groups: range, prompts: torch.Tensor, made: Sequence[Any]) -> Part:
         """Return whole groups of completions, with the steps at which their tokens were drawn."""
         part = super().record(groups, prompts, made)
         [taken] = part.transitions
@@ -81,7 +80,7 @@ class TraceTokens(CompletionTokens):
         """Score a part's traces: (0, its rows, scores), as many rows at once as have a micro-batch of states, one at
         least."""
         [taken] = part.transitions
-        most, kernel = self.micro_batch, self.method.rollout.decoding
+        most, kernel = self.micro_batch, cast(Unmasking, self.method.generation.decoding)
         count = int(kernel.scorings(taken.steps, taken.ids.shape[1]).max()) + 1
         for start in range(0, len(taken.ids), max(most // count, 1)):
             rows = slice(start, start + max(most // count, 1))

@@ -67,7 +67,7 @@ def _flat(values: dict[str, Any]) -> dict[str, Any]:
 
 def load_optimizer(optimizer: torch.optim.Optimizer, tensors: dict[str, torch.Tensor]) -> None:
     """Load the state that `optimizer_tensors` flattened into an optimiser; its groups stay unchanged."""
-    state: dict[int, dict[str, torch.Tensor]] = {}
+    state: dict[int, dict[str, torch.Tensor | int]] = {}
     for name, tensor in tensors.items():
         index, key = name.split(".", 1)
         state.setdefault(int(index), {})[key] = int(tensor) if tensor.dtype == torch.int64 else tensor

@@ -84,7 +84,7 @@ class Best:
 
 def require(settings: Eval, measured: Iterable[str]) -> None:
     """Raise UserError if the rewards of `eval.best` and `eval.stop` are never measured."""
-    names = {"best": settings.best, "stop": settings.stop and settings.stop.reward}
+    names = {"best": settings.best, "stop": settings.stop.reward if settings.stop else None}
     for key, name in names.items():
         if name is None:
             continue

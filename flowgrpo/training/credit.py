@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -66,7 +67,7 @@ def towards_best(part: Part, advantages: Tensor) -> Part:
     return replace(part, transitions=tuple(_aimed(taken, part, weight, best) for taken in part.transitions))
 
 
-def _aimed(taken: Transitions, part: Part, weight: Tensor, best: Tensor) -> Transitions:
+def _aimed(taken: Any, part: Part, weight: Tensor, best: Tensor) -> Transitions:
     assert taken.old.mean is not None, "LayerTuning needs recorded means"
     exploration, groups, edges = part.exploration, len(best), len(taken.parent)
     width = len(part.prompts) // edges

@@ -8,7 +8,8 @@ from collections.abc import Callable
 import torch
 
 from flowgrpo.errors import UserError
-from flowgrpo.objectives import Clip
+from flowgrpo.objectives.surrogates import Surrogate
+from flowgrpo.rollouts.base import GroupSampler
 from flowgrpo.samplers.replay import rescored
 from flowgrpo.samplers.rollout import Part
 
@@ -26,7 +27,7 @@ class FirstRatio:
     most: upper bound of rounding errors.
     """
 
-    def __init__(self, explorer, clip: Clip, exact: float | None, most: float = math.inf):
+    def __init__(self, explorer: GroupSampler, clip: Surrogate, exact: float | None, most: float = math.inf):
         self.explorer, self.processes, self.exact = explorer, explorer.processes, exact
         self.most, narrow = most, min(clip.low, clip.high)
         self.limit = self.exact or 0.1 * (narrow if narrow < math.inf else UNCLIPPED)

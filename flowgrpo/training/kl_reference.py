@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from flowgrpo.methods.method import Method
 from flowgrpo.objectives import in_epoch, regularises
+from flowgrpo.policies.policy import Policy
 from flowgrpo.samplers.rollout import Part
 from flowgrpo.types import Context, Scored
 
 Snapshot = dict[str, torch.Tensor]
-Replay = Callable[[Part], Iterator[tuple[int, torch.Tensor, Scored]]]
+Replay = Callable[[Part], Iterator[tuple[int, slice, Scored]]]
 
 
 class Anchor:
@@ -23,7 +24,7 @@ class Anchor:
     keep: an epoch has several passes, in which the reference's scores are reused.
     """
 
-    def __init__(self, method: Method, policy: Any, memory: dict[str, Any], keep: bool):
+    def __init__(self, method: Method, policy: Policy, memory: dict[str, Any], keep: bool):
         self.method, self.policy, self.memory, self.keep = method, policy, memory, keep
         self.held: list[Snapshot] = self.next([], 0)
         self.known: dict[int, list[Scored]] = {}
@@ -41,7 +42,7 @@ class Anchor:
         if id(part) in self.known:
             return self.known[id(part)]
         teacher = getattr(self.method.loss.reference, "model", "")
-        with self.policy.teacher(teacher) if teacher else self.policy.reference(self.held):
+        with cast(Any, self.policy).teacher(teacher) if teacher else self.policy.reference(self.held):
             scores = [score for _, _, score in replay(part)]
         if self.keep:
             self.known[id(part)] = scores = [score.to(self.policy.states) for score in scores]

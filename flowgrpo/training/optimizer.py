@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -15,7 +16,7 @@ def make_optimizer(train: Train, parameters: Sequence[torch.nn.Parameter]) -> to
 
     Of the latter, tensors of fewer than 4,096 values keep their moments in 32 bits.
     """
-    options = {"lr": train.lr, "betas": train.betas, "weight_decay": train.weight_decay}
+    options: dict[str, Any] = {"lr": train.lr, "betas": train.betas, "weight_decay": train.weight_decay}
     if train.optimizer == "adamw8bit":
         from bitsandbytes.optim import AdamW8bit
 

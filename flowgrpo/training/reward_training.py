@@ -30,6 +30,7 @@ from flowgrpo.rewards.images.vision import placed
 from flowgrpo.rewards.learned.preference import FILE, Aspect, Description, save
 from flowgrpo.rewards.learned.preference_networks import ClipHead, Film, with_text
 from flowgrpo.storage import paths
+from flowgrpo.types import required
 
 AT_ONCE = 64  # images read, or scored without gradients, at once
 Rows = dict[str, Tensor]  # of N pairs: [2, N, ...], the chosen first
@@ -159,7 +160,7 @@ def train(trained: Sequence[Pair], held: Sequence[Pair], output: Path, settings:
     _tell_cut(network, {pair.prompt for pair in (*trained, *held)})
     sides = [(_rows(network, side, told), _verdicts(side, names)) for side, told in
              ((trained, "reading pairs"), (held, "reading held-out pairs"))]
-    best = _fit(network, trained, *sides, settings, device)
+    best = _fit(network, trained, sides[0], sides[1], settings, device)
     scores = _scores(network, sides[1][0], settings, device)
     found = {name: accuracy((scores[0] - scores[1])[:, i], sides[1][1][:, i], [pair.prompt for pair in held])
              for i, name in enumerate(names)}
@@ -184,7 +185,8 @@ def _device(name: str | None) -> str:
 def _network(settings: Settings, aspects: int, device: str) -> Film | ClipHead:
     if settings.clip is None:
         return with_text(settings.text, aspects, settings.size).to(device)
-    return ClipHead(ClipScore(settings.clip, settings.pretrained, device=device), aspects).to(device)
+    clip = ClipScore(settings.clip, required(settings.pretrained), device=device)
+    return ClipHead(clip, aspects).to(device)
 
 
 def _tell_cut(network: Film | ClipHead, prompts: set[str]) -> None:
@@ -245,7 +247,8 @@ def fit(network: nn.Module, epochs: Sequence[Sequence[Any]], loss_of: Callable[[
     Raises UserError if it diverges.
     """
     optimizer = torch.optim.AdamW(network.parameters(), lr=settings.lr, weight_decay=0.05)
-    total, step, best = sum(map(len, epochs)), 0, (-1.0, 0.0, 0, {})
+    total, step = sum(map(len, epochs)), 0
+    best: tuple[float, float, int, dict[str, Tensor]] = (-1.0, 0.0, 0, {})
     bar = tqdm(total=total, desc="training", unit="step", mininterval=1)
     for epoch, parts in enumerate(epochs, 1):
         network.train()

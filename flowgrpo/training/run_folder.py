@@ -55,7 +55,7 @@ def precision(config: Config) -> str | None:
 
 def _flat(nested: dict[str, Any], above: str = "") -> dict[str, Any]:
     """Return the values of sections under dotted keys; values that the user names (parts, rewards) stay whole."""
-    found = {}
+    found: dict[str, Any] = {}
     for key, value in nested.items():
         if isinstance(value, dict) and f"{above}{key}" in sections():
             found |= _flat(value, f"{above}{key}.")
@@ -100,8 +100,9 @@ def require_outside(config: Config) -> None:
     folder = config.folder
     if not holds_run(folder):
         return
-    named = {"model": [config.model], "prompts": [config.prompts], "held_out": [str(config.held_out)],
-             "preferences": [config.preferences], "cache": [config.cache], "reward": list(config.trained)}
+    named: dict[str, list[Any]] = {
+        "model": [config.model], "prompts": [config.prompts], "held_out": [str(config.held_out)],
+        "preferences": [config.preferences], "cache": [config.cache], "reward": list(config.trained)}
     for key, value in ((key, value) for key, values in named.items() for value in values if value):
         apart = value in FOLDERS or Path(value) == folder / PROMPTS
         if not apart and Path(value).resolve().is_relative_to(folder.resolve()):

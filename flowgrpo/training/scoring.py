@@ -85,7 +85,8 @@ class Scoring:
         it applies to, whose samples all score the same. In several granularities, those of the first, the whole grid,
         are reported.
         """
-        metrics, failed = {}, self._take_failures(say)
+        metrics: dict[str, Any] = {}
+        failed = self._take_failures(say)
         for name, scores, compared in zip(self.functions, grouped.unbind(-1), self.shaped(grouped).unbind(-1)):
             present = scores[~scores.isnan()]
             spread = present.std().item() if len(present) > 1 else 0.0

@@ -104,7 +104,7 @@ def visurf(method: Method = Method()) -> Method:
     """ViSurf over a host of causal language models, GRPO without one: the prompt's own answer is one of its group
     (2510.10606)."""
     method = method if method.for_tokens else grpo(method)
-    return method.having(decoding=replace(method.rollout.decoding, expert=1))
+    return method.having(decoding=replace(method.generation.decoding, expert=1))
 
 
 def rl_plus(method: Method = Method()) -> Method:

@@ -56,7 +56,7 @@ class CausalLM:
         model.to(self.device).eval().requires_grad_(False)
         if adapter and adapter.targets == Adapter().targets:
             adapter = adapter.model_copy(update={"targets": TARGETS})
-        self.weights = TextWeights(tokenizer, {"model": model}, adapter) if adapter else None
+        self.weights: Any = TextWeights(tokenizer, {"model": model}, adapter) if adapter else None
         if checkpointing:
             recompute(model)
         self.checkpointing = checkpointing

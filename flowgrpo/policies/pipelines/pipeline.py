@@ -94,7 +94,7 @@ class PipelinePolicy:
                 part.eval().requires_grad_(False)
         for name, module in self.denoisers.items():
             self._prepare(name, module)
-        self.weights = Weights(pipe, trained, adapter) if adapter is not None else None
+        self.weights: Any = Weights(pipe, trained, adapter) if adapter is not None else None
         for module in self.denoisers.values() if shared_out else ():
             sharding.shard(module, self.device, self.weights.parameters())
         self.turns = lockstep.Turns(self.device, self._accompany) if shared_out else None

@@ -104,11 +104,12 @@ def thought(policy: Any, ids: Tensor, close: str) -> int:
 
 def joined(pieces: Sequence[Sampled]) -> Sampled:
     """Concatenate samples."""
-    columns = [torch.cat([getattr(each, name) for each in pieces]) for name in ("ids", "logp", "mask", "cut")]
-    return type(pieces[0])(*columns, [text for each in pieces for text in each.texts])
+    ids, logp, mask, cut = (torch.cat([getattr(each, name) for each in pieces]) for name in ("ids", "logp", "mask",
+                                                                                              "cut"))
+    return type(pieces[0])(ids, logp, mask, cut, [text for each in pieces for text in each.texts])
 
 
 def ordered(made: Sampled, order: Tensor) -> Sampled:
     """Return the samples at the indices `order`, int64 [n], which may repeat or omit some."""
-    return type(made)(*(each[order] for each in (made.ids, made.logp, made.mask, made.cut)),
+    return type(made)(made.ids[order], made.logp[order], made.mask[order], made.cut[order],
                       [made.texts[i] for i in order.tolist()])

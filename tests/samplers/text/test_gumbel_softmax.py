@@ -288,10 +288,10 @@ def test_two_epochs_move_the_weights_and_the_kl_is_to_the_base(trained, rank):
     tiny.stir(policy, 0.05)
     prompts, generators = torch.tensor([0, 1, 0, 1]), policy.generators(range(4))
     with torch.no_grad():
-        answers, kl = policy.relaxed(asked, prompts, generators, RANDOM, GumbelSoftmax(), trainer.explorer.base)
+        answers, kl = policy.relaxed(asked, prompts, generators, RANDOM, GumbelSoftmax(), trainer.explorer.base_weights)
         with policy.reference():
             again = policy.relaxed(asked, prompts, policy.generators(range(4)), RANDOM, GumbelSoftmax(),
-                                   trainer.explorer.base)[1]
+                                   trainer.explorer.base_weights)[1]
         for row, p in enumerate(prompts.tolist()):
             given = asked.ids[p][None]
             inputs = torch.cat([given, answers[row].argmax(-1)[None]], 1)
@@ -299,7 +299,7 @@ def test_two_epochs_move_the_weights_and_the_kl_is_to_the_base(trained, rank):
             soft = policy._soft_logits(given, None, answers[row][None])[..., :-1]
             with policy.reference():
                 base = policy.model(input_ids=inputs).logits[:, given.shape[1]:, :-1]
-            held = policy._soft_logits(given, trainer.explorer.base, answers[row][None])[..., :-1]
+            held = policy._soft_logits(given, trainer.explorer.base_weights, answers[row][None])[..., :-1]
             torch.testing.assert_close(soft, plain, rtol=1e-5, atol=1e-5)
             torch.testing.assert_close(held, base, rtol=1e-5, atol=1e-5)
             assert (held - soft).abs().max() > 1e-3
