@@ -28,7 +28,7 @@ def quiet() -> Iterator[None]:
             each.set_verbosity(level)
 
 
-class Clock:
+class PhaseTimer:
     """Seconds per phase of an epoch: `with clock("rollout"): ...`."""
 
     def __init__(self):

@@ -17,7 +17,7 @@ import torch
 
 from flowgrpo.config.geometry import geometry
 from flowgrpo.config.schema import Config
-from flowgrpo.curriculum.epoch_batch import Drawn
+from flowgrpo.curriculum.epoch_batch import EpochBatch
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.device import current_gpu, queued, use_gpu
 from flowgrpo.distributed.processes import Processes
@@ -25,18 +25,18 @@ from flowgrpo.distributed.signals import Stop, Stopped
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation import held_out
 from flowgrpo.evaluation.report import report
-from flowgrpo.log import Clock
+from flowgrpo.log import PhaseTimer
 from flowgrpo.methods import validate
 from flowgrpo.objectives.reductions import PerDecision, reduced
-from flowgrpo.rollouts.build import make_explorer
+from flowgrpo.rollouts.build import make_rollouts
 from flowgrpo.samplers.rollout import Part, moved
 from flowgrpo.training import state
-from flowgrpo.training.best import Best
+from flowgrpo.training.best import BestWeights
 from flowgrpo.training.credit import credit
 from flowgrpo.training.critic import make_critic
 from flowgrpo.training.first_ratio import ROUNDED, FirstRatio
-from flowgrpo.training.kl_reference import Anchor
-from flowgrpo.training.metrics import Log, Stats
+from flowgrpo.training.kl_reference import KLReference
+from flowgrpo.training.metrics import Log, UpdateStats
 from flowgrpo.training.optimizer import make_optimizer, make_scaler
 from flowgrpo.training.scoring import Scoring
 from flowgrpo.types import Context, required
@@ -54,18 +54,18 @@ class Trainer:
         self.processes.turns = policy.turns
         self.geometry = geometry(config.train, self.processes.count)
         self.scoring = Scoring(train_rewards, config.rewards, self.geometry.group, self.processes)
-        self.clock, self.stop = Clock(), Stop()
+        self.clock, self.stop = PhaseTimer(), Stop()
         self.say: Callable[[str], None] = print
-        self.explorer = make_explorer(config, policy, self.method, self.geometry, self.processes, self.clock,
+        self.rollouts = make_rollouts(config, policy, self.method, self.geometry, self.processes, self.clock,
                                       first=self.prompts[0])
         self.processes.agree(policy.weights.parameters())
         self.optimizer = make_optimizer(config.train, policy.weights.parameters())
         self.scaler = make_scaler(config.precision, policy.device)
         self.ema = policy.weights.snapshot() if config.train.ema else None
-        self.best = Best(config.eval)
+        self.best = BestWeights(config.eval)
         self.memory: dict[str, Any] = {}  # state of the method's parts between epochs
-        self.anchor = Anchor(self.method, policy, self.memory, keep=config.train.inner_epochs > 1)
-        self.first_ratio = FirstRatio(self.explorer, self.method.loss.surrogate, policy.exact,
+        self.kl_reference = KLReference(self.method, policy, self.memory, keep=config.train.inner_epochs > 1)
+        self.first_ratio = FirstRatio(self.rollouts, self.method.loss.surrogate, policy.exact,
                                       math.inf if policy.modality == "text" else ROUNDED)
         self.critic = make_critic(self.method, policy, self.geometry, self.processes)
         self.epoch = self.update = self.skipped = self.sampled = 0
@@ -86,13 +86,13 @@ class Trainer:
         credited = self.credit(parts, grouped, [prompt.key for prompt in batch])
         return metrics | drawn.metrics() | self.learn(credited, conditioning)
 
-    def draw(self) -> tuple[Drawn, list[Part], Any]:
+    def draw(self) -> tuple[EpochBatch, list[Part], Any]:
         """Sample the epoch's prompts, and the replacements that the method asks for.
 
         Returns (all groups, the parts of this process, the conditioning of its prompts).
         """
         train, seed, parts = self.config.train, self.config.seed, []
-        drawn = Drawn(self.prompts, self.epoch, train.epochs, seed, self.processes)
+        drawn = EpochBatch(self.prompts, self.epoch, train.epochs, seed, self.processes)
         batch = self.method.curriculum(self.prompts, train.prompts, self.epoch, seed, self.prompt_weights(),
                                        self.memory, train.group)
         while batch:
@@ -105,7 +105,7 @@ class Trainer:
             drawn.add(batch, scores, self.scoring.weighted(scores[..., :len(self.scoring.functions)]))
             batch = drawn.replace(self.method.redraw(drawn))
         self.method.curriculum.learn(self.memory, drawn)
-        return drawn, parts, self.explorer.conditioning(drawn.own()) if drawn.turn > 1 else conditioning
+        return drawn, parts, self.rollouts.conditioning(drawn.own()) if drawn.turn > 1 else conditioning
 
     def prompt_weights(self) -> list[float] | None:
         """Return the method's sampling weight of each prompt, from its memory; None if it has none."""
@@ -120,16 +120,16 @@ class Trainer:
         Returns (the parts, the prompts' conditioning, scores [groups,G,R]); samples finished in several granularities
         have R scores in each.
         """
-        conditioning, parts, scores, scoring = self.explorer.conditioning(batch), [], [], self.scoring
-        self.explorer.lagging.updates = self.update
+        conditioning, parts, scores, scoring = self.rollouts.conditioning(batch), [], [], self.scoring
+        self.rollouts.old_policy.updates = self.update
         if not turn:
             scoring.begin()
         with ThreadPoolExecutor(1, initializer=use_gpu, initargs=(current_gpu(),)) as pool:
-            for part, outputs in self.explorer.sample(conditioning, self.epoch, partial(scoring.total, batch),
+            for part, outputs in self.rollouts.sample(conditioning, self.epoch, partial(scoring.total, batch),
                                                       partial(scoring.value, batch), turn):
                 self.stop.check()
                 parts.append(part)
-                base = self.explorer.base(part, conditioning) if scoring.compares else None
+                base = self.rollouts.base(part, conditioning) if scoring.compares else None
                 scores += [pool.submit(scoring.judge, batch, part.prompts, each, base) for each in outputs]
             with self.clock("reward"):
                 found, strides = [score.result() for score in scores], len(self.method.rollout.strides)
@@ -162,11 +162,11 @@ class Trainer:
 
         Every process adds the gradient of its own parts; one that has none in a step still takes part in it.
         """
-        stats = Stats()
+        stats = UpdateStats()
         parts = self.first_ratio([part for part in credited if part is not None], conditioning, self.say)
         parts = self.critic(parts, conditioning)
-        weights = self.explorer.step_weights(parts, self.epoch)
-        self.anchor.begin(self.epoch, self.config.train.epochs)
+        weights = self.rollouts.step_weights(parts, self.epoch)
+        self.kl_reference.begin(self.epoch, self.config.train.epochs)
         for inner in range(self.config.train.inner_epochs):
             for share, count in self.shares(parts):
                 with self.clock("update"):
@@ -179,8 +179,8 @@ class Trainer:
                         self.step_optimizer(stats)
         with self.clock("update"):
             fitted = self.critic.fit()
-        metrics = stats.summary(self.processes) | self.explorer.metrics() | fitted
-        return metrics | {"skipped_updates": self.skipped} | self.anchor.end(self.epoch, metrics.get("kl"))
+        metrics = stats.summary(self.processes) | self.rollouts.metrics() | fitted
+        return metrics | {"skipped_updates": self.skipped} | self.kl_reference.end(self.epoch, metrics.get("kl"))
 
     def shares(self, parts: list[Part]) -> list[tuple[list[Part], int]]:
         """Return the parts of each optimiser step on this process, and its number of decisions over all processes.
@@ -192,15 +192,15 @@ class Trainer:
         counts = self.processes.total([decisions(share, self.method.loss.reduction) for share in shares])
         return list(zip(shares, counts))
 
-    def backward(self, part: Part, conditioning, weights: dict[int, float], count: int, stats: Stats) -> None:
+    def backward(self, part: Part, conditioning, weights: dict[int, float], count: int, stats: UpdateStats) -> None:
         """Add one part's gradient, a batch of one recorded step at a time.
 
         weights: of the steps; count: the divisor of every loss, `decisions` of the whole optimiser step.
         """
-        method, kl, device = self.method, self.anchor.kl, self.policy.device
-        reference = self.anchor.scores(part, lambda part: self.explorer.replay(part, conditioning))
-        beside = self.explorer.beside(part, conditioning, reference)
-        for batch, (k, rows, new) in enumerate(self.explorer.replay(part, conditioning)):
+        method, kl, device = self.method, self.kl_reference.kl, self.policy.device
+        reference = self.kl_reference.scores(part, lambda part: self.rollouts.replay(part, conditioning))
+        beside = self.rollouts.beside(part, conditioning, reference)
+        for batch, (k, rows, new) in enumerate(self.rollouts.replay(part, conditioning)):
             taken, advantage = part.transitions[k], queued(part.advantage(k, rows), device)
             old = taken.old.rows(rows).to(device)
             log_ratio, read = method.loss.log_ratio(new, old), beside(batch, k, rows, new, old)
@@ -215,7 +215,7 @@ class Trainer:
             stats.add(taken.step, new.mask, log_ratio, method.loss.surrogate.clipped(log_ratio, advantage, read), loss,
                       None if penalty is None else penalty / kl.weight)
 
-    def step_optimizer(self, stats: Stats) -> None:
+    def step_optimizer(self, stats: UpdateStats) -> None:
         """Clip the gradient and step; a gradient that is not finite is skipped and counted."""
         train, parameters = self.config.train, self.policy.weights.parameters()
         followed = any(parameter.grad is not None for parameter in parameters)  # false if no sample is trained

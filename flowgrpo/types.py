@@ -81,7 +81,7 @@ class Scored:
 
 
 @dataclass(frozen=True, eq=False)
-class Goal:
+class RegressionTarget:
     """Goal of transitions.
 
     mean: [m, 1, *D], the target of the mean.
@@ -91,11 +91,11 @@ class Goal:
     mean: Tensor
     weight: Tensor
 
-    def rows(self, at: Tensor | slice) -> Goal:
-        return Goal(self.mean[at], self.weight[at])
+    def rows(self, at: Tensor | slice) -> RegressionTarget:
+        return RegressionTarget(self.mean[at], self.weight[at])
 
-    def to(self, device: torch.device) -> Goal:
-        return Goal(queued(self.mean, device), queued(self.weight, device))
+    def to(self, device: torch.device) -> RegressionTarget:
+        return RegressionTarget(queued(self.mean, device), queued(self.weight, device))
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,7 +117,7 @@ class Transitions:
     parent: Tensor
     x_next: Tensor
     old: Scored
-    goal: Goal | None = None
+    goal: RegressionTarget | None = None
     correction = None  # states of a sampler have none
 
     def __post_init__(self) -> None:
@@ -222,7 +222,7 @@ class Segmented(Completions):
 
 
 @dataclass(frozen=True, eq=False)
-class Peers:
+class GroupStatistics:
     """All samples at one time of a forward process, for a loss that compares those of a group.
 
     gap: [m], the compared quantity, without a gradient.
@@ -246,7 +246,7 @@ def required(value: T | None) -> T:
 
 
 @dataclass(frozen=True, eq=False)
-class Noised:
+class NoisedBatch:
     """Inputs of a forward-process loss: b noised samples at one time.
 
     time: sigma.
@@ -263,11 +263,11 @@ class Noised:
     target: Tensor
     rows: Tensor
     reference: Scored | None = None
-    peers: Peers | None = None
+    peers: GroupStatistics | None = None
 
 
 @dataclass(frozen=True, eq=False)
-class Compared:
+class CompletionBatch:
     """Inputs of a loss that compares completions: b of the m completions of some whole groups.
 
     new, old, reference: Scored [b, L]; reference is None if the loss does not read it.
@@ -286,7 +286,7 @@ class Compared:
     ids: Tensor
     mask: Tensor
     reference: Scored | None = None
-    peers: Peers | None = None
+    peers: GroupStatistics | None = None
     expert: Tensor | None = None
 
 

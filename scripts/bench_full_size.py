@@ -111,7 +111,7 @@ def made_on(device: torch.device, dtype: torch.dtype) -> Iterator[None]:
 
 # --- what is measured ------------------------------------------------------------------------------------------------
 
-class Clock:
+class PhaseTimer:
     """Seconds on a device, and those of the forwards of some modules on the way."""
 
     def __init__(self, device: torch.device, modules: list[torch.nn.Module]):
@@ -151,12 +151,12 @@ def pieces(trainer: Trainer) -> dict[str, tuple[Callable[[], Any], int]]:
     """What is measured, each with the pictures or optimiser steps that it makes."""
     shape, config, policy = trainer.geometry, trainer.config, trainer.policy
     batch = splits.draw(trainer.prompts, shape.prompts, 0, config.seed)
-    conditioning = trainer.explorer.conditioning(batch)
+    conditioning = trainer.rollouts.conditioning(batch)
     rows = torch.arange(len(batch)).repeat_interleave(shape.group)
     kept: dict[str, Any] = {}
 
     def rollout() -> None:
-        kept["parts"] = list(explore(policy, conditioning, trainer.explorer.explorations(0), shape.micro_batch,
+        kept["parts"] = list(explore(policy, conditioning, trainer.rollouts.explorations(0), shape.micro_batch,
                                      seeder(config.seed, 0)))
 
     def stock() -> None:
@@ -179,7 +179,7 @@ def pieces(trainer: Trainer) -> dict[str, tuple[Callable[[], Any], int]]:
 
 def report(trainer: Trainer, repetitions: int) -> list[dict[str, Any]]:
     """A line for each piece of work, of the fastest of its repetitions after a first that warms up."""
-    clock, found = Clock(trainer.policy.device, list(trainer.policy.denoisers.values())), {}
+    clock, found = PhaseTimer(trainer.policy.device, list(trainer.policy.denoisers.values())), {}
     cuda, work = trainer.policy.device.type == "cuda", pieces(trainer)
     for turn in range(repetitions + 1):
         for name, (piece, made) in work.items():

@@ -34,8 +34,8 @@ def epoch(trainer: Trainer) -> None:
     """Rollout and update of the trainer's present epoch; nothing is decoded or scored, and advantages are +1 and -1."""
     shape, config = trainer.geometry, trainer.config
     batch = splits.draw(trainer.prompts, shape.prompts, trainer.epoch, config.seed)
-    conditioning = trainer.explorer.conditioning(batch)
-    parts = list(explore(trainer.policy, conditioning, trainer.explorer.explorations(trainer.epoch), shape.micro_batch,
+    conditioning = trainer.rollouts.conditioning(batch)
+    parts = list(explore(trainer.policy, conditioning, trainer.rollouts.explorations(trainer.epoch), shape.micro_batch,
                          seeder(config.seed, trainer.epoch)))
     ups_and_downs = 1 - 2.0 * (torch.arange(shape.rows) % 2).view(-1, shape.group, 1)
     ups_and_downs = ups_and_downs.expand(-1, -1, len(config.rewards))

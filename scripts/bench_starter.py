@@ -45,7 +45,7 @@ from flowgrpo.policies.precision import settle
 from flowgrpo.samplers import cost
 from flowgrpo.samplers.grids import shifted
 from flowgrpo.samplers.reward_gradient import Unroll
-from flowgrpo.samplers.rollout import Exploration
+from flowgrpo.samplers.rollout import RolloutSpec
 
 METHODS = ("flow_grpo", "dance_grpo", "mix_grpo", "mix_grpo_flash", "mix_grpo+grpo_guard")
 SOFT = {"reward": "{scene_soft: 1.0}", "eval.rewards": "[scene]"}  # a reward's gradient needs one that has it
@@ -114,7 +114,7 @@ def kept(method: Method, group: int) -> float:
     return method.credit.selection.n / group if isinstance(method.credit.selection, BestWorst) else 1.0
 
 
-def _backprop_cost(config: Config, ending: Any, exploration: Exploration, epoch: int) -> int:
+def _backprop_cost(config: Config, ending: Any, exploration: RolloutSpec, epoch: int) -> int:
     """The rollout, and for every replay the steps of the graph."""
     [begin], train = exploration.schedule.trained, config.train
     steps = exploration.steps - begin if isinstance(ending, Unroll) else 1

@@ -31,9 +31,9 @@ from flowgrpo.data import prompts, splits
 from flowgrpo.policies.language.causal_lm import CausalLM
 from flowgrpo.policies.language.load import load_causal_lm
 from flowgrpo.samplers.rollout import Part
-from flowgrpo.samplers.text.records import Asked
+from flowgrpo.samplers.text.records import TokenizedPrompts
 from flowgrpo.train import Trainer, decisions
-from flowgrpo.training.metrics import Stats
+from flowgrpo.training.metrics import UpdateStats
 from flowgrpo.types import Completions, Scored
 
 TOKENS, SEED = 5, 0
@@ -53,7 +53,7 @@ def exact_for_trl(completions, answer, **_):
     return [float(said[0]["content"].strip() == right) for said, right in zip(completions, answer)]
 
 
-class Compared(GRPOTrainer):
+class CompletionBatch(GRPOTrainer):
     """TRL's trainer, that moves the old log-probabilities of its first loss and keeps what it computed."""
 
     kept: dict[str, Any] | None = None
@@ -84,7 +84,7 @@ class Seconds(TrainerCallback):
         self.each.append(time.perf_counter() - self.start)
 
 
-def theirs(args, method: str, steps: int, moved: bool) -> tuple[Compared, list[float]]:
+def theirs(args, method: str, steps: int, moved: bool) -> tuple[CompletionBatch, list[float]]:
     model, tokenizer = load_causal_lm("starter_text")
     rows = [{"prompt": [{"role": "user", "content": prompt.text}], "answer": prompt.metadata["answer"]}
             for prompt in prompts.load_prompts(prompts.STARTER / "text_train.jsonl")]
@@ -95,8 +95,8 @@ def theirs(args, method: str, steps: int, moved: bool) -> tuple[Compared, list[f
             max_completion_length=TOKENS, temperature=1.0, learning_rate=args.lr, beta=0.0, max_steps=steps, seed=SEED,
             report_to=[], use_cpu=True, bf16=False, gradient_checkpointing=False, save_strategy="no",
             disable_tqdm=True, lr_scheduler_type="constant", logging_strategy="no", **LOSSES[method])
-        trainer = Compared(model, exact_for_trl, args=settings, train_dataset=Dataset.from_list(rows),
-                           processing_class=tokenizer, callbacks=[seconds])
+        trainer = CompletionBatch(model, exact_for_trl, args=settings, train_dataset=Dataset.from_list(rows),
+                                  processing_class=tokenizer, callbacks=[seconds])
         trainer.moved = moved
         with contextlib.redirect_stdout(None):  # it prints its metrics
             trainer.train()
@@ -125,14 +125,14 @@ def differences(args, method: str) -> tuple[float, float, float]:
     rows, short = torch.arange(len(prompts)), TOKENS - kept["completion_ids"].shape[1]
     ids, mask, old, logp = (torch.nn.functional.pad(kept[key], (0, short)) for key in
                             ("completion_ids", "completion_mask", "old_per_token_logps", "logp"))
-    asked, mask = Asked([""] * len(prompts), prompts), mask.bool()
+    asked, mask = TokenizedPrompts([""] * len(prompts), prompts), mask.bool()
     part = Part(range(args.prompts), rows, None, (Completions(ids, rows, Scored(old.masked_fill(~mask, 0), mask)),), (),
                 (kept["advantages"].flatten(),))
-    [(_, _, new)] = trainer.explorer.replay(part, asked)
+    [(_, _, new)] = trainer.rollouts.replay(part, asked)
     found: list[torch.Tensor] = []
     trainer.policy.backward = lambda loss: found.append(loss.detach())
-    trainer.anchor.begin(0, 1)
-    trainer.backward(part, asked, {0: 1.0}, decisions([part], trainer.method.loss.reduction), Stats())
+    trainer.kl_reference.begin(0, 1)
+    trainer.backward(part, asked, {0: 1.0}, decisions([part], trainer.method.loss.reduction), UpdateStats())
     return (new.logp - logp)[mask].abs().max().item(), kept["loss"].item(), sum(found).item()
 
 

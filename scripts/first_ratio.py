@@ -36,9 +36,9 @@ def largest(trainer: Trainer, epochs: list[int]) -> float:
     """The largest first |log ratio| over the epochs, with the trainer's weights as they are."""
     shape, found = trainer.geometry, []
     batch = trainer.prompts[:: max(1, len(trainer.prompts) // shape.prompts)][:shape.prompts]
-    conditioning = trainer.explorer.conditioning(batch)
+    conditioning = trainer.rollouts.conditioning(batch)
     for epoch in epochs:
-        sampled = trainer.explorer.sample(conditioning, epoch, partial(trainer.scoring.total, batch))
+        sampled = trainer.rollouts.sample(conditioning, epoch, partial(trainer.scoring.total, batch))
         parts = [part for part, _ in sampled]
         trainer.first_ratio.found = None
         trainer.first_ratio(parts, conditioning, print)

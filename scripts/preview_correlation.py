@@ -38,7 +38,7 @@ def scores(trainer: Trainer, prompts: list, pool: int, steps: int, precision: st
     with quantised(policy, precision):
         finals = previews(policy, conditioning, *grid, pool, trainer.geometry.micro_batch, seeder(seed, 0))
     rows = torch.arange(len(prompts)).repeat_interleave(pool)
-    found = trainer.scoring.score(prompts, rows, trainer.explorer.decode(finals, conditioning.rows(rows)), pool)
+    found = trainer.scoring.score(prompts, rows, trainer.rollouts.decode(finals, conditioning.rows(rows)), pool)
     weights = [getattr(weight, "weight", weight) for weight in config.rewards.values()]
     return (found * torch.tensor(weights)).nansum(1).view(-1, pool)
 

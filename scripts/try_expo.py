@@ -71,7 +71,7 @@ def compared(trainer: Trainer) -> dict[str, np.ndarray]:
     chosen, seed = spread(trainer.held_out, PROMPTS), seeder(SEED, 0)
     for at in range(0, len(chosen), AT_ONCE):
         batch = chosen[at:at + AT_ONCE]
-        conditioning, owns = trainer.explorer.conditioning(batch), torch.arange(len(batch))
+        conditioning, owns = trainer.rollouts.conditioning(batch), torch.arange(len(batch))
         rows = owns.repeat_interleave(2 * N * CANDIDATES)
         generators = policy.generators(seed(at + int(row), i % (2 * N * CANDIDATES)) for i, row in enumerate(rows))
         every = drawn(trainer, conditioning, rows, generators).unflatten(0, (-1, CANDIDATES, 2 * N)).transpose(1, 2)
@@ -116,14 +116,14 @@ def ascended(trainer: Trainer, batch, conditioning, x: torch.Tensor, steps: int 
 
 def drawn(trainer: Trainer, conditioning, rows: torch.Tensor, generators) -> torch.Tensor:
     """Final latents as the rollouts of training have them."""
-    [exploration] = trainer.explorer.explorations(0)
+    [exploration] = trainer.rollouts.explorations(0)
     return trainer.policy.run(exploration.task(0, exploration.steps), conditioning.rows(rows), None, generators)[0]
 
 
 def scored(trainer: Trainer, batch, conditioning, x: torch.Tensor) -> torch.Tensor:
     """The reward [P, n] of the pictures of latents [P, n, *D]."""
     rows = torch.arange(len(x)).repeat_interleave(x.shape[1])
-    pictures = trainer.explorer.decode(x.flatten(0, 1), conditioning.rows(rows))
+    pictures = trainer.rollouts.decode(x.flatten(0, 1), conditioning.rows(rows))
     return trainer.scoring.score(batch, rows, pictures, x.shape[1]).view(len(x), -1)
 
 

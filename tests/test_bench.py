@@ -227,7 +227,7 @@ def test_what_is_measured_at_full_size_runs_small(model, tmp_path, monkeypatch, 
 def test_the_share_outside_is_what_is_left_of_the_forwards():
     """A clock whose stamps are counted by hand: a work of 10 in which two forwards take 2 and 3."""
     module, stamps = torch.nn.Identity(), iter([0, 1, 3, 4, 7, 10])
-    clock = bench_full_size.Clock(torch.device("cpu"), [module])
+    clock = bench_full_size.PhaseTimer(torch.device("cpu"), [module])
     clock.stamp = lambda: next(stamps)
     assert clock.measured(lambda: (module(1), module(2))) == (10, 5)
 

@@ -8,8 +8,8 @@ from torch.overrides import TorchFunctionMode
 
 from flowgrpo.device import queued
 from flowgrpo.samplers.grids import shifted
-from flowgrpo.samplers.scheduler import PolicyScheduler, Task
-from flowgrpo.types import Goal, Scored
+from flowgrpo.samplers.scheduler import PolicyScheduler, Segment
+from flowgrpo.types import RegressionTarget, Scored
 from tests.helpers import tiny
 
 
@@ -38,7 +38,7 @@ SCORED = Scored(torch.ones(2, 1), torch.ones(2, 1, dtype=torch.bool), torch.ones
 @pytest.mark.parametrize("moved, copies", [
     (lambda: queued(torch.ones(2), "cuda"), 1),
     (lambda: SCORED.to("cuda"), 3),  # its numbers stay
-    (lambda: Goal(torch.ones(2, 1, 4), torch.ones(2, 1)).to("cuda"), 2),
+    (lambda: RegressionTarget(torch.ones(2, 1, 4), torch.ones(2, 1)).to("cuda"), 2),
     (lambda: queued(torch.ones(2), "cpu"), 0),
 ])
 def test_a_copy_is_queued(moved, copies):
@@ -49,7 +49,7 @@ def test_a_copy_is_queued(moved, copies):
 
 def test_a_scheduler_that_announces_its_steps_waits_for_nothing():
     scheduler = PolicyScheduler.over(tiny.sd3().scheduler)
-    scheduler.follow(Task(shifted(4, 3.0), range(4)))
+    scheduler.follow(Segment(shifted(4, 3.0), range(4)))
     with Gpu() as gpu:
         scheduler.set_timesteps(4, device="cuda")
     assert gpu.copies == [(True, True)] * 2

@@ -13,7 +13,7 @@ from flowgrpo.methods import presets, validate
 from flowgrpo.run import run
 from flowgrpo.samplers.text.decoding import Decoding
 from flowgrpo.train import decisions
-from flowgrpo.training.metrics import Stats
+from flowgrpo.training.metrics import UpdateStats
 from tests.helpers import tiny, tiny_text
 
 PRESETS = presets.suited("tokens")
@@ -28,10 +28,10 @@ def credited(trainer):
 
 def gradient(trainer, parts, asked) -> torch.Tensor:
     trainer.optimizer.zero_grad()
-    trainer.anchor.begin(0, 1)
+    trainer.kl_reference.begin(0, 1)
     count = decisions(parts, trainer.method.loss.reduction)
     for part in parts:
-        trainer.backward(part, asked, {0: 1.0}, count, Stats())
+        trainer.backward(part, asked, {0: 1.0}, count, UpdateStats())
     return torch.cat([parameter.grad.flatten() for parameter in trainer.policy.weights.parameters()])
 
 
@@ -86,15 +86,15 @@ def test_grpos_loss_is_the_papers():
     parts, asked, scores = trainer.sample(batch)
     tiny_text.stir(trainer.policy, 0.05)
     [part] = trainer.credit(parts, scores, [p.text for p in batch])
-    [taken], stats = part.transitions, Stats()
-    trainer.anchor.begin(0, 1)
+    [taken], stats = part.transitions, UpdateStats()
+    trainer.kl_reference.begin(0, 1)
     total = []
     trainer.policy.backward = lambda loss: total.append(loss.detach())
     trainer.backward(part, asked, {0: 1.0}, decisions([part], trainer.method.loss.reduction), stats)
 
-    [(_, _, new)] = trainer.explorer.replay(part, asked)
+    [(_, _, new)] = trainer.rollouts.replay(part, asked)
     with trainer.policy.reference():
-        [(_, _, base)] = trainer.explorer.replay(part, asked)
+        [(_, _, base)] = trainer.rollouts.replay(part, asked)
     new, base, old, mask = new.logp.detach().double(), base.logp.double(), taken.old.logp.double(), taken.old.mask
     rewards = scores[:, :, 0].double()
     advantage = ((rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-8)).flatten()[:, None]
@@ -108,9 +108,9 @@ def test_grpos_loss_is_the_papers():
 
 def test_the_greedy_sample_of_remax_is_the_baseline():
     trainer = tiny_text.trainer(tiny_text.policy(), {"short": many}, method="remax")
-    asked = trainer.explorer.conditioning(trainer.prompts[:2])
+    asked = trainer.rollouts.conditioning(trainer.prompts[:2])
     greedy = trainer.policy.generate(asked, trainer.policy.generators([9, 9]))
-    texts = [text for _, [own] in trainer.explorer.sample(asked, 0, None) for text in own]
+    texts = [text for _, [own] in trainer.rollouts.sample(asked, 0, None) for text in own]
     assert texts[::4] == greedy and len(set(texts)) > 2
     parts, _ = credited(trainer)
     assert sum(len(part.transitions[0].ids) for part in parts) == 2 * 3
@@ -119,9 +119,9 @@ def test_the_greedy_sample_of_remax_is_the_baseline():
 def test_completions_without_an_end_are_left_out_where_that_is_asked_for():
     def trained(truncated):
         trainer = tiny_text.trainer(tiny_text.policy(truncated=truncated), text__truncated=truncated)
-        asked = trainer.explorer.conditioning(trainer.prompts)
-        masks = [part.transitions[0].old.mask for part, _ in trainer.explorer.sample(asked, 0, None)]
-        ends = [part.transitions[0].ids == 2 for part, _ in trainer.explorer.sample(asked, 0, None)]
+        asked = trainer.rollouts.conditioning(trainer.prompts)
+        masks = [part.transitions[0].old.mask for part, _ in trainer.rollouts.sample(asked, 0, None)]
+        ends = [part.transitions[0].ids == 2 for part, _ in trainer.rollouts.sample(asked, 0, None)]
         return torch.cat(masks), torch.cat(ends).any(1)
 
     (kept, ended), (masked, _) = trained("keep"), trained("mask")

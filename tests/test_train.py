@@ -25,7 +25,7 @@ from flowgrpo.samplers.replay import replay
 from flowgrpo.samplers.rollout import seeder
 from flowgrpo.storage import checkpoint
 from flowgrpo.train import chunks, decisions, rate
-from flowgrpo.training.metrics import Stats
+from flowgrpo.training.metrics import UpdateStats
 from tests.helpers import tiny, tiny_text
 
 
@@ -57,7 +57,8 @@ def gradient(trainer, parts, conditioning, count=None) -> torch.Tensor:
     """The gradient of these parts' loss, one flat tensor."""
     trainer.optimizer.zero_grad()
     for part in parts:
-        trainer.backward(part, conditioning, tiny.step_weights(trainer, parts), count or decisions(parts), Stats())
+        weights = tiny.step_weights(trainer, parts)
+        trainer.backward(part, conditioning, weights, count or decisions(parts), UpdateStats())
     return torch.cat([p.grad.flatten() for p in trainer.policy.weights.parameters() if p.grad is not None])
 
 
@@ -71,7 +72,7 @@ def test_a_gradient_too_small_for_fp16_is_followed():
     torch.testing.assert_close(of_many * 100, of_few, rtol=0.1, atol=0.02 * of_few.abs().max().item())
     assert of_many.norm() / trainer.scaler.get_scale() < 6e-8  # the smallest number of fp16
     before = trainer.policy.weights.snapshot()
-    trainer.step_optimizer(Stats())
+    trainer.step_optimizer(UpdateStats())
     assert any(not torch.equal(before[key], each) for key, each in trainer.policy.weights.snapshot().items())
     assert (trainer.update, trainer.skipped) == (1, 0)
 
@@ -82,7 +83,7 @@ def test_a_gradient_that_overflows_fp16_halves_the_scale():
     scale = trainer.scaler.get_scale()
     for parameter in trainer.policy.weights.parameters():
         parameter.grad = torch.full_like(parameter, torch.inf)
-    trainer.step_optimizer(Stats())  # as where another process had a gradient, and this one no sample
+    trainer.step_optimizer(UpdateStats())  # as where another process had a gradient, and this one no sample
     assert (trainer.update, trainer.skipped, trainer.scaler.get_scale()) == (0, 1, scale / 2)
 
 
@@ -263,7 +264,7 @@ def test_a_better_sample_becomes_more_likely_and_a_worse_one_less():
 
     before = logp()
     gradient(trainer, parts, conditioning)
-    trainer.step_optimizer(Stats())
+    trainer.step_optimizer(UpdateStats())
     assert sum((a * (after - old)).mean() for a, after, old in zip(part.advantages, logp(), before)) > 0
 
 
@@ -278,7 +279,7 @@ def test_the_kl_pulls_back_to_the_base():
 
     def output():
         with torch.no_grad():
-            return trainer.policy.replay(conditioning, torch.ones(2, *tiny.LATENTS), trainer.explorer.grid, 1)
+            return trainer.policy.replay(conditioning, torch.ones(2, *tiny.LATENTS), trainer.rollouts.grid, 1)
 
     def distance():
         with trainer.policy.reference():
@@ -288,7 +289,7 @@ def test_the_kl_pulls_back_to_the_base():
     first = distance()
     for _ in range(5):
         gradient(trainer, still(parts), conditioning)
-        trainer.step_optimizer(Stats())
+        trainer.step_optimizer(UpdateStats())
     assert distance() < first
 
 
@@ -332,7 +333,7 @@ def test_the_transitions_that_are_kept_are_the_ones_that_were_chosen():
 def test_a_transition_has_the_advantage_of_the_mean_of_the_pictures_below_it():
     trainer = tiny.trainer(train__group=4)
     schedule = Schedule((0, 1, 2), (0, 1, 2), children=(2, 1, 2))
-    trainer.method = trainer.explorer.method = trainer.method.having(plan=lambda *_: schedule)
+    trainer.method = trainer.rollouts.method = trainer.method.having(plan=lambda *_: schedule)
     parts, conditioning, _ = trainer.sample(trainer.prompts[:2])
     grouped = torch.tensor([[1.0, 3, 5, 9], [0, 0, 0, 4]])[..., None]
     credited = trainer.credit(parts, grouped, conditioning.prompts)

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 
 from flowgrpo.errors import UserError
-from flowgrpo.policies.weights.trainable import Weights
+from flowgrpo.policies.weights.trainable import TrainableWeights
 
 RANK, GROUP = 4, 2
 SHARES, LARGEST_GRADIENT_ERROR = (1e-3, 1e-4), 0.01  # SHARES: small steps along the gradient
 
 
-def gradient_norm(modules: Sequence[torch.nn.Module], weights: Weights) -> float:
+def gradient_norm(modules: Sequence[torch.nn.Module], weights: TrainableWeights) -> float:
     """Return the norm of the adapter's gradient.
     Raises UserError if it is 0 or not finite, or if a weight outside the adapter has a gradient."""
     ours = set(weights.parameters())
@@ -29,7 +29,7 @@ def gradient_norm(modules: Sequence[torch.nn.Module], weights: Weights) -> float
     return norm
 
 
-def gradient_error(size: Callable[[], torch.Tensor], weights: Weights) -> float:
+def gradient_error(size: Callable[[], torch.Tensor], weights: TrainableWeights) -> float:
     """Return the relative error of a finite difference of `size` along its gradient. A part that blocks gradients
     (HiDream's experts run under no_grad) leaves a gradient that is finite but wrong."""
     value, parameters = size(), weights.parameters()

@@ -19,11 +19,11 @@ from flowgrpo.data.prompts import Prompt
 from flowgrpo.device import DTYPES
 from flowgrpo.distributed.processes import Processes
 from flowgrpo.errors import UserError
-from flowgrpo.log import Clock
+from flowgrpo.log import PhaseTimer
 from flowgrpo.methods import reads, validate
 from flowgrpo.policies import build, options
 from flowgrpo.policies.precision import settle
-from flowgrpo.rollouts.build import make_explorer
+from flowgrpo.rollouts.build import make_rollouts
 from flowgrpo.samplers.rollout import Part
 from flowgrpo.types import Scored
 
@@ -63,18 +63,18 @@ def drive(model: Any, recipe: Config | None, device: str, found: dict[str, Any])
     policy = build.language_policy(_brief(config), loaded, config.adapter, device)
     found |= _reader(policy) | _sizes(policy, config)
     first = Prompt(PROMPT, image=_picture() if kind == build.VISION_LM else None)
-    explorer = make_explorer(_brief(config), policy, method, geometry(_brief(config).train), Processes(), Clock(),
+    rollouts = make_rollouts(_brief(config), policy, method, geometry(_brief(config).train), Processes(), PhaseTimer(),
                              first)
-    asked = explorer.conditioning([first])
+    asked = rollouts.conditioning([first])
     found["prompt_tokens"] = len(asked.ids[0])
     if kind != build.MASKED_LM:
         found |= {"shared_prefix": policy.shares(asked), "head_alone": policy.head_alone(asked)}
-    [(part, _)] = explorer.sample(asked, 0, None)
-    _replayed(explorer, part, asked, found)
+    [(part, _)] = rollouts.sample(asked, 0, None)
+    _replayed(rollouts, part, asked, found)
     found["lora_grad"] = gradient_norm([policy.model], policy.weights)
     if policy.dtype == torch.float32 and not config.adapter.dora:
         given = _given(policy, part)
-        found["gradient_error"] = gradient_error(lambda: _size(explorer, given, asked), policy.weights)
+        found["gradient_error"] = gradient_error(lambda: _size(rollouts, given, asked), policy.weights)
         require_exact(found)
     with TemporaryDirectory() as folder:
         policy.weights.save(Path(folder))  # reads the file back and raises if it differs
@@ -124,12 +124,12 @@ def _sizes(policy, config: Config) -> dict[str, Any]:
             "lora_targets": sorted({name.rpartition(".")[2] for name in names})}
 
 
-def _replayed(explorer, part: Part, asked: Any, found: dict[str, Any]) -> None:
+def _replayed(rollouts, part: Part, asked: Any, found: dict[str, Any]) -> None:
     """Replay the sampled completions with gradients.
     Raises UserError if replay and rollout disagree in fp32."""
-    [taken], exact = part.transitions, explorer.policy.exact
+    [taken], exact = part.transitions, rollouts.policy.exact
     found |= {"completion_tokens": int(taken.old.mask.sum(1).max()), "first_log_ratio": 0.0}
-    for _, rows, new in explorer.replay(part, asked):
+    for _, rows, new in rollouts.replay(part, asked):
         apart = (new.logp - taken.old.logp[rows].to(new.logp.device)).abs().max().item()
         found["first_log_ratio"] = max(found["first_log_ratio"], apart)
         (new.logp * new.mask).sum().backward()
@@ -148,5 +148,5 @@ def _given(policy, part: Part) -> Part:
     return replace(part, transitions=(replace(taken, ids=ids, old=old),))
 
 
-def _size(explorer, part: Part, asked: Any) -> torch.Tensor:
-    return torch.cat([new.logp.double().square().mean(1) for *_, new in explorer.replay(part, asked)]).mean()
+def _size(rollouts, part: Part, asked: Any) -> torch.Tensor:
+    return torch.cat([new.logp.double().square().mean(1) for *_, new in rollouts.replay(part, asked)]).mean()

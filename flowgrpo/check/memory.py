@@ -16,8 +16,8 @@ from flowgrpo.methods import validate
 from flowgrpo.policies.pipelines.conditioning import Conditioning
 from flowgrpo.policies.pipelines.mid_loop_check import few_steps
 from flowgrpo.samplers.grids import make_grid
-from flowgrpo.samplers.rollout import Exploration
-from flowgrpo.samplers.scheduler import Task
+from flowgrpo.samplers.rollout import RolloutSpec
+from flowgrpo.samplers.scheduler import Segment
 
 KEPT = 4  # fp32 copies of a trained parameter: value, gradient, AdamW's two moments
 
@@ -88,7 +88,7 @@ def _stored(tensor: torch.Tensor) -> list[torch.Tensor]:
 def _one_row(policy, conditioning: Conditioning) -> tuple[torch.Tensor, int]:
     """Return (one state [1,*D], bytes that a replay of one row keeps for its backward)."""
     grid, timesteps = few_steps(policy, 2)
-    x, _ = policy.run(Task(grid, range(1), timesteps=timesteps), conditioning, None, policy.generators([0]))
+    x, _ = policy.run(Segment(grid, range(1), timesteps=timesteps), conditioning, None, policy.generators([0]))
     modules = [part for part in policy.pipe.components.values() if isinstance(part, torch.nn.Module)]
     return x, kept(modules, lambda: policy.replay(conditioning, x, grid, 1, timesteps))
 
@@ -157,7 +157,7 @@ def _recorded(policy, config: Config, conditioning: Conditioning) -> int:
     return train.prompts * sum(_per_group(each) for each in explorations)
 
 
-def _per_group(exploration: Exploration) -> int:
+def _per_group(exploration: RolloutSpec) -> int:
     """Return the states of one prompt; x_next of one step is x of the next."""
     nodes, count, before = exploration.roots, 0, None
     for step in range(exploration.steps):

@@ -38,8 +38,8 @@ from flowgrpo.samplers.kernels import FlowDDIM
 from flowgrpo.samplers.plans import Schedule
 from flowgrpo.samplers.predictions import prediction
 from flowgrpo.samplers.replay import replay
-from flowgrpo.samplers.rollout import Exploration, explore, seeder
-from flowgrpo.samplers.scheduler import Task
+from flowgrpo.samplers.rollout import RolloutSpec, explore, seeder
+from flowgrpo.samplers.scheduler import Segment
 from flowgrpo.samplers.solvers import Euler
 from flowgrpo.starter import FOLDERS
 
@@ -139,7 +139,7 @@ def _guidance(policy: PipelinePolicy, conditioning: Conditioning) -> str:
     rows, (grid, timesteps) = {}, mid_loop_check.few_steps(policy, 2)
     for policy.guidance in (4.0, 0.0, 1.0):
         with _counted(policy) as batches:
-            policy.run(Task(grid, range(1), timesteps=timesteps), conditioning, None, policy.generators([0]))
+            policy.run(Segment(grid, range(1), timesteps=timesteps), conditioning, None, policy.generators([0]))
         rows[policy.guidance] = batches
     off = min((1.0, 0.0), key=lambda scale: sum(rows[scale]))
     if sum(rows[4.0]) == sum(rows[off]):
@@ -168,7 +168,7 @@ def _replayed(policy: PipelinePolicy, conditioning: Conditioning, found: dict[st
     in batches of `rows`. The second step's states come from the pipeline's own loop, not from a replay."""
     grid, timesteps = mid_loop_check.few_steps(policy, 3)
     kernel, both = Method().having(kernel=FlowDDIM()).on(policy.process).rollout.kernel, Schedule((0, 1), (0, 1))
-    exploration = Exploration(grid, both, kernel, Euler(), GROUP, GROUP, keep_means=True, timesteps=timesteps)
+    exploration = RolloutSpec(grid, both, kernel, Euler(), GROUP, GROUP, keep_means=True, timesteps=timesteps)
     [part] = explore(policy, conditioning, [exploration], rows, seeder(0, 0))
     [final], errors, ratios = part.finals, [], []
     found["picture_shape"] = list(policy.decode(final[:1], conditioning).shape[1:])
@@ -201,7 +201,7 @@ def _require_equal(policy: PipelinePolicy, found: dict[str, Any]) -> None:
 def _differentiated(policy: PipelinePolicy, conditioning: Conditioning, found: dict[str, Any]) -> None:
     """Store the gradient error of a step's squared output."""
     grid, timesteps = mid_loop_check.few_steps(policy, 3)
-    x, _ = policy.run(Task(grid, range(1), timesteps=timesteps), conditioning, None, policy.generators([0]))
+    x, _ = policy.run(Segment(grid, range(1), timesteps=timesteps), conditioning, None, policy.generators([0]))
 
     def size() -> torch.Tensor:
         return policy.replay(conditioning, x, grid, 1, timesteps).double().square().mean()

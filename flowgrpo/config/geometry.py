@@ -9,7 +9,7 @@ from flowgrpo.errors import UserError
 
 
 @dataclass(frozen=True)
-class Geometry:
+class BatchShape:
     """Batch sizes of one process.
 
     prompts: P of each process.
@@ -34,7 +34,7 @@ class Geometry:
         return -(-self.prompts // prompts_per_part(self.group, self.micro_batch))
 
 
-def geometry(train: Train, processes: int = 1) -> Geometry:
+def geometry(train: Train, processes: int = 1) -> BatchShape:
     """Split a batch over processes.
 
     An optimiser step trains whole parts. All processes, and a single one, must split the epoch's prompts at the same
@@ -45,7 +45,7 @@ def geometry(train: Train, processes: int = 1) -> Geometry:
         low = max(train.prompts // processes, 1) * processes
         raise UserError(f"train.prompts is {train.prompts}, which {processes} processes cannot share evenly: "
                         f"use {low} or {low + processes}")
-    found = Geometry(train.prompts // processes, train.group, train.micro_batch, train.updates)
+    found = BatchShape(train.prompts // processes, train.group, train.micro_batch, train.updates)
     together = prompts_per_part(train.group, train.micro_batch)
     if train.updates > found.parts:
         smaller = f", or a micro_batch of {_fits(found.prompts // train.updates, found, processes) * found.group}"
@@ -60,7 +60,7 @@ def geometry(train: Train, processes: int = 1) -> Geometry:
     return found
 
 
-def _fits(together: int, found: Geometry, processes: int) -> int:
+def _fits(together: int, found: BatchShape, processes: int) -> int:
     """Return the most prompts, at most `together`, that may make a part: of several processes a divisor of their P."""
     if processes == 1:
         return together

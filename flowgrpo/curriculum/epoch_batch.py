@@ -11,7 +11,7 @@ from flowgrpo.data.prompts import Prompt
 from flowgrpo.distributed.processes import Processes
 
 
-class Drawn:
+class EpochBatch:
     """Groups of all processes so far, P of them in the order of drawing.
 
     pool: the training prompts.

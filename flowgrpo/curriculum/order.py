@@ -25,7 +25,7 @@ from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
 
 if TYPE_CHECKING:
-    from flowgrpo.curriculum.epoch_batch import Drawn
+    from flowgrpo.curriculum.epoch_batch import EpochBatch
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Walk:
                  memory: dict[str, Any], group: int) -> list[Prompt]:
         return splits.draw(list(pool), count, epoch, seed, wanted)
 
-    def learn(self, memory: dict[str, Any], drawn: Drawn) -> None:
+    def learn(self, memory: dict[str, Any], drawn: EpochBatch) -> None:
         """Do nothing: this curriculum has no state."""
 
 
@@ -69,7 +69,7 @@ class Posterior:
         rates = np.random.default_rng([seed, epoch, 0]).beta(*of(memory, asked, self.prior).T)
         return [asked[place] for place in np.abs(rates - self.target).argsort(kind="stable")[:count]]
 
-    def learn(self, memory: dict[str, Any], drawn: Drawn) -> None:
+    def learn(self, memory: dict[str, Any], drawn: EpochBatch) -> None:
         learn(memory, drawn, self.keep, self.prior)
 
 
@@ -82,7 +82,7 @@ def of(memory: dict[str, Any], prompts: Sequence[Prompt], prior: float) -> np.nd
     return np.array([known.get(prompt.key, (prior, prior)) for prompt in prompts])
 
 
-def learn(memory: dict[str, Any], drawn: Drawn, keep: float, prior: float) -> None:
+def learn(memory: dict[str, Any], drawn: EpochBatch, keep: float, prior: float) -> None:
     """Count an epoch's rewards, within 0 to 1, one group after the other, including replaced groups."""
     known, own = memory.setdefault(KEY, {}), {prompt.key for prompt in drawn.pool}
     for prompt, totals in zip(drawn.prompts, drawn.totals):
@@ -136,7 +136,7 @@ class Knapsack:
         groups = allocated((a / (a + b)).tolist(), count, group)
         return [prompt for prompt, own in zip(asked, groups) for _ in range(own)]
 
-    def learn(self, memory: dict[str, Any], drawn: Drawn) -> None:
+    def learn(self, memory: dict[str, Any], drawn: EpochBatch) -> None:
         learn(memory, drawn, self.keep, self.prior)
 
 

@@ -18,14 +18,14 @@ from flowgrpo.advantages.group import RELATIVE_NOISE, zero_variance
 from flowgrpo.data.prompts import Prompt
 
 if TYPE_CHECKING:
-    from flowgrpo.curriculum.epoch_batch import Drawn
+    from flowgrpo.curriculum.epoch_batch import EpochBatch
 
 
 @dataclass(frozen=True)
 class Never:
     """No group is replaced."""
 
-    def __call__(self, drawn: Drawn) -> list[tuple[int, Prompt]]:
+    def __call__(self, drawn: EpochBatch) -> list[tuple[int, Prompt]]:
         return []
 
 
@@ -44,7 +44,7 @@ class Refill:
         if self.turns < 2:
             raise ValueError(f"Refill: turns is {self.turns}, expected 2 or more (without a redraw: Never)")
 
-    def __call__(self, drawn: Drawn) -> list[tuple[int, Prompt]]:
+    def __call__(self, drawn: EpochBatch) -> list[tuple[int, Prompt]]:
         if drawn.turn >= self.turns:
             return []
         agree = zero_variance(drawn.totals).tolist()
@@ -93,7 +93,7 @@ class Hints:
         if "{prompt}" not in self.text or "{hint}" not in self.text:
             raise ValueError(f"Hints: text is {self.text!r}, expected both {{prompt}} and {{hint}} in it")
 
-    def __call__(self, drawn: Drawn) -> list[tuple[int, Prompt]]:
+    def __call__(self, drawn: EpochBatch) -> list[tuple[int, Prompt]]:
         if drawn.epoch < self.after * drawn.epochs:
             return []
         best = drawn.totals.nan_to_num(float("-inf")).amax(1)

@@ -14,7 +14,7 @@ from flowgrpo.distributed.signals import Stopped
 DONE, TRAIN, LOOK, BACKWARD, RUN, LEAVE = range(6)
 
 
-class Turns:
+class Lockstep:
     """Lockstep of all processes: each announces its next call, and all run the most urgent one.
 
     accompany: given TRAIN or LOOK and a step, replays a row at that step; returns its output.

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
-from flowgrpo.distributed.lockstep import DONE, Turns
+from flowgrpo.distributed.lockstep import DONE, Lockstep
 from flowgrpo.distributed.signals import Stopped
 from flowgrpo.errors import UserError
 
@@ -35,7 +35,7 @@ class Processes:
         if accelerator is not None:
             self.rank, self.count = accelerator.process_index, accelerator.num_processes
             self.device = accelerator.device
-        self.turns: Turns | None = None  # of a policy whose weights are shared out
+        self.turns: Lockstep | None = None  # of a policy whose weights are shared out
         self.parted = False  # True once all have left `together` for one that failed
 
     @property

@@ -216,10 +216,10 @@ def _load(pipe: Any, config: Config, run: Path, weights: Path) -> None:
         images.load_tuned(pipe, weights)
         return
     from flowgrpo.policies.pipelines.load import trained_modules
-    from flowgrpo.policies.weights.trainable import Weights
+    from flowgrpo.policies.weights.trainable import TrainableWeights
 
     method = overlay.with_parts(overlay.preset(config.method), config.parts)
-    _take(Weights(pipe, trained_modules(pipe, method.rollout.adapted), config.adapter), config, weights)
+    _take(TrainableWeights(pipe, trained_modules(pipe, method.rollout.adapted), config.adapter), config, weights)
 
 
 def _take(live: Any, config: Config, weights: Path) -> None:

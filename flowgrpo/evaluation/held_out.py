@@ -32,7 +32,7 @@ def _measure(trainer, functions, title: str, reference: Callable[[], Any] | None
     settings, config = trainer.config.eval, trainer.config
     return measure(trainer.policy, spread(trainer.held_out, settings.prompts), functions, steps=settings.steps,
                    guidance=settings.guidance, samples=settings.samples, micro_batch=config.train.micro_batch,
-                   negative=config.negative_prompt, keep=settings.grid, title=title, encode=trainer.explorer.encode,
+                   negative=config.negative_prompt, keep=settings.grid, title=title, encode=trainer.rollouts.encode,
                    processes=trainer.processes, reference=reference)
 
 
@@ -104,8 +104,8 @@ def finish(trainer, functions: dict[str, Any], folder: Path, base: Measured) -> 
         "seconds": round(trainer.seconds, 1), "epochs": trainer.epoch, "updates": trainer.update,
         "kept": trainer.best.told(), "denoiser_evaluations": evaluations, "unit": policy.unit,
         "sampled_pictures": trainer.sampled,
-        "rollout_evaluations_per_picture": round(trainer.explorer.rollout_evaluations / max(trainer.sampled, 1), 3),
-        "rollout_evaluations_saved_by_sharing": trainer.explorer.saved_evaluations,
+        "rollout_evaluations_per_picture": round(trainer.rollouts.rollout_evaluations / max(trainer.sampled, 1), 3),
+        "rollout_evaluations_saved_by_sharing": trainer.rollouts.saved_evaluations,
         "max_first_log_ratio": trainer.first_ratio.found, "skipped_updates": trainer.skipped,
         "reward_wait_seconds": round(trainer.reward_wait_seconds, 1),
         "reward_failures": {"trained": trainer.scoring.reward_failures, "before": base.failed, "after": after.failed},

@@ -20,7 +20,7 @@ from flowgrpo.objectives import forward_process
 from flowgrpo.objectives.best_path import LayerTuning
 from flowgrpo.samplers import kernels, noised_finals, plans, solvers
 from flowgrpo.samplers.grids import compress_tail
-from flowgrpo.samplers.rollout import Exploration
+from flowgrpo.samplers.rollout import RolloutSpec
 from flowgrpo.samplers.text import decoding
 
 OF_TEXT = ("tokens", "masks")  # the processes of language models: causal, masked
@@ -155,7 +155,7 @@ class Method:
         return self.having(kernel=form(*dataclasses.astuple(kernel))) if form else self
 
     def explorations(self, grid: torch.Tensor, group: int, shift: float, epoch: int, seed: int,
-                     timesteps: torch.Tensor | None = None) -> list[Exploration]:
+                     timesteps: torch.Tensor | None = None) -> list[RolloutSpec]:
         """Return the explorations of an epoch: one per schedule of the plan, for every prompt.
 
         grid and timesteps are those of `make_grid`. Raises ValueError if the plan does not fit the grid or group.
@@ -167,12 +167,12 @@ class Method:
             kept = grid if own.tail == 1 else compress_tail(grid, settled, own.tail, shift)
             # Where the schedule says how states split, what is missing to the group are initial noises of their own.
             roots = own.roots or max(1, group // math.prod(schedule.children))
-            found.append(Exploration(kept, schedule, own.kernel, own.solver, group, roots, own.strides,
+            found.append(RolloutSpec(kept, schedule, own.kernel, own.solver, group, roots, own.strides,
                                      self.reads_means, timesteps))
         return found
 
     def noised(self, grid: torch.Tensor, group: int, epoch: int, seed: int, alphas: torch.Tensor | None = None
-               ) -> Exploration | None:
+               ) -> RolloutSpec | None:
         """Return when an epoch noises its finals; None where the target is another. ValueError where no time is left.
 
         alphas: the alpha-bars of all timesteps, of a variance-preserving process alone.

@@ -11,12 +11,12 @@ from typing import Any, Protocol
 
 from torch import Generator, Tensor
 
-from flowgrpo.curriculum.epoch_batch import Drawn
+from flowgrpo.curriculum.epoch_batch import EpochBatch
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.samplers.plans import Schedule
-from flowgrpo.samplers.rollout import Exploration
+from flowgrpo.samplers.rollout import RolloutSpec
 from flowgrpo.samplers.text.decoding import Decoding
-from flowgrpo.samplers.text.records import Asked, Sampled
+from flowgrpo.samplers.text.records import SampledCompletions, TokenizedPrompts
 from flowgrpo.types import Context, Gaussian
 
 # --- rollouts --------------------------------------------------------------------------------------------------------
@@ -55,8 +55,8 @@ class GroupDraw(Protocol):
     def leaves(self) -> int:
         """The size of a group is a multiple of it."""
 
-    def __call__(self, policy: Any, asked: Asked, kernel: Decoding, generators: Sequence[Generator], greedy: Tensor,
-                 group: int, micro_batch: int) -> list[Sampled]:
+    def __call__(self, policy: Any, asked: TokenizedPrompts, kernel: Decoding, generators: Sequence[Generator],
+                 greedy: Tensor, group: int, micro_batch: int) -> list[SampledCompletions]:
         """Return completions of the prompts `asked`, [B] in whole groups. greedy: bool [B]."""
 
 
@@ -77,7 +77,7 @@ class Times(Protocol):
 class Backprop(Protocol):
     """Last steps of a rollout with a graph."""
 
-    def __call__(self, policy: Any, conditioning: Any, x: Tensor, exploration: Exploration, step: int,
+    def __call__(self, policy: Any, conditioning: Any, x: Tensor, exploration: RolloutSpec, step: int,
                  generators: Sequence[Generator]) -> Tensor:
         """Return the data [B,*D] that the states x [B,*D] of a step become."""
 
@@ -131,12 +131,12 @@ class Curriculum(Protocol):
                  memory: dict[str, Any], group: int) -> list[Prompt]:
         """Return `count` prompts of the pool. wanted: their weights, None if all are equal."""
 
-    def learn(self, memory: dict[str, Any], drawn: Drawn) -> None:
+    def learn(self, memory: dict[str, Any], drawn: EpochBatch) -> None:
         """Learn from an epoch's rewards. memory: what a checkpoint keeps."""
 
 
 class Redraw(Protocol):
     """Choice of the groups that are replaced."""
 
-    def __call__(self, drawn: Drawn) -> list[tuple[int, Prompt]]:
+    def __call__(self, drawn: EpochBatch) -> list[tuple[int, Prompt]]:
         """Return pairs (index of a group, the prompt that replaces it)."""

@@ -78,7 +78,8 @@ MODULES: dict[str, tuple[ModuleType, ...]] = {
     "redraw": (resampling,),
     "value": (gae,)}
 # What parts return or hold, and what no recipe names.
-_RECORDS = {plans.Schedule, lookahead.Branch, reward_gradient.Unfinished, reward_gradient.Valued, latent_edits.Edits,
+_RECORDS = {plans.Schedule, lookahead.Branch, reward_gradient.ResumableStates, reward_gradient.RewardGradientRollout,
+            latent_edits.Edits,
             actor_critic.Seen, targets.Target,
             targets.Traces, targets.RecordedPairs}  # what a run makes of completions and of noised finals
 PLACES: dict[Any, str] = {cls: place for place, modules in MODULES.items() for module in modules

@@ -15,7 +15,7 @@ from flowgrpo.methods.parts import Backprop, Times
 from flowgrpo.objectives import best_path, token_losses
 from flowgrpo.objectives.actor_critic import ActorCritic
 from flowgrpo.samplers import latent_edits, noised_finals, reward_gradient
-from flowgrpo.samplers.rollout import Exploration
+from flowgrpo.samplers.rollout import RolloutSpec
 from flowgrpo.samplers.text import gumbel_softmax
 from flowgrpo.samplers.text.decoding import Unmasking
 
@@ -47,7 +47,7 @@ class Target:
         return False
 
     def validate(self, rollout: Denoising | TextGeneration, credit: Credit, loss: Loss,
-                 explorations: Sequence[Exploration], group: int) -> None:
+                 explorations: Sequence[RolloutSpec], group: int) -> None:
         """Raise ValueError for parts that do not go together.
 
         explorations: an epoch's of a pipeline, none of a language model. group: samples per prompt.

@@ -18,7 +18,7 @@ from flowgrpo.samplers import plans
 from flowgrpo.samplers.grids import shifted
 from flowgrpo.samplers.learned_noise import LearnedNoise
 from flowgrpo.samplers.preview import require_choice
-from flowgrpo.samplers.rollout import Exploration
+from flowgrpo.samplers.rollout import RolloutSpec
 
 
 def resolve(config: Config, process: str = "flow") -> Method:
@@ -44,7 +44,7 @@ def resolve(config: Config, process: str = "flow") -> Method:
     return method
 
 
-def _explorations(method: Method, config: Config, process: str) -> list[Exploration]:
+def _explorations(method: Method, config: Config, process: str) -> list[RolloutSpec]:
     """Return an epoch's explorations on the configuration's steps and samples. Raises ValueError where they, or the
     transitions of their trained steps, cannot be."""
     train, rollout = config.train, method.denoising
@@ -111,7 +111,7 @@ def require_recorded_pairs(config: Config, method: Method) -> None:
         raise UserError(f"train.group is {config.train.group}, but preferences brings pairs: set train.group: 2")
 
 
-def _require_learned_noise(method: Method, explorations: list[Exploration]) -> None:
+def _require_learned_noise(method: Method, explorations: list[RolloutSpec]) -> None:
     """ValueError where a method whose deviations differ from value to value has parts that read one per step."""
     if not isinstance(method.denoising.kernel, LearnedNoise):
         return

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from flowgrpo.types import Goal, Scored
+from flowgrpo.types import RegressionTarget, Scored
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class LayerTuning:
         if not self.weight >= 0:
             raise ValueError(f"LayerTuning: weight is {self.weight}, expected 0 or more")
 
-    def __call__(self, new: Scored, goal: Goal) -> Tensor:
+    def __call__(self, new: Scored, goal: RegressionTarget) -> Tensor:
         assert new.mean is not None and new.slope is not None, "LayerTuning needs means and slopes"
         # A mean is affine in the output: the difference of outputs is that of means over the slope.
         apart = (new.mean - goal.mean).square().flatten(2).mean(dim=2)

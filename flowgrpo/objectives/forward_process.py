@@ -2,8 +2,8 @@
 
 e = mean((v - u)^2), the error at a sample's target u = noise - data, is -2 log N(u; v, 1) up to a constant: a better
 fit is a more likely sample. All losses are per decision, [B, 1], with the interface of the surrogates of `objectives`;
-their `old` is a `Noised`. Samples of a group are compared through `Peers`, without a gradient. A sample's own term has
-the whole gradient, so a micro-batch may hold a part of the group.
+their `old` is a `NoisedBatch`. Samples of a group are compared through `GroupStatistics`, without a gradient. A sample's
+own term has the whole gradient, so a micro-batch may hold a part of the group.
 """
 
 from __future__ import annotations
@@ -16,14 +16,16 @@ from torch.nn.functional import softplus
 
 from flowgrpo.objectives.ratios import error
 from flowgrpo.objectives.surrogates import Surrogate, cut
-from flowgrpo.types import Noised, required
+from flowgrpo.types import NoisedBatch, required
 
 LEAST = 1e-5  # lower bound of a self-normalised error's weight
 
 
 class OfNoised(Surrogate):
-    """Surrogate of noised samples only: `old` is a `Noised`, and the `gap` of one that reads groups is gap(noised) ->
-    [b, 1]."""
+    """Surrogate of noised samples only: its `old` is a `NoisedBatch`.
+
+    The `gap` of one that reads groups is gap(noised) -> [b, 1].
+    """
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ class NegativeAware(OfNoised):
     def __post_init__(self) -> None:
         _require_positive(self, beta=self.beta, most=self.most)
 
-    def __call__(self, log_ratio: Tensor, advantage: Tensor, old: Noised) -> Tensor:
+    def __call__(self, log_ratio: Tensor, advantage: Tensor, old: NoisedBatch) -> Tensor:
         target, before = old.target[:, None], required(old.old.mean)
         moved, good = self.beta * (required(old.new.mean) - before), goodness(advantage, self.most)
         towards, away = (_normalised(old.time * (v - target)) for v in (before + moved, before - moved))
@@ -66,11 +68,11 @@ class CentredReward(OfNoised):
     def __post_init__(self) -> None:
         _require_positive(self, beta=self.beta, most=self.most)
 
-    def gap(self, noised: Noised) -> Tensor:
+    def gap(self, noised: NoisedBatch) -> Tensor:
         now, before = (_normalised(required(each.mean) - noised.target[:, None]) for each in (noised.new, noised.old))
         return before - now
 
-    def __call__(self, log_ratio: Tensor, advantage: Tensor, old: Noised) -> Tensor:
+    def __call__(self, log_ratio: Tensor, advantage: Tensor, old: NoisedBatch) -> Tensor:
         group = required(old.peers).beside(old.rows)
         reward = self.gap(old) - _mean(group, required(old.peers).gap)
         wanted = goodness(advantage, self.most) - _mean(group, goodness(required(old.peers).advantage, self.most))
@@ -97,20 +99,20 @@ class GroupPreference(OfNoised):
         if not 0 <= self.low <= 1 or not self.high >= 0:
             raise ValueError(f"GroupPreference: low is {self.low} and high {self.high}, expected 0 to 1 and 0 or more")
 
-    def gap(self, noised: Noised) -> Tensor:
+    def gap(self, noised: NoisedBatch) -> Tensor:
         return error(noised.new) - error(required(noised.reference))
 
-    def __call__(self, log_ratio: Tensor, advantage: Tensor, old: Noised) -> Tensor:
+    def __call__(self, log_ratio: Tensor, advantage: Tensor, old: NoisedBatch) -> Tensor:
         own = error(old.new)
         own = torch.where(self.clipped(log_ratio, advantage, old), own.detach(), own)
         return self.weight(old) * advantage * own
 
-    def weight(self, noised: Noised) -> Tensor:
+    def weight(self, noised: NoisedBatch) -> Tensor:
         """Return W of every sample's group: [b, 1]."""
         peers = required(noised.peers)
         return torch.sigmoid(self.beta * _mean(peers.beside(noised.rows), peers.advantage * peers.gap))
 
-    def clipped(self, log_ratio: Tensor, advantage: Tensor, old: Noised | None = None) -> Tensor:
+    def clipped(self, log_ratio: Tensor, advantage: Tensor, old: NoisedBatch | None = None) -> Tensor:
         return cut(log_ratio.detach().expm1(), advantage, -self.low, self.high)
 
 
@@ -138,10 +140,10 @@ class Preference(OfNoised):
         if not self.similarity >= 0:
             raise ValueError(f"Preference: similarity is {self.similarity}, expected 0 or more")
 
-    def gap(self, noised: Noised) -> Tensor:
+    def gap(self, noised: NoisedBatch) -> Tensor:
         return error(noised.new) - error(required(noised.reference))
 
-    def __call__(self, log_ratio: Tensor, advantage: Tensor, old: Noised) -> Tensor:
+    def __call__(self, log_ratio: Tensor, advantage: Tensor, old: NoisedBatch) -> Tensor:
         peers, places = required(old.peers), torch.arange(len(required(old.peers).gap), device=old.rows.device)
         group = peers.beside(old.rows)
         others = group & (old.rows[:, None] != places)

@@ -1,9 +1,9 @@
 """Losses of whole completions: right against wrong ones, importance of a whole text, regressed advantages.
 
 All are per token, [B, L], with the interface of the surrogates of `objectives`; the `old` of an `OfCompletions` is a
-`Compared`. Samples of a group are compared through `Peers`, without a gradient. A completion's weight in its group's
-loss is one number, so a micro-batch may hold a part of the group. Log-ratios and log-probabilities are 0 where a token
-does not count, so sums over a row need no mask.
+`CompletionBatch`. Samples of a group are compared through `GroupStatistics`, without a gradient. A completion's weight
+in its group's loss is one number, so a micro-batch may hold a part of the group. Log-ratios and log-probabilities are 0
+where a token does not count, so sums over a row need no mask.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from flowgrpo.objectives.surrogates import Surrogate
-from flowgrpo.types import Compared, required
+from flowgrpo.types import CompletionBatch, required
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class ImplicitNegative(Surrogate):
 
 
 class OfCompletions(Surrogate):
-    """Surrogate whose `old` is a `Compared`; the `gap` of one that reads groups is gap(compared) -> [b, ...]."""
+    """Surrogate whose `old` is a `CompletionBatch`; the `gap` of one that reads groups is gap(compared) -> [b, ...]."""
 
 
 @dataclass(frozen=True)
@@ -114,12 +114,12 @@ class Discriminative(OfCompletions):
             raise ValueError(f"Discriminative: temperature is {self.temperature}, beta {self.beta} and delta "
                              f"{self.delta}, expected above 0, and 0 or more")
 
-    def gap(self, compared: Compared) -> Tensor:
+    def gap(self, compared: CompletionBatch) -> Tensor:
         """Return the score and the KL estimate of every completion: [b, 2]."""
         mask = compared.new.mask
         return torch.stack([_mean(self._scores(compared), mask), _mean(-compared.log_ratio, mask)], 1)
 
-    def __call__(self, log_ratio: Tensor, advantage: Tensor, old: Compared) -> Tensor:
+    def __call__(self, log_ratio: Tensor, advantage: Tensor, old: CompletionBatch) -> Tensor:
         scores, divergence = required(old.peers).gap.unbind(1)
         group = required(old.peers).beside(old.rows)
         right, wrong = (group & sign for sign in (required(old.peers).advantage > 0, required(old.peers).advantage < 0))
@@ -131,7 +131,7 @@ class Discriminative(OfCompletions):
         excess = (_over(divergence, group) - self.delta).clamp(min=0)
         return torch.where(told, pull, 0.0) * self._scores(old) - 2 * self.beta * excess * log_ratio
 
-    def _scores(self, compared: Compared) -> Tensor:
+    def _scores(self, compared: CompletionBatch) -> Tensor:
         return compared.new.logp if self.score == "log" else compared.log_ratio.exp()
 
 
@@ -152,11 +152,11 @@ class Regressed(OfCompletions):
         if not self.least > 0:
             raise ValueError(f"Regressed: least is {self.least}, expected above 0")
 
-    def gap(self, compared: Compared) -> Tensor:
+    def gap(self, compared: CompletionBatch) -> Tensor:
         """Return the log-ratio of every completion: [b]."""
         return _mean(compared.log_ratio, compared.new.mask)
 
-    def __call__(self, log_ratio: Tensor, advantage: Tensor, old: Compared) -> Tensor:
+    def __call__(self, log_ratio: Tensor, advantage: Tensor, old: CompletionBatch) -> Tensor:
         group, found = required(old.peers).beside(old.rows), required(old.peers).gap
         mean = _over(found, group)
         spread = _over((found - mean).square(), group).sqrt().clamp(min=self.least)
@@ -185,11 +185,11 @@ class Levels(OfCompletions):
             raise ValueError(f"Levels: beta is {self.beta}, best {self.best} and trust {self.trust}, expected above 0, "
                              "and 0 or more of trust")
 
-    def gap(self, compared: Compared) -> Tensor:
+    def gap(self, compared: CompletionBatch) -> Tensor:
         """Return g of every completion: [b]."""
         return _mean(compared.new.logp - required(compared.reference).logp, compared.new.mask)
 
-    def __call__(self, log_ratio: Tensor, advantage: Tensor, old: Compared) -> Tensor:
+    def __call__(self, log_ratio: Tensor, advantage: Tensor, old: CompletionBatch) -> Tensor:
         peers, group = required(old.peers), required(old.peers).beside(old.rows)
         sign = (advantage - peers.advantage).sign() * group
         top = peers.advantage.masked_fill(~group, -math.inf).amax(1, keepdim=True)

@@ -1,6 +1,6 @@
 """Losses on some of the tokens: surrogates of completions over another surrogate, their field `surrogate`.
 
-Their interface is that of `objectives`; the `old` of an `OfCompletions` is a `Compared`.
+Their interface is that of `objectives`; the `old` of an `OfCompletions` is a `CompletionBatch`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 from flowgrpo.objectives import Clip, DivergenceMask, Reinforce
 from flowgrpo.objectives.sequence_losses import OfCompletions
 from flowgrpo.objectives.surrogates import Surrogate
-from flowgrpo.types import Compared, required
+from flowgrpo.types import CompletionBatch, required
 
 
 class _Over(Surrogate):
@@ -50,10 +50,10 @@ class EntropyBonus(_Over, OfCompletions):
         if not math.isfinite(self.weight):
             raise ValueError(f"EntropyBonus: weight is {self.weight}, expected a finite number")
 
-    def __call__(self, log_ratio: Tensor, advantage: Tensor, old: Compared) -> Tensor:
+    def __call__(self, log_ratio: Tensor, advantage: Tensor, old: CompletionBatch) -> Tensor:
         return self.surrogate(log_ratio, advantage, old.old.logp) - self.weight * required(old.new.entropy)
 
-    def clipped(self, log_ratio: Tensor, advantage: Tensor, old: Compared) -> Tensor:
+    def clipped(self, log_ratio: Tensor, advantage: Tensor, old: CompletionBatch) -> Tensor:
         return self.surrogate.clipped(log_ratio, advantage, old.old.logp)
 
 
@@ -75,17 +75,17 @@ class HighEntropy(_Over, OfCompletions):
         if not 0 < self.share <= 1:
             raise ValueError(f"HighEntropy: share is {self.share}, expected above 0 and at most 1")
 
-    def gap(self, compared: Compared) -> Tensor:
+    def gap(self, compared: CompletionBatch) -> Tensor:
         """Return the entropies, -inf where a token does not count: [b, L]."""
         return required(compared.new.entropy).masked_fill(~compared.new.mask, -math.inf)
 
-    def __call__(self, log_ratio: Tensor, advantage: Tensor, old: Compared) -> Tensor:
+    def __call__(self, log_ratio: Tensor, advantage: Tensor, old: CompletionBatch) -> Tensor:
         return self.surrogate(log_ratio, advantage, old.old.logp).where(self.chosen(old), 0.0)
 
-    def clipped(self, log_ratio: Tensor, advantage: Tensor, old: Compared) -> Tensor:
+    def clipped(self, log_ratio: Tensor, advantage: Tensor, old: CompletionBatch) -> Tensor:
         return self.surrogate.clipped(log_ratio, advantage, old.old.logp) & self.chosen(old)
 
-    def chosen(self, compared: Compared) -> Tensor:
+    def chosen(self, compared: CompletionBatch) -> Tensor:
         """Return the trained tokens, bool [b, L]; all tokens tied at the threshold are trained."""
         entropies, group = required(compared.peers).gap, required(compared.peers).group
         found = torch.zeros_like(compared.mask)
@@ -123,13 +123,13 @@ class Conflicts(_Over, OfCompletions):
     def reads_entropy(self) -> bool:  # type: ignore[override]
         return self.most_entropy < math.inf
 
-    def __call__(self, log_ratio: Tensor, advantage: Tensor, old: Compared) -> Tensor:
+    def __call__(self, log_ratio: Tensor, advantage: Tensor, old: CompletionBatch) -> Tensor:
         return self.surrogate(log_ratio, advantage, old.old.logp) * self.weights(old)
 
-    def clipped(self, log_ratio: Tensor, advantage: Tensor, old: Compared) -> Tensor:
+    def clipped(self, log_ratio: Tensor, advantage: Tensor, old: CompletionBatch) -> Tensor:
         return self.surrogate.clipped(log_ratio, advantage, old.old.logp) & (self.weights(old) > 0)
 
-    def weights(self, compared: Compared) -> Tensor:
+    def weights(self, compared: CompletionBatch) -> Tensor:
         """Return the factor of every token's loss: [b, L]."""
         peers, mask, found = required(compared.peers), compared.new.mask, torch.zeros_like(compared.mask)
         for own in peers.group.unique():
@@ -190,14 +190,14 @@ class ExpertMixture(_Over, OfCompletions):
             raise ValueError(f"ExpertMixture: focus is {self.focus} and probability {self.probability}, expected 0 or "
                              "more, and above 0 to 1")
 
-    def __call__(self, log_ratio: Tensor, advantage: Tensor, old: Compared) -> Tensor:
+    def __call__(self, log_ratio: Tensor, advantage: Tensor, old: CompletionBatch) -> Tensor:
         assert old.expert is not None, "ExpertMixture needs to know which completions are answers"
         present = old.new.logp.exp()
         ratio = 2 * present / (self.probability + old.old.logp.exp())
         guided = -ratio * advantage * (1 - present.detach()).clamp(min=0).pow(self.focus)
         return guided.where(old.expert[old.rows, None], self.surrogate(log_ratio, advantage, old.old.logp))
 
-    def clipped(self, log_ratio: Tensor, advantage: Tensor, old: Compared) -> Tensor:
+    def clipped(self, log_ratio: Tensor, advantage: Tensor, old: CompletionBatch) -> Tensor:
         return self.surrogate.clipped(log_ratio, advantage, old.old.logp) & ~required(old.expert)[old.rows, None]
 
 

@@ -9,8 +9,8 @@ from typing import Protocol
 import torch
 from torch import Generator, Tensor
 
-from flowgrpo.distributed.lockstep import Turns
-from flowgrpo.policies.weights.trainable import Weights
+from flowgrpo.distributed.lockstep import Lockstep
+from flowgrpo.policies.weights.trainable import TrainableWeights
 
 
 class Policy(Protocol):
@@ -22,7 +22,7 @@ class Policy(Protocol):
     evaluations: rows through a denoiser, or tokens through a language model, so far.
     """
 
-    weights: Weights
+    weights: TrainableWeights
     device: torch.device
     states: torch.device
     process: str
@@ -32,7 +32,7 @@ class Policy(Protocol):
     evaluations: int
 
     @property
-    def turns(self) -> Turns | None:
+    def turns(self) -> Lockstep | None:
         """The steps in which processes meet where weights are shared out; None: they are not."""
 
     def backward(self, loss: Tensor) -> None:

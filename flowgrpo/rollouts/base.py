@@ -7,14 +7,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from flowgrpo.config.geometry import Geometry, prompts_per_part
+from flowgrpo.config.geometry import BatchShape, prompts_per_part
 from flowgrpo.config.schema import Config
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.distributed.processes import Processes
-from flowgrpo.log import Clock
+from flowgrpo.log import PhaseTimer
 from flowgrpo.methods.method import Method
 from flowgrpo.policies.policy import Policy
-from flowgrpo.samplers.old_policy import Lagging
+from flowgrpo.samplers.old_policy import OldPolicy
 from flowgrpo.samplers.rollout import Part, Seed, seeder
 from flowgrpo.types import Scored
 
@@ -39,12 +39,12 @@ class GroupSampler:
     processes; saved_evaluations: additional ones if no two samples of a group shared any.
     """
 
-    def __init__(self, config: Config, policy: Policy, method: Method, geometry: Geometry, processes: Processes,
-                 clock: Clock):
+    def __init__(self, config: Config, policy: Policy, method: Method, geometry: BatchShape, processes: Processes,
+                 clock: PhaseTimer):
         self.config, self.policy, self.method, self.geometry = config, policy, method, geometry
         self.processes, self.clock = processes, clock
         self.rollout_evaluations = self.saved_evaluations = 0
-        self.lagging = Lagging(method.rollout.lag, policy.weights)
+        self.old_policy = OldPolicy(method.rollout.lag, policy.weights)
 
     def seeds(self, epoch: int, turn: int, prompts: int) -> Seed:
         """Return the seeds of a turn: of the first of this process's prompts, by its place among those of all.

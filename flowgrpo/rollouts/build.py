@@ -4,38 +4,38 @@ from __future__ import annotations
 
 from typing import Any
 
-from flowgrpo.config.geometry import Geometry
+from flowgrpo.config.geometry import BatchShape
 from flowgrpo.config.schema import Config
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.distributed.processes import Processes
-from flowgrpo.log import Clock
+from flowgrpo.log import PhaseTimer
 from flowgrpo.methods.method import Method
 from flowgrpo.methods.targets import RecordedPairs, RelaxedTraces
 from flowgrpo.rollouts.base import GroupSampler
 
 
-def make_explorer(config: Config, policy: Any, method: Method, geometry: Geometry, processes: Processes, clock: Clock,
-                  first: Prompt) -> GroupSampler:
+def make_rollouts(config: Config, policy: Any, method: Method, geometry: BatchShape, processes: Processes,
+                  clock: PhaseTimer, first: Prompt) -> GroupSampler:
     """Make what samples and replays a policy. first: a prompt, with which a pipeline's own grid is read."""
     given = config, policy, method, geometry, processes, clock
     if isinstance(method.target, RelaxedTraces):
-        from flowgrpo.rollouts.relaxed import RelaxedExplorer
+        from flowgrpo.rollouts.relaxed import RelaxedRollouts
 
-        return RelaxedExplorer(*given)
+        return RelaxedRollouts(*given)
     if method.for_tokens:
         from flowgrpo.policies.language import engines
 
         if engines.wanted(config):
-            from flowgrpo.rollouts.engine import EngineExplorer
+            from flowgrpo.rollouts.engine import EngineRollouts
 
-            return EngineExplorer(*given)
-        from flowgrpo.rollouts.text import TextExplorer
+            return EngineRollouts(*given)
+        from flowgrpo.rollouts.text import TextRollouts
 
-        return TextExplorer(*given)
+        return TextRollouts(*given)
     if isinstance(method.target, RecordedPairs):
-        from flowgrpo.rollouts.recorded import PairExplorer
+        from flowgrpo.rollouts.recorded import RecordedRollouts
 
-        return PairExplorer(*given, first)
-    from flowgrpo.rollouts.denoising import Explorer
+        return RecordedRollouts(*given, first)
+    from flowgrpo.rollouts.denoising import DenoisingRollouts
 
-    return Explorer(*given, first)
+    return DenoisingRollouts(*given, first)

@@ -11,33 +11,33 @@ from typing import Any
 
 import torch
 
-from flowgrpo.config.geometry import Geometry
+from flowgrpo.config.geometry import BatchShape
 from flowgrpo.config.schema import Config
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.distributed.processes import Processes
 from flowgrpo.errors import UserError
-from flowgrpo.log import Clock
+from flowgrpo.log import PhaseTimer
 from flowgrpo.methods import targets
 from flowgrpo.methods.method import Method
 from flowgrpo.policies.pipelines import mid_loop_check
-from flowgrpo.policies.pipelines.conditioning import Conditioning, Encoder
+from flowgrpo.policies.pipelines.conditioning import Conditioning, PromptCache
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
 from flowgrpo.policies.weights.low_precision import quantised, require_torchao
 from flowgrpo.rollouts.base import GroupSampler
-from flowgrpo.rollouts.loss_inputs import Beside, BesideEdits
+from flowgrpo.rollouts.loss_inputs import EditInputs, NoisedInputs
 from flowgrpo.rollouts.targets import Replayed, target
 from flowgrpo.samplers import cost, learned_noise, reward_gradient
 from flowgrpo.samplers.base_samples import BasePictures
 from flowgrpo.samplers.grids import make_grid
 from flowgrpo.samplers.preview import chosen, contrasting, previews
-from flowgrpo.samplers.rollout import Exploration, Part, Seed
+from flowgrpo.samplers.rollout import Part, RolloutSpec, Seed
 from flowgrpo.types import Scored
 
 # The total reward [P,N] of pictures [P*N,...], N for each prompt in turn.
 Judge = Callable[[torch.Tensor, int], torch.Tensor]
 
 
-class Explorer(GroupSampler):
+class DenoisingRollouts(GroupSampler):
     """Grid, initial noises, rollouts and replays of a pipeline under a method.
 
     first: a prompt with which the pipeline's own grid is read. target: what the loss scores.
@@ -45,11 +45,11 @@ class Explorer(GroupSampler):
 
     policy: PipelinePolicy
 
-    def __init__(self, config: Config, policy: PipelinePolicy, method: Method, geometry: Geometry, processes: Processes,
-                 clock: Clock, first: Prompt):
+    def __init__(self, config: Config, policy: PipelinePolicy, method: Method, geometry: BatchShape,
+                 processes: Processes, clock: PhaseTimer, first: Prompt):
         super().__init__(config, policy, method, geometry, processes, clock)
         self.first = first
-        self.encode = Encoder(policy, Path(config.cache) if config.cache and not policy.live else None)
+        self.encode = PromptCache(policy, Path(config.cache) if config.cache and not policy.live else None)
         self.grid, self.timesteps = self.make_grid(config.train.steps)
         self.base_pictures = BasePictures(policy, self.grid, self.timesteps, geometry.micro_batch, self.decode)
         kernel: Any = method.denoising.kernel
@@ -61,7 +61,7 @@ class Explorer(GroupSampler):
         self.target = target(self)
         # Only what is given pictures can put them back in; edits replay nothing of the pipeline.
         if not isinstance(method.target, targets.LatentEdits) and (policy.given or first.image is not None):
-            mid_loop_check.require(policy, Explorer.conditioning(self, [first]),
+            mid_loop_check.require(policy, DenoisingRollouts.conditioning(self, [first]),
                                    mid_loop_check.goes_on(method, self.explorations(0)))
 
     def make_grid(self, steps: int) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -82,7 +82,7 @@ class Explorer(GroupSampler):
                                 f"call at guidance {self.policy.guidance:g}: set it to false")
         return found
 
-    def explorations(self, epoch: int) -> list[Exploration]:
+    def explorations(self, epoch: int) -> list[RolloutSpec]:
         """An epoch's grid, window, kernel and solver."""
         train, method = self.config.train, self.method
         if self.network is not None:
@@ -96,14 +96,14 @@ class Explorer(GroupSampler):
         per granularity. judge: the total reward, by which a method with previews chooses its initial noises; value: the
         one whose gradient a method with `backprop` follows; turn: how often the epoch has drawn before."""
         seed, explorations = self.seeds(epoch, turn, len(conditioning.prompts)), self.explorations(epoch)
-        self.lagging.begin(epoch)
+        self.old_policy.begin(epoch)
         if self.method.denoising.preview:
-            with self.lagging.drawing():
+            with self.old_policy.drawing():
                 seed = self.preview(conditioning, seed, judge)
         before = self.policy.evaluations
         parts = self.target.sample(conditioning, explorations, seed)
         while True:
-            with self.clock("rollout"), self.lagging.drawing():
+            with self.clock("rollout"), self.old_policy.drawing():
                 part = next(parts, None)
             if part is None:
                 break
@@ -146,7 +146,7 @@ class Explorer(GroupSampler):
         rows = torch.arange(len(finals)).split(self.geometry.micro_batch)
         return torch.cat([self.policy.decode(finals[at], conditioning.rows(at)).cpu() for at in rows])
 
-    def _count(self, spent: int, explorations: list[Exploration]) -> None:
+    def _count(self, spent: int, explorations: list[RolloutSpec]) -> None:
         """Count a rollout's evaluations, and those that shared prefixes saved."""
         self.count(spent)
         alone, shared = (count(explorations, self.geometry.prompts) for count in (cost.alone, cost.rollout))
@@ -157,7 +157,7 @@ class Explorer(GroupSampler):
         """Score a part's transitions under the present weights: (place in `part.transitions`, its rows, scores)."""
         return self.target.replay(part, conditioning)
 
-    def beside(self, part: Part, conditioning: Conditioning, reference: list[Scored]) -> Beside | BesideEdits:
+    def beside(self, part: Part, conditioning: Conditioning, reference: list[Scored]) -> NoisedInputs | EditInputs:
         """Return what the surrogate reads in addition to ratio and advantage, in every batch of the part's replay."""
         return self.target.loss_inputs(part, conditioning, reference)
 

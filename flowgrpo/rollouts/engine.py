@@ -13,15 +13,15 @@ from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
 from flowgrpo.policies.language import engines
 from flowgrpo.policies.language.causal_lm import CausalLM
-from flowgrpo.rollouts.text import TextExplorer
+from flowgrpo.rollouts.text import TextRollouts
 from flowgrpo.samplers.replay import rescored
 from flowgrpo.samplers.rollout import Part
 from flowgrpo.samplers.text.groups import Parallel, joined
 from flowgrpo.samplers.text.importance import Mismatch
-from flowgrpo.samplers.text.records import Asked, Sampled
+from flowgrpo.samplers.text.records import SampledCompletions, TokenizedPrompts
 
 
-class EngineExplorer(TextExplorer):
+class EngineRollouts(TextRollouts):
     """A language model whose completions an engine draws. Old log-probabilities are the trainer's, as its replay
     computes them; what the engine's differ by becomes a weight of every token (`Mismatch`)."""
 
@@ -36,13 +36,13 @@ class EngineExplorer(TextExplorer):
         self.engine = engines.make(config, policy, self.processes.count)
         self.apart: list[torch.Tensor] = []  # [n,4] of drawn tokens: trainer, engine, weight, above the cap
 
-    def conditioning(self, batch: list[Prompt]) -> Asked:
+    def conditioning(self, batch: list[Prompt]) -> TokenizedPrompts:
         self.apart = []
         return super().conditioning(batch)
 
-    def sample(self, asked: Asked, epoch: int, judge: Callable, value: Callable | None = None,
+    def sample(self, asked: TokenizedPrompts, epoch: int, judge: Callable, value: Callable | None = None,
                turn: int = 0) -> Iterator[tuple[Part, list[list[str]]]]:
-        """As of `TextExplorer`; the engine draws all groups first."""
+        """As of `TextRollouts`; the engine draws all groups first."""
         before, group, count = self.engine.evaluations, self.geometry.group, len(asked.prompts)
         prompts, samples = torch.arange(count).repeat_interleave(group), torch.arange(group).repeat(count)
         seed = self.seeds(epoch, turn, count)
@@ -56,7 +56,8 @@ class EngineExplorer(TextExplorer):
         self.count(self.engine.evaluations - before)
         whole = joined(made)
         for groups, own, places, rows in self.whole_groups(count):
-            some = Sampled(whole.ids[rows], whole.logp[rows], whole.mask[rows], whole.cut[rows], whole.texts[rows])
+            some = SampledCompletions(whole.ids[rows], whole.logp[rows], whole.mask[rows], whole.cut[rows],
+                                      whole.texts[rows])
             if self.method.generation.decoding.expert:
                 [some] = self.answered(asked, own, places, [some])
             part = self.target.record(groups, own, [some])
@@ -65,11 +66,11 @@ class EngineExplorer(TextExplorer):
                 part = self.valued(part, asked, seed, judge)
             yield part, [list(some.texts)]
 
-    def corrected(self, part: Part, asked: Asked, greedy: torch.Tensor) -> Part:
+    def corrected(self, part: Part, asked: TokenizedPrompts, greedy: torch.Tensor) -> Part:
         """The part with the trainer's log-probabilities, and weights of its tokens; 1 of greedy rows, which were not
         drawn."""
         [by_engine] = part.transitions
-        with torch.no_grad(), self.lagging.old(), self.clock("rescore"):
+        with torch.no_grad(), self.old_policy.old(), self.clock("rescore"):
             part = rescored(part, self.replay(part, asked))
         taken: Any
         [taken] = part.transitions

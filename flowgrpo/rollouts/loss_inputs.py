@@ -16,13 +16,13 @@ from flowgrpo.objectives.forward_process import OfNoised
 from flowgrpo.objectives.sequence_losses import OfCompletions
 from flowgrpo.objectives.surrogates import Surrogate
 from flowgrpo.samplers.rollout import Part
-from flowgrpo.types import Compared, Noised, Peers, Scored, required
+from flowgrpo.types import CompletionBatch, GroupStatistics, NoisedBatch, Scored, required
 
 Replay = Callable[[], Iterator[tuple[int, slice, Scored]]]
 
 
-class Beside:
-    """Inputs of a surrogate: `objectives.beside` of recorded steps, a `Noised` of noised samples.
+class NoisedInputs:
+    """Inputs of a surrogate: `objectives.beside` of recorded steps, a `NoisedBatch` of noised samples.
 
     reference: its scores of the replay's batches, where anything reads them. cut: a replay of the same batches, where
     they cut groups; a surrogate that compares the samples of a group then sees all of it in a first pass, without
@@ -33,9 +33,11 @@ class Beside:
                  cut: Replay | None = None):
         self.surrogate, self.part, self.reference, self.device = surrogate, part, reference, device
         groups = surrogate.reads_groups
-        self.peers: Sequence[Peers | None] = self._seen(cut) if groups and cut else [None] * len(part.transitions)
+        self.peers: Sequence[GroupStatistics | None] = [None] * len(part.transitions)
+        if groups and cut:
+            self.peers = self._seen(cut)
 
-    def __call__(self, batch: int, k: int, rows: slice, new: Scored, old: Scored) -> Tensor | Noised:
+    def __call__(self, batch: int, k: int, rows: slice, new: Scored, old: Scored) -> Tensor | NoisedBatch:
         """Return the inputs of the rows of the k-th recorded step, in this batch of the replay."""
         if not isinstance(self.surrogate, OfNoised):
             return objectives.beside(self.surrogate, new, old)
@@ -45,13 +47,13 @@ class Beside:
         peers = self.peers[k] or self._peers(k, self.surrogate.gap(noised).detach())
         return replace(noised, peers=peers)
 
-    def _noised(self, batch: int, k: int, rows: slice, new: Scored, old: Scored) -> Noised:
+    def _noised(self, batch: int, k: int, rows: slice, new: Scored, old: Scored) -> NoisedBatch:
         taken = self.part.transitions[k]
         reference = self.reference[batch].to(self.device) if self.surrogate.reads_reference else None
-        return Noised(self.part.exploration.grid[taken.step].item(), new, old, taken.x_next[rows].to(self.device),
-                      torch.arange(rows.start, rows.stop, device=self.device), reference)
+        return NoisedBatch(self.part.exploration.grid[taken.step].item(), new, old, taken.x_next[rows].to(self.device),
+                           torch.arange(rows.start, rows.stop, device=self.device), reference)
 
-    def _seen(self, replay: Replay) -> list[Peers]:
+    def _seen(self, replay: Replay) -> list[GroupStatistics]:
         """The peers of every step, from the present weights."""
         gaps: list[list[Tensor]] = [[] for _ in self.part.transitions]
         for batch, (k, rows, new) in enumerate(replay()):
@@ -59,17 +61,17 @@ class Beside:
             gaps[k].append(self.surrogate.gap(self._noised(batch, k, rows, new, old)).detach())
         return [self._peers(k, torch.cat(each)) for k, each in enumerate(gaps)]
 
-    def _peers(self, k: int, gap: Tensor) -> Peers:
+    def _peers(self, k: int, gap: Tensor) -> GroupStatistics:
         taken, advantage = self.part.transitions[k], self.part.advantages[k]
         assert len(gap) == len(advantage), "the batch holds a part of a group, and there was no first pass"
-        return Peers(gap.flatten(), advantage.to(self.device), taken.prompts[taken.parent].to(self.device))
+        return GroupStatistics(gap.flatten(), advantage.to(self.device), taken.prompts[taken.parent].to(self.device))
 
 
 TextReplay = Callable[[], Iterator[tuple[int, slice, Scored]]]
 
 
-class BesideText:
-    """Inputs of a surrogate on completions: a `Compared` for an `OfCompletions`, `objectives.beside` for others.
+class CompletionInputs:
+    """Inputs of a surrogate on completions: a `CompletionBatch` for an `OfCompletions`, `objectives.beside` for others.
 
     reference: its scores of the replay's batches, where anything reads them. replay: of the same batches: a surrogate
     that compares whole groups sees a part, which is whole groups, in a first pass, without gradients, which costs a
@@ -83,11 +85,11 @@ class BesideText:
         every = {"ids": self.taken.ids, "mask": self.taken.old.mask, "expert": self.taken.expert}
         self.every: dict[str, Any] = {name: each if each is None else each.to(device) for name, each in every.items()}
         # Until it is known what is compared, peers have nothing to compare.
-        self.peers = Peers(torch.empty(len(advantage), 0, device=device), advantage.to(device),
-                           self.taken.prompts.to(device))
+        self.peers = GroupStatistics(torch.empty(len(advantage), 0, device=device), advantage.to(device),
+                                     self.taken.prompts.to(device))
         self.seen = not method.loss.surrogate.reads_groups
 
-    def __call__(self, batch: int, k: int, rows: slice, new: Scored, old: Scored) -> Tensor | Compared:
+    def __call__(self, batch: int, k: int, rows: slice, new: Scored, old: Scored) -> Tensor | CompletionBatch:
         """Return the inputs of these rows of the completions, in this batch of the replay."""
         if not isinstance(self.method.loss.surrogate, OfCompletions):
             return objectives.beside(self.method.loss.surrogate, new, old)
@@ -96,14 +98,14 @@ class BesideText:
             self.peers, self.seen = replace(self.peers, gap=self._gaps(compared)), True
         return replace(compared, peers=self.peers)
 
-    def _compared(self, batch: int, rows: slice, new: Scored, old: Scored) -> Compared:
+    def _compared(self, batch: int, rows: slice, new: Scored, old: Scored) -> CompletionBatch:
         surrogate = self.method.loss.surrogate
         at = torch.arange(rows.start, min(rows.stop, len(self.taken.ids)), device=self.device)
         reference = self.reference[batch].to(self.device) if surrogate.reads_reference else None
-        return Compared(new, old, self.method.loss.log_ratio(new, old), at, **self.every, reference=reference)
+        return CompletionBatch(new, old, self.method.loss.log_ratio(new, old), at, **self.every, reference=reference)
 
     @torch.no_grad()
-    def _gaps(self, first: Compared) -> Tensor:
+    def _gaps(self, first: CompletionBatch) -> Tensor:
         """Return the statistic of all completions under the present weights. first: the replay's first batch."""
         if len(first.rows) == len(self.taken.ids):
             return self.method.loss.surrogate.gap(first).detach()
@@ -113,7 +115,7 @@ class BesideText:
 
 
 @dataclass(frozen=True)
-class BesideEdits:
+class EditInputs:
     """Inputs of the actor-critic surrogate: `Seen` of each batch's rows.
 
     through: True if it reads the value of the present weights' edits.

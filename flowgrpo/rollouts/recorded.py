@@ -13,9 +13,9 @@ from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
 from flowgrpo.methods.method import Method
 from flowgrpo.policies.pipelines.conditioning import Conditioning
-from flowgrpo.policies.pipelines.image_latents import Latents
+from flowgrpo.policies.pipelines.image_latents import ImageEncoder
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
-from flowgrpo.rollouts.denoising import Explorer, Judge
+from flowgrpo.rollouts.denoising import DenoisingRollouts, Judge
 from flowgrpo.samplers.reward_gradient import Value
 from flowgrpo.samplers.rollout import Part
 
@@ -30,14 +30,14 @@ class Paired(Conditioning):
         return replace(cast(Paired, super().rows(index)), pairs=[self.pairs[i] for i in index.tolist()])
 
 
-class PairExplorer(Explorer):
+class RecordedRollouts(DenoisingRollouts):
     """A pipeline under a method that trains finals: the group of a prompt is its recorded pair, encoded once."""
 
     def __init__(self, config: Config, policy: PipelinePolicy, method: Method, *rest: Any):
         super().__init__(config, policy, method, *rest)
         if policy.modality != "image":
             raise UserError(f"preferences is set, which brings pictures, but {type(policy.pipe).__name__} makes videos")
-        self.latents = Latents(policy)
+        self.latents = ImageEncoder(policy)
 
     def conditioning(self, batch: list[Prompt]) -> Paired:
         """Encode prompts of `recorded_pairs`, together with their pairs."""
@@ -49,7 +49,7 @@ class PairExplorer(Explorer):
                turn: int = 0) -> Iterator[tuple[Part, list[torch.Tensor]]]:
         """The pairs of the prompts, with their pictures [b,3,H,W] as the files have them. judge and value, of methods
         that draw, are not asked; turn: how often the epoch has taken pairs before."""
-        self.lagging.begin(epoch)
+        self.old_policy.begin(epoch)
         seed = self.seeds(epoch, turn, len(conditioning.prompts))
         for groups, prompts, _, _ in self.whole_groups(len(conditioning.prompts)):
             with self.clock("encode"):

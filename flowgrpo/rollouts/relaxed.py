@@ -11,12 +11,12 @@ from torch import Tensor
 
 from flowgrpo.methods.targets import RelaxedTraces
 from flowgrpo.rewards.text.soft_texts import SoftTexts
-from flowgrpo.rollouts.loss_inputs import Beside
-from flowgrpo.rollouts.text import TextExplorer
+from flowgrpo.rollouts.loss_inputs import NoisedInputs
+from flowgrpo.rollouts.text import TextRollouts
 from flowgrpo.samplers.rollout import Part
 from flowgrpo.samplers.text.decoding import decided
 from flowgrpo.samplers.text.gumbel_softmax import GumbelSoftmax
-from flowgrpo.samplers.text.records import Asked
+from flowgrpo.samplers.text.records import TokenizedPrompts
 from flowgrpo.types import Scored, required
 
 
@@ -49,7 +49,7 @@ class Relaxed(Part):
     relaxation: GumbelSoftmax | None = None
 
 
-class RelaxedExplorer(TextExplorer):
+class RelaxedRollouts(TextRollouts):
     """A masked language model under a method with `backprop`: a rollout without a graph, the same again with one."""
 
     def __init__(self, *given):
@@ -60,7 +60,7 @@ class RelaxedExplorer(TextExplorer):
         self.base_weights = {key: each.detach().clone() for key, each in weights.named.items()}
         self.tokens = tuple(self.policy.vocabulary())
 
-    def sample(self, asked: Asked, epoch: int, judge: Callable, value: Callable | None = None,
+    def sample(self, asked: TokenizedPrompts, epoch: int, judge: Callable, value: Callable | None = None,
                turn: int = 0) -> Iterator[tuple[Part, list[Any]]]:
         """Sample a group per prompt: the parts as they are finished, each with its texts. value: the reward whose
         gradient is followed; turn: how often the epoch has drawn before."""
@@ -79,7 +79,7 @@ class RelaxedExplorer(TextExplorer):
             yield replace(part, transitions=(replace(taken, old=old),)), [texts]
         self.count(self.policy.evaluations - before)
 
-    def replay(self, part: Any, asked: Asked) -> Iterator[tuple[int, slice, Scored]]:
+    def replay(self, part: Any, asked: TokenizedPrompts) -> Iterator[tuple[int, slice, Scored]]:
         """Replay a part's noise under the present weights, in micro-batches.
 
         Yields (0, rows of the part, Scored [b,1] of their rewards less their KLs).
@@ -88,15 +88,15 @@ class RelaxedExplorer(TextExplorer):
             found = self._made(part, asked, rows)[1][:, None]
             yield 0, rows, Scored(found, torch.ones_like(found, dtype=torch.bool))
 
-    def beside(self, part: Any, asked: Asked, reference: list[Scored]) -> Callable[..., Any]:
+    def beside(self, part: Any, asked: TokenizedPrompts, reference: list[Scored]) -> Callable[..., Any]:
         """Return what the surrogate reads in addition to ratio and advantage."""
-        return Beside(self.method.loss.surrogate, part, reference, self.policy.device)
+        return NoisedInputs(self.method.loss.surrogate, part, reference, self.policy.device)
 
     def _batches(self, part: Relaxed) -> list[slice]:
         most = self.geometry.micro_batch
         return [slice(start, start + most) for start in range(0, len(part.transitions[0].prompts), most)]
 
-    def _made(self, part: Relaxed, asked: Asked, rows: slice) -> tuple[Tensor, Tensor]:
+    def _made(self, part: Relaxed, asked: TokenizedPrompts, rows: slice) -> tuple[Tensor, Tensor]:
         """The answers [b,L,V] of some rows, one-hot, and their scores [b]."""
         taken: Any
         [taken], relaxation = part.transitions, required(part.relaxation)

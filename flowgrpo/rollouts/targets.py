@@ -7,35 +7,35 @@ from typing import Any, Protocol
 
 import torch
 
-from flowgrpo.config.geometry import Geometry
+from flowgrpo.config.geometry import BatchShape
 from flowgrpo.config.schema import Config
-from flowgrpo.log import Clock
+from flowgrpo.log import PhaseTimer
 from flowgrpo.methods import targets
 from flowgrpo.methods.method import Method
 from flowgrpo.policies.pipelines.conditioning import Conditioning
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
-from flowgrpo.rollouts.loss_inputs import Beside, BesideEdits
+from flowgrpo.rollouts.loss_inputs import EditInputs, NoisedInputs
 from flowgrpo.samplers import joint_density, latent_edits, noised_finals, reward_gradient
-from flowgrpo.samplers.old_policy import Lagging
+from flowgrpo.samplers.old_policy import OldPolicy
 from flowgrpo.samplers.replay import replay
-from flowgrpo.samplers.rollout import Exploration, Part, Seed, explore
+from flowgrpo.samplers.rollout import Part, RolloutSpec, Seed, explore
 from flowgrpo.types import Scored, required
 
 Replayed = Iterator[tuple[int, slice, Scored]]
 
 
 class Rollouts(Protocol):
-    """Rollouts of a pipeline as its targets read them (`denoising.Explorer`)."""
+    """Rollouts of a pipeline as its targets read them (`denoising.DenoisingRollouts`)."""
 
     config: Config
     policy: PipelinePolicy
     method: Method
-    geometry: Geometry
-    lagging: Lagging
-    clock: Clock
+    geometry: BatchShape
+    old_policy: OldPolicy
+    clock: PhaseTimer
     grid: torch.Tensor
 
-    def explorations(self, epoch: int) -> list[Exploration]: ...
+    def explorations(self, epoch: int) -> list[RolloutSpec]: ...
 
 
 class RecordedSteps:
@@ -51,7 +51,7 @@ class RecordedSteps:
         """Samples that the pipeline draws per prompt."""
         return self.rollouts.config.train.group
 
-    def sample(self, conditioning: Conditioning, explorations: list[Exploration], seed: Seed) -> Iterator[Part]:
+    def sample(self, conditioning: Conditioning, explorations: list[RolloutSpec], seed: Seed) -> Iterator[Part]:
         """Sample a group per prompt: the parts as they are finished."""
         return explore(self.policy, conditioning, explorations, self.micro_batch, seed)
 
@@ -67,15 +67,16 @@ class RecordedSteps:
         """Score a part's transitions under the present weights: (place in `part.transitions`, its rows, scores)."""
         return replay(self.policy, conditioning, part, self.micro_batch, self.pack)
 
-    def loss_inputs(self, part: Part, conditioning: Conditioning, reference: Sequence[Scored]) -> Beside | BesideEdits:
+    def loss_inputs(self, part: Part, conditioning: Conditioning, reference: Sequence[Scored]
+                    ) -> NoisedInputs | EditInputs:
         """Return what the surrogate reads in addition to ratio and advantage, in every batch of the part's replay."""
         most = max(len(taken.parent) for taken in part.transitions)
         cut = most > self.micro_batch or self.pack
         with self.policy.sampling():
-            return Beside(self.method.loss.surrogate, part, reference, self.policy.device,
-                          (lambda: self.replay(part, conditioning)) if cut else None)
+            return NoisedInputs(self.method.loss.surrogate, part, reference, self.policy.device,
+                                (lambda: self.replay(part, conditioning)) if cut else None)
 
-    def steps(self, epoch: int) -> tuple[torch.Tensor, list[Exploration]]:
+    def steps(self, epoch: int) -> tuple[torch.Tensor, list[RolloutSpec]]:
         """Return the grid of the trained steps, and their explorations."""
         return self.rollouts.grid, self.rollouts.explorations(epoch)
 
@@ -95,18 +96,18 @@ class NoisedFinals(RecordedSteps):
 
     own: targets.NoisedFinals
 
-    def times(self, epoch: int) -> Exploration:
+    def times(self, epoch: int) -> RolloutSpec:
         """Return the times at which an epoch's finals are noised."""
         alphas = self.policy.stock.alphas_cumprod.cpu() if self.policy.process == "vp" else None
         config = self.rollouts.config
         return required(self.method.noised(self.rollouts.grid, config.train.group, epoch, config.seed, alphas))
 
     def record(self, part: Part, conditioning: Conditioning, epoch: int, seed: Seed) -> Part:
-        with self.rollouts.clock("update"), self.rollouts.lagging.old():
+        with self.rollouts.clock("update"), self.rollouts.old_policy.old():
             return noised_finals.noised(self.policy, conditioning, part, self.times(epoch), self.micro_batch, seed,
                                         self.own.times.shared, self.pack)
 
-    def steps(self, epoch: int) -> tuple[torch.Tensor, list[Exploration]]:
+    def steps(self, epoch: int) -> tuple[torch.Tensor, list[RolloutSpec]]:
         times = self.times(epoch)
         return times.grid, [times]
 
@@ -116,7 +117,7 @@ class RewardGradient(RecordedSteps):
 
     own: targets.RewardGradient
 
-    def sample(self, conditioning: Conditioning, explorations: list[Exploration], seed: Seed) -> Iterator[Part]:
+    def sample(self, conditioning: Conditioning, explorations: list[RolloutSpec], seed: Seed) -> Iterator[Part]:
         [exploration] = explorations
         return reward_gradient.explore(self.policy, conditioning, exploration, self.own.backprop,
                                        self.micro_batch, seed)
@@ -152,10 +153,10 @@ class LatentEdits(RecordedSteps):
     def replay(self, part: Part, conditioning: Conditioning) -> Replayed:
         return replay(self.editor, conditioning, part, self.micro_batch)
 
-    def loss_inputs(self, part: Part, conditioning: Conditioning, reference: Sequence[Scored]) -> BesideEdits:
-        return BesideEdits(self.editor, conditioning, part, self.method.loss.surrogate.reads_means)
+    def loss_inputs(self, part: Part, conditioning: Conditioning, reference: Sequence[Scored]) -> EditInputs:
+        return EditInputs(self.editor, conditioning, part, self.method.loss.surrogate.reads_means)
 
-    def steps(self, epoch: int) -> tuple[torch.Tensor, list[Exploration]]:
+    def steps(self, epoch: int) -> tuple[torch.Tensor, list[RolloutSpec]]:
         return self.rollouts.grid, []  # edits are one step, which no transition of the pipeline weighs
 
 

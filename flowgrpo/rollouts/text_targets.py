@@ -8,25 +8,25 @@ from typing import Any, Protocol, cast
 
 import torch
 
-from flowgrpo.config.geometry import Geometry
+from flowgrpo.config.geometry import BatchShape
 from flowgrpo.config.schema import Config
 from flowgrpo.methods.method import Method
-from flowgrpo.rollouts.loss_inputs import BesideText
+from flowgrpo.rollouts.loss_inputs import CompletionInputs
 from flowgrpo.samplers.rollout import Part
 from flowgrpo.samplers.text.decoding import Unmasking
-from flowgrpo.samplers.text.records import Asked, Sampled
+from flowgrpo.samplers.text.records import SampledCompletions, TokenizedPrompts
 from flowgrpo.types import Completions, Scored, Traces, required
 
 Replayed = Iterator[tuple[int, slice, Scored]]
 
 
 class Rollouts(Protocol):
-    """Rollouts of a language model as its targets read them (`text.TextExplorer`)."""
+    """Rollouts of a language model as its targets read them (`text.TextRollouts`)."""
 
     config: Config
     policy: Any  # a `CausalLM` or a `MaskedLM`
     method: Method
-    geometry: Geometry
+    geometry: BatchShape
 
 
 class CompletionTokens:
@@ -36,7 +36,7 @@ class CompletionTokens:
         self.policy, self.method, self.text = rollouts.policy, rollouts.method, rollouts.config.text
         self.micro_batch = rollouts.geometry.micro_batch
 
-    def record(self, groups: range, prompts: torch.Tensor, made: Sequence[Sampled]) -> Part:
+    def record(self, groups: range, prompts: torch.Tensor, made: Sequence[SampledCompletions]) -> Part:
         """Return whole groups of completions as a part.
 
         Completions that were cut off without an end are not trained, or lose the penalty, as `text.truncated` says.
@@ -50,7 +50,7 @@ class CompletionTokens:
         expert = torch.cat([required(each.expert) for each in made]) if self.method.generation.decoding.expert else None
         return Part(groups, prompts, None, (Completions(ids, prompts, old, expert=expert),), (), deducted=deducted)
 
-    def replay(self, part: Part, asked: Asked) -> Replayed:
+    def replay(self, part: Part, asked: TokenizedPrompts) -> Replayed:
         """Score a part's completions under the present weights: (0, its rows, scores), in micro-batches."""
         [taken] = part.transitions
         for start in range(0, len(taken.ids), self.micro_batch):
@@ -58,9 +58,9 @@ class CompletionTokens:
             yield 0, rows, self.policy.log_probs(asked, taken.prompts[rows], taken.ids[rows], taken.old.mask[rows],
                                                  self.method.generation.decoding, entropy=self.method.reads_entropy)
 
-    def loss_inputs(self, part: Part, asked: Asked, reference: Sequence[Scored]) -> BesideText:
+    def loss_inputs(self, part: Part, asked: TokenizedPrompts, reference: Sequence[Scored]) -> CompletionInputs:
         """Return what the surrogate reads in addition to ratio and advantage."""
-        return BesideText(self.method, part, reference, self.policy.device, lambda: self.replay(part, asked))
+        return CompletionInputs(self.method, part, reference, self.policy.device, lambda: self.replay(part, asked))
 
 
 class TraceTokens(CompletionTokens):
@@ -76,7 +76,7 @@ class TraceTokens(CompletionTokens):
         steps = torch.cat([each.steps for each in made])
         return replace(part, transitions=(Traces(taken.ids, taken.prompts, taken.old, steps),))
 
-    def replay(self, part: Part, asked: Asked) -> Replayed:
+    def replay(self, part: Part, asked: TokenizedPrompts) -> Replayed:
         """Score a part's traces: (0, its rows, scores), as many rows at once as have a micro-batch of states, one at
         least."""
         [taken] = part.transitions

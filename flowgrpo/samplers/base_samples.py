@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from flowgrpo.samplers.rollout import Part
-from flowgrpo.samplers.scheduler import Task
+from flowgrpo.samplers.scheduler import Segment
 
 
 class BasePictures:
@@ -19,7 +19,7 @@ class BasePictures:
 
     def __init__(self, policy, grid: torch.Tensor, timesteps: torch.Tensor | None, micro_batch: int, decode: Callable):
         self.policy, self.micro_batch, self.decode = policy, micro_batch, decode
-        self.task = Task(grid, range(len(grid) - 1), timesteps=timesteps)
+        self.task = Segment(grid, range(len(grid) - 1), timesteps=timesteps)
         self.known: dict[int, torch.Tensor] = {}
 
     def __call__(self, part: Part, conditioning) -> torch.Tensor:

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from flowgrpo.samplers.preview import Preview
-from flowgrpo.samplers.rollout import Exploration
+from flowgrpo.samplers.rollout import RolloutSpec
 
 
-def rollout(explorations: Sequence[Exploration], prompts: int) -> int:
+def rollout(explorations: Sequence[RolloutSpec], prompts: int) -> int:
     """Return the evaluations of the rollout of `prompts` groups in each exploration; their trunks run once."""
     shared = [each for each in explorations if each.roots < each.group]
     trunk = max((each.trunk * each.roots for each in shared), default=0)
@@ -24,18 +24,18 @@ def preview(looked: Preview | None, prompts: int) -> int:
     return prompts * looked.pool * looked.steps if looked else 0
 
 
-def alone(explorations: Sequence[Exploration], prompts: int) -> int:
+def alone(explorations: Sequence[RolloutSpec], prompts: int) -> int:
     """Return the evaluations of the same samples without sharing: each runs the whole grid."""
     return prompts * sum(each.group * sum(tail.steps for tail in each.tails()) for each in explorations)
 
 
-def update(explorations: Sequence[Exploration], prompts: int, passes: int) -> int:
+def update(explorations: Sequence[RolloutSpec], prompts: int, passes: int) -> int:
     """Return the evaluations of `passes` replays of all trained steps: one with gradients, one of the reference, and so
     on."""
     return passes * prompts * sum(states(each)[step] for each in explorations for step in each.schedule.trained)
 
 
-def states(exploration: Exploration) -> list[int]:
+def states(exploration: RolloutSpec) -> list[int]:
     """Return the number of states of one prompt that each step starts from, [T]."""
     found, nodes = [], exploration.roots
     for step in range(exploration.steps):
@@ -44,7 +44,7 @@ def states(exploration: Exploration) -> list[int]:
     return found
 
 
-def _grown(exploration: Exploration) -> int:
+def _grown(exploration: RolloutSpec) -> int:
     """Return the evaluations of one prompt behind the trunk, in every granularity."""
     start = exploration.trunk if exploration.roots < exploration.group else 0
     nodes, settled = states(exploration), exploration.settled

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flowgrpo import gaussian
-from flowgrpo.samplers.rollout import Exploration, Part
+from flowgrpo.samplers.rollout import Part, RolloutSpec
 from flowgrpo.types import Gaussian, Scored, Transitions
 
 
@@ -30,7 +30,7 @@ def log_prob(first: Tensor | None, steps: Sequence[Tensor]) -> Tensor:
 
 
 @dataclass(frozen=True, eq=False)
-class Chain(Transitions):
+class JointTransitions(Transitions):
     """Recorded transitions of m samples, merged into one transition per sample.
 
     It goes from the first state x [m,*D] to the last x_next [m,*D] and carries the joint old score.
@@ -39,7 +39,7 @@ class Chain(Transitions):
 
     links: tuple[Transitions, ...] = ()
 
-    def kept(self, keep: Tensor) -> Chain | None:
+    def kept(self, keep: Tensor) -> JointTransitions | None:
         if keep.all():
             return self
         links = tuple(link.kept(keep) for link in self.links)
@@ -66,23 +66,23 @@ def replay(policy, conditioning, part: Part, micro_batch: int) -> Iterator[tuple
         yield 0, rows, _scored(log_prob(_first(part.exploration, chain, rows), steps))
 
 
-def _step(policy, conditioning, exploration: Exploration, link: Transitions, rows: slice) -> Tensor:
+def _step(policy, conditioning, exploration: RolloutSpec, link: Transitions, rows: slice) -> Tensor:
     """Return the log-density [b] of one step."""
     x, x_next = (state[rows].to(policy.device) for state in (link.x, link.x_next))
     v = policy.replay(conditioning, x, exploration.grid, link.step, exploration.timesteps)
     return gaussian.log_prob(exploration.transition(x, v, exploration.grid, link.step), x_next)
 
 
-def _first(exploration: Exploration, taken: Transitions, rows: slice) -> Tensor | None:
+def _first(exploration: RolloutSpec, taken: Transitions, rows: slice) -> Tensor | None:
     """Return the states [b,*D] that chains start from, or None unless they are the noise that the pipeline drew."""
     noise = taken.step == 0 and exploration.timesteps is None and float(exploration.grid[0]) > 0.999
     return taken.x[rows].float() if noise else None
 
 
-def _chain(links: tuple[Transitions, ...], old: Scored) -> Chain:
+def _chain(links: tuple[Transitions, ...], old: Scored) -> JointTransitions:
     first, last = links[0], links[-1]
     assert all(torch.equal(link.parent, torch.arange(len(link.x))) for link in links), "a chain that splits"
-    return Chain(first.step, first.x, first.prompts, first.parent, last.x_next, old, links=links)
+    return JointTransitions(first.step, first.x, first.prompts, first.parent, last.x_next, old, links=links)
 
 
 def _scored(logp: Tensor) -> Scored:

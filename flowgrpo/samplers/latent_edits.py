@@ -20,7 +20,7 @@ from torch import Tensor
 from flowgrpo import gaussian
 from flowgrpo.samplers.plans import Schedule
 from flowgrpo.samplers.replay import replay, rescored
-from flowgrpo.samplers.rollout import Exploration, Part, Seed
+from flowgrpo.samplers.rollout import Part, RolloutSpec, Seed
 from flowgrpo.samplers.scheduler import Noise
 from flowgrpo.types import Gaussian, Scored, Transitions, wide
 
@@ -62,9 +62,9 @@ class Edit:
         (mean,) = wide(mean)
         return Gaussian(mean, torch.tensor(self.std, dtype=mean.dtype))
 
-    def exploration(self, group: int, solver: Callable, keep_means: bool) -> Exploration:
+    def exploration(self, group: int, solver: Callable, keep_means: bool) -> RolloutSpec:
         """Return edits as an exploration in which every state has one step."""
-        return Exploration(torch.tensor([1.0, 0.0]), Schedule((0,), (0,)), self.transition, solver, group, group,
+        return RolloutSpec(torch.tensor([1.0, 0.0]), Schedule((0,), (0,)), self.transition, solver, group, group,
                            keep_means=keep_means)
 
 
@@ -86,7 +86,7 @@ class Edits(Transitions):
         return Edits(**vars(found), rewards=None if self.rewards is None else self.rewards[keep])
 
 
-def edited(editor: Any, conditioning: Any, part: Part, exploration: Exploration, micro_batch: int, seed: Seed) -> Part:
+def edited(editor: Any, conditioning: Any, part: Part, exploration: RolloutSpec, micro_batch: int, seed: Seed) -> Part:
     """Return the part with two samples for each of its finals: the final, and its edit by the present weights.
 
     editor: `edit_networks.Editor`.

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from flowgrpo.samplers.plans import Schedule
 from flowgrpo.samplers.replay import replay, rescored
-from flowgrpo.samplers.rollout import Exploration, Part, Seed
+from flowgrpo.samplers.rollout import Part, RolloutSpec, Seed
 from flowgrpo.samplers.scheduler import Noise
 from flowgrpo.types import Gaussian, Scored, Transitions, wide
 
@@ -110,7 +110,7 @@ def matching(x: Tensor, v: Tensor, grid: Tensor, i: int) -> Gaussian:
     return Gaussian(v, torch.ones((), dtype=v.dtype))
 
 
-def noised(policy, conditioning, part: Part, exploration: Exploration, micro_batch: int, seed: Seed, shared: bool,
+def noised(policy, conditioning, part: Part, exploration: RolloutSpec, micro_batch: int, seed: Seed, shared: bool,
            pack: bool = False) -> Part:
     """Return the part with its finals noised at the times of `exploration` in place of its recorded steps.
 
@@ -147,7 +147,7 @@ def _noised(k: int, x: Tensor, target: Tensor, prompts: Tensor, rows: Tensor, me
 
 
 def exploration(times: Tensor, group: int, solver: Callable, keep_means: bool, alphas: Tensor | None = None
-                ) -> Exploration:
+                ) -> RolloutSpec:
     """Return noised finals as an exploration: its grid holds the times, with one transition per leaf at each.
 
     alphas: [N], the alpha-bars of a variance-preserving process's timesteps; a time t is then timestep int(t N).
@@ -156,7 +156,7 @@ def exploration(times: Tensor, group: int, solver: Callable, keep_means: bool, a
     if alphas is not None:
         timesteps = (times * len(alphas)).long().clamp(max=len(alphas) - 1)
         times = alphas[timesteps]
-    return Exploration(torch.cat([times, times.new_zeros(1)]), Schedule(every, every), matching, solver, group, group,
+    return RolloutSpec(torch.cat([times, times.new_zeros(1)]), Schedule(every, every), matching, solver, group, group,
                        keep_means=keep_means, timesteps=timesteps)
 
 

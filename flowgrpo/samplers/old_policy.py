@@ -38,7 +38,7 @@ class Lag:
         return min(self.start + self.slope * max(updates - self.after, 0), self.most)
 
 
-class Lagging:
+class OldPolicy:
     """Old weights of a policy, `held` on the CPU as they are in `epoch`; None without a lag.
 
     weights: `trainable.Weights`, the present ones. The factors A and B of a LoRA are averaged separately.

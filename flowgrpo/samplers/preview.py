@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 
 from flowgrpo.errors import UserError
-from flowgrpo.samplers.rollout import Exploration, Seed
-from flowgrpo.samplers.scheduler import Task
+from flowgrpo.samplers.rollout import RolloutSpec, Seed
+from flowgrpo.samplers.scheduler import Segment
 
 PRECISIONS = ("full", "int8", "fp8", "nvfp4")
 
@@ -50,7 +50,7 @@ def previews(policy, conditioning, grid: torch.Tensor, timesteps: torch.Tensor |
     grid and timesteps are those of `make_grid`.
     """
     prompts = torch.arange(len(conditioning.prompts)).repeat_interleave(pool)
-    task = Task(grid, range(len(grid) - 1), timesteps=timesteps)
+    task = Segment(grid, range(len(grid) - 1), timesteps=timesteps)
     finals = []
     for rows in torch.arange(len(prompts)).split(micro_batch):
         generators = policy.generators(seed(int(row) // pool, int(row) % pool) for row in rows)
@@ -79,7 +79,7 @@ def _ranked(scores: torch.Tensor) -> torch.Tensor:
     return torch.cat([ranked[lost:middle], ranked[:lost], ranked[middle:]])
 
 
-def require_choice(explorations: Sequence[Exploration], pool: int) -> None:
+def require_choice(explorations: Sequence[RolloutSpec], pool: int) -> None:
     """Raise UserError unless a pool can give each sample of a group a separate initial noise, once per epoch."""
     group, roots = explorations[0].group, explorations[0].roots
     if roots < group or len(explorations) > 1:

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from flowgrpo.config.geometry import prompts_per_part
-from flowgrpo.samplers.rollout import Exploration, Part, Seed
-from flowgrpo.samplers.scheduler import Noise, Task
+from flowgrpo.samplers.rollout import Part, RolloutSpec, Seed
+from flowgrpo.samplers.scheduler import Noise, Segment
 from flowgrpo.types import Scored, Transitions
 
 # Return the reward [b] of pictures [b,...] of the prompts `rows` [b], differentiable in the pictures.
@@ -33,7 +33,7 @@ class Unroll:
 
     checkpointing: bool = False
 
-    def __call__(self, policy, conditioning, x: torch.Tensor, exploration: Exploration, step: int,
+    def __call__(self, policy, conditioning, x: torch.Tensor, exploration: RolloutSpec, step: int,
                  generators: Sequence[torch.Generator]) -> torch.Tensor:
         task = _task(exploration, step, exploration.steps, [each.clone_state() for each in generators])
         return policy.unroll(task, conditioning, x, self.checkpointing)
@@ -46,14 +46,14 @@ class OneStep:
     Rollouts end there too.
     """
 
-    def __call__(self, policy, conditioning, x: torch.Tensor, exploration: Exploration, step: int,
+    def __call__(self, policy, conditioning, x: torch.Tensor, exploration: RolloutSpec, step: int,
                  generators: Sequence[torch.Generator]) -> torch.Tensor:
         v = policy.replay(conditioning, x, exploration.grid, step, exploration.timesteps)
         return exploration.task(step, step + 1).predict_x0(x, v, step).to(x.dtype)
 
 
 @dataclass(frozen=True, eq=False)
-class Unfinished(Transitions):
+class ResumableStates(Transitions):
     """States before `step`, from which a rollout is finished again.
 
     x: [n,*D], the states.
@@ -64,22 +64,22 @@ class Unfinished(Transitions):
 
     generators: tuple[torch.Generator, ...] = ()
 
-    def kept(self, keep: torch.Tensor) -> Unfinished | None:
+    def kept(self, keep: torch.Tensor) -> ResumableStates | None:
         found = super().kept(keep)
         if found is None or found is self:
             return found
         own = tuple(each for each, kept in zip(self.generators, keep.tolist(), strict=True) if kept)
-        return Unfinished(**vars(found), generators=own)
+        return ResumableStates(**vars(found), generators=own)
 
 
 @dataclass(frozen=True)
-class Valued(Part):
+class RewardGradientRollout(Part):
     """Part whose score is the reward that `value` gives its images."""
 
     value: Value | None = None
 
 
-def explore(policy, conditioning, exploration: Exploration, ending: Any, micro_batch: int, seed: Seed
+def explore(policy, conditioning, exploration: RolloutSpec, ending: Any, micro_batch: int, seed: Seed
             ) -> Iterator[Part]:
     """Sample each prompt of `conditioning`; yield whole groups, whose rewards `valued` has to fill in.
 
@@ -95,12 +95,12 @@ def explore(policy, conditioning, exploration: Exploration, ending: Any, micro_b
         x, finals = map(torch.cat, zip(*found))
         unknown = torch.full((len(of), 1), torch.nan)
         [step] = exploration.schedule.trained
-        taken = Unfinished(step, x.to(policy.states), of, torch.arange(len(of)), finals,
-                           Scored(unknown, unknown.isnan()), generators=tuple(generators))
+        taken = ResumableStates(step, x.to(policy.states), of, torch.arange(len(of)), finals,
+                                Scored(unknown, unknown.isnan()), generators=tuple(generators))
         yield Part(range(int(prompts[0]), int(prompts[-1]) + 1), of, exploration, (taken,), (finals,))
 
 
-def _sampled(policy, conditioning, exploration: Exploration, ending: Any, generators: list[torch.Generator]
+def _sampled(policy, conditioning, exploration: RolloutSpec, ending: Any, generators: list[torch.Generator]
              ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the states at the start of the graph and their final data, each [b,*D].
 
@@ -112,17 +112,19 @@ def _sampled(policy, conditioning, exploration: Exploration, ending: Any, genera
         return x, ending(policy, conditioning, x, exploration, step, generators).detach()
 
 
-def valued(part: Part, pictures: torch.Tensor, value: Value, device: torch.device, micro_batch: int) -> Valued:
+def valued(part: Part, pictures: torch.Tensor, value: Value, device: torch.device, micro_batch: int
+           ) -> RewardGradientRollout:
     """Return the part with the rewards of its pictures [b,...] as old scores, computed in the batches of its replay."""
     with torch.no_grad():
         found = [value(part.prompts[at], pictures[at].to(device))
                  for at in torch.arange(len(pictures)).split(micro_batch)]
     [taken] = part.transitions
     taken = replace(taken, old=_scored(torch.cat(found)))
-    return Valued(part.groups, part.prompts, part.exploration, (taken,), part.finals, value=value)
+    return RewardGradientRollout(part.groups, part.prompts, part.exploration, (taken,), part.finals, value=value)
 
 
-def replay(policy, conditioning, part: Valued, ending: Any, micro_batch: int) -> Iterator[tuple[int, slice, Scored]]:
+def replay(policy, conditioning, part: RewardGradientRollout, ending: Any, micro_batch: int
+           ) -> Iterator[tuple[int, slice, Scored]]:
     """Yield (0, rows, rewards as Scored [b,1]) of a part's states under the present weights, batch by batch.
 
     Rewards have gradients where they are enabled. The interface is that of `replay.replay`.
@@ -139,7 +141,7 @@ def _scored(reward: torch.Tensor) -> Scored:
     return Scored(reward[:, None], torch.ones_like(reward[:, None], dtype=torch.bool))
 
 
-def _task(exploration: Exploration, start: int, stop: int, generators: list[torch.Generator]) -> Task:
+def _task(exploration: RolloutSpec, start: int, stop: int, generators: list[torch.Generator]) -> Segment:
     """Return a segment of the rollout that records nothing; the last step of the grid never draws noise."""
     task = exploration.task(start, stop, Noise(generators))
     return replace(task, stochastic=task.stochastic - {exploration.steps - 1}, recorded=frozenset())

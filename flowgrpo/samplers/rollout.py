@@ -21,14 +21,14 @@ from flowgrpo.device import queued
 from flowgrpo.samplers import grids
 from flowgrpo.samplers.kernels import scaled
 from flowgrpo.samplers.plans import Schedule
-from flowgrpo.samplers.scheduler import Noise, Record, Task
+from flowgrpo.samplers.scheduler import Noise, Segment, StepRecord
 from flowgrpo.types import Completions, Gaussian, Scored, Transitions
 
 Seed = Callable[[int, int], int]
 
 
 @dataclass(frozen=True)
-class Exploration:
+class RolloutSpec:
     """Sampling of one group: grid, schedule, kernel and solver.
 
     grid: [T+1], sigmas, or alpha-bars of a variance-preserving process.
@@ -99,11 +99,11 @@ class Exploration:
         """Return the derivative [1] of the transition's mean by the model's output; the mean is affine in it."""
         return self.transition(self.grid.new_zeros(1, 1), self.grid.new_ones(1, 1), self.grid, step).mean[0]
 
-    def task(self, start: int, stop: int, noise=None) -> Task:
-        return Task(self.grid, range(start, stop), self.transition, self.solver, frozenset(self.schedule.stochastic),
-                    frozenset(self.schedule.trained), noise, timesteps=self.timesteps)
+    def task(self, start: int, stop: int, noise=None) -> Segment:
+        return Segment(self.grid, range(start, stop), self.transition, self.solver, frozenset(self.schedule.stochastic),
+                       frozenset(self.schedule.trained), noise, timesteps=self.timesteps)
 
-    def tails(self) -> list[Exploration]:
+    def tails(self) -> list[RolloutSpec]:
         """Return one exploration per stride; they differ behind the last noise."""
         return [self if stride == 1 else replace(self, grid=grids.thinned(self.grid, self.settled, stride))
                 for stride in self.strides]
@@ -124,7 +124,7 @@ class Part:
 
     groups: range
     prompts: torch.Tensor
-    exploration: Exploration | None
+    exploration: RolloutSpec | None
     transitions: tuple[Transitions | Completions, ...]
     finals: tuple[torch.Tensor, ...]
     advantages: tuple[torch.Tensor, ...] = ()
@@ -181,7 +181,7 @@ class _Nodes:
     x0: torch.Tensor | None = None
 
 
-def explore(policy, conditioning, explorations: Sequence[Exploration], micro_batch: int, seed: Seed) -> Iterator[Part]:
+def explore(policy, conditioning, explorations: Sequence[RolloutSpec], micro_batch: int, seed: Seed) -> Iterator[Part]:
     """Sample each prompt of `conditioning` in each of the explorations; yield whole groups as soon as they are done.
 
     seed(prompt, sample) is the seed of a leaf; sample -1, -2, ... are the initial noises that leaves share.
@@ -199,7 +199,7 @@ def explore(policy, conditioning, explorations: Sequence[Exploration], micro_bat
 class _Grower:
     """Tree grower for some prompts in one exploration."""
 
-    def __init__(self, policy, conditioning, exploration: Exploration, micro_batch: int, seed: Seed, number: int):
+    def __init__(self, policy, conditioning, exploration: RolloutSpec, micro_batch: int, seed: Seed, number: int):
         self.policy, self.conditioning, self.exploration = policy, conditioning, exploration
         self.micro_batch, self.seed, self.offset = micro_batch, seed, number * exploration.group
         self.of_leaf: dict[tuple[int, int], torch.Generator] = {}
@@ -253,7 +253,7 @@ class _Grower:
             [self.of_leaf[prompt, leaf]] = self.policy.generators([self.seed(prompt, self.offset + leaf)])
         return self.of_leaf[prompt, leaf]
 
-    def _advance(self, nodes: _Nodes, start: int, stop: int, exploration: Exploration | None = None) -> _Nodes:
+    def _advance(self, nodes: _Nodes, start: int, stop: int, exploration: RolloutSpec | None = None) -> _Nodes:
         """Run the nodes from step `start` to step `stop`, one child each."""
         if start == stop and nodes.x is not None:
             return nodes
@@ -289,7 +289,7 @@ class _Grower:
                           for row in rows.tolist() for child in range(children)]
             # Round first: the density is that of the state that the network will see.
             x_next = gaussian.sample(transition, Noise(generators)(x[of])).to(x.dtype)
-            record = Record(x0=self.exploration.task(step, step + 1).predict_x0(x, v, step)[of])
+            record = StepRecord(x0=self.exploration.task(step, step + 1).predict_x0(x, v, step)[of])
             record.add(step, x, x_next, transition)
             records.append(record)
             drawn += generators
@@ -299,7 +299,7 @@ class _Grower:
         return _Nodes(cat([record.x_next[step] for record in records]), nodes.prompts[parent], drawn,
                       cat([record.x0 for record in records]))
 
-    def _keep(self, step: int, prompts: torch.Tensor, parent: torch.Tensor, records: list[Record]) -> None:
+    def _keep(self, step: int, prompts: torch.Tensor, parent: torch.Tensor, records: list[StepRecord]) -> None:
         logp = torch.cat([record.logp[step] for record in records])[:, None]
         means, std = None, None
         if self.exploration.keep_means:

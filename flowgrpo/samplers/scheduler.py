@@ -57,7 +57,7 @@ class Noise:
 
 
 @dataclass(frozen=True)
-class Task:
+class Segment:
     """Task of one pipeline call: the steps `steps` of `grid`, some of them stochastic, some recorded.
 
     grid: sigmas [T+1], from noise to data.
@@ -85,10 +85,10 @@ class Task:
     copies: int = 1
     unrolled: bool = False
 
-    def at_step(self, step: int) -> Task:
+    def at_step(self, step: int) -> Segment:
         return replace(self, steps=range(step, step + 1))
 
-    def at_rows(self, rows: torch.Tensor, copies: int) -> Task:
+    def at_rows(self, rows: torch.Tensor, copies: int) -> Segment:
         """Return the replay of one step per row."""
         assert self.replay
         return replace(self.at_step(int(rows[0])), rows=rows, copies=copies)
@@ -98,7 +98,7 @@ class Task:
         x."""
         return values[i] if self.rows is None else queued(values[self.rows], x.device).view(-1, *[1] * (x.ndim - 1))
 
-    def row(self, i: int) -> Task:
+    def row(self, i: int) -> Segment:
         """Return the task of the i-th row alone."""
         return self if self.noise is None else replace(self, noise=self.noise.row(i))
 
@@ -116,7 +116,7 @@ class Task:
 
 
 @dataclass
-class Record:
+class StepRecord:
     """Results of a pipeline call, by step index.
 
     x, x_next: the states [B,*D] around a recorded step, in the pipeline's dtype; x_next of one step and x of the next
@@ -138,7 +138,7 @@ class Record:
     last: torch.Tensor | None = None
 
     @staticmethod
-    def beside(records: Sequence[Record]) -> Record:
+    def beside(records: Sequence[StepRecord]) -> StepRecord:
         """Return one record of several states that a pipeline denoises in parallel, flattened and concatenated."""
         if len(records) == 1:
             return records[0]
@@ -146,8 +146,8 @@ class Record:
         def flat(values: list[torch.Tensor | None]) -> torch.Tensor | None:
             return None if values[0] is None else torch.cat([value.flatten(1) for value in values], 1)
 
-        found = Record(**{name: flat([getattr(each, name) for each in records])
-                          for name in ("output", "x0", "first", "last")})
+        found = StepRecord(**{name: flat([getattr(each, name) for each in records])
+                              for name in ("output", "x0", "first", "last")})
         for step in records[0].transition:
             own = [each.transition[step] for each in records]
             found.add(step, flat([each.x[step] for each in records]), flat([each.x_next[step] for each in records]),
@@ -155,7 +155,7 @@ class Record:
         return found
 
     @staticmethod
-    def joined(records: Sequence[Record]) -> Record:
+    def joined(records: Sequence[StepRecord]) -> StepRecord:
         """Return one record of all rows."""
         first = records[0]
         found = {name: _cat([getattr(each, name) for each in records]) for name in ("output", "x0", "first", "last")}
@@ -164,7 +164,7 @@ class Record:
         own = {step: [each.transition[step] for each in records] for step in first.transition}
         transition = {step: types.Gaussian(torch.cat([one.mean for one in each]), _deviation(each, torch.cat))
                       for step, each in own.items()}
-        return Record(**found, transition=transition)
+        return StepRecord(**found, transition=transition)
 
     def add(self, step: int, x: torch.Tensor, x_next: torch.Tensor, transition: types.Gaussian) -> None:
         self.x[step], self.x_next[step], self.transition[step] = x, x_next, transition
@@ -197,7 +197,7 @@ class PolicyScheduler:
         cls = type(f"Policy{name}", (PolicyScheduler, type(stock)), own)
         return cls.from_config(stock.config)
 
-    def follow(self, task: Task, x0: torch.Tensor | None = None, state: torch.Tensor | None = None) -> Record:
+    def follow(self, task: Segment, x0: torch.Tensor | None = None, state: torch.Tensor | None = None) -> StepRecord:
         """Set the next call's task; the returned record fills while the pipeline runs.
 
         state: [B,*D], replaces the pipeline's own in an idle step before the first (see
@@ -206,7 +206,7 @@ class PolicyScheduler:
         self.idle = 1 if state is not None else 0 if task.steps else self.quirk.idle
         self.state, self.companions, self.leader = state, [], None
         assert not task.steps or (self.process == "vp") == (task.timesteps is not None), self.process
-        self.task, self.record = task, Record(x0=x0)
+        self.task, self.record = task, StepRecord(x0=x0)
         return self.record
 
     def __deepcopy__(self, memo: dict) -> PolicyScheduler:
@@ -218,9 +218,9 @@ class PolicyScheduler:
         self.companions.append(twin)
         return twin
 
-    def taken(self) -> Record:
+    def taken(self) -> StepRecord:
         """Return the record of the call; with companions, of all states in one [B,N]."""
-        return Record.beside([self.record, *(each.record for each in self.companions)])
+        return StepRecord.beside([self.record, *(each.record for each in self.companions)])
 
     def _own(self, value: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor | None:
         """Return this scheduler's part of `value`, which holds the states of all companions, in the shape of x."""

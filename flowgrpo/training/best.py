@@ -35,7 +35,7 @@ class Peak:
         return better
 
 
-class Best:
+class BestWeights:
     """State of `eval.best` and `eval.stop`; weights: those of the best epoch on the CPU, empty without one."""
 
     def __init__(self, settings: Eval):

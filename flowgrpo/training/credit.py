@@ -16,7 +16,7 @@ from flowgrpo.methods.method import Method
 from flowgrpo.methods.targets import LatentEdits
 from flowgrpo.samplers.latent_edits import rewarded
 from flowgrpo.samplers.rollout import Part
-from flowgrpo.types import Context, Goal, Transitions
+from flowgrpo.types import Context, RegressionTarget, Transitions
 
 
 def credit(method: Method, parts: list[Part], rewards: Tensor, weights: list[float], context: Context,
@@ -77,4 +77,4 @@ def _aimed(taken: Any, part: Part, weight: Tensor, best: Tensor) -> Transitions:
     device = rest.device
     drawn = taken.old.mean[of_best.to(device), 0] - rest[parent[of_best].to(device)]  # slope * v*
     mean = rest[parent.to(device)] + drawn[group.to(device)]
-    return replace(taken, goal=Goal(mean[:, None], weight.cpu()[group, None].to(mean)))
+    return replace(taken, goal=RegressionTarget(mean[:, None], weight.cpu()[group, None].to(mean)))

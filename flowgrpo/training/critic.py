@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from flowgrpo.advantages.gae import Recall, ValueHead, over_traces, value_loss
-from flowgrpo.config.geometry import Geometry
+from flowgrpo.config.geometry import BatchShape
 from flowgrpo.distributed.processes import Processes
 from flowgrpo.samplers.rollout import Part
 from flowgrpo.samplers.text.decoding import Decoding
@@ -44,7 +44,7 @@ class Critic:
     seen: per part of the epoch, the states [k,H] of its tokens, float32 on the CPU, their values and returns [k].
     """
 
-    def __init__(self, part: ValueHead, policy: Any, kernel: Decoding, geometry: Geometry, processes: Processes):
+    def __init__(self, part: ValueHead, policy: Any, kernel: Decoding, geometry: BatchShape, processes: Processes):
         self.part, self.policy, self.kernel = part, policy, kernel
         self.together, self.processes = geometry.micro_batch, processes
         self.head = torch.nn.Linear(policy.width, 1).to(policy.device)
@@ -106,7 +106,7 @@ class Critic:
         checkpoint.load_optimizer(self.optimizer, state)
 
 
-def make_critic(method: Any, policy: Any, geometry: Geometry, processes: Processes) -> NoCritic | Critic | Recalling:
+def make_critic(method: Any, policy: Any, geometry: BatchShape, processes: Processes) -> NoCritic | Critic | Recalling:
     """Create the value model of a method."""
     if method.credit.value is None:
         return NoCritic()

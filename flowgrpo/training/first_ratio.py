@@ -27,8 +27,8 @@ class FirstRatio:
     most: upper bound of rounding errors.
     """
 
-    def __init__(self, explorer: GroupSampler, clip: Surrogate, exact: float | None, most: float = math.inf):
-        self.explorer, self.processes, self.exact = explorer, explorer.processes, exact
+    def __init__(self, rollouts: GroupSampler, clip: Surrogate, exact: float | None, most: float = math.inf):
+        self.rollouts, self.processes, self.exact = rollouts, rollouts.processes, exact
         self.most, narrow = most, min(clip.low, clip.high)
         self.limit = self.exact or 0.1 * (narrow if narrow < math.inf else UNCLIPPED)
         self.found: float | None = None
@@ -62,12 +62,12 @@ class FirstRatio:
         return parts
 
     def _again(self, parts, conditioning) -> list[Part]:
-        with self.processes.together(), self.explorer.lagging.old():
-            return [rescored(part, self.explorer.replay(part, conditioning)) for part in parts]
+        with self.processes.together(), self.rollouts.old_policy.old():
+            return [rescored(part, self.rollouts.replay(part, conditioning)) for part in parts]
 
     def _largest(self, parts, conditioning) -> float:
         """Return the largest |log ratio| of all transitions; NaN if one is."""
         with self.processes.together():
             found = [(new.logp - part.transitions[k].old.logp[rows].to(new.logp.device)).detach().abs().max()
-                     for part in parts for k, rows, new in self.explorer.replay(part, conditioning)]
+                     for part in parts for k, rows, new in self.rollouts.replay(part, conditioning)]
         return self.processes.gather(torch.stack(found).cpu() if found else torch.empty(0)).max().item()

@@ -17,7 +17,7 @@ Snapshot = dict[str, torch.Tensor]
 Replay = Callable[[Part], Iterator[tuple[int, slice, Scored]]]
 
 
-class Anchor:
+class KLReference:
     """KL of a method with its reference: the base model, snapshots of the trained weights (`held`), or a teacher.
 
     memory: of the method; it holds the last epoch's KL under "kl".

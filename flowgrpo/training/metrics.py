@@ -38,7 +38,7 @@ class Log:
         self.bar.close()
 
 
-class Stats:
+class UpdateStats:
     """Statistics of an epoch's updates, per grid step; read once, at the end."""
 
     def __init__(self):

@@ -20,7 +20,7 @@ def counters(trainer: Any) -> dict[str, Any]:
     """Return the counters of a run, apart from its weights: the same on all processes."""
     [evaluations] = trainer.processes.total([trainer.policy.evaluations])
     return {key: getattr(trainer, key) for key in COUNTERS} | {
-        key: getattr(trainer.explorer, key) for key in SAMPLING} | {
+        key: getattr(trainer.rollouts, key) for key in SAMPLING} | {
         "reward_failures": trainer.scoring.reward_failures, "evaluations": evaluations,
         "first_log_ratio": trainer.first_ratio.found, "rescore": trainer.first_ratio.rescore,
         "loss_scale": trainer.scaler.state_dict(), "memory": copy.deepcopy(trainer.memory)}
@@ -34,12 +34,12 @@ def save(trainer: Any, folder: Path, wait: bool = True) -> None:
     if trainer.processes.first:
         tensors = {f"weights/{k}": v for k, v in trainer.policy.weights.named.items()}
         tensors |= {f"ema/{k}": v for k, v in (trainer.ema or {}).items()}
-        tensors |= {f"old/{k}": v for k, v in (trainer.explorer.lagging.held or {}).items()}
+        tensors |= {f"old/{k}": v for k, v in (trainer.rollouts.old_policy.held or {}).items()}
         tensors |= {f"best/{k}": v for k, v in trainer.best.weights.items()}
         tensors |= {f"critic/{k}": v for k, v in trainer.critic.tensors().items()}
-        tensors |= {f"reference{i}/{k}": v for i, each in enumerate(trainer.anchor.held) for k, v in each.items()}
+        tensors |= {f"reference{i}/{k}": v for i, each in enumerate(trainer.kl_reference.held) for k, v in each.items()}
         tensors |= {f"optimizer/{k}": v for k, v in checkpoint.optimizer_tensors(trainer.optimizer).items()}
-        told = trainer.marked | {"best": trainer.best.state(), "old_epoch": trainer.explorer.lagging.epoch}
+        told = trainer.marked | {"best": trainer.best.state(), "old_epoch": trainer.rollouts.old_policy.epoch}
         checkpoint.save(folder / "checkpoints", trainer.epoch, tensors, told, trainer.config.train.keep)
     if wait:
         trainer.processes.wait()  # a process that left would have the others ended, in the midst of writing
@@ -53,7 +53,7 @@ def room(trainer: Any) -> int:
     """
     train, weights = trainer.config.train, list(trainer.policy.weights.named.values())
     one = sum(each.numel() * each.element_size() for each in weights)
-    snapshots = (trainer.ema is not None) + (trainer.config.eval.best is not None) + len(trainer.anchor.held)
+    snapshots = (trainer.ema is not None) + (trainer.config.eval.best is not None) + len(trainer.kl_reference.held)
     moments = sum(each.numel() for each in weights) * (2 if train.optimizer == "adamw8bit" else 8)
     kept = list((trainer.config.folder / "checkpoints").glob("epoch-*/*"))
     written = min(train.keep, -(-train.epochs // train.save_every)) + 1
@@ -70,7 +70,7 @@ def restore(trainer: Any, folder: Path) -> None:
     for name, tensor in tensors.items():
         room, key = name.split("/", 1)
         taken[room][key] = tensor
-    weights, anchor = trainer.policy.weights, trainer.anchor
+    weights, kl_reference = trainer.policy.weights, trainer.kl_reference
     shapes = {key: parameter.shape for key, parameter in weights.named.items()}
     if shapes != {key: tensor.shape for key, tensor in taken["weights"].items()}:
         raise UserError(f"--resume: {folder} holds other weights than are trained now: keep model and adapter as "
@@ -79,16 +79,16 @@ def restore(trainer: Any, folder: Path) -> None:
     checkpoint.load_optimizer(trainer.optimizer, taken["optimizer"])
     if trainer.ema is not None:
         trainer.ema = taken["ema"] or weights.snapshot()
-    trainer.explorer.lagging.restore(taken["old"], state.get("old_epoch", 0))
+    trainer.rollouts.old_policy.restore(taken["old"], state.get("old_epoch", 0))
     trainer.critic.load(taken["critic"])
     trainer.best.restore(state.get("best", {}), taken["best"])
     kept = [taken[f"reference{i}"] for i in range(sum(room.startswith("reference") for room in taken))]
-    if anchor.held:  # the reference keeps snapshots
-        anchor.held = kept or anchor.next([], state["epoch"])
+    if kl_reference.held:  # the reference keeps snapshots
+        kl_reference.held = kept or kl_reference.next([], state["epoch"])
     for key in COUNTERS:
         setattr(trainer, key, state.get(key, 0))
     for key in SAMPLING:
-        setattr(trainer.explorer, key, state[key])
+        setattr(trainer.rollouts, key, state[key])
     trainer.scoring.reward_failures = state["reward_failures"]
     trainer.policy.evaluations = state["evaluations"] if trainer.processes.first else 0
     trainer.first_ratio.found, trainer.first_ratio.rescore = state["first_log_ratio"], state["rescore"]

@@ -164,7 +164,7 @@ class Samples:
     @torch.no_grad()
     def _drawn(self, rows: list[Prompt]) -> Any:
         some, config = rows[:SAMPLES], self.trainer.config
-        asked = self.trainer.explorer.encode(
+        asked = self.trainer.rollouts.encode(
             [prompt.text for prompt in some],
             [config.negative_prompt if prompt.negative is None else prompt.negative for prompt in some],
             [prompt.image for prompt in some])
@@ -186,7 +186,7 @@ class Samples:
         """Return the outputs for a reward whose gradient is followed: for texts, their prompts' own tokens."""
         if self.policy.modality != "text":
             return batch.outputs.to(self.policy.device).clone().requires_grad_()
-        tokens = self.trainer.explorer.tokens
+        tokens = self.trainer.rollouts.tokens
         [ids] = self.policy.encode([batch.prompts[0].text]).ids
         weights = torch.nn.functional.one_hot(ids, len(tokens)).float().to(self.policy.device)
         return SoftTexts(weights.repeat(len(batch.prompts), 1, 1).requires_grad_(), tokens)
@@ -229,7 +229,7 @@ def _require_real_scores(trainer: Any) -> None:
     found = measure(
         trainer.policy, prompts, functions, steps=settings.steps, guidance=settings.guidance, samples=1,
         micro_batch=trainer.config.train.micro_batch, negative=trainer.config.negative_prompt, title="trial",
-        encode=trainer.explorer.encode)
+        encode=trainer.rollouts.encode)
     scored = any(score == score for scores in found.scores.values() for score in scores)
     if not scored and not any(found.failed.values()):
         raise UserError(f"no sample of {len(prompts)} prompts had a score from {' or '.join(map(repr, functions))}: "

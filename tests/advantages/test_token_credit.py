@@ -23,9 +23,9 @@ from flowgrpo.errors import UserError
 from flowgrpo.samplers.rollout import Part
 from flowgrpo.samplers.text.continuations import continued, segmented
 from flowgrpo.samplers.text.decoding import Decoding
-from flowgrpo.samplers.text.records import Asked
+from flowgrpo.samplers.text.records import TokenizedPrompts
 from flowgrpo.train import decisions
-from flowgrpo.training.metrics import Stats
+from flowgrpo.training.metrics import UpdateStats
 from flowgrpo.types import Completions, Scored, Segmented
 from tests.helpers import tiny_text
 
@@ -94,7 +94,8 @@ def test_a_continuation_keeps_its_prefix_and_needs_no_neighbour():
     assert (made.logp[0, :2] == 0).all() and made.mask[:, 0].all()
     alone = continued(own, asked.rows(torch.tensor([1])), prefixes[1:], Decoding(), own.generators([2]))
     assert torch.equal(alone.ids[0][alone.mask[0]], made.ids[1][made.mask[1]]) and alone.texts[0] == made.texts[1]
-    plain = own.sample(Asked(asked.prompts, [torch.cat(both) for both in zip(asked.ids, prefixes)]), Decoding(),
+    longer = TokenizedPrompts(asked.prompts, [torch.cat(both) for both in zip(asked.ids, prefixes)])
+    plain = own.sample(longer, Decoding(),
                        own.generators([1, 2]), torch.zeros(2, dtype=torch.bool))
     kept = min(int(plain.mask[0].sum()), 4)
     assert torch.equal(made.ids[0, 2:2 + kept], plain.ids[0, :kept])
@@ -141,11 +142,11 @@ def test_tokens_have_advantages_of_their_own(method, options):
     tiny_text.stir(trainer.policy, 0.05)
     gradients = []
     for size in (1, 8):
-        trainer.geometry = trainer.explorer.geometry = type(trainer.geometry)(2, 4, size, 1)
+        trainer.geometry = trainer.rollouts.geometry = type(trainer.geometry)(2, 4, size, 1)
         trainer.optimizer.zero_grad()
-        trainer.anchor.begin(0, 1)
+        trainer.kl_reference.begin(0, 1)
         for part in parts:
-            trainer.backward(part, asked, {0: 1.0}, decisions(parts, trainer.method.loss.reduction), Stats())
+            trainer.backward(part, asked, {0: 1.0}, decisions(parts, trainer.method.loss.reduction), UpdateStats())
         gradients.append(torch.cat([parameter.grad.flatten() for parameter in trainer.policy.weights.parameters()]))
     assert gradients[0].norm() > 0 and (gradients[0] - gradients[1]).norm() <= 1e-4 * gradients[0].norm()
 

@@ -19,7 +19,7 @@ from flowgrpo.samplers.grids import shifted
 from flowgrpo.samplers.kernels import FlowSDE
 from flowgrpo.samplers.plans import Schedule
 from flowgrpo.samplers.replay import replay
-from flowgrpo.samplers.rollout import Exploration, explore, seeder
+from flowgrpo.samplers.rollout import RolloutSpec, explore, seeder
 from flowgrpo.samplers.solvers import Euler
 from tests.helpers import tiny, tiny_text
 
@@ -219,7 +219,7 @@ def test_the_command_exits_with_2_where_it_cannot(model, tmp_path, capsys):
 def test_costs_are_what_the_denoiser_counts(stochastic, shared, guidance, micro_batch):
     policy = PipelinePolicy(tiny.sd3(), Adapter(rank=1), guidance=guidance, call=tiny.CALL)
     schedule, doubled = Schedule(stochastic, stochastic), 2 if guidance > 1 else 1
-    exploration = Exploration(shifted(5, 3.0), schedule, FlowSDE(), Euler(), 4, 1 if shared else 4)
+    exploration = RolloutSpec(shifted(5, 3.0), schedule, FlowSDE(), Euler(), 4, 1 if shared else 4)
     conditioning = policy.encode(["a", "b", "c"])
     before = policy.evaluations
     parts = list(explore(policy, conditioning, [exploration], micro_batch, seeder(0, 0)))
@@ -232,7 +232,7 @@ def test_costs_are_what_the_denoiser_counts(stochastic, shared, guidance, micro_
 
 def test_costs_of_whole_groups_by_hand():
     window = Schedule((2, 3), (2, 3))
-    shared, alone = (Exploration(shifted(5, 3.0), window, FlowSDE(), Euler(), 4, roots) for roots in (1, 4))
+    shared, alone = (RolloutSpec(shifted(5, 3.0), window, FlowSDE(), Euler(), 4, roots) for roots in (1, 4))
     # 3 prompts through steps 0, 1 and the parting step 2; 12 rows through the other two. A replay: 3 rows, then 12.
     assert cost.rollout([shared], 3) == 3 * 3 + 12 * 2 and cost.rollout([alone], 3) == 12 * 5 == cost.alone([shared], 3)
     assert cost.update([shared], 3, 1) == 3 + 12 and cost.update([alone], 3, 2) == 2 * 24

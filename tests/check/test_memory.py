@@ -11,7 +11,7 @@ from flowgrpo.config.sections import Memory
 from flowgrpo.samplers.grids import shifted
 from flowgrpo.samplers.kernels import FlowSDE
 from flowgrpo.samplers.plans import Schedule
-from flowgrpo.samplers.rollout import Exploration
+from flowgrpo.samplers.rollout import RolloutSpec
 from flowgrpo.samplers.solvers import Euler
 from tests.helpers import tiny
 
@@ -46,7 +46,7 @@ def test_parts_of_a_run_by_hand():
 ])
 def test_states_of_a_group_by_hand(roots, trained, keep_means, expected):
     schedule = Schedule(trained if roots == 4 else (1, 2), trained)
-    exploration = Exploration(shifted(4, 3.0), schedule, FlowSDE(), Euler(), 4, roots, keep_means=keep_means)
+    exploration = RolloutSpec(shifted(4, 3.0), schedule, FlowSDE(), Euler(), 4, roots, keep_means=keep_means)
     assert memory._per_group(exploration) == expected
 
 

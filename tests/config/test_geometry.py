@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from flowgrpo.config.geometry import Geometry, geometry
+from flowgrpo.config.geometry import BatchShape, geometry
 from flowgrpo.config.sections import Train
 from flowgrpo.errors import UserError
 
@@ -31,8 +31,8 @@ def test_rows_and_parts_of_whole_groups(options, processes, expected):
 
 
 def test_as_many_updates_as_parts():
-    assert geometry(train(updates=8)) == Geometry(8, 12, 8, 8)
-    assert geometry(train(updates=3, micro_batch=40)) == Geometry(8, 12, 40, 3)
+    assert geometry(train(updates=8)) == BatchShape(8, 12, 8, 8)
+    assert geometry(train(updates=3, micro_batch=40)) == BatchShape(8, 12, 40, 3)
 
 
 @pytest.mark.parametrize("options, processes, told", [

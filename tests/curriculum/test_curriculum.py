@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from flowgrpo.curriculum import order
-from flowgrpo.curriculum.epoch_batch import Drawn
+from flowgrpo.curriculum.epoch_batch import EpochBatch
 from flowgrpo.curriculum.order import Posterior, Walk
 from flowgrpo.data import splits
 from flowgrpo.data.prompts import Prompt
@@ -20,7 +20,7 @@ POOL = [Prompt(f"p{i}") for i in range(200)]
 
 
 def told(part: Posterior, memory: dict, prompts: list[Prompt], totals: torch.Tensor, epoch: int = 0) -> None:
-    drawn = Drawn(POOL, epoch, 10, 0, Processes())
+    drawn = EpochBatch(POOL, epoch, 10, 0, Processes())
     drawn.add(prompts, totals[..., None], totals)
     part.learn(memory, drawn)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flowgrpo.curriculum.epoch_batch import Drawn
+from flowgrpo.curriculum.epoch_batch import EpochBatch
 from flowgrpo.curriculum.resampling import Hints
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.distributed.processes import Processes
@@ -16,8 +16,8 @@ PLAIN = Prompt("1+2=", metadata={"answer": 3})
 SOLVED = Prompt("5-66=", metadata={"solution": "take five away from sixty six"})
 
 
-def drawn(prompts: list[Prompt], totals: list[list[float]], epoch: int = 5) -> Drawn:
-    found = Drawn([LED, PLAIN, SOLVED], epoch, 10, 0, Processes())
+def drawn(prompts: list[Prompt], totals: list[list[float]], epoch: int = 5) -> EpochBatch:
+    found = EpochBatch([LED, PLAIN, SOLVED], epoch, 10, 0, Processes())
     found.add(prompts, torch.tensor(totals)[..., None], torch.tensor(totals))
     return found
 

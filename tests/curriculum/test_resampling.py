@@ -8,7 +8,7 @@ import shutil
 import pytest
 import torch
 
-from flowgrpo.curriculum.epoch_batch import Drawn
+from flowgrpo.curriculum.epoch_batch import EpochBatch
 from flowgrpo.curriculum.resampling import Never, Refill, fresh
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.distributed.processes import Processes
@@ -21,9 +21,9 @@ POOL = [Prompt(text) for text in "abcdef"]
 MIXED, AGREED = [0.0, 1.0, 0.0], [1.0, 1.0, 1.0]
 
 
-def drawn(*turns: list[tuple[str, list[float]]]) -> Drawn:
+def drawn(*turns: list[tuple[str, list[float]]]) -> EpochBatch:
     """An epoch of these turns, each of (prompt, the rewards of its group)."""
-    found = Drawn(POOL, 3, 10, 7, Processes())
+    found = EpochBatch(POOL, 3, 10, 7, Processes())
     for turn in turns:
         totals = torch.tensor([rewards for _, rewards in turn], dtype=torch.float64)
         found.add([Prompt(text) for text, _ in turn], totals[..., None], totals)
@@ -57,7 +57,7 @@ def test_a_replacement_that_agrees_is_replaced_in_its_turn_until_the_cap():
 def test_processes_draw_equally_many_and_keep_their_own():
     processes = Processes()
     processes.count = 2
-    found = Drawn(POOL, 0, 1, 0, processes)
+    found = EpochBatch(POOL, 0, 1, 0, processes)
     found.add(POOL[:4], torch.zeros(4, 3, 1), torch.zeros(4, 3))
     pairs = [(0, POOL[4]), (1, POOL[5]), (2, POOL[0])]
     assert found.replace(pairs) == [POOL[4], POOL[5]] and found.replaced == {0, 1}

@@ -122,7 +122,7 @@ def test_recorded_pairs_train_as_drawn_ones_do(tmp_path):
     offline = trainer(file, labels="rewards", reward={"preferred": 1.0})  # the file's order, which is that of drawing
     files = [str(tmp_path / name) for pair in names for name in pair]
     [part] = drawn
-    offline.explorer.latents.known |= dict(zip(files, part.finals[0].split(1)))
+    offline.rollouts.latents.known |= dict(zip(files, part.finals[0].split(1)))
     recorded, paired = epoch(offline)
     for one, two in zip(part.transitions, recorded[0].transitions, strict=True):
         assert torch.equal(one.x, two.x) and torch.equal(one.x_next, two.x_next)
@@ -149,7 +149,7 @@ def margins(trainer: Trainer) -> torch.Tensor:
     trainer.epoch = before
 
     def errors() -> torch.Tensor:
-        return torch.stack([error(new).detach().flatten() for _, _, new in trainer.explorer.replay(part, conditioning)])
+        return torch.stack([error(new).detach().flatten() for _, _, new in trainer.rollouts.replay(part, conditioning)])
 
     now = errors()
     with trainer.policy.reference():
@@ -171,7 +171,7 @@ def test_training_moves_the_implicit_reward_to_the_preferred(tmp_path):
     assert run.prompts[1].metadata["chosen"] == str(tmp_path / "d.png")  # as the file prefers it
     assert margins(run).min() > 0.02
     assert abs(losses[0] - math.log(2)) < 1e-2 and sum(losses[-10:]) / 10 < 0.68
-    assert run.explorer.rollout_evaluations == 0 and len(run.explorer.latents.known) == 4
+    assert run.rollouts.rollout_evaluations == 0 and len(run.rollouts.latents.known) == 4
 
 
 # --- a whole run -----------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from flowgrpo.evaluation.pages import grid
 from flowgrpo.evaluation.pages.grid import Row, draw_grid
 from flowgrpo.evaluation.pages.html_page import write_page
 from flowgrpo.policies.pipelines.load import denoisers, load_pipeline
-from flowgrpo.policies.weights.trainable import Weights
+from flowgrpo.policies.weights.trainable import TrainableWeights
 from flowgrpo.samplers import rollout
 from flowgrpo.storage import checkpoint
 from tests.evaluation.pages.test_grid import area, flat
@@ -43,7 +43,7 @@ def runs(tmp_path_factory, model):
     first, second = make_run(folder / "first", model, 0.3), make_run(folder / "second", model, 0.6)
     pipe = load_pipeline(str(model))
     config = images.run_config(first)
-    fresh = Weights(pipe, denoisers(pipe), config.adapter)
+    fresh = TrainableWeights(pipe, denoisers(pipe), config.adapter)
     tensors = {f"weights/{key}": value for key, value in fresh.snapshot().items()}
     checkpoint.save(first / "checkpoints", 1, tensors, {}, 9)
     with torch.no_grad():  # what make_run does to them

@@ -95,4 +95,4 @@ def weights(policy: PipelinePolicy) -> dict[str, torch.Tensor]:
 
 def step_weights(trainer: Trainer, parts) -> dict[int, float]:
     """The method's weights of the steps that these parts train, in the trainer's epoch."""
-    return trainer.explorer.step_weights(parts, trainer.epoch)
+    return trainer.rollouts.step_weights(parts, trainer.epoch)

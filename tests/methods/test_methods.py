@@ -52,7 +52,7 @@ from flowgrpo.samplers.text.groups import Serial
 from flowgrpo.samplers.text.lookahead import Lookahead
 from flowgrpo.samplers.text.trees import Tree
 from flowgrpo.train import decisions
-from flowgrpo.training.metrics import Stats
+from flowgrpo.training.metrics import UpdateStats
 from tests.helpers import tiny
 
 # kernel, plan, solver, tail, shared noise, advantage's scale and order, clip range, KL
@@ -306,7 +306,7 @@ def loss(name: str) -> float:
     parts = [part for part in trainer.credit(parts, grouped, conditioning.prompts) if part]
     assert parts, f"{name} trains nothing"
     tiny.stir(trainer.policy, 0.02)
-    stats = Stats()
+    stats = UpdateStats()
     for part in parts:
         trainer.backward(part, conditioning, tiny.step_weights(trainer, parts), decisions(parts), stats)
     trainer.step_optimizer(stats)

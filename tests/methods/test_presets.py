@@ -89,8 +89,8 @@ def test_tempflow_branches_of_a_step_share_its_state_on_one_deterministic_trunk(
     for part, later in zip(parts, parts[1:]):
         step, x = part.transitions[0].step, part.transitions[0].x
         with torch.no_grad():
-            v = trainer.policy.replay(conditioning, x, trainer.explorer.grid, step)
-        ode = x - (trainer.explorer.grid[step] - trainer.explorer.grid[step + 1]).float() * v
+            v = trainer.policy.replay(conditioning, x, trainer.rollouts.grid, step)
+        ode = x - (trainer.rollouts.grid[step] - trainer.rollouts.grid[step + 1]).float() * v
         torch.testing.assert_close(ode, later.transitions[0].x, rtol=1e-5, atol=1e-5)
 
 
@@ -122,7 +122,7 @@ def test_granular_sums_the_advantages_of_three_granularities():
     assert all(len(part.finals) == 3 for part in parts) and grouped.shape == (3 * 2, 4, 3 * 2)
     for part, given in zip(parts, credited(trainer, parts, conditioning, grouped)):
         at = slice(part.groups.start, part.groups.stop)
-        pictures = [trainer.explorer.decode(final, conditioning.rows(part.prompts)) for final in part.finals]
+        pictures = [trainer.rollouts.decode(final, conditioning.rows(part.prompts)) for final in part.finals]
         each = [score(picture, None).view(2, 4) for picture in pictures for score in (tiny.red, green)]
         torch.testing.assert_close(grouped[at], torch.stack(each, 2))
         assert (torch.stack(each[::2]).diff(dim=0).abs() > 1e-5).any()  # the granularities are not one picture
@@ -192,7 +192,7 @@ def test_branch_width_pruning_neither_replays_nor_counts_what_it_leaves_out(sett
     assert decisions([part]) == 2 * sum(len(per_depth[min(step // 3, 3)]) for step in range(11))
     before = trainer.policy.evaluations
     with torch.no_grad():
-        assert all(torch.isfinite(new.logp).all() for _, _, new in trainer.explorer.replay(part, conditioning))
+        assert all(torch.isfinite(new.logp).all() for _, _, new in trainer.rollouts.replay(part, conditioning))
     assert [len(taken.x) for taken in part.transitions] == [2 * n for n in states]
     assert trainer.policy.evaluations - before == 2 * sum(states)
 
@@ -214,7 +214,7 @@ def test_tree_noise_grows_linearly_with_the_depth():
     assert [len(taken.parent) for taken in part.transitions] == [2 * 2, 2 * 4, 2 * 8, 2 * 16]
     x = torch.zeros(1, 1)
     for depth, taken in enumerate(part.transitions):
-        plain = FlowSDE(0.7)(x, x, trainer.explorer.grid, taken.step).std
+        plain = FlowSDE(0.7)(x, x, trainer.rollouts.grid, taken.step).std
         torch.testing.assert_close(taken.old.std, (1 + 0.5 * depth / 4) * plain.reshape(1))
 
 
@@ -304,7 +304,7 @@ def previewed(trainer, conditioning, prompt: int, grid: torch.Tensor, pool: int)
     for step, delta in enumerate((grid[:-1] - grid[1:]).float()):
         with torch.no_grad():
             x = x - delta * trainer.policy.replay(rows, x, grid, step)
-    return tiny.red(trainer.explorer.decode(x, rows), None)
+    return tiny.red(trainer.rollouts.decode(x, rows), None)
 
 
 def test_sol_rl_starts_from_the_very_noises_that_previewed_best_and_worst():
@@ -331,7 +331,7 @@ def test_sol_rl_scores_its_pictures_anew():
     parts, conditioning, grouped = sampled(trainer)
     assert [len(call) for call in calls] == [18, 4, 4]
     for part, scores, given in zip(parts, grouped, credited(trainer, parts, conditioning, grouped)):
-        pictures = trainer.explorer.decode(part.finals[0], conditioning.rows(part.prompts))
+        pictures = trainer.rollouts.decode(part.finals[0], conditioning.rows(part.prompts))
         torch.testing.assert_close(scores[:, 0], -tiny.red(pictures, None))
         torch.testing.assert_close(given.advantages[0], group_relative(scores.T)[0])
 

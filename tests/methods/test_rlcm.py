@@ -93,7 +93,7 @@ def test_the_recorded_density_is_that_of_the_renoised_prediction(process):
     """Against torch's normal around the data that the pipeline's own scheduler predicts; the last step gives it."""
     policy = POLICIES[process]()
     run = trainer(process)
-    [exploration] = run.explorer.explorations(0)
+    [exploration] = run.rollouts.explorations(0)
     assert exploration.schedule.trained == (0, 1, 2) and exploration.roots == exploration.group
     [part] = explore(policy, policy.encode(["red"]), [exploration], 8, seeder(0, 0))
     rows, stock = policy.encode(["red"] * 4), policy.stock
@@ -153,7 +153,7 @@ def test_an_epoch_counts_one_evaluation_per_step_and_begins_at_ratio_one(process
     run = trainer(process, train__prompts=2, train__group=4)
     before, weights = run.policy.evaluations, run.policy.weights.snapshot()
     metrics = run.run_epoch()
-    assert run.explorer.rollout_evaluations == 2 * 4 * STEPS
+    assert run.rollouts.rollout_evaluations == 2 * 4 * STEPS
     assert run.policy.evaluations - before >= 2 * 4 * (2 * STEPS - 1)  # and the last step is not replayed
     assert run.first_ratio.found <= 1e-6 and math.isfinite(metrics["loss"]) and metrics["grad_norm"] > 0
     assert any(not torch.equal(value, weights[key]) for key, value in run.policy.weights.snapshot().items())

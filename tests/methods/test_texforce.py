@@ -128,8 +128,8 @@ def test_rollouts_decoding_and_evaluation_read_the_present_encoders():
 
 
 def test_encoded_prompts_are_not_kept_on_disk(tmp_path):
-    assert trainer("sd3", cache=str(tmp_path)).explorer.encode.folder is None
-    assert tiny.trainer(cache=str(tmp_path)).explorer.encode.folder.parent == tmp_path
+    assert trainer("sd3", cache=str(tmp_path)).rollouts.encode.folder is None
+    assert tiny.trainer(cache=str(tmp_path)).rollouts.encode.folder.parent == tmp_path
 
 
 def test_a_prompt_is_encoded_once_whatever_its_rows():

@@ -14,7 +14,7 @@ from flowgrpo.methods.validate import resolve
 from flowgrpo.samplers.kernels import DDIM
 from flowgrpo.samplers.noised_finals import Stratified
 from flowgrpo.train import decisions
-from flowgrpo.training.metrics import Stats
+from flowgrpo.training.metrics import UpdateStats
 from tests.data.test_recorded_pairs import pairs_file
 from tests.helpers import tiny
 from tests.test_train import align, epoch, gradient
@@ -34,7 +34,7 @@ def test_finals_are_noised_as_the_stock_scheduler_noises_them(method):
     trainer = made(method)
     [part], _ = epoch(trainer)
     stock = DDPMScheduler.from_config(trainer.policy.stock.config)
-    wanted = [int(1000 * t) for t in Stratified(3)(trainer.explorer.grid, 0, 0).tolist()]
+    wanted = [int(1000 * t) for t in Stratified(3)(trainer.rollouts.grid, 0, 0).tolist()]
     assert part.exploration.timesteps.tolist() == wanted and [t // 334 for t in wanted] == [2, 1, 0]
     for time, taken in zip(wanted, part.transitions, strict=True):
         noised = stock.add_noise(part.finals[0], taken.x_next, torch.tensor([time]))
@@ -67,7 +67,7 @@ def published(trainer, part, beta: float) -> torch.Tensor:
 def test_the_loss_and_its_gradient_are_those_of_the_released_script(beta):
     trainer = made(parts__surrogate={"beta": beta})
     [part], conditioning = epoch(trainer)
-    weights, stats = tiny.step_weights(trainer, [part]), Stats()
+    weights, stats = tiny.step_weights(trainer, [part]), UpdateStats()
     assert weights == {0: 1.0, 1: 1.0, 2: 1.0} and len(part.prompts) == 4
     found = gradient(trainer, [part], conditioning)
     trainer.backward(part, conditioning, weights, decisions([part]), stats)

@@ -11,8 +11,8 @@ from flowgrpo.objectives import AdaptiveClip, Clip
 from flowgrpo.objectives.best_path import LayerTuning
 from flowgrpo.train import decisions
 from flowgrpo.training.credit import towards_best
-from flowgrpo.training.metrics import Stats
-from flowgrpo.types import Goal, Scored
+from flowgrpo.training.metrics import UpdateStats
+from flowgrpo.types import RegressionTarget, Scored
 from tests.helpers import tiny
 
 F64 = torch.float64
@@ -68,7 +68,7 @@ def test_the_pull_by_hand():
     # Two rows of two values; means 1 and 2 off over a slope of -1/2: outputs 2 and 4 off, squares 4 and 16, mean 10.
     new = Scored(torch.zeros(2, 1, dtype=F64), torch.ones(2, 1, dtype=torch.bool), f64([[[1, 2]], [[0, 0]]]), f64([1]),
                  f64([-0.5]))
-    goal = Goal(f64([[[0, 0]], [[0, 0]]]), f64([[1.5], [2.0]]))
+    goal = RegressionTarget(f64([[[0, 0]], [[0, 0]]]), f64([[1.5], [2.0]]))
     torch.testing.assert_close(LayerTuning(0.1)(new, goal), f64([[0.1 * 1.5 * 10], [0.0]]), rtol=0, atol=1e-12)
     torch.testing.assert_close(LayerTuning(0.1)(new, goal.rows(slice(0, 1)))[0, 0], f64(1.5))
     with pytest.raises(ValueError, match="LayerTuning: weight is -1, expected 0 or more"):
@@ -87,7 +87,7 @@ def made(**options):
 def outputs(trainer, part, conditioning, taken) -> torch.Tensor:
     """The model's outputs on the states of one step, [n,*D]."""
     with torch.no_grad():
-        return trainer.policy.replay(conditioning.rows(taken.prompts), taken.x, trainer.explorer.grid, taken.step)
+        return trainer.policy.replay(conditioning.rows(taken.prompts), taken.x, trainer.rollouts.grid, taken.step)
 
 
 def test_the_pull_is_the_distance_to_the_old_output_on_the_best_path():
@@ -99,7 +99,7 @@ def test_the_pull_is_the_distance_to_the_old_output_on_the_best_path():
     tiny.stir(trainer.policy, 0.05)
     best, weight = advantages.argmax(1), advantages.max(1).values
     found = {k: trainer.method.target.tuning(new, part.transitions[k].goal.rows(rows))
-             for k, rows, new in trainer.explorer.replay(part, conditioning)}  # 32 rows hold each step in one batch
+             for k, rows, new in trainer.rollouts.replay(part, conditioning)}  # 32 rows hold each step in one batch
     for k, taken in enumerate(part.transitions):
         edges = len(taken.parent) // 2
         v = outputs(trainer, part, conditioning, taken)[taken.parent]
@@ -115,7 +115,7 @@ def test_on_the_best_path_itself_nothing_pulls_before_the_first_update():
     advantages = torch.zeros(2, 16)
     advantages[0, 5], advantages[1] = 2.0, -1.0
     [part] = [towards_best(part, advantages) for part in parts]
-    for k, rows, new in trainer.explorer.replay(part, conditioning):
+    for k, rows, new in trainer.rollouts.replay(part, conditioning):
         taken = part.transitions[k]
         edges = len(taken.parent) // 2
         pull = trainer.method.target.tuning(new, taken.goal.rows(rows))[:, 0].detach().view(2, edges)
@@ -134,13 +134,13 @@ def test_training_goes_towards_the_best_path_when_only_the_pull_is_left():
     def pull() -> float:
         with torch.no_grad():
             return sum(trainer.method.target.tuning(new, still.transitions[k].goal.rows(rows)).sum().item()
-                       for k, rows, new in trainer.explorer.replay(still, conditioning))
+                       for k, rows, new in trainer.rollouts.replay(still, conditioning))
 
     found = [pull()]
     for _ in range(4):
         trainer.optimizer.zero_grad()
-        trainer.backward(still, conditioning, tiny.step_weights(trainer, [still]), decisions([still]), Stats())
-        trainer.step_optimizer(Stats())
+        trainer.backward(still, conditioning, tiny.step_weights(trainer, [still]), decisions([still]), UpdateStats())
+        trainer.step_optimizer(UpdateStats())
         found.append(pull())
     assert found == sorted(found, reverse=True) and found[-1] < 0.97 * found[0]
 
@@ -151,7 +151,7 @@ def test_pruned_edges_have_no_goal_left():
     [part] = trainer.credit(parts, grouped, conditioning.prompts)
     for taken in part.transitions:
         assert len(taken.goal.mean) == len(taken.goal.weight) == len(taken.parent) <= 4
-    trainer.backward(part, conditioning, tiny.step_weights(trainer, [part]), decisions([part]), Stats())
+    trainer.backward(part, conditioning, tiny.step_weights(trainer, [part]), decisions([part]), UpdateStats())
 
 
 def test_without_a_weight_no_goal_is_kept():

@@ -12,7 +12,7 @@ from flowgrpo.objectives import Clip, Sigma
 from flowgrpo.objectives.forward_process import CentredReward, GroupPreference, NegativeAware, Preference, goodness
 from flowgrpo.objectives.ratios import Matching, error
 from flowgrpo.samplers.noised_finals import matching
-from flowgrpo.types import Gaussian, Noised, Peers, Scored
+from flowgrpo.types import Gaussian, GroupStatistics, NoisedBatch, Scored
 from tests.helpers.tables import close, draw, f64
 
 GRID, ROWS, DIMS = f64([0.75, 0.25, 0.0]), 4, (3, 2)
@@ -31,15 +31,15 @@ def with_error(values: list[float], grad: bool = False) -> Scored:
 
 
 def noised(surrogate, advantage: list[float], new: Scored, old: Scored, group=None, reference=None, target=None,
-           time: float = 0.75) -> Noised:
+           time: float = 0.75) -> NoisedBatch:
     """What the surrogate reads of whole groups, by default of one."""
     rows = torch.arange(len(advantage))
-    found = Noised(time, new, old, target, rows, reference)
+    found = NoisedBatch(time, new, old, target, rows, reference)
     if not surrogate.reads_groups:
         return found
     group = torch.zeros(len(rows), dtype=torch.int64) if group is None else torch.tensor(group)
-    peers = Peers(surrogate.gap(found).detach().flatten(), f64(advantage), group)
-    return Noised(time, new, old, target, rows, reference, peers)
+    peers = GroupStatistics(surrogate.gap(found).detach().flatten(), f64(advantage), group)
+    return NoisedBatch(time, new, old, target, rows, reference, peers)
 
 
 def velocities(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -237,7 +237,7 @@ def test_a_sample_without_a_partner_has_no_loss():
 # --- peers -----------------------------------------------------------------------------------------------------------
 
 def test_who_is_in_whose_group():
-    peers = Peers(f64([0.0] * 4), f64([0.0] * 4), torch.tensor([5, 5, 2, 5]))
+    peers = GroupStatistics(f64([0.0] * 4), f64([0.0] * 4), torch.tensor([5, 5, 2, 5]))
     assert peers.beside(torch.tensor([2, 3])).tolist() == [[False, False, True, False], [True, True, False, True]]
 
 

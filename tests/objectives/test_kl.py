@@ -16,12 +16,12 @@ from flowgrpo.objectives.schedules import Adaptive, Constant, Linear
 from flowgrpo.samplers.kernels import CPS, DDIM, DanceSDE, FlowDDIM, FlowSDE
 from flowgrpo.samplers.plans import Schedule
 from flowgrpo.samplers.replay import score
-from flowgrpo.samplers.rollout import Exploration
+from flowgrpo.samplers.rollout import RolloutSpec
 from flowgrpo.samplers.solvers import Euler
 from flowgrpo.storage import checkpoint
 from flowgrpo.train import decisions
 from flowgrpo.training import state
-from flowgrpo.training.metrics import Stats
+from flowgrpo.training.metrics import UpdateStats
 from flowgrpo.types import Context, Gaussian, Scored
 from tests.helpers import tiny
 
@@ -130,7 +130,7 @@ BARS = torch.tensor([0.01, 0.2, 0.5, 0.8, 0.99], dtype=F64)
     (DDIM(1.0), BARS, ()), (DDIM(0.5), BARS, (1.0, 1.5, 2.0)),
 ])
 def test_the_output_error_is_the_mean_squared_difference_of_outputs(kernel, grid, noise):
-    exploration = Exploration(grid, Schedule((0, 1, 2), (0, 1, 2), (), noise), kernel, Euler(), group=1)
+    exploration = RolloutSpec(grid, Schedule((0, 1, 2), (0, 1, 2), (), noise), kernel, Euler(), group=1)
     x, other = draw(3, 2, 5), draw(3, 2, 5, seed=1)
     for step in range(3):
         v = draw(3, 2, 5, seed=2).requires_grad_()
@@ -145,7 +145,7 @@ def test_the_output_error_is_the_mean_squared_difference_of_outputs(kernel, grid
 
 def test_the_gaussian_kl_weighs_the_output_error_by_the_step():
     # Euler-Maruyama at sigma 1 has slope -D and std g sqrt(D): KL = D / (2 g^2) times the squared error.
-    exploration = Exploration(GRID, Schedule((0,), (0,)), DanceSDE(0.3), Euler(), group=1)
+    exploration = RolloutSpec(GRID, Schedule((0,), (0,)), DanceSDE(0.3), Euler(), group=1)
     x, outputs = draw(2, 6), (draw(2, 6, seed=1), draw(2, 6, seed=2))
     new, reference = (score(exploration.transition(x, v, GRID, 0), x, True, exploration.slope(0)) for v in outputs)
     assert exploration.slope(0).item() == pytest.approx(-0.1, abs=1e-12)
@@ -200,7 +200,7 @@ def stirred(kl: dict, **options):
 
 def one_update(kl: dict, ratio: bool = True) -> tuple[dict, torch.Tensor]:
     """The statistics and the gradient of an epoch's loss, with `ratio` False of its KL alone."""
-    trainer, stats = stirred(kl), Stats()
+    trainer, stats = stirred(kl), UpdateStats()
     found, conditioning, grouped = trainer.sample(trainer.prompts[:2])
     credited = list(trainer.credit(found, grouped, conditioning.prompts))
     if not ratio:
@@ -260,11 +260,11 @@ def test_the_measured_kl_is_the_mean_over_decisions():
             for row, parent in enumerate(taken.parent):
                 x, of = taken.x[parent][None], conditioning.rows(taken.prompts[parent][None])
                 with torch.no_grad():
-                    v = trainer.policy.replay(of, x, trainer.explorer.grid, taken.step)
+                    v = trainer.policy.replay(of, x, trainer.rollouts.grid, taken.step)
                     with trainer.policy.reference():
-                        base = trainer.policy.replay(of, x, trainer.explorer.grid, taken.step)
+                        base = trainer.policy.replay(of, x, trainer.rollouts.grid, taken.step)
                 kernel = trainer.method.rollout.kernel
-                p, q = (kernel(x, output, trainer.explorer.grid, taken.step) for output in (v, base))
+                p, q = (kernel(x, output, trainer.rollouts.grid, taken.step) for output in (v, base))
                 each.append((p.mean - q.mean).square().mean() / (2 * p.std**2))
     metrics = trainer.learn(credited, conditioning)
     assert metrics["kl"] == pytest.approx(torch.stack(each).mean().item(), rel=1e-3)

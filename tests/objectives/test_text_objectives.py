@@ -15,8 +15,8 @@ from flowgrpo.methods.validate import resolve
 from flowgrpo.objectives.ratios import CompletionRatio
 from flowgrpo.objectives.reductions import PerRow, RowSums, reduced
 from flowgrpo.objectives.sequence_losses import Discriminative, ImplicitNegative, Levels, Regressed, Tapered
-from flowgrpo.training.metrics import Stats
-from flowgrpo.types import Compared, Peers, Scored
+from flowgrpo.training.metrics import UpdateStats
+from flowgrpo.types import CompletionBatch, GroupStatistics, Scored
 from tests.helpers import tiny, tiny_text
 from tests.helpers.tables import close, draw, f64
 
@@ -37,10 +37,10 @@ def gradient(surrogate, log_ratio, reduction, advantage=RIGHT, rows=(slice(0, 5)
 
     def compared(at, peers=None):
         own = [each.rows(torch.arange(5)[at]) for each in (new, old, base)]
-        return Compared(own[0], own[1], log_ratio(own[0], own[1]), torch.arange(5)[at], torch.zeros(5, 4).long(), MASK,
-                        own[2], peers)
+        return CompletionBatch(own[0], own[1], log_ratio(own[0], own[1]), torch.arange(5)[at], torch.zeros(5, 4).long(),
+                               MASK, own[2], peers)
 
-    peers = Peers(surrogate.gap(compared(slice(0, 5))).detach(), advantage, GROUP)
+    peers = GroupStatistics(surrogate.gap(compared(slice(0, 5))).detach(), advantage, GROUP)
     for at in rows:
         piece = compared(at, peers)
         loss = surrogate(piece.log_ratio, advantage[at, None], piece)
@@ -160,8 +160,8 @@ def test_discos_weight_does_not_depend_on_how_many_are_right():
     for right in (1, 4):
         new = Scored(torch.zeros(8, 1, dtype=torch.float64), torch.ones(8, 1).bool())
         advantage = torch.where(torch.arange(8) < right, 1 - right / 8, -right / 8).double()
-        peers = Peers(torch.zeros(8, 2, dtype=torch.float64), advantage, torch.zeros(8).long())
-        compared = Compared(new, new, new.logp, torch.arange(8), torch.zeros(8, 1).long(), new.mask, None, peers)
+        peers = GroupStatistics(torch.zeros(8, 2, dtype=torch.float64), advantage, torch.zeros(8).long())
+        compared = CompletionBatch(new, new, new.logp, torch.arange(8), torch.zeros(8, 1).long(), new.mask, None, peers)
         new.logp.requires_grad_()
         Discriminative()(new.logp - new.logp.detach(), advantage[:, None], compared).mean().backward()
         close(new.logp.grad[:right].sum(), -1)
@@ -196,9 +196,9 @@ def test_reg_grpo_rests_where_standardised_log_ratios_are_the_advantages():
     zero = torch.zeros(2, 1, dtype=torch.float64)
     for shift in (0, 7):
         ratios = 3 * spread[:, None] + shift
-        peers = Peers(ratios[:, 0], spread, torch.zeros(2).long())
-        compared = Compared(Scored(zero, zero == 0), Scored(zero, zero == 0), ratios, torch.arange(2), zero.long(),
-                            zero == 0, None, peers)
+        peers = GroupStatistics(ratios[:, 0], spread, torch.zeros(2).long())
+        scored = Scored(zero, zero == 0)
+        compared = CompletionBatch(scored, scored, ratios, torch.arange(2), zero.long(), zero == 0, None, peers)
         close(Regressed()(ratios, spread[:, None], compared), [[0], [0]])
         assert (Regressed()(ratios, 2 * spread[:, None], compared) > 0.9).all()
 
@@ -314,14 +314,14 @@ def test_a_first_pass_is_made_where_batches_cut_groups_and_only_there(method):
         batch = trainer.prompts[:2]
         parts, asked, scores = trainer.sample(batch)
         parts = [part for part in trainer.credit(parts, scores, [p.text for p in batch]) if part is not None]
-        seen, replay = [], trainer.explorer.target.replay
-        trainer.anchor.begin(0, 1)
+        seen, replay = [], trainer.rollouts.target.replay
+        trainer.kl_reference.begin(0, 1)
 
         def counted(part, asked):
             seen.append(len(part.transitions[0].ids))
             return replay(part, asked)
 
-        trainer.explorer.target.replay = counted
+        trainer.rollouts.target.replay = counted
         for part in parts:
-            trainer.backward(part, asked, {0: 1.0}, 8, Stats())
+            trainer.backward(part, asked, {0: 1.0}, 8, UpdateStats())
         assert len(seen) == len(parts) * (passes + (method == "trpa"))

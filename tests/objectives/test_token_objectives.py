@@ -14,7 +14,7 @@ from flowgrpo.objectives import Clip, DivergenceMask, PlainRatio, Reinforce
 from flowgrpo.objectives.sequence_losses import Regressed
 from flowgrpo.objectives.token_losses import Conflicts, EntropyBonus, HighEntropy, LikelihoodKept, conflicts
 from flowgrpo.samplers.text.decoding import Decoding, entropy_of, score
-from flowgrpo.types import Compared, Peers, Scored
+from flowgrpo.types import CompletionBatch, GroupStatistics, Scored
 from tests.helpers import tiny_text
 from tests.helpers.tables import close, draw, f64
 
@@ -23,18 +23,18 @@ GROUP = torch.tensor([0, 0, 0, 1, 1])
 ADVANTAGE = f64([1, -1, 0.5, 2, -2])
 
 
-def compared(surrogate=None, entropy=None, ids=None, rows=slice(0, 5)) -> Compared:
+def compared(surrogate=None, entropy=None, ids=None, rows=slice(0, 5)) -> CompletionBatch:
     """Five completions of two groups, with the gaps of all of them."""
     ids = torch.zeros(5, 4, dtype=torch.int64) if ids is None else ids
     new, old = (Scored(0.3 * draw(5, 4, seed=seed) * MASK, MASK, entropy=entropy) for seed in (1, 2))
 
     def of(at, peers):
         own, before = new.rows(at), old.rows(at)
-        return Compared(own, before, PlainRatio()(own, before), at, ids, MASK, None, peers)
+        return CompletionBatch(own, before, PlainRatio()(own, before), at, ids, MASK, None, peers)
 
-    every, peers = torch.arange(5), Peers(torch.empty(5, 0), ADVANTAGE, GROUP)
+    every, peers = torch.arange(5), GroupStatistics(torch.empty(5, 0), ADVANTAGE, GROUP)
     if surrogate is not None and surrogate.reads_groups:
-        peers = Peers(surrogate.gap(of(every, peers)).detach(), ADVANTAGE, GROUP)
+        peers = GroupStatistics(surrogate.gap(of(every, peers)).detach(), ADVANTAGE, GROUP)
     return of(every[rows], peers)
 
 

@@ -88,8 +88,8 @@ def test_what_the_base_costs_is_counted_and_told_apart_from_sharing():
         plain.sample(plain.prompts[:2])
         rows = 2 * own * 6 * 2  # prompts, noises, steps, guidance
         assert spent - (plain.policy.evaluations - start) == rows
-        assert trainer.explorer.rollout_evaluations - plain.explorer.rollout_evaluations == rows
-        assert trainer.explorer.saved_evaluations == plain.explorer.saved_evaluations
+        assert trainer.rollouts.rollout_evaluations - plain.rollouts.rollout_evaluations == rows
+        assert trainer.rollouts.saved_evaluations == plain.rollouts.saved_evaluations
         assert plain.clock.seconds["base"] == 0 < trainer.clock.seconds["base"]
 
 
@@ -100,8 +100,8 @@ def test_explorations_of_one_noise_draw_it_once():
     of = {prompt: [base for _, prompts, base in seen if prompts[0] == prompt] for prompt in tiny.PROMPTS[:2]}
     assert all(torch.equal(base, first) for first, *rest in of.values() for base in rest)
     before = trainer.policy.evaluations
-    conditioning = trainer.explorer.conditioning(trainer.prompts[:2])
-    trainer.explorer.base(parts[-1], conditioning)  # the last one's are kept
+    conditioning = trainer.rollouts.conditioning(trainer.prompts[:2])
+    trainer.rollouts.base(parts[-1], conditioning)  # the last one's are kept
     assert trainer.policy.evaluations == before
 
 

@@ -73,7 +73,7 @@ def trained(editor: Editor, method, epochs: int, prompts: int = 16, group: int =
         part = sampled(editor, method, prompts, group, 1000 + epoch)
         scores = reward(part.finals[0]).view(prompts, group, 1)
         [part] = credit(method, [part], scores, [1.0], Context(["p"] * prompts), lambda rows: rows)
-        beside = loss_inputs.BesideEdits(editor, asked(prompts), part, method.loss.surrogate.through > 0)
+        beside = loss_inputs.EditInputs(editor, asked(prompts), part, method.loss.surrogate.through > 0)
         for batch, (k, rows, new) in enumerate(replay(editor, asked(prompts), part, 512)):
             old = part.transitions[k].old.rows(rows)
             read = beside(batch, k, rows, new, old)
@@ -213,7 +213,7 @@ def test_the_gradient_through_a_quadratic_critic_is_the_closed_form_and_reaches_
     keep = torch.tensor([True, True, False, True, True, True, True, True])  # a pair may be without its base
     part = replace(part, transitions=(taken.kept(keep),))
     [(k, rows, new)] = replay(editor, asked(2), part, 8)
-    seen = loss_inputs.BesideEdits(editor, asked(2), part, True)(0, k, rows, new, part.transitions[0].old)
+    seen = loss_inputs.EditInputs(editor, asked(2), part, True)(0, k, rows, new, part.transitions[0].old)
     x, tanh = taken.x[taken.parent][keep], new.mean[:, 0].detach().tanh()
     moved = x + 0.4 * tanh - CENTRE
     torch.testing.assert_close(seen.edited[:, 0], -0.7 * moved.square().sum(1), rtol=0, atol=1e-10)
@@ -234,7 +234,7 @@ def test_no_gradient_of_the_critic_reaches_the_edit_and_the_other_way_round():
     part = sampled(editor, method, 2, 4)
     [part] = credit(method, [part], reward(part.finals[0]).view(2, 4, 1), [1.0], Context(["p"] * 2), lambda rows: rows)
     [(k, rows, new)] = replay(editor, asked(2), part, 8)
-    seen = loss_inputs.BesideEdits(editor, asked(2), part)(0, k, rows, new, part.transitions[0].old)
+    seen = loss_inputs.EditInputs(editor, asked(2), part)(0, k, rows, new, part.transitions[0].old)
     torch.testing.assert_close(seen.reward[:, 0], reward(part.finals[0]))
     for loss, name in (((seen.value - seen.reward).square().sum(), "critic"), (new.logp.sum(), "edit")):
         editor.networks.zero_grad()

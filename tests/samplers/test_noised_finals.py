@@ -20,7 +20,7 @@ from flowgrpo.objectives.forward_process import CentredReward, GroupPreference, 
 from flowgrpo.objectives.ratios import Matching
 from flowgrpo.samplers.grids import shifted
 from flowgrpo.samplers.noised_finals import GridTimes, RandomGridTimes, Stratified, matching
-from flowgrpo.samplers.old_policy import Lag, Lagging
+from flowgrpo.samplers.old_policy import Lag, OldPolicy
 from flowgrpo.samplers.plans import NoSteps
 from flowgrpo.storage import checkpoint
 from flowgrpo.training import state
@@ -162,13 +162,13 @@ class One:
 
 def test_the_old_policy_follows_once_per_epoch():
     one = One(8.0)
-    lagging, found = Lagging(Lag(start=0.25, slope=0.25, most=0.75), one), []
+    old_policy, found = OldPolicy(Lag(start=0.25, slope=0.25, most=0.75), one), []
     for epoch, (value, updates) in enumerate([(8.0, 0), (4.0, 1), (0.0, 2), (8.0, 4)]):
         one.value.fill_(value)
-        lagging.updates = updates
-        lagging.begin(epoch)
-        lagging.begin(epoch)  # an interrupted epoch is begun again
-        found.append(lagging.held["w"].item())
+        old_policy.updates = updates
+        old_policy.begin(epoch)
+        old_policy.begin(epoch)  # an interrupted epoch is begun again
+        found.append(old_policy.held["w"].item())
     # 8, then 1/2 * 8 + 1/2 * 4, 3/4 * 6 + 1/4 * 0 and 3/4 * 4.5 + 1/4 * 8
     assert found == [8.0, 6.0, 4.5, 5.375]
 
@@ -180,17 +180,17 @@ def test_the_decay_counts_updates_of_which_an_epoch_may_make_several():
         trainer.run_epoch()
         present = trainer.policy.weights.snapshot()
     trainer.epoch = 2
-    held = trainer.explorer.lagging.held
+    held = trainer.rollouts.old_policy.held
     trainer.sample(trainer.prompts[:2])
     assert trainer.update == 4 and any(not torch.equal(held[key], first[key]) for key in first)
-    for key, old in trainer.explorer.lagging.held.items():
+    for key, old in trainer.rollouts.old_policy.held.items():
         torch.testing.assert_close(old, (0.25 + 4 * 0.005) * held[key] + 0.73 * present[key])
 
 
 def test_without_a_lag_nothing_is_copied():
-    lagging = Lagging(Lag(), None)
-    lagging.begin(3)
-    assert lagging.held is None
+    old_policy = OldPolicy(Lag(), None)
+    old_policy.begin(3)
+    assert old_policy.held is None
 
 
 def test_rollouts_and_old_scores_are_the_old_policys():
@@ -199,13 +199,13 @@ def test_rollouts_and_old_scores_are_the_old_policys():
         lag = {"start": 0.5, "most": 0.5, "draws": draws}
         trainer = tiny.trainer(method="diffusion_nft", parts__lag=lag)
         tiny.stir(trainer.policy)
-        trainer.explorer.lagging.begin(0)
+        trainer.rollouts.old_policy.begin(0)
         tiny.stir(trainer.policy)
         parts, conditioning, _ = trainer.sample(trainer.prompts[:2])
         found[draws] = torch.cat([part.finals[0] for part in parts])
-        with trainer.explorer.lagging.old(), torch.no_grad():
+        with trainer.rollouts.old_policy.old(), torch.no_grad():
             again = [(new, part.transitions[k].old.rows(rows)) for part in parts
-                     for k, rows, new in trainer.explorer.replay(part, conditioning)]
+                     for k, rows, new in trainer.rollouts.replay(part, conditioning)]
         assert all(torch.equal(new.logp, old.logp) and torch.equal(new.mean, old.mean) for new, old in again)
     other = tiny.trainer(method="awm")
     tiny.stir(tiny.stir(other.policy))
@@ -223,10 +223,10 @@ def test_a_resumed_run_has_the_same_old_policy(tmp_path):
     state.save(trainer, tmp_path)
     again = tiny.trainer(**options)
     state.restore(again, checkpoint.latest(tmp_path / "checkpoints"))
-    assert again.explorer.lagging.epoch == 1
+    assert again.rollouts.old_policy.epoch == 1
     for each in (trainer, again):
         each.metrics = each.run_epoch()
-    held, kept = (each.explorer.lagging.held for each in (trainer, again))
+    held, kept = (each.rollouts.old_policy.held for each in (trainer, again))
     assert all(torch.equal(kept[key], held[key]) for key in held) and trainer.metrics.keys() == again.metrics.keys()
     assert any(not torch.equal(held[key], now) for key, now in trainer.policy.weights.snapshot().items())
     now = again.policy.weights.snapshot()
@@ -256,7 +256,7 @@ def noises(parts) -> torch.Tensor:
 
 def test_finals_are_noised_at_the_epochs_times():
     trainer, parts = noised_parts()
-    times = RandomGridTimes(0.99)(trainer.explorer.grid, 0, 0)
+    times = RandomGridTimes(0.99)(trainer.rollouts.grid, 0, 0)
     assert len(times) == 5
     for part in parts:
         assert [taken.step for taken in part.transitions] == list(range(5))
@@ -272,7 +272,7 @@ def test_the_noise_is_standard_normal_and_every_samples_own():
     assert abs(noise.mean()) < 0.015 and abs(noise.var() - 1) < 0.02  # 40,960 values: 3 deviations
     rows = torch.nn.functional.normalize(noise.flatten(0, 1).flatten(1), dim=1)
     assert (rows @ rows.T - torch.eye(len(rows))).abs().max() < 0.35  # 5.6 deviations of 256 values
-    first = torch.randn(256, generator=torch.Generator().manual_seed(trainer.explorer.seeds(0, 0, 2)(0, 0)))
+    first = torch.randn(256, generator=torch.Generator().manual_seed(trainer.rollouts.seeds(0, 0, 2)(0, 0)))
     assert abs(torch.nn.functional.normalize(first, dim=0) @ rows[0]) < 0.35  # not that of the rollout
 
 
@@ -301,7 +301,7 @@ def test_what_noised_finals_hold_is_foretold():
     held = [tensor for part in parts for taken in part.transitions
             for tensor in (taken.x, taken.x_next, taken.old.mean)] + [part.finals[0] for part in parts]
     assert sum(len(tensor) for tensor in held) == memory._recorded(
-        trainer.policy, trainer.config, trainer.explorer.conditioning(trainer.prompts[:2])) == 8 * (5 * 3 + 1)
+        trainer.policy, trainer.config, trainer.rollouts.conditioning(trainer.prompts[:2])) == 8 * (5 * 3 + 1)
 
 
 # --- runs ------------------------------------------------------------------------------------------------------------
@@ -321,7 +321,7 @@ def test_the_gradient_does_not_depend_on_the_micro_batch(name):
         tiny.stir(trainer.policy)
         parts, conditioning = epoch(trainer)
         tiny.stir(trainer.policy, 0.02)
-        trainer.explorer.config = tiny.config(method=name, train__group=6, train__pack=pack)
+        trainer.rollouts.config = tiny.config(method=name, train__group=6, train__pack=pack)
         assert trainer.policy.vector(conditioning)
         found.append(gradient(trainer, parts, conditioning))
     scale = found[0].abs().max()
@@ -352,7 +352,7 @@ def test_a_better_matched_good_sample_is_what_every_method_reaches_for():
         def fit() -> float:
             with torch.no_grad():
                 return sum((part.advantages[k][rows] * new.logp[:, 0]).sum().item() for part in parts
-                           for k, rows, new in trainer.explorer.replay(part, conditioning))
+                           for k, rows, new in trainer.rollouts.replay(part, conditioning))
 
         before = fit()
         for _ in range(3):
@@ -392,7 +392,7 @@ def test_a_variance_preserving_model_is_refused_in_one_line():
 
 def test_a_comparison_with_the_reference_keeps_it_without_a_kl():
     trainer = tiny.trainer(method="diffusion_dpo", parts__reference={"type": "Old"})
-    assert trainer.method.loss.kl.weight == 0 and len(trainer.anchor.held) == 1
+    assert trainer.method.loss.kl.weight == 0 and len(trainer.kl_reference.held) == 1
     assert "kl_weight" not in trainer.run_epoch()
 
 

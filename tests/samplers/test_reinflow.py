@@ -18,7 +18,7 @@ from flowgrpo.objectives import Clip
 from flowgrpo.policies.weights.lora_files import LORA_FILE
 from flowgrpo.samplers import joint_density
 from flowgrpo.samplers.grids import shifted
-from flowgrpo.samplers.joint_density import Chain
+from flowgrpo.samplers.joint_density import JointTransitions
 from flowgrpo.samplers.learned_noise import LearnedNoise, NoiseNet, Noisy
 from flowgrpo.samplers.plans import AllSteps
 from flowgrpo.storage import checkpoint
@@ -121,11 +121,11 @@ def test_a_sample_is_one_decision_and_its_first_ratio_is_one():
     parts, conditioning, _ = made.sample(made.prompts[:2])
     for part in parts:
         [chain] = part.transitions
-        assert isinstance(chain, Chain) and [link.step for link in chain.links] == [0, 1, 2, 3, 4]
+        assert isinstance(chain, JointTransitions) and [link.step for link in chain.links] == [0, 1, 2, 3, 4]
         assert chain.old.logp.shape == (len(part.prompts), 1)
         terms = [Normal(0.0, 1.0).log_prob(chain.x).mean((1, 2, 3)), *(link.old.logp[:, 0] for link in chain.links)]
         torch.testing.assert_close(chain.old.logp[:, 0], torch.stack(terms).mean(0), rtol=0, atol=1e-6)
-        for _, rows, new in made.explorer.replay(part, conditioning):
+        for _, rows, new in made.rollouts.replay(part, conditioning):
             assert (new.logp - chain.old.logp[rows]).abs().max() <= 1e-6
 
 
@@ -154,7 +154,7 @@ def test_the_network_is_left_out_at_inference_and_of_the_lora(tmp_path):
 
     before = picture()
     with torch.no_grad():
-        for parameter in made.explorer.network.parameters():
+        for parameter in made.rollouts.network.parameters():
             parameter += 1.0
     assert torch.equal(picture(), before)
     made.policy.weights.save(tmp_path)
@@ -188,8 +188,8 @@ def test_a_checkpoint_brings_the_network_back(tmp_path):
     state.save(made, tmp_path)
     again = trainer(train__ema=0.5)
     state.restore(again, checkpoint.latest(tmp_path / "checkpoints"))
-    for key, parameter in made.explorer.network.named_parameters():
-        assert torch.equal(dict(again.explorer.network.named_parameters())[key], parameter)
+    for key, parameter in made.rollouts.network.named_parameters():
+        assert torch.equal(dict(again.rollouts.network.named_parameters())[key], parameter)
         assert torch.equal(again.ema[f"noise.{key}"], made.ema[f"noise.{key}"])
     for each in (made, again):
         each.run_epoch()
@@ -198,7 +198,7 @@ def test_a_checkpoint_brings_the_network_back(tmp_path):
 
 def test_the_bounds_of_an_epoch_are_those_of_its_rollout():
     made = trainer(train__epochs=4, parts__kernel__hold=0.0)
-    uppers = [made.explorer.explorations(epoch)[0].kernel.high for epoch in range(4)]
+    uppers = [made.rollouts.explorations(epoch)[0].kernel.high for epoch in range(4)]
     assert uppers == [LearnedNoise(hold=0.0).upper(epoch, 4) for epoch in range(4)] and uppers[0] > uppers[3]
 
 
@@ -216,7 +216,7 @@ def test_steps_may_stay_decisions_of_their_own():
     made = trainer("mix_grpo", parts__kernel__type="LearnedNoise", parts__plan__size=2)
     found = made.run_epoch()
     assert found["log_ratio_max"] <= 1e-6 and made.skipped == 0
-    assert all(p.grad is not None for p in made.explorer.network.parameters())
+    assert all(p.grad is not None for p in made.rollouts.network.parameters())
 
 
 # --- mistakes --------------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from flowgrpo.samplers import reward_gradient
 from flowgrpo.samplers.kernels import FlowDDIM
 from flowgrpo.samplers.plans import LastSteps, LateStep, RandomLast
 from flowgrpo.samplers.reward_gradient import OneStep, Unroll
-from flowgrpo.samplers.rollout import Exploration, seeder
+from flowgrpo.samplers.rollout import RolloutSpec, seeder
 from flowgrpo.samplers.scheduler import PolicyScheduler
 from flowgrpo.samplers.solvers import Euler
 from tests.helpers import tiny
@@ -84,8 +84,8 @@ def value(rows, pictures):
     return -(pictures - AIM[rows]).square().sum(1)
 
 
-def exploration(plan, eta: float = 0.0) -> Exploration:
-    return Exploration(GRID, plan(STEPS, 0, 0), FlowDDIM(eta), Euler(), GROUP, GROUP)
+def exploration(plan, eta: float = 0.0) -> RolloutSpec:
+    return RolloutSpec(GRID, plan(STEPS, 0, 0), FlowDDIM(eta), Euler(), GROUP, GROUP)
 
 
 def sampled(plan, ending, eta: float = 0.0, policy=None, micro_batch: int = 2):
@@ -308,7 +308,7 @@ def adapter_gradient(policy, ending, count: int = 2, guidance: float = 1.0) -> d
     conditioning, x = policy.encode(["red", "blue"]), torch.randn(2, *tiny.LATENTS,
                                                                   generator=torch.Generator().manual_seed(1))
     grid = torch.tensor([1.0, 0.8, 0.55, 0.3, 0.0])
-    explored = Exploration(grid, LastSteps(count)(4, 0, 0), FlowDDIM(1.0), Euler(), 2, 2)
+    explored = RolloutSpec(grid, LastSteps(count)(4, 0, 0), FlowDDIM(1.0), Euler(), 2, 2)
     final = ending(policy, conditioning, x, explored, 4 - count, policy.generators([3, 4]))
     for parameter in policy.weights.parameters():
         parameter.grad = None

@@ -17,8 +17,8 @@ from flowgrpo.samplers.grids import compress_tail, shifted, thinned
 from flowgrpo.samplers.kernels import FlowSDE
 from flowgrpo.samplers.plans import AllSteps, RandomSubset, Schedule, Sliding
 from flowgrpo.samplers.replay import replay, rescored
-from flowgrpo.samplers.rollout import Exploration, explore, seeder
-from flowgrpo.samplers.scheduler import Task
+from flowgrpo.samplers.rollout import RolloutSpec, explore, seeder
+from flowgrpo.samplers.scheduler import Segment
 from flowgrpo.samplers.solvers import DPMSolver2M, Euler
 from tests.helpers import tiny
 
@@ -30,11 +30,11 @@ BINARY = Schedule(EVERY, EVERY, children=(2, 1, 2, 1, 1))
 EARLY, LATE = (Schedule(steps, steps, children=(1, 4)) for steps in ((0, 2), (1, 3)))
 
 
-def exploration(schedule=WINDOW, roots=1, group=GROUP, **options) -> Exploration:
-    return Exploration(GRID, schedule, FlowSDE(0.7), Euler(), group, roots, **options)
+def exploration(schedule=WINDOW, roots=1, group=GROUP, **options) -> RolloutSpec:
+    return RolloutSpec(GRID, schedule, FlowSDE(0.7), Euler(), group, roots, **options)
 
 
-def only(step: int, **options) -> Exploration:
+def only(step: int, **options) -> RolloutSpec:
     """One stochastic step, at which the group parts."""
     return exploration(Schedule((step,), (step,)), **options)
 
@@ -78,7 +78,7 @@ def conditioning(policy):
     return policy.encode(PROMPTS)
 
 
-def sample(policy, conditioning, *plans: Exploration, micro_batch=24, epoch=0, run_seed=0):
+def sample(policy, conditioning, *plans: RolloutSpec, micro_batch=24, epoch=0, run_seed=0):
     """The parts of one rollout in the explorations, with their means."""
     plans = [replace(plan, keep_means=True) for plan in plans or (exploration(),)]
     return list(explore(policy, conditioning, plans, micro_batch, seeder(run_seed, epoch)))
@@ -205,7 +205,7 @@ def test_neither_encoding_nor_decoding_nor_an_empty_trunk_runs_the_denoiser(poli
     before = policy.evaluations
     policy.encode(PROMPTS)
     policy.decode(torch.zeros(3, *tiny.LATENTS), conditioning)
-    policy.run(Task(shifted(2, 1.0), range(0)), conditioning, None, policy.generators(range(3)))
+    policy.run(Segment(shifted(2, 1.0), range(0)), conditioning, None, policy.generators(range(3)))
     assert policy.evaluations == before
 
 
@@ -273,7 +273,8 @@ def test_the_prefix_is_the_deterministic_run_of_one_picture(policy, conditioning
         first = part.transitions[0]
         for p in range(3):
             generators = policy.generators([seeder(0, 0)(p, -1)])
-            alone, _ = policy.run(Task(GRID, range(first.step)), conditioning.rows(torch.tensor([p])), None, generators)
+            segment, own = Segment(GRID, range(first.step)), conditioning.rows(torch.tensor([p]))
+            alone, _ = policy.run(segment, own, None, generators)
             torch.testing.assert_close(first.x[p], alone[0], rtol=0, atol=1e-5)
 
 
@@ -316,7 +317,7 @@ def test_roots_splits_and_strides_that_make_no_group_are_refused(kwargs, told):
 def test_no_two_transitions_use_the_same_noise(policy, conditioning, sampled, tree):
     noise = drawn_noise(sampled(tree)[0])
     # The initial noise that samples, and explorations, of a prompt share: what is drawn later is another.
-    initial = policy.run(Task(GRID, range(0)), conditioning, None,
+    initial = policy.run(Segment(GRID, range(0)), conditioning, None,
                          policy.generators(seeder(0, 0)(p, -1) for p in range(3)))[0].flatten(1)
     assert apart(torch.cat([noise, initial]))
     assert abs(noise.mean()) < 0.1 and 0.9 < noise.std() < 1.1
@@ -478,7 +479,7 @@ def test_a_part_of_which_nothing_is_kept_is_none(sampled):
 @pytest.mark.parametrize("ratio, steps", [(0.4, 5), (0.01, 5), (0.8, 7)])
 def test_a_compressed_tail_is_shorter_and_ends_at_the_data(policy, conditioning, ratio, steps):
     grid = compress_tail(shifted(8, 3.0), 4, ratio, 3.0)  # 4 steps lie behind the window: 1, 1 and 3 are left
-    plan = Exploration(grid, WINDOW, FlowSDE(0.7), DPMSolver2M(), GROUP)
+    plan = RolloutSpec(grid, WINDOW, FlowSDE(0.7), DPMSolver2M(), GROUP)
     before = policy.evaluations
     [part] = sample(policy, conditioning, plan)
     assert len(grid) == steps + 1 and grid[-1] == 0 and (grid.diff() < 0).all()

@@ -10,7 +10,7 @@ from diffusers import CogVideoXDPMScheduler, FlowMatchEulerDiscreteScheduler, LC
 
 from flowgrpo.samplers import grids
 from flowgrpo.samplers.kernels import CPS, DanceSDE, FlowSDE, predict_x0
-from flowgrpo.samplers.scheduler import PolicyScheduler, Task
+from flowgrpo.samplers.scheduler import PolicyScheduler, Segment
 from flowgrpo.samplers.solvers import DPMSolver2M, Euler
 from tests.helpers import tiny
 from tests.helpers.tables import stock
@@ -40,7 +40,7 @@ def latents(pipe, scheduler=None, steps: int = STEPS, guidance: float = 1.0, see
 class Toy:
     """Drives a scheduler by hand with a velocity that depends on the state, without a pipeline."""
 
-    def __init__(self, task: Task, dtype: torch.dtype = torch.float32, x0: torch.Tensor | None = None):
+    def __init__(self, task: Segment, dtype: torch.dtype = torch.float32, x0: torch.Tensor | None = None):
         self.scheduler = PolicyScheduler.over(FlowMatchEulerDiscreteScheduler())
         self.record = self.scheduler.follow(task, x0)
         self.scheduler.set_timesteps(99)
@@ -54,14 +54,14 @@ class Toy:
 @pytest.mark.parametrize("guidance", [1.0, 4.0])
 def test_without_noise_it_gives_the_stock_pipelines_latents(pipe, guidance):
     scheduler = PolicyScheduler.over(pipe.scheduler)
-    scheduler.follow(Task(stock(pipe.scheduler, STEPS), range(STEPS)))
+    scheduler.follow(Segment(stock(pipe.scheduler, STEPS), range(STEPS)))
     torch.testing.assert_close(latents(pipe, scheduler, guidance=guidance), latents(pipe, guidance=guidance),
                                rtol=0, atol=1e-5)
 
 
 def test_the_pipelines_number_of_steps_is_not_read(pipe):
     scheduler = PolicyScheduler.over(pipe.scheduler)
-    scheduler.follow(Task(stock(pipe.scheduler, STEPS), range(STEPS)))
+    scheduler.follow(Segment(stock(pipe.scheduler, STEPS), range(STEPS)))
     torch.testing.assert_close(latents(pipe, scheduler, steps=2), latents(pipe), rtol=0, atol=1e-5)
 
 
@@ -78,7 +78,7 @@ def test_it_is_of_the_stock_class_and_keeps_its_configuration():
 
 def test_timesteps_are_the_sigmas_of_the_segment_in_the_schedulers_unit():
     policy = PolicyScheduler.over(FlowMatchEulerDiscreteScheduler(num_train_timesteps=500))
-    policy.follow(Task(torch.tensor([1.0, 0.8, 0.5, 0.2, 0.0]), range(1, 3)))
+    policy.follow(Segment(torch.tensor([1.0, 0.8, 0.5, 0.2, 0.0]), range(1, 3)))
     policy.set_timesteps(99, device="cpu", sigmas=[1.0], mu=0.3)
     assert policy.timesteps.tolist() == [400.0, 250.0] and policy.num_inference_steps == 2
     assert policy.timesteps.dtype == torch.float32
@@ -86,7 +86,7 @@ def test_timesteps_are_the_sigmas_of_the_segment_in_the_schedulers_unit():
 
 def test_an_object_is_returned_where_it_is_asked_for():
     policy = PolicyScheduler.over(FlowMatchEulerDiscreteScheduler())
-    policy.follow(Task(torch.tensor([1.0, 0.5, 0.0]), range(2)))
+    policy.follow(Segment(torch.tensor([1.0, 0.5, 0.0]), range(2)))
     policy.set_timesteps(2)
     x, v = torch.ones(1, 2), torch.full((1, 2), 0.5)
     assert policy.step(v, policy.timesteps[0], x).prev_sample.tolist() == [[0.75, 0.75]]
@@ -98,7 +98,7 @@ def test_an_object_is_returned_where_it_is_asked_for():
 def test_steps_of_two_values_give_the_next_state_twice(stock, behind):
     """behind: what the class's `step` takes before and after the timestep, beside the state."""
     policy = PolicyScheduler.over(stock)
-    policy.follow(Task(torch.tensor([0.36, 0.64, 1.0]), range(1), timesteps=torch.tensor([999, 499])))
+    policy.follow(Segment(torch.tensor([0.36, 0.64, 1.0]), range(1), timesteps=torch.tensor([999, 499])))
     policy.set_timesteps(1)
     x, noise = torch.tensor([[1.0, -2.0]]), torch.tensor([[0.5, 3.0]])
     arguments = (*behind[:1], policy.timesteps[0], *behind[1:], x)
@@ -110,7 +110,7 @@ def test_steps_of_two_values_give_the_next_state_twice(stock, behind):
 
 def test_a_pipeline_that_needs_a_step_gets_an_idle_one():
     policy = PolicyScheduler.over(LCMScheduler(clip_sample=False))
-    record = policy.follow(Task(torch.zeros(1), range(0)))
+    record = policy.follow(Segment(torch.zeros(1), range(0)))
     policy.set_timesteps(3)
     assert policy.timesteps.tolist() == [0] and policy.num_inference_steps == 1
     x = torch.ones(1, 2)
@@ -122,8 +122,8 @@ def test_a_pipeline_that_needs_a_step_gets_an_idle_one():
 @pytest.mark.parametrize("kernel", [FlowSDE(0.7), DanceSDE(0.3), CPS(0.8)])
 def test_stochastic_steps_are_recorded_as_the_network_sees_them(kernel, dtype):
     grid = grids.shifted(STEPS, 3.0)
-    toy = Toy(Task(grid, range(STEPS), kernel, stochastic=frozenset({1, 2}), recorded=frozenset({1, 2}), noise=noise),
-              dtype)
+    both = frozenset({1, 2})
+    toy = Toy(Segment(grid, range(STEPS), kernel, stochastic=both, recorded=both, noise=noise), dtype)
     assert set(toy.record.x) == set(toy.record.x_next) == set(toy.record.logp) == {1, 2}
     for i in (1, 2):
         x, v = toy.states[i], toy.velocities[i]
@@ -138,15 +138,15 @@ def test_stochastic_steps_are_recorded_as_the_network_sees_them(kernel, dtype):
 
 
 def test_steps_that_draw_noise_need_not_be_recorded():
-    toy = Toy(Task(grids.shifted(STEPS, 3.0), range(STEPS), DanceSDE(), stochastic=frozenset({0, 1, 2}),
-                   recorded=frozenset({1}), noise=noise))
+    toy = Toy(Segment(grids.shifted(STEPS, 3.0), range(STEPS), DanceSDE(), stochastic=frozenset({0, 1, 2}),
+                      recorded=frozenset({1}), noise=noise))
     assert set(toy.record.x) == set(toy.record.transition) == {1}
     assert not torch.equal(toy.states[1], Euler()(toy.states[0], toy.velocities[0], toy.scheduler.task.grid, 0, None))
 
 
 def test_the_other_solver_works_after_the_window_only():
     grid, window = grids.shifted(7, 3.0), frozenset({2, 3})
-    toy = Toy(Task(grid, range(7), FlowSDE(), DPMSolver2M(), window, window, noise))
+    toy = Toy(Segment(grid, range(7), FlowSDE(), DPMSolver2M(), window, window, noise))
     for i in (0, 1):
         assert torch.equal(toy.states[i + 1], Euler()(toy.states[i], toy.velocities[i], grid, i, None).float())
     for i in (4, 5, 6):  # the first of them remembers what the window's last step predicted
@@ -160,17 +160,17 @@ def test_the_other_solver_works_after_the_window_only():
 
 def test_a_segment_may_bring_the_solvers_memory():
     grid, window = grids.shifted(6, 3.0), frozenset({0})
-    whole = Toy(Task(grid, range(6), FlowSDE(), DPMSolver2M(), window, window, noise))
+    whole = Toy(Segment(grid, range(6), FlowSDE(), DPMSolver2M(), window, window, noise))
     memory = predict_x0(whole.states[2], whole.velocities[2], grid[2])
     policy = PolicyScheduler.over(FlowMatchEulerDiscreteScheduler())
-    policy.follow(Task(grid, range(3, 4), FlowSDE(), DPMSolver2M(), window, window, noise), memory)
+    policy.follow(Segment(grid, range(3, 4), FlowSDE(), DPMSolver2M(), window, window, noise), memory)
     policy.set_timesteps(1)
     assert torch.equal(policy.step(whole.velocities[3], None, whole.states[3], return_dict=False)[0], whole.states[4])
 
 
 def test_a_replay_hands_back_the_output_with_its_graph_and_leaves_the_state():
     policy = PolicyScheduler.over(FlowMatchEulerDiscreteScheduler())
-    record = policy.follow(Task(torch.tensor([1.0, 0.5, 0.0]), range(1), replay=True))
+    record = policy.follow(Segment(torch.tensor([1.0, 0.5, 0.0]), range(1), replay=True))
     policy.set_timesteps(1)
     x, v = torch.ones(1, 2), torch.ones(1, 2, requires_grad=True)
     out = policy.step(v * 2, policy.timesteps[0], x, return_dict=False)[0]

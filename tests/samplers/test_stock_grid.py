@@ -10,7 +10,7 @@ from diffusers import FlowMatchEulerDiscreteScheduler
 
 from flowgrpo.check import memory
 from flowgrpo.check.tiny import make
-from flowgrpo.samplers.scheduler import Task
+from flowgrpo.samplers.scheduler import Segment
 from tests.helpers import tiny
 
 STEPS = 5
@@ -70,7 +70,7 @@ def test_a_deterministic_rollout_on_it_gives_the_stock_pipelines_latents(name, k
     pipe.scheduler = FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, time_shift_type=kind)
     policy = tiny.policy(pipe, call=call, guidance=3.0)
     conditioning = policy.encode(["red", "a cat"])
-    task = Task(policy.stock_grid(conditioning, STEPS), range(STEPS))
+    task = Segment(policy.stock_grid(conditioning, STEPS), range(STEPS))
     with torch.no_grad():
         found, _ = policy.run(task, conditioning, None, policy.generators([1, 2]))
     expected = policy.generate(conditioning, policy.generators([1, 2]), STEPS, 3.0, "latent")
@@ -79,7 +79,7 @@ def test_a_deterministic_rollout_on_it_gives_the_stock_pipelines_latents(name, k
 
 def test_a_run_trains_on_it():
     trainer = tiny.trainer(tiny.policy(tiny.flux()), train__grid="stock")
-    torch.testing.assert_close(trainer.explorer.grid, sampled("FluxPipeline", 6), rtol=0, atol=1e-7)
+    torch.testing.assert_close(trainer.rollouts.grid, sampled("FluxPipeline", 6), rtol=0, atol=1e-7)
     assert trainer.run_epoch()["log_ratio_max"] < 1e-6
 
 

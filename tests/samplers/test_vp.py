@@ -31,8 +31,8 @@ from flowgrpo.samplers.kernels import CPS, DDIM, VPCPS, DanceSDE, FlowDDIM, Flow
 from flowgrpo.samplers.plans import Schedule
 from flowgrpo.samplers.predictions import as_noise, prediction, process
 from flowgrpo.samplers.replay import replay
-from flowgrpo.samplers.rollout import Exploration, explore, seeder
-from flowgrpo.samplers.scheduler import PolicyScheduler, Task
+from flowgrpo.samplers.rollout import RolloutSpec, explore, seeder
+from flowgrpo.samplers.scheduler import PolicyScheduler, Segment
 from flowgrpo.samplers.solvers import DPMSolver2M, Euler
 from tests.helpers import tiny
 from tests.helpers.tables import rounding
@@ -56,9 +56,9 @@ def vp_policy(scheduler=PNDM, **options):
     return tiny.policy(tiny.sd15(scheduler), **options)
 
 
-def exploration(policy, schedule: Schedule, group: int = 2, roots: int = 2, **options) -> Exploration:
+def exploration(policy, schedule: Schedule, group: int = 2, roots: int = 2, **options) -> RolloutSpec:
     grid, timesteps = make_grid("shifted", STEPS, 3.0, policy.stock)
-    return Exploration(grid, schedule, DDIM(1.0), Euler(), group, roots, timesteps=timesteps, **options)
+    return RolloutSpec(grid, schedule, DDIM(1.0), Euler(), group, roots, timesteps=timesteps, **options)
 
 
 # --- the grid --------------------------------------------------------------------------------------------------------
@@ -163,7 +163,7 @@ def test_whatever_the_stock_class_the_state_is_not_scaled(stock):
     policy, x = PolicyScheduler.over(stock), torch.ones(1, 2)
     assert policy.init_noise_sigma == 1 and policy.scale_model_input(x, 3) is x and isinstance(policy, type(stock))
     grid, timesteps = alpha_bars(stock, STEPS)
-    policy.follow(Task(grid, range(1, 3), timesteps=timesteps))
+    policy.follow(Segment(grid, range(1, 3), timesteps=timesteps))
     policy.set_timesteps(99, device="cpu")
     assert torch.equal(policy.timesteps, timesteps[1:3]) and policy.num_inference_steps == 2
 
@@ -171,7 +171,7 @@ def test_whatever_the_stock_class_the_state_is_not_scaled(stock):
 @pytest.mark.parametrize("stock", [PNDM, DDIM_V])
 def test_a_replay_hands_back_the_noise_with_its_graph(stock):
     policy = PolicyScheduler.over(stock)
-    task = Task(torch.tensor([0.36, 0.64, 1.0]), range(1), replay=True, timesteps=torch.tensor([3, 1]))
+    task = Segment(torch.tensor([0.36, 0.64, 1.0]), range(1), replay=True, timesteps=torch.tensor([3, 1]))
     record = policy.follow(task)
     policy.set_timesteps(1)
     x, output = torch.tensor([[2.0, -1.0]]), torch.tensor([[0.5, 1.0]], requires_grad=True)
@@ -185,7 +185,7 @@ def test_a_replay_hands_back_the_noise_with_its_graph(stock):
 def test_deterministic_steps_are_ddims_and_remember_the_data():
     # x = 0.6 x0 + 0.8 noise, so that 0.8 x0 + 0.6 noise comes next
     x0, noise = torch.tensor([[1.0, -2.0]]), torch.tensor([[0.5, 3.0]])
-    task = Task(torch.tensor([0.36, 0.64]), range(1), timesteps=torch.tensor([7]))
+    task = Segment(torch.tensor([0.36, 0.64]), range(1), timesteps=torch.tensor([7]))
     policy = PolicyScheduler.over(PNDM)
     record = policy.follow(task)
     policy.set_timesteps(1)
@@ -260,7 +260,7 @@ def test_a_terminal_signal_of_zero_steps_as_the_stock_scheduler():
     x, v = torch.randn(2, 1, 3, 4, generator=torch.Generator().manual_seed(4))
     grid, timesteps = alpha_bars(ZERO_SNR, 4)
     policy = PolicyScheduler.over(ZERO_SNR)
-    policy.follow(Task(grid, range(1), timesteps=timesteps))
+    policy.follow(Segment(grid, range(1), timesteps=timesteps))
     policy.set_timesteps(1)
     ours = policy.step(v, policy.timesteps[0], x, return_dict=False)[0]
     ZERO_SNR.set_timesteps(4)
@@ -279,8 +279,8 @@ def test_without_noise_it_gives_the_latents_of_ddim(stock, guidance):
     expected = ddim(["red", "blue"], negative_prompt=["", "old"], num_inference_steps=STEPS, guidance_scale=guidance,
                     output_type="latent", generator=policy.generators([1, 2])).images
     every = frozenset(range(STEPS))
-    for task in (Task(grid, range(STEPS), timesteps=timesteps),
-                 Task(grid, range(STEPS), DDIM(0.0), stochastic=every, noise=torch.ones_like, timesteps=timesteps)):
+    for task in (Segment(grid, range(STEPS), timesteps=timesteps),
+                 Segment(grid, range(STEPS), DDIM(0.0), stochastic=every, noise=torch.ones_like, timesteps=timesteps)):
         final, _ = policy.run(task, conditioning, None, policy.generators([1, 2]))
         torch.testing.assert_close(final, expected, rtol=0, atol=1e-4)
     assert policy.evaluations >= 2 * 2 * STEPS * (2 if guidance > 1 else 1)

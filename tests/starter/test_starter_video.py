@@ -88,7 +88,7 @@ def test_the_recipe_trains_it_and_the_first_ratio_is_one():
     trainer = Trainer(config, make_accelerator(config, "cpu"), policy, {},
                       ([Prompt(text) for text in PROMPTS], []))
     conditioning = policy.encode(PROMPTS)
-    parts = list(explore(policy, conditioning, trainer.explorer.explorations(trainer.epoch), 8, seeder(0, 0)))
+    parts = list(explore(policy, conditioning, trainer.rollouts.explorations(trainer.epoch), 8, seeder(0, 0)))
     trainer.first_ratio(parts, conditioning, print)
     assert trainer.first_ratio.found <= 1e-6
     assert policy.decode(parts[0].finals[0][:2], conditioning).shape == (2, 5, 3, 64, 64)

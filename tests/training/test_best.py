@@ -19,7 +19,7 @@ from flowgrpo.evaluation.report import report
 from flowgrpo.policies.weights.lora_files import LORA_FILE
 from flowgrpo.run import run
 from flowgrpo.storage import checkpoint
-from flowgrpo.training.best import Best, require
+from flowgrpo.training.best import BestWeights, require
 from tests.helpers import tiny
 
 PEAK = [0.1, 0.3, 0.9, 0.4, 0.9, 0.2, 0.1, 0.0]  # what the held-out reward says of the evaluations on the way
@@ -155,7 +155,7 @@ def test_the_moving_average_is_kept_where_it_is_what_is_evaluated(tmp_path):
     ([1, 2, 3], 3, 0), ([3, 2, 1], 1, 2), ([1, 1], 1, 1), ([math.nan, -5, math.nan], 2, 1), ([-1, math.nan, 0], 3, 0),
 ])
 def test_peaks(values, best, since):
-    kept = Best(Eval(best="a", stop={"reward": "a", "patience": 2}))
+    kept = BestWeights(Eval(best="a", stop={"reward": "a", "patience": 2}))
     for epoch, value in enumerate(values, 1):
         kept.see({"held_out/a": value}, epoch, lambda: {"w": torch.tensor(float(epoch))})
     assert (kept.best.epoch, kept.stop.since, kept.stopped) == (best, since, since >= 2)
@@ -163,17 +163,17 @@ def test_peaks(values, best, since):
 
 
 def test_weights_are_copied():
-    kept, live = Best(Eval(best="a")), torch.zeros(2)
+    kept, live = BestWeights(Eval(best="a")), torch.zeros(2)
     kept.see({"held_out/a": 1.0}, 1, lambda: {"w": live})
     live += 1
     assert kept.weights["w"].tolist() == [0, 0] and not kept.stopped and kept.told().startswith("kept the weights")
 
 
 def test_what_is_of_another_reward_is_not_taken_from_a_checkpoint():
-    old = Best(Eval(best="a", stop={"reward": "a", "patience": 1}))
+    old = BestWeights(Eval(best="a", stop={"reward": "a", "patience": 1}))
     old.see({"held_out/a": 1.0}, 4, lambda: {"w": torch.ones(1)})
     for named, epoch in (("a", 4), ("b", 0)):
-        new = Best(Eval(best=named, stop={"reward": named, "patience": 2}))
+        new = BestWeights(Eval(best=named, stop={"reward": named, "patience": 2}))
         new.restore(json.loads(json.dumps(old.state())), old.weights)
         assert (new.best.epoch, new.stop.epoch, bool(new.weights)) == (epoch, epoch, named == "a")
 

@@ -23,9 +23,9 @@ from tests.helpers import tiny
     (with_parts(preset("ddpo"), {"surrogate": {"type": "Reinforce"}}).loss.surrogate, 1e-5),
 ])
 def test_limits_by_hand(surrogate, limit):
-    explorer = SimpleNamespace(processes=Processes())  # nothing is replayed here
-    assert FirstRatio(explorer, surrogate, exact=1e-6).limit == 1e-6
-    assert FirstRatio(explorer, surrogate, exact=None).limit == pytest.approx(limit)
+    rollouts = SimpleNamespace(processes=Processes())  # nothing is replayed here
+    assert FirstRatio(rollouts, surrogate, exact=1e-6).limit == 1e-6
+    assert FirstRatio(rollouts, surrogate, exact=None).limit == pytest.approx(limit)
 
 
 def test_what_no_rounding_makes_stops_a_run_below_fp32_too():

@@ -19,7 +19,7 @@ from flowgrpo.samplers.text.decoding import Unmasking
 from flowgrpo.storage import checkpoint
 from flowgrpo.train import decisions
 from flowgrpo.training.critic import NoCritic
-from flowgrpo.training.metrics import Stats
+from flowgrpo.training.metrics import UpdateStats
 from tests.helpers import tiny_dna
 from tests.helpers import tiny_text as tiny
 from tests.helpers.tables import close, draw, f64
@@ -176,9 +176,9 @@ def test_a_head_of_zeros_leaves_the_gradient_that_completions_have():
         parts = own.critic(parts, asked)
         assert parts[0].advantages[0].ndim == (2 if critic else 1)
         own.optimizer.zero_grad()
-        own.anchor.begin(0, 1)
+        own.kl_reference.begin(0, 1)
         for part in parts:
-            own.backward(part, asked, {0: 1.0}, decisions(parts, own.method.loss.reduction), Stats())
+            own.backward(part, asked, {0: 1.0}, decisions(parts, own.method.loss.reduction), UpdateStats())
         found.append(torch.cat([each.grad.flatten() for each in own.policy.weights.parameters()]))
     assert found[0].norm() > 0
     torch.testing.assert_close(found[0], found[1], rtol=1e-5, atol=1e-8)

@@ -112,7 +112,7 @@ def test_samples_have_the_form_of_those_of_a_run():
     [call], [further] = seen.calls, watched.calls
     assert call.prompts == tiny.PROMPTS[:2] and further.prompts == ["held out", "the other"]
     assert further.metadata == [{"kind": "held"}, {}]
-    own = trainer.explorer.conditioning(trainer.prompts[:2])
+    own = trainer.rollouts.conditioning(trainer.prompts[:2])
     real = trainer.policy.generate(own, trainer.policy.generators([0, 1]), 2, 1.0)
     assert call.outputs.shape == real.shape and call.outputs.dtype == real.dtype and call.outputs.device == real.device
     assert 0 <= call.outputs.min() < call.outputs.max() <= 1 and not torch.equal(*call.outputs)

@@ -23,7 +23,7 @@ from flowgrpo.policies.language.teacher import Teachers
 from flowgrpo.policies.language.text_weights import TextWeights
 from flowgrpo.policies.weights.checkpointing import recompute
 from flowgrpo.samplers.text.decoding import Decoding, Draw, decided, score, uniforms
-from flowgrpo.samplers.text.records import Asked, Sampled
+from flowgrpo.samplers.text.records import SampledCompletions, TokenizedPrompts
 from flowgrpo.types import Completion, Completions, Scored, wide
 
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -69,11 +69,11 @@ class CausalLM:
 
     # --- prompts and samples -----------------------------------------------------------------------------------------
 
-    def encode(self, prompts: list[str], negatives: Sequence[str] = (), images: Sequence[Any] = ()) -> Asked:
+    def encode(self, prompts: list[str], negatives: Sequence[str] = (), images: Sequence[Any] = ()) -> TokenizedPrompts:
         """Tokenize the prompts, in the chat template if configured. Raises UserError for a reference image."""
         if any(image is not None for image in images):
             raise UserError(f"{type(self.model).__name__} takes no image, but a prompt brings one: leave it out")
-        return Asked(list(prompts), [self._tokens(prompt) for prompt in prompts])
+        return TokenizedPrompts(list(prompts), [self._tokens(prompt) for prompt in prompts])
 
     def _tokens(self, prompt: str) -> Tensor:
         text, has = self.text, bool(getattr(self.tokenizer, "chat_template", None))
@@ -108,8 +108,8 @@ class CausalLM:
                                 "text.max_tokens, or shorten the prompt")
 
     @torch.no_grad()
-    def sample(self, asked: Asked, decoding: Decoding, generators: Sequence[torch.Generator], greedy: Tensor
-               ) -> Sampled:
+    def sample(self, asked: TokenizedPrompts, decoding: Decoding, generators: Sequence[torch.Generator], greedy: Tensor
+               ) -> SampledCompletions:
         """Sample a completion of each row from its own generator; greedy: bool [B], rows of most likely tokens.
 
         The tokens of a row depend on its generator alone, not on other rows.
@@ -127,33 +127,33 @@ class CausalLM:
         texts = self.written(made, mask)
         short = 0, most - made.shape[1]
         logp = draw.log_probs().masked_fill(~mask, 0.0)
-        return Sampled(*(pad(each, short).cpu() for each in (made, logp, mask)), cut.cpu(), texts)
+        return SampledCompletions(*(pad(each, short).cpu() for each in (made, logp, mask)), cut.cpu(), texts)
 
     def written(self, ids: Tensor, mask: Tensor) -> list[Completion]:
         """Return the texts of ids [B,L] where mask is true."""
         texts = self.tokenizer.batch_decode([row[at] for row, at in zip(ids, mask)], skip_special_tokens=True)
         return [Completion(text, count) for text, count in zip(texts, mask.sum(1).tolist())]
 
-    def generate(self, asked: Asked, generators: Sequence[torch.Generator], *_) -> list[Completion]:
+    def generate(self, asked: TokenizedPrompts, generators: Sequence[torch.Generator], *_) -> list[Completion]:
         """Return completions for evaluation: at `text.eval_temperature`."""
         warm = self.text.eval_temperature
         greedy = torch.full((len(asked.ids),), not warm)
         return self.sample(asked, Decoding(warm or 1.0), generators, greedy).texts
 
-    def _left_padded(self, asked: Asked) -> tuple[Tensor, Tensor]:
+    def _left_padded(self, asked: TokenizedPrompts) -> tuple[Tensor, Tensor]:
         """Return ids and mask, int64 [B,S] both, padded on the left, since a completion follows the prompt."""
         longest = max(len(ids) for ids in asked.ids)
         ids = torch.stack([pad(each, (longest - len(each), 0), value=self.padding) for each in asked.ids])
         mask = torch.stack([pad(torch.ones_like(each), (longest - len(each), 0)) for each in asked.ids])
         return ids.to(self.device), mask.to(self.device)
 
-    def _beside(self, asked: Asked, length: int, before: bool = False) -> dict[str, Tensor]:
+    def _beside(self, asked: TokenizedPrompts, length: int, before: bool = False) -> dict[str, Tensor]:
         """Return the model's inputs besides tokens [B,length], padded before or behind the prompts; none for texts."""
         return {}
 
     # --- replay ------------------------------------------------------------------------------------------------------
 
-    def log_probs(self, asked: Asked, prompts: Tensor, ids: Tensor, mask: Tensor, decoding: Decoding,
+    def log_probs(self, asked: TokenizedPrompts, prompts: Tensor, ids: Tensor, mask: Tensor, decoding: Decoding,
                   entropy: bool = False) -> Scored:
         """Return the score [B,L] of completions ids [B,L] of the prompts [B] (indices in `asked`), 0 where mask is
         false, with gradients where they are enabled; with `entropy`, the entropies too."""
@@ -172,12 +172,12 @@ class CausalLM:
                        for each in (found.unbind(1) if entropy else [found]))
         return Scored(logp, mask.to(self.device), entropy=rest[0] if rest else None)
 
-    def states_before(self, asked: Asked, ids: Tensor) -> Tensor:
+    def states_before(self, asked: TokenizedPrompts, ids: Tensor) -> Tensor:
         """Return the states [B,L,H] before each token of the completions ids [B,L], the inputs of its distribution."""
         with self._arithmetic():
             return self._whole(asked, ids)
 
-    def _whole(self, asked: Asked, ids: Tensor) -> Tensor:
+    def _whole(self, asked: TokenizedPrompts, ids: Tensor) -> Tensor:
         """Return the states [B,L,H] before each token of the completions ids [B,L], every row read from its start."""
         inputs, places = self._joined(asked, ids)
         states = self.model.base_model(input_ids=inputs, use_cache=False,
@@ -185,7 +185,8 @@ class CausalLM:
         return states.gather(1, places[..., None].expand(-1, -1, states.shape[2]))
 
     @torch.no_grad()
-    def hidden(self, asked: Asked, taken: Completions, decoding: Decoding, together: int) -> tuple[Tensor, Tensor]:
+    def hidden(self, asked: TokenizedPrompts, taken: Completions, decoding: Decoding, together: int
+               ) -> tuple[Tensor, Tensor]:
         """Return the last hidden states [k,H], float32 or wider, of the k counted tokens, row by row, and the steps of
         all tokens, int64 [m,L]: every place is one."""
         found = []
@@ -200,7 +201,7 @@ class CausalLM:
         """H, the size of a hidden state."""
         return self.model.get_input_embeddings().weight.shape[1]
 
-    def _joined(self, asked: Asked, ids: Tensor) -> tuple[Tensor, Tensor]:
+    def _joined(self, asked: TokenizedPrompts, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Return prompts and completions [B,S], padded on the right, where it has no effect, and the indices [B,L] of
         the states that predict the completions' tokens."""
         lengths = torch.tensor([len(each) for each in asked.ids], device=self.device)
@@ -208,7 +209,7 @@ class CausalLM:
         inputs = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=self.padding)
         return inputs, lengths[:, None] - 1 + torch.arange(ids.shape[1], device=self.device)
 
-    def _behind_prefixes(self, asked: Asked, of: Tensor, ids: Tensor) -> Tensor:
+    def _behind_prefixes(self, asked: TokenizedPrompts, of: Tensor, ids: Tensor) -> Tensor:
         """`_whole` for completions [B,L] of the prompts `of` [B], each read once: a group's shared prefix is computed
         once, and its gradient is the sum of theirs (Prefix Grouper, 2506.05433)."""
         inputs, mask = self._left_padded(asked)
@@ -227,12 +228,13 @@ class CausalLM:
                       use_cache=True).last_hidden_state
         return torch.cat([first, states], 1)
 
-    def _positions(self, asked: Asked, inputs: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    def _positions(self, asked: TokenizedPrompts, inputs: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
         """Return positions of the left-padded prompts' tokens [P,S], and of the first one behind each prompt [P,1]."""
         positions = (mask.cumsum(1) - 1).clamp(min=0)
         return positions, positions[:, -1:] + 1
 
-    def _by_logits(self, asked: Asked, ids: Tensor, kept: Tensor, decoding: Decoding, entropy: bool) -> Tensor:
+    def _by_logits(self, asked: TokenizedPrompts, ids: Tensor, kept: Tensor, decoding: Decoding, entropy: bool
+                   ) -> Tensor:
         """Return log p [n] from the model's own logits, all held in memory: for models that do more than their head."""
         inputs, places = self._joined(asked, ids)
         logits = self.model(input_ids=inputs, use_cache=False, **self._beside(asked, inputs.shape[1])).logits
@@ -240,7 +242,7 @@ class CausalLM:
         return score(logits[rows[kept], places[kept]], lambda logits: logits, ids[kept], decoding, entropy=entropy)
 
     @torch.no_grad()
-    def head_alone(self, asked: Asked) -> bool:
+    def head_alone(self, asked: TokenizedPrompts) -> bool:
         """True if the model's logits are its head applied to its states: determined by a trial, once."""
         if self._head_alone is None:
             before, ids = self.evaluations, asked.ids[0][None].to(self.device)
@@ -252,7 +254,7 @@ class CausalLM:
         return self._head_alone
 
     @torch.no_grad()
-    def shares(self, asked: Asked) -> bool:
+    def shares(self, asked: TokenizedPrompts) -> bool:
         """True if completions can be read behind a prompt's cache, by a trial, once; not with gradient
         checkpointing."""
         if self._shares is None:
@@ -260,7 +262,7 @@ class CausalLM:
                                                                          asked.ids[0][:3])
         return self._shares
 
-    def _try_prefixes(self, asked: Asked, text: Tensor) -> bool:
+    def _try_prefixes(self, asked: TokenizedPrompts, text: Tensor) -> bool:
         """Try one prompt, and twice the tokens `text` behind it."""
         before, ids = self.evaluations, text.repeat(2, 1).to(self.device)
         try:

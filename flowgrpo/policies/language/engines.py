@@ -25,7 +25,7 @@ from flowgrpo.errors import UserError
 from flowgrpo.extras import needed
 from flowgrpo.policies.language.causal_lm import CausalLM
 from flowgrpo.samplers.text.decoding import Decoding
-from flowgrpo.samplers.text.records import Asked, Sampled
+from flowgrpo.samplers.text.records import SampledCompletions, TokenizedPrompts
 from flowgrpo.starter import FOLDERS
 
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # supported by vLLM
@@ -65,8 +65,8 @@ class Copy:
         """Take over the weights, rounded."""
         self.own.weights.load({key: parameter.detach() for key, parameter in policy.weights.named.items()})
 
-    def sample(self, asked: Asked, decoding: Decoding, generators: Sequence[torch.Generator], greedy: Tensor
-               ) -> Sampled:
+    def sample(self, asked: TokenizedPrompts, decoding: Decoding, generators: Sequence[torch.Generator], greedy: Tensor
+               ) -> SampledCompletions:
         """As in `CausalLM`, with the copy's log-probabilities."""
         return self.own.sample(asked, decoding, generators, greedy)
 
@@ -104,8 +104,8 @@ class VLLM:
         shutil.rmtree(folder.parent / str(self.number - 1), ignore_errors=True)
         self.request = LoRARequest(lora_name=f"epoch-{self.number}", lora_int_id=self.number, lora_path=str(folder))
 
-    def sample(self, asked: Asked, decoding: Decoding, generators: Sequence[torch.Generator], greedy: Tensor
-               ) -> Sampled:
+    def sample(self, asked: TokenizedPrompts, decoding: Decoding, generators: Sequence[torch.Generator], greedy: Tensor
+               ) -> SampledCompletions:
         """As in `CausalLM`, with vLLM's tokens and log-probabilities; a row is drawn from its generator's seed."""
         prompts = [{"prompt_token_ids": ids.tolist()} for ids in asked.ids]
         settings = [self._settings(decoding, generator.initial_seed(), bool(first))
@@ -151,9 +151,11 @@ def drawn(made: Sequence[Any]) -> list[tuple[list[int], list[float]]]:
     return found
 
 
-def packed(policy: CausalLM, rows: Sequence[tuple[Sequence[int], Sequence[float]]]) -> Sampled:
-    """Return an engine's completions, (tokens, log-probabilities) each, as the policy's `Sampled`; tokens behind an end
-    are dropped."""
+def packed(policy: CausalLM, rows: Sequence[tuple[Sequence[int], Sequence[float]]]) -> SampledCompletions:
+    """Return an engine's completions, (tokens, log-probabilities) each, as the policy's `SampledCompletions`.
+
+    Tokens behind an end are dropped.
+    """
     most = policy.text.max_tokens
     ids = torch.full((len(rows), most), policy.padding)
     logp, mask = torch.zeros(ids.shape), torch.zeros(ids.shape, dtype=torch.bool)
@@ -163,4 +165,4 @@ def packed(policy: CausalLM, rows: Sequence[tuple[Sequence[int], Sequence[float]
         count = min(len(tokens) if end is None else end + 1, most)
         ids[row, :count], logp[row, :count] = torch.tensor(tokens[:count]), torch.tensor(values[:count])
         mask[row, :count], cut[row] = True, end is None or end >= most
-    return Sampled(ids, logp, mask, cut, policy.written(ids, mask))
+    return SampledCompletions(ids, logp, mask, cut, policy.written(ids, mask))

@@ -24,7 +24,7 @@ from flowgrpo.policies.language import causal_lm
 from flowgrpo.policies.language.causal_lm import CausalLM
 from flowgrpo.samplers.text.decoding import Unmasking, decided, drawn, score, uniforms
 from flowgrpo.samplers.text.gumbel_softmax import GumbelSoftmax, walk
-from flowgrpo.samplers.text.records import Asked, Sampled
+from flowgrpo.samplers.text.records import SampledCompletions, TokenizedPrompts
 from flowgrpo.types import Completion, Scored, Traces, wide
 
 # Names in the Llama family and Dream, LLaDA (its `ff_out` is its head too), BERT and ModernBERT.
@@ -33,9 +33,8 @@ SHIFTED = ("dream",)  # families derived from causal models: logits at a place a
 
 
 @dataclass(frozen=True, eq=False)
-class SampledTrace(Sampled):
-    """`Sampled` with steps, int64 [B,L], at which each token was drawn; logp is the replay's, at the kernel's
-    `shrink`."""
+class SampledTrace(SampledCompletions):
+    """Completions with the steps, int64 [B,L], at which each token was drawn; logp is the replay's, at `shrink`."""
 
     steps: Tensor
 
@@ -68,8 +67,8 @@ class MaskedLM(CausalLM):
     # --- samples -----------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def sample(self, asked: Asked, unmasking: Unmasking, generators: Sequence[torch.Generator], greedy: Tensor
-               ) -> SampledTrace:
+    def sample(self, asked: TokenizedPrompts, unmasking: Unmasking, generators: Sequence[torch.Generator],
+               greedy: Tensor) -> SampledTrace:
         """Sample an answer to each row from its own generator; greedy: bool [B], rows that take the most likely
         tokens."""
         count, most = len(asked.ids), self.text.max_tokens
@@ -107,7 +106,7 @@ class MaskedLM(CausalLM):
         """Return zero log-probabilities, shaped as ids."""
         return torch.zeros(ids.shape, dtype=torch.promote_types(self.model.dtype, torch.float32), device=self.device)
 
-    def generate(self, asked: Asked, generators: Sequence[torch.Generator], *_) -> list[str]:
+    def generate(self, asked: TokenizedPrompts, generators: Sequence[torch.Generator], *_) -> list[str]:
         """Return answers for evaluation: at `text.eval_temperature`, without cuts."""
         warm, own = self.text.eval_temperature, self.unmasking
         greedy = torch.full((len(asked.ids),), not warm)
@@ -116,8 +115,8 @@ class MaskedLM(CausalLM):
 
     # --- replay ------------------------------------------------------------------------------------------------------
 
-    def log_probs(self, asked: Asked, prompts: Tensor, ids: Tensor, mask: Tensor, unmasking: Unmasking, steps: Tensor,
-                  together: int, entropy: bool = False) -> Scored:
+    def log_probs(self, asked: TokenizedPrompts, prompts: Tensor, ids: Tensor, mask: Tensor, unmasking: Unmasking,
+                  steps: Tensor, together: int, entropy: bool = False) -> Scored:
         """Return the score [b,L] of traces (ids, steps [b,L]) of the prompts [b] (indices in `asked`), 0 where mask is
         false.
 
@@ -133,13 +132,14 @@ class MaskedLM(CausalLM):
         return Scored(logp, mask, entropy=rest[0] if rest else None)
 
     @torch.no_grad()
-    def hidden(self, asked: Asked, taken: Traces, unmasking: Unmasking, together: int) -> tuple[Tensor, Tensor]:
+    def hidden(self, asked: TokenizedPrompts, taken: Traces, unmasking: Unmasking, together: int
+               ) -> tuple[Tensor, Tensor]:
         """`CausalLM.hidden`, each token's in its own state."""
         return (self._in_states(self._hidden, asked, taken.prompts, taken.ids, taken.old.mask, unmasking, taken.steps,
                                 together), unmasking.scorings(taken.steps, taken.ids.shape[1]))
 
-    def _in_states(self, evaluate: Callable[..., Tensor], asked: Asked, prompts: Tensor, ids: Tensor, mask: Tensor,
-                   unmasking: Unmasking, steps: Tensor, together: int) -> Tensor:
+    def _in_states(self, evaluate: Callable[..., Tensor], asked: TokenizedPrompts, prompts: Tensor, ids: Tensor,
+                   mask: Tensor, unmasking: Unmasking, steps: Tensor, together: int) -> Tensor:
         """Return `evaluate`, called as `_score`, of the k tokens where mask is true, each in its own state: [k,...],
         row by row."""
         ids, mask = ids.to(self.device), mask.to(self.device)
@@ -177,8 +177,8 @@ class MaskedLM(CausalLM):
 
     # --- a reward's gradient -----------------------------------------------------------------------------------------
 
-    def relaxed(self, asked: Asked, prompts: Tensor, generators: Sequence[torch.Generator], unmasking: Unmasking,
-                part: GumbelSoftmax, base: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    def relaxed(self, asked: TokenizedPrompts, prompts: Tensor, generators: Sequence[torch.Generator],
+                unmasking: Unmasking, part: GumbelSoftmax, base: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Return answers [b,L,V], one-hot, of the prompts [b] (indices in `asked`), and the KL [b] of their process to
         that of the weights `base`, by name as in `weights.named`.
 
@@ -243,12 +243,12 @@ class MaskedLM(CausalLM):
         """Return logits without the mask token, which is not an answer."""
         return logits.index_fill(-1, torch.tensor([self.mask], device=logits.device), -torch.inf)
 
-    def _together(self, asked: Asked, rows: Tensor) -> Tensor:
+    def _together(self, asked: TokenizedPrompts, rows: Tensor) -> Tensor:
         """Return the prompts `rows` [n], all of one length: [n,S]."""
         return torch.stack([asked.ids[i] for i in rows.tolist()]).to(self.device)
 
     @staticmethod
-    def _by_length(asked: Asked, prompts: Tensor) -> list[Tensor]:
+    def _by_length(asked: TokenizedPrompts, prompts: Tensor) -> list[Tensor]:
         """Return the indices in `prompts` (int64 [n]), grouped by their prompts' lengths."""
         lengths = torch.tensor([len(asked.ids[i]) for i in prompts.tolist()])
         return [(lengths == length).nonzero()[:, 0] for length in lengths.unique().tolist()]

@@ -7,11 +7,11 @@ from pathlib import Path
 import torch
 
 from flowgrpo.log import quiet
-from flowgrpo.policies.weights.trainable import Weights
+from flowgrpo.policies.weights.trainable import TrainableWeights
 from flowgrpo.storage import paths
 
 
-class TextWeights(Weights):
+class TextWeights(TrainableWeights):
     """Trainable weights of a language model: a LoRA, or all, in the files that transformers and peft read.
 
     pipe: its tokenizer or processor, which is saved with all weights.

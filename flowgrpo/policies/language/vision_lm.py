@@ -20,7 +20,7 @@ from flowgrpo.errors import UserError
 from flowgrpo.policies.language.causal_lm import TARGETS, CausalLM
 from flowgrpo.policies.language.load import load_causal_lm
 from flowgrpo.samplers.text.decoding import Decoding
-from flowgrpo.samplers.text.records import Asked
+from flowgrpo.samplers.text.records import TokenizedPrompts
 from flowgrpo.types import Scored
 
 # Configuration keys of the placeholder tokens of an image, a video or a sound.
@@ -28,7 +28,7 @@ PLACEHOLDERS = ("image_token_id", "image_token_index", "video_token_id", "video_
 
 
 @dataclass(frozen=True, eq=False)
-class Shown(Asked):
+class Shown(TokenizedPrompts):
     """Prompts with their images, by the processor's names of the model's inputs.
 
     by_token: values [S,...] of each token.

@@ -1,6 +1,6 @@
 """Calls of a pipeline with our scheduler in the place of its own: its loop, its guidance and its packing stay its own.
 
-A `Task` of the scheduler (samplers/scheduler.py) states the steps of a call. The file also finds the argument that
+A `Segment` of the scheduler (samplers/scheduler.py) states the steps of a call. The file also finds the argument that
 sets a pipeline's guidance scale, and ends a call as soon as its scheduler knows its steps.
 """
 
@@ -19,10 +19,10 @@ import torch
 from flowgrpo.policies.generators import generators, seeded
 from flowgrpo.policies.pipelines.conditioning import Conditioning
 from flowgrpo.policies.pipelines.cpu_attention import plain_on_cpu
-from flowgrpo.policies.pipelines.encoder_cache import Memo
-from flowgrpo.policies.pipelines.idle_steps import Idle
+from flowgrpo.policies.pipelines.encoder_cache import EncoderCache
+from flowgrpo.policies.pipelines.idle_steps import IdleSteps
 from flowgrpo.policies.pipelines.load import denoisers
-from flowgrpo.samplers.scheduler import PolicyScheduler, Record, Task
+from flowgrpo.samplers.scheduler import PolicyScheduler, Segment, StepRecord
 
 
 @contextlib.contextmanager
@@ -61,7 +61,7 @@ def _placed(stock: type, device: torch.device) -> type:
     return type(stock.__name__, (stock,), {"_execution_device": device, "__module__": stock.__module__})
 
 
-class Driver:
+class PipelineCall:
     """A diffusers pipeline that is called for tasks, or, without one, with its own scheduler.
 
     call: arguments of every call; device, dtype: of the arithmetic; trained: names of modules whose weights change, so
@@ -81,9 +81,9 @@ class Driver:
         if strength:  # these pipelines cannot do without a step
             self.scheduler.quirk = replace(self.scheduler.quirk, idle=1)
         self.denoisers = denoisers(pipe)
-        self._memo = Memo({name: part for name, part in pipe.components.items() if isinstance(part, torch.nn.Module)
-                           and name not in self.denoisers and name not in trained})
-        self._idle = Idle(self.scheduler, self.denoisers, skipped)
+        self._memo = EncoderCache({name: part for name, part in pipe.components.items() if isinstance(part, torch.nn.Module)
+                                   and name not in self.denoisers and name not in trained})
+        self._idle = IdleSteps(self.scheduler, self.denoisers, skipped)
         self.loads: bool | None = None  # whether a state has to be put in place by an idle step; known once it is tried
 
     def try_loading(self, first: Callable[..., torch.Tensor]) -> None:
@@ -100,7 +100,7 @@ class Driver:
         if self.loads and not self.scheduler.quirk.idle:
             self.scheduler.quirk = replace(self.scheduler.quirk, idle=1)
 
-    def __call__(self, conditioning: Conditioning, task: Task | None, guidance: float, **options):
+    def __call__(self, conditioning: Conditioning, task: Segment | None, guidance: float, **options):
         """Call the pipeline, once, or for each row where it takes one alone, or their pictures differ in size: (what it
         returns, the task's record)."""
         if not conditioning.apart and not conditioning.mixed:
@@ -112,9 +112,9 @@ class Driver:
                    for key, value in options.items()}
             found.append(self.once(row, task and task.row(i), _cached(row), guidance, **own))
         outs, records = zip(*found)
-        return torch.cat(outs), task and Record.joined(records)
+        return torch.cat(outs), task and StepRecord.joined(records)
 
-    def once(self, conditioning: Conditioning, task: Task | None, encode: Callable, guidance: float, *, x0=None,
+    def once(self, conditioning: Conditioning, task: Segment | None, encode: Callable, guidance: float, *, x0=None,
              **options):
         """One call of the pipeline with our scheduler (without a task: its own) and with `encode` for the prompts."""
         pipe, record = self.pipe, None
@@ -147,7 +147,7 @@ class Driver:
         kept = not self.loads and torch.is_tensor(out) and last is not None and out.shape == last.shape
         return (out if last is None or kept else last), record
 
-    def _announced(self, task: Task) -> dict[str, Any]:
+    def _announced(self, task: Segment) -> dict[str, Any]:
         """Return the call's number of steps.
 
         A strength below 1 leaves out the first steps. The call then gets twice as many and a strength of 0.5, so that
@@ -159,12 +159,12 @@ class Driver:
             return {"num_inference_steps": 2 * steps, "strength": 0.5}
         return {"num_inference_steps": max(steps, 2)}  # some pipelines divide by one less
 
-    def _idling(self, task: Task | None):
+    def _idling(self, task: Segment | None):
         # The first calls have no idle step, but show what the denoisers return.
         watched = task is not None and (self.scheduler.idle or self.loads is None)
         return self._idle() if watched else contextlib.nullcontext()
 
-    def _remembering(self, task: Task | None, inputs: dict[str, Any]):
+    def _remembering(self, task: Segment | None, inputs: dict[str, Any]):
         return self._memo() if task is not None and inputs else contextlib.nullcontext()
 
     def arithmetic(self):

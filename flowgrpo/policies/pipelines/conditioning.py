@@ -85,7 +85,7 @@ def _rows(value: torch.Tensor | list[Any], picked: list[int]) -> torch.Tensor | 
     return value[queued(torch.tensor(picked), value.device)] if torch.is_tensor(value) else [value[i] for i in picked]
 
 
-class Encoder:
+class PromptCache:
     """policy.encode with a memory, on disk with a `folder`: `encoder(prompts, negatives) -> Conditioning`."""
 
     def __init__(self, policy, folder: Path | None = None):

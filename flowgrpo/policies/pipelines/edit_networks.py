@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from flowgrpo.config.sections import Adapter
 from flowgrpo.errors import UserError
 from flowgrpo.policies.pipelines.conditioning import Conditioning
-from flowgrpo.policies.weights.trainable import Weights
+from flowgrpo.policies.weights.trainable import TrainableWeights
 from flowgrpo.samplers.latent_edits import Edit
 from flowgrpo.storage import paths
 
@@ -123,7 +123,7 @@ class Editor:
         return torch.func.functional_call(network, {key: p.detach() for key, p in network.named_parameters()}, inputs)
 
 
-class EditWeights(Weights):
+class EditWeights(TrainableWeights):
     """The weights of an editor's networks; their reference is their start, where no edit is made."""
 
     def __init__(self, editor: Editor):

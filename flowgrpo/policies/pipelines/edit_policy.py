@@ -15,7 +15,7 @@ from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
 from flowgrpo.samplers import latent_edits
 from flowgrpo.samplers.grids import make_grid
 from flowgrpo.samplers.latent_edits import Edit
-from flowgrpo.samplers.scheduler import Task
+from flowgrpo.samplers.scheduler import Segment
 
 
 class EditPolicy(PipelinePolicy):
@@ -39,7 +39,7 @@ class EditPolicy(PipelinePolicy):
         """The channels of a final latent's tokens and of the prompts'."""
         before, conditioning = self.evaluations, self.encode([""])
         grid, timesteps = make_grid("shifted", 4, 1.0, self.stock, self.strength)
-        x, _ = self.run(Task(grid, range(1), timesteps=timesteps), conditioning, None, self.generators([0]))
+        x, _ = self.run(Segment(grid, range(1), timesteps=timesteps), conditioning, None, self.generators([0]))
         self.evaluations = before
         return tokens(x).shape[-1], prompt_tokens(conditioning).shape[-1]
 

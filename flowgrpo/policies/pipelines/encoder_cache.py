@@ -14,7 +14,7 @@ import torch
 SIZE = 64  # inputs whose encoding is kept
 
 
-class Memo:
+class EncoderCache:
     """A memory of frozen modules: `encode` of those that have one, the forward of the others.
 
     Inside `with memo():` a latent distribution gives its mean in place of a sample, so that a picture has one encoding,

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 
-class Idle:
+class IdleSteps:
     """Denoisers that do not run while their scheduler idles, once a real step has shown what they return."""
 
     def __init__(self, scheduler: Any, denoisers: dict[str, torch.nn.Module], skipped: Callable[[int], None]):

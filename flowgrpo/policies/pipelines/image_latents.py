@@ -11,14 +11,14 @@ from torch import Tensor
 
 from flowgrpo.errors import UserError
 from flowgrpo.policies.pipelines.conditioning import Conditioning
-from flowgrpo.samplers.scheduler import Task
+from flowgrpo.samplers.scheduler import Segment
 
-START = Task(torch.ones(1), range(0))  # no step: what comes is the initial noise
+START = Segment(torch.ones(1), range(0))  # no step: what comes is the initial noise
 WITHIN = {torch.float32: 1e-4}  # how far the two decodings of a latent may be apart in the mean
 ROUNDED = 0.01  # the same of pipelines in half precision
 
 
-class Latents:
+class ImageEncoder:
     """`latents(path, row) -> ([1,*D], [3,H,W])`: the latent of a picture, and the picture in [0, 1] at the run's size.
 
     row: the Conditioning of any one prompt, with which the pipeline says once what it draws: the shape of its latents

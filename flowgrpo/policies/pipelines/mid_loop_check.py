@@ -15,8 +15,8 @@ import torch
 
 from flowgrpo.errors import UserError
 from flowgrpo.samplers.grids import make_grid
-from flowgrpo.samplers.rollout import Exploration
-from flowgrpo.samplers.scheduler import Noise, Record, Task
+from flowgrpo.samplers.rollout import RolloutSpec
+from flowgrpo.samplers.scheduler import Noise, Segment, StepRecord
 from flowgrpo.types import Gaussian
 
 SEED = 1  # of the initial noise: not one of those that an idle step's call draws with
@@ -47,32 +47,33 @@ def require(policy: Any, conditioning: Any, segments: bool = True) -> None:
                     "a model that reads mask and picture as channels")
 
 
-def goes_on(method: Any, explorations: Sequence[Exploration]) -> bool:
+def goes_on(method: Any, explorations: Sequence[RolloutSpec]) -> bool:
     """Return True if a method's calls resume where others ended, as they do if samples share steps."""
     return method.target.follows_reward or any(each.splits or len(each.strides) > 1 for each in explorations)
 
 
-def _task(policy: Any, steps: range) -> Task:
+def _task(policy: Any, steps: range) -> Segment:
     """A task of a grid of three steps whose second one records its state and, as its mean, the model output."""
     grid, timesteps = few_steps(policy, 3)  # of two, the second one may see next to no noise
     second = frozenset({1})
-    return Task(grid, steps, lambda x, v, grid, i: Gaussian(v, torch.ones(())), stochastic=second, recorded=second,
-                noise=Noise(policy.generators([SEED])), timesteps=timesteps)
+    return Segment(grid, steps, lambda x, v, grid, i: Gaussian(v, torch.ones(())), stochastic=second, recorded=second,
+                   noise=Noise(policy.generators([SEED])), timesteps=timesteps)
 
 
-def _run(policy: Any, row: Any, steps: range, x: torch.Tensor | None = None, x0: torch.Tensor | None = None) -> Record:
+def _run(policy: Any, row: Any, steps: range, x: torch.Tensor | None = None, x0: torch.Tensor | None = None
+         ) -> StepRecord:
     with torch.no_grad():
         return policy.run(_task(policy, steps), row, x, policy.generators([SEED]) if x is None else None, x0)[1]
 
 
-def _replayed(policy: Any, row: Any, whole: Record) -> float:
+def _replayed(policy: Any, row: Any, whole: StepRecord) -> float:
     task = _task(policy, range(2))
     with torch.no_grad():
         output = policy.replay(row, whole.x[1], task.grid, 1, task.timesteps)
     return _apart(whole.transition[1].mean, output)
 
 
-def _difference(one: Record, two: Record) -> float:
+def _difference(one: StepRecord, two: StepRecord) -> float:
     return max(_apart(one.x[1], two.x[1]), _apart(one.transition[1].mean, two.transition[1].mean))
 
 

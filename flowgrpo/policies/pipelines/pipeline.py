@@ -20,7 +20,7 @@ from flowgrpo.distributed import lockstep
 from flowgrpo.errors import UserError, nearest
 from flowgrpo.methods.adapted import Adapted
 from flowgrpo.policies.generators import generators
-from flowgrpo.policies.pipelines.call import Driver, unlogged, until_set
+from flowgrpo.policies.pipelines.call import PipelineCall, unlogged, until_set
 from flowgrpo.policies.pipelines.conditioning import Conditioning
 from flowgrpo.policies.pipelines.load import trained_modules
 from flowgrpo.policies.pipelines.prompt_encoding import EncodePrompt
@@ -31,9 +31,9 @@ from flowgrpo.policies.weights.checkpointing import checkpoint_blocks, recompute
 from flowgrpo.policies.weights.compiled import compile_blocks
 from flowgrpo.policies.weights.memory_options import Encoders, decode_in_parts
 from flowgrpo.policies.weights.rlg import guided, inside
-from flowgrpo.policies.weights.trainable import Weights
+from flowgrpo.policies.weights.trainable import TrainableWeights
 from flowgrpo.samplers import grids
-from flowgrpo.samplers.scheduler import Record, Task
+from flowgrpo.samplers.scheduler import Segment, StepRecord
 from flowgrpo.starter import FOLDERS
 
 STARTER = FOLDERS["starter"]
@@ -73,14 +73,14 @@ class PipelinePolicy:
         self.checkpointing, self.compiled = checkpointing, compiled
         self.states = self.device if memory.states == "device" else torch.device("cpu")
         trained, self.live = trained_modules(pipe, adapted) if adapter is not None else {}, adapted.encoders
-        self.driver = driver = Driver(pipe, self.call, self.device, self.dtype, trained, self._skipped)
+        self.driver = driver = PipelineCall(pipe, self.call, self.device, self.dtype, trained, self._skipped)
         self.accepts, self.denoisers = driver.accepts, driver.denoisers
         self.stock, self.strength = driver.stock, driver.strength
         self.process = driver.scheduler.process  # flow, or vp for a variance-preserving one
         self.modality, self.unit = modality(pipe), "denoiser evaluations"
         self._check_call()
-        self._trial = Task(torch.tensor([0.9, 0.5]), range(1), replay=True,  # to find out what the pipeline does
-                           timesteps=torch.tensor([900, 500]) if self.process == "vp" else None)
+        self._trial = Segment(torch.tensor([0.9, 0.5]), range(1), replay=True,  # to find out what the pipeline does
+                              timesteps=torch.tensor([900, 500]) if self.process == "vp" else None)
         self.evaluations = 0  # rows that went through a denoiser
         shared_out = sharding.asked(memory.shard)
         # What is shared out comes to the device block by block, and never as a whole.
@@ -94,11 +94,11 @@ class PipelinePolicy:
                 part.eval().requires_grad_(False)
         for name, module in self.denoisers.items():
             self._prepare(name, module)
-        self.weights: Any = Weights(pipe, trained, adapter) if adapter is not None else None
+        self.weights: Any = TrainableWeights(pipe, trained, adapter) if adapter is not None else None
         for module in self.denoisers.values() if shared_out else ():
             sharding.shard(module, self.device, self.weights.parameters())
-        self.turns = lockstep.Turns(self.device, self._accompany) if shared_out else None
-        self._row: tuple[Conditioning, torch.Tensor, Task] | None = None  # one that was sampled last, and how
+        self.turns = lockstep.Lockstep(self.device, self._accompany) if shared_out else None
+        self._row: tuple[Conditioning, torch.Tensor, Segment] | None = None  # one that was sampled last, and how
         for module in self.denoisers.values() if compiled else ():
             compile_blocks(module)
         self.encode_prompt = EncodePrompt(driver, self.encoders, self.live)
@@ -163,7 +163,7 @@ class PipelinePolicy:
         """The grad mode of rollouts: compiled blocks compute as in a replay, and only the graph is dropped."""
         return torch.set_grad_enabled(self.compiled)
 
-    def run(self, task: Task, conditioning: Conditioning, latents=None, generators=None, x0=None):
+    def run(self, task: Segment, conditioning: Conditioning, latents=None, generators=None, x0=None):
         """Run a segment of the grid from `latents` [B,*D], or from noise drawn with `generators` (one per row).
 
         Returns (the last state [B,*D], the record of the task).
@@ -180,7 +180,7 @@ class PipelinePolicy:
         if self.guidance not in self._copies:
             before, twice = self.evaluations, conditioning.rows(torch.tensor([0, 0]))
 
-            def driven(task: Task, **options) -> Record:
+            def driven(task: Segment, **options) -> StepRecord:
                 return self._drive(twice, task, self.guidance, **options)[1]
 
             with self.sampling():
@@ -203,7 +203,7 @@ class PipelinePolicy:
 
     def _replay(self, conditioning: Conditioning, x: torch.Tensor, grid: torch.Tensor, step: int | torch.Tensor,
                 timesteps: torch.Tensor | None) -> torch.Tensor:
-        task = Task(grid, range(1), replay=True, timesteps=timesteps)
+        task = Segment(grid, range(1), replay=True, timesteps=timesteps)
         if torch.is_tensor(step):
             assert self.vector(conditioning), "this pipeline takes one timestep per call"
             task = task.at_rows(step, self._copies[self.guidance])
@@ -228,7 +228,7 @@ class PipelinePolicy:
         self.evaluations = before
         return output
 
-    def unroll(self, task: Task, conditioning: Conditioning, latents: torch.Tensor, checkpointing: bool = False
+    def unroll(self, task: Segment, conditioning: Conditioning, latents: torch.Tensor, checkpointing: bool = False
                ) -> torch.Tensor:
         """The last state [B,*D] of a segment of the grid, as `run` gives it, in one graph of all its steps where
         gradients are enabled. checkpointing: the backward computes every forward of a denoiser again."""
@@ -244,7 +244,7 @@ class PipelinePolicy:
     def picture(self, latents: torch.Tensor, conditioning: Conditioning) -> torch.Tensor:
         """Pictures [B,3,H,W] (or frames [B,F,3,H,W]) in [0, 1], not rounded, with gradients where enabled: the pipeline
         with no steps left to do."""
-        task = Task(torch.zeros(1), range(0))
+        task = Segment(torch.zeros(1), range(0))
         return self._drive(conditioning, task, self.guidance, latents=latents, output_type="pt")[0].float()
 
     @torch.no_grad()
@@ -253,7 +253,7 @@ class PipelinePolicy:
 
         It has the size, type and range of the pipeline's pictures.
         """
-        task = Task(torch.zeros(1), range(0))
+        task = Segment(torch.zeros(1), range(0))
         return self._drive(conditioning, task, self.guidance, generator=generators, output_type="pt")[0].float().cpu()
 
     @torch.no_grad()
@@ -278,7 +278,7 @@ class PipelinePolicy:
             raise UserError(f"train.grid 'stock': {error} (train.grid: shifted asks nothing of the scheduler)"
                             ) from None
 
-    def _drive(self, conditioning: Conditioning, task: Task | None, guidance: float, **options):
+    def _drive(self, conditioning: Conditioning, task: Segment | None, guidance: float, **options):
         """Call the pipeline, whose prompts are encoded anew where that is trained: (what it returns, the record)."""
         self.encoders.leave()
         if self.live and (task is None or task.steps):

@@ -11,10 +11,10 @@ import torch
 
 from flowgrpo.errors import UserError
 from flowgrpo.policies.generators import generators
-from flowgrpo.policies.pipelines.call import Driver
+from flowgrpo.policies.pipelines.call import PipelineCall
 from flowgrpo.policies.pipelines.conditioning import Conditioning, join
 from flowgrpo.policies.weights.memory_options import Encoders
-from flowgrpo.samplers.scheduler import Task
+from flowgrpo.samplers.scheduler import Segment
 
 
 class EncodePrompt:
@@ -23,7 +23,7 @@ class EncodePrompt:
     encoders: which have to be here; live: they are trained (TexForce, 2311.15657), and gradients go through.
     """
 
-    def __init__(self, driver: Driver, encoders: Encoders, live: bool):
+    def __init__(self, driver: PipelineCall, encoders: Encoders, live: bool):
         self.driver, self.encoders, pipe = driver, encoders, driver.pipe
         # Some are written to run without gradients.
         self._encode = inspect.unwrap(type(pipe).encode_prompt).__get__(pipe) if live else pipe.encode_prompt
@@ -97,7 +97,7 @@ class EncodePrompt:
             return found
 
         # Under guidance in either phase the negative embeddings have to be there.
-        self.driver.once(asked, Task(torch.ones(1), range(0)), remember, max(guidance, 2.0),
+        self.driver.once(asked, Segment(torch.ones(1), range(0)), remember, max(guidance, 2.0),
                          generator=generators(range(len(asked.prompts))))
         if not calls:
             raise UserError(f"{type(self.driver.pipe).__name__} does not call its encode_prompt: its conditioning "

@@ -11,7 +11,7 @@ import torch
 
 from flowgrpo.errors import UserError
 from flowgrpo.samplers.grids import make_grid
-from flowgrpo.samplers.scheduler import Task
+from flowgrpo.samplers.scheduler import Segment
 
 # Arguments of a pipeline's call that belong to a prompt.
 PICTURES = ("image", "image_reference", "mask_image", "control_image", "last_image", "video")
@@ -45,7 +45,7 @@ def stay_apart(policy, twice) -> bool:
     """
     pair = replace(twice, inputs={name: [first, other(second)] for name, (first, second) in twice.inputs.items()})
     grid, timesteps = make_grid("shifted", 2, 1.0, policy.stock, policy.strength)
-    task = Task(grid, range(1), timesteps=timesteps)
+    task = Segment(grid, range(1), timesteps=timesteps)
 
     def step(conditioning) -> torch.Tensor:
         seeds = [7] * len(conditioning.prompts)

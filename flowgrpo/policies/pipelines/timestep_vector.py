@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from flowgrpo.samplers.scheduler import Task
+from flowgrpo.samplers.scheduler import Segment
 
 COPIES = (1, 2)  # of the rows in one batch of the denoiser; 2 where guidance doubles it
 EXACT, HALF = 1e-5, 0.03  # largest error, as a share of the largest output: in fp32, in half precision
@@ -15,14 +15,14 @@ SHARE = 0.1  # largest error, as a share of what the wrong step would change
 REFUSALS = (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
 
-def copies(output: Callable[[Task], torch.Tensor], process: str, exact: bool) -> int:
+def copies(output: Callable[[Segment], torch.Tensor], process: str, exact: bool) -> int:
     """Return how often a call's vector of timesteps repeats its rows; 0 if the pipeline takes no vector.
 
     output(task): what two rows give in a replay, [2,*D]. Row 0 at one step and row 1 at another, in one call, have to
     give what calls of a single step give: to float noise, and far closer than the wrong step would.
     """
     grid, times = torch.tensor([0.9, 0.1, 0.0]), torch.tensor([900, 100])
-    whole = Task(grid, range(1), replay=True, timesteps=times if process == "vp" else None)
+    whole = Segment(grid, range(1), replay=True, timesteps=times if process == "vp" else None)
     early, late = output(whole), output(whole.at_step(1))
     wanted, wrong = torch.stack([early[0], late[1]]), torch.stack([late[0], early[1]])
     for count in COPIES:

@@ -5,7 +5,7 @@ small, in fp32 over weights of any precision, and whole on every process. So its
 files are those of an unsharded run.
 
 A block can be collected only if all processes run it. A process with less to replay runs an extra row with the others
-and discards its output: `Turns`.
+and discards its output: `Lockstep`.
 """
 
 from __future__ import annotations

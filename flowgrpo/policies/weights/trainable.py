@@ -44,7 +44,7 @@ def switched_off(layers: Collection[torch.nn.Module]) -> Iterator[None]:
             layer.enable_adapters(True)
 
 
-class Weights:
+class TrainableWeights:
     """Trainable parameters of a pipeline's modules, its denoisers or text encoders.
 
     With `adapter.rank` >= 1 a LoRA by peft, in fp32, its A gaussian and its B zero, so it starts as the base. With rank

@@ -28,7 +28,7 @@ from flowgrpo.rewards.questions.questions import NUMBERS, Question, Writer, of_c
 from flowgrpo.starter.scenes import parse
 
 BY, SCORES = ("vqa", "judge"), ("share", "probability")
-Asked = list[tuple[int, Question]]  # the row of a picture, and a question about it
+TokenizedPrompts = list[tuple[int, Question]]  # the row of a picture, and a question about it
 
 
 class Answering(VqaScore):
@@ -115,7 +115,7 @@ class ByVqa:
     model: VqaScore
     score: str
 
-    def right(self, images: Any, asked: Asked) -> list[float]:
+    def right(self, images: Any, asked: TokenizedPrompts) -> list[float]:
         expected = self._probabilities(images, [(row, each, each.answer) for row, each in asked])
         if self.score == "probability":
             return expected.tolist()
@@ -147,7 +147,7 @@ class ByJudge(Asking):
         if "{question}" not in self._question:
             raise UserError("a judge's template names no {question}, expected it where the question belongs")
 
-    def right(self, images: Any, asked: Asked) -> list[float | Failed]:
+    def right(self, images: Any, asked: TokenizedPrompts) -> list[float | Failed]:
         def question(i: int) -> list[dict[str, Any]]:
             row, each = asked[i]
             text = filled(self._question, question=each.question, choices=", ".join(each.choices))

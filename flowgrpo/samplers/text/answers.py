@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.samplers.text.decoding import Decoding
-from flowgrpo.samplers.text.records import Asked, Sampled
+from flowgrpo.samplers.text.records import SampledCompletions, TokenizedPrompts
 from flowgrpo.types import Completion
 
 KEYS = ("solution", "answer")  # of a prompt's metadata: the first that it has
@@ -22,8 +22,8 @@ def answer_of(prompt: Prompt) -> str | None:
 
 
 @torch.no_grad()
-def with_answers(policy: Any, asked: Asked, prompts: Tensor, at: Tensor, made: Sampled, decoding: Decoding
-                 ) -> Sampled:
+def with_answers(policy: Any, asked: TokenizedPrompts, prompts: Tensor, at: Tensor, made: SampledCompletions,
+                 decoding: Decoding) -> SampledCompletions:
     """Return completions of the prompts [B], with the rows `at` (bool [B]) replaced by their prompts' answers.
 
     An answer has an end token and the policy's log-probabilities. A prompt without an answer, or with too long an

@@ -13,19 +13,19 @@ from torch.nn.functional import pad
 from flowgrpo.errors import UserError
 from flowgrpo.samplers.rollout import Seed
 from flowgrpo.samplers.text.decoding import Decoding, decided
-from flowgrpo.samplers.text.records import Asked, Sampled
+from flowgrpo.samplers.text.records import SampledCompletions, TokenizedPrompts
 from flowgrpo.types import Completions, Segmented
 
 
-def continued(policy: Any, asked: Asked, prefixes: Sequence[Tensor], decoding: Decoding,
-              generators: Sequence[torch.Generator]) -> Sampled:
+def continued(policy: Any, asked: TokenizedPrompts, prefixes: Sequence[Tensor], decoding: Decoding,
+              generators: Sequence[torch.Generator]) -> SampledCompletions:
     """Return one completion per row that begins with its prefix: B whole completions of at most `text.max_tokens`
     tokens.
 
     A prefix is int64, shorter than `text.max_tokens`, without an end. At its tokens logp is 0 and mask is true.
     Raises UserError for prompts with images.
     """
-    if type(asked) is not Asked:
+    if type(asked) is not TokenizedPrompts:
         raise UserError("the method continues completions from the middle, for which prompts with pictures are not "
                         "made: use another method")
     ids = [torch.cat(both) for both in zip(asked.ids, prefixes)]
@@ -36,11 +36,11 @@ def continued(policy: Any, asked: Asked, prefixes: Sequence[Tensor], decoding: D
              for (first, none), rest, logp in zip(behind, made.ids, made.logp)]
     ids, logp = (torch.stack([pad(each, (0, most - len(each))) for each in column]) for column in zip(*whole))
     mask, cut = decided(ids, policy.ends)
-    return Sampled(ids, logp.masked_fill(~mask, 0.0), mask, cut, policy.written(ids, mask))
+    return SampledCompletions(ids, logp.masked_fill(~mask, 0.0), mask, cut, policy.written(ids, mask))
 
 
 @torch.no_grad()
-def alternatives(policy: Any, asked: Asked, ids: Tensor, mask: Tensor, decoding: Decoding
+def alternatives(policy: Any, asked: TokenizedPrompts, ids: Tensor, mask: Tensor, decoding: Decoding
                  ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the most likely other token at each place of completions [B,L], its log-probability, and the largest one.
 
@@ -62,7 +62,7 @@ def alternatives(policy: Any, asked: Asked, ids: Tensor, mask: Tensor, decoding:
     return tokens, logp, likeliest
 
 
-def segmented(policy: Any, asked: Asked, taken: Completions, segments: Tensor,
+def segmented(policy: Any, asked: TokenizedPrompts, taken: Completions, segments: Tensor,
               starts: Sequence[tuple[int, int, int]], samples: int, decoding: Decoding, seed: Seed, group: int,
               micro_batch: int, judge: Callable[[list[str], int, Tensor], Tensor]) -> Segmented:
     """Return the completions, whole groups, with the values of the states before their segments.

@@ -20,7 +20,7 @@ from torch import Tensor
 from flowgrpo.errors import UserError
 
 if TYPE_CHECKING:
-    from flowgrpo.samplers.text.records import Asked, Sampled
+    from flowgrpo.samplers.text.records import SampledCompletions, TokenizedPrompts
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,8 @@ class Parallel:
 
     causal, leaves = False, 1
 
-    def __call__(self, policy: Any, asked: Asked, kernel: Any, generators: Sequence[torch.Generator], greedy: Tensor,
-                 group: int, micro_batch: int) -> list[Sampled]:
+    def __call__(self, policy: Any, asked: TokenizedPrompts, kernel: Any, generators: Sequence[torch.Generator],
+                 greedy: Tensor, group: int, micro_batch: int) -> list[SampledCompletions]:
         return [policy.sample(asked.rows(at), kernel, [generators[i] for i in at], greedy[at])
                 for at in torch.arange(len(generators)).split(micro_batch)]
 
@@ -48,8 +48,8 @@ class Serial:
     close: str = "</think>"
     causal, leaves = True, 1
 
-    def __call__(self, policy: Any, asked: Asked, kernel: Any, generators: Sequence[torch.Generator], greedy: Tensor,
-                 group: int, micro_batch: int) -> list[Sampled]:
+    def __call__(self, policy: Any, asked: TokenizedPrompts, kernel: Any, generators: Sequence[torch.Generator],
+                 greedy: Tensor, group: int, micro_batch: int) -> list[SampledCompletions]:
         exit, most = self._exit(policy), policy.text.max_tokens
         whole = torch.arange(group - 1, len(generators), group)
         leaders = joined([policy.sample(asked.rows(at), kernel, [generators[i] for i in at], greedy[at])
@@ -80,8 +80,8 @@ class Serial:
         return ids
 
     @staticmethod
-    def _left(policy: Any, asked: Asked, kernel: Any, generators: Sequence[torch.Generator], ids: Tensor, logp: Tensor,
-              places: Tensor, exit: Tensor) -> Sampled:
+    def _left(policy: Any, asked: TokenizedPrompts, kernel: Any, generators: Sequence[torch.Generator], ids: Tensor,
+              logp: Tensor, places: Tensor, exit: Tensor) -> SampledCompletions:
         """Return answers of thoughts ids [b,L], with their logp [b,L], that exit at `places` [b]."""
         from flowgrpo.samplers.text.continuations import continued
 
@@ -102,14 +102,14 @@ def thought(policy: Any, ids: Tensor, close: str) -> int:
     return next((at for at in range(length) if own[at:at + len(mark)] == mark), length) if mark else length
 
 
-def joined(pieces: Sequence[Sampled]) -> Sampled:
+def joined(pieces: Sequence[SampledCompletions]) -> SampledCompletions:
     """Concatenate samples."""
     ids, logp, mask, cut = (torch.cat([getattr(each, name) for each in pieces]) for name in ("ids", "logp", "mask",
                                                                                               "cut"))
     return type(pieces[0])(ids, logp, mask, cut, [text for each in pieces for text in each.texts])
 
 
-def ordered(made: Sampled, order: Tensor) -> Sampled:
+def ordered(made: SampledCompletions, order: Tensor) -> SampledCompletions:
     """Return the samples at the indices `order`, int64 [n], which may repeat or omit some."""
     return type(made)(made.ids[order], made.logp[order], made.mask[order], made.cut[order],
                       [made.texts[i] for i in order.tolist()])

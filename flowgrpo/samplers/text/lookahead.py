@@ -13,7 +13,7 @@ from torch import Tensor
 from flowgrpo.samplers.text.groups import joined, ordered
 
 if TYPE_CHECKING:
-    from flowgrpo.samplers.text.records import Asked, Sampled
+    from flowgrpo.samplers.text.records import SampledCompletions, TokenizedPrompts
 
 
 @dataclass(frozen=True)
@@ -41,9 +41,9 @@ class Lookahead:
             raise ValueError(f"Lookahead: likely is {self.likely}, gap {self.gap}, apart {self.apart}, share "
                              f"{self.share} and ahead {self.ahead}, expected 0 to 1 each, and 1 or more")
 
-    def __call__(self, policy: Any, asked: Asked, kernel: Any, generators: Sequence[torch.Generator], greedy: Tensor,
-                 group: int, micro_batch: int) -> list[Sampled]:
-        def drawn(rows: Tensor) -> list[Sampled]:
+    def __call__(self, policy: Any, asked: TokenizedPrompts, kernel: Any, generators: Sequence[torch.Generator],
+                 greedy: Tensor, group: int, micro_batch: int) -> list[SampledCompletions]:
+        def drawn(rows: Tensor) -> list[SampledCompletions]:
             return [policy.sample(asked.rows(at), kernel, [generators[i] for i in at], greedy[at])
                     for at in rows.split(micro_batch)]
 
@@ -66,8 +66,8 @@ class Lookahead:
         made = joined([made, *drawn(torch.tensor(missing))]) if missing else made
         return [ordered(made, torch.tensor(rows + missing).argsort())]
 
-    def branches(self, policy: Any, asked: Asked, made: Sampled, kernel: Any, after: Sequence[int], first: int
-                 ) -> list[list[Branch]]:
+    def branches(self, policy: Any, asked: TokenizedPrompts, made: SampledCompletions, kernel: Any,
+                 after: Sequence[int], first: int) -> list[list[Branch]]:
         """Return the possible branches of each of the completions [b] from the place `after` on, numbered from
         `first`."""
         from flowgrpo.samplers.text.continuations import alternatives
@@ -79,7 +79,7 @@ class Lookahead:
         return [[Branch(first + row, at, int(tokens[row, at]), logp[row, at].item())
                  for at in fits[row].nonzero().flatten().tolist() if at >= after[row]] for row in range(len(tokens))]
 
-    def apart_from(self, made: Sampled, found: Sampled, branch: Branch, number: int) -> bool:
+    def apart_from(self, made: SampledCompletions, found: SampledCompletions, branch: Branch, number: int) -> bool:
         """True if the found completion differs enough from the one it left."""
         window = slice(branch.place, branch.place + self.ahead)
         one, other = (each.ids[at, window][each.mask[at, window]].tolist() for each, at in ((made, branch.parent),
@@ -103,8 +103,8 @@ class Branch:
     logp: float
 
 
-def branched(policy: Any, asked: Asked, made: Sampled, kernel: Any, generators: Sequence[torch.Generator],
-             branches: Sequence[Branch]) -> Sampled:
+def branched(policy: Any, asked: TokenizedPrompts, made: SampledCompletions, kernel: Any,
+             generators: Sequence[torch.Generator], branches: Sequence[Branch]) -> SampledCompletions:
     """Return the completions of these branches, drawn to their end."""
     from flowgrpo.samplers.text.continuations import continued
 

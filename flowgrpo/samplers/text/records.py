@@ -11,7 +11,7 @@ from flowgrpo.types import Completion
 
 
 @dataclass(frozen=True, eq=False)
-class Asked:
+class TokenizedPrompts:
     """Prompts as the model reads them.
 
     prompts: their texts.
@@ -23,13 +23,13 @@ class Asked:
     ids: list[Tensor]
     answers: Sequence[str | None] = field(default=(), kw_only=True)
 
-    def rows(self, index: Tensor) -> Asked:
+    def rows(self, index: Tensor) -> TokenizedPrompts:
         """Return the rows `index` (int64 [B]); a row may be taken several times."""
-        return Asked([self.prompts[i] for i in index.tolist()], [self.ids[i] for i in index.tolist()])
+        return TokenizedPrompts([self.prompts[i] for i in index.tolist()], [self.ids[i] for i in index.tolist()])
 
 
 @dataclass(frozen=True, eq=False)
-class Sampled:
+class SampledCompletions:
     """Completions of B prompts.
 
     ids: int64 [B,L].

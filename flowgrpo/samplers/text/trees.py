@@ -13,7 +13,7 @@ from torch import Tensor
 from flowgrpo.samplers.text.groups import joined, ordered
 
 if TYPE_CHECKING:
-    from flowgrpo.samplers.text.records import Asked, Sampled
+    from flowgrpo.samplers.text.records import SampledCompletions, TokenizedPrompts
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,8 @@ class Tree:
     def leaves(self) -> int:
         return math.prod(self.children)
 
-    def __call__(self, policy: Any, asked: Asked, kernel: Any, generators: Sequence[torch.Generator], greedy: Tensor,
-                 group: int, micro_batch: int) -> list[Sampled]:
+    def __call__(self, policy: Any, asked: TokenizedPrompts, kernel: Any, generators: Sequence[torch.Generator],
+                 greedy: Tensor, group: int, micro_batch: int) -> list[SampledCompletions]:
         rows = torch.arange(0, len(generators), self.leaves)
         made = joined([policy.sample(asked.rows(at), kernel, [generators[i] for i in at], greedy[at])
                        for at in rows.split(micro_batch)])
@@ -54,8 +54,8 @@ class Tree:
         return [ordered(made, rows.argsort())]
 
 
-def regrown(policy: Any, asked: Asked, kernel: Any, generators: Sequence[torch.Generator], made: Sampled,
-            places: Tensor) -> Sampled:
+def regrown(policy: Any, asked: TokenizedPrompts, kernel: Any, generators: Sequence[torch.Generator],
+            made: SampledCompletions, places: Tensor) -> SampledCompletions:
     """Return the completions, each kept up to its place and drawn anew from there.
 
     places: int64 [b], in tokens. A completion that ends before its place stays unchanged.

@@ -13,7 +13,7 @@ from flowgrpo.config.sections import Adapter
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
 from flowgrpo.samplers.grids import alpha_bars
 from flowgrpo.samplers.kernels import VPCPS
-from flowgrpo.samplers.scheduler import Noise, Task
+from flowgrpo.samplers.scheduler import Noise, Segment
 
 STEPS = 4
 DDIM = ["StableDiffusionPipeline", "StableDiffusionXLPipeline", "KolorsPipeline", "StableDiffusionInpaintPipeline",
@@ -38,13 +38,13 @@ def test_without_noise_it_gives_the_latents_of_ddim(name):
     ddim = policy if "DDIM" in type(policy.stock).__name__ else driven(name, DDIMScheduler, **options)
     grid, timesteps = alpha_bars(policy.stock, STEPS)
     conditioning = policy.encode(["red", "blue"], ["", "old"])
-    ours, _ = policy.run(Task(grid, range(STEPS), timesteps=timesteps), conditioning, None, policy.generators([1, 2]))
+    segment = Segment(grid, range(STEPS), timesteps=timesteps)
+    ours, _ = policy.run(segment, conditioning, None, policy.generators([1, 2]))
     stock = ddim.generate(ddim.encode(["red", "blue"], ["", "old"]), ddim.generators([1, 2]), STEPS, 3.0, "latent")
     # A terminal signal of zero counts as 2^-12 of the state.
     tolerance = 2e-3 if name == "CogView3PlusPipeline" else 2e-5
     assert (ours - stock).abs().max() <= tolerance * stock.abs().max()
-    other, _ = policy.run(Task(grid, range(STEPS), timesteps=timesteps), conditioning.rows(torch.tensor([1, 0])), None,
-                          policy.generators([1, 2]))
+    other, _ = policy.run(segment, conditioning.rows(torch.tensor([1, 0])), None, policy.generators([1, 2]))
     assert (other - ours).abs().max() > 0.01 * ours.std() and (ours[0] - ours[1]).abs().max() > 0.1 * ours.std()
 
 
@@ -53,7 +53,7 @@ def test_consistency_sampling_gives_the_stock_latents_and_pictures():
     grid, timesteps = alpha_bars(policy.stock, STEPS)
     conditioning, generators = policy.encode(["red", "blue"]), policy.generators([1, 2])
     drawn = frozenset(range(STEPS - 1))  # the last step gives the data
-    task = Task(grid, range(STEPS), VPCPS(1.0), stochastic=drawn, noise=Noise(generators), timesteps=timesteps)
+    task = Segment(grid, range(STEPS), VPCPS(1.0), stochastic=drawn, noise=Noise(generators), timesteps=timesteps)
     ours, _ = policy.run(task, conditioning, None, generators)
     latents, pictures = (policy.generate(conditioning, policy.generators([1, 2]), STEPS, 3.0, kind)
                          for kind in ("latent", "pt"))
@@ -66,7 +66,7 @@ def test_embedded_guidance_of_a_consistency_model_is_one_evaluation():
     grid, timesteps = alpha_bars(policy.stock, 1)
     conditioning, finals, before = policy.encode(["red"]), [], policy.evaluations
     for policy.guidance in (1.0, 8.0):
-        finals.append(policy.run(Task(grid, range(1), timesteps=timesteps), conditioning, torch.ones(1, 4, 8, 8))[0])
+        finals.append(policy.run(Segment(grid, range(1), timesteps=timesteps), conditioning, torch.ones(1, 4, 8, 8))[0])
     assert policy.evaluations == before + 2 and (finals[0] - finals[1]).abs().max() > 0.01
 
 

@@ -18,8 +18,8 @@ from flowgrpo.samplers.grids import make_grid
 from flowgrpo.samplers.kernels import FlowSDE
 from flowgrpo.samplers.plans import Schedule
 from flowgrpo.samplers.replay import replay
-from flowgrpo.samplers.rollout import Exploration, explore, seeder
-from flowgrpo.samplers.scheduler import PolicyScheduler, Task
+from flowgrpo.samplers.rollout import RolloutSpec, explore, seeder
+from flowgrpo.samplers.scheduler import PolicyScheduler, Segment
 from flowgrpo.samplers.solvers import Euler
 
 GRID = torch.tensor([1.0, 0.9, 0.6, 0.3, 0.0], dtype=torch.float64)
@@ -43,7 +43,7 @@ def encoded(name: str):
 
 def rollout(name: str, steps: tuple[int, ...], grid=GRID):
     """Two samples each of two prompts, with noise in the trained `steps`."""
-    plan = Exploration(grid, Schedule(steps, steps), FlowSDE(0.7), Euler(), 2, roots=2, keep_means=True)
+    plan = RolloutSpec(grid, Schedule(steps, steps), FlowSDE(0.7), Euler(), 2, roots=2, keep_means=True)
     [part] = explore(policy_of(name), encoded(name), [plan], 4, seeder(0, 0))
     return part
 
@@ -98,7 +98,7 @@ def test_both_experts_have_a_lora():
     ("LTX2Pipeline", 5, 32)])
 def test_decoding_gives_all_frames(name, frames, size):
     policy = policy_of(name)
-    noise, _ = policy.run(Task(torch.ones(1), range(0)), encoded(name), None, policy.generators([1, 2]))
+    noise, _ = policy.run(Segment(torch.ones(1), range(0)), encoded(name), None, policy.generators([1, 2]))
     seen = policy.decode(noise, encoded(name))
     assert seen.shape == (2, frames, 3, size, size) and seen.dtype == torch.float32
     assert seen.min() >= 0 and seen.max() <= 1 and seen.std() > 0.01
@@ -127,14 +127,14 @@ def test_without_noise_the_frames_are_those_of_the_stock_pipeline(name, guidance
     grid = 1 - grid if pipe.scheduler.config.invert_sigmas else grid
     policy = PipelinePolicy(pipe, Adapter(rank=2), call=call, guidance=guidance)
     conditioning = policy.encode(["red"])
-    middle, _ = policy.run(Task(grid, range(2)), conditioning, None, policy.generators([1]))
-    final, _ = policy.run(Task(grid, range(2, 4)), conditioning, middle)
+    middle, _ = policy.run(Segment(grid, range(2)), conditioning, None, policy.generators([1]))
+    final, _ = policy.run(Segment(grid, range(2, 4)), conditioning, middle)
     torch.testing.assert_close(policy.decode(final, conditioning), frames, rtol=0, atol=1e-4)
 
 
 def test_inverted_sigmas_by_hand():
     scheduler = PolicyScheduler.over(FlowMatchEulerDiscreteScheduler(invert_sigmas=True))
-    scheduler.follow(Task(torch.tensor([1.0, 0.75, 0.25, 0.0]), range(1, 3)))
+    scheduler.follow(Segment(torch.tensor([1.0, 0.75, 0.25, 0.0]), range(1, 3)))
     scheduler.set_timesteps(2)
     assert scheduler.timesteps.tolist() == [250.0, 750.0] and scheduler.sigmas.tolist() == [0.25, 0.75, 1.0]
     # At 0.75 the velocity noise - data is -2, so 0.5 down: x + 1. At 0.25 it is -4, and 0.25 down: x + 1.
@@ -154,7 +154,7 @@ def test_a_video_is_where_the_trajectory_starts():
     vae = policy.pipe.vae
     grid, _ = make_grid("shifted", 5, 3.0, policy.stock, policy.strength)
     assert policy.strength == 0.8 and len(grid) == 5  # one of five steps is left out
-    noised, _ = policy.run(Task(grid, range(0)), encoded(name), None, policy.generators([1, 2]))
+    noised, _ = policy.run(Segment(grid, range(0)), encoded(name), None, policy.generators([1, 2]))
     frames = policy.pipe.video_processor.preprocess_video(call["video"], height=16, width=16)
     with torch.no_grad():
         data = (vae.encode(frames).latent_dist.mode() - 0.1) / 1.5  # the mean and deviation that its config names
@@ -174,7 +174,7 @@ def test_an_idle_step_costs_no_evaluation(name):
     policy.guidance = 1.0
     assert policy.driver.loads
     before = policy.evaluations
-    state, _ = policy.run(Task(GRID, range(2)), conditioning, None, policy.generators([1, 2]))
+    state, _ = policy.run(Segment(GRID, range(2)), conditioning, None, policy.generators([1, 2]))
     assert policy.evaluations - before == 2 * 2
     policy.decode(state, conditioning)
     policy.replay(conditioning, state, GRID, 2)
@@ -183,7 +183,7 @@ def test_an_idle_step_costs_no_evaluation(name):
 
 def test_the_first_frame_is_no_part_of_the_state():
     policy = policy_of("LTXImageToVideoPipeline")
-    state, _ = policy.run(Task(GRID, range(1)), encoded("LTXImageToVideoPipeline"), None, policy.generators([1, 2]))
+    state, _ = policy.run(Segment(GRID, range(1)), encoded("LTXImageToVideoPipeline"), None, policy.generators([1, 2]))
     assert state.shape == (2, 8, 2, 16, 16)  # of three latent frames the last two
     frames = [policy.decode(x, encoded("LTXImageToVideoPipeline")) for x in (state, torch.zeros_like(state))]
     assert (frames[0] - frames[1]).abs().max() > 0.01

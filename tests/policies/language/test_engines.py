@@ -13,14 +13,14 @@ import torch
 
 from flowgrpo.errors import UserError
 from flowgrpo.policies.language import engines
-from flowgrpo.rollouts.engine import EngineExplorer
-from flowgrpo.rollouts.text import TextExplorer
+from flowgrpo.rollouts.engine import EngineRollouts
+from flowgrpo.rollouts.text import TextRollouts
 from flowgrpo.run import run
 from flowgrpo.samplers.rollout import seeder
 from flowgrpo.samplers.text.decoding import Decoding
 from flowgrpo.samplers.text.importance import Mismatch
 from flowgrpo.train import decisions
-from flowgrpo.training.metrics import Stats
+from flowgrpo.training.metrics import UpdateStats
 from flowgrpo.types import Completions, Scored, Segmented, Traces
 from tests.helpers import tiny_masked
 from tests.helpers import tiny_text as tiny
@@ -87,13 +87,13 @@ def many(completions, prompts):
 
 def parts(made):
     batch = made.prompts[:2]
-    asked = made.explorer.conditioning(batch)
-    return [part for part, _ in made.explorer.sample(asked, 0, None)], asked
+    asked = made.rollouts.conditioning(batch)
+    return [part for part, _ in made.rollouts.sample(asked, 0, None)], asked
 
 
 def test_old_scores_are_the_trainers_and_weights_tell_them_from_the_engines():
     made = trainer(parts={"decoding": {"temperature": 0.8}})
-    assert type(made.explorer) is EngineExplorer
+    assert type(made.rollouts) is EngineRollouts
     found, asked = parts(made)
     lowered = copy.deepcopy(made.policy)
     lowered.model.to(torch.bfloat16)
@@ -104,14 +104,14 @@ def test_old_scores_are_the_trainers_and_weights_tell_them_from_the_engines():
         again = lowered.sample(asked.rows(part.prompts), Decoding(0.8), lowered.generators(seeds),
                                torch.zeros(len(seeds), dtype=torch.bool))
         assert torch.equal(again.ids, taken.ids) and torch.equal(again.mask, taken.old.mask)
-        [(_, _, new)] = made.explorer.replay(part, asked)
+        [(_, _, new)] = made.rollouts.replay(part, asked)
         torch.testing.assert_close(new.logp.detach(), taken.old.logp, rtol=0, atol=1e-6)
         apart = taken.old.logp - again.logp
         expected = apart.exp().clamp(max=2.0).masked_fill(~taken.old.mask, 1.0)
         torch.testing.assert_close(taken.correction, expected, rtol=0, atol=1e-6)
         largest = max(largest, apart.abs().max().item())
     assert largest > 1e-3
-    told = made.explorer.metrics()
+    told = made.rollouts.metrics()
     assert told["engine/max"] == pytest.approx(largest, abs=1e-6) and told["engine/above"] == 0
     assert 0.9 < told["engine/weight"] < 1.1
 
@@ -122,7 +122,7 @@ def test_the_engine_has_the_present_weights():
     tiny.stir(made.policy, 0.5)
     after = parts(made)[0][0].transitions[0]
     assert not torch.equal(before.ids, after.ids)
-    own = made.explorer.engine.own.weights.named
+    own = made.rollouts.engine.own.weights.named
     for key, parameter in made.policy.weights.named.items():
         assert torch.equal(own[key].data, parameter.data.to(torch.bfloat16)) and not own[key].requires_grad
 
@@ -153,12 +153,12 @@ def test_the_loss_of_a_token_is_multiplied_by_its_weight():
 
     def gradient(weight) -> torch.Tensor:
         made.optimizer.zero_grad()
-        made.anchor.begin(0, 1)
+        made.kl_reference.begin(0, 1)
         for part in credited:
             [taken] = part.transitions
             own = Completions(taken.ids, taken.prompts, taken.old, correction=weight(taken.correction))
             whole = type(part)(part.groups, part.prompts, None, (own,), (), part.advantages)
-            made.backward(whole, asked, {0: 1.0}, decisions(credited, made.method.loss.reduction), Stats())
+            made.backward(whole, asked, {0: 1.0}, decisions(credited, made.method.loss.reduction), UpdateStats())
         return torch.cat([parameter.grad.flatten() for parameter in made.policy.weights.parameters()])
 
     one, two, none = (gradient(lambda given, value=value: torch.full_like(given, value)) for value in (1.0, 2.0, 0.0))
@@ -181,7 +181,7 @@ def test_a_run_tells_how_far_engine_and_trainer_are_apart(tmp_path):
 def test_without_another_precision_there_is_no_engine():
     for options in ({}, {"text__engine_precision": "fp32"}):
         made = tiny.trainer(rewards={"short": many}, **options)
-        assert type(made.explorer) is TextExplorer
+        assert type(made.rollouts) is TextRollouts
         assert all(part.transitions[0].correction is None for part in parts(made)[0])
 
 
@@ -214,8 +214,8 @@ def test_groups_that_no_engine_draws_are_told():
 def test_segments_are_valued_by_the_trainer_and_keep_the_engines_weights():
     made = trainer(method="spo_chain", parts__spread__interval=2, parts__spread__samples=2)
     batch = made.prompts[:2]
-    asked = made.explorer.conditioning(batch)
-    [taken] = next(made.explorer.sample(asked, 0, partial(made.scoring.total, batch)))[0].transitions
+    asked = made.rollouts.conditioning(batch)
+    [taken] = next(made.rollouts.sample(asked, 0, partial(made.scoring.total, batch)))[0].transitions
     assert isinstance(taken, Segmented) and taken.values.isfinite().any()
     assert taken.correction.shape == taken.ids.shape and not (taken.correction == 1).all()
     assert torch.equal(taken.rows(torch.tensor([1])).correction, taken.correction[1:2])

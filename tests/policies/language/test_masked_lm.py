@@ -23,7 +23,7 @@ from flowgrpo.run import run
 from flowgrpo.samplers.text.decoding import Decoding, Unmasking
 from flowgrpo.starter.arithmetic import build_tokenizer
 from flowgrpo.train import decisions
-from flowgrpo.training.metrics import Stats
+from flowgrpo.training.metrics import UpdateStats
 from tests.helpers import tiny_text as tiny
 from tests.helpers.tiny_masked import model, policy
 
@@ -346,9 +346,9 @@ def test_micro_batches_change_no_gradient(method, kernel):
         parts = [part for part in own.credit(parts, scores, [p.text for p in batch]) if part is not None]
         tiny.stir(own.policy, 0.05)
         own.optimizer.zero_grad()
-        own.anchor.begin(0, 1)
+        own.kl_reference.begin(0, 1)
         for part in parts:
-            own.backward(part, asked, {0: 1.0}, decisions(parts, own.method.loss.reduction), Stats())
+            own.backward(part, asked, {0: 1.0}, decisions(parts, own.method.loss.reduction), UpdateStats())
         found.append(torch.cat([parameter.grad.flatten() for parameter in own.policy.weights.parameters()]))
     assert found[0].norm() > 0
     for other in found[1:]:

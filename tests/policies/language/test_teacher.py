@@ -49,9 +49,9 @@ def test_the_reference_is_the_teacher(tmp_path):
     batch = own.prompts[:2]
     parts, asked, scores = own.sample(batch)
     [part] = own.credit(parts[:1], scores, [p.text for p in batch])
-    own.anchor.begin(0, 2)
+    own.kl_reference.begin(0, 2)
     before, spent = own.policy.model, own.policy.evaluations
-    [found] = own.anchor.scores(part, lambda part: own.explorer.replay(part, asked))
+    [found] = own.kl_reference.scores(part, lambda part: own.rollouts.replay(part, asked))
     assert own.policy.model is before and own.policy.evaluations > spent and not found.logp.requires_grad
     [taken] = part.transitions
     model, tokenizer = tiny_text.model()
@@ -59,7 +59,7 @@ def test_the_reference_is_the_teacher(tmp_path):
     expected = alone.log_probs(asked, taken.prompts, taken.ids, taken.old.mask, Decoding())
     torch.testing.assert_close(found.logp, expected.logp, rtol=0, atol=1e-5)
     assert (found.logp - taken.old.logp).abs().max() > 1e-2
-    [again] = own.anchor.scores(part, lambda part: own.explorer.replay(part, asked))
+    [again] = own.kl_reference.scores(part, lambda part: own.rollouts.replay(part, asked))
     assert torch.equal(again.logp, found.logp) and len(own.policy.teacher.known) == 1
 
 

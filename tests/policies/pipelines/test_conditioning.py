@@ -5,7 +5,7 @@ from diffusers import StableDiffusion3Pipeline
 
 from flowgrpo.check import tiny as pipelines
 from flowgrpo.config.sections import Adapter
-from flowgrpo.policies.pipelines.conditioning import Conditioning, Encoder, _write, fingerprint, join
+from flowgrpo.policies.pipelines.conditioning import Conditioning, PromptCache, _write, fingerprint, join
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
 from tests.helpers.tiny import CALL, sd3
 
@@ -19,7 +19,7 @@ def tensors(conditioning):
 
 
 def test_rows_are_those_of_the_pipeline_and_do_not_depend_on_their_company():
-    encoder, prompts = Encoder(policy()), ["a red dot", "a dog", "nothing"]
+    encoder, prompts = PromptCache(policy()), ["a red dot", "a dog", "nothing"]
     together = encoder(prompts, ["", "", "blur"])
     direct = policy().encode(prompts, ["", "", "blur"])
     for ours, theirs in zip(tensors(together), tensors(direct), strict=True):
@@ -39,7 +39,7 @@ class Ragged(StableDiffusion3Pipeline):
 
 def test_prompts_that_are_padded_to_each_other_are_encoded_together():
     live = PipelinePolicy(Ragged(**sd3().components), Adapter(rank=2), call=CALL, guidance=3.0)
-    encoder = Encoder(live)
+    encoder = PromptCache(live)
     together, direct = (call(["ab", "a dog"], ["", ""]) for call in (encoder, live.encode))
     assert together.calls[0][0].shape[:2] == (2, 5) and encoder(["ab"], [""]).calls[0][0].shape[:2] == (1, 2)
     assert all(torch.equal(a, b) for a, b in zip(tensors(together), tensors(direct), strict=True))
@@ -55,17 +55,17 @@ def encoder_rows(live):
 def test_each_prompt_is_encoded_once():
     live = policy()
     live.encode(["warm"], [""])  # finds out which values have a row per prompt
-    encoder, counted = Encoder(live), encoder_rows(live)
+    encoder, counted = PromptCache(live), encoder_rows(live)
     encoder(["a", "b", "a"], ["", "", ""])
     encoder(["b"], [""])
     assert counted == [1, 1] * 2  # two prompts, each with its negative
 
 
 def test_a_second_run_reads_the_first_ones_from_disk_bit_for_bit(tmp_path):
-    first = Encoder(policy(), tmp_path)(["a red dot", "a dog"], ["", ""])
+    first = PromptCache(policy(), tmp_path)(["a red dot", "a dog"], ["", ""])
     live = policy()
     counted = encoder_rows(live)
-    second = Encoder(live, tmp_path)(["a red dot", "a dog"], ["", ""])
+    second = PromptCache(live, tmp_path)(["a red dot", "a dog"], ["", ""])
     assert counted == []
     assert second.per_prompt == first.per_prompt and second.prompts == first.prompts
     assert all(torch.equal(a, b) for a, b in zip(tensors(first), tensors(second), strict=True))
@@ -76,7 +76,7 @@ def test_a_pipeline_whose_prompts_are_all_on_disk_is_still_tried(tmp_path):
     for _ in range(2):
         pipe, call = pipelines.make("HunyuanVideoImageToVideoPipeline (token_replace)")
         live = PipelinePolicy(pipe, Adapter(rank=2), call=call)
-        Encoder(live, tmp_path)(["red"], [""])
+        PromptCache(live, tmp_path)(["red"], [""])
         assert live.driver.loads
 
 

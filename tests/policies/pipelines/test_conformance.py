@@ -25,8 +25,8 @@ from flowgrpo.samplers.grids import make_grid
 from flowgrpo.samplers.kernels import FlowDDIM
 from flowgrpo.samplers.plans import Schedule
 from flowgrpo.samplers.replay import replay
-from flowgrpo.samplers.rollout import Exploration, explore, seeder
-from flowgrpo.samplers.scheduler import Task
+from flowgrpo.samplers.rollout import RolloutSpec, explore, seeder
+from flowgrpo.samplers.scheduler import Segment
 from flowgrpo.samplers.solvers import Euler
 
 FACTORIES = tiny.factories()
@@ -84,7 +84,7 @@ class Case:
     def run(self, steps: range, x=None, x0=None):
         grid, timesteps = self.grid
         generators = self.policy.generators([1, 2]) if x is None else None
-        return self.policy.run(Task(grid, steps, timesteps=timesteps), self.conditioning, x, generators, x0)
+        return self.policy.run(Segment(grid, steps, timesteps=timesteps), self.conditioning, x, generators, x0)
 
     def output(self, x=None, rows=(0, 1), conditioning=None) -> torch.Tensor:
         """The model output at the second step."""
@@ -114,7 +114,7 @@ def case(request):
 def test_a_replay_sees_what_the_rollout_saw(case, guidance):
     policy, kernel = case.policy, Remembering(case.kernel)
     grid, timesteps = case.grid
-    plan = Exploration(grid, Schedule((0, 1), (0, 1)), kernel, Euler(), 2, roots=2, timesteps=timesteps)
+    plan = RolloutSpec(grid, Schedule((0, 1), (0, 1)), kernel, Euler(), 2, roots=2, timesteps=timesteps)
     policy.guidance = guidance
     try:
         [part] = explore(policy, case.conditioning, [plan], 4, seeder(0, 0))
@@ -190,7 +190,7 @@ def test_a_prompt_sees_its_own_picture(case):
     states = []
     for image in (other(own), own):
         conditioning = policy.encode(["red", "red"], NEGATIVES, [own, image])
-        states.append(policy.run(Task(grid, range(1), timesteps=timesteps), conditioning, None,
+        states.append(policy.run(Segment(grid, range(1), timesteps=timesteps), conditioning, None,
                                  policy.generators([1, 1]))[0])
     ours, theirs = states
     scale = BATCH * theirs.abs().max()

@@ -9,7 +9,7 @@ from torchvision.transforms.functional import to_tensor
 
 from flowgrpo.check.tiny import images
 from flowgrpo.errors import UserError
-from flowgrpo.policies.pipelines.image_latents import START, Latents, mode, read, scaled
+from flowgrpo.policies.pipelines.image_latents import START, ImageEncoder, mode, read, scaled
 from tests.helpers import tiny
 
 
@@ -40,7 +40,7 @@ def test_an_autoencoders_latents_by_its_config():
 def test_a_round_trip_through_the_pipeline_is_one_through_its_autoencoder(make, tmp_path):
     """Packed or not, of pictures or of videos of one frame: pipelines' own decoding is the judge."""
     policy = policy_of(make())
-    row, latents = policy.encode(["red"]), Latents(policy)
+    row, latents = policy.encode(["red"]), ImageEncoder(policy)
     drawn = policy.run(START, row, None, policy.generators([1]))[0]
     path, shown = saved(tmp_path / "a.png", *policy.decode(drawn, row).shape[-2:])
     latent, picture = latents(path, row)
@@ -56,7 +56,7 @@ def test_a_round_trip_through_the_pipeline_is_one_through_its_autoencoder(make, 
 
 def test_a_picture_is_encoded_once(tmp_path):
     policy = tiny.policy()
-    row, latents = policy.encode(["red"]), Latents(policy)
+    row, latents = policy.encode(["red"]), ImageEncoder(policy)
     first, second = (saved(tmp_path / f"{name}.png", seed=seed)[0] for seed, name in enumerate("ab"))
     encoded = []
     policy.pipe.vae.encoder.register_forward_hook(lambda *_: encoded.append(1))
@@ -87,14 +87,14 @@ def test_a_pipeline_with_other_latents_is_refused(tmp_path):
     policy = policy_of(images.flux2())
     path, _ = saved(tmp_path / "a.png")
     with pytest.raises(UserError, match="Flux2Pipeline cannot be encoded: .*use a method that draws its pictures"):
-        Latents(policy)(path, policy.encode(["red"]))
+        ImageEncoder(policy)(path, policy.encode(["red"]))
 
 
 def test_a_wrong_scale_is_found_out(tmp_path):
     """The autoencoder's config says one scale and the pipeline's decoding another."""
     policy = tiny.policy()
     path, _ = saved(tmp_path / "a.png")
-    row, latents = policy.encode(["red"]), Latents(policy)
+    row, latents = policy.encode(["red"]), ImageEncoder(policy)
     latents.vae = images.sd3(seed=1).vae
     with pytest.raises(UserError, match="it decodes what its autoencoder gives to another picture"):
         latents(path, row)

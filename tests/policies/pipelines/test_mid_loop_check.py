@@ -34,7 +34,7 @@ def test_training_is_refused_where_replays_would_see_another_background(name, dt
 
 
 def test_where_replays_are_right_only_methods_that_share_steps_are_refused():
-    alone = tiny.trainer(policy(FOUR), method="ddpo").explorer
+    alone = tiny.trainer(policy(FOUR), method="ddpo").rollouts
     [part, *_] = [part for part, _ in alone.sample(alone.conditioning(PROMPTS), 0, None)]
     ratios = [(new.logp - part.transitions[k].old.logp[rows]).abs().max()
               for k, rows, new in alone.replay(part, alone.conditioning(PROMPTS))]

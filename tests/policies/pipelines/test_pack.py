@@ -17,10 +17,10 @@ from flowgrpo.samplers.grids import make_grid, shifted
 from flowgrpo.samplers.kernels import FlowSDE
 from flowgrpo.samplers.plans import Schedule
 from flowgrpo.samplers.replay import replay, rescored
-from flowgrpo.samplers.rollout import Exploration, explore, seeder
+from flowgrpo.samplers.rollout import RolloutSpec, explore, seeder
 from flowgrpo.samplers.solvers import Euler
 from flowgrpo.train import decisions
-from flowgrpo.training.metrics import Stats
+from flowgrpo.training.metrics import UpdateStats
 from tests.helpers import tiny
 
 DDIM_V = DDIMScheduler(prediction_type="v_prediction", clip_sample=False, **tiny.SD15_NOISE)
@@ -56,7 +56,7 @@ def policy():
 def tree(policy):
     """Three prompts' trees in one part, and their conditioning."""
     conditioning = policy.encode(["red", "blue", "green"])
-    plan = Exploration(shifted(6, 3.0), TREE, FlowSDE(0.7), Euler(), 4, keep_means=True)
+    plan = RolloutSpec(shifted(6, 3.0), TREE, FlowSDE(0.7), Euler(), 4, keep_means=True)
     [part] = explore(policy, conditioning, [plan], 24, seeder(0, 0))
     return part, conditioning
 
@@ -85,7 +85,7 @@ def test_rows_of_different_steps_give_what_each_gives_alone(name, guidance):
 
 
 def flux_state(policy, conditioning) -> tuple[int, ...]:
-    plan = Exploration(shifted(2, 3.0), Schedule((0,), (0,)), FlowSDE(0.7), Euler(), 2)
+    plan = RolloutSpec(shifted(2, 3.0), Schedule((0,), (0,)), FlowSDE(0.7), Euler(), 2)
     return tuple(next(explore(policy, conditioning, [plan], 2, seeder(0, 0))).finals[0].shape[1:])
 
 
@@ -118,7 +118,7 @@ def test_a_run_that_asks_for_what_its_pipeline_does_not_take_is_told():
     pipe, call = make("WanPipeline (2.2)")
     trainer = tiny.trainer(tiny.policy(pipe, call=call), train__pack=True)
     with pytest.raises(UserError, match="takes one timestep per call at guidance 1: set it to false"):
-        trainer.explorer.conditioning(trainer.prompts[:1])
+        trainer.rollouts.conditioning(trainer.prompts[:1])
 
 
 # --- what is saved ---------------------------------------------------------------------------------------------------
@@ -147,7 +147,7 @@ def test_gradients_go_with_the_options_that_save_memory(options):
         policy = policy_of("sd3", **own)
         conditioning = policy.encode(["red", "blue", "green"])
         assert policy.vector(conditioning)
-        plan = Exploration(shifted(6, 3.0), TREE, FlowSDE(0.7), Euler(), 4)
+        plan = RolloutSpec(shifted(6, 3.0), TREE, FlowSDE(0.7), Euler(), 4)
         [part] = explore(policy, conditioning, [plan], 24, seeder(0, 0))
         for k, rows, new in replay(policy, conditioning, part, 10, pack):
             (new.logp.sum() * (k + 1) / 39).backward()
@@ -181,7 +181,7 @@ def trained(pack: bool, name: str, guidance: float, method: str, **options):
 
 def learned(trainer, parts, conditioning):
     """Of the parts' loss: the gradient, flat; its log-ratios, losses and KL, [n,3]; and the denoiser's calls."""
-    stats, weights = Stats(), tiny.step_weights(trainer, parts)
+    stats, weights = UpdateStats(), tiny.step_weights(trainer, parts)
     with calls(trainer.policy) as found:
         for part in parts:
             trainer.backward(part, conditioning, weights, decisions(parts), stats)
@@ -235,7 +235,7 @@ def test_in_half_precision_scores_are_the_same_once_they_are_computed_in_the_sam
     policy = tiny.stir(tiny.policy(tiny.sd3().to(torch.bfloat16), precision="bf16"))
     conditioning = policy.encode(["red", "blue", "green"])
     assert policy.vector(conditioning)
-    plan = Exploration(shifted(6, 3.0), TREE, FlowSDE(0.7), Euler(), 4)
+    plan = RolloutSpec(shifted(6, 3.0), TREE, FlowSDE(0.7), Euler(), 4)
     part = next(explore(policy, conditioning, [plan], 4, seeder(0, 0)))  # 1 state at its first step, in a batch alone
 
     def largest(part) -> float:

@@ -21,8 +21,8 @@ from flowgrpo.samplers.grids import shifted
 from flowgrpo.samplers.kernels import FlowSDE
 from flowgrpo.samplers.plans import Schedule
 from flowgrpo.samplers.replay import replay
-from flowgrpo.samplers.rollout import Exploration, explore, seeder
-from flowgrpo.samplers.scheduler import Task
+from flowgrpo.samplers.rollout import RolloutSpec, explore, seeder
+from flowgrpo.samplers.scheduler import Segment
 from flowgrpo.samplers.solvers import Euler
 from tests.helpers import tiny
 from tests.helpers.tables import near
@@ -39,7 +39,7 @@ def rollout(trainer):
     """One epoch's parts, with their means, and the conditioning they come from."""
     batch = trainer.prompts[:2]
     conditioning = trainer.policy.encode([p.text for p in batch])
-    explorations = [replace(each, keep_means=True) for each in trainer.explorer.explorations(trainer.epoch)]
+    explorations = [replace(each, keep_means=True) for each in trainer.rollouts.explorations(trainer.epoch)]
     return list(explore(trainer.policy, conditioning, explorations, 16, seeder(0, 0))), conditioning
 
 
@@ -67,7 +67,7 @@ class Remembering:
 def test_a_replay_sees_what_the_rollout_saw(pipe, guidance):
     policy = tiny.stir(tiny.policy(pipe(), guidance=guidance))
     conditioning, kernel = policy.encode(["red", "blue"]), Remembering()
-    plan = Exploration(shifted(4, 3.0), Schedule((0, 1, 2), (0, 1, 2)), kernel, Euler(), 2, roots=2)
+    plan = RolloutSpec(shifted(4, 3.0), Schedule((0, 1, 2), (0, 1, 2)), kernel, Euler(), 2, roots=2)
     [part] = explore(policy, conditioning, [plan], 4, seeder(0, 0))
     sampled, kernel.outputs = kernel.outputs, []
     list(replay(policy, conditioning, part, 4))
@@ -323,7 +323,7 @@ def test_a_pipeline_that_encodes_negative_prompts_by_themselves():
     policy = tiny.policy(tiny.flux(), call=tiny.FLUX_CALL | {"true_cfg_scale": 4.0}, guidance=2.0)
     conditioning = policy.encode(["red", "blue"], ["old", "old"])
     assert len(conditioning.calls) == 2 and not torch.equal(conditioning.calls[0][0], conditioning.calls[1][0])
-    plan = Exploration(shifted(3, 3.0), Schedule((1,), (1,)), FlowSDE(0.7), Euler(), 2, roots=2)
+    plan = RolloutSpec(shifted(3, 3.0), Schedule((1,), (1,)), FlowSDE(0.7), Euler(), 2, roots=2)
     policy.evaluations = 0
     [part] = explore(policy, conditioning, [plan], 4, seeder(0, 0))
     assert policy.evaluations == 2 * 4 * 3
@@ -341,7 +341,7 @@ def test_without_noise_flux_gives_its_stock_latents():
                  generator=PipelinePolicy.generators([1, 2]), **tiny.FLUX_CALL).images
     grid = pipe.scheduler.sigmas.clone()
     policy = tiny.policy(pipe, guidance=3.5)
-    final, _ = policy.run(Task(grid, range(4)), policy.encode(["red", "blue"]), None, policy.generators([1, 2]))
+    final, _ = policy.run(Segment(grid, range(4)), policy.encode(["red", "blue"]), None, policy.generators([1, 2]))
     torch.testing.assert_close(final, stock, rtol=0, atol=1e-5)
 
 
@@ -363,5 +363,5 @@ def test_the_pipeline_is_left_as_it_was():
     output(policy)
     assert pipe.scheduler is scheduler and "encode_prompt" not in vars(pipe)
     with pytest.raises(RuntimeError):
-        policy.run(Task(shifted(2, 3.0), range(2)), policy.encode(["red"]), torch.ones(1, 4, 3, 3))
+        policy.run(Segment(shifted(2, 3.0), range(2)), policy.encode(["red"]), torch.ones(1, 4, 3, 3))
     assert pipe.scheduler is scheduler and "encode_prompt" not in vars(pipe)

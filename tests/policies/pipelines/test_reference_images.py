@@ -12,13 +12,13 @@ from PIL import Image
 from flowgrpo.check import tiny
 from flowgrpo.config.sections import Adapter
 from flowgrpo.errors import UserError
-from flowgrpo.policies.pipelines.conditioning import Encoder, join
-from flowgrpo.policies.pipelines.encoder_cache import Memo, digest
+from flowgrpo.policies.pipelines.conditioning import PromptCache, join
+from flowgrpo.policies.pipelines.encoder_cache import EncoderCache, digest
 from flowgrpo.policies.pipelines.encoder_cache import join as join_rows
 from flowgrpo.policies.pipelines.pipeline import PLACED, PipelinePolicy
 from flowgrpo.policies.pipelines.reference_images import other
 from flowgrpo.samplers.grids import shifted
-from flowgrpo.samplers.scheduler import Task
+from flowgrpo.samplers.scheduler import Segment
 
 
 def policy(name="FluxKontextPipeline", **more):
@@ -61,8 +61,8 @@ def test_pictures_of_other_shapes_change_nobodys_row(name, encoder, tmp_path):
         noise = torch.rand(*size[::-1], 3, generator=torch.Generator().manual_seed(size[0]))
         Image.fromarray((255 * noise).byte().numpy()).save(tmp_path / f"{file}.png")
     live, images = policy(name), [str(tmp_path / "square.png"), str(tmp_path / "wide.png")]
-    encode = Encoder(live) if encoder else live.encode
-    task = Task(shifted(3, 3.0), range(3))
+    encode = PromptCache(live) if encoder else live.encode
+    task = Segment(shifted(3, 3.0), range(3))
 
     def drawn(rows: list[int]) -> torch.Tensor:
         conditioning = encode(["a"] * len(rows), [""] * len(rows), [images[i] for i in rows])
@@ -119,10 +119,10 @@ def test_pictures_are_encoded_once_and_not_again_in_a_replay(files, monkeypatch)
 
 
 def test_the_encoder_keeps_prompts_with_different_pictures_apart(kontext, files, tmp_path):
-    encoder = Encoder(kontext, tmp_path / "cache")
+    encoder = PromptCache(kontext, tmp_path / "cache")
     both = encoder(["a", "a"], ["", ""], files)
     assert len(both.inputs["image"]) == 2
-    again = Encoder(kontext, tmp_path / "cache")(["a", "a"], ["", ""], files)
+    again = PromptCache(kontext, tmp_path / "cache")(["a", "a"], ["", ""], files)
     assert digest(again.inputs) == digest(both.inputs) != digest(encoder(["a", "a"], ["", ""], files[:1] * 2).inputs)
     assert all(torch.equal(a, b) for a, b in zip(again.calls[0], both.calls[0], strict=True))
 
@@ -156,7 +156,7 @@ def test_the_other_picture_is_the_negative():
 def test_inside_a_memo_a_distribution_gives_its_mean_and_outside_a_sample():
     parameters = torch.cat([torch.full((1, 2, 4, 4), 3.0), torch.zeros(1, 2, 4, 4)], 1)  # mean 3, deviation 1
     given = DiagonalGaussianDistribution(parameters)
-    with Memo({})():
+    with EncoderCache({})():
         assert torch.equal(given.sample(), torch.full((1, 2, 4, 4), 3.0))
     assert given.sample(torch.Generator().manual_seed(0)).std() > 0.5
 

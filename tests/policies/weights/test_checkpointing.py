@@ -13,7 +13,7 @@ from flowgrpo.errors import UserError
 from flowgrpo.policies.pipelines import mid_loop_check
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
 from flowgrpo.policies.weights import checkpointing
-from flowgrpo.samplers.scheduler import Task
+from flowgrpo.samplers.scheduler import Segment
 
 # HunyuanDiT has no checkpointing in diffusers, Chroma's leaves a mask out, PAG's attention is there for a call alone.
 NAMES = ["StableDiffusion3Pipeline", "StableDiffusionPipeline", "WanPipeline", "HunyuanDiTPipeline", "ChromaPipeline",
@@ -30,7 +30,7 @@ def replayed(name: str, checkpointing: bool) -> tuple[torch.Tensor, torch.Tensor
         for parameter in policy.weights.parameters():
             parameter += 0.2 * torch.randn(parameter.shape, generator=generator)
     conditioning, (grid, timesteps) = policy.encode(["red"], ["old"]), mid_loop_check.few_steps(policy, 3)
-    x, _ = policy.run(Task(grid, range(1), timesteps=timesteps), conditioning, None, policy.generators([0]))
+    x, _ = policy.run(Segment(grid, range(1), timesteps=timesteps), conditioning, None, policy.generators([0]))
     modules = [part for part in pipe.components.values() if isinstance(part, torch.nn.Module)]
     held = memory.kept(modules, lambda: policy.replay(conditioning, x, grid, 1, timesteps))
     output = policy.replay(conditioning, x, grid, 1, timesteps)

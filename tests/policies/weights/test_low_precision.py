@@ -150,7 +150,7 @@ def test_the_chosen_pictures_start_from_bit_identical_noise(precision):
     assert all(torch.equal(value, before[key]) for key, value in weights(trainer.policy).items())
     with quantised(trainer.policy, precision):
         finals = previews(trainer.policy, conditioning, shifted(2, 3.0), None, 9, 4, seeder(0, 0))
-    scores = tiny.red(trainer.explorer.decode(finals, conditioning.rows(torch.arange(2).repeat_interleave(9))), None)
+    scores = tiny.red(trainer.rollouts.decode(finals, conditioning.rows(torch.arange(2).repeat_interleave(9))), None)
     for prompt, part in enumerate(parts):
         ranked = scores.view(2, 9)[prompt].argsort(descending=True)
         assert torch.equal(part.transitions[0].x, noises(prompt, [*ranked[:2], *ranked[-2:]]))
@@ -169,7 +169,7 @@ def test_previews_count_among_the_evaluations_of_a_rollout():
     for name, parts in (("mix_grpo", {}), ("mix_grpo+sol_rl", {"preview": {"pool": 9, "steps": 2}})):
         trainer = tiny.trainer(method=name, parts=parts | {"roots": 4})
         trainer.sample(trainer.prompts[:2])
-        explorer = trainer.explorer
-        found[name] = explorer.rollout_evaluations, trainer.policy.evaluations, explorer.saved_evaluations
+        rollouts = trainer.rollouts
+        found[name] = rollouts.rollout_evaluations, trainer.policy.evaluations, rollouts.saved_evaluations
     without, beside = found.values()
     assert beside == (without[0] + 2 * 9 * 2, without[1] + 2 * 9 * 2, without[2])

@@ -19,7 +19,7 @@ from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
 from flowgrpo.methods import validate
 from flowgrpo.policies.options import require_memory
-from flowgrpo.policies.pipelines.conditioning import Encoder
+from flowgrpo.policies.pipelines.conditioning import PromptCache
 from flowgrpo.policies.pipelines.load import load_pipeline
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
 from flowgrpo.policies.weights import memory_options
@@ -30,14 +30,14 @@ from flowgrpo.samplers.grids import shifted
 from flowgrpo.samplers.kernels import FlowSDE
 from flowgrpo.samplers.plans import Schedule
 from flowgrpo.samplers.replay import replay
-from flowgrpo.samplers.rollout import Exploration, explore, seeder
-from flowgrpo.samplers.scheduler import Task
+from flowgrpo.samplers.rollout import RolloutSpec, explore, seeder
+from flowgrpo.samplers.scheduler import Segment
 from flowgrpo.samplers.solvers import Euler
 from flowgrpo.storage import checkpoint
 from flowgrpo.training.optimizer import make_optimizer
 from tests.helpers import tiny
 
-PLAN = Exploration(shifted(4, 3.0), Schedule((1, 2), (1, 2)), FlowSDE(0.7), Euler(), 4, keep_means=True)
+PLAN = RolloutSpec(shifted(4, 3.0), Schedule((1, 2), (1, 2)), FlowSDE(0.7), Euler(), 4, keep_means=True)
 
 
 def rollout(policy, conditioning=None, plan=PLAN):
@@ -203,7 +203,7 @@ def test_text_encoders_come_once_for_a_row_of_prompts():
     policy, moves = tiny.policy(memory=Memory(encoders="cpu")), []
     policy.encode(["red"])  # looks at the pipeline, too
     policy.encoders.leave()
-    encoder, move = Encoder(policy), policy.encoders._move
+    encoder, move = PromptCache(policy), policy.encoders._move
     policy.encoders._move = lambda device, here: (moves.append(here), move(device, here))
     conditioning = encoder(["red", "blue", "a cat"], ["", "", ""])
     rollout(policy, conditioning.rows(torch.tensor([1])))
@@ -221,7 +221,7 @@ def test_pictures_are_decoded_one_by_one(how):
     vae._decode = lambda z, **options: (seen.append(len(z)), decode(z, **options))[1]
     conditioning = whole.encode(["red", "blue", "a cat"])
     parts.encode(["red"])
-    x, _ = whole.run(Task(PLAN.grid, range(0)), conditioning, None, whole.generators(range(3)))
+    x, _ = whole.run(Segment(PLAN.grid, range(0)), conditioning, None, whole.generators(range(3)))
     torch.testing.assert_close(parts.decode(x, conditioning), whole.decode(x, conditioning), rtol=0, atol=1e-5)
     assert seen[-3:] == [1, 1, 1]
 
@@ -233,7 +233,7 @@ def test_the_starters_pictures_are_decoded_tile_by_tile():
     whole = PipelinePolicy(pipe, None, guidance=2.0)
     conditioning, tiles = whole.encode(["two red circles"]), []
     grid = shifted(8, 3.0)
-    latents = whole.run(Task(grid, range(8)), conditioning, None, whole.generators([0]))[0].repeat(1, 1, 2, 2)
+    latents = whole.run(Segment(grid, range(8)), conditioning, None, whole.generators([0]))[0].repeat(1, 1, 2, 2)
     expected = whole.decode(latents, conditioning)
     tiled = PipelinePolicy(pipe, None, guidance=2.0, memory=Memory(vae="tiled"))
     pipe.vae.decoder.register_forward_hook(lambda _, args, out: tiles.append((args[0].shape[-1], out.shape[-1])))
@@ -363,8 +363,8 @@ def epoch_of(again: bool):
     """(weights, evaluations of the update, KL) of an epoch of two passes with a KL; `again`: nothing is kept."""
     trainer = tiny.trainer(train__inner_epochs=2, train__lr=1e-2, parts={"kl": {"type": "GaussianKL", "weight": 1.0}})
     tiny.stir(trainer.policy)
-    assert trainer.anchor.keep
-    trainer.anchor.keep = not again
+    assert trainer.kl_reference.keep
+    trainer.kl_reference.keep = not again
     spent, learn = [], trainer.learn
 
     def counted(*given):

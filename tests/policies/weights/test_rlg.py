@@ -24,7 +24,7 @@ from flowgrpo.policies.pipelines.load import denoisers, load_pipeline
 from flowgrpo.policies.weights.lora_files import LORA_FILE
 from flowgrpo.policies.weights.rlg import Branches, blended, guided
 from flowgrpo.policies.weights.trainable import lora_layers
-from flowgrpo.samplers.scheduler import PolicyScheduler, Task
+from flowgrpo.samplers.scheduler import PolicyScheduler, Segment
 from flowgrpo.storage.json_files import finite
 from tests.evaluation.test_columns import alone, drawn
 from tests.evaluation.test_images import make_run, pixels
@@ -76,7 +76,7 @@ def test_gaussians_move_by_the_weight_and_keep_their_deviation(weight):
     half = torch.randn(50, 1, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     noise, tuned = torch.cat([half, -half]), Field(MEAN)
     ours, stock = PolicyScheduler.over(FlowMatchEulerDiscreteScheduler()), FlowMatchEulerDiscreteScheduler()
-    ours.follow(Task(torch.linspace(1, 0, STEPS + 1, dtype=torch.float64), range(STEPS)))
+    ours.follow(Segment(torch.linspace(1, 0, STEPS + 1, dtype=torch.float64), range(STEPS)))
     ours.set_timesteps(STEPS)
     stock.set_timesteps(sigmas=[(STEPS - k) / STEPS for k in range(STEPS)])
     for scheduler, tolerance in ((ours, 1e-10), (stock, 1e-4)):
@@ -199,7 +199,7 @@ def test_a_policys_own_sampler_is_guided_as_the_stock_pipeline_is(rank):
     def ran() -> tuple[torch.Tensor, int]:
         before = policy.evaluations
         with torch.no_grad():
-            last, _ = policy.run(Task(grid, range(3)), conditioning, generators=policy.generators([1, 2]))
+            last, _ = policy.run(Segment(grid, range(3)), conditioning, generators=policy.generators([1, 2]))
         return last, policy.evaluations - before
 
     tuned, cost = ran()

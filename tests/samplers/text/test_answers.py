@@ -13,7 +13,7 @@ from flowgrpo.methods.validate import resolve
 from flowgrpo.objectives import Clip, Reinforce
 from flowgrpo.objectives.token_losses import ExpertMixture
 from flowgrpo.samplers.text.answers import answer_of
-from flowgrpo.types import Compared, Scored
+from flowgrpo.types import CompletionBatch, Scored
 from tests.helpers import tiny_text
 from tests.helpers.tables import close, f64
 
@@ -36,19 +36,19 @@ def test_which_answer_a_prompt_brings():
 
 def test_the_last_sample_is_the_answer():
     own = trainer(train__micro_batch=3)
-    asked = own.explorer.conditioning(own.prompts)
-    made = [(part, texts) for part, [texts] in own.explorer.sample(asked, 0, None)]
+    asked = own.rollouts.conditioning(own.prompts)
+    made = [(part, texts) for part, [texts] in own.rollouts.sample(asked, 0, None)]
     texts = [each for _, own_texts in made for each in own_texts]
     assert texts[3] == "3" and texts[3].tokens == 2 and texts[15] == "9"
     drawn = tiny_text.trainer(method="grpo", train__micro_batch=3)
     drawn.prompts = own.prompts
-    plain = [each for _, [found] in drawn.explorer.sample(drawn.explorer.conditioning(own.prompts), 0, None)
+    plain = [each for _, [found] in drawn.rollouts.sample(drawn.rollouts.conditioning(own.prompts), 0, None)
              for each in found]
     assert [text for i, text in enumerate(texts) if i not in (3, 15)] == [
         text for i, text in enumerate(plain) if i not in (3, 15)]  # too long an answer, and none, keep the sample
     for part, _ in made:
         [taken] = part.transitions
-        for _, rows, new in own.explorer.replay(part, asked):
+        for _, rows, new in own.rollouts.replay(part, asked):
             torch.testing.assert_close(new.logp.detach(), taken.old.logp[rows], rtol=0, atol=1e-5)
     first = made[0][0].transitions[0]
     assert first.old.mask[3].tolist() == [True, True, False, False, False, False]
@@ -66,7 +66,7 @@ def test_an_answer_among_failures_is_pulled_up():
     own.prompts = own.prompts[:1] * 2
 
     def likely():
-        asked = own.explorer.conditioning(own.prompts[:1])
+        asked = own.rollouts.conditioning(own.prompts[:1])
         ids = torch.tensor([[*own.policy.tokenizer("3", add_special_tokens=False)["input_ids"], own.policy.ends[0]]])
         with torch.no_grad():
             decoding = own.method.rollout.decoding
@@ -89,10 +89,10 @@ def test_answers_go_with_causal_models_alone():
 # RL-PLUS
 
 
-def compared(new, old, expert) -> Compared:
+def compared(new, old, expert) -> CompletionBatch:
     new, old = (Scored(each.log(), each > 0) for each in (new, old))
-    return Compared(new, old, new.logp - old.logp, torch.arange(len(expert)), torch.zeros_like(new.mask).long(),
-                    new.mask, expert=torch.tensor(expert))
+    return CompletionBatch(new, old, new.logp - old.logp, torch.arange(len(expert)), torch.zeros_like(new.mask).long(),
+                           new.mask, expert=torch.tensor(expert))
 
 
 def test_the_mixtures_ratio_by_hand():
@@ -108,8 +108,8 @@ def test_the_mixtures_ratio_by_hand():
     logp = f64([[0.1, 0.9]]).log().requires_grad_()
     old = Scored(f64([[0.2, 0.6]]).log(), torch.ones(1, 2).bool())
     new = Scored(logp, old.mask)
-    read = Compared(new, old, logp - old.logp, torch.tensor([0]), old.mask.long(), old.mask,
-                    expert=torch.tensor([True]))
+    read = CompletionBatch(new, old, logp - old.logp, torch.tensor([0]), old.mask.long(), old.mask,
+                           expert=torch.tensor([True]))
     loss = ExpertMixture()(read.log_ratio, f64([[-3]]), read)
     loss.sum().backward()
     close(logp.grad, loss.detach().tolist())
@@ -128,8 +128,8 @@ def test_only_answers_have_the_mixtures_ratio():
 @pytest.mark.parametrize("size", [2, 8])
 def test_the_loop_knows_which_samples_are_answers(size):
     own = trainer(method="rl_plus", train__micro_batch=size)
-    asked = own.explorer.conditioning(own.prompts)
-    parts = [part for part, _ in own.explorer.sample(asked, 0, None)]
+    asked = own.rollouts.conditioning(own.prompts)
+    parts = [part for part, _ in own.rollouts.sample(asked, 0, None)]
     expert = torch.cat([part.transitions[0].expert for part in parts])
     assert expert.nonzero()[:, 0].tolist() == [3, 15]
     kept = parts[0].transitions[0].kept(torch.tensor([False, True, True, True] * (len(parts[0].prompts) // 4)))
@@ -147,8 +147,8 @@ def test_a_mixture_without_answers_is_refused():
 
 def test_answers_join_what_an_engine_drew():
     own = trainer(text__engine_precision="bf16")
-    asked = own.explorer.conditioning(own.prompts)
-    made = [(part, texts) for part, [texts] in own.explorer.sample(asked, 0, None)]
+    asked = own.rollouts.conditioning(own.prompts)
+    made = [(part, texts) for part, [texts] in own.rollouts.sample(asked, 0, None)]
     texts = [text for _, found in made for text in found]
     assert texts[3] == "3" and texts[15] == "9"
     [taken] = made[0][0].transitions

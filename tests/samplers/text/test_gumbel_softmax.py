@@ -21,7 +21,7 @@ from flowgrpo.run import run
 from flowgrpo.samplers.text.decoding import Unmasking
 from flowgrpo.samplers.text.gumbel_softmax import GumbelSoftmax, divergence, straight_through, walk
 from flowgrpo.train import decisions
-from flowgrpo.training.metrics import Stats
+from flowgrpo.training.metrics import UpdateStats
 from tests.helpers import tiny_dna
 from tests.helpers import tiny_text as tiny
 from tests.helpers.tables import close
@@ -275,7 +275,7 @@ def made(trained, rank: int = 0, prompts=("=", "=="), **options):
 @pytest.mark.parametrize("rank", [0, 2])
 def test_two_epochs_move_the_weights_and_the_kl_is_to_the_base(trained, rank):
     trainer = made(trained, rank)
-    policy, asked = trainer.policy, trainer.explorer.conditioning(trainer.prompts)
+    policy, asked = trainer.policy, trainer.rollouts.conditioning(trainer.prompts)
     before = policy.weights.snapshot()
     for trainer.epoch in range(2):
         metrics = trainer.run_epoch()
@@ -288,10 +288,10 @@ def test_two_epochs_move_the_weights_and_the_kl_is_to_the_base(trained, rank):
     tiny.stir(policy, 0.05)
     prompts, generators = torch.tensor([0, 1, 0, 1]), policy.generators(range(4))
     with torch.no_grad():
-        answers, kl = policy.relaxed(asked, prompts, generators, RANDOM, GumbelSoftmax(), trainer.explorer.base_weights)
+        answers, kl = policy.relaxed(asked, prompts, generators, RANDOM, GumbelSoftmax(), trainer.rollouts.base_weights)
         with policy.reference():
             again = policy.relaxed(asked, prompts, policy.generators(range(4)), RANDOM, GumbelSoftmax(),
-                                   trainer.explorer.base_weights)[1]
+                                   trainer.rollouts.base_weights)[1]
         for row, p in enumerate(prompts.tolist()):
             given = asked.ids[p][None]
             inputs = torch.cat([given, answers[row].argmax(-1)[None]], 1)
@@ -299,7 +299,7 @@ def test_two_epochs_move_the_weights_and_the_kl_is_to_the_base(trained, rank):
             soft = policy._soft_logits(given, None, answers[row][None])[..., :-1]
             with policy.reference():
                 base = policy.model(input_ids=inputs).logits[:, given.shape[1]:, :-1]
-            held = policy._soft_logits(given, trainer.explorer.base_weights, answers[row][None])[..., :-1]
+            held = policy._soft_logits(given, trainer.rollouts.base_weights, answers[row][None])[..., :-1]
             torch.testing.assert_close(soft, plain, rtol=1e-5, atol=1e-5)
             torch.testing.assert_close(held, base, rtol=1e-5, atol=1e-5)
             assert (held - soft).abs().max() > 1e-3
@@ -316,9 +316,9 @@ def test_neither_micro_batches_nor_checkpoints_change_the_gradient(trained):
         parts, asked, scores = trainer.sample(batch)
         parts = list(trainer.credit(parts, scores, [p.text for p in batch]))
         trainer.optimizer.zero_grad()
-        trainer.anchor.begin(0, 1)
+        trainer.kl_reference.begin(0, 1)
         for part in parts:
-            trainer.backward(part, asked, {0: 1.0}, decisions(parts), Stats())
+            trainer.backward(part, asked, {0: 1.0}, decisions(parts), UpdateStats())
         found.append(torch.cat([each.grad.flatten() for each in trainer.policy.weights.parameters()]))
     assert found[0].norm() > 0
     for other in found[1:]:
@@ -330,7 +330,7 @@ def test_rows_that_are_kept_keep_their_noise(trained):
     parts, asked, _ = trainer.sample(trainer.prompts[:2])
     keep = torch.tensor([False, True, True, False])
     kept = parts[0].credited([torch.arange(4.0)], [keep])
-    [(_, _, new)] = trainer.explorer.replay(kept, asked)
+    [(_, _, new)] = trainer.rollouts.replay(kept, asked)
     torch.testing.assert_close(new.logp.detach(), parts[0].transitions[0].old.logp[keep], rtol=0, atol=1e-5)
     assert parts[0].credited([torch.zeros(4)], [keep & False]) is None
 
