@@ -27,7 +27,7 @@ from flowgrpo.evaluation import held_out
 from flowgrpo.evaluation.report import report
 from flowgrpo.log import PhaseTimer
 from flowgrpo.methods import validate
-from flowgrpo.objectives.reductions import PerDecision, reduced
+from flowgrpo.objectives.reductions import TokenMean, reduced
 from flowgrpo.rollouts.build import make_rollouts
 from flowgrpo.samplers.rollout import Part, moved
 from flowgrpo.training import state
@@ -199,11 +199,11 @@ class Trainer:
         """
         method, kl, device = self.method, self.kl_reference.kl, self.policy.device
         reference = self.kl_reference.scores(part, lambda part: self.rollouts.replay(part, conditioning))
-        beside = self.rollouts.beside(part, conditioning, reference)
+        inputs = self.rollouts.loss_inputs(part, conditioning, reference)
         for batch, (k, rows, new) in enumerate(self.rollouts.replay(part, conditioning)):
             taken, advantage = part.transitions[k], queued(part.advantage(k, rows), device)
             old = taken.old.rows(rows).to(device)
-            log_ratio, read = method.loss.log_ratio(new, old), beside(batch, k, rows, new, old)
+            log_ratio, read = method.loss.log_ratio(new, old), inputs(batch, k, rows, new, old)
             loss = method.loss.surrogate(log_ratio, advantage, read) * weights[taken.step]
             if taken.correction is not None:
                 loss = loss * queued(taken.correction[rows], device)
@@ -303,7 +303,7 @@ class Trainer:
         return whole
 
 
-def decisions(parts: list[Part], reduction: Any = PerDecision()) -> int:
+def decisions(parts: list[Part], reduction: Any = TokenMean()) -> int:
     """Return the divisor of one optimiser step's loss: its trained decisions, or its rows."""
     return sum(reduction.count(taken.old.mask) for part in parts for taken in part.transitions)
 

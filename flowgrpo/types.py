@@ -225,16 +225,16 @@ class Segmented(Completions):
 class GroupStatistics:
     """All samples at one time of a forward process, for a loss that compares those of a group.
 
-    gap: [m], the compared quantity, without a gradient.
+    statistic: [m], the compared quantity, without a gradient.
     advantage: [m].
     group: int64 [m], equal for samples of the same prompt.
     """
 
-    gap: Tensor
+    statistic: Tensor
     advantage: Tensor
     group: Tensor
 
-    def beside(self, rows: Tensor) -> Tensor:
+    def members(self, rows: Tensor) -> Tensor:
         """Return the group members of the samples `rows` [b], themselves included: bool [b, m]."""
         return self.group[rows][:, None] == self.group
 
@@ -275,7 +275,7 @@ class CompletionBatch:
     rows: int64 [b], their indices among all.
     ids: int64 [m, L], of all.
     mask: bool [m, L], of all.
-    peers: all of them, with the compared gap [m, ...]; None if the loss compares nothing.
+    peers: all of them, with the compared statistic [m, ...]; None if the loss compares nothing.
     expert: bool [m], the answers among all that came with their prompts.
     """
 

@@ -71,7 +71,7 @@ def shortened(rewards: Tensor, right: Tensor, lengths: Tensor, alpha: float) -> 
 @dataclass(frozen=True)
 class ExitDecay(Shaping):
     """Exponential decay of a group's right samples: the first keeps its reward, and each further one has half of the
-    one before (S-GRPO, 2505.07686, whose group is one thought left at ever later places: `Serial`).
+    one before (S-GRPO, 2505.07686, whose group is one thought left at ever later places: `EarlyExits`).
 
     Right is a sample whose first reward reaches `right`; of that reward the N-th right one keeps 1 / 2^(N - 1). Wrong
     samples and all other rewards are unchanged.

@@ -48,7 +48,7 @@ class TokenCredit:
 
 
 @dataclass(frozen=True)
-class Evenly(TokenCredit):
+class PerSample(TokenCredit):
     """Every decision has its sample's advantage."""
 
     def __call__(self, taken: Completions, advantages: Tensor, totals: Tensor) -> Tensor:

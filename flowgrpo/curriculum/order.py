@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Walk:
+class EpochPermutation:
     """All prompts in turn, or in proportion to their weights if these differ: `splits.draw`."""
 
     def __call__(self, pool: Sequence[Prompt], count: int, epoch: int, seed: int, wanted: Sequence[float] | None,
@@ -41,7 +41,7 @@ class Walk:
 
 
 @dataclass(frozen=True)
-class Posterior:
+class ThompsonSampling:
     """Prompts with success rates nearest to `target`, drawn from their posteriors, among `candidates` times as many
     (MoPPS, 2507.04632).
 
@@ -58,9 +58,9 @@ class Posterior:
 
     def __post_init__(self) -> None:
         if not 0 <= self.target <= 1 or self.candidates < 1:
-            raise ValueError(f"Posterior: target is {self.target} and candidates {self.candidates}, expected 0 to 1 "
-                             "and 1 or more")
-        require("Posterior", self.keep, self.prior)
+            raise ValueError(f"ThompsonSampling: target is {self.target} and candidates {self.candidates}, expected 0 "
+                             "to 1 and 1 or more")
+        require("ThompsonSampling", self.keep, self.prior)
 
     def __call__(self, pool: Sequence[Prompt], count: int, epoch: int, seed: int, wanted: Sequence[float] | None,
                  memory: dict[str, Any], group: int) -> list[Prompt]:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Never:
+class KeepAll:
     """No group is replaced."""
 
     def __call__(self, drawn: EpochBatch) -> list[tuple[int, Prompt]]:
@@ -30,7 +30,7 @@ class Never:
 
 
 @dataclass(frozen=True)
-class Refill:
+class DynamicSampling:
     """Replace a group whose samples all earn the same by a fresh prompt, until all differ or an epoch was drawn `turns`
     times (DAPO's dynamic sampling, 2503.14476, equation 11; 10 in its released recipe).
 
@@ -42,7 +42,7 @@ class Refill:
 
     def __post_init__(self) -> None:
         if self.turns < 2:
-            raise ValueError(f"Refill: turns is {self.turns}, expected 2 or more (without a redraw: Never)")
+            raise ValueError(f"DynamicSampling: turns is {self.turns}, expected 2 or more (without a redraw: KeepAll)")
 
     def __call__(self, drawn: EpochBatch) -> list[tuple[int, Prompt]]:
         if drawn.turn >= self.turns:

@@ -70,7 +70,7 @@ class TextGeneration:
     """
 
     decoding: decoding.Decoding = decoding.Decoding()
-    draws: GroupDraw = groups.Parallel()
+    draws: GroupDraw = groups.Independent()
 
     # What the rollout of a pipeline alone can choose: one granularity, drawn by the present policy without previews.
     strides: ClassVar[tuple[int, ...]] = (1,)
@@ -92,7 +92,7 @@ class Credit:
     shaping: Shaping = shaping.AsIs()
     advantage: AdvantageRule = group.Advantage(scale="batch", order="rewards")
     selection: Selection = selection.All()
-    spread: TokenCredit = token_credit.Evenly()
+    spread: TokenCredit = token_credit.PerSample()
     value: ValueHead | Recall | None = None
 
 
@@ -110,7 +110,7 @@ class Loss:
     log_ratio: LogRatio = objectives.PlainRatio()
     surrogate: Surrogate = objectives.Clip(1e-4, 1e-4)
     step_weight: StepWeight = objectives.Uniform()
-    reduction: Reduction = reductions.PerDecision()
+    reduction: Reduction = reductions.TokenMean()
     kl: Penalty = objectives.GaussianKL(0.0)
     reference: Reference = references.Base()
 
@@ -118,4 +118,4 @@ class Loss:
     def reads_means(self) -> bool:
         """True where it needs the transitions' means, not their log-probabilities alone."""
         return (self.log_ratio.reads_means or self.surrogate.reads_means
-                or self.kl.reads_means and objectives.regularises(self.kl))
+                or self.kl.reads_means and objectives.is_active(self.kl))

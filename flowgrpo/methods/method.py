@@ -48,8 +48,8 @@ class Method:
     target: Target = RecordedSteps()
     credit: Credit = Credit()
     loss: Loss = Loss()
-    curriculum: Curriculum = order.Walk()
-    redraw: Redraw = resampling.Never()
+    curriculum: Curriculum = order.EpochPermutation()
+    redraw: Redraw = resampling.KeepAll()
 
     def __post_init__(self) -> None:
         if not isinstance(self.rollout, self.target.of):

@@ -20,13 +20,13 @@ from flowgrpo.samplers import plans
 _TEXTS = (targets.Completions,)
 TYPES: dict[type, tuple[type[targets.Target], ...]] = {
     **dict.fromkeys((ratios.SequenceRatio, ratios.CompletionRatio, objectives.DynamicClip, references.Teacher,
-                     sequence_losses.OfCompletions, token_losses.LikelihoodKept, shaping.Overlong,
+                     sequence_losses.GroupLoss, token_losses.LikelihoodFloor, shaping.Overlong,
                      length_shaping.LengthSwitch, length_shaping.ExitDecay, gae.ValueHead), _TEXTS),
     **dict.fromkeys((forward_process.OfNoised, ratios.Matching), (targets.NoisedFinals,)),
     **dict.fromkeys((actor_critic.ActorCritic, baselines.Paired, gae.Recall), (targets.LatentEdits,)),
     objectives.Guard: (targets.RecordedSteps, targets.LatentEdits),
     **dict.fromkeys((objectives.InverseDelta, objectives.NoiseLevel), (targets.RecordedSteps,)),
-    objectives.Ascent: (targets.RewardGradient, targets.RelaxedTraces)}
+    objectives.RewardAscent: (targets.RewardGradient, targets.RelaxedTraces)}
 
 # Plans by which every step draws noise, all of them or all but the last; a single step is Euler's of any solver.
 _NOISY = {plans.AllSteps, plans.RandomSubset, plans.Branches, plans.GrowingTail, plans.LastSteps, plans.RandomLast,
@@ -36,7 +36,7 @@ _IDLE: dict[str, tuple[Callable[[Method], bool], str]] = {
     "kernel": (lambda m: isinstance(m.denoising.plan, plans.NoSteps), "its plan NoSteps draws no noise"),
     **dict.fromkeys(("solver", "tail"), (
         lambda m: type(m.denoising.plan) in _NOISY, "its plan leaves no two deterministic steps in a row")),
-    "reference": (lambda m: not objectives.regularises(m.loss.kl) and not m.compares_with_reference,
+    "reference": (lambda m: not objectives.is_active(m.loss.kl) and not m.compares_with_reference,
                   "it is read by a KL alone, whose weight is 0: set parts.kl.weight"),
     **dict.fromkeys(("advantage", "shaping"),
                     (lambda m: (isinstance(m.target, targets.RewardGradient)

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from flowgrpo import objectives
 from flowgrpo.advantages.baselines import Paired
-from flowgrpo.advantages.token_credit import Evenly
+from flowgrpo.advantages.token_credit import PerSample
 from flowgrpo.methods.groups import Credit, Denoising, Loss, TextGeneration
 from flowgrpo.methods.parts import Backprop, Times
 from flowgrpo.objectives import best_path, token_losses
@@ -128,7 +128,7 @@ class RewardGradient(Target):
     follows_reward: ClassVar[bool] = True
     unread: ClassVar[frozenset[str]] = _OF_TEXT | {"value", "tail", "strides", "step_weight", "kl", "reference",
                                                    "redraw"}
-    takes: ClassVar[dict[str, type]] = {"surrogate": objectives.Ascent, "log_ratio": objectives.PlainRatio}
+    takes: ClassVar[dict[str, type]] = {"surrogate": objectives.RewardAscent, "log_ratio": objectives.PlainRatio}
 
     def validate(self, rollout, credit, loss, explorations, group) -> None:
         if len(explorations) > 1 or len(explorations[0].schedule.trained) > 1 or explorations[0].splits:
@@ -171,18 +171,18 @@ class Completions(Target):
 
     def validate(self, rollout, credit, loss, explorations, group) -> None:
         _require_samples(rollout, loss, group)
-        if credit.value is not None and type(credit.spread) is not Evenly:
+        if credit.value is not None and type(credit.spread) is not PerSample:
             raise ValueError(f"value and spread ({type(credit.spread).__name__}) both make advantages of tokens: set "
-                             "parts.spread: {type: Evenly}, or leave the value model out")
+                             "parts.spread: {type: PerSample}, or leave the value model out")
         if group % rollout.draws.leaves:
             raise ValueError(f"draws is {type(rollout.draws).__name__} with {rollout.draws.leaves} leaves: expected a "
                              "train.group that is a multiple of them")
         if isinstance(loss.surrogate, token_losses.ExpertMixture) and not rollout.decoding.expert:
             raise ValueError("the surrogate ExpertMixture is about answers that join their group: set "
                              "parts.decoding.expert: 1")
-        if loss.surrogate.reads_advantages and type(credit.spread) is not Evenly:
+        if loss.surrogate.reads_advantages and type(credit.spread) is not PerSample:
             raise ValueError(f"the surrogate {type(loss.surrogate).__name__} reads one advantage per completion, but "
-                             f"{type(credit.spread).__name__} spreads it: set parts.spread: {{type: Evenly}}")
+                             f"{type(credit.spread).__name__} spreads it: set parts.spread: {{type: PerSample}}")
 
 
 @dataclass(frozen=True)
@@ -206,7 +206,7 @@ class RelaxedTraces(Target):
     of: ClassVar[type] = TextGeneration
     unread: ClassVar[frozenset[str]] = frozenset({"step_weight", "reduction", "kl", "reference", "draws", "spread",
                                                   "redraw", "value"})
-    takes: ClassVar[dict[str, type]] = {"surrogate": objectives.Ascent, "log_ratio": objectives.PlainRatio,
+    takes: ClassVar[dict[str, type]] = {"surrogate": objectives.RewardAscent, "log_ratio": objectives.PlainRatio,
                                         "decoding": Unmasking}
 
     def validate(self, rollout, credit, loss, explorations, group) -> None:

@@ -61,9 +61,9 @@ def _explorations(method: Method, config: Config, process: str) -> list[RolloutS
     explorations = method.explorations(grid, train.group, train.shift, 0, config.seed)
     if rollout.preview:
         require_choice(explorations, rollout.preview.pool)
-    if not isinstance(method.redraw, resampling.Never) and len(explorations) > 1:
+    if not isinstance(method.redraw, resampling.KeepAll) and len(explorations) > 1:
         raise ValueError(f"redraw is {type(method.redraw).__name__}, which goes with methods that sample a group per "
-                         "prompt and compare its rewards: set parts.redraw: {type: Never}")
+                         "prompt and compare its rewards: set parts.redraw: {type: KeepAll}")
     _require_learned_noise(method, explorations)
     for exploration in () if isinstance(method.target, RewardGradient) else explorations:
         for step in exploration.schedule.trained:

@@ -9,29 +9,29 @@ from flowgrpo.objectives.kl import (
     GaussianKL,
     OutputError,
     SampledKL,
-    in_epoch,
+    at_epoch,
+    is_active,
     k1,
     k2,
     k3,
-    regularises,
 )
 from flowgrpo.objectives.ratios import CompletionRatio, Guard, Matching, PlainRatio, SequenceRatio
 from flowgrpo.objectives.step_weights import InverseDelta, NoiseLevel, Sigma, Uniform
 from flowgrpo.objectives.surrogates import (
     AdaptiveClip,
-    Ascent,
     Clip,
     DivergenceMask,
     DualClip,
     DynamicClip,
     Reinforce,
-    Truncated,
-    beside,
+    RewardAscent,
+    TruncatedIS,
+    surrogate_input,
 )
 
 __all__ = [
-    "AdaptiveClip", "Ascent", "beside", "Clip", "CompletionRatio", "DivergenceMask", "DualClip", "DynamicClip",
-    "ESTIMATORS", "GaussianKL", "Guard", "in_epoch", "InverseDelta", "k1", "k2", "k3", "Matching", "NoiseLevel",
-    "OutputError", "PlainRatio", "regularises", "Reinforce", "SampledKL", "SequenceRatio", "Sigma", "Truncated",
-    "Uniform",
+    "AdaptiveClip", "at_epoch", "Clip", "CompletionRatio", "DivergenceMask", "DualClip", "DynamicClip",
+    "ESTIMATORS", "GaussianKL", "Guard", "InverseDelta", "is_active", "k1", "k2", "k3", "Matching", "NoiseLevel",
+    "OutputError", "PlainRatio", "Reinforce", "RewardAscent", "SampledKL", "SequenceRatio", "Sigma",
+    "surrogate_input", "TruncatedIS", "Uniform",
 ]

@@ -2,8 +2,8 @@
 
 e = mean((v - u)^2), the error at a sample's target u = noise - data, is -2 log N(u; v, 1) up to a constant: a better
 fit is a more likely sample. All losses are per decision, [B, 1], with the interface of the surrogates of `objectives`;
-their `old` is a `NoisedBatch`. Samples of a group are compared through `GroupStatistics`, without a gradient. A sample's
-own term has the whole gradient, so a micro-batch may hold a part of the group.
+their `old` is a `NoisedBatch`. Samples of a group are compared through `GroupStatistics`, without a gradient. The own
+term of a sample has the whole gradient, so a micro-batch may hold a part of the group.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LEAST = 1e-5  # lower bound of a self-normalised error's weight
 class OfNoised(Surrogate):
     """Surrogate of noised samples only: its `old` is a `NoisedBatch`.
 
-    The `gap` of one that reads groups is gap(noised) -> [b, 1].
+    The `statistic` of one that reads groups is statistic(noised) -> [b, 1].
     """
 
 
@@ -68,13 +68,13 @@ class CentredReward(OfNoised):
     def __post_init__(self) -> None:
         _require_positive(self, beta=self.beta, most=self.most)
 
-    def gap(self, noised: NoisedBatch) -> Tensor:
+    def statistic(self, noised: NoisedBatch) -> Tensor:
         now, before = (_normalised(required(each.mean) - noised.target[:, None]) for each in (noised.new, noised.old))
         return before - now
 
     def __call__(self, log_ratio: Tensor, advantage: Tensor, old: NoisedBatch) -> Tensor:
-        group = required(old.peers).beside(old.rows)
-        reward = self.gap(old) - _mean(group, required(old.peers).gap)
+        group = required(old.peers).members(old.rows)
+        reward = self.statistic(old) - _mean(group, required(old.peers).statistic)
         wanted = goodness(advantage, self.most) - _mean(group, goodness(required(old.peers).advantage, self.most))
         return self.most / self.beta * (self.beta * reward - wanted).square()
 
@@ -99,7 +99,7 @@ class GroupPreference(OfNoised):
         if not 0 <= self.low <= 1 or not self.high >= 0:
             raise ValueError(f"GroupPreference: low is {self.low} and high {self.high}, expected 0 to 1 and 0 or more")
 
-    def gap(self, noised: NoisedBatch) -> Tensor:
+    def statistic(self, noised: NoisedBatch) -> Tensor:
         return error(noised.new) - error(required(noised.reference))
 
     def __call__(self, log_ratio: Tensor, advantage: Tensor, old: NoisedBatch) -> Tensor:
@@ -110,7 +110,7 @@ class GroupPreference(OfNoised):
     def weight(self, noised: NoisedBatch) -> Tensor:
         """Return W of every sample's group: [b, 1]."""
         peers = required(noised.peers)
-        return torch.sigmoid(self.beta * _mean(peers.beside(noised.rows), peers.advantage * peers.gap))
+        return torch.sigmoid(self.beta * _mean(peers.members(noised.rows), peers.advantage * peers.statistic))
 
     def clipped(self, log_ratio: Tensor, advantage: Tensor, old: NoisedBatch | None = None) -> Tensor:
         return cut(log_ratio.detach().expm1(), advantage, -self.low, self.high)
@@ -140,15 +140,15 @@ class Preference(OfNoised):
         if not self.similarity >= 0:
             raise ValueError(f"Preference: similarity is {self.similarity}, expected 0 or more")
 
-    def gap(self, noised: NoisedBatch) -> Tensor:
+    def statistic(self, noised: NoisedBatch) -> Tensor:
         return error(noised.new) - error(required(noised.reference))
 
     def __call__(self, log_ratio: Tensor, advantage: Tensor, old: NoisedBatch) -> Tensor:
-        peers, places = required(old.peers), torch.arange(len(required(old.peers).gap), device=old.rows.device)
-        group = peers.beside(old.rows)
+        peers, places = required(old.peers), torch.arange(len(required(old.peers).statistic), device=old.rows.device)
+        group = peers.members(old.rows)
         others = group & (old.rows[:, None] != places)
         sign = (advantage - peers.advantage).sign()
-        each = softplus(sign * self.beta / 2 * (self.gap(old) - peers.gap))
+        each = softplus(sign * self.beta / 2 * (self.statistic(old) - peers.statistic))
         value = (each * others).sum(1, keepdim=True) / others.sum(1, keepdim=True).clamp(min=1)
         value = 2 * value - value.detach()  # half of a pair's gradient is its partner's
         if not self.similarity:

@@ -1,7 +1,7 @@
 """KL regularisers: `kl(new, reference) -> loss [B, N]`, for B rows of N decisions, and the divergence [B, N] of two
 policies from recorded means and deviations.
 
-`in_epoch` returns the regulariser with the weight of an epoch, by its schedule. With weight 0 the reference is not
+`at_epoch` returns the regulariser with the weight of an epoch, by its schedule. With weight 0 the reference is not
 read, and may be None.
 """
 
@@ -129,12 +129,12 @@ class SampledKL(Penalty):
         return ESTIMATORS[self.estimator](new.logp, reference.logp)
 
 
-def regularises(kl: Any) -> bool:
+def is_active(kl: Any) -> bool:
     """True if a KL has a weight above 0 in any epoch, so a reference is read."""
     return not kl.schedule.silent(kl.weight)
 
 
-def in_epoch(kl: Any, context: Context) -> Any:
+def at_epoch(kl: Any, context: Context) -> Any:
     """Return the KL with its scheduled weight for the context's epoch."""
     return replace(kl, weight=kl.schedule(kl.weight, context), schedule=Constant())
 

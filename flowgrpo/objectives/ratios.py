@@ -70,8 +70,8 @@ class CompletionRatio(LogRatio):
     own gradient.
 
     It is the ratio of the texts' probabilities, as in importance sampling. A loss f(log-ratio), with its tokens summed
-    by `RowSums`, has the gradient f' grad log p of the completion (as GSPO-token, 2507.18071, section 4.3, has for its
-    mean).
+    by `SequenceSum`, has the gradient f' grad log p of the completion (as GSPO-token, 2507.18071, section 4.3, has for
+    its mean).
     """
 
     def __call__(self, new: Scored, old: Scored) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class PerDecision:
+class TokenMean:
     """Mean over decisions: a long completion has a larger weight (DAPO, 2503.14476, equation 8)."""
 
     def __call__(self, mask: Tensor) -> Tensor:
@@ -24,7 +24,7 @@ class PerDecision:
 
 
 @dataclass(frozen=True)
-class PerRow:
+class SequenceMean:
     """Mean over rows of the mean over a row's decisions (GRPO, 2402.03300, equation 3)."""
 
     def __call__(self, mask: Tensor) -> Tensor:
@@ -35,7 +35,7 @@ class PerRow:
 
 
 @dataclass(frozen=True)
-class RowSums:
+class SequenceSum:
     """Mean over rows of the sum over a row's decisions, the log-probability of a whole completion (RLOO, 2402.14740).
 
     budgeted: divide the sums by the most decisions N that a row can have, one divisor for all (Dr. GRPO, 2503.20783,

@@ -32,8 +32,8 @@ class EMA:
     """Moving average of the weights, updated at every epoch's start: decay * average + (1 - decay) * weights (the
     moving anchor of WARP, 2406.16768, which updates it with every optimiser step).
 
-    decay 1 stays at the first weights, 0 is Old(1). The factors A and B of a LoRA are averaged separately, as
-    `train.ema` does.
+    decay 1 stays at the first weights, 0 is PreviousPolicy(1). The factors A and B of a LoRA are averaged separately,
+    as `train.ema` does.
     """
 
     decay: float = 0.99
@@ -49,7 +49,7 @@ class EMA:
 
 
 @dataclass(frozen=True)
-class Old:
+class PreviousPolicy:
     """The policy at the start of the epoch, or with `every` above 1 at the start of the last epoch divisible by it (the
     hard update of TR-DPO, 2404.09656).
 
@@ -59,14 +59,14 @@ class Old:
     every: int = 1
 
     def __post_init__(self) -> None:
-        _require("Old", every=self.every)
+        _require("PreviousPolicy", every=self.every)
 
     def __call__(self, held: list[Snapshot], now: Callable[[], Snapshot], epoch: int) -> list[Snapshot]:
         return [now()] if not held or epoch % self.every == 0 else held
 
 
 @dataclass(frozen=True)
-class Soup:
+class WeightAverage:
     """Average of the last `size` snapshots, one at the start of every `every`-th epoch, the first among them (weight
     soup as reference: SALSA, 2411.01798, whose soup is of two models trained independently before).
 
@@ -77,7 +77,7 @@ class Soup:
     size: int = 2
 
     def __post_init__(self) -> None:
-        _require("Soup", every=self.every, size=self.size)
+        _require("WeightAverage", every=self.every, size=self.size)
 
     def __call__(self, held: list[Snapshot], now: Callable[[], Snapshot], epoch: int) -> list[Snapshot]:
         return [*held, now()][-self.size:] if not held or epoch % self.every == 0 else held

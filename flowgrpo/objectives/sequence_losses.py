@@ -1,6 +1,6 @@
 """Losses of whole completions: right against wrong ones, importance of a whole text, regressed advantages.
 
-All are per token, [B, L], with the interface of the surrogates of `objectives`; the `old` of an `OfCompletions` is a
+All are per token, [B, L], with the interface of the surrogates of `objectives`; the `old` of an `GroupLoss` is a
 `CompletionBatch`. Samples of a group are compared through `GroupStatistics`, without a gradient. A completion's weight
 in its group's loss is one number, so a micro-batch may hold a part of the group. Log-ratios and log-probabilities are 0
 where a token does not count, so sums over a row need no mask.
@@ -20,7 +20,7 @@ from flowgrpo.types import CompletionBatch, required
 
 
 @dataclass(frozen=True)
-class Tapered(Surrogate):
+class TaperedReinforce(Surrogate):
     """-w A (1 + log_ratio), [B, L], w = 1 for A >= 0 and the ratio, at most `most` and held constant, for A < 0 (TOPR,
     2503.14286).
 
@@ -32,7 +32,7 @@ class Tapered(Surrogate):
 
     def __post_init__(self) -> None:
         if not self.most > 0:
-            raise ValueError(f"Tapered: most is {self.most}, expected above 0")
+            raise ValueError(f"TaperedReinforce: most is {self.most}, expected above 0")
 
     def __call__(self, log_ratio: Tensor, advantage: Tensor, old: Tensor | None = None) -> Tensor:
         assert advantage.ndim == 2, advantage.shape
@@ -45,7 +45,7 @@ class Tapered(Surrogate):
 
 
 @dataclass(frozen=True)
-class ImplicitNegative(Surrogate):
+class NegativeAwareText(Surrogate):
     """Loss of NFT for text (2505.18116 and its code), [B, L]: -w log r for a right completion, and -w log of the
     implicit negative policy's ratio, (1 - p r) / (1 - p), for a wrong one.
 
@@ -61,9 +61,9 @@ class ImplicitNegative(Surrogate):
 
     def __post_init__(self) -> None:
         if self.weight not in ("sqrt", "linear"):
-            raise ValueError(f"ImplicitNegative: weight is {self.weight!r}, expected sqrt or linear")
+            raise ValueError(f"NegativeAwareText: weight is {self.weight!r}, expected sqrt or linear")
         if not self.floor > 0:
-            raise ValueError(f"ImplicitNegative: floor is {self.floor}, expected above 0")
+            raise ValueError(f"NegativeAwareText: floor is {self.floor}, expected above 0")
 
     def __call__(self, log_ratio: Tensor, advantage: Tensor, old: Tensor | None = None) -> Tensor:
         share = self._share(advantage)
@@ -84,12 +84,15 @@ class ImplicitNegative(Surrogate):
         return torch.where(advantage > 0, 1 - advantage, -advantage).clamp(0.02, 0.98)
 
 
-class OfCompletions(Surrogate):
-    """Surrogate whose `old` is a `CompletionBatch`; the `gap` of one that reads groups is gap(compared) -> [b, ...]."""
+class GroupLoss(Surrogate):
+    """Surrogate whose `old` is a `CompletionBatch`.
+
+    The `statistic` of one that reads groups is statistic(compared) -> [b, ...].
+    """
 
 
 @dataclass(frozen=True)
-class Discriminative(OfCompletions):
+class Discriminative(GroupLoss):
     """Loss of DisCO (2505.12366), [B, L]: temperature * log mean over wrong of exp(s / temperature), less the mean over
     right ones of s, plus beta max(KL - delta, 0)^2.
 
@@ -97,8 +100,8 @@ class Discriminative(OfCompletions):
     ("ratio"; temperature 1). An infinite temperature takes the mean of the wrong ones too (DisCO-b). Right is A > 0,
     wrong A < 0, as `correctness.Correctness` gives them. Without both, scores have no gradient. KL is the mean over
     completions of the mean of log p_old - log p, KL(old || new) on samples of old: over the group, where the paper has
-    the whole batch. With `PerRow`, whose mean over rows is then that of groups of one size. The returned values have
-    this loss's gradient, and its value to first order.
+    the whole batch. With `SequenceMean`, whose mean over rows is then that of groups of one size. The returned values
+    have this loss's gradient, and its value to first order.
     """
 
     score: str = "log"
@@ -114,14 +117,14 @@ class Discriminative(OfCompletions):
             raise ValueError(f"Discriminative: temperature is {self.temperature}, beta {self.beta} and delta "
                              f"{self.delta}, expected above 0, and 0 or more")
 
-    def gap(self, compared: CompletionBatch) -> Tensor:
+    def statistic(self, compared: CompletionBatch) -> Tensor:
         """Return the score and the KL estimate of every completion: [b, 2]."""
         mask = compared.new.mask
         return torch.stack([_mean(self._scores(compared), mask), _mean(-compared.log_ratio, mask)], 1)
 
     def __call__(self, log_ratio: Tensor, advantage: Tensor, old: CompletionBatch) -> Tensor:
-        scores, divergence = required(old.peers).gap.unbind(1)
-        group = required(old.peers).beside(old.rows)
+        scores, divergence = required(old.peers).statistic.unbind(1)
+        group = required(old.peers).members(old.rows)
         right, wrong = (group & sign for sign in (required(old.peers).advantage > 0, required(old.peers).advantage < 0))
         tempered = (scores / self.temperature).expand_as(wrong).masked_fill(~wrong, -math.inf)
         hard = tempered.softmax(1).gather(1, old.rows[:, None])
@@ -136,13 +139,13 @@ class Discriminative(OfCompletions):
 
 
 @dataclass(frozen=True)
-class Regressed(OfCompletions):
+class Regressed(GroupLoss):
     """Loss of Reg-GRPO (2506.07464), (z - A)^2, [B, L]: the advantage regressed on z, the log-ratio less its group's
     mean over its group's deviation (ddof 0), without clip or min.
 
     The deviation is held constant and at least `least`, both ours: at the first update all log-ratios are 0 and so is
     their deviation. Below it the target is a log-ratio of least * A; above it only the shape counts. With
-    `CompletionRatio` and `RowSums`.
+    `CompletionRatio` and `SequenceSum`.
     """
 
     least: float = 0.1
@@ -152,19 +155,19 @@ class Regressed(OfCompletions):
         if not self.least > 0:
             raise ValueError(f"Regressed: least is {self.least}, expected above 0")
 
-    def gap(self, compared: CompletionBatch) -> Tensor:
+    def statistic(self, compared: CompletionBatch) -> Tensor:
         """Return the log-ratio of every completion: [b]."""
         return _mean(compared.log_ratio, compared.new.mask)
 
     def __call__(self, log_ratio: Tensor, advantage: Tensor, old: CompletionBatch) -> Tensor:
-        group, found = required(old.peers).beside(old.rows), required(old.peers).gap
+        group, found = required(old.peers).members(old.rows), required(old.peers).statistic
         mean = _over(found, group)
         spread = _over((found - mean).square(), group).sqrt().clamp(min=self.least)
         return ((log_ratio - mean) / spread - advantage).square()
 
 
 @dataclass(frozen=True)
-class Levels(OfCompletions):
+class PairwisePreference(GroupLoss):
     """Loss of TRPA (2504.04524 and its code), [B, L]: the mean over the pairs of a group with different advantages of
     -log sigmoid(k beta (g_w - g_l)), plus trust * an estimate of KL(old || new) per token.
 
@@ -172,7 +175,7 @@ class Levels(OfCompletions):
     w: the completion of the larger advantage, its preference level; l: the other.
     k: `best` if w has the group's best level, otherwise 1.
 
-    The estimate is r - 1 - log r. With `PerRow`: a group's weight is then its number of completions.
+    The estimate is r - 1 - log r. With `SequenceMean`: a group's weight is then its number of completions.
     """
 
     beta: float = 0.1
@@ -182,19 +185,19 @@ class Levels(OfCompletions):
 
     def __post_init__(self) -> None:
         if not self.beta > 0 or not self.best > 0 or not self.trust >= 0:
-            raise ValueError(f"Levels: beta is {self.beta}, best {self.best} and trust {self.trust}, expected above 0, "
-                             "and 0 or more of trust")
+            raise ValueError(f"PairwisePreference: beta is {self.beta}, best {self.best} and trust {self.trust}, "
+                             "expected above 0, and 0 or more of trust")
 
-    def gap(self, compared: CompletionBatch) -> Tensor:
+    def statistic(self, compared: CompletionBatch) -> Tensor:
         """Return g of every completion: [b]."""
         return _mean(compared.new.logp - required(compared.reference).logp, compared.new.mask)
 
     def __call__(self, log_ratio: Tensor, advantage: Tensor, old: CompletionBatch) -> Tensor:
-        peers, group = required(old.peers), required(old.peers).beside(old.rows)
+        peers, group = required(old.peers), required(old.peers).members(old.rows)
         sign = (advantage - peers.advantage).sign() * group
         top = peers.advantage.masked_fill(~group, -math.inf).amax(1, keepdim=True)
         scale = self.beta * torch.where(torch.maximum(advantage, peers.advantage) == top, self.best, 1.0)
-        apart = sign * scale * (peers.gap[old.rows, None] - peers.gap)
+        apart = sign * scale * (peers.statistic[old.rows, None] - peers.statistic)
         pairs = self._pairs(peers.advantage, group)
         share = group.sum(1, keepdim=True) / pairs.clamp(min=1)
         slope = -(sign * scale * torch.sigmoid(-apart)).sum(1, keepdim=True) * share

@@ -2,7 +2,7 @@
 
 log_ratio: [B, N].
 advantage: [B, N] or [B, 1].
-old: [B, N], the result of `beside` for the old policy; only DynamicClip and DivergenceMask read it.
+old: [B, N], the result of `surrogate_input` for the old policy; only DynamicClip and DivergenceMask read it.
 
 clipped(...), with the same arguments, is the mask where the gradient is cut. low and high are the ratio's range, in the
 unit of `gaussian.log_prob`. Masks and the division come last, in `reductions`.
@@ -26,7 +26,7 @@ class Surrogate:
 
     reads_means: the means of transitions, or the model's outputs.
     reads_reference: the reference's scores.
-    reads_groups: a `gap` of the samples of a group.
+    reads_groups: a `statistic` of the samples of a group.
     reads_entropy: the entropy of every token's distribution.
     reads_advantages: one advantage of every completion.
     low, high: the range of the ratio; infinite: it has none.
@@ -37,19 +37,19 @@ class Surrogate:
     high: float = math.inf
 
     def __call__(self, log_ratio: Tensor, advantage: Tensor, old: Any) -> Tensor:
-        """Return the loss [B, N]. old: `beside`, or the record of the targets that the surrogate is for."""
+        """Return the loss [B, N]. old: `surrogate_input`, or the record of the targets that the surrogate is for."""
         raise NotImplementedError
 
     def clipped(self, log_ratio: Tensor, advantage: Tensor, old: Any) -> Tensor:
         """Return the mask where the gradient is cut, bool [B, N]."""
         return torch.zeros_like(log_ratio, dtype=torch.bool)
 
-    def gap(self, batch: Any) -> Tensor:
+    def statistic(self, batch: Any) -> Tensor:
         """Return the statistic [b, ...] of the samples of a batch that a surrogate of groups compares."""
         raise NotImplementedError
 
 
-class Ranged(Surrogate):
+class ClippedSurrogate(Surrogate):
     """PPO's clipped surrogate as a loss, max(-A r, -A clip(r)) with r = exp(log_ratio): [B, N]; A is the advantage."""
 
     def __call__(self, log_ratio: Tensor, advantage: Tensor, old: Tensor | None = None) -> Tensor:
@@ -66,7 +66,7 @@ class Ranged(Surrogate):
 
 
 @dataclass(frozen=True)
-class Clip(Ranged):
+class Clip(ClippedSurrogate):
     """PPO's clipped surrogate as a loss, max(-A r, -A clip(r, 1-low, 1+high)) with r = exp(log_ratio): [B, N].
 
     The advantage A is [B, N] or [B, 1]. 0 <= low <= 1, high >= 0.
@@ -83,7 +83,7 @@ class Clip(Ranged):
 
 
 @dataclass(frozen=True)
-class AdaptiveClip(Ranged):
+class AdaptiveClip(ClippedSurrogate):
     """`Clip` whose upper bound grows with the advantage, r <= 1 + low + (high - low) sigmoid(sensitivity * A)
     (LayerTuning, 2509.23352, a reconstruction).
 
@@ -129,7 +129,7 @@ class DualClip(Clip):
 
 
 @dataclass(frozen=True)
-class DynamicClip(Ranged):
+class DynamicClip(ClippedSurrogate):
     """`Clip` for tokens, wider for tokens that were unlikely under the old policy (DCPO, 2509.02333).
 
     With q = exp(old) the range of r is 1/2 + sqrt(max(1 - 4 low / q, 0)) / 2 to 1/2 + sqrt(1 + 4 high / q) / 2, at most
@@ -154,7 +154,7 @@ class DynamicClip(Ranged):
 
 
 @dataclass(frozen=True)
-class DivergenceMask(Ranged):
+class DivergenceMask(ClippedSurrogate):
     """-A r, without a gradient if the policy is far from the old one and the update leads further away (Flow-DPPO,
     2606.11025).
 
@@ -175,7 +175,7 @@ class DivergenceMask(Ranged):
         return -width, width
 
 
-def beside(surrogate: Any, new: Scored, old: Scored) -> Tensor:
+def surrogate_input(surrogate: Any, new: Scored, old: Scored) -> Tensor:
     """Return the third argument of a surrogate, [B, N]: of a DivergenceMask the divergence from the old policy,
     otherwise the old log-probability."""
     return divergence(new, old).detach() if isinstance(surrogate, DivergenceMask) else old.logp
@@ -199,7 +199,7 @@ class Reinforce(Surrogate):
 
 
 @dataclass(frozen=True)
-class Truncated(Surrogate):
+class TruncatedIS(Surrogate):
     """-A clip(r, 1-low, 1+high) log p, [B, N], with the clipped ratio r a constant: an importance weight with bounds
     (CISPO, 2506.13585, equations 4 and 5, which bounds above alone: low is 1).
 
@@ -210,7 +210,7 @@ class Truncated(Surrogate):
     high: float = 4.0
 
     def __post_init__(self) -> None:
-        require_range("Truncated", self.low, self.high)
+        require_range("TruncatedIS", self.low, self.high)
 
     def __call__(self, log_ratio: Tensor, advantage: Tensor, old: Tensor | None = None) -> Tensor:
         assert advantage.ndim == 2 and old is not None, advantage.shape
@@ -224,7 +224,7 @@ class Truncated(Surrogate):
 
 
 @dataclass(frozen=True)
-class Ascent(Surrogate):
+class RewardAscent(Surrogate):
     """-R, the reward itself in place of an advantage, or with a margin max(margin - R, 0), which ignores samples that
     are good enough (ReFL, 2304.05977: a margin of 2).
 
@@ -234,12 +234,12 @@ class Ascent(Surrogate):
     margin: float | None = None
 
     def __call__(self, log_ratio: Tensor, advantage: Tensor, old: Tensor | None = None) -> Tensor:
-        assert old is not None, "Ascent needs the old reward of every sample"
+        assert old is not None, "RewardAscent needs the old reward of every sample"
         reward = old + log_ratio
         return -reward if self.margin is None else (self.margin - reward).clamp(min=0)
 
     def clipped(self, log_ratio: Tensor, advantage: Tensor, old: Tensor | None = None) -> Tensor:
-        assert old is not None, "Ascent needs the old reward of every sample"
+        assert old is not None, "RewardAscent needs the old reward of every sample"
         return old + log_ratio >= (math.inf if self.margin is None else self.margin)
 
 

@@ -1,6 +1,6 @@
 """Losses on some of the tokens: surrogates of completions over another surrogate, their field `surrogate`.
 
-Their interface is that of `objectives`; the `old` of an `OfCompletions` is a `CompletionBatch`.
+Their interface is that of `objectives`; the `old` of an `GroupLoss` is a `CompletionBatch`.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ import torch
 from torch import Tensor
 
 from flowgrpo.objectives import Clip, DivergenceMask, Reinforce
-from flowgrpo.objectives.sequence_losses import OfCompletions
+from flowgrpo.objectives.sequence_losses import GroupLoss
 from flowgrpo.objectives.surrogates import Surrogate
 from flowgrpo.types import CompletionBatch, required
 
 
-class _Over(Surrogate):
+class WrappedLoss(Surrogate):
     """Surrogate over another one that reads at most the old log-probability; its range is that of the inner one."""
 
     surrogate: Surrogate
 
     def __post_init__(self) -> None:
-        if isinstance(self.surrogate, (OfCompletions, DivergenceMask)) or not callable(self.surrogate):
+        if isinstance(self.surrogate, (GroupLoss, DivergenceMask)) or not callable(self.surrogate):
             raise ValueError(f"{type(self).__name__}: surrogate is {self.surrogate!r}, expected one of single tokens, "
                              "such as Clip")
 
@@ -37,7 +37,7 @@ class _Over(Surrogate):
 
 
 @dataclass(frozen=True)
-class EntropyBonus(_Over, OfCompletions):
+class EntropyBonus(WrappedLoss, GroupLoss):
     """The surrogate's loss less weight * entropy of every token's distribution, in nats, [B, L]: PPO's bonus
     (1707.06347, equation 9), which keeps a policy from settling on one answer."""
 
@@ -58,7 +58,7 @@ class EntropyBonus(_Over, OfCompletions):
 
 
 @dataclass(frozen=True)
-class HighEntropy(_Over, OfCompletions):
+class HighEntropy(WrappedLoss, GroupLoss):
     """The surrogate's loss on the `share` of tokens with the largest entropies, 0 on the others, [B, L] (2506.01939:
     0.2, on DAPO): few tokens decide the direction of a text.
 
@@ -75,7 +75,7 @@ class HighEntropy(_Over, OfCompletions):
         if not 0 < self.share <= 1:
             raise ValueError(f"HighEntropy: share is {self.share}, expected above 0 and at most 1")
 
-    def gap(self, compared: CompletionBatch) -> Tensor:
+    def statistic(self, compared: CompletionBatch) -> Tensor:
         """Return the entropies, -inf where a token does not count: [b, L]."""
         return required(compared.new.entropy).masked_fill(~compared.new.mask, -math.inf)
 
@@ -87,7 +87,7 @@ class HighEntropy(_Over, OfCompletions):
 
     def chosen(self, compared: CompletionBatch) -> Tensor:
         """Return the trained tokens, bool [b, L]; all tokens tied at the threshold are trained."""
-        entropies, group = required(compared.peers).gap, required(compared.peers).group
+        entropies, group = required(compared.peers).statistic, required(compared.peers).group
         found = torch.zeros_like(compared.mask)
         for own in group.unique():
             found[group == own] = self._largest(entropies[group == own])
@@ -99,7 +99,7 @@ class HighEntropy(_Over, OfCompletions):
 
 
 @dataclass(frozen=True)
-class Conflicts(_Over, OfCompletions):
+class ConflictTokens(WrappedLoss, GroupLoss):
     """The surrogate's loss, with conflict tokens not pushed down and `amplify` times as strongly pulled up, [B, L]
     (GTPO, 2508.03772, and its code).
 
@@ -116,8 +116,8 @@ class Conflicts(_Over, OfCompletions):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.amplify >= 0 or not self.most_entropy > 0:
-            raise ValueError(f"Conflicts: amplify is {self.amplify} and most_entropy {self.most_entropy}, expected 0 "
-                             "or more, and above 0 (infinity for no limit)")
+            raise ValueError(f"ConflictTokens: amplify is {self.amplify} and most_entropy {self.most_entropy}, "
+                             "expected 0 or more, and above 0 (infinity for no limit)")
 
     @property
     def reads_entropy(self) -> bool:  # type: ignore[override]
@@ -145,7 +145,7 @@ class Conflicts(_Over, OfCompletions):
 
 
 @dataclass(frozen=True)
-class LikelihoodKept(_Over):
+class LikelihoodFloor(WrappedLoss):
     """The surrogate's loss plus weight * max(log p_old - log p, 0) on the tokens of completions with A >= 0 whose
     log-probability fell as a whole, [B, L] (LLDS, 2512.04220).
 
@@ -159,7 +159,7 @@ class LikelihoodKept(_Over):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.weight >= 0:
-            raise ValueError(f"LikelihoodKept: weight is {self.weight}, expected 0 or more")
+            raise ValueError(f"LikelihoodFloor: weight is {self.weight}, expected 0 or more")
 
     def __call__(self, log_ratio: Tensor, advantage: Tensor, old: Tensor | None = None) -> Tensor:
         fell = (advantage >= 0) & (log_ratio.sum(1, keepdim=True) < 0)
@@ -170,7 +170,7 @@ class LikelihoodKept(_Over):
 
 
 @dataclass(frozen=True)
-class ExpertMixture(_Over, OfCompletions):
+class ExpertMixture(WrappedLoss, GroupLoss):
     """The surrogate's loss on sampled completions, and on a prompt's own answer -r A (1 - p)^focus, r = 2 p / (p_expert
     + p_old), the last factor held constant, [B, L] (RL-PLUS, 2508.00222).
 

@@ -33,9 +33,9 @@ def require_memory(config: Config, method: Any, device: str | torch.device, load
     if not adapter.rank and (adapter.dora or adapter.rslora):
         raise UserError("adapter.rank is 0, which trains all weights without a LoRA: take adapter.dora and "
                         "adapter.rslora away, or set a rank")
-    if adapter.dora and isinstance(method.loss.reference, references.Soup):
-        raise UserError("a Soup averages products of LoRAs, which with adapter.dora have lengths besides: use the "
-                        "reference EMA or Old, or adapter.dora: false")
+    if adapter.dora and isinstance(method.loss.reference, references.WeightAverage):
+        raise UserError("a WeightAverage averages products of LoRAs, which with adapter.dora have lengths besides: use "
+                        "the reference EMA or PreviousPolicy, or adapter.dora: false")
     if config.train.optimizer == "adamw8bit":
         require_package("train.optimizer is 'adamw8bit'", "bitsandbytes")
 

@@ -88,7 +88,7 @@ class GroupSampler:
         """Score a part's decisions under the present weights: (place in `part.transitions`, its rows, scores)."""
         raise NotImplementedError
 
-    def beside(self, part: Any, conditioning: Any, reference: list[Scored]) -> Callable[..., Any]:
+    def loss_inputs(self, part: Any, conditioning: Any, reference: list[Scored]) -> Callable[..., Any]:
         """Return what gives the surrogate's third argument for every batch of the part's replay."""
         raise NotImplementedError
 

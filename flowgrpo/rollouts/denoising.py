@@ -157,7 +157,7 @@ class DenoisingRollouts(GroupSampler):
         """Score a part's transitions under the present weights: (place in `part.transitions`, its rows, scores)."""
         return self.target.replay(part, conditioning)
 
-    def beside(self, part: Part, conditioning: Conditioning, reference: list[Scored]) -> NoisedInputs | EditInputs:
+    def loss_inputs(self, part: Part, conditioning: Conditioning, reference: list[Scored]) -> NoisedInputs | EditInputs:
         """Return what the surrogate reads in addition to ratio and advantage, in every batch of the part's replay."""
         return self.target.loss_inputs(part, conditioning, reference)
 

@@ -16,7 +16,7 @@ from flowgrpo.policies.language.causal_lm import CausalLM
 from flowgrpo.rollouts.text import TextRollouts
 from flowgrpo.samplers.replay import rescored
 from flowgrpo.samplers.rollout import Part
-from flowgrpo.samplers.text.groups import Parallel, joined
+from flowgrpo.samplers.text.groups import Independent, joined
 from flowgrpo.samplers.text.importance import Mismatch
 from flowgrpo.samplers.text.records import SampledCompletions, TokenizedPrompts
 
@@ -28,7 +28,7 @@ class EngineRollouts(TextRollouts):
     def __init__(self, config: Config, policy: CausalLM, *rest):
         super().__init__(config, policy, *rest)
         draws = self.method.generation.draws
-        if not isinstance(draws, Parallel):
+        if not isinstance(draws, Independent):
             raise UserError(f"method {config.method} draws the texts of a group by {type(draws).__name__}, "
                             "which no engine does: leave text.engine and text.engine_precision out")
         text = config.text

@@ -13,7 +13,7 @@ from flowgrpo import objectives
 from flowgrpo.methods.method import Method
 from flowgrpo.objectives.actor_critic import Seen
 from flowgrpo.objectives.forward_process import OfNoised
-from flowgrpo.objectives.sequence_losses import OfCompletions
+from flowgrpo.objectives.sequence_losses import GroupLoss
 from flowgrpo.objectives.surrogates import Surrogate
 from flowgrpo.samplers.rollout import Part
 from flowgrpo.types import CompletionBatch, GroupStatistics, NoisedBatch, Scored, required
@@ -22,7 +22,7 @@ Replay = Callable[[], Iterator[tuple[int, slice, Scored]]]
 
 
 class NoisedInputs:
-    """Inputs of a surrogate: `objectives.beside` of recorded steps, a `NoisedBatch` of noised samples.
+    """Inputs of a surrogate: `objectives.surrogate_input` of recorded steps, a `NoisedBatch` of noised samples.
 
     reference: its scores of the replay's batches, where anything reads them. cut: a replay of the same batches, where
     they cut groups; a surrogate that compares the samples of a group then sees all of it in a first pass, without
@@ -40,11 +40,11 @@ class NoisedInputs:
     def __call__(self, batch: int, k: int, rows: slice, new: Scored, old: Scored) -> Tensor | NoisedBatch:
         """Return the inputs of the rows of the k-th recorded step, in this batch of the replay."""
         if not isinstance(self.surrogate, OfNoised):
-            return objectives.beside(self.surrogate, new, old)
+            return objectives.surrogate_input(self.surrogate, new, old)
         noised = self._noised(batch, k, rows, new, old)
         if not self.surrogate.reads_groups:
             return noised
-        peers = self.peers[k] or self._peers(k, self.surrogate.gap(noised).detach())
+        peers = self.peers[k] or self._peers(k, self.surrogate.statistic(noised).detach())
         return replace(noised, peers=peers)
 
     def _noised(self, batch: int, k: int, rows: slice, new: Scored, old: Scored) -> NoisedBatch:
@@ -55,23 +55,25 @@ class NoisedInputs:
 
     def _seen(self, replay: Replay) -> list[GroupStatistics]:
         """The peers of every step, from the present weights."""
-        gaps: list[list[Tensor]] = [[] for _ in self.part.transitions]
+        statistics: list[list[Tensor]] = [[] for _ in self.part.transitions]
         for batch, (k, rows, new) in enumerate(replay()):
             old = self.part.transitions[k].old.rows(rows).to(self.device)
-            gaps[k].append(self.surrogate.gap(self._noised(batch, k, rows, new, old)).detach())
-        return [self._peers(k, torch.cat(each)) for k, each in enumerate(gaps)]
+            statistics[k].append(self.surrogate.statistic(self._noised(batch, k, rows, new, old)).detach())
+        return [self._peers(k, torch.cat(each)) for k, each in enumerate(statistics)]
 
-    def _peers(self, k: int, gap: Tensor) -> GroupStatistics:
+    def _peers(self, k: int, statistic: Tensor) -> GroupStatistics:
         taken, advantage = self.part.transitions[k], self.part.advantages[k]
-        assert len(gap) == len(advantage), "the batch holds a part of a group, and there was no first pass"
-        return GroupStatistics(gap.flatten(), advantage.to(self.device), taken.prompts[taken.parent].to(self.device))
+        assert len(statistic) == len(advantage), "the batch holds a part of a group, and there was no first pass"
+        prompts = taken.prompts[taken.parent].to(self.device)
+        return GroupStatistics(statistic.flatten(), advantage.to(self.device), prompts)
 
 
 TextReplay = Callable[[], Iterator[tuple[int, slice, Scored]]]
 
 
 class CompletionInputs:
-    """Inputs of a surrogate on completions: a `CompletionBatch` for an `OfCompletions`, `objectives.beside` for others.
+    """Inputs of a surrogate on completions: a `CompletionBatch` for a `GroupLoss`, for others
+    `objectives.surrogate_input`.
 
     reference: its scores of the replay's batches, where anything reads them. replay: of the same batches: a surrogate
     that compares whole groups sees a part, which is whole groups, in a first pass, without gradients, which costs a
@@ -91,11 +93,11 @@ class CompletionInputs:
 
     def __call__(self, batch: int, k: int, rows: slice, new: Scored, old: Scored) -> Tensor | CompletionBatch:
         """Return the inputs of these rows of the completions, in this batch of the replay."""
-        if not isinstance(self.method.loss.surrogate, OfCompletions):
-            return objectives.beside(self.method.loss.surrogate, new, old)
+        if not isinstance(self.method.loss.surrogate, GroupLoss):
+            return objectives.surrogate_input(self.method.loss.surrogate, new, old)
         compared = self._compared(batch, rows, new, old)
         if not self.seen:
-            self.peers, self.seen = replace(self.peers, gap=self._gaps(compared)), True
+            self.peers, self.seen = replace(self.peers, statistic=self._statistics(compared)), True
         return replace(compared, peers=self.peers)
 
     def _compared(self, batch: int, rows: slice, new: Scored, old: Scored) -> CompletionBatch:
@@ -105,12 +107,13 @@ class CompletionInputs:
         return CompletionBatch(new, old, self.method.loss.log_ratio(new, old), at, **self.every, reference=reference)
 
     @torch.no_grad()
-    def _gaps(self, first: CompletionBatch) -> Tensor:
+    def _statistics(self, first: CompletionBatch) -> Tensor:
         """Return the statistic of all completions under the present weights. first: the replay's first batch."""
+        surrogate = self.method.loss.surrogate
         if len(first.rows) == len(self.taken.ids):
-            return self.method.loss.surrogate.gap(first).detach()
+            return surrogate.statistic(first).detach()
         return torch.cat([
-            self.method.loss.surrogate.gap(self._compared(batch, rows, new, self.taken.old.rows(rows).to(self.device)))
+            surrogate.statistic(self._compared(batch, rows, new, self.taken.old.rows(rows).to(self.device)))
             for batch, (_, rows, new) in enumerate(self.replay())])
 
 

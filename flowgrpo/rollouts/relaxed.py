@@ -66,7 +66,7 @@ class RelaxedRollouts(TextRollouts):
         gradient is followed; turn: how often the epoch has drawn before."""
         before = self.policy.evaluations
         seed = self.seeds(epoch, turn, len(asked.prompts))
-        now = cast(RelaxedTraces, self.method.target).relaxation.in_epoch(epoch, self.config.train.epochs)
+        now = cast(RelaxedTraces, self.method.target).relaxation.at_epoch(epoch, self.config.train.epochs)
         for groups, prompts, samples, _ in self.whole_groups(len(asked.prompts)):
             generators = self.policy.generators(seed(int(p), int(k)) for p, k in zip(prompts, samples))
             unknown = torch.full((len(prompts), 1), torch.nan)
@@ -88,7 +88,7 @@ class RelaxedRollouts(TextRollouts):
             found = self._made(part, asked, rows)[1][:, None]
             yield 0, rows, Scored(found, torch.ones_like(found, dtype=torch.bool))
 
-    def beside(self, part: Any, asked: TokenizedPrompts, reference: list[Scored]) -> Callable[..., Any]:
+    def loss_inputs(self, part: Any, asked: TokenizedPrompts, reference: list[Scored]) -> Callable[..., Any]:
         """Return what the surrogate reads in addition to ratio and advantage."""
         return NoisedInputs(self.method.loss.surrogate, part, reference, self.policy.device)
 

@@ -89,6 +89,6 @@ class TextRollouts(GroupSampler):
         """Score a part's completions under the present weights: (0, its rows, scores)."""
         return self.target.replay(part, asked)
 
-    def beside(self, part: Any, asked: TokenizedPrompts, reference: list[Scored]) -> Callable[..., Any]:
+    def loss_inputs(self, part: Any, asked: TokenizedPrompts, reference: list[Scored]) -> Callable[..., Any]:
         """Return what the surrogate reads in addition to ratio and advantage."""
         return self.target.loss_inputs(part, asked, reference)

@@ -3,7 +3,7 @@
 A rollout is the ordinary one up to the single trained step of the plan, where the graph begins; the state there is
 recorded. An ending, `ending(policy, conditioning, x, exploration, step, generators) -> data [b,*D]`, turns it into the
 data to decode. It runs without gradients to sample, and with gradients, under the present weights, to train. Earlier
-steps are outside the graph. The "score" of such a part is its reward, which `objectives.Ascent` follows. The
+steps are outside the graph. The "score" of such a part is its reward, which `objectives.RewardAscent` follows. The
 first-ratio check then tests that replay and rollout see the same reward.
 """
 

@@ -138,7 +138,7 @@ class StepRecord:
     last: torch.Tensor | None = None
 
     @staticmethod
-    def beside(records: Sequence[StepRecord]) -> StepRecord:
+    def merged(records: Sequence[StepRecord]) -> StepRecord:
         """Return one record of several states that a pipeline denoises in parallel, flattened and concatenated."""
         if len(records) == 1:
             return records[0]
@@ -220,7 +220,7 @@ class PolicyScheduler:
 
     def taken(self) -> StepRecord:
         """Return the record of the call; with companions, of all states in one [B,N]."""
-        return StepRecord.beside([self.record, *(each.record for each in self.companions)])
+        return StepRecord.merged([self.record, *(each.record for each in self.companions)])
 
     def _own(self, value: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor | None:
         """Return this scheduler's part of `value`, which holds the states of all companions, in the shape of x."""

@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 
 from flowgrpo.methods.method import Method
-from flowgrpo.objectives import in_epoch, regularises
+from flowgrpo.objectives import at_epoch, is_active
 from flowgrpo.policies.policy import Policy
 from flowgrpo.samplers.rollout import Part
 from flowgrpo.types import Context, Scored
@@ -32,7 +32,7 @@ class KLReference:
 
     def begin(self, epoch: int, epochs: int) -> None:
         """Set the KL's weight for an epoch, and drop the last one's scores."""
-        self.kl = in_epoch(self.method.loss.kl, Context(epoch=epoch, epochs=epochs, memory=self.memory))
+        self.kl = at_epoch(self.method.loss.kl, Context(epoch=epoch, epochs=epochs, memory=self.memory))
         self.known = {}
 
     def scores(self, part: Part, replay: Replay) -> list[Scored]:
@@ -54,15 +54,15 @@ class KLReference:
         Returns the KL's metrics.
         """
         self.known = {}  # free the scores before the next rollout
-        if regularises(self.method.loss.kl):
+        if is_active(self.method.loss.kl):
             self.memory["kl"] = {"weight": self.kl.weight, "measured": measured}
         self.held = self.next(self.held, epoch + 1)
-        if not regularises(self.method.loss.kl):
+        if not is_active(self.method.loss.kl):
             return {}
         return {"kl_weight": self.kl.weight}
 
     def next(self, held: list[Snapshot], epoch: int) -> list[Snapshot]:
         """Return the snapshots of an epoch's reference, from those held before and the weights it starts with."""
-        if not regularises(self.method.loss.kl) and not self.method.compares_with_reference:
+        if not is_active(self.method.loss.kl) and not self.method.compares_with_reference:
             return []
         return self.method.loss.reference(held, self.policy.weights.snapshot, epoch)

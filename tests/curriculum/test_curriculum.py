@@ -8,7 +8,7 @@ import torch
 
 from flowgrpo.curriculum import order
 from flowgrpo.curriculum.epoch_batch import EpochBatch
-from flowgrpo.curriculum.order import Posterior, Walk
+from flowgrpo.curriculum.order import EpochPermutation, ThompsonSampling
 from flowgrpo.data import splits
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.distributed.processes import Processes
@@ -19,14 +19,14 @@ from tests.helpers import tiny_text
 POOL = [Prompt(f"p{i}") for i in range(200)]
 
 
-def told(part: Posterior, memory: dict, prompts: list[Prompt], totals: torch.Tensor, epoch: int = 0) -> None:
+def told(part: ThompsonSampling, memory: dict, prompts: list[Prompt], totals: torch.Tensor, epoch: int = 0) -> None:
     drawn = EpochBatch(POOL, epoch, 10, 0, Processes())
     drawn.add(prompts, totals[..., None], totals)
     part.learn(memory, drawn)
 
 
 def test_the_posterior_by_hand():
-    part = Posterior(keep=0.5, prior=1.0)
+    part = ThompsonSampling(keep=0.5, prior=1.0)
     memory: dict = {}
     told(part, memory, [POOL[0]], torch.tensor([[1.0, 1.0, 0.0, 1.0]]))
     assert memory["beliefs"]["p0"] == [4.0, 2.0]  # 0.5 * 1 + 0.5 * 1 + 3 and + 1
@@ -39,7 +39,7 @@ def test_the_posterior_by_hand():
 
 def test_prompts_of_middling_rates_are_drawn():
     rates = np.linspace(0, 1, len(POOL))
-    part, memory = Posterior(candidates=8), {}
+    part, memory = ThompsonSampling(candidates=8), {}
     rng, chosen = np.random.default_rng(0), []
     for epoch in range(120):
         batch = part(POOL, 8, epoch, 0, None, memory, 8)
@@ -53,22 +53,22 @@ def test_prompts_of_middling_rates_are_drawn():
 
 def test_the_nearest_to_the_target_of_the_candidates():
     memory = {"beliefs": {prompt.key: [1e7 * i, 1e7 * (199 - i)] for i, prompt in enumerate(POOL) if 0 < i < 199}}
-    found = Posterior(target=0.25, candidates=1000)(POOL, 3, 5, 0, None, memory, 8)
+    found = ThompsonSampling(target=0.25, candidates=1000)(POOL, 3, 5, 0, None, memory, 8)
     assert {prompt.text for prompt in found} == {"p49", "p50", "p51"}
 
 
 def test_one_candidate_each_is_the_plain_draw():
-    for part in (Posterior(candidates=1), Walk()):
+    for part in (ThompsonSampling(candidates=1), EpochPermutation()):
         assert sorted(p.text for p in part(POOL, 7, 3, 1, None, {}, 8)) == sorted(
             p.text for p in splits.draw(POOL, 7, 3, 1))
-    assert Walk()(POOL, 7, 3, 1, None, {}, 8) == splits.draw(POOL, 7, 3, 1)
-    assert len(Posterior()(POOL[:3], 7, 0, 0, None, {}, 8)) == 7
+    assert EpochPermutation()(POOL, 7, 3, 1, None, {}, 8) == splits.draw(POOL, 7, 3, 1)
+    assert len(ThompsonSampling()(POOL[:3], 7, 0, 0, None, {}, 8)) == 7
 
 
 @pytest.mark.parametrize("options", [dict(target=1.5), dict(keep=-0.1), dict(candidates=0), dict(prior=0.0)])
 def test_impossible_beliefs(options):
-    with pytest.raises(ValueError, match="Posterior: "):
-        Posterior(**options)
+    with pytest.raises(ValueError, match="ThompsonSampling: "):
+        ThompsonSampling(**options)
 
 
 def test_what_is_believed_is_in_the_checkpoint_and_the_next_epoch_is_the_same(tmp_path):

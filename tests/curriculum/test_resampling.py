@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from flowgrpo.curriculum.epoch_batch import EpochBatch
-from flowgrpo.curriculum.resampling import Never, Refill, fresh
+from flowgrpo.curriculum.resampling import DynamicSampling, KeepAll, fresh
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.distributed.processes import Processes
 from flowgrpo.errors import UserError
@@ -32,10 +32,10 @@ def drawn(*turns: list[tuple[str, list[float]]]) -> EpochBatch:
 
 def test_groups_that_agree_are_replaced_by_prompts_not_drawn_before():
     found = drawn([("a", MIXED), ("b", AGREED), ("c", [0.0, 0.0, 0.0])])
-    pairs = Refill()(found)
+    pairs = DynamicSampling()(found)
     assert [place for place, _ in pairs] == [1, 2]
-    assert {prompt.text for _, prompt in pairs} < {"d", "e", "f"} and Never()(found) == []
-    assert Refill()(found) == pairs  # of the seed, the epoch and the turn alone
+    assert {prompt.text for _, prompt in pairs} < {"d", "e", "f"} and KeepAll()(found) == []
+    assert DynamicSampling()(found) == pairs  # of the seed, the epoch and the turn alone
     assert [prompt.text for prompt in found.replace(pairs)] == [prompt.text for _, prompt in pairs]
     assert found.standing() == [0]
 
@@ -44,10 +44,10 @@ def test_a_replacement_that_agrees_is_replaced_in_its_turn_until_the_cap():
     found = drawn([("a", MIXED), ("b", AGREED)])
     found.replace([(1, POOL[2])])
     found.add([POOL[2]], torch.zeros(1, 3, 1), torch.zeros(1, 3))
-    assert [place for place, _ in Refill(turns=3)(found)] == [2] and Refill(turns=2)(found) == []
+    assert [place for place, _ in DynamicSampling(turns=3)(found)] == [2] and DynamicSampling(turns=2)(found) == []
     found.replace([(2, POOL[3])])
     found.add([POOL[3]], torch.tensor([MIXED])[..., None], torch.tensor([MIXED]))
-    assert Refill()(found) == []
+    assert DynamicSampling()(found) == []
     batch, scores = found.compared()
     assert [prompt.text for prompt in batch] == ["a", "b", "c", "d"]
     assert scores.isnan().all(2).all(1).tolist() == [False, True, True, False]
@@ -100,7 +100,7 @@ def test_an_epoch_of_texts_is_filled_up_with_groups_that_differ():
 
 def test_turns_have_noise_of_their_own():
     trainer = tiny_text.trainer(rewards={"short": lambda texts, prompts: [1.0] * len(texts)},
-                                parts={"redraw": {"type": "Refill", "turns": 3}}, train__prompts=2)
+                                parts={"redraw": {"type": "DynamicSampling", "turns": 3}}, train__prompts=2)
     trainer.prompts = trainer.prompts[:2]
     drawn, parts, asked = trainer.draw()
     assert drawn.turn == 3 and len(asked.prompts) == 6 and sorted(drawn.replaced) == [0, 1, 2, 3]
@@ -153,9 +153,9 @@ def test_pictures_are_redrawn_too():
 
 
 @pytest.mark.parametrize("options, told", [
-    (dict(method="tempflow_grpo+dynamic_sampling"), "redraw is Refill"),
+    (dict(method="tempflow_grpo+dynamic_sampling"), "redraw is DynamicSampling"),
     (dict(method="refl+dynamic_sampling"), "reads no redraw: got the preset dynamic_sampling"),
-    (dict(method="mix_grpo", parts={"redraw": {"type": "Refill", "turns": 1}}), "turns is 1"),
+    (dict(method="mix_grpo", parts={"redraw": {"type": "DynamicSampling", "turns": 1}}), "turns is 1"),
 ])
 def test_what_cannot_be_redrawn_is_told_in_a_line(options, told):
     with pytest.raises(UserError, match=told):

@@ -34,12 +34,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "BestWorst": {"n": 2}, "MaxVariance": {"n": 2}, "Beyond": {"quantile": 0.9},
     "DualClip": {"low": 5e-5, "high": 5e-5}, "Adaptive": {"target": 0.001}, "Linear": {"last": 0.0},
     "LayerTuning": {"weight": 0.1}, "Lag": {"start": 0.5, "most": 0.5}, "Preview": {"pool": 6, "steps": 2},
-    "Serial": {"exit": "=", "close": "="}, "Hints": tiny_runs.HINTED["redraw"] | {"fail": 1.0},
+    "EarlyExits": {"exit": "=", "close": "="}, "Hints": tiny_runs.HINTED["redraw"] | {"fail": 1.0},
     "SegmentTree": {"every": 1}, "Tree": {"tokens": 1}, "Edit": {"width": 4}}
 KL = {"kl": {"weight": 0.1}}
 # What has to be there besides, of the host as well, for a part to be of effect.
 BESIDE: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(("EMA", "Old", "Soup", "Teacher", "Constant", "Linear", "Adaptive"), KL),
+    **dict.fromkeys(("EMA", "PreviousPolicy", "WeightAverage", "Teacher", "Constant", "Linear", "Adaptive"), KL),
     "Pooled": {"curriculum": {"type": "Knapsack"}}, "OneStep": {"plan": {"count": 2}}, "Preview": {"roots": None},
     "SegmentTree": {"draws": {"type": "Tree", "tokens": 1}}}
 VALUES = {"tail": 0.5, "roots": 2, "strides": [1, 2]}
@@ -47,7 +47,8 @@ VALUES = {"tail": 0.5, "roots": 2, "strides": [1, 2]}
 # and a Teacher without a model is the base.
 SAME = {"Influence", "ODE", "Teacher"}
 # What is first seen in a second epoch.
-LATER = {"EMA", "Old", "Soup", "Linear", "Adaptive", "Lag", "Posterior", "Knapsack", "Pooled", "ValueTracker"}
+LATER = {"EMA", "PreviousPolicy", "WeightAverage", "Linear", "Adaptive", "Lag", "ThompsonSampling", "Knapsack",
+         "Pooled", "ValueTracker"}
 
 
 def laid(name: str, part: dict[str, Any]) -> dict[str, Any]:
@@ -127,13 +128,13 @@ def test_every_part_that_is_taken_trains_otherwise(kind, host):
         "lag": {"most": 0.5}}.items()),
     ("flow", "mix_grpo", {"draws": {"type": "Tree"}}, "draws"),
     ("flow", "mix_grpo", {"spread": {"type": "SegmentTree"}}, "spread"),
-    ("flow", "mix_grpo", {"reduction": {"type": "PerRow"}}, "reduction"),
+    ("flow", "mix_grpo", {"reduction": {"type": "SequenceMean"}}, "reduction"),
     ("flow", "diffusion_nft", {"kernel": {"level": 0.9}}, "kernel"),
     ("flow", "diffusion_nft", {"spread": {"type": "StepGroups"}}, "spread"),
     ("flow", "flow_grpo", {"solver": {"type": "DPMSolver2M"}}, "solver"),
     ("flow", "draft", {"advantage": {"scale": "batch"}}, "advantage"),
     ("flow", "draft", {"shaping": {"type": "WinRate"}}, "shaping"),
-    ("masks", "drakes", {"redraw": {"type": "Refill"}}, "redraw"),
+    ("masks", "drakes", {"redraw": {"type": "DynamicSampling"}}, "redraw"),
 ])
 def test_a_part_that_is_set_and_not_read_is_refused_with_those_that_are(kind, host, parts, place):
     told = answer(kind, host, parts)
@@ -141,7 +142,7 @@ def test_a_part_that_is_set_and_not_read_is_refused_with_those_that_are(kind, ho
 
 
 def test_a_value_that_the_host_has_already_is_no_setting():
-    for parts in ({"tail": 1.0, "strides": [1]}, {"spread": {"type": "Evenly"}}, {"redraw": {"type": "Never"}}):
+    for parts in ({"tail": 1.0, "strides": [1]}, {"spread": {"type": "PerSample"}}, {"redraw": {"type": "KeepAll"}}):
         assert answer("flow", "mix_grpo", parts) == answer("flow", "mix_grpo", {})
 
 

@@ -34,22 +34,28 @@ from flowgrpo.objectives import (
     Reinforce,
     SampledKL,
     SequenceRatio,
-    Truncated,
+    TruncatedIS,
     Uniform,
 )
 from flowgrpo.objectives.best_path import LayerTuning
 from flowgrpo.objectives.ratios import CompletionRatio
-from flowgrpo.objectives.reductions import PerDecision, PerRow, RowSums
+from flowgrpo.objectives.reductions import SequenceMean, SequenceSum, TokenMean
 from flowgrpo.objectives.references import Teacher
 from flowgrpo.objectives.schedules import Linear
-from flowgrpo.objectives.sequence_losses import Discriminative, ImplicitNegative, Levels, Regressed, Tapered
-from flowgrpo.objectives.token_losses import Conflicts, EntropyBonus, ExpertMixture, HighEntropy, LikelihoodKept
+from flowgrpo.objectives.sequence_losses import (
+    Discriminative,
+    NegativeAwareText,
+    PairwisePreference,
+    Regressed,
+    TaperedReinforce,
+)
+from flowgrpo.objectives.token_losses import ConflictTokens, EntropyBonus, ExpertMixture, HighEntropy, LikelihoodFloor
 from flowgrpo.samplers.kernels import CPS, DanceSDE, FlowDDIM, FlowSDE
 from flowgrpo.samplers.plans import AllSteps, Branches, EachStep, GrowingTail, RandomSubset, Single, Sliding, TreeWindow
 from flowgrpo.samplers.solvers import DPMSolver2M, Euler
 from flowgrpo.samplers.text.decoding import Decoding
-from flowgrpo.samplers.text.groups import Serial
-from flowgrpo.samplers.text.lookahead import Lookahead
+from flowgrpo.samplers.text.groups import EarlyExits
+from flowgrpo.samplers.text.lookahead import BranchingLookahead
 from flowgrpo.samplers.text.trees import Tree
 from flowgrpo.train import decisions
 from flowgrpo.training.metrics import UpdateStats
@@ -84,42 +90,43 @@ OVERLAYS = {"grpo_guard", "flow_dppo", "sol_rl", "texforce", "dynamic_sampling",
             "knapsack_rl"}
 # Of language models: ratio, surrogate, reduction, advantage's scale and order, KL.
 OF_TOKENS = {
-    "grpo": (PlainRatio(), Clip(0.2, 0.2), PerRow(), "group", "rewards", SampledKL(0.04, "k3")),
-    "dr_grpo": (PlainRatio(), Clip(0.2, 0.2), RowSums(budgeted=True), "none", "rewards", SampledKL()),
-    "dapo": (PlainRatio(), Clip(0.2, 0.28), PerDecision(), "group", "rewards", SampledKL()),
-    "gspo": (SequenceRatio(), Clip(3e-4, 4e-4), PerRow(), "group", "rewards", SampledKL()),
-    "cispo": (PlainRatio(), Truncated(1.0, 4.0), PerDecision(), "group", "rewards", SampledKL()),
-    "rloo": (PlainRatio(), Reinforce(), RowSums(), "leave_one_out", "rewards", SampledKL()),
-    "reinforce_pp": (PlainRatio(), Clip(0.2, 0.2), PerDecision(), "none", "gdpo", SampledKL(1e-3, "k2")),
-    "remax": (PlainRatio(), Reinforce(), RowSums(), None, None, SampledKL()),
-    "grpo_lambda": (PlainRatio(), Clip(0.2, 0.2), PerRow(), "group", "rewards", SampledKL()),
-    "spo_chain": (PlainRatio(), Clip(0.2, 0.2), PerDecision(), "group", "rewards", SampledKL(1e-4, "k3")),
-    "spo_tree": (PlainRatio(), Clip(0.2, 0.2), PerDecision(), "group", "rewards", SampledKL(1e-4, "k3")),
-    "gigpo": (PlainRatio(), Clip(0.2, 0.2), PerRow(), "group", "rewards", SampledKL(0.01, "k3")),
-    "latr": (PlainRatio(), Clip(0.2, 0.2), PerRow(), "group", "rewards", SampledKL()),
-    "s_grpo": (PlainRatio(), Clip(0.2, 0.2), PerRow(), "group", "rewards", SampledKL()),
-    "ppo": (PlainRatio(), Clip(0.2, 0.2), PerDecision(), None, None, SampledKL()),
-    "topr": (CompletionRatio(), Tapered(1.0), RowSums(), "none", "rewards", SampledKL()),
-    "nft": (PlainRatio(), ImplicitNegative("linear", 1.0), PerDecision(), None, None, SampledKL()),
-    "disco": (PlainRatio(), Discriminative("log", 10.0, 1000.0, 1e-4), PerRow(), None, None, SampledKL()),
-    "reg_grpo": (CompletionRatio(), Regressed(0.1), RowSums(), "group", "rewards", SampledKL()),
-    "trpa": (PlainRatio(), Levels(0.1, 2.5, 1e-3), PerRow(), "none", "rewards", SampledKL()),
-    "w_reinforce": (PlainRatio(), Clip(0.2, 0.2), PerDecision(), None, None, SampledKL()),
-    "entropy_bonus": (PlainRatio(), EntropyBonus(Clip(0.2, 0.2), 0.01), PerRow(), "group", "rewards",
+    "grpo": (PlainRatio(), Clip(0.2, 0.2), SequenceMean(), "group", "rewards", SampledKL(0.04, "k3")),
+    "dr_grpo": (PlainRatio(), Clip(0.2, 0.2), SequenceSum(budgeted=True), "none", "rewards", SampledKL()),
+    "dapo": (PlainRatio(), Clip(0.2, 0.28), TokenMean(), "group", "rewards", SampledKL()),
+    "gspo": (SequenceRatio(), Clip(3e-4, 4e-4), SequenceMean(), "group", "rewards", SampledKL()),
+    "cispo": (PlainRatio(), TruncatedIS(1.0, 4.0), TokenMean(), "group", "rewards", SampledKL()),
+    "rloo": (PlainRatio(), Reinforce(), SequenceSum(), "leave_one_out", "rewards", SampledKL()),
+    "reinforce_pp": (PlainRatio(), Clip(0.2, 0.2), TokenMean(), "none", "gdpo", SampledKL(1e-3, "k2")),
+    "remax": (PlainRatio(), Reinforce(), SequenceSum(), None, None, SampledKL()),
+    "grpo_lambda": (PlainRatio(), Clip(0.2, 0.2), SequenceMean(), "group", "rewards", SampledKL()),
+    "spo_chain": (PlainRatio(), Clip(0.2, 0.2), TokenMean(), "group", "rewards", SampledKL(1e-4, "k3")),
+    "spo_tree": (PlainRatio(), Clip(0.2, 0.2), TokenMean(), "group", "rewards", SampledKL(1e-4, "k3")),
+    "gigpo": (PlainRatio(), Clip(0.2, 0.2), SequenceMean(), "group", "rewards", SampledKL(0.01, "k3")),
+    "latr": (PlainRatio(), Clip(0.2, 0.2), SequenceMean(), "group", "rewards", SampledKL()),
+    "s_grpo": (PlainRatio(), Clip(0.2, 0.2), SequenceMean(), "group", "rewards", SampledKL()),
+    "ppo": (PlainRatio(), Clip(0.2, 0.2), TokenMean(), None, None, SampledKL()),
+    "topr": (CompletionRatio(), TaperedReinforce(1.0), SequenceSum(), "none", "rewards", SampledKL()),
+    "nft": (PlainRatio(), NegativeAwareText("linear", 1.0), TokenMean(), None, None, SampledKL()),
+    "disco": (PlainRatio(), Discriminative("log", 10.0, 1000.0, 1e-4), SequenceMean(), None, None, SampledKL()),
+    "reg_grpo": (CompletionRatio(), Regressed(0.1), SequenceSum(), "group", "rewards", SampledKL()),
+    "trpa": (PlainRatio(), PairwisePreference(0.1, 2.5, 1e-3), SequenceMean(), "none", "rewards", SampledKL()),
+    "w_reinforce": (PlainRatio(), Clip(0.2, 0.2), TokenMean(), None, None, SampledKL()),
+    "entropy_bonus": (PlainRatio(), EntropyBonus(Clip(0.2, 0.2), 0.01), SequenceMean(), "group", "rewards",
                       SampledKL(0.04, "k3")),
-    "high_entropy": (PlainRatio(), HighEntropy(Clip(0.2, 0.28), 0.2), PerDecision(), "group", "rewards", SampledKL()),
-    "gtpo": (PlainRatio(), Conflicts(Reinforce(), 2.0), PerRow(), "group", "rewards", SampledKL()),
-    "kdrl": (PlainRatio(), Clip(0.2, 0.2), PerRow(), "group", "rewards", SampledKL(5e-3, "k2", Linear(1e-3))),
-    "visurf": (PlainRatio(), Clip(0.2, 0.2), PerRow(), "group", "rewards", SampledKL(0.04, "k3")),
-    "rl_plus": (PlainRatio(), ExpertMixture(Clip(0.2, 0.2), 2.0, 1.0), PerRow(), "group", "rewards",
+    "high_entropy": (PlainRatio(), HighEntropy(Clip(0.2, 0.28), 0.2), TokenMean(), "group", "rewards", SampledKL()),
+    "gtpo": (PlainRatio(), ConflictTokens(Reinforce(), 2.0), SequenceMean(), "group", "rewards", SampledKL()),
+    "kdrl": (PlainRatio(), Clip(0.2, 0.2), SequenceMean(), "group", "rewards", SampledKL(5e-3, "k2", Linear(1e-3))),
+    "visurf": (PlainRatio(), Clip(0.2, 0.2), SequenceMean(), "group", "rewards", SampledKL(0.04, "k3")),
+    "rl_plus": (PlainRatio(), ExpertMixture(Clip(0.2, 0.2), 2.0, 1.0), SequenceMean(), "group", "rewards",
                 SampledKL(0.04, "k3")),
-    "llds": (PlainRatio(), LikelihoodKept(Clip(0.2, 0.2), 0.1), PerRow(), "group", "rewards", SampledKL(0.04, "k3")),
+    "llds": (PlainRatio(), LikelihoodFloor(Clip(0.2, 0.2), 0.1), SequenceMean(), "group", "rewards",
+             SampledKL(0.04, "k3")),
 }
 OTHER_OF_TOKENS = {"dapo": {"shaping": Overlong(0.2), "selection": DropZeroVariance()},
                    "grpo_lambda": {"shaping": LengthSwitch(0.2, 0.0, 0.2, 1.0)},
                    "spo_chain": {"spread": SegmentChain(0.9, 5, 9, True)},
-                   "latr": {"draws": Lookahead(0.25, 0.15, 20, 0.4, 1.0)},
-                   "s_grpo": {"draws": Serial(), "shaping": ExitDecay(1.0)},
+                   "latr": {"draws": BranchingLookahead(0.25, 0.15, 20, 0.4, 1.0)},
+                   "s_grpo": {"draws": EarlyExits(), "shaping": ExitDecay(1.0)},
                    "spo_tree": {"spread": SegmentTree(32, 0.9), "draws": Tree((2, 2), 32)},
                    "gigpo": {"spread": StepGroups(8, (), 0.95, 1.0, True)},
                    "remax": {"decoding": Decoding(greedy=1), "advantage": First(), "selection": ButFirst()},
@@ -265,7 +272,8 @@ def test_no_part_is_taken_in_the_place_of_another(place):
 
 def test_a_place_without_parts_takes_none():
     for path, parts in (("parts.roots", {"roots": {"type": "Clip"}}),
-                        ("parts.surrogate.margin", {"surrogate": {"type": "Ascent", "margin": {"type": "Clip"}}})):
+                        ("parts.surrogate.margin",
+                         {"surrogate": {"type": "RewardAscent", "margin": {"type": "Clip"}}})):
         told = f"^{path}.type: Clip does not belong there; there are: no parts, but a value"
         with pytest.raises(UserError, match=told):
             with_parts(preset("flow_grpo"), parts)

@@ -38,7 +38,7 @@ def noised(surrogate, advantage: list[float], new: Scored, old: Scored, group=No
     if not surrogate.reads_groups:
         return found
     group = torch.zeros(len(rows), dtype=torch.int64) if group is None else torch.tensor(group)
-    peers = GroupStatistics(surrogate.gap(found).detach().flatten(), f64(advantage), group)
+    peers = GroupStatistics(surrogate.statistic(found).detach().flatten(), f64(advantage), group)
     return NoisedBatch(time, new, old, target, rows, reference, peers)
 
 
@@ -163,7 +163,7 @@ def test_crd_by_hand():
     surrogate, advantage = CentredReward(2.0), [1.0, 2.0, -3.0, 5.0]
     v, v_old, u = (f64(values)[:, None] for values in ([1.0, 2.0, 3.0, 4.0], [2.0, 2.0, 2.0, 5.0], [0.0] * 4))
     read = noised(surrogate, advantage, scored(v, u), scored(v_old, u), [0, 0, 0, 1], target=u)
-    close(read.peers.gap, [1.0, 0.0, -1.0, 1.0])
+    close(read.peers.statistic, [1.0, 0.0, -1.0, 1.0])
     loss = surrogate(torch.zeros(4, 1), column(advantage), read)
     # Centred R: 1, 0, -1 and 0; centred r: 0.1, 0.2, -0.3 and 0.
     close(loss, [[2.5 * 1.9**2], [2.5 * 0.2**2], [2.5 * 1.7**2], [0.0]])
@@ -174,7 +174,7 @@ def test_crds_gradient_is_that_of_the_whole_group():
     v, v_old, u = velocities()
     read = noised(surrogate, advantage, scored(v, u), scored(v_old, u), target=u)
     [found] = torch.autograd.grad(surrogate(torch.zeros(ROWS, 1), column(advantage), read).sum(), v)
-    reward = surrogate.gap(read).flatten()
+    reward = surrogate.statistic(read).flatten()
     wanted = f64([0.6, 0.7, 0.1, 0.6])
     whole = 5 / 1.5 * (1.5 * (reward - reward.mean()) - (wanted - wanted.mean())).square().sum()
     close(found, torch.autograd.grad(whole, v)[0].tolist())
@@ -238,7 +238,7 @@ def test_a_sample_without_a_partner_has_no_loss():
 
 def test_who_is_in_whose_group():
     peers = GroupStatistics(f64([0.0] * 4), f64([0.0] * 4), torch.tensor([5, 5, 2, 5]))
-    assert peers.beside(torch.tensor([2, 3])).tolist() == [[False, False, True, False], [True, True, False, True]]
+    assert peers.members(torch.tensor([2, 3])).tolist() == [[False, False, True, False], [True, True, False, True]]
 
 
 

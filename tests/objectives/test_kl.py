@@ -11,7 +11,7 @@ from flowgrpo.errors import UserError
 from flowgrpo.gaussian import kl, log_prob
 from flowgrpo.methods import preset
 from flowgrpo.methods.overlay import with_parts
-from flowgrpo.objectives import ESTIMATORS, GaussianKL, OutputError, SampledKL, in_epoch, k1, k2, k3, regularises
+from flowgrpo.objectives import ESTIMATORS, GaussianKL, OutputError, SampledKL, at_epoch, is_active, k1, k2, k3
 from flowgrpo.objectives.schedules import Adaptive, Constant, Linear
 from flowgrpo.samplers.kernels import CPS, DDIM, DanceSDE, FlowDDIM, FlowSDE
 from flowgrpo.samplers.plans import Schedule
@@ -181,8 +181,8 @@ def test_a_kl_is_read_where_its_weight_is_ever_above_zero():
     silent = [GaussianKL(), SampledKL(0.0), GaussianKL(0.0, Linear(0.0))]
     read = [GaussianKL(0.1), OutputError(0.0, Linear(0.1)), SampledKL(0.1, schedule=Linear(0.0)),
             GaussianKL(0.1, Adaptive(0.2))]
-    assert not any(regularises(kl) for kl in silent) and all(regularises(kl) for kl in read)
-    assert in_epoch(SampledKL(1.0, "k2", Linear(0.0)), context(1)) == SampledKL(0.75, "k2")
+    assert not any(is_active(kl) for kl in silent) and all(is_active(kl) for kl in read)
+    assert at_epoch(SampledKL(1.0, "k2", Linear(0.0)), context(1)) == SampledKL(0.75, "k2")
 
 
 # In a run

@@ -10,13 +10,13 @@ from flowgrpo.errors import UserError
 from flowgrpo.methods import preset
 from flowgrpo.methods.overlay import with_parts
 from flowgrpo.methods.validate import resolve
-from flowgrpo.objectives.references import EMA, Base, Old, Soup
+from flowgrpo.objectives.references import EMA, Base, PreviousPolicy, WeightAverage
 from flowgrpo.storage import checkpoint
 from flowgrpo.training import state
 from tests.helpers import tiny
 
-PARTS = {"ema": {"type": "EMA", "decay": 0.75}, "old": {"type": "Old", "every": 2},
-         "soup": {"type": "Soup", "every": 1, "size": 2}}
+PARTS = {"ema": {"type": "EMA", "decay": 0.75}, "old": {"type": "PreviousPolicy", "every": 2},
+         "soup": {"type": "WeightAverage", "every": 1, "size": 2}}
 
 
 def recipe(reference: dict, weight: float = 0.01, **kl) -> dict:
@@ -34,14 +34,14 @@ def numbers(part, values: list[float]) -> list[list[float]]:
 
 @pytest.mark.parametrize("part, expected", [
     (Base(), [[], [], [], [], []]),
-    (Old(), [[8.0], [4.0], [2.0], [6.0], [0.0]]),
-    (Old(every=2), [[8.0], [8.0], [2.0], [2.0], [0.0]]),
+    (PreviousPolicy(), [[8.0], [4.0], [2.0], [6.0], [0.0]]),
+    (PreviousPolicy(every=2), [[8.0], [8.0], [2.0], [2.0], [0.0]]),
     (EMA(decay=0.5), [[8.0], [6.0], [4.0], [5.0], [2.5]]),
     (EMA(decay=1), [[8.0]] * 5),
     (EMA(decay=0), [[8.0], [4.0], [2.0], [6.0], [0.0]]),
-    (Soup(every=1, size=2), [[8.0], [8.0, 4.0], [4.0, 2.0], [2.0, 6.0], [6.0, 0.0]]),
-    (Soup(every=2, size=3), [[8.0], [8.0], [8.0, 2.0], [8.0, 2.0], [8.0, 2.0, 0.0]]),
-    (Soup(every=3, size=1), [[8.0], [8.0], [8.0], [6.0], [6.0]]),
+    (WeightAverage(every=1, size=2), [[8.0], [8.0, 4.0], [4.0, 2.0], [2.0, 6.0], [6.0, 0.0]]),
+    (WeightAverage(every=2, size=3), [[8.0], [8.0], [8.0, 2.0], [8.0, 2.0], [8.0, 2.0, 0.0]]),
+    (WeightAverage(every=3, size=1), [[8.0], [8.0], [8.0], [6.0], [6.0]]),
 ])
 def test_what_is_held_by_hand(part, expected):
     assert numbers(part, [8.0, 4.0, 2.0, 6.0, 0.0]) == expected
@@ -52,7 +52,8 @@ def test_weights_that_are_not_asked_for_are_not_copied():
         raise AssertionError("copied")
 
     held = [{"w": torch.ones(1)}]
-    assert Base()([], refuse, 0) == [] and Old(3)(held, refuse, 4) is held and Soup(3)(held, refuse, 4) is held
+    assert Base()([], refuse, 0) == []
+    assert PreviousPolicy(3)(held, refuse, 4) is held and WeightAverage(3)(held, refuse, 4) is held
 
 
 # --- the weights in place --------------------------------------------------------------------------------------------
@@ -131,11 +132,11 @@ def test_an_adapter_that_has_not_moved_is_at_any_reference():
 
 
 def test_old_is_the_policy_at_the_start_of_the_epoch():
-    trainer = made({"type": "Old"}, train__epochs=3)
+    trainer = made({"type": "PreviousPolicy"}, train__epochs=3)
     for trainer.epoch in range(3):
         assert trainer.run_epoch()["kl"] == 0  # one update per epoch, before which the two are the same
-    assert made({"type": "Old"}, train__updates=2).run_epoch()["kl"] > 1e-9
-    trainer, found = made({"type": "Old", "every": 2}, train__epochs=3), []
+    assert made({"type": "PreviousPolicy"}, train__updates=2).run_epoch()["kl"] > 1e-9
+    trainer, found = made({"type": "PreviousPolicy", "every": 2}, train__epochs=3), []
     for trainer.epoch in range(3):
         found.append(trainer.run_epoch()["kl"])
     assert found[0] == found[2] == 0 and found[1] > 1e-9
@@ -155,7 +156,7 @@ def test_the_average_follows_the_weights_at_the_end_of_every_epoch():
 
 def test_every_reference_gives_a_loss_of_its_own():
     found = []
-    for reference in ({"type": "Base"}, PARTS["ema"], {"type": "Old"}, PARTS["soup"]):
+    for reference in ({"type": "Base"}, PARTS["ema"], {"type": "PreviousPolicy"}, PARTS["soup"]):
         trainer = made(reference, kl={"weight": 1.0}, train__epochs=2)
         losses = []
         for trainer.epoch in range(2):
@@ -204,7 +205,8 @@ def test_a_run_that_goes_on_with_another_reference_begins_it_anew(tmp_path):
 
 def test_a_recipe_names_its_reference():
     assert preset("flow_grpo").parts()["reference"] == Base()
-    assert with_parts(preset("flow_grpo"), {"reference": {"type": "Soup", "every": 5}}).loss.reference == Soup(every=5)
+    method = with_parts(preset("flow_grpo"), {"reference": {"type": "WeightAverage", "every": 5}})
+    assert method.loss.reference == WeightAverage(every=5)
     with pytest.raises(UserError, match="parts.reference.type: Sliding does not belong there; there are: Base, EMA"):
         with_parts(preset("flow_grpo"), {"reference": {"type": "Sliding"}})
 
@@ -217,8 +219,9 @@ def test_a_reference_that_nothing_reads_is_told():
 
 
 @pytest.mark.parametrize("call, told", [
-    (lambda: EMA(1.5), "EMA: decay is 1.5"), (lambda: Old(0), "Old: every is 0"),
-    (lambda: Soup(every=0), "Soup: every is 0"), (lambda: Soup(size=0), "Soup: size is 0"),
+    (lambda: EMA(1.5), "EMA: decay is 1.5"), (lambda: PreviousPolicy(0), "PreviousPolicy: every is 0"),
+    (lambda: WeightAverage(every=0), "WeightAverage: every is 0"),
+    (lambda: WeightAverage(size=0), "WeightAverage: size is 0"),
 ])
 def test_impossible_references_are_refused(call, told):
     with pytest.raises(ValueError, match=f"{told}.*expected"):

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from flowgrpo.objectives import Clip, DivergenceMask, DualClip, DynamicClip, Reinforce, beside
+from flowgrpo.objectives import Clip, DivergenceMask, DualClip, DynamicClip, Reinforce, surrogate_input
 from flowgrpo.types import Scored
 
 F64 = torch.float64
@@ -173,5 +173,5 @@ def test_the_divergence_mask_by_hand(advantage, ratio, divergence, gradient, cut
 def test_the_mask_reads_the_divergence_and_the_others_the_old_log_probability():
     mean, mask = f64([[[1.0, 2.0]]]), torch.ones(1, 1, dtype=torch.bool)
     new, old = (Scored(f64([[-1.0]]), mask, each, f64([0.5])) for each in (mean + f64([0.1, 0.3]), mean))
-    assert beside(DivergenceMask(), new, old).item() == pytest.approx((0.01 + 0.09) / 2 / (2 * 0.25))
-    assert beside(Clip(), new, old) is old.logp
+    assert surrogate_input(DivergenceMask(), new, old).item() == pytest.approx((0.01 + 0.09) / 2 / (2 * 0.25))
+    assert surrogate_input(Clip(), new, old) is old.logp

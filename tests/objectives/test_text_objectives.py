@@ -13,8 +13,14 @@ from flowgrpo.methods import preset
 from flowgrpo.methods.overlay import with_parts
 from flowgrpo.methods.validate import resolve
 from flowgrpo.objectives.ratios import CompletionRatio
-from flowgrpo.objectives.reductions import PerRow, RowSums, reduced
-from flowgrpo.objectives.sequence_losses import Discriminative, ImplicitNegative, Levels, Regressed, Tapered
+from flowgrpo.objectives.reductions import SequenceMean, SequenceSum, reduced
+from flowgrpo.objectives.sequence_losses import (
+    Discriminative,
+    NegativeAwareText,
+    PairwisePreference,
+    Regressed,
+    TaperedReinforce,
+)
 from flowgrpo.training.metrics import UpdateStats
 from flowgrpo.types import CompletionBatch, GroupStatistics, Scored
 from tests.helpers import tiny, tiny_text
@@ -40,7 +46,7 @@ def gradient(surrogate, log_ratio, reduction, advantage=RIGHT, rows=(slice(0, 5)
         return CompletionBatch(own[0], own[1], log_ratio(own[0], own[1]), torch.arange(5)[at], torch.zeros(5, 4).long(),
                                MASK, own[2], peers)
 
-    peers = GroupStatistics(surrogate.gap(compared(slice(0, 5))).detach(), advantage, GROUP)
+    peers = GroupStatistics(surrogate.statistic(compared(slice(0, 5))).detach(), advantage, GROUP)
     for at in rows:
         piece = compared(at, peers)
         loss = surrogate(piece.log_ratio, advantage[at, None], piece)
@@ -79,13 +85,13 @@ def test_bad_samples_are_tapered_and_good_ones_are_not():
     # Ratios 5, 1, 0.01 of a good and of a bad sample; the gradient by the log-ratio is -A w.
     log_ratio = f64([[5, 1, 0.01], [5, 1, 0.01]]).log().requires_grad_()
     advantage = f64([[2], [-2]])
-    loss = Tapered()(log_ratio, advantage)
+    loss = TaperedReinforce()(log_ratio, advantage)
     close(loss.detach(), [[-2 * (1 + math.log(5)), -2, -2 * (1 + math.log(0.01))],
                           [2 * (1 + math.log(5)), 2, 0.02 * (1 + math.log(0.01))]])
     loss.sum().backward()
     close(log_ratio.grad, [[-2, -2, -2], [2, 2, 0.02]])
-    assert Tapered().clipped(log_ratio, advantage).tolist() == [[False] * 3, [True, False, False]]
-    assert torch.isfinite(Tapered()(f64([[900.0]]), f64([[-1.0]]))).all()
+    assert TaperedReinforce().clipped(log_ratio, advantage).tolist() == [[False] * 3, [True, False, False]]
+    assert torch.isfinite(TaperedReinforce()(f64([[900.0]]), f64([[-1.0]]))).all()
 
 
 @pytest.mark.parametrize("tapered", [True, False])
@@ -97,7 +103,7 @@ def test_one_old_batch_with_bad_samples_keeps_tapered_logits_finite(tapered):
     taken = torch.tensor([0] * 5 + [1, 2, 3, 4, 5])
     for _ in range(500):
         log_ratio = (logits.log_softmax(0)[taken] + math.log(10))[:, None]
-        loss = Tapered()(log_ratio, advantage) if tapered else -advantage * log_ratio
+        loss = TaperedReinforce()(log_ratio, advantage) if tapered else -advantage * log_ratio
         optimizer.zero_grad()
         loss.mean().backward()
         optimizer.step()
@@ -110,30 +116,30 @@ def test_one_old_batch_with_bad_samples_keeps_tapered_logits_finite(tapered):
 def test_nft_by_hand():
     # p = 1/2: w = 1 with "sqrt". Right: -log r. Wrong: (1 - r/2) / (1/2) = 2 - r, at least the floor.
     log_ratio = f64([[1, 1.5, 0.5]]).log().expand(2, 3)
-    loss = ImplicitNegative("sqrt", 0.1)(log_ratio, f64([[0.5], [-0.5]]))
+    loss = NegativeAwareText("sqrt", 0.1)(log_ratio, f64([[0.5], [-0.5]]))
     close(loss, [[0, -math.log(1.5), math.log(2)], [0, math.log(2), -math.log(1.5)]])
-    close(ImplicitNegative("sqrt")(log_ratio, f64([[0.5], [-0.5]]))[1:], [[0, 0, -math.log(1.5)]])  # the floor is 1
+    close(NegativeAwareText("sqrt")(log_ratio, f64([[0.5], [-0.5]]))[1:], [[0, 0, -math.log(1.5)]])  # the floor is 1
     # p = 4/5: w = 1/2, and 1/5 with "linear"; the negative ratio is 5 - 4 r.
-    close(ImplicitNegative("sqrt")(log_ratio[:1], f64([[-0.8]]))[:, 2:], [[-0.5 * math.log(3)]])
-    close(ImplicitNegative("linear")(log_ratio[:1], f64([[-0.8]]))[:, 2:], [[-0.2 * math.log(3)]])
-    close(ImplicitNegative()(log_ratio[:1], f64([[0.0]])), [[0, 0, 0]])
+    close(NegativeAwareText("sqrt")(log_ratio[:1], f64([[-0.8]]))[:, 2:], [[-0.5 * math.log(3)]])
+    close(NegativeAwareText("linear")(log_ratio[:1], f64([[-0.8]]))[:, 2:], [[-0.2 * math.log(3)]])
+    close(NegativeAwareText()(log_ratio[:1], f64([[0.0]])), [[0, 0, 0]])
 
 
 @pytest.mark.parametrize("weight, scale", [("sqrt", 0.4), ("linear", 1.0)])
 def test_nfts_first_gradient_is_grpos(weight, scale):
     # p = 4/5, whose deviation is 0.4: advantages 0.2 and -0.8 over it, or as they are.
     log_ratio = torch.zeros(2, 1, dtype=torch.float64, requires_grad=True)
-    ImplicitNegative(weight)(log_ratio, f64([[0.2], [-0.8]])).sum().backward()
+    NegativeAwareText(weight)(log_ratio, f64([[0.2], [-0.8]])).sum().backward()
     close(log_ratio.grad, [[-0.2 / scale], [0.8 / scale]])
 
 
 def test_below_its_floor_the_negative_ratio_keeps_its_gradient():
     log_ratio = f64([[1.5]]).log().requires_grad_()
     advantage = f64([[-0.5]])
-    ImplicitNegative("sqrt", 0.8)(log_ratio, advantage).sum().backward()
+    NegativeAwareText("sqrt", 0.8)(log_ratio, advantage).sum().backward()
     close(log_ratio.grad, [[1.5 / 0.8]])
-    assert ImplicitNegative(floor=0.8).clipped(log_ratio, advantage).all()
-    assert not ImplicitNegative(floor=0.4).clipped(log_ratio, advantage).any()
+    assert NegativeAwareText(floor=0.8).clipped(log_ratio, advantage).all()
+    assert not NegativeAwareText(floor=0.4).clipped(log_ratio, advantage).any()
 
 
 # Groups
@@ -151,7 +157,8 @@ def test_discos_gradient_is_that_of_the_groups_losses(score, temperature, delta)
             total += len(own) * (worst - scores[right].mean() + 50 * over.square())
         return total / 5
 
-    found = gradient(Discriminative(score, temperature, 50.0, delta), lambda new, old: new.logp - old.logp, PerRow())
+    found = gradient(Discriminative(score, temperature, 50.0, delta), lambda new, old: new.logp - old.logp,
+                     SequenceMean())
     torch.testing.assert_close(found, written_out(loss), rtol=0, atol=1e-12)
 
 
@@ -169,9 +176,9 @@ def test_discos_weight_does_not_depend_on_how_many_are_right():
 
 
 def test_within_its_trust_region_disco_has_no_penalty():
-    free = gradient(Discriminative(beta=0), lambda new, old: new.logp - old.logp, PerRow())
-    far = gradient(Discriminative(delta=9.0), lambda new, old: new.logp - old.logp, PerRow())
-    near = gradient(Discriminative(delta=0.0), lambda new, old: new.logp - old.logp, PerRow())
+    free = gradient(Discriminative(beta=0), lambda new, old: new.logp - old.logp, SequenceMean())
+    far = gradient(Discriminative(delta=9.0), lambda new, old: new.logp - old.logp, SequenceMean())
+    near = gradient(Discriminative(delta=0.0), lambda new, old: new.logp - old.logp, SequenceMean())
     assert torch.equal(free, far) and not torch.equal(free, near)
 
 
@@ -186,7 +193,7 @@ def test_reg_grpos_gradient_is_that_of_the_groups_losses():
             total += ((found - found.mean()) / spread - advantage[own]).square().sum()
         return total / 5
 
-    found = gradient(Regressed(0.1), CompletionRatio(), RowSums(), advantage)
+    found = gradient(Regressed(0.1), CompletionRatio(), SequenceSum(), advantage)
     torch.testing.assert_close(found, written_out(loss), rtol=0, atol=1e-12)
 
 
@@ -213,7 +220,7 @@ def test_trpas_gradient_is_that_of_the_groups_pairs():
         moved = new - old
         return (3 * pairs.mean() + 0.7 * mean(moved.exp() - 1 - moved).sum()) / 5
 
-    found = gradient(Levels(2.0, 2.5, 0.7), lambda new, old: new.logp - old.logp, PerRow(), advantage)
+    found = gradient(PairwisePreference(2.0, 2.5, 0.7), lambda new, old: new.logp - old.logp, SequenceMean(), advantage)
     torch.testing.assert_close(found, written_out(loss), rtol=0, atol=1e-12)
 
 
@@ -226,14 +233,15 @@ def test_of_trpas_pairs_those_below_the_best_level_count_once():
                  for i, j, scale in ((0, 1, 2.5), (0, 2, 2.5), (1, 2, 1.0))]
         return 3 * torch.stack(pairs).mean() / 5
 
-    found = gradient(Levels(1.0, trust=0.0), lambda new, old: new.logp - old.logp, PerRow(), advantage)
+    found = gradient(PairwisePreference(1.0, trust=0.0), lambda new, old: new.logp - old.logp, SequenceMean(),
+                     advantage)
     torch.testing.assert_close(found, written_out(loss), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("surrogate, log_ratio, reduction", [
-    (Discriminative(), lambda new, old: new.logp - old.logp, PerRow()),
-    (Regressed(), CompletionRatio(), RowSums()),
-    (Levels(1.0), lambda new, old: new.logp - old.logp, PerRow())])
+    (Discriminative(), lambda new, old: new.logp - old.logp, SequenceMean()),
+    (Regressed(), CompletionRatio(), SequenceSum()),
+    (PairwisePreference(1.0), lambda new, old: new.logp - old.logp, SequenceMean())])
 def test_pieces_of_groups_have_the_gradient_of_whole_ones(surrogate, log_ratio, reduction):
     whole = gradient(surrogate, log_ratio, reduction)
     pieces = gradient(surrogate, log_ratio, reduction, rows=(slice(0, 2), slice(2, 4), slice(4, 5)))
@@ -274,13 +282,13 @@ def test_a_tenth_of_the_pull_keeps_all_right_answers():
 
 
 @pytest.mark.parametrize("make, told", [
-    (lambda: Tapered(0), "most is 0, expected above 0"),
-    (lambda: ImplicitNegative("both"), "weight is 'both', expected sqrt or linear"),
-    (lambda: ImplicitNegative(floor=0), "floor is 0, expected above 0"),
+    (lambda: TaperedReinforce(0), "most is 0, expected above 0"),
+    (lambda: NegativeAwareText("both"), "weight is 'both', expected sqrt or linear"),
+    (lambda: NegativeAwareText(floor=0), "floor is 0, expected above 0"),
     (lambda: Discriminative("prob"), "score is 'prob', expected log or ratio"),
     (lambda: Discriminative(delta=-1), "delta -1, expected above 0, and 0 or more"),
     (lambda: Regressed(0), "least is 0, expected above 0"),
-    (lambda: Levels(best=0), "best 0 and trust"),
+    (lambda: PairwisePreference(best=0), "best 0 and trust"),
     (lambda: Signed(0, 0), "expected 0 or more, and one of them above 0"),
 ])
 def test_what_cannot_be_is_told(make, told):
@@ -295,7 +303,7 @@ def test_losses_of_completions_are_not_for_pictures():
 
 def test_losses_of_whole_completions_need_one_advantage_for_each():
     for method in ("spo_chain+disco", "gigpo+reg_grpo", "gigpo+gtpo"):
-        with pytest.raises(UserError, match="reads one advantage per completion, but .*parts.spread: {type: Evenly}"):
+        with pytest.raises(UserError, match="reads one advantage per completion, .*parts.spread: {type: PerSample}"):
             resolve(tiny_text.config(method=method), "tokens")
     assert resolve(tiny_text.config(method="gigpo+high_entropy"), "tokens").reads_entropy
 

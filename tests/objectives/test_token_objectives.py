@@ -12,7 +12,7 @@ from flowgrpo.methods import preset
 from flowgrpo.methods.overlay import with_parts
 from flowgrpo.objectives import Clip, DivergenceMask, PlainRatio, Reinforce
 from flowgrpo.objectives.sequence_losses import Regressed
-from flowgrpo.objectives.token_losses import Conflicts, EntropyBonus, HighEntropy, LikelihoodKept, conflicts
+from flowgrpo.objectives.token_losses import ConflictTokens, EntropyBonus, HighEntropy, LikelihoodFloor, conflicts
 from flowgrpo.samplers.text.decoding import Decoding, entropy_of, score
 from flowgrpo.types import CompletionBatch, GroupStatistics, Scored
 from tests.helpers import tiny_text
@@ -24,7 +24,7 @@ ADVANTAGE = f64([1, -1, 0.5, 2, -2])
 
 
 def compared(surrogate=None, entropy=None, ids=None, rows=slice(0, 5)) -> CompletionBatch:
-    """Five completions of two groups, with the gaps of all of them."""
+    """Five completions of two groups, with the statistics of all of them."""
     ids = torch.zeros(5, 4, dtype=torch.int64) if ids is None else ids
     new, old = (Scored(0.3 * draw(5, 4, seed=seed) * MASK, MASK, entropy=entropy) for seed in (1, 2))
 
@@ -34,7 +34,7 @@ def compared(surrogate=None, entropy=None, ids=None, rows=slice(0, 5)) -> Comple
 
     every, peers = torch.arange(5), GroupStatistics(torch.empty(5, 0), ADVANTAGE, GROUP)
     if surrogate is not None and surrogate.reads_groups:
-        peers = GroupStatistics(surrogate.gap(of(every, peers)).detach(), ADVANTAGE, GROUP)
+        peers = GroupStatistics(surrogate.statistic(of(every, peers)).detach(), ADVANTAGE, GROUP)
     return of(every[rows], peers)
 
 
@@ -124,7 +124,7 @@ def test_conflict_tokens_by_hand():
 
 def test_conflict_tokens_are_not_pushed_down_and_are_pulled_up_twice():
     ids = torch.tensor([[1, 2, 3, 4], [1, 5, 0, 0], [7, 7, 7, 7], [1, 0, 0, 0], [1, 6, 0, 0]])
-    part, read = Conflicts(), compared(ids=ids)
+    part, read = ConflictTokens(), compared(ids=ids)
     expected = [[2, 1, 1, 1], [0, 1, 1, 1], [1] * 4, [2, 1, 1, 1], [0, 1, 1, 1]]
     close(part.weights(read).double(), expected)
     plain = Reinforce()(read.log_ratio, ADVANTAGE[:, None])
@@ -134,8 +134,8 @@ def test_conflict_tokens_are_not_pushed_down_and_are_pulled_up_twice():
 
 def test_uncertain_completions_are_left_out_where_that_is_asked_for():
     entropy = f64([[1, 1, 1, 1], [0.1, 0.2, 9, 9], [0, 0, 0, 2], [0.7, 9, 9, 9], [0.6, 0.6, 9, 9]])
-    part = Conflicts(most_entropy=math.log(2))
-    assert part.reads_entropy and not Conflicts().reads_entropy
+    part = ConflictTokens(most_entropy=math.log(2))
+    assert part.reads_entropy and not ConflictTokens().reads_entropy
     ids = torch.arange(20).view(5, 4)
     assert part.weights(compared(entropy=entropy, ids=ids))[:, 0].tolist() == [0, 1, 1, 0, 1]
 
@@ -146,7 +146,7 @@ def test_uncertain_completions_are_left_out_where_that_is_asked_for():
 def test_only_good_texts_that_fell_are_held_and_only_their_falling_tokens():
     log_ratio = f64([[-0.5, 0.2, -0.1], [-0.5, 0.6, 0], [-0.5, 0.2, -0.1], [-0.5, 0.2, -0.1]]).requires_grad_()
     advantage = f64([[1], [1], [-1], [0]])
-    loss = LikelihoodKept(Reinforce(), 0.1)(log_ratio, advantage)
+    loss = LikelihoodFloor(Reinforce(), 0.1)(log_ratio, advantage)
     held = loss - Reinforce()(log_ratio, advantage)
     close(held.detach(), [[0.05, 0, 0.01], [0, 0, 0], [0, 0, 0], [0.05, 0, 0.01]])
     held.sum().backward()
@@ -155,7 +155,7 @@ def test_only_good_texts_that_fell_are_held_and_only_their_falling_tokens():
 
 def test_at_the_first_update_nothing_is_held():
     log_ratio = torch.zeros(2, 3, dtype=torch.float64, requires_grad=True)
-    own, plain = LikelihoodKept(weight=5.0), Clip(0.2, 0.2)
+    own, plain = LikelihoodFloor(weight=5.0), Clip(0.2, 0.2)
     advantage = f64([[1], [-1]])
     assert torch.equal(own(log_ratio, advantage), plain(log_ratio, advantage))
     [one] = torch.autograd.grad(own(log_ratio, advantage).sum(), log_ratio)
@@ -168,7 +168,7 @@ def test_good_texts_stop_drifting_down_with_the_bad_ones_they_resemble():
     def logp_of_good(weight):
         features = f64([[1, 0.0], [1, 0.5], [0, 0]])
         parameters = torch.zeros(2, dtype=torch.float64, requires_grad=True)
-        surrogate, old = LikelihoodKept(Reinforce(), weight), -math.log(3)
+        surrogate, old = LikelihoodFloor(Reinforce(), weight), -math.log(3)
         for _ in range(200):
             log_ratio = ((features @ parameters).log_softmax(0)[:2] - old)[:, None]
             [step] = torch.autograd.grad(surrogate(log_ratio, f64([[0.1], [-0.5]])).sum(), parameters)
@@ -196,10 +196,10 @@ def test_options_go_over_any_host_of_tokens():
 @pytest.mark.parametrize("make, told", [
     (lambda: HighEntropy(share=0), "share is 0, expected above 0 and at most 1"),
     (lambda: EntropyBonus(weight=math.inf), "weight is inf, expected a finite number"),
-    (lambda: Conflicts(amplify=-1), "amplify is -1 and most_entropy inf, expected 0 or more"),
-    (lambda: LikelihoodKept(weight=-1), "weight is -1, expected 0 or more"),
+    (lambda: ConflictTokens(amplify=-1), "amplify is -1 and most_entropy inf, expected 0 or more"),
+    (lambda: LikelihoodFloor(weight=-1), "weight is -1, expected 0 or more"),
     (lambda: EntropyBonus(DivergenceMask()), "EntropyBonus: surrogate is DivergenceMask"),
-    (lambda: LikelihoodKept(Regressed()), "LikelihoodKept: surrogate is Regressed"),
+    (lambda: LikelihoodFloor(Regressed()), "LikelihoodFloor: surrogate is Regressed"),
 ])
 def test_what_cannot_be_is_told(make, told):
     with pytest.raises(ValueError, match=told):

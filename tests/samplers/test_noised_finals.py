@@ -375,8 +375,8 @@ def test_a_better_matched_good_sample_is_what_every_method_reaches_for():
      "InverseDelta, which reads recorded steps"),
     (dict(method="awm", parts__log_ratio={"type": "Guard"}), "expected one of Matching, PlainRatio"),
     (dict(method="awm", parts__times={"start": 5}), "leave none of 6 steps"),
-    (dict(method="awm", parts__reference={"type": "Old"}, parts__kl__weight=0.0),
-     "got parts.reference Old (it is read by a KL"),
+    (dict(method="awm", parts__reference={"type": "PreviousPolicy"}, parts__kl__weight=0.0),
+     "got parts.reference PreviousPolicy (it is read by a KL"),
 ])
 def test_what_does_not_go_together_is_told_before_a_run(options, told):
     with pytest.raises(UserError) as caught:
@@ -391,7 +391,7 @@ def test_a_variance_preserving_model_is_refused_in_one_line():
 
 
 def test_a_comparison_with_the_reference_keeps_it_without_a_kl():
-    trainer = tiny.trainer(method="diffusion_dpo", parts__reference={"type": "Old"})
+    trainer = tiny.trainer(method="diffusion_dpo", parts__reference={"type": "PreviousPolicy"})
     assert trainer.method.loss.kl.weight == 0 and len(trainer.kl_reference.held) == 1
     assert "kl_weight" not in trainer.run_epoch()
 

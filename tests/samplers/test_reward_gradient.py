@@ -13,7 +13,7 @@ from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
 from flowgrpo.methods import preset, validate
 from flowgrpo.methods.validate import resolve
-from flowgrpo.objectives import Ascent
+from flowgrpo.objectives import RewardAscent
 from flowgrpo.policies.weights.checkpointing import recomputed
 from flowgrpo.rewards import differentiable
 from flowgrpo.run import run
@@ -205,12 +205,12 @@ def test_the_last_step_draws_no_noise():
 
 def test_ascent_by_hand():
     log_ratio, old = f64([[0.5], [0.0], [-0.25]]), f64([[1.0], [3.0], [2.0]])
-    close(Ascent()(log_ratio, None, old), [[-1.5], [-3.0], [-1.75]])
-    close(Ascent(2.0)(log_ratio, None, old), [[0.5], [0.0], [0.25]])
-    assert Ascent(2.0).clipped(log_ratio, None, old).flatten().tolist() == [False, True, False]
-    assert not Ascent().clipped(log_ratio, None, old).any()
+    close(RewardAscent()(log_ratio, None, old), [[-1.5], [-3.0], [-1.75]])
+    close(RewardAscent(2.0)(log_ratio, None, old), [[0.5], [0.0], [0.25]])
+    assert RewardAscent(2.0).clipped(log_ratio, None, old).flatten().tolist() == [False, True, False]
+    assert not RewardAscent().clipped(log_ratio, None, old).any()
     log_ratio.requires_grad_()
-    Ascent(2.0)(log_ratio, None, old).sum().backward()
+    RewardAscent(2.0)(log_ratio, None, old).sum().backward()
     assert log_ratio.grad.flatten().tolist() == [-1.0, 0.0, -1.0]
 
 
@@ -235,9 +235,9 @@ def test_impossible_fields_are_refused(make, told):
 
 def test_defaults():
     refl, draft, alignprop = map(preset, PRESETS)
-    published = {refl: (LateStep(0.75), OneStep(), Ascent(2.0), FlowDDIM(0.0)),
-                 draft: (LastSteps(1), Unroll(), Ascent(), FlowDDIM(0.0)),
-                 alignprop: (RandomLast(0.16, 0.1), Unroll(checkpointing=True), Ascent(), FlowDDIM(1.0))}
+    published = {refl: (LateStep(0.75), OneStep(), RewardAscent(2.0), FlowDDIM(0.0)),
+                 draft: (LastSteps(1), Unroll(), RewardAscent(), FlowDDIM(0.0)),
+                 alignprop: (RandomLast(0.16, 0.1), Unroll(checkpointing=True), RewardAscent(), FlowDDIM(1.0))}
     for method, (plan, backprop, surrogate, kernel) in published.items():
         assert (method.rollout.plan, method.rollout.kernel) == (plan, kernel)
         assert (method.target.backprop, method.loss.surrogate) == (backprop, surrogate)
@@ -256,8 +256,8 @@ def test_defaults():
     (dict(method="refl", parts={"log_ratio": {"type": "Guard"}, "tail": 0.5}), "reads no tail: got parts.tail 0.5"),
     (dict(method="draft", parts={"plan": {"count": 7}}), "at most the 6 steps"),
     (dict(method="draft", parts={"times": {"type": "GridTimes"}}), "reads no times: got parts.times GridTimes"),
-    (dict(method="mix_grpo", parts={"surrogate": {"type": "Ascent"}}),
-     "Ascent, which reads a relaxed unmasking or a reward's gradient")])
+    (dict(method="mix_grpo", parts={"surrogate": {"type": "RewardAscent"}}),
+     "RewardAscent, which reads a relaxed unmasking or a reward's gradient")])
 def test_parts_that_do_not_go_with_a_gradient_are_refused(options, told):
     with pytest.raises(UserError) as caught:
         resolve(tiny.config(**options))

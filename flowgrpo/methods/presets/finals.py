@@ -81,7 +81,7 @@ def refl(method: Method = Method()) -> Method:
     The released code adds the pre-training loss, and weighs this one 1e-3; Adam does not see the weight.
     """
     return _backprop(method, reward_gradient.OneStep()).having(plan=plans.LateStep(0.75),
-                                                               surrogate=objectives.Ascent(2.0))
+                                                               surrogate=objectives.RewardAscent(2.0))
 
 
 def draft(method: Method = Method()) -> Method:
@@ -105,7 +105,8 @@ def _backprop(method: Method, ending: Any) -> Method:
     """A method that follows the reward's gradient, on a deterministic rollout."""
     return method.having(target=targets.RewardGradient(ending), kernel=kernels.FlowDDIM(0.0), roots=None,
                          advantage=group.Advantage(scale="group", order="rewards"), log_ratio=objectives.PlainRatio(),
-                         surrogate=objectives.Ascent(), step_weight=objectives.Uniform(), kl=objectives.GaussianKL(0.0))
+                         surrogate=objectives.RewardAscent(), step_weight=objectives.Uniform(),
+                         kl=objectives.GaussianKL(0.0))
 
 
 def drakes(method: Method = Method()) -> Method:
@@ -116,8 +117,8 @@ def drakes(method: Method = Method()) -> Method:
     return method.having(rollout=TextGeneration(decoding.Unmasking(order="random")),
                          target=targets.RelaxedTraces(gumbel_softmax.GumbelSoftmax()), shaping=shaping.AsIs(),
                          advantage=group.Advantage(scale="group", order="rewards"), selection=selection.All(),
-                         log_ratio=objectives.PlainRatio(), surrogate=objectives.Ascent(),
-                         reduction=reductions.PerDecision(), kl=objectives.SampledKL(0.0), reference=references.Base())
+                         log_ratio=objectives.PlainRatio(), surrogate=objectives.RewardAscent(),
+                         reduction=reductions.TokenMean(), kl=objectives.SampledKL(0.0), reference=references.Base())
 
 
 def expo(method: Method = Method()) -> Method:

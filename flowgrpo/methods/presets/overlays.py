@@ -49,12 +49,12 @@ def dynamic_sampling(method: Method = Method()) -> Method:
 
     As published: dapo+dynamic_sampling.
     """
-    return method.having(redraw=resampling.Refill())
+    return method.having(redraw=resampling.DynamicSampling())
 
 
 def mopps(method: Method = Method()) -> Method:
     """MoPPS over any host: prompts whose success rate is probably near 1/2, by Beta posteriors (2507.04632)."""
-    return method.having(curriculum=order.Posterior())
+    return method.having(curriculum=order.ThompsonSampling())
 
 
 def knapsack_rl(method: Method = Method()) -> Method:
@@ -88,7 +88,7 @@ def high_entropy(method: Method = Method()) -> Method:
 def llds(method: Method = Method()) -> Method:
     """LLDS over a host of language models, GRPO without one: good completions stay as likely (2512.04220)."""
     method = method if method.for_tokens else grpo(method)
-    return method.having(surrogate=token_losses.LikelihoodKept(method.loss.surrogate, 0.1))
+    return method.having(surrogate=token_losses.LikelihoodFloor(method.loss.surrogate, 0.1))
 
 
 def kdrl(method: Method = Method()) -> Method:

@@ -20,20 +20,20 @@ def grpo(method: Method = Method()) -> Method:
                          shaping=shaping.AsIs(), selection=selection.All(),
                          advantage=group.Advantage(scale="group", order="rewards", clamp=math.inf),
                          log_ratio=objectives.PlainRatio(), surrogate=objectives.Clip(0.2, 0.2),
-                         reduction=reductions.PerRow(), kl=objectives.SampledKL(0.04, "k3"))
+                         reduction=reductions.SequenceMean(), kl=objectives.SampledKL(0.04, "k3"))
 
 
 def dr_grpo(method: Method = Method()) -> Method:
     """Dr.GRPO: no division by deviation or length, which favour easy prompts and long failures (2503.20783)."""
     return grpo(method).having(advantage=group.Advantage(scale="none", order="rewards", clamp=math.inf),
-                               reduction=reductions.RowSums(budgeted=True), kl=objectives.SampledKL(0.0))
+                               reduction=reductions.SequenceSum(budgeted=True), kl=objectives.SampledKL(0.0))
 
 
 def dapo(method: Method = Method()) -> Method:
     """DAPO: a higher upper clip, the mean over tokens, groups that agree left out, overlong tails punished
     (2503.14476)."""
     return grpo(method).having(shaping=shaping.Overlong(0.2), selection=selection.DropZeroVariance(),
-                               surrogate=objectives.Clip(0.2, 0.28), reduction=reductions.PerDecision(),
+                               surrogate=objectives.Clip(0.2, 0.28), reduction=reductions.TokenMean(),
                                kl=objectives.SampledKL(0.0))
 
 
@@ -45,13 +45,13 @@ def gspo(method: Method = Method()) -> Method:
 
 def cispo(method: Method = Method()) -> Method:
     """CISPO: bounded importance weights in place of a clip, so that every token keeps its gradient (2506.13585)."""
-    return grpo(method).having(surrogate=objectives.Truncated(1.0, 4.0), reduction=reductions.PerDecision(),
+    return grpo(method).having(surrogate=objectives.TruncatedIS(1.0, 4.0), reduction=reductions.TokenMean(),
                                kl=objectives.SampledKL(0.0))
 
 
 def rloo(method: Method = Method()) -> Method:
     """RLOO: REINFORCE on whole completions, each compared with the mean of the others (2402.14740)."""
-    return grpo(method).having(surrogate=objectives.Reinforce(), reduction=reductions.RowSums(),
+    return grpo(method).having(surrogate=objectives.Reinforce(), reduction=reductions.SequenceSum(),
                                advantage=group.Advantage(scale="leave_one_out", order="rewards", clamp=math.inf),
                                kl=objectives.SampledKL(0.0))
 
@@ -59,7 +59,7 @@ def rloo(method: Method = Method()) -> Method:
 def reinforce_pp(method: Method = Method()) -> Method:
     """REINFORCE++ with a baseline: rewards less their group's mean, normalised over the batch; k2 KL (2501.03262)."""
     return grpo(method).having(advantage=group.Advantage(scale="none", order="gdpo", clamp=math.inf),
-                               reduction=reductions.PerDecision(), kl=objectives.SampledKL(1e-3, "k2"))
+                               reduction=reductions.TokenMean(), kl=objectives.SampledKL(1e-3, "k2"))
 
 
 def remax(method: Method = Method()) -> Method:
@@ -71,19 +71,19 @@ def remax(method: Method = Method()) -> Method:
 def ppo(method: Method = Method()) -> Method:
     """PPO: advantages per token by GAE, from a value model beside the policy; a clip and no KL (1707.06347)."""
     return grpo(method).having(value=gae.ValueHead(decay=0.95), advantage=baselines.NoBaseline(),
-                               reduction=reductions.PerDecision(), kl=objectives.SampledKL(0.0))
+                               reduction=reductions.TokenMean(), kl=objectives.SampledKL(0.0))
 
 
 def topr(method: Method = Method()) -> Method:
     """TOPR: REINFORCE whose bad samples count by their ratio, at most 1, and good ones fully (2503.14286)."""
-    return rloo(method).having(log_ratio=objectives.CompletionRatio(), surrogate=sequence_losses.Tapered(),
+    return rloo(method).having(log_ratio=objectives.CompletionRatio(), surrogate=sequence_losses.TaperedReinforce(),
                                advantage=group.Advantage(scale="none", order="rewards", clamp=math.inf))
 
 
 def nft(method: Method = Method()) -> Method:
     """NFT for text: likelihood of right completions, and of wrong ones under an implicit policy (2505.18116)."""
     return grpo(method).having(advantage=correctness.Correctness(), selection=selection.DropZeroVariance(),
-                               surrogate=sequence_losses.ImplicitNegative(), reduction=reductions.PerDecision(),
+                               surrogate=sequence_losses.NegativeAwareText(), reduction=reductions.TokenMean(),
                                kl=objectives.SampledKL(0.0))
 
 
@@ -96,24 +96,24 @@ def disco(method: Method = Method()) -> Method:
 def reg_grpo(method: Method = Method()) -> Method:
     """Reg-GRPO: the advantage regressed on the standardised log-ratio, without a clip (2506.07464)."""
     return grpo(method).having(log_ratio=objectives.CompletionRatio(), surrogate=sequence_losses.Regressed(),
-                               reduction=reductions.RowSums(), kl=objectives.SampledKL(0.0))
+                               reduction=reductions.SequenceSum(), kl=objectives.SampledKL(0.0))
 
 
 def trpa(method: Method = Method()) -> Method:
     """TRPA: every better completion of a group preferred to every worse one, near the old policy (2504.04524)."""
-    return grpo(method).having(surrogate=sequence_losses.Levels(), kl=objectives.SampledKL(0.0),
+    return grpo(method).having(surrogate=sequence_losses.PairwisePreference(), kl=objectives.SampledKL(0.0),
                                advantage=group.Advantage(scale="none", order="rewards", clamp=math.inf))
 
 
 def w_reinforce(method: Method = Method()) -> Method:
     """W-REINFORCE: wrong completions pushed down, right ones pulled up a tenth as strongly (2506.01347)."""
-    return grpo(method).having(advantage=correctness.Signed(0.1, 1.0), reduction=reductions.PerDecision(),
+    return grpo(method).having(advantage=correctness.Signed(0.1, 1.0), reduction=reductions.TokenMean(),
                                kl=objectives.SampledKL(0.0))
 
 
 def gtpo(method: Method = Method()) -> Method:
     """GTPO: tokens that good and bad completions share are not pushed down, and pulled up twice (2508.03772)."""
-    return grpo(method).having(surrogate=token_losses.Conflicts(), kl=objectives.SampledKL(0.0))
+    return grpo(method).having(surrogate=token_losses.ConflictTokens(), kl=objectives.SampledKL(0.0))
 
 
 def grpo_lambda(method: Method = Method()) -> Method:
@@ -123,7 +123,7 @@ def grpo_lambda(method: Method = Method()) -> Method:
 
 def spo_chain(method: Method = Method()) -> Method:
     """SPO-chain: every segment's own advantage, by continuations from where it begins and ends (2505.23564)."""
-    return grpo(method).having(spread=token_credit.SegmentChain(), reduction=reductions.PerDecision(),
+    return grpo(method).having(spread=token_credit.SegmentChain(), reduction=reductions.TokenMean(),
                                kl=objectives.SampledKL(1e-4, "k3"))
 
 
@@ -139,20 +139,20 @@ def gigpo(method: Method = Method()) -> Method:
 
 def s_grpo(method: Method = Method()) -> Method:
     """S-GRPO: one thought left at several places; of right answers the earlier ones earn more (2505.07686)."""
-    return grpo(method).having(draws=groups.Serial(), shaping=length_shaping.ExitDecay(),
+    return grpo(method).having(draws=groups.EarlyExits(), shaping=length_shaping.ExitDecay(),
                                kl=objectives.SampledKL(0.0))
 
 
 def latr(method: Method = Method()) -> Method:
     """LATR: completions that branch where the model wavers, and stay where they go apart (2510.24302)."""
-    return grpo(method).having(draws=lookahead.Lookahead(), kl=objectives.SampledKL(0.0))
+    return grpo(method).having(draws=lookahead.BranchingLookahead(), kl=objectives.SampledKL(0.0))
 
 
 def trace_rl(method: Method = Method()) -> Method:
     """TraceRL: of a masked language model, every token's ratio in the state of its own decoding step (2509.06949)."""
     return grpo(method).having(target=targets.Traces(), decoding=decoding.Unmasking(),
-                               selection=selection.DropZeroVariance(), reduction=reductions.PerDecision(),
-                               kl=objectives.SampledKL(0.01, "k3"), reference=references.Old())
+                               selection=selection.DropZeroVariance(), reduction=reductions.TokenMean(),
+                               kl=objectives.SampledKL(0.01, "k3"), reference=references.PreviousPolicy())
 
 
 def trace_rl_value(method: Method = Method()) -> Method:

@@ -81,8 +81,9 @@ class PipelineCall:
         if strength:  # these pipelines cannot do without a step
             self.scheduler.quirk = replace(self.scheduler.quirk, idle=1)
         self.denoisers = denoisers(pipe)
-        self._memo = EncoderCache({name: part for name, part in pipe.components.items() if isinstance(part, torch.nn.Module)
-                                   and name not in self.denoisers and name not in trained})
+        self._memo = EncoderCache({name: part for name, part in pipe.components.items()
+                                   if isinstance(part, torch.nn.Module) and name not in self.denoisers
+                                   and name not in trained})
         self._idle = IdleSteps(self.scheduler, self.denoisers, skipped)
         self.loads: bool | None = None  # whether a state has to be put in place by an idle step; known once it is tried
 

@@ -17,7 +17,7 @@ from flowgrpo.rewards.text.answer_keys import keys, several, spoken
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class OfCompletions(Asking):
+class GroupLoss(Asking):
     """Mixin: show texts between tags, which they cannot close. thoughts: with their <think> part."""
 
     thoughts: bool = False
@@ -28,7 +28,7 @@ class OfCompletions(Asking):
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class TextJudge(OfCompletions, Judge):
+class TextJudge(GroupLoss, Judge):
     """Score that a model gives a completion, with the reference answer if there is one; Failed for no answer.
 
     key: of the metadata, the reference, a text or a list of accepted ones, shown after the prompt. thoughts: show the
@@ -49,7 +49,7 @@ class TextJudge(OfCompletions, Judge):
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class TextJudgeRubric(OfCompletions, JudgeRubric):
+class TextJudgeRubric(GroupLoss, JudgeRubric):
     """Weighted share of criteria that a model finds fulfilled by a completion.
 
     criteria: for every prompt, followed by those under `key` of the metadata. thoughts: show the <think> part too.

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Parallel:
+class Independent:
     """Independent completions."""
 
     causal, leaves = False, 1
@@ -36,7 +36,7 @@ class Parallel:
 
 
 @dataclass(frozen=True)
-class Serial:
+class EarlyExits:
     """One full completion, and the answers forced at earlier exits (S-GRPO, 2505.07686).
 
     The last sample of a group is drawn as a whole. The others, ordered by exit, repeat its first tokens up to a place

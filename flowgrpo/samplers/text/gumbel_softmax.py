@@ -55,7 +55,7 @@ class GumbelSoftmax:
         if self.last < 1 or not self.kl >= 0:
             raise ValueError(f"GumbelSoftmax: last is {self.last} and kl {self.kl}, expected 1 or more and 0 or more")
 
-    def in_epoch(self, epoch: int, epochs: int) -> GumbelSoftmax:
+    def at_epoch(self, epoch: int, epochs: int) -> GumbelSoftmax:
         """Return the part at the temperature of an epoch."""
         now = self.cooling(self.temperature, Context(epoch=epoch, epochs=epochs))
         return replace(self, temperature=now, cooling=schedules.Constant())

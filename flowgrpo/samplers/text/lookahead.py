@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Lookahead:
+class BranchingLookahead:
     """Group grown from one completion: a branch takes a token nearly as likely as the one drawn, and stays if its next
     tokens differ enough (LATR, 2510.24302).
 
@@ -38,7 +38,7 @@ class Lookahead:
     def __post_init__(self) -> None:
         inside = all(0 <= getattr(self, name) <= 1 for name in ("likely", "gap", "apart", "share"))
         if not inside or self.ahead < 1:
-            raise ValueError(f"Lookahead: likely is {self.likely}, gap {self.gap}, apart {self.apart}, share "
+            raise ValueError(f"BranchingLookahead: likely is {self.likely}, gap {self.gap}, apart {self.apart}, share "
                              f"{self.share} and ahead {self.ahead}, expected 0 to 1 each, and 1 or more")
 
     def __call__(self, policy: Any, asked: TokenizedPrompts, kernel: Any, generators: Sequence[torch.Generator],

@@ -207,7 +207,7 @@ def test_what_vllm_needs_is_told(options, told):
 
 
 def test_groups_that_no_engine_draws_are_told():
-    with pytest.raises(UserError, match="method s_grpo draws the texts of a group by Serial, which no engine does"):
+    with pytest.raises(UserError, match="method s_grpo draws the texts of a group by EarlyExits, which no engine does"):
         trainer(method="s_grpo")
 
 

@@ -16,7 +16,7 @@ from flowgrpo.advantages.selection import DropZeroVariance
 from flowgrpo.errors import UserError
 from flowgrpo.methods import overlay, presets
 from flowgrpo.objectives import Clip, PlainRatio, SampledKL
-from flowgrpo.objectives.references import Old
+from flowgrpo.objectives.references import PreviousPolicy
 from flowgrpo.policies import build
 from flowgrpo.policies.language.masked_lm import MaskedLM, load_masked_lm
 from flowgrpo.run import run
@@ -306,7 +306,8 @@ def test_a_models_own_code_runs_only_where_that_is_allowed(tmp_path, monkeypatch
 def test_trace_rl_is_as_published():
     found = methods.preset("trace_rl")
     expected = {"decoding": Unmasking(), "log_ratio": PlainRatio(), "surrogate": Clip(0.2, 0.2),
-                "reduction": methods.preset("dapo").loss.reduction, "kl": SampledKL(0.01, "k3"), "reference": Old(),
+                "reduction": methods.preset("dapo").loss.reduction, "kl": SampledKL(0.01, "k3"),
+                "reference": PreviousPolicy(),
                 "selection": DropZeroVariance(), "advantage": Advantage("group", "rewards", clamp=math.inf)}
     assert {key: found.parts()[key] for key in expected} == expected
 

@@ -9,7 +9,7 @@ from flowgrpo.config.sections import Text
 from flowgrpo.errors import UserError
 from flowgrpo.methods import preset
 from flowgrpo.methods.validate import resolve
-from flowgrpo.objectives import in_epoch, k2
+from flowgrpo.objectives import at_epoch, k2
 from flowgrpo.objectives.references import Teacher
 from flowgrpo.policies.language.causal_lm import CausalLM
 from flowgrpo.samplers.text.decoding import Decoding
@@ -40,7 +40,7 @@ def trainer(folder, rewards=None, **options):
 def test_the_weight_falls_from_the_first_epoch_to_the_last():
     kl, reference = preset("kdrl").parts()["kl"], preset("kdrl").parts()["reference"]
     assert reference == Teacher() and reference([{}], dict, 3) == []
-    assert [in_epoch(kl, Context(epoch=epoch, epochs=5)).weight for epoch in (0, 2, 4)] == pytest.approx(
+    assert [at_epoch(kl, Context(epoch=epoch, epochs=5)).weight for epoch in (0, 2, 4)] == pytest.approx(
         [5e-3, 3e-3, 1e-3])
 
 

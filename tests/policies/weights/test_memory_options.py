@@ -141,7 +141,8 @@ REFUSED = [
     ({"memory.weights": "int8", "adapter.dora": True}, "adapter.dora"),
     ({"memory.weights": "int8", "method": "mix_grpo+sol_rl", "parts": {"preview": {"precision": "int8"}}}, "once"),
     ({"adapter.rank": 0, "adapter.rslora": True}, "set a rank"),
-    ({"adapter.dora": True, "parts": {"reference": {"type": "Soup"}, "kl": {"weight": 0.1}}}, "EMA or Old"),
+    ({"adapter.dora": True, "parts": {"reference": {"type": "WeightAverage"}, "kl": {"weight": 0.1}}},
+     "EMA or PreviousPolicy"),
 ]
 
 

@@ -10,8 +10,8 @@ import torch
 from flowgrpo.advantages.baselines import First
 from flowgrpo.advantages.selection import ButFirst
 from flowgrpo.advantages.shaping import Overlong
-from flowgrpo.objectives import Clip, Reinforce, SequenceRatio, Truncated
-from flowgrpo.objectives.reductions import PerDecision, PerRow, RowSums, reduced
+from flowgrpo.objectives import Clip, Reinforce, SequenceRatio, TruncatedIS
+from flowgrpo.objectives.reductions import SequenceMean, SequenceSum, TokenMean, reduced
 from flowgrpo.samplers.text.decoding import Decoding, Draw, decided, drawn, score, uniforms
 from flowgrpo.types import Context, Scored
 
@@ -130,29 +130,29 @@ def test_scores_are_log_probabilities_with_their_gradient_whatever_the_chunk(chu
 
 
 @pytest.mark.parametrize("reduction, weights, count", [
-    (PerDecision(), [[1, 1, 0], [1, 0, 0], [0, 0, 0]], 3),
-    (PerRow(), [[0.5, 0.5, 0], [1, 0, 0], [0, 0, 0]], 2),
-    (RowSums(), [[1, 1, 0], [1, 0, 0], [0, 0, 0]], 2),
-    (RowSums(budgeted=True), [[1 / 3, 1 / 3, 0], [1 / 3, 0, 0], [0, 0, 0]], 2),
+    (TokenMean(), [[1, 1, 0], [1, 0, 0], [0, 0, 0]], 3),
+    (SequenceMean(), [[0.5, 0.5, 0], [1, 0, 0], [0, 0, 0]], 2),
+    (SequenceSum(), [[1, 1, 0], [1, 0, 0], [0, 0, 0]], 2),
+    (SequenceSum(budgeted=True), [[1 / 3, 1 / 3, 0], [1 / 3, 0, 0], [0, 0, 0]], 2),
 ])
 def test_reductions_by_hand(reduction, weights, count):
     close(reduction(MASK).to(F64), weights, 1e-7)
     assert reduction.count(MASK) == count
 
 
-@pytest.mark.parametrize("reduction", [PerDecision(), PerRow(), RowSums(), RowSums(budgeted=True)])
+@pytest.mark.parametrize("reduction", [TokenMean(), SequenceMean(), SequenceSum(), SequenceSum(budgeted=True)])
 def test_pieces_of_a_batch_add_up_to_its_mean(reduction):
     loss, mask = draws(6, 4), draws(6, 4, seed=1) > 0
     count = reduction.count(mask)
     whole = reduced(loss, reduction(mask), count)
     pieces = [reduced(loss[rows], reduction(mask[rows]), count) for rows in (slice(0, 1), slice(1, 6))]
     close(sum(pieces), whole.item(), 1e-7)
-    if reduction == PerDecision():
+    if reduction == TokenMean():
         close(whole, loss[mask].mean().item())
     assert sum(reduction.count(mask[rows]) for rows in (slice(0, 1), slice(1, 6))) == count
 
 
-@pytest.mark.parametrize("reduction", [PerDecision(), PerRow(), RowSums(), RowSums(budgeted=True)])
+@pytest.mark.parametrize("reduction", [TokenMean(), SequenceMean(), SequenceSum(), SequenceSum(budgeted=True)])
 def test_a_row_of_one_decision_knows_no_difference(reduction):
     mask = torch.ones(5, 1, dtype=torch.bool)
     assert torch.equal(reduction(mask).float(), torch.ones(5, 1)) and reduction.count(mask) == 5
@@ -169,7 +169,7 @@ def test_gspo_is_the_clipped_objective_of_whole_completions():
     old, moved, advantage = draws(3, 3), draws(3, 3, seed=1) / 10, torch.tensor([[1.0], [-2.0], [0.5]], dtype=F64)
     new = (old + moved).requires_grad_()
     log_ratio = SequenceRatio()(scored(new), scored(old))
-    loss = reduced(Clip(0.02, 0.03)(log_ratio, advantage), PerRow()(MASK).to(F64), PerRow().count(MASK))
+    loss = reduced(Clip(0.02, 0.03)(log_ratio, advantage), SequenceMean()(MASK).to(F64), SequenceMean().count(MASK))
     ratios = torch.stack([(new - old)[0, :2].mean().exp(), (new - old)[1, 0].exp()])
     side = advantage[:2, 0]
     expected = -torch.minimum(ratios * side, ratios.clamp(0.98, 1.03) * side).mean()
@@ -182,7 +182,7 @@ def test_truncated_weights_leave_every_token_its_gradient():
     old, advantage = draws(3, 3), torch.tensor([[1.0], [-2.0], [0.5]], dtype=F64)
     moved = torch.tensor([[2.0, 0.0, -1.0], [0.3, 1.9, -3.0], [0.0, 0.1, 0.2]], dtype=F64)
     new = (old + moved).requires_grad_()
-    surrogate = Truncated(low=0.5, high=1.0)  # weights within 0.5 to 2
+    surrogate = TruncatedIS(low=0.5, high=1.0)  # weights within 0.5 to 2
     surrogate(new - old, advantage, old).sum().backward()
     close(new.grad, -advantage * moved.exp().clamp(0.5, 2.0))
     assert surrogate.clipped(moved, advantage).tolist() == [[True, False, True], [False, True, True], [False] * 3]
@@ -190,7 +190,7 @@ def test_truncated_weights_leave_every_token_its_gradient():
 
 def test_reinforce_on_sums_is_the_gradient_of_whole_completions():
     new, advantage = draws(3, 3).requires_grad_(), torch.tensor([[1.0], [-2.0], [0.5]], dtype=F64)
-    reduced(Reinforce()(new - new.detach(), advantage), RowSums()(MASK), RowSums().count(MASK)).backward()
+    reduced(Reinforce()(new - new.detach(), advantage), SequenceSum()(MASK), SequenceSum().count(MASK)).backward()
     close(new.grad, -advantage * MASK / 2)
 
 

@@ -11,10 +11,10 @@ from flowgrpo import methods
 from flowgrpo.advantages.length_shaping import ExitDecay
 from flowgrpo.errors import UserError
 from flowgrpo.samplers.text.decoding import Decoding
-from flowgrpo.samplers.text.groups import Parallel, Serial, thought
+from flowgrpo.samplers.text.groups import EarlyExits, Independent, thought
 from tests.helpers import tiny_text
 
-PART = Serial(exit="=", close="+")
+PART = EarlyExits(exit="=", close="+")
 
 
 def drawn(part, micro_batch: int = 8, prompts: int = 2, group: int = 4):
@@ -56,17 +56,17 @@ def test_the_draws_do_not_depend_on_what_goes_through_the_model_together():
 
 
 def test_in_parallel_every_row_is_for_itself():
-    own, asked, made = drawn(Parallel(), 3)
+    own, asked, made = drawn(Independent(), 3)
     assert [len(each.ids) for each in made] == [3, 3, 2]
     again = own.sample(asked.rows(torch.tensor([5])), Decoding(), own.generators([5]), torch.tensor([False]))
     assert again.texts[0] == made[1].texts[2]
 
 
 def test_places_are_drawn_evenly_from_the_thought():
-    found = Serial().places(4, 4000, 100, torch.Generator().manual_seed(0))
+    found = EarlyExits().places(4, 4000, 100, torch.Generator().manual_seed(0))
     assert found.bincount().tolist()[0] == 0 and all(abs(count - 1000) < 150 for count in found.bincount()[1:].tolist())
-    assert Serial().places(50, 3, 2, torch.Generator()).max() <= 2
-    assert Serial().places(0, 2, 5, torch.Generator()).tolist() == [1, 1]
+    assert EarlyExits().places(50, 3, 2, torch.Generator()).max() <= 2
+    assert EarlyExits().places(0, 2, 5, torch.Generator()).tolist() == [1, 1]
 
 
 def test_the_thought_ends_before_its_mark_or_its_end():
@@ -94,6 +94,6 @@ def test_an_epoch_of_serial_groups():
 
 def test_an_exit_without_room_for_an_answer_is_told_in_a_line():
     with pytest.raises(UserError, match="max_tokens is 9, but the exit"):
-        drawn(Serial(exit="12345678"))
+        drawn(EarlyExits(exit="12345678"))
     with pytest.raises(UserError, match="one of causal language models"):
         methods.preset("s_grpo").on("masks")

@@ -13,7 +13,7 @@ from flowgrpo import methods
 from flowgrpo.errors import UserError
 from flowgrpo.methods import validate
 from flowgrpo.methods.targets import RelaxedTraces
-from flowgrpo.objectives import Ascent
+from flowgrpo.objectives import RewardAscent
 from flowgrpo.objectives.schedules import Adaptive, Constant, Linear
 from flowgrpo.policies.language.masked_lm import MaskedLM
 from flowgrpo.rewards.text.soft_texts import SoftTexts, letters
@@ -201,11 +201,11 @@ def test_with_a_graph_or_without_the_walk_is_the_same():
 
 def test_defaults_and_what_cools():
     found = methods.preset("drakes")
-    assert (found.rollout.decoding, found.target, found.loss.surrogate) == (RANDOM, RelaxedTraces(), Ascent())
+    assert (found.rollout.decoding, found.target, found.loss.surrogate) == (RANDOM, RelaxedTraces(), RewardAscent())
     assert found.target.relaxation == GumbelSoftmax(1.0, Constant(), 50, 0.1, False, False)
     assert methods.preset("dapo", "drakes") == found
     cooling = GumbelSoftmax(1.0, Linear(0.2))
-    assert [cooling.in_epoch(epoch, 5).temperature for epoch in range(5)] == pytest.approx([1, 0.8, 0.6, 0.4, 0.2])
+    assert [cooling.at_epoch(epoch, 5).temperature for epoch in range(5)] == pytest.approx([1, 0.8, 0.6, 0.4, 0.2])
 
 
 @pytest.mark.parametrize("wrong, told", [
@@ -222,8 +222,8 @@ def test_impossible_fields_are_refused(wrong, told):
     (dict(parts={"kl": {"weight": 0.1}}), "reads no kl: got parts.kl SampledKL"),
     (dict(method="drakes+trace_rl"), "drakes trains a relaxed unmasking, and the whole traces of an unmasking"),
     (dict(method="refl+trace_rl"), "refl trains a reward's gradient, and the whole traces of an unmasking"),
-    (dict(method="trace_rl", parts={"surrogate": {"type": "Ascent"}}),
-     "Ascent, which reads a relaxed unmasking or a reward's gradient")])
+    (dict(method="trace_rl", parts={"surrogate": {"type": "RewardAscent"}}),
+     "RewardAscent, which reads a relaxed unmasking or a reward's gradient")])
 def test_parts_that_do_not_go_with_a_gradient_are_refused(options, told):
     with pytest.raises(UserError) as caught:
         validate.resolve(tiny.config(**{"method": "drakes"} | options), "masks")

@@ -7,10 +7,10 @@ import torch
 
 from flowgrpo.samplers.text.continuations import alternatives
 from flowgrpo.samplers.text.decoding import Decoding
-from flowgrpo.samplers.text.lookahead import Lookahead, edit_distance
+from flowgrpo.samplers.text.lookahead import BranchingLookahead, edit_distance
 from tests.helpers import tiny_text
 
-WAVERING = Lookahead(likely=0.05, gap=0.5, ahead=4, apart=0.5)
+WAVERING = BranchingLookahead(likely=0.05, gap=0.5, ahead=4, apart=0.5)
 
 
 def drawn(part, micro_batch: int = 8, prompts: int = 2, group: int = 4, kernel=Decoding()):
@@ -33,7 +33,7 @@ def test_edit_distances_by_hand(one, other, distance):
 
 
 def test_the_likeliest_other_token():
-    own, asked, made = drawn(Lookahead(share=0.0))
+    own, asked, made = drawn(BranchingLookahead(share=0.0))
     tokens, logp, likeliest = alternatives(own, asked, made.ids, made.mask, Decoding(0.7))
     inputs = torch.cat([asked.ids[1], made.ids[1]])
     with torch.no_grad():
@@ -61,8 +61,8 @@ def test_what_stays_goes_apart():
 def test_a_sure_model_never_branches():
     _, _, made = drawn(WAVERING, kernel=Decoding(1e-4))
     assert all(len(set(map(tuple, rows(made)[first:first + 4]))) == 1 for first in (0, 4))
-    _, _, alone = drawn(Lookahead(likely=1.0))
-    own, asked, none = drawn(Lookahead(share=0.0))
+    _, _, alone = drawn(BranchingLookahead(likely=1.0))
+    own, asked, none = drawn(BranchingLookahead(share=0.0))
     plain = own.sample(asked, Decoding(), own.generators(range(8)), torch.zeros(8, dtype=torch.bool))
     assert rows(alone) == rows(none) == rows(plain)
 
@@ -77,5 +77,5 @@ def test_a_branch_is_what_a_replay_finds_and_needs_no_neighbour():
 
 
 def test_impossible_branches():
-    with pytest.raises(ValueError, match="Lookahead: likely is 2"):
-        Lookahead(likely=2.0)
+    with pytest.raises(ValueError, match="BranchingLookahead: likely is 2"):
+        BranchingLookahead(likely=2.0)
