@@ -27,10 +27,10 @@ from flowgrpo.policies import build, options
 from flowgrpo.policies.precision import settle
 from flowgrpo.policies.weights.restore import as_before
 from flowgrpo.rewards import pairwise
-from flowgrpo.rewards.loading import reading
 from flowgrpo.storage import checkpoint, paths
 from flowgrpo.train import Trainer
 from flowgrpo.training import best, run_folder, state, tracker, trial
+from flowgrpo.user_code import reading
 
 
 @dataclass(frozen=True, eq=False)

@@ -136,8 +136,11 @@ preset.
 
 METHODS_TAIL = """## How to add a method
 
+A method of your own needs no change here: see [Methods of your own](../extending.md). To add one to the package:
+
 1. Is it a change of one thing? Find the place above whose parts are called as it would be.
 2. If no part does it, write one beside them: a frozen dataclass whose fields are its configuration, with `__call__`.
+   It extends the base class of its place where there is one; `flowgrpo/methods/parts.py` has the others.
 3. Its docstring says what, with shapes and source: `(Name, 2501.01234)` puts it into the table of papers.
 4. Refuse impossible fields in `__post_init__`, in one line: what was got, what was expected.
 5. Test it on values worked by hand, in the test file of its module.

@@ -15,21 +15,20 @@ from flowgrpo.errors import UserError, nearest
 from flowgrpo.methods import reads, registry
 from flowgrpo.methods.method import Method
 from flowgrpo.methods.presets import HOSTS, OVERLAYS, PRESETS
+from flowgrpo.user_code import from_file, guarded
 
 
 def preset(*names: str) -> Method:
     """Stack presets from left to right: preset("mix_grpo", "grpo_guard") or preset("mix_grpo+grpo_guard"). UserError
     for an unknown one, and for two of which each says what is trained."""
     method, asked = Method(), [part.strip() for joined in names for part in joined.split("+")]
-    for name in asked:
-        if name not in PRESETS:
-            raise UserError(f"unknown method {name!r}{nearest(name, list(PRESETS))}")
+    made = {name: _preset(name) for name in asked}
     if len(hosts := [name for name in asked if name in HOSTS]) > 1:
         raise UserError(f"method {'+'.join(names)}: {hosts[0]} and {hosts[1]} each say what is trained: name one of "
                         "them, and beside it presets that change one thing, such as grpo_guard")
     for name in asked:
         try:
-            method = PRESETS[name](method)
+            method = made[name](method)
         except ValueError as error:
             raise UserError(f"method {'+'.join(names)}: {error}") from None
     for host in hosts:
@@ -37,6 +36,16 @@ def preset(*names: str) -> Method:
             raise UserError(f"method {'+'.join(names)}: {host} trains {PRESETS[host]().target.trains}, and the whole "
                             f"{method.target.trains}: leave {host} out, or what says otherwise")
     return method
+
+
+def _preset(name: str) -> Callable[..., Method]:
+    """Return the preset of a name, or of FILE.py:NAME. Raises UserError."""
+    if ".py:" in name:
+        found = from_file(name, "method")
+        return lambda method: guarded(f"method {name}", found, method)
+    if name not in PRESETS:
+        raise UserError(f"unknown method {name!r}{nearest(name, list(PRESETS))}")
+    return PRESETS[name]
 
 
 def with_parts(method: Method, parts: dict[str, Any]) -> Method:
@@ -90,12 +99,23 @@ def _overlay(part: Any, changes: dict[str, Any], path: str) -> Any:
 def _named(part: Any, name: Any, path: str) -> type:
     """Return the type of that name, which goes where `part` stands, or to the place that the path ends with."""
     place = registry.PLACES.get(type(part), path.rpartition(".")[2])
+    if ".py:" in str(name):
+        return _from_file(name, place, path)
     if name not in registry.TYPES:
         raise UserError(f"{path}.type: unknown part {name!r}{nearest(str(name), sorted(registry.TYPES))}")
     if registry.PLACES[registry.TYPES[name]] != place:
         there = ", ".join(registry.of_place(place)) or "no parts, but a value"
         raise UserError(f"{path}.type: {name} does not belong there; there are: {there}")
     return registry.TYPES[name]
+
+
+def _from_file(name: str, place: str, path: str) -> type:
+    """Return the part FILE.py:NAME. Raises UserError if it cannot stand in this place."""
+    cls, base = from_file(name, "part"), registry.BASES.get(place, object)
+    if not (isinstance(cls, type) and dataclasses.is_dataclass(cls) and issubclass(cls, base)):
+        of = f" that extends {base.__module__}.{base.__name__}" if base is not object else ""
+        raise UserError(f"{path}.type: got {name}, expected a frozen dataclass{of}")
+    return cls
 
 
 def _nested(part: Any, value: Any) -> bool:

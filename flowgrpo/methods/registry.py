@@ -17,6 +17,9 @@ from flowgrpo.advantages import (
     shaping,
     token_credit,
 )
+from flowgrpo.advantages.rule import AdvantageRule
+from flowgrpo.advantages.shaping import Shaping
+from flowgrpo.advantages.token_credit import TokenCredit
 from flowgrpo.curriculum import order, resampling
 from flowgrpo.methods import adapted, targets
 from flowgrpo.methods.groups import Credit, Denoising, Loss, TextGeneration
@@ -34,6 +37,9 @@ from flowgrpo.objectives import (
     surrogates,
     token_losses,
 )
+from flowgrpo.objectives.kl import Penalty
+from flowgrpo.objectives.ratios import LogRatio
+from flowgrpo.objectives.surrogates import Surrogate
 from flowgrpo.samplers import (
     kernels,
     latent_edits,
@@ -87,6 +93,10 @@ PLACES: dict[Any, str] = {cls: place for place, modules in MODULES.items() for m
                            and cls.__module__ == module.__name__ and cls not in _RECORDS}
 TYPES: dict[str, type] = {cls.__name__: cls for cls in PLACES}
 assert len(TYPES) == len(PLACES), "two parts have one name"
+# Classes that parts of a place extend, where they have something in common besides their call.
+BASES: dict[str, type] = {
+    "target": targets.Target, "surrogate": Surrogate, "log_ratio": LogRatio, "kl": Penalty, "advantage": AdvantageRule,
+    "shaping": Shaping, "spread": TokenCredit}
 # Fields that some group of some method has, by which recipes name parts.
 NAMES: set[str] = {"target"} | {field.name for cls in (Denoising, TextGeneration, Credit, Loss, *vars(targets).values())
                                 if dataclasses.is_dataclass(cls) for field in dataclasses.fields(cls)}

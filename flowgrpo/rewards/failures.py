@@ -7,13 +7,10 @@ is the user's mistake (a missing package, a wrong setting): it ends the run unde
 from __future__ import annotations
 
 import math
-import sysconfig
 import threading
 import time
-import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from flowgrpo.config.reward_rules import Retry
@@ -107,28 +104,3 @@ def within(seconds: float | None, told: str, call: Callable[[], Any]) -> Any:
     if error is not None:
         raise error
     return value
-
-
-def guarded(what: str, call: Callable[..., Any], *arguments: Any, error_type: type[UserError] = UserError,
-            **keywords: Any) -> Any:
-    """Call third-party code; raise any of its errors as a UserError that begins with `what`."""
-    try:
-        return call(*arguments, **keywords)
-    except UserError:
-        raise
-    except (Exception, SystemExit) as error:
-        told = " ".join(f"{type(error).__name__}: {error}".split())
-        raise error_type(f"{what}: {told}{_place(error)}") from error
-
-
-_OURS = tuple(str(Path(__file__).with_name(name)) for name in ("failures.py", "find.py", "gradient.py", "loading.py",
-                                                               "score.py"))
-_FOREIGN = ("<frozen", *_OURS, *{sysconfig.get_path(kind) for kind in ("stdlib", "purelib", "platlib")})
-
-
-def _place(error: BaseException) -> str:
-    """Return the deepest traceback line outside installed packages: the place to fix the error."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(_FOREIGN)]
-    if not frames or isinstance(error, SyntaxError):  # a SyntaxError states its place itself
-        return ""
-    return f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})"

@@ -12,9 +12,8 @@ from typing import Any
 
 from flowgrpo.errors import UserError, nearest
 from flowgrpo.rewards.about import TRAINED
-from flowgrpo.rewards.failures import guarded
-from flowgrpo.rewards.loading import from_file
 from flowgrpo.rewards.remote import client
+from flowgrpo.user_code import from_file, guarded
 
 GROUP = "flowgrpo.rewards"
 BUILT_IN = {
@@ -134,7 +133,7 @@ def locate(name: str) -> Any:
         client.addresses(name)
         return functools.partial(client.Remote, name)
     if ".py" in name:
-        return from_file(name)
+        return from_file(name, "reward")
     if name in _entry_points():
         return guarded(f"reward {name!r} does not import", _entry_points()[name].load)
     return _from_folder(name)

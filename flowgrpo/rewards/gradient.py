@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from flowgrpo.errors import UserError
 from flowgrpo.rewards.beside_base import sees_base
 from flowgrpo.rewards.compose import Composed
-from flowgrpo.rewards.failures import guarded
 from flowgrpo.rewards.score import arity
+from flowgrpo.user_code import guarded
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -13,8 +13,9 @@ from flowgrpo.errors import UserError
 from flowgrpo.rewards.about import modality_of, require_modality
 from flowgrpo.rewards.beside_base import sees_base
 from flowgrpo.rewards.compose import Composed
-from flowgrpo.rewards.failures import Failed, Tally, guarded, numbers, settled, within
+from flowgrpo.rewards.failures import Failed, Tally, numbers, settled, within
 from flowgrpo.rewards.pairwise import sees_groups, whole
+from flowgrpo.user_code import guarded
 
 if TYPE_CHECKING:
     import torch

@@ -17,7 +17,7 @@ from flowgrpo.log import PhaseTimer
 from flowgrpo.methods.method import Method
 from flowgrpo.policies.language.causal_lm import CausalLM
 from flowgrpo.rollouts.base import GroupSampler
-from flowgrpo.rollouts.text_targets import CompletionTokens, Replayed, TraceTokens
+from flowgrpo.rollouts.text_targets import TARGETS, Replayed
 from flowgrpo.samplers.rollout import Part, Seed
 from flowgrpo.samplers.text.answers import answer_of, with_answers
 from flowgrpo.samplers.text.continuations import segmented
@@ -34,7 +34,7 @@ class TextRollouts(GroupSampler):
                  clock: PhaseTimer):
         super().__init__(config, policy, method, geometry, processes, clock)
         self.encode = policy.encode
-        self.target = (TraceTokens if policy.process == "masks" else CompletionTokens)(self)
+        self.target = TARGETS[type(method.target)](self)
 
     def conditioning(self, batch: list[Prompt]) -> TokenizedPrompts:
         """Tokenise prompts."""

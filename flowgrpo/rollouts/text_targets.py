@@ -10,6 +10,7 @@ import torch
 
 from flowgrpo.config.geometry import BatchShape
 from flowgrpo.config.schema import Config
+from flowgrpo.methods import targets
 from flowgrpo.methods.method import Method
 from flowgrpo.rollouts.loss_inputs import CompletionInputs
 from flowgrpo.samplers.rollout import Part
@@ -86,3 +87,8 @@ class TraceTokens(CompletionTokens):
             rows = slice(start, start + max(most // count, 1))
             yield 0, rows, self.policy.log_probs(asked, taken.prompts[rows], taken.ids[rows], taken.old.mask[rows],
                                                  kernel, taken.steps[rows], most, self.method.reads_entropy)
+
+
+# By the target of a method. RelaxedTraces have rollouts of their own (`relaxed`), which replay no tokens.
+TARGETS: dict[type[targets.Target], type[CompletionTokens]] = {
+    targets.Completions: CompletionTokens, targets.Traces: TraceTokens, targets.RelaxedTraces: CompletionTokens}

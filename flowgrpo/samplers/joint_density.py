@@ -43,14 +43,14 @@ class JointTransitions(Transitions):
         if keep.all():
             return self
         links = tuple(link.kept(keep) for link in self.links)
-        return None if links[0] is None else _chain(links, self.old.rows(keep.to(self.old.logp.device)))
+        return None if links[0] is None else merge(links, self.old.rows(keep.to(self.old.logp.device)))
 
 
 def joined(part: Part) -> Part:
     """Return the part with one chain per sample in place of its transitions."""
     links = part.transitions
     old = log_prob(_first(part.exploration, links[0], slice(None)), [link.old.logp[:, 0] for link in links])
-    return replace(part, transitions=(_chain(links, _scored(old)),))
+    return replace(part, transitions=(merge(links, scored(old)),))
 
 
 def replay(policy, conditioning, part: Part, micro_batch: int) -> Iterator[tuple[int, slice, Scored]]:
@@ -62,11 +62,11 @@ def replay(policy, conditioning, part: Part, micro_batch: int) -> Iterator[tuple
     for start in range(0, len(chain.x), micro_batch):
         rows = slice(start, start + micro_batch)
         own = conditioning.rows(chain.prompts[rows])
-        steps = [_step(policy, own, part.exploration, link, rows) for link in chain.links]
-        yield 0, rows, _scored(log_prob(_first(part.exploration, chain, rows), steps))
+        steps = [step_log_prob(policy, own, part.exploration, link, rows) for link in chain.links]
+        yield 0, rows, scored(log_prob(_first(part.exploration, chain, rows), steps))
 
 
-def _step(policy, conditioning, exploration: RolloutSpec, link: Transitions, rows: slice) -> Tensor:
+def step_log_prob(policy, conditioning, exploration: RolloutSpec, link: Transitions, rows: slice) -> Tensor:
     """Return the log-density [b] of one step."""
     x, x_next = (state[rows].to(policy.device) for state in (link.x, link.x_next))
     v = policy.replay(conditioning, x, exploration.grid, link.step, exploration.timesteps)
@@ -79,11 +79,13 @@ def _first(exploration: RolloutSpec, taken: Transitions, rows: slice) -> Tensor 
     return taken.x[rows].float() if noise else None
 
 
-def _chain(links: tuple[Transitions, ...], old: Scored) -> JointTransitions:
+def merge(links: tuple[Transitions, ...], old: Scored) -> JointTransitions:
+    """Return consecutive transitions, which do not split, as one per sample, with its old score [m,1]."""
     first, last = links[0], links[-1]
     assert all(torch.equal(link.parent, torch.arange(len(link.x))) for link in links), "a chain that splits"
     return JointTransitions(first.step, first.x, first.prompts, first.parent, last.x_next, old, links=links)
 
 
-def _scored(logp: Tensor) -> Scored:
+def scored(logp: Tensor) -> Scored:
+    """Return the score of one decision per row, from log-densities [b]."""
     return Scored(logp[:, None], torch.ones_like(logp[:, None], dtype=torch.bool))

@@ -69,7 +69,7 @@ def detector(name: str) -> Detector:
     if name.endswith(".onnx"):
         return FastestDet(name)
     if ".py:" in name:
-        from flowgrpo.rewards.loading import load
+        from flowgrpo.user_code import load
 
         return load(name)
     return Torchvision(name)

@@ -40,7 +40,7 @@ def extractor(features: str | Callable[[Tensor], Tensor]) -> Callable[[Tensor], 
         return ClipScore().features
     if callable(features):
         return features
-    from flowgrpo.rewards.loading import load
+    from flowgrpo.user_code import load
 
     return load(features)
 

@@ -1,0 +1,100 @@
+"""Code of users: objects of FILE.py:NAME, and calls of which any error becomes one line that names the place to fix."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import re
+import sys
+import sysconfig
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from flowgrpo.errors import UserError, nearest
+
+_reading: list[Path] = []
+
+
+def load(name: str) -> Any:
+    """Return the function FILE.py:NAME of a reward; a class there is instantiated.
+
+    Raises UserError for anything not callable.
+    """
+    found = from_file(name, "reward")
+    if inspect.isclass(found):
+        found = guarded(f"{name!r} cannot be made", found)
+    if not callable(found):
+        raise UserError(f"{name!r} is of type {type(found).__name__}: expected a function")
+    return found
+
+
+def from_file(name: str, what: str) -> Any:
+    """Return the object NAME of FILE.py, imported once. what: its kind, for errors.
+
+    Raises UserError if there is no such file or name, or the file does not import.
+    """
+    file, _, attribute = name.rpartition(":")
+    if not file.endswith(".py") or not attribute:
+        raise UserError(f"{what} {name!r}: expected path/to/file.py:name")
+    path = Path(file).resolve()
+    if not path.is_file():
+        raise UserError(f"{what} {name!r}: no file at {file}")
+    module = guarded(f"{what} file {file} does not import", _module, path)
+    if not hasattr(module, attribute):
+        own = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+        raise UserError(f"{what} file {file} has no {attribute!r}{nearest(attribute, own)}")
+    return getattr(module, attribute)
+
+
+def _module(path: Path) -> Any:
+    """Import a file by its path, once. It can import modules in its folder."""
+    name = "flowgrpo_user" + re.sub(r"\W", "_", str(path))
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None, path
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))
+    _reading.append(path)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    finally:
+        _reading.pop()
+    return module
+
+
+def reading() -> list[Path]:
+    """Return the files being imported now, each imported by the one before it."""
+    return _reading
+
+
+def guarded(what: str, call: Callable[..., Any], *arguments: Any, error_type: type[UserError] = UserError,
+            **keywords: Any) -> Any:
+    """Call third-party code; raise any of its errors as a UserError that begins with `what`."""
+    try:
+        return call(*arguments, **keywords)
+    except UserError:
+        raise
+    except (Exception, SystemExit) as error:
+        told = " ".join(f"{type(error).__name__}: {error}".split())
+        raise error_type(f"{what}: {told}{_place(error)}") from error
+
+
+# Files of ours that call users' code.
+_OURS = tuple(str(Path(__file__).parent / name) for name in ("user_code.py", "rewards/failures.py", "rewards/find.py",
+                                                             "rewards/gradient.py", "rewards/score.py"))
+_FOREIGN = ("<frozen", *_OURS, *{sysconfig.get_path(kind) for kind in ("stdlib", "purelib", "platlib")})
+
+
+def _place(error: BaseException) -> str:
+    """Return the deepest traceback line outside installed packages: the place to fix the error."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(_FOREIGN)]
+    if not frames or isinstance(error, SyntaxError):  # a SyntaxError states its place itself
+        return ""
+    return f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})"

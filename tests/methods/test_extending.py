@@ -1,0 +1,116 @@
+"""docs/extending.md: its files train as they stand there, and have the lines that its table says."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from flowgrpo.config.base import Loader
+from flowgrpo.config.parse import load
+from flowgrpo.errors import UserError
+from flowgrpo.methods import preset
+from flowgrpo.methods.overlay import with_parts
+from flowgrpo.methods.validate import resolve
+from flowgrpo.user_code import from_file
+from tests.helpers import tiny
+from tests.helpers.tables import close, f64
+
+PAGE = (Path(__file__).parents[2] / "docs" / "extending.md").read_text(encoding="utf-8")
+FILES = {re.match(r"# (\w+\.py)\n", code)[1]: code.split("\n", 1)[1]
+         for code in re.findall(r"```python\n(.*?)```", PAGE, re.S)}
+RECIPES = [yaml.load(recipe, Loader) for recipe in re.findall(r"```yaml\n(.*?)```", PAGE, re.S)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def files(tmp_path_factory):
+    """A folder with the page's files, which the run's commands are called in."""
+    folder = tmp_path_factory.mktemp("extending")
+    for name, code in FILES.items():
+        (folder / name).write_text(code)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        yield folder
+
+
+def part(name: str) -> type:
+    return from_file(name, "part")
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=[str(recipe)[:60] for recipe in RECIPES])
+def test_every_recipe_of_the_page_trains(recipe):
+    trainer = tiny.trainer(**{"train__steps": 6, "train__group": 4} | recipe)
+    found = [trainer.run_epoch() for _ in range(2)]
+    assert trainer.first_ratio.found <= 1e-5 and all(each["grad_norm"] > 0 for each in found)
+
+
+def test_the_table_has_the_lines_of_the_files():
+    told = [int(lines) for lines in re.findall(r"^\| \w[\w ]* \| (\d+) \| 1 \|$", PAGE, re.M)]
+    assert told == [len(code.strip().splitlines()) for code in FILES.values()] and max(told) <= 150
+
+
+def test_the_loss_by_hand():
+    loss = part("soft_gate.py:SoftGate")(2.0)
+    log_ratio = f64([[0.0, 0.5]]).requires_grad_()
+    found = loss(log_ratio, f64([[1.0]]), torch.zeros(1, 2))
+    close(found.detach(), [[-1.0, -2 * torch.sigmoid(2 * f64(0.5).expm1()).item()]])
+    found.sum().backward()
+    close(log_ratio.grad[:, :1], [[-1.0]])  # as a plain ratio at r = 1
+
+
+def test_the_rule_by_hand():
+    rewards = f64([[0.0, 2.0, 2.0, torch.nan]])[..., None]
+    close(part("ranks.py:Ranks")()(rewards, [1.0]), [[-2 / 3, 1 / 3, 1 / 3, 0.0]])
+
+
+def test_blocks_of_one_step_are_recorded_steps_and_longer_ones_their_means():
+    parts, scores = {}, {}
+    for size in (0, 1, 3):
+        blocks = {"target": {"type": "blocks.py:Blocks", "size": size}} if size else {}
+        trainer = tiny.trainer(method="flow_grpo", parts=blocks | {"kl": {"weight": 0.0}}, train__steps=7)
+        batch = trainer.prompts[:2]
+        [parts[size], *_], conditioning, _ = trainer.sample(batch)
+        scores[size] = [new.logp for _, _, new in trainer.rollouts.replay(parts[size], conditioning)]
+    old = {size: torch.cat([taken.old.logp for taken in made.transitions], 1) for size, made in parts.items()}
+    assert torch.equal(old[0], old[1])
+    torch.testing.assert_close(old[3], old[0].view(-1, 2, 3).mean(2))
+    torch.testing.assert_close(torch.cat(scores[3]).flatten(), old[3].T.flatten(), rtol=1e-5, atol=1e-6)
+
+
+def test_a_preset_of_a_file_stands_in_a_chain():
+    found = preset("flow_grpo+my_methods.py:two_steps+grpo_guard")
+    assert (found.rollout.plan.size, found.rollout.roots) == (2, 1)
+    assert found.loss == preset("flow_grpo+grpo_guard").loss
+
+
+@pytest.mark.parametrize("parts, told", [
+    ({"surrogate": {"type": "ranks.py:Ranks"}}, "parts.surrogate.type: got ranks.py:Ranks, expected a frozen dataclass "
+     "that extends flowgrpo.objectives.surrogates.Surrogate"),
+    ({"surrogate": {"type": "nowhere.py:Loss"}}, "part 'nowhere.py:Loss': no file at nowhere.py"),
+    ({"surrogate": {"type": "soft_gate.py:SoftGat"}}, "part file soft_gate.py has no 'SoftGat': did you mean"),
+    ({"surrogate": {"type": "soft_gate.py:SoftGate", "temperature": 0}},
+     "SoftGate: temperature is 0, expected above 0"),
+    ({"surrogate": {"type": "soft_gate.py:SoftGate", "heat": 1}}, "unknown key parts.surrogate.heat"),
+    ({"kernel": {"type": "my_methods.py:two_steps"}}, "got my_methods.py:two_steps, expected a frozen dataclass"),
+    ({"target": {"type": "blocks.py:Blocks"}, "step_weight": {"type": "Sigma"}}, "a method that trains blocks of steps "
+     "reads no step_weight"),
+])
+def test_mistakes_are_one_line(parts, told):
+    with pytest.raises(UserError) as caught:
+        resolve(tiny.config(method="flow_grpo", parts={"kl": {"weight": 0.0}} | parts))
+    assert told in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_preset_that_raises_is_told_with_its_line(files):
+    (files / "broken.py").write_text("def wrong(method):\n    return method.plan\n")
+    with pytest.raises(UserError, match=r"method broken.py:wrong: AttributeError: .*\(broken.py, line 2\)"):
+        preset("flow_grpo+broken.py:wrong")
+
+
+def test_a_recipe_on_disk_names_them_too(files):
+    (files / "recipe.yaml").write_text("method: mix_grpo\nparts: {surrogate: {type: soft_gate.py:SoftGate}}\n")
+    config = load(files / "recipe.yaml")
+    assert with_parts(preset(config.method), config.parts).loss.surrogate == part("soft_gate.py:SoftGate")()
