@@ -49,6 +49,7 @@ class Trainer:
                  prompts: tuple[list[Prompt], list[Prompt]]):
         self.config, self.accelerator, self.policy = config, accelerator, policy
         self.prompts, self.held_out = prompts
+        self.keys = [prompt.key for prompt in self.prompts]
         self.method = validate.resolve(config, policy.process)
         self.processes = Processes(accelerator)
         self.processes.turns = policy.turns
@@ -109,7 +110,7 @@ class Trainer:
 
     def prompt_weights(self) -> list[float] | None:
         """Return the method's sampling weight of each prompt, from its memory; None if it has none."""
-        wanted = self.method.credit.advantage.prompt_weights(self.memory, [prompt.key for prompt in self.prompts])
+        wanted = self.method.credit.advantage.prompt_weights(self.memory, self.keys)
         return None if wanted is None else wanted.tolist()
 
     def sample(self, batch: list[Prompt], turn: int = 0) -> tuple[list[Part], Any, torch.Tensor]:

@@ -27,7 +27,7 @@ from flowgrpo import rewards
 from flowgrpo.config.sections import Adapter
 from flowgrpo.data.prompts import STARTER, load_prompts
 from flowgrpo.evaluation import measured
-from flowgrpo.policies.pipelines.cpu_attention import plain_on_cpu
+from flowgrpo.policies.pipelines.call import plain_on_cpu
 from flowgrpo.policies.pipelines.load import load_pipeline
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
 from flowgrpo.starter import VIDEO_CALL, motion

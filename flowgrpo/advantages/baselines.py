@@ -19,6 +19,7 @@ from torch import Tensor
 
 from flowgrpo.advantages.group import (
     RELATIVE_NOISE,
+    AdvantageRule,
     centred,
     group_std,
     require_clamp,
@@ -28,7 +29,6 @@ from flowgrpo.advantages.group import (
     whitened,
     zero_variance,
 )
-from flowgrpo.advantages.rule import AdvantageRule
 from flowgrpo.types import Context
 
 METRICS = ("logp",)

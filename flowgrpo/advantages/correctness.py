@@ -12,8 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flowgrpo.advantages.group import weighted_sum, zero_variance
-from flowgrpo.advantages.rule import AdvantageRule
+from flowgrpo.advantages.group import AdvantageRule, weighted_sum, zero_variance
 from flowgrpo.types import Context
 
 

@@ -18,12 +18,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowgrpo.advantages.rule import AdvantageRule
 from flowgrpo.types import Context, wide
 
 RELATIVE_NOISE = 1e-6
 SCALES = ("group", "batch", "none", "leave_one_out")  # of group_relative; an Advantage also has "running"
 ORDERS = ("advantages", "rewards", "gdpo")
+
+
+class AdvantageRule:
+    """Comparison of the rewards of a group: base class."""
+
+    def __call__(self, rewards: Tensor, weights: Tensor | Sequence[float], context: Context | None = None) -> Tensor:
+        """Return the advantages [P, G]. rewards: [P, G, R], NaN where one does not apply; weights: [R]."""
+        raise NotImplementedError
+
+    def prompt_weights(self, memory: dict[str, Any], prompts: Sequence[str]) -> Tensor | None:
+        """Return the sampling weights of prompts, [len(prompts)], from what it has learned; None: all are equal."""
+        return None
 
 
 @dataclass(frozen=True)

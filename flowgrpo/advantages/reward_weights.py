@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flowgrpo.advantages.group import group_relative, require_clamp
-from flowgrpo.advantages.rule import AdvantageRule
+from flowgrpo.advantages.group import AdvantageRule, group_relative, require_clamp
 from flowgrpo.types import Context, wide
 
 

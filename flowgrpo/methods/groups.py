@@ -8,7 +8,7 @@ from typing import ClassVar
 from flowgrpo import objectives
 from flowgrpo.advantages import group, selection, shaping, token_credit
 from flowgrpo.advantages.gae import Recall, ValueHead
-from flowgrpo.advantages.rule import AdvantageRule
+from flowgrpo.advantages.group import AdvantageRule
 from flowgrpo.advantages.shaping import Shaping
 from flowgrpo.advantages.token_credit import TokenCredit
 from flowgrpo.methods import adapted

@@ -17,7 +17,7 @@ from flowgrpo.advantages import (
     shaping,
     token_credit,
 )
-from flowgrpo.advantages.rule import AdvantageRule
+from flowgrpo.advantages.group import AdvantageRule
 from flowgrpo.advantages.shaping import Shaping
 from flowgrpo.advantages.token_credit import TokenCredit
 from flowgrpo.curriculum import order, resampling

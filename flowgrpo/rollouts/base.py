@@ -52,8 +52,8 @@ class GroupSampler:
         turn: how often the epoch has drawn before; its seeds follow those of the turns before. prompts: how many each
         process has in this turn.
         """
-        seed, first = seeder(self.config.seed, epoch), turn * self.config.train.prompts + self.processes.rank * prompts
-        return lambda prompt, sample: seed(first + prompt, sample)
+        first = turn * self.config.train.prompts + self.processes.rank * prompts
+        return seeder(self.config.seed, epoch, first)
 
     def whole_groups(self, count: int) -> Iterator[Groups]:
         """Yield the groups of `count` prompts, as many at once as a micro-batch holds, one at least."""

@@ -8,6 +8,7 @@ together, in micro-batches. A replay evaluates a state once for all transitions 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -68,7 +69,7 @@ class RolloutSpec:
     def steps(self) -> int:
         return len(self.grid) - 1
 
-    @property
+    @functools.cached_property
     def splits(self) -> dict[int, int]:
         """Return the children per state of each step at which the tree splits.
 
@@ -325,14 +326,18 @@ def cat(values: list[torch.Tensor | None]) -> torch.Tensor | None:
     return values[0] if len(values) == 1 or values[0] is None else torch.cat(values)
 
 
-def seeder(run_seed: int, epoch: int) -> Seed:
-    """Return seed(prompt, sample), a function of (run seed, epoch, prompt, sample) alone.
+def seeder(run_seed: int, epoch: int, first: int = 0) -> Seed:
+    """Return seed(prompt, sample), a function of (run seed, epoch, first + prompt, sample) alone.
 
     It does not depend on the process or the micro-batch. sample may be negative: -1 is the first noise that a prompt's
-    samples share.
+    samples share. first: of this process's prompts, its place among those of all.
     """
-    return lambda prompt, sample: int(np.random.SeedSequence(
-        (run_seed, epoch, prompt, sample + 1 if sample >= -1 else 2**32 + sample)).generate_state(1, np.uint64)[0] >> 1)
+
+    def seed(prompt: int, sample: int) -> int:
+        key = run_seed, epoch, first + prompt, sample + 1 if sample >= -1 else 2**32 + sample
+        return int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0] >> 1)
+
+    return seed
 
 
 def moved(part: Part, by: int) -> Part:

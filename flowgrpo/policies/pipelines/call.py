@@ -15,10 +15,10 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from flowgrpo.policies.generators import generators, seeded
 from flowgrpo.policies.pipelines.conditioning import Conditioning
-from flowgrpo.policies.pipelines.cpu_attention import plain_on_cpu
 from flowgrpo.policies.pipelines.encoder_cache import EncoderCache
 from flowgrpo.policies.pipelines.idle_steps import IdleSteps
 from flowgrpo.policies.pipelines.load import denoisers
@@ -134,10 +134,9 @@ class PipelineCall:
         arguments = dict(self.call, **inputs, **_texts(conditioning), return_dict=False, **scale, **options)
         pipe.encode_prompt = encode
         try:
-            with _on_device(pipe, self._kind), self.arithmetic(), self.attention(), \
-                    self._remembering(task, inputs), self._idling(task), \
-                    contextlib.nullcontext() if not conditioning.calls else unlogged(), \
-                    seeded(pipe.scheduler, options.get("generator") if task is None else None):
+            with contextlib.ExitStack() as stack:
+                for context in self._contexts(conditioning, task, options.get("generator")):
+                    stack.enter_context(context)
                 out = self._call(pipe, **{k: v for k, v in arguments.items() if k in self.accepts})[0]
         finally:
             pipe.scheduler = self.stock
@@ -147,6 +146,23 @@ class PipelineCall:
         last = None if record is None or arguments["output_type"] != "latent" else record.last
         kept = not self.loads and torch.is_tensor(out) and last is not None and out.shape == last.shape
         return (out if last is None or kept else last), record
+
+    def _contexts(self, conditioning: Conditioning, task: Segment | None, generator: Any
+                  ) -> Iterator[contextlib.AbstractContextManager]:
+        """Yield what surrounds a call, in order: each is there only where it changes something."""
+        yield _on_device(self.pipe, self._kind)
+        yield self.arithmetic()
+        if self.device.type == "cpu":
+            yield self.attention()
+        if conditioning.calls:
+            yield unlogged()
+        if task is None:
+            yield seeded(self.pipe.scheduler, generator)
+            return
+        if conditioning.inputs:
+            yield self._memo()
+        if self.scheduler.idle or self.loads is None:  # a first call does not idle, but shows what denoisers return
+            yield self._idle()
 
     def _announced(self, task: Segment) -> dict[str, Any]:
         """Return the call's number of steps.
@@ -159,14 +175,6 @@ class PipelineCall:
         if self.scheduler.halved:
             return {"num_inference_steps": 2 * steps, "strength": 0.5}
         return {"num_inference_steps": max(steps, 2)}  # some pipelines divide by one less
-
-    def _idling(self, task: Segment | None):
-        # The first calls have no idle step, but show what the denoisers return.
-        watched = task is not None and (self.scheduler.idle or self.loads is None)
-        return self._idle() if watched else contextlib.nullcontext()
-
-    def _remembering(self, task: Segment | None, inputs: dict[str, Any]):
-        return self._memo() if task is not None and inputs else contextlib.nullcontext()
 
     def arithmetic(self):
         """Context manager: arithmetic of the denoisers, autocast below fp32."""
@@ -222,3 +230,37 @@ def until_set(scheduler: Any) -> Iterator[None]:
             yield
     finally:
         del scheduler.set_timesteps
+
+
+# --- attention on a CPU ----------------------------------------------------------------------------------------------
+
+# Three plain operations in place of torch's fused kernel, whose backward is several times slower: measured by
+# `scripts/bench_overhead.py`. The scores of one call have to fit in memory; for small models they do.
+
+FUSED = F.scaled_dot_product_attention
+LARGEST = 2**28  # scores of one call; above, the fused kernel's smaller memory counts for more
+
+
+def plain(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
+    """softmax(q k^T * scale + mask) v, [..., N, D], as `F.scaled_dot_product_attention`; what it lacks goes there."""
+    size = query.shape[:-1].numel() * key.shape[-2]
+    boolean = attn_mask is not None and attn_mask.dtype == torch.bool
+    if dropout_p or enable_gqa or is_causal or boolean or size > LARGEST:
+        return FUSED(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    scores = (query * (scale or query.shape[-1] ** -0.5)) @ key.transpose(-1, -2)
+    if attn_mask is not None:
+        scores = scores + attn_mask
+    return scores.softmax(-1) @ value
+
+
+@contextlib.contextmanager
+def plain_on_cpu(device: torch.device) -> Iterator[None]:
+    """Inside, attention is `plain` if `device` is a CPU; rollout and replay both run inside, so that they agree."""
+    if device.type != "cpu":
+        yield
+        return
+    F.scaled_dot_product_attention = plain
+    try:
+        yield
+    finally:
+        F.scaled_dot_product_attention = FUSED

@@ -52,10 +52,19 @@ class Conditioning:
     def rows(self, index: torch.Tensor) -> Conditioning:
         """The rows `index` (int64 [B]); a row may be taken several times."""
         picked = index.tolist()
-        calls = tuple(tuple(_rows(value, picked) if own else value for value, own in zip(values, owns, strict=True))
+        places: dict[torch.device, torch.Tensor] = {}  # by device: the index is brought to each once
+
+        def taken(value: Any) -> Any:
+            if not torch.is_tensor(value):
+                return [value[i] for i in picked]
+            if value.device not in places:
+                places[value.device] = index if value.device == index.device else queued(index, value.device)
+            return value[places[value.device]]
+
+        calls = tuple(tuple(taken(value) if own else value for value, own in zip(values, owns, strict=True))
                       for values, owns in zip(self.calls, self.per_prompt, strict=True))
-        return replace(self, prompts=_rows(self.prompts, picked), negatives=_rows(self.negatives, picked), calls=calls,
-                       inputs={name: _rows(values, picked) for name, values in self.inputs.items()})
+        return replace(self, prompts=taken(self.prompts), negatives=taken(self.negatives), calls=calls,
+                       inputs={name: taken(values) for name, values in self.inputs.items()})
 
     @property
     def mixed(self) -> bool:
@@ -79,10 +88,6 @@ def _size(picture: Any) -> Any:
     if isinstance(picture, (list, tuple)):
         return tuple(map(_size, picture))
     return tuple(picture.shape) if hasattr(picture, "shape") else getattr(picture, "size", None)
-
-
-def _rows(value: torch.Tensor | list[Any], picked: list[int]) -> torch.Tensor | list[Any]:
-    return value[queued(torch.tensor(picked), value.device)] if torch.is_tensor(value) else [value[i] for i in picked]
 
 
 class PromptCache:

@@ -280,7 +280,8 @@ class PipelinePolicy:
 
     def _drive(self, conditioning: Conditioning, task: Segment | None, guidance: float, **options):
         """Call the pipeline, whose prompts are encoded anew where that is trained: (what it returns, the record)."""
-        self.encoders.leave()
+        if self.encoders.away is not None:
+            self.encoders.leave()
         if self.live and (task is None or task.steps):
             with unlogged():
                 conditioning = self.encode_prompt.anew(conditioning, self.guidance)

@@ -2,7 +2,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from flowgrpo.policies.pipelines.cpu_attention import FUSED, plain, plain_on_cpu
+from flowgrpo.policies.pipelines.call import FUSED, plain, plain_on_cpu
 
 
 def qkv(requires_grad=False):
