@@ -24,6 +24,7 @@ from flowgrpo.data import provenance, splits
 from flowgrpo.data.prompts import Prompt, load_prompts
 from flowgrpo.device import concrete, drawing
 from flowgrpo.errors import UserError
+from flowgrpo.evaluation import picture_files
 from flowgrpo.evaluation.measured import Measured, spread
 from flowgrpo.evaluation.pages.before_after import captions, draw_pairs
 from flowgrpo.evaluation.pages.clips import save_clip
@@ -57,6 +58,8 @@ def sample(model: str, lora: str | Path | None, prompts: list[str], count: int, 
            image: str | Path | None = None, precision: str | None = None) -> list[Path]:
     """Draw `count` pictures per prompt to the folder `output`, clips as animated WebP; returns their paths, in order.
 
+    A PNG says how it was drawn in its text chunk `parameters`. No file is overwritten: a taken name gets a number.
+
     lora: a finished run (its `picture`, `memory` and `precision` apply), a folder with a LoRA, or its file; None: the
     base.
     steps, guidance: None takes the pipeline's defaults, for a starter those of its card.
@@ -65,8 +68,6 @@ def sample(model: str, lora: str | Path | None, prompts: list[str], count: int, 
     A picture depends only on the seed, its prompt's number and its number within the prompt.
     Raises UserError for a model or weights that do not load, and for an unreadable picture.
     """
-    from torchvision.utils import save_image
-
     require_folder(output)
     given = [Prompt(text, image=None if image is None else str(image)) for text in prompts]
     _brought(given[0])
@@ -81,10 +82,15 @@ def sample(model: str, lora: str | Path | None, prompts: list[str], count: int, 
     with contextlib.nullcontext() if run is None else tuned(pipe, run, rlg):
         pictures = _draw(pipe, given, count, seed, asked)
     clips, folder = pictures[0].ndim == 4, Path(output)
-    paths = [folder / name for name in _names(prompts, count, "webp" if clips else "png")]
+    paths = [picture_files.free(folder / name) for name in _names(prompts, count, "webp" if clips else "png")]
     folder.mkdir(parents=True, exist_ok=True)
-    for path, picture in zip(paths, pictures):
-        (save_clip(path, picture) if clips else save_image(picture, path))
+    seed_of, told = seeder(seed, 0), picture_files.settings(pipe, model, asked, run, rlg)
+    for number, (path, picture) in enumerate(zip(paths, pictures)):
+        if clips:
+            save_clip(path, picture)
+        else:
+            i, k = divmod(number, count)
+            picture_files.save(path, picture, picture_files.parameters(prompts[i], seed_of(i, k), picture, told))
     return paths
 
 
