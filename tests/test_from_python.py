@@ -12,7 +12,7 @@ from flowgrpo.cli import main
 from flowgrpo.config import load
 from flowgrpo.data import prompts, provenance, splits
 from flowgrpo.errors import UserError
-from flowgrpo.evaluation import images
+from flowgrpo.evaluation import checkpoints
 from flowgrpo.policies.pipelines.load import load_pipeline
 from flowgrpo.rewards import find
 from tests.helpers import tiny
@@ -69,8 +69,8 @@ def test_its_configuration_repeats_the_run_and_both_keep_their_prompts(run, tmp_
     earlier = tmp_path / "run.1"
     for each in (folder, earlier):
         assert (each / provenance.PROMPTS).read_text() == (run / provenance.PROMPTS).read_text()
-    assert images.run_config(folder).prompts == str(folder / provenance.PROMPTS)
-    assert images.run_config(earlier).prompts == str(earlier / provenance.PROMPTS)
+    assert checkpoints.run_config(folder).prompts == str(folder / provenance.PROMPTS)
+    assert checkpoints.run_config(earlier).prompts == str(earlier / provenance.PROMPTS)
 
 
 @pytest.mark.parametrize("command", [("grid",), ("export", "--form", "merged"), ("eval", "--suite", "starter")])

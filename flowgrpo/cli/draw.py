@@ -22,7 +22,8 @@ def sample(
     prompts: Annotated[Path | None, typer.Option(help="A prompt file in place of --prompt; the folder gets a "
                                                  "prompts.jsonl, which names each sample, too. The same again goes "
                                                  "on.")] = None,
-    lora: Annotated[str | None, typer.Option(help="A finished run, or a folder with a LoRA.")] = None,
+    lora: Annotated[str | None, typer.Option(help="A finished run, one of its checkpoints, a folder with a LoRA, or "
+                                               "its file.")] = None,
     count: Annotated[int, typer.Option(min=1, help="Pictures per prompt.")] = 1,
     seed: Annotated[int, typer.Option(min=0)] = 0,
     steps: Annotated[int | None, typer.Option(min=1, help="Denoising steps; without: the pipeline's own.")] = None,
@@ -86,11 +87,10 @@ def _require_options(prompt: list[str] | None, prompts: Path | None, image: Path
 
 def _writes(model: str, run: str | Path | None = None) -> bool:
     """True for a language model, judged by the run that trained it, the model's files or the hub."""
-    from flowgrpo.config.parse import load
+    from flowgrpo.evaluation.checkpoints import config_of
     from flowgrpo.policies.build import writes
 
-    recipe = Path(run) / "config.yaml" if run else None
-    return writes(model, load(recipe) if recipe and recipe.is_file() else None)
+    return writes(model, config_of(Path(run) if run else None))
 
 
 @app.command()

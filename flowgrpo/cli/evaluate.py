@@ -20,7 +20,8 @@ def evaluate(
     output: Annotated[Path, typer.Option(help="The folder of samples, scores and tables; the same again goes on.")],
     rewards: Annotated[str, typer.Option(metavar="A,B|FILE.yaml", help="Rewards, or a file of them with their args, as "
                                          "under eval.rewards; without: those of the run.")] = "",
-    lora: Annotated[Path | None, typer.Option(help="A finished run, a folder with a LoRA, or its file.")] = None,
+    lora: Annotated[Path | None, typer.Option(help="A finished run, one of its checkpoints, a folder with a LoRA, "
+                                               "or its file.")] = None,
     base: Annotated[bool, typer.Option("--base", help="Draw the base too, and compare.")] = False,
     samples: Annotated[int, typer.Option(min=1, help="Pictures or texts per prompt; of several, pass@k is told.")] = 1,
     steps: Annotated[int | None, typer.Option(min=1, help="Denoising steps; without: the run's or pipeline's.")] = None,

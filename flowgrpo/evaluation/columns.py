@@ -22,16 +22,15 @@ from flowgrpo.data.prompts import Prompt, load_prompts
 from flowgrpo.device import drawing
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation import images, texts
+from flowgrpo.evaluation.checkpoints import run_config
 from flowgrpo.evaluation.measured import spread
 from flowgrpo.evaluation.pages.before_after import captions
 from flowgrpo.evaluation.pages.grid import Row, draw_grid
 from flowgrpo.evaluation.pages.html_page import write_page, write_table
-from flowgrpo.methods import overlay
 from flowgrpo.policies import build
 from flowgrpo.rewards import pairwise
-from flowgrpo.samplers import learned_noise
 from flowgrpo.samplers.rollout import seeder
-from flowgrpo.storage import checkpoint, paths
+from flowgrpo.storage import paths
 
 SEEDS = ("0", "1", "2", "3")
 RLG = ("0", "0.5", "1", "1.5", "2")
@@ -66,7 +65,7 @@ def columns(run: str | Path, kind: str, values: Sequence[str], prompts: str | Pa
     Raises UserError for a folder that is not a run, and for values that do not fit the kind.
     """
     run, output = Path(run), Path(output)
-    config = images.run_config(run)
+    config = run_config(run)
     paths.require_file(output)
     written = build.writes(config.model, config)
     if written and kind not in OF_TEXTS:
@@ -111,9 +110,9 @@ def _runs(tuned: Column, values: list[str]) -> list[Column]:
     settings."""
     if not values:
         raise UserError("--columns runs: expected --values with the folders of further runs")
-    model, found = images.run_config(tuned.weights).model, [replace(tuned, name="base", weights=None)]
+    model, found = run_config(tuned.weights).model, [replace(tuned, name="base", weights=None)]
     for folder in [tuned.weights, *map(Path, values)]:
-        config = images.run_config(folder)
+        config = run_config(folder)
         if config.model != model:
             raise UserError(f"--columns runs: {folder} tuned {config.model!r}, but {tuned.weights} tuned {model!r}: "
                             "expected runs of one model")
@@ -174,7 +173,7 @@ def _drawn(config: Config, run: Path, chosen: Sequence[Column], prompts: Sequenc
             pipe = images.make_pipeline(config.model, precision, config.trust_remote_code, memory=config.memory)
         if column.weights != loaded:
             if column.rlg is None:
-                _load(pipe, config, run, column.weights)
+                images.load_tuned(pipe, column.weights)
             else:
                 branches = images.load_branches(pipe, column.weights)
             loaded = column.weights
@@ -191,7 +190,7 @@ def _written(config: Config, run: Path, chosen: Sequence[Column], prompts: Seque
     for column in chosen:
         if column.weights != loaded:
             policy, loaded = None, column.weights  # two models at once may not fit
-            policy = _writer(texts.settings(config.model, config, column.asked), run, column.weights)
+            policy = texts.load(texts.settings(config.model, config, column.asked), column.weights)
         seed_of, own = seeder(column.seed, 0), []
         for start in range(0, len(prompts), AT_ONCE):
             some = prompts[start:start + AT_ONCE]
@@ -199,36 +198,3 @@ def _written(config: Config, run: Path, chosen: Sequence[Column], prompts: Seque
             own += policy.generate(asked, policy.generators(seed_of(start + i, 0) for i in range(len(some))))
         found.append(own)
     return found
-
-
-def _writer(config: Config, run: Path, weights: Path | None) -> Any:
-    """Return the language model with a run's result, with a checkpoint's weights, or as the base."""
-    if weights is None or weights.parent != run / "checkpoints":
-        return texts.load(config, weights)
-    policy = build.language_policy(config, build.load_language(config), config.adapter)
-    _take(policy.weights, config, weights)
-    return policy
-
-
-def _load(pipe: Any, config: Config, run: Path, weights: Path) -> None:
-    """Load a run's result, or a checkpoint's weights (their moving average if the run evaluates that)."""
-    if weights.parent != run / "checkpoints":
-        images.load_tuned(pipe, weights)
-        return
-    from flowgrpo.policies.pipelines.load import trained_modules
-    from flowgrpo.policies.weights.trainable import TrainableWeights
-
-    method = overlay.with_parts(overlay.preset(config.method), config.parts)
-    _take(TrainableWeights(pipe, trained_modules(pipe, method.rollout.adapted), config.adapter), config, weights)
-
-
-def _take(live: Any, config: Config, weights: Path) -> None:
-    """Load a checkpoint's weights.
-    Raises UserError if they belong to another model."""
-    room = "ema/" if config.eval.weights == "ema" else "weights/"
-    tensors, _ = checkpoint.load(weights)
-    held = {key.removeprefix(room): tensor for key, tensor in tensors.items()
-            if key.startswith(room) and not key.startswith(f"{room}{learned_noise.NAME}.")}
-    if live.named.keys() != held.keys():
-        raise UserError(f"{weights} holds other weights than {config.model!r} with the run's adapter has")
-    live.load(held)

@@ -26,6 +26,7 @@ from flowgrpo.config.schema import Config
 from flowgrpo.distributed.processes import Processes
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation import draw, findings, held_out, images, measured, texts
+from flowgrpo.evaluation.checkpoints import config_of
 from flowgrpo.evaluation.ledger import Ledger, Place
 from flowgrpo.evaluation.pages import rlg_sweep
 from flowgrpo.evaluation.pages.grid import Row, draw_grid
@@ -96,7 +97,7 @@ def make_plan(source: str, lora: str | Path | None, base: bool, samples: int, st
     Raises UserError for a run with another LoRA, for a base with nothing to compare, for RLG weights without a tuned
     model or with a base, and for options of the other medium."""
     run = Path(source)
-    if (run / "config.yaml").is_file():
+    if config_of(run) is not None:
         if lora is not None:
             raise UserError(f"{source} is a run, whose result is evaluated: leave out --lora, or give its model")
         lora = run
@@ -107,7 +108,7 @@ def make_plan(source: str, lora: str | Path | None, base: bool, samples: int, st
         raise UserError("--rlg guides a result away from its base: give a run, or a model and --lora")
     if base and len(rlg) > 1:
         raise UserError("--base: several weights of --rlg are told side by side; leave it out, weight 0 is the base")
-    config = images.run_config(tuned) if tuned is not None and (tuned / "config.yaml").is_file() else None
+    config = config_of(tuned)
     model = config.model if config is not None and tuned == run else source
     medium = draw.TEXTS if build.writes(model, config) else draw.PICTURES
     _require_fitting(medium, {"steps": steps, "guidance": guidance, "rlg": rlg or None},

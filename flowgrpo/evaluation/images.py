@@ -17,14 +17,14 @@ from PIL import Image
 from tqdm import tqdm
 
 from flowgrpo import rewards
-from flowgrpo.config.parse import load
 from flowgrpo.config.schema import Config
 from flowgrpo.config.sections import Memory
-from flowgrpo.data import provenance, splits
+from flowgrpo.data import splits
 from flowgrpo.data.prompts import Prompt, load_prompts
 from flowgrpo.device import concrete, drawing
 from flowgrpo.errors import UserError
-from flowgrpo.evaluation import picture_files
+from flowgrpo.evaluation import checkpoints, picture_files
+from flowgrpo.evaluation.checkpoints import config_of, run_config
 from flowgrpo.evaluation.measured import Measured, spread
 from flowgrpo.evaluation.pages.before_after import captions, draw_pairs
 from flowgrpo.evaluation.pages.clips import save_clip
@@ -60,8 +60,8 @@ def sample(model: str, lora: str | Path | None, prompts: list[str], count: int, 
 
     A PNG says how it was drawn in its text chunk `parameters`. No file is overwritten: a taken name gets a number.
 
-    lora: a finished run (its `picture`, `memory` and `precision` apply), a folder with a LoRA, or its file; None: the
-    base.
+    lora: a finished run or its checkpoint (the run's `picture`, `memory` and `precision` apply), a folder with a LoRA,
+    or its file; None: the base.
     steps, guidance: None takes the pipeline's defaults, for a starter those of its card.
     rlg: draw with base + rlg * (tuned - base), see policies/weights/rlg.py.
     image: file of a picture from which all prompts start. precision: None takes the run's, or the device's default.
@@ -74,7 +74,7 @@ def sample(model: str, lora: str | Path | None, prompts: list[str], count: int, 
     run = None if lora is None else Path(lora)
     if run:
         require_weights(run)
-    config = run_config(run) if run and (run / "config.yaml").is_file() else Config()
+    config = config_of(run) or Config()
     pipe = make_pipeline(model, drawing(config.precision, place(), precision), memory=config.memory)
     if image is not None and "image" not in inspect.signature(pipe.__call__).parameters:
         raise UserError(f"--image: {type(pipe).__name__} takes no image: leave it out")
@@ -140,12 +140,15 @@ def load_branches(pipe: Any, path: Path) -> Branches:
 
 
 def load_tuned(pipe: Any, path: Path) -> None:
-    """Load a run's result, or any LoRA, into a stock pipeline.
+    """Load a run's result, its checkpoint, or any LoRA, into a stock pipeline.
+
     Raises UserError if there is none, or none that fits."""
     modules = denoisers(pipe)
     trained = [name for name in modules if path.is_dir() and (path / name / "config.json").is_file()]
     modules |= text_encoders(pipe)
-    if path.is_file():
+    if checkpoints.is_checkpoint(path):
+        checkpoints.load(pipe, path)
+    elif path.is_file():
         _load_lora(pipe, path)
     elif (path / LORA_FILE).is_file() or any((path / name / "adapter_config.json").is_file() for name in modules):
         with _told(f"{path} does not load into {type(pipe).__name__}"):
@@ -164,7 +167,7 @@ def load_tuned(pipe: Any, path: Path) -> None:
 
 def require_weights(path: Path) -> None:
     """Raise UserError, before anything is drawn, if a path has no weights or those of edits."""
-    if path.is_file() or (path / LORA_FILE).is_file() or any(
+    if path.is_file() or checkpoints.is_checkpoint(path) or (path / LORA_FILE).is_file() or any(
             file for name in ("adapter_config.json", "config.json") for file in path.glob(f"*/{name}")):
         return
     if (path / edit_networks.FILE).is_file():
@@ -203,16 +206,6 @@ def _told(what: str) -> Iterator[None]:
         logging.set_verbosity(level)
 
 
-def run_config(run: Path) -> Config:
-    """Return the configuration of a run's folder.
-    Raises UserError if it is none."""
-    if not (run / "config.yaml").is_file():
-        raise UserError(f"{run} is not a run: it has no config.yaml; expected a folder that `flowgrpo train` wrote")
-    config, own = load(run / "config.yaml"), run / provenance.PROMPTS
-    moved = Path(config.prompts) == config.folder / provenance.PROMPTS and own.is_file()  # moved since, or archived
-    return config.model_copy(update={"prompts": str(own)}) if moved else config
-
-
 def place(device: torch.device | None = None) -> torch.device:
     """Return the device that pipelines draw on: a GPU, by default the first, or the CPU if there is none."""
     return torch.device(device or "cuda") if torch.cuda.is_available() else torch.device("cpu")
@@ -245,7 +238,8 @@ def call_arguments(model: str, lora: Path | None, steps: int | None, guidance: f
     the pipeline calls it. Absent values take the pipeline's defaults."""
     given = {"num_inference_steps": steps, "guidance": guidance}
     asked = EVAL.get(model, {}) | CALLS.get(model, {})
-    asked |= run_config(lora).call if lora is not None and (lora / "config.yaml").is_file() else {}
+    config = config_of(lora)
+    asked |= config.call if config is not None else {}
     return asked | {key: value for key, value in given.items() if value is not None}
 
 

@@ -11,7 +11,8 @@ from flowgrpo.data import splits
 from flowgrpo.data.prompts import Prompt, load_prompts
 from flowgrpo.device import drawing
 from flowgrpo.errors import UserError
-from flowgrpo.evaluation.images import run_config
+from flowgrpo.evaluation import checkpoints
+from flowgrpo.evaluation.checkpoints import config_of, run_config
 from flowgrpo.evaluation.measured import Measured, measure, spread
 from flowgrpo.evaluation.pages.before_after import draw_pairs
 from flowgrpo.log import quiet
@@ -51,7 +52,7 @@ def sample(model: str, lora: Path | None, prompts: list[str], count: int, seed: 
     with every prompt to a model that reads images. precision: None takes the run's, or the device's default.
     Raises UserError for a model or weights that do not load.
     """
-    run = run_config(lora) if lora and (lora / "config.yaml").is_file() else None
+    run = config_of(lora)
     policy = load(settings(model, run, asked(run, count, temperature), precision=precision), lora)
     of, numbers = seeder(seed, 0), [(i, k) for i in range(len(prompts)) for k in range(count)]
     given = policy.encode([prompts[i] for i, _ in numbers], images=[image] * len(numbers))
@@ -85,6 +86,8 @@ def load(config: Config, lora: Path | None, device: Any = "cpu") -> CausalLM:
     config, _ = settle(config, device)
     if lora is not None and (lora / "model" / "config.json").is_file():  # a run without a LoRA
         config, lora = config.model_copy(update={"model": str(lora / "model")}), None
+    if lora is not None and checkpoints.is_checkpoint(lora):
+        return checkpoints.language_policy(config, lora, device)
     loaded, reader = build.load_language(config)
     if lora is not None:
         if not (lora / ADAPTER).is_file():

@@ -17,6 +17,8 @@ from safetensors.torch import load_file, save_file
 from flowgrpo.errors import UserError
 from flowgrpo.storage import paths
 
+FILE = "state.safetensors"
+
 
 def save(folder: Path, epoch: int, tensors: dict[str, torch.Tensor], state: dict[str, Any], keep: int) -> Path:
     """Write `folder/epoch-00042` and delete all but the newest `keep` checkpoints."""
@@ -25,7 +27,7 @@ def save(folder: Path, epoch: int, tensors: dict[str, torch.Tensor], state: dict
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     save_file({key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()},
-              temporary / "state.safetensors")
+              temporary / FILE)
     paths.readable(temporary)
     (temporary / "state.json").write_text(json.dumps(state, indent=1))
     shutil.rmtree(target, ignore_errors=True)
@@ -46,7 +48,7 @@ def load(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     Raises UserError if they cannot be read.
     """
     try:
-        return load_file(folder / "state.safetensors"), json.loads((folder / "state.json").read_text())
+        return load_file(folder / FILE), json.loads((folder / "state.json").read_text())
     except Exception as error:
         raise UserError(f"the checkpoint {folder} cannot be read ({error}): remove it to resume from the one "
                         "before") from None

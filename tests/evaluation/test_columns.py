@@ -18,7 +18,7 @@ from flowgrpo.cli import main
 from flowgrpo.cli.draw import ColumnKind
 from flowgrpo.data import splits
 from flowgrpo.errors import UserError
-from flowgrpo.evaluation import columns, images
+from flowgrpo.evaluation import checkpoints, columns, evaluate, images
 from flowgrpo.evaluation.pages import grid
 from flowgrpo.evaluation.pages.grid import Row, draw_grid
 from flowgrpo.evaluation.pages.html_page import write_page
@@ -27,7 +27,7 @@ from flowgrpo.policies.weights.trainable import TrainableWeights
 from flowgrpo.samplers import rollout
 from flowgrpo.storage import checkpoint
 from tests.evaluation.pages.test_grid import area, flat
-from tests.evaluation.test_images import make_run
+from tests.evaluation.test_images import make_run, pixels
 from tests.helpers import tiny
 
 
@@ -42,7 +42,7 @@ def runs(tmp_path_factory, model):
     folder = tmp_path_factory.mktemp("runs")
     first, second = make_run(folder / "first", model, 0.3), make_run(folder / "second", model, 0.6)
     pipe = load_pipeline(str(model))
-    config = images.run_config(first)
+    config = checkpoints.run_config(first)
     fresh = TrainableWeights(pipe, denoisers(pipe), config.adapter)
     tensors = {f"weights/{key}": value for key, value in fresh.snapshot().items()}
     checkpoint.save(first / "checkpoints", 1, tensors, {}, 9)
@@ -91,7 +91,7 @@ def drawn(run, kind, values, folder, count=2, seed=0) -> tuple[Page, list[str]]:
 
 def alone(run, prompt: int, seed: int = 0, lora: bool = True, **asked) -> np.ndarray:
     """A picture as it is drawn by itself, at the size of the page."""
-    config = images.run_config(run)
+    config = checkpoints.run_config(run)
     pipe = load_pipeline(config.model)
     if lora:
         images.load_tuned(pipe, run)
@@ -247,3 +247,14 @@ def test_clips_move_on_an_html_page(tmp_path):
     [code] = re.findall(r"data:image/webp;base64,([^\"]+)", text)
     shown = Image.open(io.BytesIO(base64.b64decode(code)))
     assert shown.n_frames == 2 and shown.convert("RGB").getpixel((5, 5)) == (255, 0, 0)
+
+
+def test_a_checkpoint_stands_for_its_run(runs, model, tmp_path):
+    run, last, first = runs[0], *(runs[0] / "checkpoints" / f"epoch-{epoch:05d}" for epoch in (20, 1))
+    of_run, of_last, of_first = (pixels(images.sample(str(model), lora, ["a"], 1, 0, None, None, tmp_path / str(i))[0])
+                                 for i, lora in enumerate((run, last, first)))
+    assert np.abs(of_run - of_last).max() <= 1 < np.abs(of_last - of_first).max()
+    plan = evaluate.make_plan(str(last), None, True, 1, None, None, 0)
+    assert (plan.tuned, plan.model) == (last, str(model))
+    with pytest.raises(UserError, match="is a run, whose result is evaluated: leave out --lora"):
+        evaluate.make_plan(str(last), run, False, 1, None, None, 0)

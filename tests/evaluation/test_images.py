@@ -18,7 +18,7 @@ from flowgrpo.config.sections import Adapter
 from flowgrpo.data import splits
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
-from flowgrpo.evaluation import columns, images
+from flowgrpo.evaluation import checkpoints, columns, images
 from flowgrpo.evaluation.pages import grid
 from flowgrpo.evaluation.pages.clips import as_image
 from flowgrpo.policies.pipelines.load import load_pipeline
@@ -294,7 +294,7 @@ def test_a_pipeline_takes_the_memory_that_its_run_takes(model):
 
 def test_every_command_draws_with_the_memory_of_the_run(tmp_path, model):
     low, full = make_run(tmp_path / "low", model, 0.3, memory=LOW), make_run(tmp_path / "full", model, 0.3)
-    config = images.run_config(low)
+    config = checkpoints.run_config(low)
     pipe = load_pipeline(str(model), weights="int8")
     images.load_tuned(pipe, low)
     prompt, seed_of = splits.resolve(config)[1][0], seeder(0, 0)

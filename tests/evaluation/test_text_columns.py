@@ -10,7 +10,7 @@ import pytest
 from flowgrpo.cli import main
 from flowgrpo.data import prompts
 from flowgrpo.errors import UserError
-from flowgrpo.evaluation import columns, images, texts
+from flowgrpo.evaluation import checkpoints, columns, texts
 from flowgrpo.evaluation.pages.grid import Row
 from flowgrpo.evaluation.pages.html_page import write_page, write_table
 from flowgrpo.policies.language.causal_lm import CausalLM
@@ -56,7 +56,7 @@ def drawn(run, kind, *values, tmp_path):
 def test_checkpoints_stand_between_base_and_result(run, tmp_path):
     found = drawn(run, "checkpoints", tmp_path=tmp_path)
     assert list(found) == ["prompt", "base", "epoch 3"] and found["prompt"] == tiny.PROMPTS
-    config = images.run_config(run)
+    config = checkpoints.run_config(run)
     assert found["base"] == expected(run, texts.load(config, None))
     assert found["epoch 3"] == expected(run, tiny.stir(tiny.policy(), 0.6)) != found["base"]
 
@@ -66,7 +66,7 @@ def test_runs_and_seeds(run, tmp_path):
     tiny.stir(tiny.policy(), 0.9).weights.save(other)
     recipe = other / "config.yaml"
     recipe.write_text(recipe.read_text().replace("name: run\n", "name: other\n"))
-    own = texts.load(images.run_config(run), run)
+    own = texts.load(checkpoints.run_config(run), run)
     found = drawn(run, "runs", str(other), tmp_path=tmp_path)
     assert list(found) == ["prompt", "base", "run", "other"] and found["run"] == expected(run, own)
     assert found["other"] == expected(run, tiny.stir(tiny.policy(), 0.9)) != found["run"]

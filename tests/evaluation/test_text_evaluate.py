@@ -11,7 +11,7 @@ import torch
 
 from flowgrpo.cli import main
 from flowgrpo.errors import UserError
-from flowgrpo.evaluation import images, texts
+from flowgrpo.evaluation import checkpoints, texts
 from flowgrpo.evaluation.draw import written_apart
 from flowgrpo.evaluation.evaluate import evaluate
 from flowgrpo.evaluation.ledger import Place, TextLedger
@@ -70,7 +70,7 @@ def written(folder, arm):
 
 
 def test_texts_are_those_of_the_policy_and_their_seeds(world, found):
-    config = images.run_config(world / "run")
+    config = checkpoints.run_config(world / "run")
     config = config.model_copy(update={"text": config.text.model_copy(update={"eval_temperature": 1.0})})
     of = seeder(0, 0)
     for arm, lora in (("base", None), ("tuned", world / "run")):

@@ -176,7 +176,7 @@ def test_a_function_of_a_file_is_found(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("text, name, told", [
     (None, "no.py:f", "no file at"),
-    ("x = 1", "r.py", "expected path/to/file.py:function"),
+    ("x = 1", "r.py", "expected path/to/file.py:name"),
     ("def bright(a, b): ...", "r.py:brigth", "has no 'brigth': did you mean 'bright'?"),
     ("import no_such_module", "r.py:f", "does not import: ModuleNotFoundError: No module named 'no_such_module' "
                                         "(r.py, line 1)"),
