@@ -139,8 +139,38 @@ _PHRASES = (
 )
 
 
+# What trainers of other libraries call a key, by the last part of its name.
+ELSEWHERE = {
+    "model": ("base_model", "model_name_or_path", "pretrained_model_name_or_path", "pretrained"),
+    "prompts": ("dataset", "dataset_name", "prompt_fn"), "reward": ("reward_fn", "reward_funcs", "reward_model"),
+    "output": ("logdir", "output_dir", "save_dir"), "tracker": ("logger", "report_to"),
+    "precision": ("bf16", "dtype", "fp16", "mixed_precision", "weight_dtype"),
+    "adapter.rank": ("lora_r", "lora_rank", "network_dim"),
+    "adapter.targets": ("lora_target_modules", "target_modules"),
+    "train.lr": ("learning_rate",), "train.epochs": ("num_epochs", "num_train_epochs"),
+    "train.group": ("group_size", "num_generations", "num_image_per_prompt", "num_images_per_prompt"),
+    "train.micro_batch": ("batch_size", "per_device_train_batch_size", "train_batch_size"),
+    "train.inner_epochs": ("num_inner_epochs", "num_iterations"),
+    "train.steps": ("num_inference_steps", "num_steps", "sampling_steps"),
+    "train.guidance": ("cfg", "cfg_scale", "guidance_scale"), "train.clip_grad": ("grad_clip", "max_grad_norm"),
+    "train.checkpointing": ("activation_checkpointing", "gradient_checkpointing"),
+    "train.schedule": ("lr_scheduler", "lr_scheduler_type"), "train.warmup": ("lr_warmup_steps", "warmup_steps"),
+    "train.save_every": ("save_freq", "save_steps"), "eval.every": ("eval_freq", "eval_steps"),
+    "text.max_tokens": ("max_completion_length", "max_new_tokens", "max_tokens"),
+    "parts.kl.weight": ("beta", "kl_beta", "kl_coef", "kl_coeff"),
+    "parts.surrogate.high": ("clip_range", "cliprange", "epsilon"),
+    "parts.advantage.clamp": ("adv_clip_max",), "parts.kernel.level": ("eta", "noise_level"),
+    "parts.decoding.temperature": ("temperature",)}
+_KEY_OF = {name: key for key, names in ELSEWHERE.items() for name in names}
+
+
 def nearest_key(path: str, choices: list[str]) -> str:
-    """Return `nearest` for an unknown key; if none is near, the keys of its section."""
+    """Return `nearest` for an unknown key; if none is near, the keys of its section.
+
+    A name that other libraries have for a key finds it.
+    """
+    if known := _KEY_OF.get(path.rpartition(".")[2]):
+        return f": did you mean {known!r}?"
     inside = [key for key in keys() if key.startswith((path if path in sections() else path.rpartition(".")[0]) + ".")]
     told = nearest(path, choices)
     if told.startswith(":") and path not in sections():

@@ -5,7 +5,10 @@ from __future__ import annotations
 import pytest
 
 from flowgrpo import config
+from flowgrpo.cli.train import _parse
 from flowgrpo.config import schema
+from flowgrpo.config.parse import ELSEWHERE, nearest_key
+from flowgrpo.config.schema import keys, owner
 from flowgrpo.errors import UserError
 
 
@@ -142,3 +145,20 @@ def test_a_key_owns_what_lies_below_it():
     assert schema.owner("parts.plan.size") == "parts"
     assert schema.owner("reward.scene") == "reward"
     assert schema.owner("train") is None and schema.owner("trainer.lr") is None
+
+
+@pytest.mark.parametrize("name, key", [(name, key) for key, names in ELSEWHERE.items() for name in names])
+def test_names_of_other_libraries_find_their_key(name, key):
+    assert owner(key) is not None
+    for given in (name, f"train.{name}"):
+        if owner(given) is None:
+            assert nearest_key(given, keys()) == f": did you mean {key!r}?"
+
+
+def test_a_name_of_another_library_is_told_on_the_command_line_and_in_a_recipe(tmp_path):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("train: {learning_rate: 1e-4}\n")
+    with pytest.raises(UserError, match="unknown key 'train.learning_rate': did you mean 'train.lr'?"):
+        config.load(recipe)
+    with pytest.raises(UserError, match="unknown option --num_generations: did you mean '--train.group'?"):
+        _parse(["--num_generations=8"])
