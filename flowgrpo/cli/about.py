@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from flowgrpo.cli.root import app
 from flowgrpo.cli.show import print_table
+from flowgrpo.errors import UserError
 
 IN_GIB = ("weights", "memory", "memory_parts")  # keys of a `check` report that are in GiB
 
@@ -53,17 +56,38 @@ def _plain(value: Any) -> str:
     return str(value)
 
 
-@app.command()
-def methods() -> None:
-    """List the presets that --method takes."""
-    from flowgrpo.methods.presets import PRESETS
+# Modules of presets, which are read and not imported: that would load torch.
+GROUPS = {"denoising": "Of pipelines: recorded steps of a rollout",
+          "finals": "Of pipelines: what a rollout ends with; drakes is for masked language models",
+          "text": "Of language models", "overlays": "Over one of the above: MIX+OVER, such as mix_grpo+grpo_guard"}
 
-    print_table(["name", "what it does", "source"], [[name, *_summary(preset)] for name, preset in PRESETS.items()])
+
+@app.command()
+def methods(
+    word: Annotated[str | None, typer.Argument(metavar="[WORD]", show_default=False,
+                                               help="List those alone whose line has this word.")] = None,
+) -> None:
+    """List the presets that --method takes."""
+    found = {title: [row for row in _presets(module) if not word or word.lower() in " ".join(row).lower()]
+             for module, title in GROUPS.items()}
+    if not any(found.values()):
+        raise UserError(f"no method's line has {word!r}: `flowgrpo methods` lists all")
+    for title, rows in found.items():
+        if rows:
+            print_table(["name", title, "source"], rows)
     typer.echo("Formula, recipe and differences of each: docs/methods/NAME.md; papers and parts: docs/methods/index.md")
 
 
-def _summary(thing: Any) -> tuple[str, str]:
-    """Split the first line of a docstring into (text, source in its last parentheses)."""
-    line = (thing.__doc__ or "").strip().partition("\n")[0].rstrip(".")
+def _presets(module: str) -> list[list[str]]:
+    """Return (name, what it does, source) of the presets of a module."""
+    file = Path(__file__).parent.parent / "methods" / "presets" / f"{module}.py"
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    return [[node.name, *_summary(ast.get_docstring(node) or "")] for node in tree.body
+            if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")]
+
+
+def _summary(docstring: str) -> tuple[str, str]:
+    """Split the first sentence of a docstring into (text, source in its last parentheses)."""
+    line = " ".join(docstring.partition("\n\n")[0].split()).rstrip(".")
     found = re.fullmatch(r"(.*?) *\(([^()]*)\)", line)
     return (found[1], found[2]) if found else (line, "")

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from flowgrpo.cli import main
+from flowgrpo.cli import about, main
 from flowgrpo.cli.train import _parse
 
 
@@ -155,6 +155,24 @@ def test_methods_are_listed_with_their_pages(capsys):
     out = capsys.readouterr().out
     assert [name for name in PRESETS if f"{name} " not in out] == []
     assert "2508.04324" in out and "docs/methods/NAME.md" in out and "docs/methods/index.md" in out
+    assert [title for title in about.GROUPS.values() if title.split(":")[0] not in out] == []
+
+
+def test_methods_are_found_by_a_word_and_stand_in_one_group_each(capsys):
+    from flowgrpo.methods.presets import PRESETS
+
+    listed = [row[0] for module in about.GROUPS for row in about._presets(module)]
+    assert sorted(listed) == sorted(PRESETS)
+    assert main(["methods", "Dapo"]) == 0
+    out = capsys.readouterr().out
+    assert "dynamic_sampling " in out and "high_entropy " in out and "mix_grpo " not in out
+    assert main(["methods", "nothing_like_it"]) == 2
+    assert "no method's line has 'nothing_like_it'" in capsys.readouterr().err
+
+
+def test_methods_load_no_torch():
+    code = "import sys; from flowgrpo.cli import main; main(['methods']); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL).returncode == 0
 
 
 def test_rewards_are_listed(capsys):
