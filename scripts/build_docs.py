@@ -148,7 +148,7 @@ A method of your own needs no change here: see [Methods of your own](../extendin
 7. Its first line is what `flowgrpo methods` shows: `Name: what it does (2501.01234).`
 8. Test its defining property in `tests/methods/test_presets.py` and its defaults in `tests/methods/test_methods.py`.
 9. Write `docs/methods/<preset>.md`: the formula as implemented, where it differs and why, a recipe, its test.
-10. Run `python scripts/build_docs.py`, and add its line to the table in `README.md`.
+10. Run `python scripts/build_docs.py` and `make lint`, and add its line to the table in `README.md`.
 """
 
 PLACES = {"target": "what the loss scores",
