@@ -27,7 +27,9 @@ from flowgrpo.evaluation import held_out
 from flowgrpo.evaluation.report import report
 from flowgrpo.log import PhaseTimer
 from flowgrpo.methods import validate
+from flowgrpo.methods.parts import Reduction
 from flowgrpo.objectives.reductions import TokenMean, reduced
+from flowgrpo.policies.policy import Policy
 from flowgrpo.rollouts.build import make_rollouts
 from flowgrpo.samplers.rollout import Part, moved
 from flowgrpo.training import state
@@ -45,7 +47,7 @@ from flowgrpo.types import Context, required
 class Trainer:
     """One run: the policy, its prompts, its rewards and its method, and the state of its checkpoints."""
 
-    def __init__(self, config: Config, accelerator, policy: Any, train_rewards: dict[str, Any],
+    def __init__(self, config: Config, accelerator, policy: Policy, train_rewards: dict[str, Any],
                  prompts: tuple[list[Prompt], list[Prompt]]):
         self.config, self.accelerator, self.policy = config, accelerator, policy
         self.prompts, self.held_out = prompts
@@ -304,7 +306,7 @@ class Trainer:
         return whole
 
 
-def decisions(parts: list[Part], reduction: Any = TokenMean()) -> int:
+def decisions(parts: list[Part], reduction: Reduction = TokenMean()) -> int:
     """Return the divisor of one optimiser step's loss: its trained decisions, or its rows."""
     return sum(reduction.count(taken.old.mask) for part in parts for taken in part.transitions)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
@@ -17,6 +17,8 @@ from flowgrpo.policies.policy import Policy
 from flowgrpo.samplers.old_policy import OldPolicy
 from flowgrpo.samplers.rollout import Part, Seed, seeder
 from flowgrpo.types import Scored
+
+C = TypeVar("C")  # encoded prompts: a `Conditioning` of a pipeline, `TokenizedPrompts` of a language model
 
 
 class Groups(NamedTuple):
@@ -32,7 +34,7 @@ class Groups(NamedTuple):
     rows: slice
 
 
-class GroupSampler:
+class GroupSampler(Generic[C]):
     """A policy under a method: the seeds of an epoch's groups, and the evaluations that they cost.
 
     rollout_evaluations: rows that went through a denoiser to sample, or tokens through a language model, on all
@@ -67,11 +69,11 @@ class GroupSampler:
         """Add the evaluations of this process's share: every process spends the same."""
         self.rollout_evaluations += spent * self.processes.count
 
-    def conditioning(self, batch: list[Prompt]) -> Any:
+    def conditioning(self, batch: list[Prompt]) -> C:
         """Encode prompts, each once; rows of the result are chosen by its `rows`."""
         raise NotImplementedError
 
-    def sample(self, conditioning: Any, epoch: int, judge: Callable, value: Callable | None = None, turn: int = 0
+    def sample(self, conditioning: C, epoch: int, judge: Callable, value: Callable | None = None, turn: int = 0
                ) -> Iterator[tuple[Part, list[Any]]]:
         """Sample a group per prompt: the parts as they are finished, each with its outputs per granularity.
 
@@ -80,15 +82,15 @@ class GroupSampler:
         """
         raise NotImplementedError
 
-    def base(self, part: Any, conditioning: Any) -> torch.Tensor | None:
+    def base(self, part: Any, conditioning: C) -> torch.Tensor | None:
         """Return the base model's outputs beside a part's; None for a part that has none."""
         return None
 
-    def replay(self, part: Any, conditioning: Any) -> Iterator[tuple[int, slice, Scored]]:
+    def replay(self, part: Any, conditioning: C) -> Iterator[tuple[int, slice, Scored]]:
         """Score a part's decisions under the present weights: (place in `part.transitions`, its rows, scores)."""
         raise NotImplementedError
 
-    def loss_inputs(self, part: Any, conditioning: Any, reference: list[Scored]) -> Callable[..., Any]:
+    def loss_inputs(self, part: Any, conditioning: C, reference: list[Scored]) -> Callable[..., Any]:
         """Return what gives the surrogate's third argument for every batch of the part's replay."""
         raise NotImplementedError
 

@@ -15,7 +15,7 @@ from flowgrpo.rollouts.base import GroupSampler
 
 
 def make_rollouts(config: Config, policy: Any, method: Method, geometry: BatchShape, processes: Processes,
-                  clock: PhaseTimer, first: Prompt) -> GroupSampler:
+                  clock: PhaseTimer, first: Prompt) -> GroupSampler[Any]:
     """Make what samples and replays a policy. first: a prompt, with which a pipeline's own grid is read."""
     given = config, policy, method, geometry, processes, clock
     if isinstance(method.target, RelaxedTraces):

@@ -37,7 +37,7 @@ from flowgrpo.types import Scored
 Judge = Callable[[torch.Tensor, int], torch.Tensor]
 
 
-class DenoisingRollouts(GroupSampler):
+class DenoisingRollouts(GroupSampler[Conditioning]):
     """Grid, initial noises, rollouts and replays of a pipeline under a method.
 
     first: a prompt with which the pipeline's own grid is read. target: what the loss scores.

@@ -25,7 +25,7 @@ from flowgrpo.samplers.text.records import SampledCompletions, TokenizedPrompts
 from flowgrpo.types import Scored
 
 
-class TextRollouts(GroupSampler):
+class TextRollouts(GroupSampler[TokenizedPrompts]):
     """Prompts, completions and replays of a language model under a method. target: what the loss scores."""
 
     policy: Any  # a `CausalLM` or a `MaskedLM`
