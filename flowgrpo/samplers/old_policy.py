@@ -72,6 +72,10 @@ class OldPolicy:
         """Context manager: use the policy that draws rollouts."""
         return self.old() if self.lag.draws else contextlib.nullcontext()
 
-    def restore(self, held: Snapshot, epoch: int) -> None:
+    def state(self) -> tuple[Snapshot, dict[str, Any]]:
+        """Return the old weights and their epoch, for a checkpoint."""
+        return self.held or {}, {"epoch": self.epoch}
+
+    def load_state(self, tensors: Snapshot, values: dict[str, Any]) -> None:
         """Restore the old weights of a checkpoint; without any, start again from the present ones."""
-        self.held, self.epoch = held or None, epoch
+        self.held, self.epoch = tensors or None, values.get("epoch", 0)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -18,6 +18,17 @@ from flowgrpo.errors import UserError
 from flowgrpo.storage import paths
 
 FILE = "state.safetensors"
+Tensors = dict[str, torch.Tensor]
+
+
+class Stateful(Protocol):
+    """Part of a run with a state of its own in every checkpoint."""
+
+    def state(self) -> tuple[Tensors, dict[str, Any]]:
+        """Return the tensors and the values (JSON) to keep."""
+
+    def load_state(self, tensors: Tensors, values: dict[str, Any]) -> None:
+        """Restore what `state` returned; without any, start anew."""
 
 
 def save(folder: Path, epoch: int, tensors: dict[str, torch.Tensor], state: dict[str, Any], keep: int) -> Path:

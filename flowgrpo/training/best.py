@@ -71,15 +71,16 @@ class BestWeights:
                         f"that of epoch {self.stop.epoch}")
         return "; ".join(said) or None
 
-    def state(self) -> dict[str, Any]:
-        return {"best": asdict(self.best), "stop": asdict(self.stop)}
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Return the kept weights and the peaks, for a checkpoint."""
+        return self.weights, {"best": asdict(self.best), "stop": asdict(self.stop)}
 
-    def restore(self, state: dict[str, Any], weights: dict[str, Tensor]) -> None:
+    def load_state(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
         """Restore the state of a checkpoint, as far as it is of the same rewards."""
-        if self.best.reward and state.get("best", {}).get("reward") == self.best.reward:
-            self.best, self.weights = Peak(**state["best"]), dict(weights)
-        if self.stop.reward and state.get("stop", {}).get("reward") == self.stop.reward:
-            self.stop = Peak(**state["stop"])
+        if self.best.reward and values.get("best", {}).get("reward") == self.best.reward:
+            self.best, self.weights = Peak(**values["best"]), dict(tensors)
+        if self.stop.reward and values.get("stop", {}).get("reward") == self.stop.reward:
+            self.stop = Peak(**values["stop"])
 
 
 def require(settings: Eval, measured: Iterable[str]) -> None:

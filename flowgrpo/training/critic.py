@@ -31,10 +31,10 @@ class NoCritic:
     def fit(self) -> dict[str, float]:
         return {}
 
-    def tensors(self) -> dict[str, Tensor]:
-        return {}
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        return {}, {}
 
-    def load(self, tensors: dict[str, Tensor]) -> None:
+    def load_state(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
         pass
 
 
@@ -92,13 +92,13 @@ class Critic:
         loss.backward()
         return loss.item()
 
-    def tensors(self) -> dict[str, Tensor]:
-        """Return the tensors of a checkpoint: the head and its optimiser's state."""
-        return dict(self.head.state_dict()) | {f"optimizer.{key}": each for key, each in
-                                               checkpoint.optimizer_tensors(self.optimizer).items()}
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Return the head and its optimiser's state, for a checkpoint."""
+        optimizer = checkpoint.optimizer_tensors(self.optimizer)
+        return dict(self.head.state_dict()) | {f"optimizer.{key}": each for key, each in optimizer.items()}, {}
 
-    def load(self, tensors: dict[str, Tensor]) -> None:
-        """Restore `tensors` of a checkpoint; if there are none, start anew."""
+    def load_state(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
+        """Restore the state of a checkpoint; if there is none, start anew."""
         if not tensors:
             return
         self.head.load_state_dict({key: tensors[key] for key in self.head.state_dict()})

@@ -61,6 +61,20 @@ class KLReference:
             return {}
         return {"kl_weight": self.kl.weight}
 
+    def state(self) -> tuple[Snapshot, dict[str, Any]]:
+        """Return the snapshots, numbered, for a checkpoint."""
+        return {f"{i}/{key}": each for i, snapshot in enumerate(self.held) for key, each in snapshot.items()}, {}
+
+    def load_state(self, tensors: Snapshot, values: dict[str, Any]) -> None:
+        """Restore the snapshots of a checkpoint. If the reference keeps some and there are none, it takes the present
+        weights."""
+        held: dict[str, Snapshot] = {}
+        for name, tensor in tensors.items():
+            number, _, key = name.partition("/")
+            held.setdefault(number, {})[key] = tensor
+        if self.held:
+            self.held = list(held.values()) or self.next([], values["epoch"])
+
     def next(self, held: list[Snapshot], epoch: int) -> list[Snapshot]:
         """Return the snapshots of an epoch's reference, from those held before and the weights it starts with."""
         if not is_active(self.method.loss.kl) and not self.method.compares_with_reference:

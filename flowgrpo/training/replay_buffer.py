@@ -73,14 +73,14 @@ class Recalling:
         (loss / self.processes.count).backward()
         return loss.item()
 
-    def tensors(self) -> dict[str, Tensor]:
-        """Return the tensors of a checkpoint: the first process's buffer, and the optimiser's state."""
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Return the first process's buffer and the optimiser's state, for a checkpoint."""
+        optimizer = checkpoint.optimizer_tensors(self.optimizer)
         return {"states": self.states, "prompts": self.prompts, "of": self.of, "rewards": self.rewards,
-                "fits": torch.tensor(self.fits)} | {
-            f"optimizer.{key}": each for key, each in checkpoint.optimizer_tensors(self.optimizer).items()}
+                "fits": torch.tensor(self.fits)} | {f"optimizer.{key}": each for key, each in optimizer.items()}, {}
 
-    def load(self, tensors: dict[str, Tensor]) -> None:
-        """Restore `tensors` of a checkpoint; if there are none, start anew."""
+    def load_state(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
+        """Restore the state of a checkpoint; if there is none, start anew."""
         if not tensors:
             return
         self.states, self.prompts, self.of, self.rewards = (

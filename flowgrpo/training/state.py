@@ -26,6 +26,12 @@ def counters(trainer: Any) -> dict[str, Any]:
         "loss_scale": trainer.scaler.state_dict(), "memory": copy.deepcopy(trainer.memory)}
 
 
+def stateful(trainer: Any) -> dict[str, checkpoint.Stateful]:
+    """Return the parts of a run that keep a state of their own, by their names in a checkpoint."""
+    return {"old": trainer.rollouts.old_policy, "critic": trainer.critic, "best": trainer.best,
+            "reference": trainer.kl_reference}
+
+
 def save(trainer: Any, folder: Path, wait: bool = True) -> None:
     """Write a checkpoint of everything, as of the end of the last whole epoch; the first process writes it.
 
@@ -34,12 +40,10 @@ def save(trainer: Any, folder: Path, wait: bool = True) -> None:
     if trainer.processes.first:
         tensors = {f"weights/{k}": v for k, v in trainer.policy.weights.named.items()}
         tensors |= {f"ema/{k}": v for k, v in (trainer.ema or {}).items()}
-        tensors |= {f"old/{k}": v for k, v in (trainer.rollouts.old_policy.held or {}).items()}
-        tensors |= {f"best/{k}": v for k, v in trainer.best.weights.items()}
-        tensors |= {f"critic/{k}": v for k, v in trainer.critic.tensors().items()}
-        tensors |= {f"reference{i}/{k}": v for i, each in enumerate(trainer.kl_reference.held) for k, v in each.items()}
+        states = {name: part.state() for name, part in stateful(trainer).items()}
+        tensors |= {f"{name}/{k}": v for name, (kept, _) in states.items() for k, v in kept.items()}
         tensors |= {f"optimizer/{k}": v for k, v in checkpoint.optimizer_tensors(trainer.optimizer).items()}
-        told = trainer.marked | {"best": trainer.best.state(), "old_epoch": trainer.rollouts.old_policy.epoch}
+        told = trainer.marked | {name: values for name, (_, values) in states.items()}
         checkpoint.save(folder / "checkpoints", trainer.epoch, tensors, told, trainer.config.train.keep)
     if wait:
         trainer.processes.wait()  # a process that left would have the others ended, in the midst of writing
@@ -70,7 +74,7 @@ def restore(trainer: Any, folder: Path) -> None:
     for name, tensor in tensors.items():
         room, key = name.split("/", 1)
         taken[room][key] = tensor
-    weights, kl_reference = trainer.policy.weights, trainer.kl_reference
+    weights = trainer.policy.weights
     shapes = {key: parameter.shape for key, parameter in weights.named.items()}
     if shapes != {key: tensor.shape for key, tensor in taken["weights"].items()}:
         raise UserError(f"--resume: {folder} holds other weights than are trained now: keep model and adapter as "
@@ -79,12 +83,8 @@ def restore(trainer: Any, folder: Path) -> None:
     checkpoint.load_optimizer(trainer.optimizer, taken["optimizer"])
     if trainer.ema is not None:
         trainer.ema = taken["ema"] or weights.snapshot()
-    trainer.rollouts.old_policy.restore(taken["old"], state.get("old_epoch", 0))
-    trainer.critic.load(taken["critic"])
-    trainer.best.restore(state.get("best", {}), taken["best"])
-    kept = [taken[f"reference{i}"] for i in range(sum(room.startswith("reference") for room in taken))]
-    if kl_reference.held:  # the reference keeps snapshots
-        kl_reference.held = kept or kl_reference.next([], state["epoch"])
+    for name, part in stateful(trainer).items():
+        part.load_state(taken[name], {"epoch": state["epoch"]} | state.get(name, {}))
     for key in COUNTERS:
         setattr(trainer, key, state.get(key, 0))
     for key in SAMPLING:

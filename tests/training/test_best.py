@@ -174,7 +174,8 @@ def test_what_is_of_another_reward_is_not_taken_from_a_checkpoint():
     old.see({"held_out/a": 1.0}, 4, lambda: {"w": torch.ones(1)})
     for named, epoch in (("a", 4), ("b", 0)):
         new = BestWeights(Eval(best=named, stop={"reward": named, "patience": 2}))
-        new.restore(json.loads(json.dumps(old.state())), old.weights)
+        tensors, values = old.state()
+        new.load_state(tensors, json.loads(json.dumps(values)))
         assert (new.best.epoch, new.stop.epoch, bool(new.weights)) == (epoch, epoch, named == "a")
 
 

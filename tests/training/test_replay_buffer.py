@@ -78,7 +78,8 @@ def test_a_checkpoint_goes_on_as_if_it_had_not_stopped():
     kept.remember(states, torch.ones(1, 1, 1), torch.zeros(50, dtype=torch.int64), reward(states))
     fitted(kept, 2)
     again.editor.networks.load_state_dict(kept.editor.networks.state_dict())
-    again.load({key: value.clone() for key, value in kept.tensors().items()})
+    tensors, values = kept.state()
+    again.load_state({key: value.clone() for key, value in tensors.items()}, values)
     assert fitted(kept, 2) == fitted(again, 2)
     again.load({})
 
