@@ -81,7 +81,7 @@ def test_a_checkpoint_goes_on_as_if_it_had_not_stopped():
     tensors, values = kept.state()
     again.load_state({key: value.clone() for key, value in tensors.items()}, values)
     assert fitted(kept, 2) == fitted(again, 2)
-    again.load({})
+    again.load_state({}, {})
 
 
 @pytest.mark.parametrize("fields", [{"kept": 0}, {"steps": 0}, {"batch": 0}, {"lr": 0}])
