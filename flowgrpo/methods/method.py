@@ -61,18 +61,18 @@ class Method:
 
         Raises ValueError for a part that none of its groups has.
         """
-        own = {field.name for field in dataclasses.fields(self)}
+        own = _fields(Method)
         method = replace(self, **{name: part for name, part in parts.items() if name in own})
+        changes: dict[str, dict[str, Any]] = {}
         for name, part in parts.items():
             if name not in own:
-                group = method.group_of(name)
-                method = replace(method, **{group: replace(getattr(method, group), **{name: part})})
-        return method
+                changes.setdefault(method.group_of(name), {})[name] = part
+        return replace(method, **{group: replace(getattr(method, group), **inner) for group, inner in changes.items()})
 
     def group_of(self, name: str) -> str:
         """Return the group that has a part of this name. Raises ValueError if there is none."""
         for group in _GROUPS:
-            if name in (field.name for field in dataclasses.fields(getattr(self, group))):
+            if name in _fields(type(getattr(self, group))):
                 return group
         raise ValueError(f"a method that trains {self.target.trains} reads no {name}")
 
@@ -81,12 +81,12 @@ class Method:
         return dict(self._parts())
 
     def _parts(self) -> Iterator[tuple[str, Any]]:
-        for field in dataclasses.fields(self):
-            part = getattr(self, field.name)
-            if field.name in _GROUPS:
-                yield from ((inner.name, getattr(part, inner.name)) for inner in dataclasses.fields(part))
+        for name in _fields(Method):
+            part = getattr(self, name)
+            if name in _GROUPS:
+                yield from ((inner, getattr(part, inner)) for inner in _fields(type(part)))
             else:
-                yield field.name, part
+                yield name, part
 
     def fits(self, process: str) -> bool:
         """Return True if the rollout samples models of this process; an unmasking one cannot draw left to right."""
@@ -221,3 +221,13 @@ class Method:
 
 
 _GROUPS = ("rollout", "target", "credit", "loss")
+
+
+_FIELDS: dict[type, tuple[str, ...]] = {}
+
+
+def _fields(record: type[Any]) -> tuple[str, ...]:
+    """Return the names of a dataclass's fields, looked up once."""
+    if record not in _FIELDS:
+        _FIELDS[record] = tuple(field.name for field in dataclasses.fields(record))
+    return _FIELDS[record]

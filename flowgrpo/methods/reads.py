@@ -80,8 +80,9 @@ def refusal(method: Method, name: str, got: str) -> str:
 
 def require_types(method: Method) -> None:
     """Raise UserError for a part that the target cannot read, though another one in its place can be read."""
+    parts = method.parts()
     for name in places(method):
-        part = method.parts()[name]
+        part = parts[name]
         if not _reads(type(part), name, method.target):
             fitting = [each for each in registry.of_place(name) if _reads(registry.TYPES[each], name, method.target)]
             by = next((f", which reads {' or '.join(sorted(_kinds(by)))}" for kind, by in TYPES.items()
