@@ -15,7 +15,7 @@ from flowgrpo.config.geometry import geometry
 from flowgrpo.config.parse import validate
 from flowgrpo.config.schema import Config
 from flowgrpo.data import provenance, recorded_pairs, splits
-from flowgrpo.data.prompts import Prompt
+from flowgrpo.data.prompts import Prompt, of_records
 from flowgrpo.device import described, pick_device
 from flowgrpo.distributed.processes import PATIENCE, require_replicated
 from flowgrpo.errors import UserError
@@ -198,7 +198,8 @@ def align(model, rewards="scene_graded", prompts="starter", method: str = "mix_g
         or processor, as a tuple.
     rewards: a name, a function `reward(images, prompts, metadata) -> floats`, or a dictionary of these to weights or
         rules (functions under their own names).
-    prompts: a file, or a list of strings.
+    prompts: a file, or a list of texts or of dictionaries with the keys of a .jsonl file, such as
+        {"prompt": "a red star", "metadata": {"count": 1}}.
     resume: resume from the last checkpoint of the run of that `name`; the other arguments are given again.
     options: configuration keys, sections as dictionaries, such as `train={"epochs": 50}`.
 
@@ -223,7 +224,7 @@ def align(model, rewards="scene_graded", prompts="starter", method: str = "mix_g
     if listed:
         config = config.model_copy(update={"prompts": str(config.folder / provenance.PROMPTS)})
     return run(config, resume, pipe=model if loaded else None, functions=functions,
-               prompts=[Prompt(text.strip()) for text in prompts] if listed else None)
+               prompts=of_records(prompts) if listed else None)
 
 
 def _require_types(model, named: list, prompts) -> None:
@@ -237,9 +238,11 @@ def _require_types(model, named: list, prompts) -> None:
                         "weights, such as {'scene': 1.0}")
     if isinstance(prompts, (str, Path)):
         return
-    wrong = [each for each in prompts if not isinstance(each, str)] if isinstance(prompts, (list, tuple)) else [prompts]
+    wrong = [prompts]
+    if isinstance(prompts, (list, tuple)):
+        wrong = [each for each in prompts if not isinstance(each, (str, dict, Prompt))]
     if wrong:
-        raise UserError(f"prompts: got {_short(wrong[0])}, expected a file, or a list of texts")
+        raise UserError(f"prompts: got {_short(wrong[0])}, expected a file, or a list of texts or dictionaries")
 
 
 def _short(value: Any) -> str:

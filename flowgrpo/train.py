@@ -86,6 +86,7 @@ class Trainer:
         batch, grouped = drawn.compared()
         metrics = self.scoring.metrics(drawn.first, self.say)
         self.scoring.require_scores(metrics, drawn.prompts[0].text, self.epoch, self.say)
+        self.scoring.tell_agreement(metrics, self.epoch, self.say)
         credited = self.credit(parts, grouped, [prompt.key for prompt in batch])
         return metrics | drawn.metrics() | self.learn(credited, conditioning)
 

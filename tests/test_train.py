@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 import flowgrpo
 from flowgrpo.config import load
 from flowgrpo.config.sections import Adapter
-from flowgrpo.data.prompts import Prompt
+from flowgrpo.data.prompts import Prompt, load_prompts
 from flowgrpo.data.splits import SPLIT_SEED, split
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation.measured import EVAL_SEED
@@ -519,6 +519,33 @@ def test_align_takes_several_rewards_and_a_prompt_file(tmp_path):
     assert summary["rewards"]["trained"] == {"bluish": 0.5, "red": 2.0}
 
 
+def test_prompts_of_a_list_keep_their_metadata(tmp_path):
+    seen = []
+
+    def counted(images, prompts, metadata):
+        seen.extend(metadata)
+        return [float(each.get("count", 0)) for each in metadata]
+
+    listed = [{"prompt": "red", "metadata": {"count": 1}}, {"prompt": "blue", "weight": 2}, "green",
+              Prompt("old", metadata={"count": 3})]
+    flowgrpo.align(tiny.sd3(), {counted: 1.0}, listed, **small(tmp_path))
+    assert {"count": 1} in seen and {"count": 3} in seen and {} in seen
+    assert load_prompts(tmp_path / "run" / "prompts.jsonl") == [
+        Prompt("red", metadata={"count": 1}), Prompt("blue", weight=2), Prompt("green"),
+        Prompt("old", metadata={"count": 3})]
+
+
+def test_groups_that_all_agree_are_reported_once(tmp_path, capsys):
+    def same(images, prompts):
+        return [0.5] * len(prompts)
+
+    options = small(tmp_path)
+    options["train"] = options["train"] | {"epochs": 2}
+    flowgrpo.align(tiny.sd3(), {same: 1.0}, ["red", "blue", "green", "old"], **options)
+    said = capsys.readouterr()
+    assert (said.out + said.err).count("in every group all samples earn the same, so that nothing is learned") == 1
+
+
 def test_rewards_of_one_name_are_told(tmp_path):
     with pytest.raises(UserError, match="two have the same name"):
         flowgrpo.align(tiny.sd3(), {lambda i, p: [0.0]: 1.0, lambda i, p: [1.0]: 1.0}, ["a", "b"], **small(tmp_path))
@@ -539,9 +566,11 @@ class Bright:
     ({"rewards": {3: 1.0}}, "rewards: got int 3, expected a name"),
     ({"rewards": None}, "rewards: got NoneType None, expected a name"),
     ({"rewards": {}}, "the options: reward: got {}, expected at least 1 item"),
-    ({"rewards": Bright(), "prompts": ["a", 3]}, "prompts: got int 3, expected a file, or a list of texts"),
+    ({"rewards": Bright(), "prompts": ["a", 3]}, "prompts: got int 3, expected a file, or a list of texts or "
+     "dictionaries"),
     ({"prompts": None}, "prompts: got NoneType None, expected a file"),
-    ({"prompts": [Prompt("a")]}, "prompts: got Prompt Prompt(text='a'"),
+    ({"prompts": ["a", {"prompt": "b", "metdata": {}}]}, "prompts list, line 2: unknown key 'metdata'"),
+    ({"prompts": [{"prompt": "b", "metadata": {"at": {3}}}]}, "prompts list, line 1: expected metadata that JSON can"),
     ({"model": 3}, "model: got int 3, expected a name, a folder, a loaded pipeline, or a tuple of"),
     ({"model": ("gpt", "gpt")}, "model: got tuple ('gpt', 'gpt'), expected a name"),
     ({"model": torch.nn.Linear(1, 1)}, "model: got Linear Linear(in_features=1"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import yaml
 from pydantic import BaseModel, ConfigDict
@@ -13,7 +14,17 @@ class Section(BaseModel):
 
 
 class Loader(yaml.SafeLoader):
-    """YAML in which 1e-4 is a number: YAML 1.1 asks for 1.0e-4 and would leave the text "1e-4"."""
+    """YAML in which 1e-4 is a number, where YAML 1.1 asks for 1.0e-4 and would leave the text "1e-4", and in which a
+    key that stands twice is an error."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+            if key.value in seen:
+                raise yaml.constructor.ConstructorError(problem=f"the key {key.value!r} stands twice",
+                                                        problem_mark=key.start_mark)
+            seen.add(key.value)
+        return super().construct_mapping(node, deep)
 
 
 class Dumper(yaml.SafeDumper):

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 import yaml
-from pydantic import Field
+from pydantic import Field, field_validator
 from pydantic.fields import FieldInfo
 
 from flowgrpo.config.base import Dumper, Section
@@ -57,6 +57,13 @@ class Config(Section):
     memory: Memory = Memory()
     train: Train = Train()
     eval: Eval = Eval()
+
+    @field_validator("name")
+    @classmethod
+    def _one_folder(cls, name: str) -> str:
+        if name in (".", "..") or Path(name).name != name:
+            raise ValueError("the name of one folder, without slashes")
+        return name
 
     @property
     def rewards(self) -> dict[str, float]:

@@ -19,7 +19,7 @@ import csv
 import io
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import date, time
 from decimal import Decimal
@@ -57,6 +57,35 @@ class Prompt:
     def key(self) -> str:
         """Identity of a prompt: the text, and the image if there is one."""
         return self.text if self.image is None else f"{self.text}\n{self.image}"
+
+
+def of_records(records: Sequence[str | dict[str, Any] | Prompt]) -> list[Prompt]:
+    """Return prompts of texts, of dictionaries with the keys of a .jsonl file's lines, or of prompts as they are.
+
+    A picture's path is relative to the working directory. Raises UserError with the number of a wrong record.
+    """
+    listed = Path("list")
+    prompts = [record if isinstance(record, Prompt) else
+               _prompt({"prompt": record} if isinstance(record, str) else record, listed, number)
+               for number, record in enumerate(records, 1)]
+    for number, prompt in enumerate(prompts, 1):
+        try:
+            json.dumps(prompt.metadata)
+        except (TypeError, ValueError) as error:
+            raise _wrong(listed, number, f"expected metadata that JSON can hold ({error})") from error
+    return prompts
+
+
+def as_line(prompt: Prompt) -> dict[str, Any]:
+    """Return a prompt as a line of a .jsonl file, with the full path of its picture."""
+    line: dict[str, Any] = {"prompt": prompt.text}
+    if prompt.metadata:
+        line["metadata"] = prompt.metadata
+    if prompt.negative is not None:
+        line["negative_prompt"] = prompt.negative
+    if prompt.image is not None:
+        line["image"] = str(Path(prompt.image).resolve())
+    return line if prompt.weight == 1 else line | {"weight": prompt.weight}
 
 
 def load_prompts(path: str | Path) -> list[Prompt]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from flowgrpo.config.reward_rules import RewardRule
 from flowgrpo.config.schema import Config
-from flowgrpo.data.prompts import Prompt
+from flowgrpo.data.prompts import Prompt, as_line
 from flowgrpo.errors import UserError
 
 PROMPTS = "prompts.jsonl"  # in the run's folder, for a list of prompts
@@ -51,4 +51,4 @@ def prompt_lines(config: Config, prompts: Sequence[Prompt] | None) -> str | None
         return None
     if prompts is None:
         return own.read_text(encoding="utf-8")
-    return "".join(json.dumps({"prompt": prompt.text}, ensure_ascii=False) + "\n" for prompt in prompts)
+    return "".join(json.dumps(as_line(prompt), ensure_ascii=False) + "\n" for prompt in prompts)

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from tqdm import tqdm
 
-from flowgrpo.data.prompts import Prompt, load_prompts
+from flowgrpo.data.prompts import Prompt, as_line, load_prompts
 from flowgrpo.evaluation import draw, images
 from flowgrpo.evaluation.evaluate import make_plan
 from flowgrpo.evaluation.ledger import Ledger, Place
@@ -45,7 +45,10 @@ def sample(source: str, prompts: str | Path, output: str | Path, *, lora: str | 
     places = [Place(arm, i, k) for i in range(len(given)) for k in range(count)]
     _draw(plan, given, places, ledger, batch or plan.medium.together)
     name, path = key or KEYS[plan.medium], ledger.folder / FILE
-    lines = [_line(given[place.prompt], name, ledger.told(place)) for place in places]
+    lines = []
+    for place in places:
+        prompt = given[place.prompt]
+        lines.append(as_line(replace(prompt, metadata=prompt.metadata | {name: ledger.told(place)})))
     path.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines), encoding="utf-8")
     return path
 
@@ -61,13 +64,3 @@ def _draw(plan: Plan, prompts: Sequence[Prompt], places: Sequence[Place], ledger
             for place, each in zip(some, hand.draw(some[0].arm, [prompts[place.prompt] for place in some], some)):
                 ledger.save(place, each)
             bar.update(len(some))
-
-
-def _line(prompt: Prompt, key: str, value: str) -> dict[str, Any]:
-    """Return a prompt as a line of a .jsonl file."""
-    line: dict[str, Any] = {"prompt": prompt.text, "metadata": prompt.metadata | {key: value}}
-    if prompt.negative is not None:
-        line["negative_prompt"] = prompt.negative
-    if prompt.image is not None:
-        line["image"] = str(Path(prompt.image).resolve())
-    return line if prompt.weight == 1 else line | {"weight": prompt.weight}

@@ -34,6 +34,7 @@ class Scoring:
         self.reward_failures: dict[str, int] = {}
         self._tally, self._lock = rewards.Tally(), Lock()
         self._unscored = False  # an epoch without any score was reported
+        self._agreed = False  # an epoch whose groups all agree was reported
         self.begin()
 
     def begin(self) -> None:
@@ -95,6 +96,14 @@ class Scoring:
                         f"reward/{name}/failed": failed[name],
                         f"reward/{name}/zero_variance_groups": zero_variance(groups).float().mean().item()}
         return metrics
+
+    def tell_agreement(self, metrics: dict[str, float], epoch: int, say: Callable[[str], None]) -> None:
+        """Report, once, that all groups of an epoch agree, so that a comparison within them teaches nothing."""
+        shares = [metrics[f"reward/{name}/zero_variance_groups"] for name in self.functions]
+        if not self._agreed and all(share == 1 for share in shares):
+            self._agreed = True
+            say(f"epoch {epoch + 1}: in every group all samples earn the same, so that nothing is learned: take a "
+                "reward with values in between, prompts of another difficulty, or a larger train.group")
 
     def require_scores(self, metrics: dict[str, float], prompt: str, epoch: int, say: Callable[[str], None]) -> None:
         """Raise UserError if no sample of the first epoch, 0, has a score, though none was left out as a failure.

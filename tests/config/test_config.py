@@ -162,3 +162,15 @@ def test_a_name_of_another_library_is_told_on_the_command_line_and_in_a_recipe(t
         config.load(recipe)
     with pytest.raises(UserError, match="unknown option --num_generations: did you mean '--train.group'?"):
         _parse(["--num_generations=8"])
+
+
+def test_a_key_that_stands_twice_is_refused(tmp_path):
+    (tmp_path / "twice.yaml").write_text("seed: 1\ntrain:\n  epochs: 3\n  lr: 1.0e-4\n  epochs: 5\n")
+    with pytest.raises(UserError, match=r"not valid YAML: the key 'epochs' stands twice \(line 5, column 3\)"):
+        config.load(tmp_path / "twice.yaml")
+
+
+@pytest.mark.parametrize("name", ["../elsewhere", "a/b", "/tmp/x", "..", "."])
+def test_a_runs_name_stays_inside_its_output(name):
+    with pytest.raises(UserError, match="name: got .*expected the name of one folder, without slashes"):
+        config.validate({"name": name})

@@ -58,7 +58,7 @@ def test_the_long_form_stands_beside_the_short_one_and_runs_again(tmp_path):
 def test_the_recipe_of_the_page_says_what_the_page_says(tmp_path):
     [block, *_] = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs" / "rewards.md").read_text(encoding="utf-8"), re.S)
     (tmp_path / "page.yaml").write_text(block)
-    found = config.load(tmp_path / "page.yaml")  # the last of its forms of `reward`
+    found = config.load(tmp_path / "page.yaml")
     assert found.rewards == {"scene_graded": 1.0, "ocr": 0.5} and found.watched.keys() == {"scene", "judge"}
     assert found.trained["ocr"].on_error == Retry(retry=3, then="skip") and found.watched["judge"].timeout == 60
 
