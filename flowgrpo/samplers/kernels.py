@@ -24,8 +24,8 @@ class ODE:
     """The deterministic Euler step x - D*v, with std 0."""
 
     def __call__(self, x: Tensor, v: Tensor, grid: Tensor, i: int) -> Gaussian:
-        x, v, sigma, after = _at(x, v, grid, i)
-        return Gaussian(x - (sigma - after) * v, torch.zeros_like(sigma))
+        mean = euler(x, v, grid, i)
+        return Gaussian(mean, torch.zeros((), dtype=mean.dtype, device=grid.device))
 
 
 @dataclass(frozen=True)
@@ -164,6 +164,12 @@ def denoised(x: Tensor, noise: Tensor, alpha: Tensor | float) -> Tensor:
     x, noise = wide(x, noise)
     alpha = torch.as_tensor(alpha, dtype=x.dtype)
     return (x - (1 - alpha).sqrt() * noise) / alpha.sqrt()
+
+
+def euler(x: Tensor, v: Tensor, grid: Tensor, i: int) -> Tensor:
+    """Return x - D*v: [B, *D], float32 or wider."""
+    x, v, sigma, after = _at(x, v, grid, i)
+    return x - (sigma - after) * v
 
 
 def _at(x: Tensor, v: Tensor, grid: Tensor, i: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:

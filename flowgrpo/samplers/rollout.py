@@ -173,7 +173,7 @@ class _Nodes:
     x: [n,*D], or None before the first noise.
     prompts: [n].
     generators: one per state.
-    x0: [n,*D], the last predicted data.
+    x0: [n,*D], the last predicted data, for a multistep solver.
     """
 
     x: torch.Tensor | None
@@ -242,17 +242,18 @@ class _Grower:
     def _roots(self, prompts: torch.Tensor) -> _Nodes:
         roots, group = self.exploration.roots, self.exploration.group
         if roots == group:
-            generators = [self._generator(int(p), leaf) for p in prompts for leaf in range(group)]
+            generators = self._generators([(int(p), leaf) for p in prompts for leaf in range(group)])
         else:
             generators = self.policy.generators(self._seeds(prompts))
         return _Nodes(None, prompts.repeat_interleave(roots), generators)
 
-    def _generator(self, prompt: int, leaf: int) -> torch.Generator:
-        """Return the leaf's own generator, passed down to it by the first leaf below a node: no noise is drawn
+    def _generators(self, leaves: list[tuple[int, int]]) -> list[torch.Generator]:
+        """Return the generators of (prompt, leaf), each passed down by the first leaf below a node: no noise is drawn
         twice."""
-        if (prompt, leaf) not in self.of_leaf:
-            [self.of_leaf[prompt, leaf]] = self.policy.generators([self.seed(prompt, self.offset + leaf)])
-        return self.of_leaf[prompt, leaf]
+        new = [key for key in leaves if key not in self.of_leaf]
+        seeds = [self.seed(prompt, self.offset + leaf) for prompt, leaf in new]
+        self.of_leaf |= dict(zip(new, self.policy.generators(seeds), strict=True))
+        return [self.of_leaf[key] for key in leaves]
 
     def _advance(self, nodes: _Nodes, start: int, stop: int, exploration: RolloutSpec | None = None) -> _Nodes:
         """Run the nodes from step `start` to step `stop`, one child each."""
@@ -286,11 +287,12 @@ class _Grower:
             of = torch.arange(len(rows), device=x.device).repeat_interleave(children)
             transition = transition.rows(of)
             group = self.exploration.group
-            generators = [self._generator(int(nodes.prompts[row]), (row * children + child) * width % group)
-                          for row in rows.tolist() for child in range(children)]
+            generators = self._generators([(int(nodes.prompts[row]), (row * children + child) * width % group)
+                                           for row in rows.tolist() for child in range(children)])
             # Round first: the density is that of the state that the network will see.
             x_next = gaussian.sample(transition, Noise(generators)(x[of])).to(x.dtype)
-            record = StepRecord(x0=self.exploration.task(step, step + 1).predict_x0(x, v, step)[of])
+            task = self.exploration.task(step, step + 1)
+            record = StepRecord(x0=task.predict_x0(x, v, step)[of] if task.multistep else None)
             record.add(step, x, x_next, transition)
             records.append(record)
             drawn += generators

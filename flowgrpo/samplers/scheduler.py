@@ -110,6 +110,11 @@ class Segment:
         solver = self.solver if i > max(self.stochastic, default=-1) else Euler()
         return solver(x, v, self.grid, i, previous)
 
+    @property
+    def multistep(self) -> bool:
+        """True if the solver reads the data predicted at the step before; a solver that does not say so does."""
+        return getattr(self.solver, "multistep", True)
+
     def predict_x0(self, x: torch.Tensor, v: torch.Tensor, i: int) -> torch.Tensor:
         """Return the data [B,*D] predicted from the state x and the model output v of step i."""
         return (predict_x0 if self.timesteps is None else denoised)(x, v, self.grid[i])
@@ -124,7 +129,7 @@ class StepRecord:
     transition: the Gaussian it was drawn from.
     logp: [B].
     output: the model output [B,*D] of a replay, with its graph.
-    x0: the last step's prediction of the data, the memory of a multistep solver.
+    x0: the last step's prediction of the data, for a multistep solver.
     first, last: the first and the last state of the scheduler.
     """
 
@@ -305,7 +310,8 @@ class PolicyScheduler:
             x_next = self._draw(x, output, i)
         else:
             x_next = task.advanced(x, output, i, self._own(self.record.x0, x)).to(x.dtype)
-        self.record.x0 = task.predict_x0(x, output, i)
+        if task.multistep:
+            self.record.x0 = task.predict_x0(x, output, i)
         return x_next
 
     def _draw(self, x, v, i):

@@ -1,17 +1,18 @@
 """Deterministic solvers for the steps that draw no noise: `solver(x, v, grid, i, previous) -> x_next`.
 
-x, v: [B, *D] at sigma grid[i]; previous: the x0 predicted at step i-1 (`kernels.predict_x0`), or None. All tensors are
-float32 or wider.
+x, v: [B, *D] at sigma grid[i]; previous: the x0 predicted at step i-1 (`kernels.predict_x0`), or None: unknown, or of a
+solver with `multistep` False. All tensors are float32 or wider.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from flowgrpo.samplers.kernels import ODE, predict_x0
+from flowgrpo.samplers.kernels import euler, predict_x0
 from flowgrpo.types import wide
 
 
@@ -19,8 +20,10 @@ from flowgrpo.types import wide
 class Euler:
     """First-order step x - D*v, [B, *D]; `previous` is not read."""
 
+    multistep: ClassVar[bool] = False
+
     def __call__(self, x: Tensor, v: Tensor, grid: Tensor, i: int, previous: Tensor | None) -> Tensor:
-        return ODE()(x, v, grid, i).mean
+        return euler(x, v, grid, i)
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,8 @@ class DPMSolver2M:
     D1 is 0, the first-order step, in three cases: no `previous`; the previous step started at s = 1 (infinite
     h_previous); this step ends at 0 (it gives m0).
     """
+
+    multistep: ClassVar[bool] = True
 
     def __call__(self, x: Tensor, v: Tensor, grid: Tensor, i: int, previous: Tensor | None) -> Tensor:
         x, v = wide(x, v)

@@ -104,7 +104,7 @@ class PipelineCall:
     def __call__(self, conditioning: Conditioning, task: Segment | None, guidance: float, **options):
         """Call the pipeline, once, or for each row where it takes one alone, or their pictures differ in size: (what it
         returns, the task's record)."""
-        if not conditioning.apart and not conditioning.mixed:
+        if not conditioning.apart and not (conditioning.inputs and conditioning.mixed):
             return self.once(conditioning, task, _cached(conditioning), guidance, **options)
         found = []
         for i in range(len(conditioning.prompts)):
@@ -141,7 +141,8 @@ class PipelineCall:
         finally:
             pipe.scheduler = self.stock
             del pipe.encode_prompt
-        record = None if record is None else self.scheduler.taken()
+        if record is not None and self.scheduler.companions:
+            record = self.scheduler.taken()
         # Some pipelines give latents in another shape than the one they work in.
         last = None if record is None or arguments["output_type"] != "latent" else record.last
         kept = not self.loads and torch.is_tensor(out) and last is not None and out.shape == last.shape

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+import numpy as np
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -23,7 +24,6 @@ from torch.utils._pytree import tree_map_only
 
 from flowgrpo.device import queued
 from flowgrpo.errors import UserError
-from flowgrpo.policies.pipelines.encoder_cache import digest
 from flowgrpo.policies.pipelines.reference_images import pictures_of
 from flowgrpo.storage import paths
 
@@ -116,7 +116,7 @@ class PromptCache:
         key = prompt, negative, image
         if key in self._known:
             return self._known[key]
-        pictures = pictures_of(self.policy, 1, [image])
+        pictures = pictures_of(self.policy, 1, [image]) if image is not None or self.policy.given else {}
         name = _digest(json.dumps([prompt, negative, digest(pictures)] if pictures else [prompt, negative]))
         path = self.folder / f"{name}.safetensors" if self.folder else None
         if path and path.exists():
@@ -160,6 +160,32 @@ def fingerprint(policy) -> str:
 
 def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def digest(value: Any) -> str:
+    """Return a hash of the content of tensors, pictures, arrays, and of containers of them."""
+    content = hashlib.blake2b(digest_size=16)
+    _tell(value, content)
+    return content.hexdigest()
+
+
+def _tell(value: Any, content) -> None:
+    from PIL.Image import Image
+
+    if isinstance(value, (list, tuple)):
+        for part in value:
+            _tell(part, content)
+    elif isinstance(value, dict):
+        _tell(sorted(value.items()), content)
+    elif torch.is_tensor(value):
+        content.update(f"{value.dtype}{tuple(value.shape)}".encode())
+        content.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+    elif isinstance(value, (Image, np.ndarray)):
+        array = np.ascontiguousarray(value)
+        content.update(f"{array.dtype}{array.shape}".encode() + array.tobytes())
+    else:
+        content.update(repr(value).encode())
+    content.update(b"|")
 
 
 def _write(path: Path, conditioning: Conditioning) -> bool:

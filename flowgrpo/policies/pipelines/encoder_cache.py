@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
 import torch
+
+from flowgrpo.policies.pipelines.conditioning import digest
 
 SIZE = 64  # inputs whose encoding is kept
 
@@ -72,29 +72,3 @@ def join(parts: list[Any]) -> Any:
         return type(first)(**{key: join([part[key] for part in parts]) for key in first})
     # A latent distribution.
     return None if first is None else type(first)(torch.cat([part.parameters for part in parts]))
-
-
-def digest(value: Any) -> str:
-    """A hash of the content of tensors, pictures, arrays, and of containers of them."""
-    told = hashlib.blake2b(digest_size=16)
-    _tell(value, told)
-    return told.hexdigest()
-
-
-def _tell(value: Any, told) -> None:
-    from PIL.Image import Image
-
-    if isinstance(value, (list, tuple)):
-        for part in value:
-            _tell(part, told)
-    elif isinstance(value, dict):
-        _tell(sorted(value.items()), told)
-    elif torch.is_tensor(value):
-        told.update(f"{value.dtype}{tuple(value.shape)}".encode())
-        told.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
-    elif isinstance(value, (Image, np.ndarray)):
-        array = np.ascontiguousarray(value)
-        told.update(f"{array.dtype}{array.shape}".encode() + array.tobytes())
-    else:
-        told.update(repr(value).encode())
-    told.update(b"|")

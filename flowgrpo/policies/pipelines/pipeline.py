@@ -133,7 +133,9 @@ class PipelinePolicy:
 
         images: of each prompt a reference picture, its file, or None.
         """
-        asked = Conditioning(prompts, negatives or [""] * len(prompts), inputs=pictures_of(self, len(prompts), images))
+        brought = any(image is not None for image in images or ())
+        pictures = pictures_of(self, len(prompts), images) if brought or self.given else {}
+        asked = Conditioning(prompts, negatives or [""] * len(prompts), inputs=pictures)
         try:
             if not self.encode_prompt.knows(asked):
                 twice = asked.rows(torch.tensor([0, 0]))

@@ -56,7 +56,7 @@ class EncodePrompt:
     def __call__(self, asked: Conditioning, guidance: float) -> Conditioning:
         """Return the prompts' conditioning, with the values of `encode_prompt`."""
         self.apart, self._shared = self._learned.get(frozenset(asked.inputs), (self.apart, self._shared))
-        if not self.apart and not asked.mixed:
+        if not self.apart and not (asked.inputs and asked.mixed):
             calls = self._calls(asked, guidance)
             per_prompt = tuple(tuple(value is not None and not shared for value, shared in zip(values, shares))
                                for values, shares in zip(calls, self._shared, strict=True))
