@@ -107,7 +107,7 @@ class Trainer:
             scores = self.processes.gather(scores)
             self.sampled += 0 if self.config.preferences else scores[..., 0].numel()
             drawn.add(batch, scores, self.scoring.weighted(scores[..., :len(self.scoring.functions)]))
-            batch = drawn.replace(self.method.redraw(drawn))
+            batch = drawn.replace(self.method.redraw(drawn)) if self.method.redraw else []
         self.method.curriculum.learn(self.memory, drawn)
         return drawn, parts, self.rollouts.conditioning(drawn.own()) if drawn.turn > 1 else conditioning
 
@@ -153,12 +153,12 @@ class Trainer:
         """Return the method's inputs besides rewards, of all processes in one order of prompts."""
         group, share = self.geometry.group, len(texts) // self.processes.count
         places = [int(p) for part in parts for p in part.prompts[::group]]
-        logp, lengths, deducted = (self.processes.gather(torch.cat([each(part) for part in parts]).view(-1, group))
-                                   for each in (Part.log_probs, Part.lengths, Part.deductions))
+        leaves = self.processes.gather(torch.cat([part.leaves() for part in parts]))
+        logp, lengths, deducted = leaves.view(-1, group, 3).unbind(2)
         longest = sum(taken.old.logp.shape[1] for taken in parts[0].transitions)
-        return Context([texts[first + p] for first in range(0, len(texts), share) for p in places], logp, lengths,
-                       longest, self.epoch, self.config.train.epochs, self.memory,
-                       self.scoring.paired * len(self.method.rollout.strides), deducted,
+        return Context([texts[first + p] for first in range(0, len(texts), share) for p in places], logp.float(),
+                       lengths.long(), longest, self.epoch, self.config.train.epochs, self.memory,
+                       self.scoring.paired * len(self.method.rollout.strides), deducted.float(),
                        list(self.scoring.weights.values()) * len(self.method.rollout.strides))
 
     def learn(self, credited: list[Part | None], conditioning) -> dict[str, Any]:
@@ -167,8 +167,11 @@ class Trainer:
         Every process adds the gradient of its own parts; one that has none in a step still takes part in it.
         """
         stats = UpdateStats()
-        parts = self.first_ratio([part for part in credited if part is not None], conditioning, self.say)
-        parts = self.critic(parts, conditioning)
+        parts = [part for part in credited if part is not None]
+        if self.first_ratio.found is None or self.first_ratio.rescore:
+            parts = self.first_ratio(parts, conditioning, self.say)
+        if self.critic is not None:
+            parts = self.critic(parts, conditioning)
         weights = self.rollouts.step_weights(parts, self.epoch)
         self.kl_reference.begin(self.epoch, self.config.train.epochs)
         for inner in range(self.config.train.inner_epochs):
@@ -181,9 +184,10 @@ class Trainer:
                     self.processes.add_gradients(self.policy.weights.parameters())
                     with self.processes.together():
                         self.step_optimizer(stats)
-        with self.clock("update"):
-            fitted = self.critic.fit()
-        metrics = stats.summary(self.processes) | self.rollouts.metrics() | fitted
+        metrics = stats.summary(self.processes) | self.rollouts.metrics()
+        if self.critic is not None:
+            with self.clock("update"):
+                metrics |= self.critic.fit()
         return metrics | {"skipped_updates": self.skipped} | self.kl_reference.end(self.epoch, metrics.get("kl"))
 
     def shares(self, parts: list[Part]) -> list[tuple[list[Part], int]]:

@@ -32,7 +32,7 @@ MOTIF = torch.tensor([[-0.5, -0.4, 1.0, -0.1], [0.8, -0.2, -0.5, -0.1], [-0.3, -
 MOST = 8  # letters of the longest prompt, which is a row of `=`
 RECIPE = """model: {model}
 method: drakes
-parts: {{relaxation: {{kl: {alpha}, temperature: 0.5, cooling: {{type: Linear, last: 0.2}}}}}}
+parts: {{relaxation: {{kl: {alpha}, temperature: 0.5, schedule: {{type: Linear, last: 0.2}}}}}}
 reward: "{script}:motif"
 prompts: {prompts}
 held_out: 0.25

@@ -21,14 +21,6 @@ from flowgrpo.types import Context
 
 
 @dataclass(frozen=True)
-class All:
-    """Keep every sample."""
-
-    def __call__(self, scores: Tensor, context: Context | None = None) -> Tensor:
-        return torch.ones_like(scores, dtype=torch.bool)
-
-
-@dataclass(frozen=True)
 class BestWorst:
     """Keep the n/2 best and the n/2 worst of each group (DanceGRPO's best-of-N, 2505.07818; 8 of 24 there).
 

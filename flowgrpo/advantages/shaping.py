@@ -33,14 +33,6 @@ class Shaping:
 
 
 @dataclass(frozen=True)
-class AsIs(Shaping):
-    """Leave rewards as they are."""
-
-    def __call__(self, rewards: Tensor, context: Context | None = None) -> Tensor:
-        return rewards
-
-
-@dataclass(frozen=True)
 class Unlikely(Shaping):
     """`unlikely` by the samples' old log-probabilities, from the context (Rewarding the Unlikely, 2506.02355)."""
 

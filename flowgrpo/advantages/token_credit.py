@@ -48,14 +48,6 @@ class TokenCredit:
 
 
 @dataclass(frozen=True)
-class PerSample(TokenCredit):
-    """Every decision has its sample's advantage."""
-
-    def __call__(self, taken: Completions, advantages: Tensor, totals: Tensor) -> Tensor:
-        return advantages
-
-
-@dataclass(frozen=True)
 class SegmentChain(TokenCredit):
     """Advantage of a token as the change of value over its segment, from Monte-Carlo continuations (SPO-chain,
     2505.23564): `segments.chain`.

@@ -22,14 +22,6 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class KeepAll:
-    """No group is replaced."""
-
-    def __call__(self, drawn: EpochBatch) -> list[tuple[int, Prompt]]:
-        return []
-
-
-@dataclass(frozen=True)
 class DynamicSampling:
     """Replace a group whose samples all earn the same by a fresh prompt, until all differ or an epoch was drawn `turns`
     times (DAPO's dynamic sampling, 2503.14476, equation 11; 10 in its released recipe).
@@ -42,7 +34,7 @@ class DynamicSampling:
 
     def __post_init__(self) -> None:
         if self.turns < 2:
-            raise ValueError(f"DynamicSampling: turns is {self.turns}, expected 2 or more (without a redraw: KeepAll)")
+            raise ValueError(f"DynamicSampling: turns is {self.turns}, expected 2 or more (null: no group is replaced)")
 
     def __call__(self, drawn: EpochBatch) -> list[tuple[int, Prompt]]:
         if drawn.turn >= self.turns:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from flowgrpo import objectives
-from flowgrpo.advantages import group, selection, shaping, token_credit
+from flowgrpo.advantages import group
 from flowgrpo.advantages.gae import Recall, ValueHead
 from flowgrpo.advantages.group import AdvantageRule
 from flowgrpo.advantages.shaping import Shaping
@@ -82,17 +82,17 @@ class TextGeneration:
 class Credit:
     """From rewards to the advantages of decisions.
 
-    shaping: what becomes of the rewards before they are compared.
-    advantage: how the rewards of a group are compared.
-    selection: which samples are trained.
-    spread: how the advantage of a completion is spread over its tokens.
+    shaping: change of the rewards before they are compared; None: none.
+    advantage: comparison of the rewards of a group.
+    selection: choice of the samples that are trained; None: all.
+    spread: distribution of a completion's advantage over its tokens; None: each has it.
     value: the value model of a language model, or how the critic of edits learns; None: none.
     """
 
-    shaping: Shaping = shaping.AsIs()
+    shaping: Shaping | None = None
     advantage: AdvantageRule = group.Advantage(scale="batch", order="rewards")
-    selection: Selection = selection.All()
-    spread: TokenCredit = token_credit.PerSample()
+    selection: Selection | None = None
+    spread: TokenCredit | None = None
     value: ValueHead | Recall | None = None
 
 

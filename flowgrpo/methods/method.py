@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from flowgrpo import objectives
-from flowgrpo.curriculum import order, resampling
+from flowgrpo.curriculum import order
 from flowgrpo.errors import UserError
 from flowgrpo.methods.groups import Credit, Denoising, Loss, TextGeneration
 from flowgrpo.methods.parts import Curriculum, Redraw
@@ -37,7 +37,7 @@ class Method:
     credit: from rewards to advantages.
     loss: from scores and advantages to a scalar.
     curriculum: which prompts an epoch begins with.
-    redraw: which of their groups are replaced by other prompts.
+    redraw: which of their groups are replaced by other prompts; None: none.
 
     A part is named by its field, wherever it stands: fields of groups have different names.
 
@@ -49,7 +49,7 @@ class Method:
     credit: Credit = Credit()
     loss: Loss = Loss()
     curriculum: Curriculum = order.EpochPermutation()
-    redraw: Redraw = resampling.KeepAll()
+    redraw: Redraw | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.rollout, self.target.of):
@@ -94,7 +94,8 @@ class Method:
             return not self.for_tokens and process not in OF_TEXT
         rollout = self.generation
         if process == "masks":  # answers have no trace
-            return not self.credit.spread.causal and not rollout.draws.causal and not rollout.decoding.expert
+            spread = self.credit.spread
+            return not (spread and spread.causal) and not rollout.draws.causal and not rollout.decoding.expert
         return not isinstance(rollout.decoding, decoding.Unmasking)
 
     def on(self, process: str) -> Method:
@@ -217,7 +218,7 @@ class Method:
     @property
     def reads_means(self) -> bool:
         """True where the loss needs the transitions' means, not their log-probabilities alone."""
-        return self.loss.reads_means or self.target.reads_means
+        return self.loss.reads_means or self.tuning.weight > 0
 
 
 _GROUPS = ("rollout", "target", "credit", "loss")

@@ -59,7 +59,7 @@ def with_parts(method: Method, parts: dict[str, Any]) -> Method:
             if name in registry.NAMES:
                 raise UserError(reads.refusal(method, name, f"parts.{name} {_given(parts[name])}"))
             raise UserError(f"unknown key parts.{name}{nearest(name, list(own))}")
-        part = _changed(own[name], parts[name], f"parts.{name}")
+        part = _changed(own[name], parts[name], f"parts.{name}", _optional(*_holder(method, name)))
         method = _build(method.having, {name: part}, "parts")
     return method
 
@@ -68,8 +68,20 @@ def _given(value: Any) -> Any:
     return value["type"] if isinstance(value, dict) and "type" in value else value
 
 
-def _changed(part: Any, value: Any, path: str) -> Any:
-    """Return a field's part with a recipe's value laid over it."""
+def _holder(method: Method, name: str) -> tuple[Any, str]:
+    """Return the record that has the part `name`, the method or one of its groups, and the name."""
+    return (method if hasattr(method, name) else getattr(method, method.group_of(name))), name
+
+
+def _optional(record: Any, name: str) -> bool:
+    """Return True if a field of a record may be None."""
+    return any(str(field.type).endswith("| None") for field in dataclasses.fields(record) if field.name == name)
+
+
+def _changed(part: Any, value: Any, path: str, optional: bool) -> Any:
+    """Return a field's part with a recipe's value laid over it. optional: the field may be None."""
+    if value is None and optional:
+        return None
     if dataclasses.is_dataclass(part) and not isinstance(value, dict):
         raise UserError(f"{path}: got {value!r}, expected keys with values, such as {{type: {type(part).__name__}}}")
     return _overlay(part, value, path) if _nested(part, value) else value
@@ -87,18 +99,21 @@ def _overlay(part: Any, changes: dict[str, Any], path: str) -> Any:
                 return _build(cls, changes, path)
             part = cls()
     elif part is None:
-        raise UserError(f"{path}: got {changes!r}, expected a type with it, such as {{type: Preview}}")
+        known = registry.of_place(_place(path))
+        raise UserError(f"{path}: got {changes!r}, expected " + (
+            f"a type with it, such as {{type: {known[0]}}}" if known else "a value, no keys"))
     fields = {field.name: getattr(part, field.name) for field in dataclasses.fields(part)}
     for key in changes:
         if key not in fields:
             raise UserError(f"unknown key {path}.{key}{nearest(key, list(fields))}{hint}")
-    values = {key: _changed(fields[key], value, f"{path}.{key}") for key, value in changes.items()}
+    values = {key: _changed(fields[key], value, f"{path}.{key}", _optional(part, key))
+              for key, value in changes.items()}
     return _build(lambda **kept: replace(part, **kept), values, path)
 
 
 def _named(part: Any, name: Any, path: str) -> type:
     """Return the type of that name, which goes where `part` stands, or to the place that the path ends with."""
-    place = registry.PLACES.get(type(part), path.rpartition(".")[2])
+    place = registry.PLACES.get(type(part)) or _place(path)
     if ".py:" in str(name):
         return _from_file(name, place, path)
     if name not in registry.TYPES:
@@ -107,6 +122,12 @@ def _named(part: Any, name: Any, path: str) -> type:
         there = ", ".join(registry.of_place(place)) or "no parts, but a value"
         raise UserError(f"{path}.type: {name} does not belong there; there are: {there}")
     return registry.TYPES[name]
+
+
+def _place(path: str) -> str:
+    """Return the place of an absent part, by the end of its path."""
+    name = path.rpartition(".")[2]
+    return next((place for place in registry.MODULES if place.rpartition(".")[2] == name), name)
 
 
 def _from_file(name: str, place: str, path: str) -> type:

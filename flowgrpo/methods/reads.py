@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from flowgrpo import objectives
-from flowgrpo.advantages import baselines, gae, length_shaping, selection, shaping
+from flowgrpo.advantages import baselines, gae, length_shaping, shaping
 from flowgrpo.config.schema import Config, fields
 from flowgrpo.errors import UserError
 from flowgrpo.methods import registry, targets
@@ -39,8 +39,7 @@ _IDLE: dict[str, tuple[Callable[[Method], bool], str]] = {
     "reference": (lambda m: not objectives.is_active(m.loss.kl) and not m.compares_with_reference,
                   "it is read by a KL alone, whose weight is 0: set parts.kl.weight"),
     **dict.fromkeys(("advantage", "shaping"),
-                    (lambda m: (isinstance(m.target, targets.RewardGradient)
-                                and isinstance(m.credit.selection, selection.All)),
+                    (lambda m: isinstance(m.target, targets.RewardGradient) and m.credit.selection is None,
                      "its surrogate follows the reward itself, and its selection keeps all samples"))}
 
 
@@ -83,7 +82,7 @@ def require_types(method: Method) -> None:
     parts = method.parts()
     for name in places(method):
         part = parts[name]
-        if not _reads(type(part), name, method.target):
+        if part is not None and not _reads(type(part), name, method.target):
             fitting = [each for each in registry.of_place(name) if _reads(registry.TYPES[each], name, method.target)]
             by = next((f", which reads {' or '.join(sorted(_kinds(by)))}" for kind, by in TYPES.items()
                        if isinstance(part, kind)), "")

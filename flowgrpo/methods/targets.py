@@ -9,7 +9,6 @@ from typing import ClassVar
 
 from flowgrpo import objectives
 from flowgrpo.advantages.baselines import Paired
-from flowgrpo.advantages.token_credit import PerSample
 from flowgrpo.methods.groups import Credit, Denoising, Loss, TextGeneration
 from flowgrpo.methods.parts import Backprop, Times
 from flowgrpo.objectives import best_path, token_losses
@@ -41,11 +40,6 @@ class Target:
     packs: ClassVar[bool] = False
     follows_reward: ClassVar[bool] = False
 
-    @property
-    def reads_means(self) -> bool:
-        """True where it needs the means of transitions itself, whatever the loss reads."""
-        return False
-
     def validate(self, rollout: Denoising | TextGeneration, credit: Credit, loss: Loss,
                  explorations: Sequence[RolloutSpec], group: int) -> None:
         """Raise ValueError for parts that do not go together.
@@ -70,10 +64,6 @@ class RecordedSteps(Target):
     trains_steps: ClassVar[bool] = True
     unread: ClassVar[frozenset[str]] = _OF_TEXT | {"value"}
     packs: ClassVar[bool] = True
-
-    @property
-    def reads_means(self) -> bool:
-        return self.tuning.weight > 0
 
 
 @dataclass(frozen=True)
@@ -171,18 +161,18 @@ class Completions(Target):
 
     def validate(self, rollout, credit, loss, explorations, group) -> None:
         _require_samples(rollout, loss, group)
-        if credit.value is not None and type(credit.spread) is not PerSample:
+        if credit.value is not None and credit.spread is not None:
             raise ValueError(f"value and spread ({type(credit.spread).__name__}) both make advantages of tokens: set "
-                             "parts.spread: {type: PerSample}, or leave the value model out")
+                             "parts.spread: null, or leave the value model out")
         if group % rollout.draws.leaves:
             raise ValueError(f"draws is {type(rollout.draws).__name__} with {rollout.draws.leaves} leaves: expected a "
                              "train.group that is a multiple of them")
         if isinstance(loss.surrogate, token_losses.ExpertMixture) and not rollout.decoding.expert:
             raise ValueError("the surrogate ExpertMixture is about answers that join their group: set "
                              "parts.decoding.expert: 1")
-        if loss.surrogate.reads_advantages and type(credit.spread) is not PerSample:
+        if loss.surrogate.reads_advantages and credit.spread is not None:
             raise ValueError(f"the surrogate {type(loss.surrogate).__name__} reads one advantage per completion, but "
-                             f"{type(credit.spread).__name__} spreads it: set parts.spread: {{type: PerSample}}")
+                             f"{type(credit.spread).__name__} spreads it: set parts.spread: null")
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ import torch
 from flowgrpo import objectives
 from flowgrpo.advantages.shaping import BradleyTerry
 from flowgrpo.config.schema import Config
-from flowgrpo.curriculum import resampling
 from flowgrpo.errors import UserError
 from flowgrpo.gaussian import log_prob
 from flowgrpo.methods import reads
@@ -34,7 +33,8 @@ def resolve(config: Config, process: str = "flow") -> Method:
     reads.require_set(host, asked, method, overlays(config.method))
     reads.require_types(method)
     try:
-        method.credit.selection(torch.zeros(1, train.group))
+        if method.credit.selection is not None:
+            method.credit.selection(torch.zeros(1, train.group))
         explorations = [] if process in OF_TEXT else _explorations(method, config, process)
         method.target.validate(method.rollout, method.credit, method.loss, explorations, train.group)
     except (TypeError, ValueError) as error:
@@ -61,9 +61,9 @@ def _explorations(method: Method, config: Config, process: str) -> list[RolloutS
     explorations = method.explorations(grid, train.group, train.shift, 0, config.seed)
     if rollout.preview:
         require_choice(explorations, rollout.preview.pool)
-    if not isinstance(method.redraw, resampling.KeepAll) and len(explorations) > 1:
+    if method.redraw is not None and len(explorations) > 1:
         raise ValueError(f"redraw is {type(method.redraw).__name__}, which goes with methods that sample a group per "
-                         "prompt and compare its rewards: set parts.redraw: {type: KeepAll}")
+                         "prompt and compare its rewards: set parts.redraw: null")
     _require_learned_noise(method, explorations)
     for exploration in () if isinstance(method.target, RewardGradient) else explorations:
         for step in exploration.schedule.trained:
@@ -98,7 +98,7 @@ def require_recorded_pairs(config: Config, method: Method) -> None:
                         "drawing one, or edits of drawn ones: use a method of noised finals, such as diffusion_dpo")
     if config.labels == "file" and isinstance(method.credit.shaping, BradleyTerry):
         raise UserError(f"labels is 'file', but method {config.method} draws labels from rewards, and would turn some "
-                        "of the file's round: set labels: rewards, or parts.shaping: {type: AsIs}")
+                        "of the file's round: set labels: rewards, or parts.shaping: null")
     if config.labels == "rewards" and getattr(method.loss.surrogate, "similarity", False) \
             and not isinstance(method.credit.shaping, BradleyTerry):
         raise UserError(f"method {config.method} with parts.surrogate.similarity pulls to what the file calls chosen, "

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from flowgrpo.gaussian import kl
-from flowgrpo.objectives.schedules import Constant
+from flowgrpo.objectives.schedules import Schedule
 from flowgrpo.types import Context, Gaussian, Scored, required
 
 
@@ -25,13 +25,13 @@ class Penalty:
     """
 
     weight: float
-    schedule: Any
+    schedule: Schedule | None
     reads_means = False
 
     def __post_init__(self) -> None:
         if not self.weight >= 0:
             raise ValueError(f"{type(self).__name__}: weight is {self.weight}, expected 0 or more")
-        self.schedule.silent(self.weight)  # raises for a weight that it could not change
+        is_active(self)  # raises for a weight that the schedule could not change
 
     def __call__(self, new: Scored, reference: Scored | None) -> Tensor:
         if self.weight == 0:
@@ -53,7 +53,7 @@ class GaussianKL(Penalty):
     """
 
     weight: float = 0.0
-    schedule: Any = Constant()
+    schedule: Schedule | None = None
     reads_means = True
 
     def distance(self, new: Scored, reference: Scored) -> Tensor:
@@ -70,7 +70,7 @@ class OutputError(Penalty):
     """
 
     weight: float = 0.0
-    schedule: Any = Constant()
+    schedule: Schedule | None = None
     reads_means = True
 
     def distance(self, new: Scored, reference: Scored) -> Tensor:
@@ -118,7 +118,7 @@ class SampledKL(Penalty):
 
     weight: float = 0.0
     estimator: str = "k3"
-    schedule: Any = Constant()
+    schedule: Schedule | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -129,14 +129,14 @@ class SampledKL(Penalty):
         return ESTIMATORS[self.estimator](new.logp, reference.logp)
 
 
-def is_active(kl: Any) -> bool:
-    """True if a KL has a weight above 0 in any epoch, so a reference is read."""
-    return not kl.schedule.silent(kl.weight)
+def is_active(kl: Penalty) -> bool:
+    """Return True if a KL has a weight above 0 in any epoch, so a reference is read."""
+    return kl.weight > 0 if kl.schedule is None else not kl.schedule.silent(kl.weight)
 
 
 def at_epoch(kl: Any, context: Context) -> Any:
     """Return the KL with its scheduled weight for the context's epoch."""
-    return replace(kl, weight=kl.schedule(kl.weight, context), schedule=Constant())
+    return kl if kl.schedule is None else replace(kl, weight=kl.schedule(kl.weight, context), schedule=None)
 
 
 def divergence(new: Scored, other: Scored) -> Tensor:

@@ -1,26 +1,26 @@
 """Schedules of the KL weight over epochs: `schedule(weight, context) -> weight`, from the recipe's weight.
 
 memory["kl"] of the context holds the weight of the previous epoch and its measured KL, the mean over the decisions of
-its updates (None if it trained nothing). The first epoch has no such entry.
+its updates (None if it trained nothing). The first epoch has no such entry. Without a schedule, None, every epoch has
+the recipe's weight.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 from flowgrpo.types import Context
 
 
-@dataclass(frozen=True)
-class Constant:
-    """The recipe's weight in every epoch."""
+class Schedule(Protocol):
+    """Weight of each epoch."""
 
     def __call__(self, weight: float, context: Context) -> float:
-        return weight
+        """Return the weight of the context's epoch. weight: the recipe's."""
 
     def silent(self, weight: float) -> bool:
-        """True if the weight is 0 in every epoch."""
-        return weight == 0
+        """Return True if the weight is 0 in every epoch. Raises ValueError for one that it cannot change."""
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from flowgrpo.rewards.about import MODALITIES, About, about, differentiable, require_modality
 from flowgrpo.rewards.beside_base import require_base, sees_base
-from flowgrpo.rewards.compose import Composed, compose, require_routes, transformed
+from flowgrpo.rewards.compose import Composed, compose, require_routes, transformed, transforms_of
 from flowgrpo.rewards.failures import Failed, Tally
 from flowgrpo.rewards.find import BUILT_IN, GROUP, find, locate, names, reward, source
 from flowgrpo.rewards.gradient import require_gradient, value
@@ -29,4 +29,5 @@ from flowgrpo.rewards.score import score
 
 __all__ = ["BUILT_IN", "GROUP", "MODALITIES", "About", "Composed", "Failed", "Tally", "about", "compose",
            "differentiable", "find", "locate", "names", "require_base", "require_gradient", "require_modality",
-           "require_routes", "reward", "score", "sees_base", "source", "transformed", "value"]
+           "require_routes", "reward", "score", "sees_base", "source", "transformed",
+           "transforms_of", "value"]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from flowgrpo.config.reward_rules import RewardRule, WatchRule
+from flowgrpo.config.reward_rules import WatchRule
 from flowgrpo.errors import UserError
 from flowgrpo.rewards import transforms
 from flowgrpo.rewards.cache import Scores
@@ -78,20 +78,22 @@ def _values(when: dict[str, Any], every: Sequence[dict[str, Any]]) -> str:
     return f" ({key}: {', '.join(sorted({repr(entry[key]) for entry in every if key in entry})[:10])})"
 
 
+def transforms_of(reward: Any) -> Sequence[Any]:
+    """Return the transforms of a reward's rule."""
+    return getattr(reward.rule, "transform", ()) if isinstance(reward, Composed) else ()
+
+
 def transformed(rewards: dict[str, Any], scores: Tensor) -> Tensor:
     """Return scores [P, G, n*R] of R rewards, each after the transforms of its rule; the n granularities are
     concatenated.
 
     Raises UserError, with the reward's name, if a transform rejects a score.
     """
-    rules = [reward.rule if isinstance(reward, Composed) else WatchRule() for reward in rewards.values()]
-    if not any(isinstance(rule, RewardRule) and rule.transform for rule in rules):
-        return scores
-    scores = scores.clone()
+    scores, named = scores.clone(), list(rewards.items())
     for column in range(scores.shape[-1]):
-        label, rule = list(rewards)[column % len(rules)], rules[column % len(rules)]
+        label, reward = named[column % len(named)]
         try:
-            for transform in getattr(rule, "transform", ()):
+            for transform in transforms_of(reward):
                 scores[..., column] = transforms.apply(transform, scores[..., column])
         except ValueError as error:
             raise UserError(f"reward {label!r}: {error}") from None

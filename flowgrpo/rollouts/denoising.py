@@ -58,7 +58,7 @@ class DenoisingRollouts(GroupSampler[Conditioning]):
             policy.weights.add(learned_noise.NAME, self.network)
         if method.denoising.preview:
             require_torchao(method.denoising.preview.precision)
-        self.target = target(self)
+        self.target, self.planned = target(self), dict[int, list[RolloutSpec]]()
         # Only what is given pictures can put them back in; edits replay nothing of the pipeline.
         if not isinstance(method.target, targets.LatentEdits) and (policy.given or first.image is not None):
             mid_loop_check.require(policy, DenoisingRollouts.conditioning(self, [first]),
@@ -83,12 +83,15 @@ class DenoisingRollouts(GroupSampler[Conditioning]):
         return found
 
     def explorations(self, epoch: int) -> list[RolloutSpec]:
-        """An epoch's grid, window, kernel and solver."""
-        train, method = self.config.train, self.method
-        if self.network is not None:
-            kernel: Any = method.denoising.kernel
-            method = method.having(kernel=kernel.with_network(self.network, epoch, train.epochs))
-        return method.explorations(self.grid, self.target.drawn, train.shift, epoch, self.config.seed, self.timesteps)
+        """Return an epoch's grids, windows, kernels and solvers; the last epoch's are kept."""
+        if epoch not in self.planned:
+            train, method = self.config.train, self.method
+            if self.network is not None:
+                kernel: Any = method.denoising.kernel
+                method = method.having(kernel=kernel.with_network(self.network, epoch, train.epochs))
+            self.planned = {epoch: method.explorations(self.grid, self.target.drawn, train.shift, epoch,
+                                                       self.config.seed, self.timesteps)}
+        return self.planned[epoch]
 
     def sample(self, conditioning: Conditioning, epoch: int, judge: Judge, value: reward_gradient.Value | None = None,
                turn: int = 0) -> Iterator[tuple[Part, list[torch.Tensor]]]:

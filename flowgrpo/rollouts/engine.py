@@ -62,7 +62,7 @@ class EngineRollouts(TextRollouts):
                 [some] = self.answered(asked, own, places, [some])
             part = self.target.record(groups, own, [some])
             part = self.corrected(part, asked, greedy[rows])
-            if self.method.credit.spread.samples:
+            if self.method.credit.spread is not None and self.method.credit.spread.samples:
                 part = self.valued(part, asked, seed, judge)
             yield part, [list(some.texts)]
 

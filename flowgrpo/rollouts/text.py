@@ -60,7 +60,7 @@ class TextRollouts(GroupSampler[TokenizedPrompts]):
                 if kernel.expert:
                     made = self.answered(asked, prompts, samples, made)
             part = self.target.record(groups, prompts, made)
-            if self.method.credit.spread.samples:
+            if self.method.credit.spread is not None and self.method.credit.spread.samples:
                 part = self.valued(part, asked, seed, judge)
             yield part, [[t for m in made for t in m.texts]]
         self.count(self.policy.evaluations - before)

@@ -21,7 +21,7 @@ from flowgrpo import gaussian
 from flowgrpo.samplers.plans import Schedule
 from flowgrpo.samplers.replay import replay, rescored
 from flowgrpo.samplers.rollout import Part, RolloutSpec, Seed
-from flowgrpo.samplers.scheduler import Noise
+from flowgrpo.samplers.scheduler import noise_like
 from flowgrpo.types import Gaussian, Scored, Transitions, wide
 
 
@@ -94,7 +94,7 @@ def edited(editor: Any, conditioning: Any, part: Part, exploration: RolloutSpec,
     """
     (x0,), of = part.finals, range(exploration.group // 2)
     seeds = (_forked(seed(int(p), leaf)) for p, leaf in zip(part.prompts, (*of,) * (len(x0) // len(of)), strict=True))
-    noise = Noise([torch.Generator().manual_seed(each) for each in seeds])(x0)
+    noise = noise_like(x0, [torch.Generator().manual_seed(each) for each in seeds])
     with torch.no_grad():
         means = torch.cat([editor.replay(conditioning.rows(part.prompts[rows]), x0[rows.to(x0.device)])
                            for rows in torch.arange(len(x0)).split(micro_batch)])

@@ -21,7 +21,7 @@ from torch import Tensor
 from flowgrpo.samplers.plans import Schedule
 from flowgrpo.samplers.replay import replay, rescored
 from flowgrpo.samplers.rollout import Part, RolloutSpec, Seed
-from flowgrpo.samplers.scheduler import Noise
+from flowgrpo.samplers.scheduler import noise_like
 from flowgrpo.types import Gaussian, Scored, Transitions, wide
 
 # Interface: times(grid, epoch, seed) -> falling times [K] in the grid's dtype, the same on all processes;
@@ -120,10 +120,10 @@ def noised(policy, conditioning, part: Part, exploration: RolloutSpec, micro_bat
     """
     (x0,), group, vp = part.finals, exploration.group, exploration.timesteps is not None
     leaves = [-1 if shared else row % group for row in range(len(x0))]
-    noise = Noise(policy.generators(_forked(seed(int(p), leaf)) for p, leaf in zip(part.prompts, leaves, strict=True)))
+    generators = policy.generators(_forked(seed(int(p), leaf)) for p, leaf in zip(part.prompts, leaves, strict=True))
     rows, means = torch.arange(len(x0)), exploration.keep_means
     transitions = tuple(_noised(k, *states, part.prompts, rows, means) for k, states in enumerate(
-        _states(x0, noise(x0), t, policy.states, vp) for t in exploration.grid[:-1].tolist()))
+        _states(x0, noise_like(x0, generators), t, policy.states, vp) for t in exploration.grid[:-1].tolist()))
     part = replace(part, exploration=exploration, transitions=transitions)
     with policy.sampling():
         return rescored(part, replay(policy, conditioning, part, micro_batch, pack))

@@ -17,7 +17,7 @@ import torch
 
 from flowgrpo.config.geometry import prompts_per_part
 from flowgrpo.samplers.rollout import Part, RolloutSpec, Seed
-from flowgrpo.samplers.scheduler import Noise, Segment
+from flowgrpo.samplers.scheduler import Segment
 from flowgrpo.types import Scored, Transitions
 
 # Return the reward [b] of pictures [b,...] of the prompts `rows` [b], differentiable in the pictures.
@@ -143,5 +143,5 @@ def _scored(reward: torch.Tensor) -> Scored:
 
 def _task(exploration: RolloutSpec, start: int, stop: int, generators: list[torch.Generator]) -> Segment:
     """Return a segment of the rollout that records nothing; the last step of the grid never draws noise."""
-    task = exploration.task(start, stop, Noise(generators))
+    task = exploration.task(start, stop, generators)
     return replace(task, stochastic=task.stochastic - {exploration.steps - 1}, recorded=frozenset())

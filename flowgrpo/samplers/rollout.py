@@ -22,7 +22,7 @@ from flowgrpo.device import queued
 from flowgrpo.samplers import grids
 from flowgrpo.samplers.kernels import scaled
 from flowgrpo.samplers.plans import Schedule
-from flowgrpo.samplers.scheduler import Noise, Segment, StepRecord
+from flowgrpo.samplers.scheduler import Segment, StepRecord, noise_like
 from flowgrpo.types import Completions, Gaussian, Scored, Transitions
 
 Seed = Callable[[int, int], int]
@@ -100,9 +100,9 @@ class RolloutSpec:
         """Return the derivative [1] of the transition's mean by the model's output; the mean is affine in it."""
         return self.transition(self.grid.new_zeros(1, 1), self.grid.new_ones(1, 1), self.grid, step).mean[0]
 
-    def task(self, start: int, stop: int, noise=None) -> Segment:
+    def task(self, start: int, stop: int, generators: list[torch.Generator] | None = None) -> Segment:
         return Segment(self.grid, range(start, stop), self.transition, self.solver, frozenset(self.schedule.stochastic),
-                       frozenset(self.schedule.trained), noise, timesteps=self.timesteps)
+                       frozenset(self.schedule.trained), generators, timesteps=self.timesteps)
 
     def tails(self) -> list[RolloutSpec]:
         """Return one exploration per stride; they differ behind the last noise."""
@@ -132,23 +132,18 @@ class Part:
     deducted: torch.Tensor | None = None
     seeds: torch.Tensor | None = None
 
-    def log_probs(self) -> torch.Tensor:
-        """Return each leaf's log-probability under the policy that drew it, the mean over its recorded steps: [b]."""
-        return torch.stack(self._per_leaf(lambda old: (old.logp * old.mask).sum(1) / old.mask.sum(1).clamp(min=1))
-                           ).mean(0).cpu()
-
-    def lengths(self) -> torch.Tensor:
-        """Return the number of recorded decisions of each leaf: int64 [b]."""
-        return torch.stack(self._per_leaf(lambda old: old.mask.sum(1))).sum(0).cpu()
+    def leaves(self) -> torch.Tensor:
+        """Return of each leaf: its log-probability under the policy that drew it, the mean over its recorded steps;
+        the number of its decisions; the amount subtracted from its rewards. float64 [b, 3]."""
+        logp = torch.stack(self._per_leaf(lambda old: (old.logp * old.mask).sum(1) / old.mask.sum(1).clamp(min=1)))
+        lengths = torch.stack(self._per_leaf(lambda old: old.mask.sum(1)))
+        deducted = torch.zeros(len(self.prompts)) if self.deducted is None else self.deducted
+        return torch.stack([each.cpu().double() for each in (logp.mean(0), lengths.sum(0), deducted)], 1)
 
     def advantage(self, k: int, rows: slice | torch.Tensor) -> torch.Tensor:
         """Return the advantage of rows of the k-th trained step: [b, 1], or one per decision, [b, N]."""
         found = self.advantages[k][rows]
         return found[:, None] if found.ndim == 1 else found
-
-    def deductions(self) -> torch.Tensor:
-        """Return the amount subtracted from each leaf's rewards: [b]."""
-        return torch.zeros(len(self.prompts)) if self.deducted is None else self.deducted
 
     def _per_leaf(self, value: Callable[[Scored], torch.Tensor]) -> list[torch.Tensor]:
         """Return a value [m] of each step's transitions, gathered by leaf: [b] each."""
@@ -263,7 +258,7 @@ class _Grower:
         states, records = [], []
         for rows in torch.arange(len(nodes.prompts)).split(self.micro_batch):
             own = nodes.generators[rows[0]:rows[-1] + 1]
-            task = exploration.task(start, stop, Noise(own))
+            task = exploration.task(start, stop, own)
             x, x0 = (None if value is None else value[queued(rows, value.device)] for value in (nodes.x, nodes.x0))
             state, record = self.policy.run(task, self.conditioning.rows(nodes.prompts[rows]), x, own, x0)
             states.append(state)
@@ -290,7 +285,7 @@ class _Grower:
             generators = self._generators([(int(nodes.prompts[row]), (row * children + child) * width % group)
                                            for row in rows.tolist() for child in range(children)])
             # Round first: the density is that of the state that the network will see.
-            x_next = gaussian.sample(transition, Noise(generators)(x[of])).to(x.dtype)
+            x_next = gaussian.sample(transition, noise_like(x[of], generators)).to(x.dtype)
             task = self.exploration.task(step, step + 1)
             record = StepRecord(x0=task.predict_x0(x, v, step)[of] if task.multistep else None)
             record.add(step, x, x_next, transition)

@@ -42,18 +42,10 @@ QUIRKS = {
 }
 
 
-@dataclass(frozen=True)
-class Noise:
-    """Standard normal noise in fp32, each row from its own generator: [B,*D]."""
-
-    generators: list[torch.Generator]
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        drawn = randn_tensor(x.shape, generator=self.generators, device=torch.device("cpu"), dtype=torch.float32)
-        return queued(drawn, x.device)
-
-    def row(self, i: int) -> Noise:
-        return Noise(self.generators[i:i + 1])
+def noise_like(x: torch.Tensor, generators: list[torch.Generator]) -> torch.Tensor:
+    """Return standard normal noise for the states x [B,*D], in float32, each row from its own generator: [B,*D]."""
+    drawn = randn_tensor(x.shape, generator=generators, device=torch.device("cpu"), dtype=torch.float32)
+    return queued(drawn, x.device)
 
 
 @dataclass(frozen=True)
@@ -64,7 +56,7 @@ class Segment:
     kernel: the transition of the steps in `stochastic`.
     solver: of the steps after them; the deterministic steps before are Euler's (there, MixGRPO found, noise amplifies a
         solver's error).
-    noise: a function of the state that returns its standard normal noise; needed if a step is stochastic.
+    generators: of the rows' noise, B of them; needed if a step is stochastic.
     timesteps: int64 [T], of a variance-preserving process only: its grid holds alpha-bars, its model output is the
         noise (see predictions.as_noise), and its deterministic steps are DDIM's.
     rows: int64 [B], of a replay only, the step of every row if they differ.
@@ -78,7 +70,7 @@ class Segment:
     solver: Callable = Euler()
     stochastic: frozenset[int] = frozenset()
     recorded: frozenset[int] = frozenset()
-    noise: Callable[[torch.Tensor], torch.Tensor] | None = None
+    generators: list[torch.Generator] | None = None
     replay: bool = False
     timesteps: torch.Tensor | None = None
     rows: torch.Tensor | None = None
@@ -100,7 +92,7 @@ class Segment:
 
     def row(self, i: int) -> Segment:
         """Return the task of the i-th row alone."""
-        return self if self.noise is None else replace(self, noise=self.noise.row(i))
+        return self if self.generators is None else replace(self, generators=self.generators[i:i + 1])
 
     def advanced(self, x: torch.Tensor, v: torch.Tensor, i: int, previous: torch.Tensor | None) -> torch.Tensor:
         """Return the state [B,*D] after the deterministic step i; previous: the x0 predicted at the step before."""
@@ -318,7 +310,7 @@ class PolicyScheduler:
         with torch.set_grad_enabled(self.task.unrolled and torch.is_grad_enabled()):  # a kernel may be learned
             transition = self.task.kernel(x, v, self.task.grid, i)
         # Round first: the density is that of the state that the network will see.
-        x_next = gaussian.sample(transition, self.task.noise(x)).to(x.dtype)
+        x_next = gaussian.sample(transition, noise_like(x, self.task.generators)).to(x.dtype)
         if i in self.task.recorded:
             self.record.add(i, x, x_next, transition)
         return x_next

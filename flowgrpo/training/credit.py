@@ -31,10 +31,11 @@ def credit(method: Method, parts: list[Part], rewards: Tensor, weights: list[flo
     parts: those of this process; `own` selects its rows from those of all.
     """
     less = rewards if context.deducted is None else rewards - context.deducted[..., None].to(rewards)
-    shaped, totals = method.credit.shaping(less, context), own(weighted_sum(rewards, weights))
-    weights = [1.0] if method.credit.shaping.merges else weights
-    advantage = method.credit.advantage(shaped, weights, context)
-    leaves = method.credit.selection(advantage, context) & ~rewards.isnan().all(2)
+    shaping, selection, spread = method.credit.shaping, method.credit.selection, method.credit.spread
+    shaped, totals = shaping(less, context) if shaping else less, own(weighted_sum(rewards, weights))
+    weights = [1.0] if shaping and shaping.merges else weights
+    advantage, leaves = method.credit.advantage(shaped, weights, context), ~rewards.isnan().all(2)
+    leaves = selection(advantage, context) & leaves if selection else leaves
     advantage_of, kept_of = {1: own(advantage)}, {1: own(leaves)}  # by the number of samples below a transition
     for part in parts:
         at, advantages, kept = slice(part.groups.start, part.groups.stop), [], []
@@ -45,10 +46,11 @@ def credit(method: Method, parts: list[Part], rewards: Tensor, weights: list[flo
                 values = below(shaped, width)
                 advantage = method.credit.advantage(values, weights, copy.deepcopy(context))
                 advantage_of[width] = own(advantage)
-                kept_of[width] = own(of_nodes(method.credit.selection, leaves, advantage) & ~values.isnan().all(2))
-            advantages.append(method.credit.spread(taken, advantage_of[width][at].flatten(), totals[at]))
+                kept_of[width] = own(of_nodes(selection, leaves, advantage) & ~values.isnan().all(2))
+            alike = advantage_of[width][at].flatten()
+            advantages.append(spread(taken, alike, totals[at]) if spread else alike)
             kept.append(kept_of[width][at].flatten())
-        if method.target.reads_means:
+        if method.tuning.weight:
             part = towards_best(part, advantage_of[1][at])
         if isinstance(method.target, LatentEdits):
             part = rewarded(part, own(weighted_sum(shaped, weights))[at].flatten())

@@ -22,22 +22,6 @@ from flowgrpo.storage import checkpoint
 from flowgrpo.training.replay_buffer import Recalling
 
 
-class NoCritic:
-    """A method without a value model."""
-
-    def __call__(self, parts: list[Part], asked: Any) -> list[Part]:
-        return parts
-
-    def fit(self) -> dict[str, float]:
-        return {}
-
-    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        return {}, {}
-
-    def load_state(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
-        pass
-
-
 class Critic:
     """Value model of a run.
 
@@ -106,10 +90,10 @@ class Critic:
         checkpoint.load_optimizer(self.optimizer, state)
 
 
-def make_critic(method: Any, policy: Any, geometry: BatchShape, processes: Processes) -> NoCritic | Critic | Recalling:
-    """Create the value model of a method."""
+def make_critic(method: Any, policy: Any, geometry: BatchShape, processes: Processes) -> Critic | Recalling | None:
+    """Create the value model of a method; None if it has none."""
     if method.credit.value is None:
-        return NoCritic()
+        return None
     if isinstance(method.credit.value, Recall):
         return Recalling(method.credit.value, policy.editor, processes)
     return Critic(method.credit.value, policy, method.rollout.decoding, geometry, processes)

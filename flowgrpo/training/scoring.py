@@ -30,6 +30,7 @@ class Scoring:
     def __init__(self, functions: dict[str, Any], weights: dict[str, float], group: int, processes: Processes):
         self.functions, self.weights, self.group, self.processes = functions, weights, group, processes
         self.compares = any(map(rewards.sees_base, functions.values()))  # reads the base model's samples
+        self.transforms = any(map(rewards.transforms_of, functions.values()))  # a rule changes scores
         self.paired = [pairing(function) is not None for function in functions.values()]
         self.reward_failures: dict[str, int] = {}
         self._tally, self._lock = rewards.Tally(), Lock()
@@ -73,7 +74,7 @@ class Scoring:
 
     def shaped(self, scores: torch.Tensor) -> torch.Tensor:
         """Return scores [P,G,R] after the rewards' transforms, in every granularity that R holds."""
-        return rewards.transformed(self.functions, scores)
+        return rewards.transformed(self.functions, scores) if self.transforms else scores
 
     def weighted(self, scores: torch.Tensor) -> torch.Tensor:
         """Return `weighted_sum` [P,G] of scores [P,G,R], after the rewards' transforms."""
@@ -124,9 +125,11 @@ class Scoring:
     def _take_failures(self, say: Callable[[str], None]) -> dict[str, int]:
         """Return the number of samples on which each reward failed in this epoch, on all processes; report and add them
         up."""
-        tally, self._tally, names = self._tally, rewards.Tally(), list(self.functions)
+        tally, names = self._tally, list(self.functions)
         failed = dict(zip(names, self.processes.total([tally.failed[name] for name in names])))
         self.reward_failures = {name: self.reward_failures.get(name, 0) + count for name, count in failed.items()}
         for name, said in tally.said.items():
             say(f"left out: {failed[name]} samples that a reward failed on; the last: {said}")
+        tally.failed.clear()
+        tally.said.clear()
         return failed

@@ -28,8 +28,8 @@ def counters(trainer: Any) -> dict[str, Any]:
 
 def stateful(trainer: Any) -> dict[str, checkpoint.Stateful]:
     """Return the parts of a run that keep a state of their own, by their names in a checkpoint."""
-    return {"old": trainer.rollouts.old_policy, "critic": trainer.critic, "best": trainer.best,
-            "reference": trainer.kl_reference}
+    parts = {"old": trainer.rollouts.old_policy, "best": trainer.best, "reference": trainer.kl_reference}
+    return parts if trainer.critic is None else parts | {"critic": trainer.critic}
 
 
 def save(trainer: Any, folder: Path, wait: bool = True) -> None:

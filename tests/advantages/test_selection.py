@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from flowgrpo.advantages.selection import (
-    All,
     BestWorst,
     Beyond,
     DropZeroVariance,
@@ -18,11 +17,6 @@ from flowgrpo.advantages.selection import (
 from flowgrpo.types import Context
 
 SCORES = torch.tensor([[3.0, 1.0, 4.0, 1.5, 9.0, 2.0], [0.0, 0.0, 0.0, 0.0, 0.0, 0.0]])
-
-
-def test_all_keeps_everything():
-    keep = All()(SCORES)
-    assert keep.dtype == torch.bool and keep.shape == SCORES.shape and keep.all()
 
 
 def test_best_and_worst_of_each_group():
@@ -54,7 +48,7 @@ def test_scores_to_rank_by_have_no_nan(part):
         part(torch.tensor([[1.0, float("nan"), 2.0]]))
 
 
-@pytest.mark.parametrize("part", [All(), BestWorst(2), MaxVariance(2), Extremes(), Beyond(0.5), DropZeroVariance(),
+@pytest.mark.parametrize("part", [BestWorst(2), MaxVariance(2), Extremes(), Beyond(0.5), DropZeroVariance(),
                                   WidthPruning()])
 def test_every_part_takes_a_context(part):
     keep = part(SCORES, Context(epochs=3))

@@ -18,7 +18,7 @@ from flowgrpo.advantages.segments import (
     step_advantages,
     steps_of,
 )
-from flowgrpo.advantages.token_credit import PerSample, SegmentChain, SegmentTree, StepGroups
+from flowgrpo.advantages.token_credit import SegmentChain, SegmentTree, StepGroups
 from flowgrpo.errors import UserError
 from flowgrpo.samplers.rollout import Part
 from flowgrpo.samplers.text.continuations import continued, segmented
@@ -214,7 +214,6 @@ def test_step_advantages_by_hand():
 def test_states_that_are_left_once_leave_the_samples_advantage():
     taken = Completions(IDS, torch.zeros(4, dtype=torch.long), Scored(torch.zeros(4, 4), DRAWN))
     advantages, totals = torch.tensor([1.0, -1.0, 0.5, 0.25]), torch.tensor([[1.0, 0.0, 1.0, 1.0]])
-    assert PerSample()(taken, advantages, totals) is advantages
     found = StepGroups(every=2, gamma=1.0, weight=2.0, divide=False)(taken, advantages, totals)
     assert found[2].tolist() == pytest.approx([0.5 + 0.5, 1.0, 0.5, 0.5])
     assert found[1].tolist() == pytest.approx([-1 - 1.5, -2.5, -1 - 4 / 3, -1 - 4 / 3])

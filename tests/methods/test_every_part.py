@@ -39,7 +39,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 KL = {"kl": {"weight": 0.1}}
 # What has to be there besides, of the host as well, for a part to be of effect.
 BESIDE: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(("EMA", "PreviousPolicy", "WeightAverage", "Teacher", "Constant", "Linear", "Adaptive"), KL),
+    **dict.fromkeys(("EMA", "PreviousPolicy", "WeightAverage", "Teacher", "Linear", "Adaptive"), KL),
     "Pooled": {"curriculum": {"type": "Knapsack"}}, "OneStep": {"plan": {"count": 2}}, "Preview": {"roots": None},
     "SegmentTree": {"draws": {"type": "Tree", "tokens": 1}}}
 VALUES = {"tail": 0.5, "roots": 2, "strides": [1, 2]}
@@ -142,7 +142,7 @@ def test_a_part_that_is_set_and_not_read_is_refused_with_those_that_are(kind, ho
 
 
 def test_a_value_that_the_host_has_already_is_no_setting():
-    for parts in ({"tail": 1.0, "strides": [1]}, {"spread": {"type": "PerSample"}}, {"redraw": {"type": "KeepAll"}}):
+    for parts in ({"tail": 1.0, "strides": [1]}, {"spread": None}, {"redraw": None}):
         assert answer("flow", "mix_grpo", parts) == answer("flow", "mix_grpo", {})
 
 

@@ -12,8 +12,8 @@ from flowgrpo.advantages.correctness import Correctness, Signed
 from flowgrpo.advantages.gae import ValueHead
 from flowgrpo.advantages.group import Advantage
 from flowgrpo.advantages.length_shaping import ExitDecay, LengthSwitch
-from flowgrpo.advantages.selection import All, BestWorst, ButFirst, DropZeroVariance, Extremes
-from flowgrpo.advantages.shaping import AsIs, Overlong, WinRate
+from flowgrpo.advantages.selection import BestWorst, ButFirst, DropZeroVariance, Extremes
+from flowgrpo.advantages.shaping import Overlong, WinRate
 from flowgrpo.advantages.token_credit import SegmentChain, SegmentTree, StepGroups
 from flowgrpo.config import load
 from flowgrpo.errors import UserError
@@ -142,7 +142,7 @@ OTHER_OF_TOKENS = {"dapo": {"shaping": Overlong(0.2), "selection": DropZeroVaria
 def test_published_defaults_of_language_models(name):
     ratio, surrogate, reduction, scale, order, kl = OF_TOKENS[name]
     expected = {"log_ratio": ratio, "surrogate": surrogate, "reduction": reduction, "kl": kl, "decoding": Decoding(),
-                "shaping": AsIs(), "selection": All(), "step_weight": Uniform(),
+                "shaping": None, "selection": None, "step_weight": Uniform(),
                 "advantage": Advantage(scale, order, clamp=math.inf) if scale else None}
     expected |= OTHER_OF_TOKENS.get(name, {})
     assert {key: preset(name).parts()[key] for key in expected} == expected
@@ -161,7 +161,7 @@ def test_published_defaults(name):
     assert (rollout.kernel, rollout.plan, rollout.solver, rollout.tail) == (kernel, plan, solver, tail)
     assert (rollout.roots == 1) is shared and method.credit.advantage == advantage
     assert method.loss.kl.weight == kl
-    usual = {"log_ratio": PlainRatio(), "step_weight": Uniform(), "selection": All(), "shaping": AsIs(),
+    usual = {"log_ratio": PlainRatio(), "step_weight": Uniform(), "selection": None, "shaping": None,
              "strides": (1,), "preview": None, "surrogate": Clip(clip, clip), "tuning": LayerTuning()}
     assert {key: method.parts()[key] for key in usual} == usual | OTHER.get(name, {})
 
@@ -259,6 +259,19 @@ def test_parts_of_another_method_are_told_with_what_leaves_them_out():
 # Presets with parts that flow_grpo has no place for.
 HAVING = {"times": "diffusion_nft", "backprop": "draft", "relaxation": "drakes", "edit": "expo", "draws": "grpo",
           "decoding": "grpo"}
+
+
+def test_null_takes_an_optional_part_away_and_no_other():
+    method = with_parts(preset("dapo", "dynamic_sampling"),
+                        {"shaping": None, "selection": None, "redraw": None, "spread": None})
+    assert (method.credit.shaping, method.credit.selection, method.redraw) == (None, None, None)
+    assert with_parts(preset("grpo"), {"kl": {"weight": 0.1, "schedule": {"type": "Linear", "last": 0.0}}}
+                      ).loss.kl.schedule == Linear(0.0)
+    for name in ("advantage", "surrogate", "kl"):
+        with pytest.raises(UserError, match=f"parts.{name}: got None, expected keys with values, such as"):
+            with_parts(preset("dapo"), {name: None})
+    with pytest.raises(UserError, match="parts.selection: got .*expected a type with it, such as {type: BestWorst}"):
+        with_parts(preset("grpo"), {"selection": {"n": 4}})
 
 
 @pytest.mark.parametrize("place", [field for field in registry.MODULES if "." not in field])

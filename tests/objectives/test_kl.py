@@ -12,7 +12,7 @@ from flowgrpo.gaussian import kl, log_prob
 from flowgrpo.methods import preset
 from flowgrpo.methods.overlay import with_parts
 from flowgrpo.objectives import ESTIMATORS, GaussianKL, OutputError, SampledKL, at_epoch, is_active, k1, k2, k3
-from flowgrpo.objectives.schedules import Adaptive, Constant, Linear
+from flowgrpo.objectives.schedules import Adaptive, Linear
 from flowgrpo.samplers.kernels import CPS, DDIM, DanceSDE, FlowDDIM, FlowSDE
 from flowgrpo.samplers.plans import Schedule
 from flowgrpo.samplers.replay import score
@@ -160,7 +160,7 @@ def context(epoch: int, epochs: int = 5, **last: float | None) -> Context:
 
 
 def test_constant_and_linear_by_hand():
-    assert [Constant()(0.3, context(epoch)) for epoch in range(5)] == [0.3] * 5
+    assert [at_epoch(GaussianKL(0.3), context(epoch)).weight for epoch in range(5)] == [0.3] * 5
     assert [Linear(0.0)(0.4, context(epoch)) for epoch in range(5)] == pytest.approx([0.4, 0.3, 0.2, 0.1, 0.0])
     assert [Linear(0.2)(0.1, context(epoch, 2)) for epoch in range(2)] == pytest.approx([0.1, 0.2])
     assert Linear(0.2)(0.1, context(0, 1)) == 0.1

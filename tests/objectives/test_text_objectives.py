@@ -303,7 +303,7 @@ def test_losses_of_completions_are_not_for_pictures():
 
 def test_losses_of_whole_completions_need_one_advantage_for_each():
     for method in ("spo_chain+disco", "gigpo+reg_grpo", "gigpo+gtpo"):
-        with pytest.raises(UserError, match="reads one advantage per completion, .*parts.spread: {type: PerSample}"):
+        with pytest.raises(UserError, match="reads one advantage per completion, .*parts.spread: null"):
             resolve(tiny_text.config(method=method), "tokens")
     assert resolve(tiny_text.config(method="gigpo+high_entropy"), "tokens").reads_entropy
 

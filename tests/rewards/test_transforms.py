@@ -62,7 +62,10 @@ def test_each_reward_has_its_own_from_left_to_right_in_every_granularity():
 
 def test_without_transforms_scores_are_themselves():
     scores = torch.rand(2, 3, 2)
-    assert rewards.transformed({"plain": len, "ruled": rewards.Composed(len)}, scores) is scores
+    plain = {"plain": len, "ruled": rewards.Composed(len)}
+    same(rewards.transformed(plain, scores), scores.tolist())
+    assert not any(map(rewards.transforms_of, plain.values()))
+    assert rewards.transforms_of(composed(ocr=["log"])["ocr"]) == ["log"]
 
 
 def test_a_refused_score_names_its_reward():

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from flowgrpo.advantages.group import Advantage
-from flowgrpo.advantages.selection import All, BestWorst
+from flowgrpo.advantages.selection import BestWorst
 from flowgrpo.check import memory
 from flowgrpo.errors import UserError
 from flowgrpo.methods import preset
@@ -30,12 +30,12 @@ from tests.test_train import gradient
 # surrogate, log-ratio, times, lag, KL, step weight, selection
 PUBLISHED = {
     "diffusion_nft": (NegativeAware(1.0, 5.0), Matching(), RandomGridTimes(0.99), Lag(slope=0.001, most=0.5), 1e-4,
-                      Uniform(), All()),
-    "awm": (Clip(1.0, 1.0), Matching(0.25), GridTimes(2, 1, 0.9), Lag(), 0.005, Sigma(), All()),
+                      Uniform(), None),
+    "awm": (Clip(1.0, 1.0), Matching(0.25), GridTimes(2, 1, 0.9), Lag(), 0.005, Sigma(), None),
     "dgpo": (GroupPreference(100.0, 0.05, 0.05), Matching(), GridTimes(2, 0, 0.7, shared=True),
-             Lag(slope=0.001, most=0.3, draws=False), 0.001, Uniform(), All()),
+             Lag(slope=0.001, most=0.3, draws=False), 0.001, Uniform(), None),
     "crd": (CentredReward(1.0, 5.0), Matching(), GridTimes(share=0.99), Lag(start=0.25, slope=0.005, most=0.999), 0.05,
-            Uniform(), All()),
+            Uniform(), None),
     "diffusion_dpo": (Preference(100.0), Matching(), Stratified(4), Lag(), 0.0, Uniform(), BestWorst(2)),
 }
 COMPARING = ("dgpo", "crd", "diffusion_dpo")  # the samples of a group

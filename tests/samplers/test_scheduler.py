@@ -10,7 +10,7 @@ from diffusers import CogVideoXDPMScheduler, FlowMatchEulerDiscreteScheduler, LC
 
 from flowgrpo.samplers import grids
 from flowgrpo.samplers.kernels import CPS, DanceSDE, FlowSDE, predict_x0
-from flowgrpo.samplers.scheduler import PolicyScheduler, Segment
+from flowgrpo.samplers.scheduler import PolicyScheduler, Segment, noise_like
 from flowgrpo.samplers.solvers import DPMSolver2M, Euler
 from tests.helpers import tiny
 from tests.helpers.tables import stock
@@ -24,8 +24,8 @@ def pipe():
     return tiny.sd3()
 
 
-def noise(x: torch.Tensor) -> torch.Tensor:
-    return torch.randn(x.shape, generator=torch.Generator().manual_seed(int(x.numel())))
+def drawn_by() -> list[torch.Generator]:
+    return [torch.Generator().manual_seed(seed) for seed in (11, 12)]
 
 
 def latents(pipe, scheduler=None, steps: int = STEPS, guidance: float = 1.0, seed: int = 3, **options) -> torch.Tensor:
@@ -123,12 +123,13 @@ def test_a_pipeline_that_needs_a_step_gets_an_idle_one():
 def test_stochastic_steps_are_recorded_as_the_network_sees_them(kernel, dtype):
     grid = grids.shifted(STEPS, 3.0)
     both = frozenset({1, 2})
-    toy = Toy(Segment(grid, range(STEPS), kernel, stochastic=both, recorded=both, noise=noise), dtype)
+    toy = Toy(Segment(grid, range(STEPS), kernel, stochastic=both, recorded=both, generators=drawn_by()), dtype)
+    generators = drawn_by()
     assert set(toy.record.x) == set(toy.record.x_next) == set(toy.record.logp) == {1, 2}
     for i in (1, 2):
         x, v = toy.states[i], toy.velocities[i]
         transition = kernel(x, v, grid, i)
-        drawn = (transition.mean + transition.std.float() * noise(x)).to(dtype)
+        drawn = (transition.mean + transition.std.float() * noise_like(x, generators)).to(dtype)
         assert toy.record.x[i] is x and toy.record.x_next[i] is toy.states[i + 1]
         assert toy.states[i + 1].dtype == dtype and torch.equal(toy.states[i + 1], drawn)
         density = torch.distributions.Normal(transition.mean.double(), transition.std.double()).log_prob(drawn.double())
@@ -139,14 +140,14 @@ def test_stochastic_steps_are_recorded_as_the_network_sees_them(kernel, dtype):
 
 def test_steps_that_draw_noise_need_not_be_recorded():
     toy = Toy(Segment(grids.shifted(STEPS, 3.0), range(STEPS), DanceSDE(), stochastic=frozenset({0, 1, 2}),
-                      recorded=frozenset({1}), noise=noise))
+                      recorded=frozenset({1}), generators=drawn_by()))
     assert set(toy.record.x) == set(toy.record.transition) == {1}
     assert not torch.equal(toy.states[1], Euler()(toy.states[0], toy.velocities[0], toy.scheduler.task.grid, 0, None))
 
 
 def test_the_other_solver_works_after_the_window_only():
     grid, window = grids.shifted(7, 3.0), frozenset({2, 3})
-    toy = Toy(Segment(grid, range(7), FlowSDE(), DPMSolver2M(), window, window, noise))
+    toy = Toy(Segment(grid, range(7), FlowSDE(), DPMSolver2M(), window, window, drawn_by()))
     for i in (0, 1):
         assert torch.equal(toy.states[i + 1], Euler()(toy.states[i], toy.velocities[i], grid, i, None).float())
     for i in (4, 5, 6):  # the first of them remembers what the window's last step predicted
@@ -160,10 +161,10 @@ def test_the_other_solver_works_after_the_window_only():
 
 def test_a_segment_may_bring_the_solvers_memory():
     grid, window = grids.shifted(6, 3.0), frozenset({0})
-    whole = Toy(Segment(grid, range(6), FlowSDE(), DPMSolver2M(), window, window, noise))
+    whole = Toy(Segment(grid, range(6), FlowSDE(), DPMSolver2M(), window, window, drawn_by()))
     memory = predict_x0(whole.states[2], whole.velocities[2], grid[2])
     policy = PolicyScheduler.over(FlowMatchEulerDiscreteScheduler())
-    policy.follow(Segment(grid, range(3, 4), FlowSDE(), DPMSolver2M(), window, window, noise), memory)
+    policy.follow(Segment(grid, range(3, 4), FlowSDE(), DPMSolver2M(), window, window, drawn_by()), memory)
     policy.set_timesteps(1)
     assert torch.equal(policy.step(whole.velocities[3], None, whole.states[3], return_dict=False)[0], whole.states[4])
 

@@ -281,7 +281,8 @@ def test_without_noise_it_gives_the_latents_of_ddim(stock, guidance):
                     output_type="latent", generator=policy.generators([1, 2])).images
     every = frozenset(range(STEPS))
     for task in (Segment(grid, range(STEPS), timesteps=timesteps),
-                 Segment(grid, range(STEPS), DDIM(0.0), stochastic=every, noise=torch.ones_like, timesteps=timesteps)):
+                 Segment(grid, range(STEPS), DDIM(0.0), stochastic=every, generators=policy.generators([3, 4]),
+                         timesteps=timesteps)):
         final, _ = policy.run(task, conditioning, None, policy.generators([1, 2]))
         torch.testing.assert_close(final, expected, rtol=0, atol=1e-4)
     assert policy.evaluations >= 2 * 2 * STEPS * (2 if guidance > 1 else 1)

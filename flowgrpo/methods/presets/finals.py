@@ -115,8 +115,8 @@ def drakes(method: Method = Method()) -> Method:
     Less the KL of the process to the base model's.
     """
     return method.having(rollout=TextGeneration(decoding.Unmasking(order="random")),
-                         target=targets.RelaxedTraces(gumbel_softmax.GumbelSoftmax()), shaping=shaping.AsIs(),
-                         advantage=group.Advantage(scale="group", order="rewards"), selection=selection.All(),
+                         target=targets.RelaxedTraces(gumbel_softmax.GumbelSoftmax()), shaping=None,
+                         advantage=group.Advantage(scale="group", order="rewards"), selection=None,
                          log_ratio=objectives.PlainRatio(), surrogate=objectives.RewardAscent(),
                          reduction=reductions.TokenMean(), kl=objectives.SampledKL(0.0), reference=references.Base())
 

@@ -17,7 +17,7 @@ def grpo(method: Method = Method()) -> Method:
     """GRPO: every token clipped for itself, the mean of completions' means, k3 KL to the base (2402.03300)."""
     rollout = method.rollout if method.for_tokens else TextGeneration()
     return method.having(rollout=rollout, target=targets.Completions(), decoding=decoding.Decoding(),
-                         shaping=shaping.AsIs(), selection=selection.All(),
+                         shaping=None, selection=None,
                          advantage=group.Advantage(scale="group", order="rewards", clamp=math.inf),
                          log_ratio=objectives.PlainRatio(), surrogate=objectives.Clip(0.2, 0.2),
                          reduction=reductions.SequenceMean(), kl=objectives.SampledKL(0.04, "k3"))

@@ -16,7 +16,7 @@ import torch
 from flowgrpo.errors import UserError
 from flowgrpo.samplers.grids import make_grid
 from flowgrpo.samplers.rollout import RolloutSpec
-from flowgrpo.samplers.scheduler import Noise, Segment, StepRecord
+from flowgrpo.samplers.scheduler import Segment, StepRecord
 from flowgrpo.types import Gaussian
 
 SEED = 1  # of the initial noise: not one of those that an idle step's call draws with
@@ -57,7 +57,7 @@ def _task(policy: Any, steps: range) -> Segment:
     grid, timesteps = few_steps(policy, 3)  # of two, the second one may see next to no noise
     second = frozenset({1})
     return Segment(grid, steps, lambda x, v, grid, i: Gaussian(v, torch.ones(())), stochastic=second, recorded=second,
-                   noise=Noise(policy.generators([SEED])), timesteps=timesteps)
+                   generators=policy.generators([SEED]), timesteps=timesteps)
 
 
 def _run(policy: Any, row: Any, steps: range, x: torch.Tensor | None = None, x0: torch.Tensor | None = None

@@ -90,7 +90,8 @@ class EncodePrompt:
         calls: list[tuple[Any, ...]] = []
 
         def remember(*args, **kwargs):
-            self.encoders.come()
+            if not self.encoders.here:
+                self.encoders.come()
             found = self._encode(*args, **kwargs)
             self._bare = not isinstance(found, tuple)
             calls.append((found,) if self._bare else found)

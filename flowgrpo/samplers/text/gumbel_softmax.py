@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,13 +31,13 @@ class GumbelSoftmax:
     A drawn token is one-hot and has the gradient of softmax((log p + gumbel) / temperature), straight through. With
     `relaxed` it is that mixture itself until the answer is finished, as in the released code. A low temperature has
     little bias and much variance.
-    cooling: changes the temperature from epoch to epoch, as `schedules` do.
+    schedule: of the temperature over epochs (`objectives.schedules`); None: constant.
     last: number of last steps with a gradient.
     truncate_kl: the KL covers these steps alone; otherwise all steps, with the states of earlier ones as constants.
     """
 
     temperature: float = 1.0
-    cooling: Any = schedules.Constant()
+    schedule: schedules.Linear | None = None
     last: int = 50
     kl: float = 0.1
     truncate_kl: bool = False
@@ -46,19 +45,21 @@ class GumbelSoftmax:
     of_tokens = True
 
     def __post_init__(self) -> None:
-        if not isinstance(self.cooling, (schedules.Constant, schedules.Linear)):
-            raise ValueError(f"GumbelSoftmax: cooling is {type(self.cooling).__name__}, which reads a KL's weight: "
-                             "expected Constant or Linear")
-        if not self.temperature > 0 or not getattr(self.cooling, "last", 1) > 0:
-            raise ValueError(f"GumbelSoftmax: temperature is {self.temperature} and cooling {self.cooling}, expected "
+        if not isinstance(self.schedule, (schedules.Linear, type(None))):
+            raise ValueError(f"GumbelSoftmax: schedule is {type(self.schedule).__name__}, which reads a KL's weight: "
+                             "expected Linear or null")
+        if not self.temperature > 0 or not getattr(self.schedule, "last", 1) > 0:
+            raise ValueError(f"GumbelSoftmax: temperature is {self.temperature} and schedule {self.schedule}, expected "
                              "temperatures above 0")
         if self.last < 1 or not self.kl >= 0:
             raise ValueError(f"GumbelSoftmax: last is {self.last} and kl {self.kl}, expected 1 or more and 0 or more")
 
     def at_epoch(self, epoch: int, epochs: int) -> GumbelSoftmax:
         """Return the part at the temperature of an epoch."""
-        now = self.cooling(self.temperature, Context(epoch=epoch, epochs=epochs))
-        return replace(self, temperature=now, cooling=schedules.Constant())
+        if self.schedule is None:
+            return self
+        now = self.schedule(self.temperature, Context(epoch=epoch, epochs=epochs))
+        return replace(self, temperature=now, schedule=None)
 
 
 def straight_through(soft: Tensor) -> Tensor:

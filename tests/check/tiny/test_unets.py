@@ -13,7 +13,7 @@ from flowgrpo.config.sections import Adapter
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
 from flowgrpo.samplers.grids import alpha_bars
 from flowgrpo.samplers.kernels import VPCPS
-from flowgrpo.samplers.scheduler import Noise, Segment
+from flowgrpo.samplers.scheduler import Segment
 
 STEPS = 4
 DDIM = ["StableDiffusionPipeline", "StableDiffusionXLPipeline", "KolorsPipeline", "StableDiffusionInpaintPipeline",
@@ -53,7 +53,7 @@ def test_consistency_sampling_gives_the_stock_latents_and_pictures():
     grid, timesteps = alpha_bars(policy.stock, STEPS)
     conditioning, generators = policy.encode(["red", "blue"]), policy.generators([1, 2])
     drawn = frozenset(range(STEPS - 1))  # the last step gives the data
-    task = Segment(grid, range(STEPS), VPCPS(1.0), stochastic=drawn, noise=Noise(generators), timesteps=timesteps)
+    task = Segment(grid, range(STEPS), VPCPS(1.0), stochastic=drawn, generators=generators, timesteps=timesteps)
     ours, _ = policy.run(task, conditioning, None, generators)
     latents, pictures = (policy.generate(conditioning, policy.generators([1, 2]), STEPS, 3.0, kind)
                          for kind in ("latent", "pt"))

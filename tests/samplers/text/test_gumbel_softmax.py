@@ -14,7 +14,7 @@ from flowgrpo.errors import UserError
 from flowgrpo.methods import validate
 from flowgrpo.methods.targets import RelaxedTraces
 from flowgrpo.objectives import RewardAscent
-from flowgrpo.objectives.schedules import Adaptive, Constant, Linear
+from flowgrpo.objectives.schedules import Adaptive, Linear
 from flowgrpo.policies.language.masked_lm import MaskedLM
 from flowgrpo.rewards.text.soft_texts import SoftTexts, letters
 from flowgrpo.run import run
@@ -202,15 +202,15 @@ def test_with_a_graph_or_without_the_walk_is_the_same():
 def test_defaults_and_what_cools():
     found = methods.preset("drakes")
     assert (found.rollout.decoding, found.target, found.loss.surrogate) == (RANDOM, RelaxedTraces(), RewardAscent())
-    assert found.target.relaxation == GumbelSoftmax(1.0, Constant(), 50, 0.1, False, False)
+    assert found.target.relaxation == GumbelSoftmax(1.0, None, 50, 0.1, False, False)
     assert methods.preset("dapo", "drakes") == found
     cooling = GumbelSoftmax(1.0, Linear(0.2))
     assert [cooling.at_epoch(epoch, 5).temperature for epoch in range(5)] == pytest.approx([1, 0.8, 0.6, 0.4, 0.2])
 
 
 @pytest.mark.parametrize("wrong, told", [
-    ({"temperature": 0.0}, "temperature is 0"), ({"cooling": Linear(0.0)}, "above 0"), ({"last": 0}, "last is 0"),
-    ({"kl": -1.0}, "kl -1"), ({"cooling": Adaptive(0.1)}, "expected Constant or Linear")])
+    ({"temperature": 0.0}, "temperature is 0"), ({"schedule": Linear(0.0)}, "above 0"), ({"last": 0}, "last is 0"),
+    ({"kl": -1.0}, "kl -1"), ({"schedule": Adaptive(0.1)}, "expected Linear or null")])
 def test_impossible_fields_are_refused(wrong, told):
     with pytest.raises(ValueError, match=told):
         GumbelSoftmax(**wrong)
@@ -341,7 +341,7 @@ def test_the_tuned_model_approaches_the_known_optimum(trained):
     alpha, epochs = 0.5, 60
     trainer = made(trained, prompts=("=",), train__prompts=1, train__group=128, train__micro_batch=128,
                    train__epochs=epochs, train__lr=3e-3, train__schedule="linear",
-                   parts={"relaxation": {"kl": alpha, "temperature": 0.5, "cooling": {"type": "Linear", "last": 0.2}}})
+                   parts={"relaxation": {"kl": alpha, "temperature": 0.5, "schedule": {"type": "Linear", "last": 0.2}}})
     base = tiny_dna.of_model(trainer.policy)
     ids = tiny_dna.sequences(tiny_dna.SIZE - 1)
     ended = (ids == 1).cumsum(1) > 0
