@@ -182,6 +182,10 @@ PLACES = {"target": "what the loss scores",
 PAPER = re.compile(r"\b\d{4}\.\d{5}\b")
 
 
+NULLS = ("By their key in `parts`; a field without a value has to be given. `null` takes an optional part away: "
+         "preview, shaping, selection, spread, value, redraw, and the schedule of a KL or of a temperature.")
+
+
 def methods_index() -> str:
     """The text of docs/methods/index.md."""
     presets = [f"| [`{name}`]({name}.md) | {first(preset)} | `{test_of(name)}` |"
@@ -190,7 +194,7 @@ def methods_index() -> str:
     return "\n".join([
         METHODS_HEAD, "## Presets", "", *table("preset | what it does | test", presets),
         "## Papers", "", *table("paper | preset or part | test", papers()),
-        "## Parts", "", "By their key in `parts`; a field without a value has to be given.", "", *parts, METHODS_TAIL])
+        "## Parts", "", NULLS, "", *parts, METHODS_TAIL])
 
 
 def table(heads: str, rows: list[str]) -> list[str]:
