@@ -29,7 +29,8 @@ TRAINED = {("flow", "mix_grpo"): ALL - {"advantage", "kl.schedule", "reference",
            ("masks", "drakes"): {"selection", "curriculum"}}
 # What parts need that have no default for it, or whose default does nothing here.
 SETTINGS: dict[str, dict[str, Any]] = {
-    "Single": {"step": 1}, "RandomLast": {"mean": 0.5, "deviation": 0.0}, "LateStep": {"first": 0.0},
+    "Single": {"step": 1}, "Sliding": {"size": 1}, "LateStep": {"first": 0.0},
+    "RandomLast": {"mean": 0.5, "deviation": 0.0},
     "Binary": {"threshold": 0.2}, "LengthSwitch": {"right": 0.1, "top": 1.0}, "ExitDecay": {"right": 0.1},
     "BestWorst": {"n": 2}, "MaxVariance": {"n": 2}, "Beyond": {"quantile": 0.9},
     "DualClip": {"low": 5e-5, "high": 5e-5}, "Adaptive": {"target": 0.001}, "Linear": {"last": 0.0},
@@ -86,7 +87,9 @@ def hosts(kind: str) -> list[str]:
 @functools.cache
 def trained(kind: str, host: str, parts: str, epochs: int, passes: int):
     """(metrics, weights) after so many epochs of so many passes; parts: as JSON."""
-    made = tiny_runs.trainer(kind, tiny_runs.config(kind, host, json.loads(parts), train__inner_epochs=passes))
+    short = {} if kind in tiny_runs.TEXTS else {"train__steps": 4}
+    settings = tiny_runs.config(kind, host, json.loads(parts), train__inner_epochs=passes, **short)
+    made = tiny_runs.trainer(kind, settings)
     return tiny_runs.epochs(made, epochs), made.policy.weights.snapshot()
 
 
