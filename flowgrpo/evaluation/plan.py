@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from flowgrpo.config.schema import Config
-from flowgrpo.evaluation.ledger import Ledger
+from flowgrpo.evaluation.ledger import BaseLedger
 
 BASE, TUNED = "base", "tuned"
 
@@ -27,7 +27,7 @@ class Medium:
 
     unit: str
     hand: type
-    ledger: type[Ledger]
+    ledger: type[BaseLedger]
     apart: Callable[[Any], Callable[[Any], float]]
     together: int
     modality: str | None
@@ -62,7 +62,7 @@ class Plan:
 
     @property
     def unchanged(self) -> str | None:
-        """The first arm that draws with the base, if any."""
+        """Return the first arm that draws with the base, if any."""
         return next((arm for arm, weight in self.arms.items() if weight == 0), None)
 
     def told(self) -> dict[str, Any]:
