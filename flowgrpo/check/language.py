@@ -22,9 +22,12 @@ from flowgrpo.errors import UserError
 from flowgrpo.log import PhaseTimer
 from flowgrpo.methods import reads, validate
 from flowgrpo.policies import build, options
+from flowgrpo.policies.language.causal_lm import CausalLM
 from flowgrpo.policies.precision import settle
+from flowgrpo.rollouts.base import GroupSampler
 from flowgrpo.rollouts.build import make_rollouts
 from flowgrpo.samplers.rollout import Part
+from flowgrpo.samplers.text.records import TokenizedPrompts
 from flowgrpo.types import Completions, Scored
 
 PROMPT, TOKENS, GROUP = "1+2=", 8, 2
@@ -105,7 +108,7 @@ def _picture() -> Image.Image:
     return Image.linear_gradient("L").resize((64, 64)).convert("RGB")
 
 
-def _reader(policy) -> dict[str, Any]:
+def _reader(policy: CausalLM) -> dict[str, Any]:
     """Return the tokenizer's part of the report."""
     reader, tokens = policy.tokenizer, policy.tokenizer.convert_ids_to_tokens
     pads = reader.pad_token_id is not None
@@ -116,7 +119,7 @@ def _reader(policy) -> dict[str, Any]:
             "pad_token": f"{tokens(policy.padding)} ({policy.padding})" + ("" if pads else ", the end's: it has none")}
 
 
-def _sizes(policy, config: Config) -> dict[str, Any]:
+def _sizes(policy: CausalLM, config: Config) -> dict[str, Any]:
     names = {key.split(".lora_")[0] for key in policy.weights.named}
     added = sum(parameter.numel() for parameter in policy.weights.parameters())
     total = sum(parameter.numel() for parameter in policy.model.parameters())
@@ -126,7 +129,7 @@ def _sizes(policy, config: Config) -> dict[str, Any]:
             "lora_targets": sorted({name.rpartition(".")[2] for name in names})}
 
 
-def _replayed(rollouts, part: Part, conditioning: Any, result: dict[str, Any]) -> None:
+def _replayed(rollouts: GroupSampler[Any], part: Part, conditioning: TokenizedPrompts, result: dict[str, Any]) -> None:
     """Replay the sampled completions with gradients.
     Raises UserError if replay and rollout disagree in fp32."""
     [taken], exact = part.transitions, rollouts.policy.exact
@@ -140,7 +143,7 @@ def _replayed(rollouts, part: Part, conditioning: Any, result: dict[str, Any]) -
                         f"{exact:.0e}; look for dropout or a random module")
 
 
-def _given(policy, part: Part) -> Part:
+def _given(policy: CausalLM, part: Part) -> Part:
     """Return the part with the prompt's text, repeated, in place of the sampled tokens. If a model is sure of its own
     tokens, log-probabilities of 0 say nothing about their gradient."""
     [taken] = part.transitions
@@ -151,5 +154,5 @@ def _given(policy, part: Part) -> Part:
     return replace(part, transitions=(replace(taken, ids=ids, old=old),))
 
 
-def _size(rollouts, part: Part, conditioning: Any) -> torch.Tensor:
+def _size(rollouts: GroupSampler[Any], part: Part, conditioning: TokenizedPrompts) -> torch.Tensor:
     return torch.cat([new.logp.double().square().mean(1) for *_, new in rollouts.replay(part, conditioning)]).mean()

@@ -1,4 +1,4 @@
-"""The Typer application of all commands, and `main`, which runs it."""
+"""Typer application of all commands, and `main`, which runs it."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ UNIGEN_TEXT, UNIGEN_FACTS = ("prompt_en", "prompt_zh", "prompt"), ("sub_dims_en"
 
 @dataclass(frozen=True)
 class Case:
-    """A prompt and its categories: one, several, or none."""
+    """Prompt and its categories: one, several, or none."""
 
     prompt: Prompt
     categories: tuple[str, ...] = ()
@@ -49,7 +49,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Suite:
-    """A suite. name: of the file or folder. form: the detected format. cases: in the file's order."""
+    """Suite of prompts. name: of the file or folder. form: the detected format. cases: in the file's order."""
 
     name: str
     form: str

@@ -20,7 +20,7 @@ _lacking: set[str] = set()
 
 @dataclass(frozen=True)
 class Font:
-    """A font with the letters of most languages; size: in pixels."""
+    """Font with the letters of most languages; size: in pixels."""
 
     size: int
 

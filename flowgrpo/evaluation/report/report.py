@@ -52,7 +52,7 @@ def page(content: dict[str, Any], live: bool = False) -> str:
     return re.sub(r"\[\[([A-Z]+)\]\]", lambda match: filled[match[1]], TEMPLATE.read_text(encoding="utf-8"))
 
 
-def embedded(content: Any) -> str:
+def embedded(content: dict[str, Any]) -> str:
     """Return JSON that is safe in a <script>: it neither ends the element nor reads as an address."""
     text = json.dumps(content, allow_nan=False, separators=(",", ":"))
     for sign in "<>&":

@@ -147,7 +147,7 @@ def last(run: Path, trainer: Trainer) -> None:
         **trainer.scoring.extremes.told()})
 
 
-def write(path: Path, content: Any) -> None:
+def write(path: Path, content: object) -> None:
     """Write JSON under a temporary name, then rename it, so that readers never see a partial file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".tmp")

@@ -14,7 +14,7 @@ FEW = 2  # standard errors; a smaller change may be chance
 
 @dataclass(frozen=True)
 class Change:
-    """A reward on the same held-out prompts and seeds, before training and now.
+    """Reward on the same held-out prompts and seeds, before training and now.
 
     weight: in training; None if only watched.
     error: standard error of the change, over prompts; None for fewer than two.
