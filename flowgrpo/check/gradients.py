@@ -46,8 +46,8 @@ def gradient_error(size: Callable[[], torch.Tensor], weights: TrainableWeights) 
     return min(abs((moved(length) - moved(-length)) / (2 * length * squared) - 1) for length in lengths)
 
 
-def require_exact(found: dict[str, Any]) -> None:
+def require_exact(result: dict[str, Any]) -> None:
     """Raise UserError for a wrong gradient."""
-    if not found["gradient_error"] <= LARGEST_GRADIENT_ERROR:
-        raise UserError(f"the gradient is off by {found['gradient_error']:.0%} of the change that it foretells: a part "
-                        "of the model runs without gradients")
+    if not result["gradient_error"] <= LARGEST_GRADIENT_ERROR:
+        raise UserError(f"the gradient is off by {result['gradient_error']:.0%} of the change that it foretells: a "
+                        "part of the model runs without gradients")

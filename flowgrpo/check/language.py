@@ -22,10 +22,13 @@ from flowgrpo.errors import UserError
 from flowgrpo.log import PhaseTimer
 from flowgrpo.methods import reads, validate
 from flowgrpo.policies import build, options
+from flowgrpo.policies.language.causal_lm import CausalLM
 from flowgrpo.policies.precision import settle
+from flowgrpo.rollouts.base import GroupSampler
 from flowgrpo.rollouts.build import make_rollouts
 from flowgrpo.samplers.rollout import Part
-from flowgrpo.types import Scored
+from flowgrpo.samplers.text.records import TokenizedPrompts
+from flowgrpo.types import Completions, Scored
 
 PROMPT, TOKENS, GROUP = "1+2=", 8, 2
 KINDS = {build.CAUSAL_LM: "causal language model", build.VISION_LM: "language model that reads images",
@@ -37,16 +40,16 @@ FIELDS = ("precision", "kind", "class", "weights", "tokenizer", "vocabulary", "c
           "memory", "memory_parts", "notes")
 
 
-def is_text(model: Any) -> bool:
-    """True if `report.report` was given a language model: a loaded one, the name of a transformers class or family, a
-    folder or a hub id."""
+def is_text(model: str | tuple[Any, Any]) -> bool:
+    """Return True if `report.report` was given a language model: a loaded one, the name of a transformers class or
+    family, a folder or a hub id."""
     if not isinstance(model, str):
         return hasattr(model[0], "get_input_embeddings")
     return not model.endswith("Pipeline") and (tiny.knows(model) or build.writes(model))
 
 
-def drive(model: Any, recipe: Config | None, device: str, found: dict[str, Any]) -> None:
-    """Fill `found` step by step (fields: `report.report`). Raises the error that stops the model."""
+def drive(model: str | tuple[Any, Any], recipe: Config | None, device: str, result: dict[str, Any]) -> None:
+    """Fill `result` step by step (fields: `report.report`). Raises the error that stops the model."""
     from flowgrpo.check.gradients import RANK, gradient_error, gradient_norm, require_exact
 
     config = recipe or Config(method="grpo", precision="fp32", adapter={"rank": RANK})
@@ -54,42 +57,44 @@ def drive(model: Any, recipe: Config | None, device: str, found: dict[str, Any])
     config = config.model_copy(update={"model": model if isinstance(model, str) else type(model[0]).__name__})
     loaded = _loaded(model, config)
     kind = build.kind(config, loaded)
-    found |= {"precision": precision, "kind": KINDS[kind], "class": type(loaded[0]).__name__,
-              "weights": memory.held(loaded)}
+    result |= {"precision": precision, "kind": KINDS[kind], "class": type(loaded[0]).__name__,
+               "weights": memory.held(loaded)}
     method = validate.resolve(config, build.process(kind))
     options.require_options(config, method, device)
     reads.require_keys(config, kind)
     torch.manual_seed(0)  # initial adapter weights, so that a report is repeatable
     policy = build.language_policy(_brief(config), loaded, config.adapter, device)
-    found |= _reader(policy) | _sizes(policy, config)
-    first = Prompt(PROMPT, image=_picture() if kind == build.VISION_LM else None)
+    result |= _reader(policy) | _sizes(policy, config)
+    picture: Any = _picture() if kind == build.VISION_LM else None  # the processor takes more than a file
+    first = Prompt(PROMPT, image=picture)
     rollouts = make_rollouts(_brief(config), policy, method, geometry(_brief(config).train), Processes(), PhaseTimer(),
                              first)
-    asked = rollouts.conditioning([first])
-    found["prompt_tokens"] = len(asked.ids[0])
+    conditioning = rollouts.conditioning([first])
+    result["prompt_tokens"] = len(conditioning.ids[0])
     if kind != build.MASKED_LM:
-        found |= {"shared_prefix": policy.shares(asked), "head_alone": policy.head_alone(asked)}
-    [(part, _)] = rollouts.sample(asked, 0, None)
-    _replayed(rollouts, part, asked, found)
-    found["lora_grad"] = gradient_norm([policy.model], policy.weights)
+        result |= {"shared_prefix": policy.shares(conditioning), "head_alone": policy.head_alone(conditioning)}
+    judge: Any = None  # nothing is scored
+    [(part, _)] = rollouts.sample(conditioning, 0, judge)
+    _replayed(rollouts, part, conditioning, result)
+    result["lora_grad"] = gradient_norm([policy.model], policy.weights)
     if policy.dtype == torch.float32 and not config.adapter.dora:
         given = _given(policy, part)
-        found["gradient_error"] = gradient_error(lambda: _size(rollouts, given, asked), policy.weights)
-        require_exact(found)
+        result["gradient_error"] = gradient_error(lambda: _size(rollouts, given, conditioning), policy.weights)
+        require_exact(result)
     with TemporaryDirectory() as folder:
         policy.weights.save(Path(folder))  # reads the file back and raises if it differs
-    phases = text_memory.memory(policy, config, asked)
-    found |= {"memory": {name: memory.total(parts) for name, parts in phases.items()},
-              "memory_parts": {name: memory.total({name: size}) for name, size in phases["update"].items()}}
+    phases = text_memory.memory(policy, config, conditioning)
+    result |= {"memory": {name: memory.total(parts) for name, parts in phases.items()},
+               "memory_parts": {name: memory.total({name: size}) for name, size in phases["update"].items()}}
 
 
-def _loaded(model: Any, config: Config) -> tuple:
+def _loaded(model: str | tuple[Any, Any], config: Config) -> tuple:
     if not isinstance(model, str):
         return model
     if not tiny.knows(model) or Path(model).exists():
         return build.load_language(config)
-    made, reader = tiny.make(model)
-    return made.to(DTYPES[config.precision]), reader
+    network, reader = tiny.make(model)
+    return network.to(DTYPES[config.precision]), reader  # type: ignore[arg-type]  # its decorator has no types
 
 
 def _brief(config: Config) -> Config:
@@ -103,18 +108,18 @@ def _picture() -> Image.Image:
     return Image.linear_gradient("L").resize((64, 64)).convert("RGB")
 
 
-def _reader(policy) -> dict[str, Any]:
+def _reader(policy: CausalLM) -> dict[str, Any]:
     """Return the tokenizer's part of the report."""
     reader, tokens = policy.tokenizer, policy.tokenizer.convert_ids_to_tokens
     pads = reader.pad_token_id is not None
-    own = getattr(getattr(policy, "processor", None), "chat_template", None)  # only a processor may have one
+    template = getattr(getattr(policy, "processor", None), "chat_template", None)  # only a processor may have one
     return {"tokenizer": type(reader).__name__, "vocabulary": len(reader),
-            "chat_template": bool(own or getattr(reader, "chat_template", None)),
+            "chat_template": bool(template or getattr(reader, "chat_template", None)),
             "end_tokens": [f"{token} ({number})" for token, number in zip(tokens(policy.ends), policy.ends)],
             "pad_token": f"{tokens(policy.padding)} ({policy.padding})" + ("" if pads else ", the end's: it has none")}
 
 
-def _sizes(policy, config: Config) -> dict[str, Any]:
+def _sizes(policy: CausalLM, config: Config) -> dict[str, Any]:
     names = {key.split(".lora_")[0] for key in policy.weights.named}
     added = sum(parameter.numel() for parameter in policy.weights.parameters())
     total = sum(parameter.numel() for parameter in policy.model.parameters())
@@ -124,29 +129,30 @@ def _sizes(policy, config: Config) -> dict[str, Any]:
             "lora_targets": sorted({name.rpartition(".")[2] for name in names})}
 
 
-def _replayed(rollouts, part: Part, asked: Any, found: dict[str, Any]) -> None:
+def _replayed(rollouts: GroupSampler[Any], part: Part, conditioning: TokenizedPrompts, result: dict[str, Any]) -> None:
     """Replay the sampled completions with gradients.
     Raises UserError if replay and rollout disagree in fp32."""
     [taken], exact = part.transitions, rollouts.policy.exact
-    found |= {"completion_tokens": int(taken.old.mask.sum(1).max()), "first_log_ratio": 0.0}
-    for _, rows, new in rollouts.replay(part, asked):
+    result |= {"completion_tokens": int(taken.old.mask.sum(1).max()), "first_log_ratio": 0.0}
+    for _, rows, new in rollouts.replay(part, conditioning):
         apart = (new.logp - taken.old.logp[rows].to(new.logp.device)).abs().max().item()
-        found["first_log_ratio"] = max(found["first_log_ratio"], apart)
+        result["first_log_ratio"] = max(result["first_log_ratio"], apart)
         (new.logp * new.mask).sum().backward()
-    if exact and not found["first_log_ratio"] <= exact:
-        raise UserError(f"replay and rollout disagree: |log ratio| {found['first_log_ratio']:.1e}, expected at most "
+    if exact and not result["first_log_ratio"] <= exact:
+        raise UserError(f"replay and rollout disagree: |log ratio| {result['first_log_ratio']:.1e}, expected at most "
                         f"{exact:.0e}; look for dropout or a random module")
 
 
-def _given(policy, part: Part) -> Part:
+def _given(policy: CausalLM, part: Part) -> Part:
     """Return the part with the prompt's text, repeated, in place of the sampled tokens. If a model is sure of its own
     tokens, log-probabilities of 0 say nothing about their gradient."""
     [taken] = part.transitions
+    assert isinstance(taken, Completions)
     text = itertools.cycle(policy.tokenizer(PROMPT, add_special_tokens=False)["input_ids"])
     ids = torch.tensor([list(itertools.islice(text, taken.ids.shape[1]))]).expand_as(taken.ids).contiguous()
     old = Scored(torch.zeros(ids.shape), torch.ones_like(ids, dtype=torch.bool))
     return replace(part, transitions=(replace(taken, ids=ids, old=old),))
 
 
-def _size(rollouts, part: Part, asked: Any) -> torch.Tensor:
-    return torch.cat([new.logp.double().square().mean(1) for *_, new in rollouts.replay(part, asked)]).mean()
+def _size(rollouts: GroupSampler[Any], part: Part, conditioning: TokenizedPrompts) -> torch.Tensor:
+    return torch.cat([new.logp.double().square().mean(1) for *_, new in rollouts.replay(part, conditioning)]).mean()

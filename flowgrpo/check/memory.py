@@ -15,6 +15,7 @@ from flowgrpo.config.schema import Config
 from flowgrpo.methods import validate
 from flowgrpo.policies.pipelines.conditioning import Conditioning
 from flowgrpo.policies.pipelines.mid_loop_check import few_steps
+from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
 from flowgrpo.samplers.grids import make_grid
 from flowgrpo.samplers.rollout import RolloutSpec
 from flowgrpo.samplers.scheduler import Segment
@@ -22,7 +23,7 @@ from flowgrpo.samplers.scheduler import Segment
 KEPT = 4  # fp32 copies of a trained parameter: value, gradient, AdamW's two moments
 
 
-def memory(policy, config: Config, conditioning: Conditioning) -> dict[str, dict[str, int]]:
+def memory(policy: PipelinePolicy, config: Config, conditioning: Conditioning) -> dict[str, dict[str, int]]:
     """Return bytes on the device, by phase and part, for one process of the run `config` with the policy's pipeline.
 
     conditioning: that of one prompt. Phases: encode, rollout, decode, update.
@@ -40,7 +41,7 @@ def memory(policy, config: Config, conditioning: Conditioning) -> dict[str, dict
     rows = geometry(config.train).micro_batch
     moments = {"adamw": 2 * trained, "adamw8bit": trained // 2}[config.train.optimizer]
     update = {"gradients and optimiser": trained + moments, "activations": activations * rows}
-    prompt = tensor_bytes(each for each in tree_leaves(conditioning.calls) if torch.is_tensor(each))
+    prompt = tensor_bytes(tensor for tensor in tree_leaves(conditioning.calls) if torch.is_tensor(tensor))
     later = held | ({} if policy.encoders.away is None else {"text encoders": 0})
     later["prompt embeddings"] = prompt * (geometry(config.train).prompts + rows)  # of the batch, and of one call
     return {"encode": held, "rollout": later | states,
@@ -56,20 +57,20 @@ def total(phase: dict[str, int]) -> float:
 def held(parts: Iterable[object]) -> float:
     """Return the GiB of the weights of all given parts that have any."""
     modules = [part for part in parts if isinstance(part, torch.nn.Module)]
-    return total({"": tensor_bytes(each for part in modules for each in [*part.parameters(), *part.buffers()])})
+    return total({"": tensor_bytes(tensor for part in modules for tensor in [*part.parameters(), *part.buffers()])})
 
 
-def _weights(policy) -> dict[str, int]:
+def _weights(policy: PipelinePolicy) -> dict[str, int]:
     """Return bytes of the frozen weights: text encoders, denoisers, VAE, and the rest."""
-    own = {id(parameter) for parameter in policy.weights.parameters()}
-    found = {"text encoders": 0, "denoisers": 0, "vae": 0, "other": 0}
+    trained = {id(parameter) for parameter in policy.weights.parameters()}
+    sizes = {"text encoders": 0, "denoisers": 0, "vae": 0, "other": 0}
     for name, module in policy.pipe.components.items():
         if isinstance(module, torch.nn.Module):
             kind = "denoisers" if name in policy.denoisers else "vae" if "vae" in name or name == "vqgan" else \
                 "text encoders" if name.startswith("text_encoder") else "other"
-            frozen = (each for each in [*module.parameters(), *module.buffers()] if id(each) not in own)
-            found[kind] += tensor_bytes(frozen)
-    return found
+            frozen = (tensor for tensor in [*module.parameters(), *module.buffers()] if id(tensor) not in trained)
+            sizes[kind] += tensor_bytes(frozen)
+    return sizes
 
 
 def tensor_bytes(tensors: Iterable[torch.Tensor]) -> int:
@@ -85,7 +86,7 @@ def _stored(tensor: torch.Tensor) -> list[torch.Tensor]:
     return [tensor] if scales is None else [tensor, scales]
 
 
-def _one_row(policy, conditioning: Conditioning) -> tuple[torch.Tensor, int]:
+def _one_row(policy: PipelinePolicy, conditioning: Conditioning) -> tuple[torch.Tensor, int]:
     """Return (one state [1,*D], bytes that a replay of one row keeps for its backward)."""
     grid, timesteps = few_steps(policy, 2)
     x, _ = policy.run(Segment(grid, range(1), timesteps=timesteps), conditioning, None, policy.generators([0]))
@@ -95,13 +96,13 @@ def _one_row(policy, conditioning: Conditioning) -> tuple[torch.Tensor, int]:
 
 def kept(modules: Iterable[torch.nn.Module], forward: Callable[[], torch.Tensor]) -> int:
     """Return the bytes that `forward` keeps for its backward, without the modules' weights."""
-    weights = {each.untyped_storage().data_ptr() for module in modules for p in module.parameters()
-               for each in _stored(p)}
+    weights = {part.untyped_storage().data_ptr() for module in modules for p in module.parameters()
+               for part in _stored(p)}
     sizes: dict[int, int] = {}
     alive: list[torch.Tensor] = []  # a freed storage would pass its address on
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
-        for storage in (each.untyped_storage() for each in _stored(tensor)):
+        for storage in (part.untyped_storage() for part in _stored(tensor)):
             if storage.data_ptr() not in weights:
                 sizes[storage.data_ptr()] = storage.nbytes()
                 alive.append(tensor)
@@ -112,7 +113,7 @@ def kept(modules: Iterable[torch.nn.Module], forward: Callable[[], torch.Tensor]
     return sum(sizes.values())
 
 
-def _decoding(policy, conditioning: Conditioning, x: torch.Tensor, rows: int) -> int:
+def _decoding(policy: PipelinePolicy, conditioning: Conditioning, x: torch.Tensor, rows: int) -> int:
     """Return the peak bytes of decoding `rows` rows: those of one row, plus the increment of a second for each other.
     """
     def peak(count: int) -> int:
@@ -133,17 +134,17 @@ class Peak(TorchDispatchMode):
         self.most, self._alive = 0, {}
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        made = function(*args, **(kwargs or {}))
-        for tensor in (each for each in tree_leaves(made) if torch.is_tensor(each)):
+        output = function(*args, **(kwargs or {}))
+        for tensor in (leaf for leaf in tree_leaves(output) if torch.is_tensor(leaf)):
             for storage in (part.untyped_storage() for part in _stored(tensor)):
                 if storage._cdata not in self._alive:
                     self._alive[storage._cdata] = storage.nbytes()
                     weakref.finalize(storage, self._alive.pop, storage._cdata, None)
         self.most = max(self.most, sum(self._alive.values()))
-        return made
+        return output
 
 
-def _recorded(policy, config: Config, conditioning: Conditioning) -> int:
+def _recorded(policy: PipelinePolicy, config: Config, conditioning: Conditioning) -> int:
     """Return bytes of the states that an epoch's rollout keeps: around every trained step, with its mean if the loss
     reads it, and at the end."""
     train = config.train
@@ -154,7 +155,7 @@ def _recorded(policy, config: Config, conditioning: Conditioning) -> int:
     noised = method.noised(grid, train.group, 0, config.seed)
     if noised is not None:  # states, targets, old velocities, and finals of the sampled part
         return train.prompts * train.group * (len(noised.schedule.trained) * (2 + noised.keep_means) + 1)
-    return train.prompts * sum(_per_group(each) for each in explorations)
+    return train.prompts * sum(_per_group(exploration) for exploration in explorations)
 
 
 def _per_group(exploration: RolloutSpec) -> int:

@@ -48,15 +48,15 @@ LIKE = 0.8  # minimum similarity at which a name is a misspelt class, not a hub 
 STEPS, SAMPLES = 10, 12  # of the example whose cost is reported
 
 
-def drive(model: Any, recipe: Config | None, device: str, found: dict[str, Any]) -> None:
-    """Fill `found` step by step. Raises the error that stops the pipeline."""
+def drive(model: str | tuple[Any, dict[str, Any]], recipe: Config | None, device: str, result: dict[str, Any]) -> None:
+    """Fill `result` step by step. Raises the error that stops the pipeline."""
     config = recipe or Config(precision="fp32", adapter={"rank": RANK})  # replays and gradients are exact
     config, precision = settle(config, device, None if isinstance(model, str) else model[0])
     method = validate.resolve(config)
     options.require_options(config, method, device)
     pipe, call = _loaded(model, config) if isinstance(model, str) else model
-    found |= {"precision": precision, "pipeline": type(pipe).__name__, "scheduler": type(pipe.scheduler).__name__,
-              "prediction": prediction(pipe.scheduler), "weights": memory.held(pipe.components.values())}
+    result |= {"precision": precision, "pipeline": type(pipe).__name__, "scheduler": type(pipe.scheduler).__name__,
+               "prediction": prediction(pipe.scheduler), "weights": memory.held(pipe.components.values())}
     refuse(type(pipe))
     torch.manual_seed(0)  # initial adapter weights, so that a report is repeatable
     policy = PipelinePolicy(pipe, config.adapter, device=device, precision=config.precision, call=call,
@@ -64,24 +64,24 @@ def drive(model: Any, recipe: Config | None, device: str, found: dict[str, Any])
                             adapted=method.rollout.adapted)
     if not policy.denoisers:
         raise UserError(f"{type(pipe).__name__} has no denoiser: no module whose forward takes a time")
-    found |= {"denoisers": list(policy.denoisers), **_sizes(policy, config.adapter)}
-    found["lora_loader"] = list(dict.fromkeys(loader(pipe, name) for name in policy.weights.modules))
+    result |= {"denoisers": list(policy.denoisers), **_sizes(policy, config.adapter)}
+    result["lora_loader"] = list(dict.fromkeys(loader(pipe, name) for name in policy.weights.modules))
     conditioning = policy.encode([PROMPT])
-    found["conditioning"] = [name for name in ("prompt", "negative_prompt", *PICTURES) if name in policy.accepts]
-    found["prompts_per_call"] = "one" if policy.encode_prompt.apart else "any number"
-    found["guidance"] = _guidance(policy, conditioning)
+    result["conditioning"] = [name for name in ("prompt", "negative_prompt", *PICTURES) if name in policy.accepts]
+    result["prompts_per_call"] = "one" if policy.encode_prompt.apart else "any number"
+    result["guidance"] = _guidance(policy, conditioning)
     policy.guidance = config.train.guidance
-    found["timesteps_per_call"] = "one per row" if policy.vector(conditioning) else "one"
-    _replayed(policy, conditioning, found, min(GROUP, config.train.micro_batch))
+    result["timesteps_per_call"] = "one per row" if policy.vector(conditioning) else "one"
+    _replayed(policy, conditioning, result, min(GROUP, config.train.micro_batch))
     mid_loop_check.require(policy, conditioning, recipe is None or _goes_on(method, config))
-    _require_equal(policy, found)
+    _require_equal(policy, result)
     if policy.dtype == torch.float32 and not config.adapter.dora:
-        _differentiated(policy, conditioning, found)
+        _differentiated(policy, conditioning, result)
     with TemporaryDirectory() as folder:
         policy.weights.save(Path(folder))  # reads the file back and raises if it differs
     if recipe is None and policy.process == "vp":  # the default method is for flows only
         config = config.model_copy(update={"method": "ddpo"})
-    found |= _cost(recipe, method) | _memory(policy, config, conditioning)
+    result |= _cost(recipe, method) | _memory(policy, config, conditioning)
 
 
 class Unknown(UserError):
@@ -146,8 +146,8 @@ def _guidance(policy: PipelinePolicy, conditioning: Conditioning) -> str:
         embedded = any(getattr(module.config, "guidance_embeds", False)
                        or getattr(module.config, "time_cond_proj_dim", None) for module in policy.denoisers.values())
         return "embedded: one evaluation per step" if embedded else "none"
-    told = "one batch of twice the rows" if len(rows[4.0]) == len(rows[off]) else "two calls per step"
-    return told if off else f"{told}, off at 0"
+    calls = "one batch of twice the rows" if len(rows[4.0]) == len(rows[off]) else "two calls per step"
+    return calls if off else f"{calls}, off at 0"
 
 
 @contextmanager
@@ -163,7 +163,7 @@ def _counted(policy: PipelinePolicy) -> Iterator[list[int]]:
             hook.remove()
 
 
-def _replayed(policy: PipelinePolicy, conditioning: Conditioning, found: dict[str, Any], rows: int = GROUP) -> None:
+def _replayed(policy: PipelinePolicy, conditioning: Conditioning, result: dict[str, Any], rows: int = GROUP) -> None:
     """Roll out three steps from two noises, the first two steps stochastic, and replay these two with gradients, both
     in batches of `rows`. The second step's states come from the pipeline's own loop, not from a replay."""
     grid, timesteps = mid_loop_check.few_steps(policy, 3)
@@ -171,16 +171,18 @@ def _replayed(policy: PipelinePolicy, conditioning: Conditioning, found: dict[st
     exploration = RolloutSpec(grid, both, kernel, Euler(), GROUP, GROUP, keep_means=True, timesteps=timesteps)
     [part] = explore(policy, conditioning, [exploration], rows, seeder(0, 0))
     [final], errors, ratios = part.finals, [], []
-    found["picture_shape"] = list(policy.decode(final[:1], conditioning).shape[1:])
-    found["latent_shape"] = list(final.shape[1:])
+    result["picture_shape"] = list(policy.decode(final[:1], conditioning).shape[1:])
+    result["latent_shape"] = list(final.shape[1:])
     for k, at, new in replay(policy, conditioning, part, rows):
         old = part.transitions[k].old
+        assert old.mean is not None  # keep_means
         errors.append((new.mean.detach() - old.mean[at].to(new.mean)).abs().max())
         ratios.append((new.logp.detach() - old.logp[at].to(new.logp)).abs().max())
         new.logp.sum().backward()
-    found["replay_error"], found["first_log_ratio"] = (torch.stack(each).max().item() for each in (errors, ratios))
+    result["replay_error"] = torch.stack(errors).max().item()
+    result["first_log_ratio"] = torch.stack(ratios).max().item()
     modules = [module for module in policy.pipe.components.values() if isinstance(module, torch.nn.Module)]
-    found["lora_grad"] = gradient_norm(modules, policy.weights)
+    result["lora_grad"] = gradient_norm(modules, policy.weights)
 
 
 def _goes_on(method: Method, config: Config) -> bool:
@@ -189,16 +191,16 @@ def _goes_on(method: Method, config: Config) -> bool:
     return mid_loop_check.goes_on(method, method.explorations(grid, train.group, train.shift, 0, config.seed))
 
 
-def _require_equal(policy: PipelinePolicy, found: dict[str, Any]) -> None:
+def _require_equal(policy: PipelinePolicy, result: dict[str, Any]) -> None:
     """Raise UserError if replay and rollout differ in fp32. In lower precision a run recomputes old log-probabilities.
     """
-    if policy.exact and not found["first_log_ratio"] <= policy.exact:
-        raise UserError(f"replay and rollout disagree: |log ratio| {found['first_log_ratio']:.1e}, expected at most "
+    if policy.exact and not result["first_log_ratio"] <= policy.exact:
+        raise UserError(f"replay and rollout disagree: |log ratio| {result['first_log_ratio']:.1e}, expected at most "
                         f"{policy.exact:.0e}; look for dropout or a random module"
                         + ", and try without train.checkpointing" * policy.checkpointing)
 
 
-def _differentiated(policy: PipelinePolicy, conditioning: Conditioning, found: dict[str, Any]) -> None:
+def _differentiated(policy: PipelinePolicy, conditioning: Conditioning, result: dict[str, Any]) -> None:
     """Store the gradient error of a step's squared output."""
     grid, timesteps = mid_loop_check.few_steps(policy, 3)
     x, _ = policy.run(Segment(grid, range(1), timesteps=timesteps), conditioning, None, policy.generators([0]))
@@ -206,8 +208,8 @@ def _differentiated(policy: PipelinePolicy, conditioning: Conditioning, found: d
     def size() -> torch.Tensor:
         return policy.replay(conditioning, x, grid, 1, timesteps).double().square().mean()
 
-    found["gradient_error"] = gradient_error(size, policy.weights)
-    require_exact(found)
+    result["gradient_error"] = gradient_error(size, policy.weights)
+    require_exact(result)
 
 
 def _cost(recipe: Config | None, method: Method) -> dict[str, float]:
@@ -218,11 +220,12 @@ def _cost(recipe: Config | None, method: Method) -> dict[str, float]:
         if recipe.preferences or method.target.follows_reward:
             return {}
         of = method.explorations(shifted(train.steps, train.shift), train.group, train.shift, 0, recipe.seed)
-        alone, shared = (count(of, 1) / sum(each.group for each in of) for count in (cost.alone, cost.rollout))
+        pictures = sum(exploration.group for exploration in of)
+        alone, shared = (count(of, 1) / pictures for count in (cost.alone, cost.rollout))
         return {"evaluations_per_picture": round(alone, 2), "evaluations_per_picture_shared": round(shared, 2)}
     method, grid = mix_grpo(), shifted(STEPS, 3.0)
     places = range(STEPS - method.rollout.plan.size)
     explorations = [method.explorations(grid, SAMPLES, 3.0, place * method.rollout.plan.every, 0) for place in places]
-    alone, shared = (sum(count(each, 1) for each in explorations) / (len(places) * SAMPLES)
+    alone, shared = (sum(count(exploration, 1) for exploration in explorations) / (len(places) * SAMPLES)
                      for count in (cost.alone, cost.rollout))
     return {"evaluations_per_picture": round(alone, 2), "evaluations_per_picture_shared": round(shared, 2)}

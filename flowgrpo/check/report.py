@@ -40,7 +40,7 @@ FIELDS = ("precision", "pipeline", "scheduler", "prediction", "weights", "denois
           "memory_parts", "evaluations_per_picture", "evaluations_per_picture_shared", "notes")
 
 
-def report(model: Any, config: Config | None = None, device: str | None = None) -> dict[str, Any]:
+def report(model: str | tuple[Any, Any], config: Config | None = None, device: str | None = None) -> dict[str, Any]:
     """Drive `model` through a rollout, a replay and a gradient, and return the report.
 
     model: `starter`, a directory, a hub id, the name of a diffusers or transformers class (a tiny random instance is
@@ -52,35 +52,36 @@ def report(model: Any, config: Config | None = None, device: str | None = None) 
     The keys of the report are those of the module's docstring.
     """
     named = model if isinstance(model, str) else type(model[0]).__name__
-    found: dict[str, Any] = {"model": named, "drivable": False, "reason": None}
-    fields, device = FIELDS, _device(device)
+    result: dict[str, Any] = {"model": named, "drivable": False, "reason": None}
+    fields: tuple[str, ...] = FIELDS
+    device = _device(device)
     try:
         with torch.random.fork_rng():
             if language.is_text(model):
                 fields = language.FIELDS
-                language.drive(model, config, device, found)
+                language.drive(model, config, device, result)
             else:
-                drive(model, config, device, found)
-        found |= {"drivable": True, "notes": _notes(config) or None}
+                drive(model, config, device, result)
+        result |= {"drivable": True, "notes": _notes(config) or None}
     except Unknown as error:
-        found |= {"drivable": None, "reason": str(error)}
+        result |= {"drivable": None, "reason": str(error)}
     except Exception as error:  # third-party pipelines can raise anything; the error is the answer
-        told = " ".join(str(error).split()) or "no message"
+        message = " ".join(str(error).split()) or "no message"
         if _without_room(error):
-            found |= {"drivable": None, "reason": _room(found, device)}
+            result |= {"drivable": None, "reason": _room(result, device)}
         else:
-            found["reason"] = told if isinstance(error, UserError) else f"{type(error).__name__}: {told}"
-    return dict.fromkeys((*found, *fields)) | found
+            result["reason"] = message if isinstance(error, UserError) else f"{type(error).__name__}: {message}"
+    return dict.fromkeys((*result, *fields)) | result
 
 
 def _without_room(error: Exception) -> bool:
-    """True if memory ran out; on the CPU torch has no separate error class for it."""
+    """Return True if memory ran out; on the CPU torch has no separate error class for it."""
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "DefaultCPUAllocator" in str(error)
 
 
-def _room(found: dict[str, Any], device: str) -> str:
-    weights = f", where the weights alone take {found['weights']} GiB" if "weights" in found else ""
-    options = "" if "kind" in found else ", memory.weights: int8, memory.encoders: cpu, smaller pictures"
+def _room(result: dict[str, Any], device: str) -> str:
+    weights = f", where the weights alone take {result['weights']} GiB" if "weights" in result else ""
+    options = "" if "kind" in result else ", memory.weights: int8, memory.encoders: cpu, smaller pictures"
     return (f"memory ran out on {device}{weights}, so that nothing is known: give a --recipe with precision: bf16, "
             f"train.checkpointing, train.micro_batch: 1{options}, or take "
             + ("--device cpu" if device == "cuda" else "a machine with more"))
@@ -93,11 +94,12 @@ def _notes(config: Config | None) -> list[str]:
               "backward": config.adapter.dora,
               "memory is of one process that holds all weights: memory.shard leaves each its share of the denoisers":
               config.memory.shard}
-    return [note for note, told in untold.items() if told]
+    return [note for note, applies in untold.items() if applies]
 
 
-def _device(asked: str | None) -> str:
+def _device(requested: str | None) -> str:
     present = ["cuda"] * torch.cuda.is_available() + ["cpu"]
-    if asked and asked not in present:
-        raise UserError(f"--device is {asked!r}, but the check runs on {' or '.join(present)} here: take one of these")
-    return asked or present[0]
+    if requested and requested not in present:
+        raise UserError(f"--device is {requested!r}, but the check runs on {' or '.join(present)} here: take one of "
+                        "these")
+    return requested or present[0]

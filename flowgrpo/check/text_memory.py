@@ -4,31 +4,34 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
 from flowgrpo.check.memory import KEPT, kept, tensor_bytes
 from flowgrpo.config.geometry import geometry
 from flowgrpo.config.schema import Config
+from flowgrpo.policies.language.causal_lm import CausalLM
+from flowgrpo.policies.language.masked_lm import MaskedLM
+from flowgrpo.samplers.text.records import TokenizedPrompts
 
 SHORT, LONG = 4, 12  # tokens of the measured completions
 CHUNK = 1024  # tokens whose logits are held at once (tokens.score)
 
 
-def memory(policy, config: Config, asked: Any) -> dict[str, dict[str, int]]:
+def memory(policy: CausalLM, config: Config, conditioning: TokenizedPrompts) -> dict[str, dict[str, int]]:
     """Return bytes on the device, by phase and part, for one process of the run `config`, with prompts like the first
-    of `asked` and completions of `text.max_tokens`. Phases: rollout, update.
+    of `conditioning` and completions of `text.max_tokens`. Phases: rollout, update.
 
     Cache and activations are measured on short completions and grow linearly with the length. Attention that keeps a
     square of the length needs more; a prompt prefix shared by a group needs less. Temporary memory of kernels is not
     counted.
     """
-    own = {id(parameter) for parameter in policy.weights.parameters()}
-    frozen = [each for each in [*policy.model.parameters(), *policy.model.buffers()] if id(each) not in own]
+    trained_ids = {id(parameter) for parameter in policy.weights.parameters()}
+    frozen = [tensor for tensor in [*policy.model.parameters(), *policy.model.buffers()]
+              if id(tensor) not in trained_ids]
     trained = sum(parameter.numel() for parameter in policy.weights.parameters()) * KEPT
     held = {"model": tensor_bytes(frozen), "trained": trained}
-    rows, row = geometry(config.train).micro_batch, asked.rows(torch.tensor([0]))
+    rows, row = geometry(config.train).micro_batch, conditioning.rows(torch.tensor([0]))
     evaluations = policy.evaluations
     masked = hasattr(policy, "mask")
     cache = {} if masked else {"cache": rows * _at(config, lambda length: _cache(policy, row, length))}
@@ -48,28 +51,29 @@ def _at(config: Config, size: Callable[[int], int]) -> int:
     return short + (long - short) * (config.text.max_tokens - SHORT) // (LONG - SHORT)
 
 
-def _tokens(policy, row: Any, length: int) -> torch.Tensor:
+def _tokens(policy: CausalLM, row: TokenizedPrompts, length: int) -> torch.Tensor:
     """Return tokens [1,length] that continue the prompt with its own tokens."""
-    own = row.ids[0].tolist()[-1:] if not hasattr(policy, "mask") else [policy.mask]
-    return torch.tensor([list(itertools.islice(itertools.cycle(own), length))], device=policy.device)
+    tokens = row.ids[0].tolist()[-1:] if not hasattr(policy, "mask") else [policy.mask]
+    return torch.tensor([list(itertools.islice(itertools.cycle(tokens), length))], device=policy.device)
 
 
-def _activations(policy, row: Any, length: int) -> int:
+def _activations(policy: CausalLM, row: TokenizedPrompts, length: int) -> int:
     """Return bytes that the forward of one row keeps for its backward."""
     ids = _tokens(policy, row, length)
     with policy._arithmetic():
         if hasattr(policy, "mask"):
+            assert isinstance(policy, MaskedLM)
             prompts = policy._together(row, torch.tensor([0]))
             return kept([policy.model], lambda: policy._logits(prompts, ids))
         return kept([policy.model], lambda: policy._whole(row, ids))
 
 
 @torch.no_grad()
-def _cache(policy, row: Any, length: int) -> int:
+def _cache(policy: CausalLM, row: TokenizedPrompts, length: int) -> int:
     """Return bytes of one row's keys and values; 0 for a model that stores them in another form."""
     inputs, _ = policy._joined(row, _tokens(policy, row, length + 1))
     with policy._arithmetic():
-        found = policy.model.base_model(input_ids=inputs, use_cache=True, **policy._beside(row, inputs.shape[1]))
-    layers = getattr(found.past_key_values, "layers", ())
+        outputs = policy.model.base_model(input_ids=inputs, use_cache=True, **policy._beside(row, inputs.shape[1]))
+    layers = getattr(outputs.past_key_values, "layers", ())
     tensors = [getattr(layer, name, None) for layer in layers for name in ("keys", "values")]
-    return tensor_bytes(each for each in tensors if torch.is_tensor(each))
+    return tensor_bytes(tensor for tensor in tensors if torch.is_tensor(tensor))

@@ -1,4 +1,4 @@
-"""The command line. User errors print one line and exit with code 2; `--help` does not import torch."""
+"""Command line. User errors print one line and exit with code 2; `--help` does not import torch."""
 
 from __future__ import annotations
 

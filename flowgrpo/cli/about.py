@@ -30,17 +30,17 @@ def check(
     from flowgrpo.check.report import report
     from flowgrpo.config import parse
 
-    told = report(model, parse.load(recipe) if recipe else None, device)
+    result = report(model, parse.load(recipe) if recipe else None, device)
     if as_json:
-        typer.echo(json.dumps(told, indent=2, default=str))
+        typer.echo(json.dumps(result, indent=2, default=str))
     else:
-        known = {key: value for key, value in told.items() if value is not None}
-        known = {"model": told["model"], "drivable": "unknown"} | known
+        known = {key: value for key, value in result.items() if value is not None}
+        known = {"model": result["model"], "drivable": "unknown"} | known
         lines = [(key.replace("_", " ") + ", GiB" * (key in IN_GIB), _plain(value)) for key, value in known.items()]
         width = max(len(key) for key, _ in lines)
         for key, value in lines:
             typer.echo(f"{key:<{width}}  {value}")
-    if not told["drivable"]:
+    if not result["drivable"]:
         raise typer.Exit(2)
 
 
@@ -68,11 +68,11 @@ def methods(
                                                help="List those alone whose line has this word.")] = None,
 ) -> None:
     """List the presets that --method takes."""
-    found = {title: [row for row in _presets(module) if not word or word.lower() in " ".join(row).lower()]
-             for module, title in GROUPS.items()}
-    if not any(found.values()):
+    tables = {title: [row for row in _presets(module) if not word or word.lower() in " ".join(row).lower()]
+              for module, title in GROUPS.items()}
+    if not any(tables.values()):
         raise UserError(f"no method's line has {word!r}: `flowgrpo methods` lists all")
-    for title, rows in found.items():
+    for title, rows in tables.items():
         if rows:
             print_table(["name", title, "source"], rows)
     typer.echo("Formula, recipe and differences of each: docs/methods/NAME.md; papers and parts: docs/methods/index.md")
@@ -89,5 +89,5 @@ def _presets(module: str) -> list[list[str]]:
 def _summary(docstring: str) -> tuple[str, str]:
     """Split the first sentence of a docstring into (text, source in its last parentheses)."""
     line = " ".join(docstring.partition("\n\n")[0].split()).rstrip(".")
-    found = re.fullmatch(r"(.*?) *\(([^()]*)\)", line)
-    return (found[1], found[2]) if found else (line, "")
+    match = re.fullmatch(r"(.*?) *\(([^()]*)\)", line)
+    return (match[1], match[2]) if match else (line, "")

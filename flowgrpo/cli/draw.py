@@ -61,8 +61,8 @@ def sample(
         return
     from flowgrpo.evaluation import images
 
-    asked = prompt or []
-    for path in images.sample(model, lora, asked, count, seed, steps, guidance, output, weight, image, precision):
+    given = prompt or []
+    for path in images.sample(model, lora, given, count, seed, steps, guidance, output, weight, image, precision):
         typer.echo(path)
 
 
@@ -86,7 +86,7 @@ def _require_options(prompt: list[str] | None, prompts: Path | None, image: Path
 
 
 def _writes(model: str, run: str | Path | None = None) -> bool:
-    """True for a language model, judged by the run that trained it, the model's files or the hub."""
+    """Return True for a language model, judged by the run that trained it, the model's files or the hub."""
     from flowgrpo.evaluation.checkpoints import config_of
     from flowgrpo.policies.build import writes
 

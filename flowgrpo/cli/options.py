@@ -15,22 +15,22 @@ RLG = "Draw with base + W * (tuned - base): 0 the base, 1 the tuned model, above
 
 def one_weight(text: str | None) -> float | None:
     """Return the single weight of --rlg."""
-    found = weights_of(text)
-    if len(found) > 1:
+    weights = weights_of(text)
+    if len(weights) > 1:
         raise UserError(f"--rlg: got {text!r}, expected one number from 0 up")
-    return found[0] if found else None
+    return weights[0] if weights else None
 
 
 def weights_of(text: str | None) -> list[float]:
     """Parse the weights of --rlg.
     Raises UserError for anything but finite numbers from 0 up."""
     try:
-        found = [] if text is None else [float(value) for value in text.split(",")]
+        weights = [] if text is None else [float(value) for value in text.split(",")]
     except ValueError:
-        found = [-1.0]
-    if not all(0 <= weight < float("inf") for weight in found):
+        weights = [-1.0]
+    if not all(0 <= weight < float("inf") for weight in weights):
         raise UserError(f"--rlg: got {text!r}, expected numbers from 0 up")
-    return found
+    return weights
 
 
 def asked_rewards(text: str) -> list[str] | dict[str, Any]:

@@ -19,13 +19,13 @@ def rewards(as_json: Annotated[bool, typer.Option("--json", help="Print JSON, wi
     """List the rewards that --reward takes by name: what they judge, their range, needs and licence."""
     from flowgrpo.rewards import table
 
-    found = table.listed()
+    listed = table.listed()
     if as_json:
-        typer.echo(json.dumps(found, indent=2))
+        typer.echo(json.dumps(listed, indent=2))
         return
     print_table(["name", "modality", "range", "needs", "licence", "installed"],
-                [table.cells(reward) for reward in found])
-    for reward in found:
+                [table.cells(reward) for reward in listed])
+    for reward in listed:
         if reward["broken"]:
             typer.echo(reward["broken"])
     typer.echo('Needs are installed as "flowgrpo[NAME]" or by their own name; ? is what a reward does not say.')
@@ -53,12 +53,12 @@ def score(
     scores = table.score_files(reward, made_with(reward, args), images, given)
     known = [None if value != value else value for value in scores]
     if as_json:
-        rows = [{"file": str(file), "prompt": each.text, "score": value}
-                for file, each, value in zip(images, given, known)]
+        rows = [{"file": str(file), "prompt": entry.text, "score": value}
+                for file, entry, value in zip(images, given, known)]
         typer.echo(json.dumps({"reward": reward, "scores": rows}, indent=2))
     else:
-        print_table(["file", "prompt", reward], [[str(file), each.text, "-" if value is None else f"{value:.4f}"]
-                                                 for file, each, value in zip(images, given, known)])
+        print_table(["file", "prompt", reward], [[str(file), entry.text, "-" if value is None else f"{value:.4f}"]
+                                                 for file, entry, value in zip(images, given, known)])
 
 
 @app.command()
@@ -91,12 +91,12 @@ def train_reward(
     aspects(*sides)  # report mistakes before torch is loaded
     from flowgrpo.training import reward_training as training
 
-    found = training.train(*sides, output, training.Settings(
+    accuracies = training.train(*sides, output, training.Settings(
         text=text, size=size, clip=clip, pretrained=pretrained, epochs=epochs, patience=patience, batch=batch, lr=lr,
         seed=seed, bf16=bf16, device=device))
     print_table(["aspect", "accuracy", "95 %", "prompts"],
-                [[name, f"{each.mean:.3f}", f"{each.low:.3f} to {each.high:.3f}", str(each.prompts)]
-                 for name, each in found.items()])
+                [[name, f"{accuracy.mean:.3f}", f"{accuracy.low:.3f} to {accuracy.high:.3f}", str(accuracy.prompts)]
+                 for name, accuracy in accuracies.items()])
     typer.echo(f"Of the held-out pairs, which chose the epoch too. Use it as --reward {output}")
 
 

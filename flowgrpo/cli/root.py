@@ -1,4 +1,4 @@
-"""The Typer application of all commands, and `main`, which runs it."""
+"""Typer application of all commands, and `main`, which runs it."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ app = typer.Typer(name="flowgrpo", no_args_is_help=True, add_completion=False, p
                                                 "group-relative RL.")
 
 
-def _version(wanted: bool) -> None:
-    if wanted:
+def _version(show: bool) -> None:
+    if show:
         typer.echo(f"flowgrpo {__version__}")
         raise typer.Exit
 
@@ -42,18 +42,18 @@ def main(arguments: list[str] | None = None) -> int:
     except (KeyboardInterrupt, typer.Abort):
         return 130
     except UserError as error:
-        told = str(error)
+        message = str(error)
     except UsageError as error:
-        told = error.format_message()
+        message = error.format_message()
     except Exception as error:
         refusal = paths.refusal(error)
         if refusal is None:
             raise
-        told = refusal
+        message = refusal
     finally:
         _leave_group()
-    if told:  # Typer's error for a call without a command is the help text it has already printed
-        print(f"flowgrpo: error: {' '.join(told.split())}", file=sys.stderr)
+    if message:  # Typer's error for a call without a command is the help text it has already printed
+        print(f"flowgrpo: error: {' '.join(message.split())}", file=sys.stderr)
     return 2
 
 

@@ -63,8 +63,8 @@ def _check_key(option: str, key: str) -> None:
     from flowgrpo.config import parse, schema
 
     if not option.startswith("--") or not schema.owner(key):
-        told = parse.nearest_key(key, [*schema.keys(), "resume", "help"])
-        raise UserError(f"unknown option {option}" + told.replace("'", "'--", 1))
+        hint = parse.nearest_key(key, [*schema.keys(), "resume", "help"])
+        raise UserError(f"unknown option {option}" + hint.replace("'", "'--", 1))
 
 
 def _check_inputs(settings: Any) -> None:

@@ -24,53 +24,53 @@ class Together:
     def __init__(self) -> None:
         self.works: bool | None = None
 
-    def draw(self, pipe: Any, prompts: Sequence[Prompt], seeds: Sequence[int], asked: dict[str, Any],
+    def draw(self, pipe: Any, prompts: Sequence[Prompt], seeds: Sequence[int], arguments: dict[str, Any],
              negative: str) -> list[torch.Tensor]:
         """Draw pictures [3, H, W] or clips [F, 3, H, W] in [0, 1], one per prompt and seed. They equal those of
         `draw_one` up to rounding of other matrix shapes. Prompts with a picture are drawn singly.
         Raises UserError if the device runs out of memory."""
         if len(prompts) < 2 or self.works is False or any(prompt.image for prompt in prompts):
-            return [draw_one(pipe, *each, asked, negative) for each in zip(prompts, seeds)]
+            return [draw_one(pipe, prompt, seed, arguments, negative) for prompt, seed in zip(prompts, seeds)]
         try:
             if self.works is None:
-                return self._tried(pipe, prompts, seeds, asked, negative)
-            return list(_drawn(pipe, prompts, seeds, asked, negative))
+                return self._tried(pipe, prompts, seeds, arguments, negative)
+            return list(_drawn(pipe, prompts, seeds, arguments, negative))
         except torch.OutOfMemoryError as error:
             raise UserError(f"{len(prompts)} pictures in one call do not fit into the device's memory: give a --batch "
                             f"below {len(prompts)}") from error
 
-    def _tried(self, pipe: Any, prompts: Sequence[Prompt], seeds: Sequence[int], asked: dict[str, Any],
+    def _tried(self, pipe: Any, prompts: Sequence[Prompt], seeds: Sequence[int], arguments: dict[str, Any],
                negative: str) -> list[torch.Tensor]:
         try:
-            found = list(_drawn(pipe, prompts, seeds, asked, negative))
+            pictures = list(_drawn(pipe, prompts, seeds, arguments, negative))
         except torch.OutOfMemoryError:
             raise
         except REFUSALS:
-            found = []
+            pictures = []
         # The second picture: the first would match even if all rows had its noise or prompt.
-        alone = draw_one(pipe, prompts[1], seeds[1], asked, negative)
-        self.works = bool(found) and _same(found, alone)
+        alone = draw_one(pipe, prompts[1], seeds[1], arguments, negative)
+        self.works = bool(pictures) and _same(pictures, alone)
         if self.works:
-            return found
+            return pictures
         tqdm.write(f"{type(pipe).__name__} does not draw several prompts in one call as it draws each: one at a time")
-        return [alone if i == 1 else draw_one(pipe, *each, asked, negative)
-                for i, each in enumerate(zip(prompts, seeds))]
+        return [alone if i == 1 else draw_one(pipe, prompt, seed, arguments, negative)
+                for i, (prompt, seed) in enumerate(zip(prompts, seeds))]
 
 
-def _same(found: Sequence[torch.Tensor], alone: torch.Tensor) -> bool:
-    if found[1].shape != alone.shape:
+def _same(pictures: Sequence[torch.Tensor], alone: torch.Tensor) -> bool:
+    if pictures[1].shape != alone.shape:
         return False
-    return bool((found[1] - alone).abs().mean() <= SHARE * (found[1] - found[0]).abs().mean())
+    return bool((pictures[1] - alone).abs().mean() <= SHARE * (pictures[1] - pictures[0]).abs().mean())
 
 
 @torch.no_grad()
-def _drawn(pipe: Any, prompts: Sequence[Prompt], seeds: Sequence[int], asked: dict[str, Any],
+def _drawn(pipe: Any, prompts: Sequence[Prompt], seeds: Sequence[int], arguments: dict[str, Any],
            negative: str) -> torch.Tensor:
     """Return the output of one call, [B, ...].
     Raises ValueError unless it has one picture or clip per prompt."""
-    made = call(pipe, asked, prompt=[prompt.text for prompt in prompts], output_type="pt",
-                generator=[torch.Generator().manual_seed(seed) for seed in seeds],
-                negative_prompt=[negative if prompt.negative is None else prompt.negative for prompt in prompts])
-    if made.ndim not in (4, 5) or len(made) != len(prompts):
-        raise ValueError(f"expected {len(prompts)} pictures or clips, got {list(made.shape)}")
-    return made.float().cpu()
+    pictures = call(pipe, arguments, prompt=[prompt.text for prompt in prompts], output_type="pt",
+                    generator=[torch.Generator().manual_seed(seed) for seed in seeds],
+                    negative_prompt=[negative if prompt.negative is None else prompt.negative for prompt in prompts])
+    if pictures.ndim not in (4, 5) or len(pictures) != len(prompts):
+        raise ValueError(f"expected {len(prompts)} pictures or clips, got {list(pictures.shape)}")
+    return pictures.float().cpu()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flowgrpo.config.parse import load as load_config
 from flowgrpo.config.schema import Config
@@ -15,6 +15,9 @@ from flowgrpo.policies.language.causal_lm import CausalLM
 from flowgrpo.policies.weights.trainable import TrainableWeights
 from flowgrpo.samplers import learned_noise
 from flowgrpo.storage import checkpoint
+
+if TYPE_CHECKING:
+    import torch
 
 
 def is_checkpoint(path: Path | None) -> bool:
@@ -30,9 +33,9 @@ def run_config(path: Path) -> Config:
     run = path.parent.parent if is_checkpoint(path) else path
     if not (run / "config.yaml").is_file():
         raise UserError(f"{path} is not a run: it has no config.yaml; expected a folder that `flowgrpo train` wrote")
-    config, own = load_config(run / "config.yaml"), run / provenance.PROMPTS
-    moved = Path(config.prompts) == config.folder / provenance.PROMPTS and own.is_file()  # moved since, or archived
-    return config.model_copy(update={"prompts": str(own)}) if moved else config
+    config, prompts = load_config(run / "config.yaml"), run / provenance.PROMPTS
+    moved = Path(config.prompts) == config.folder / provenance.PROMPTS and prompts.is_file()  # moved since, or archived
+    return config.model_copy(update={"prompts": str(prompts)}) if moved else config
 
 
 def config_of(path: Path | None) -> Config | None:
@@ -53,7 +56,7 @@ def load(pipe: Any, path: Path) -> None:
     take(TrainableWeights(pipe, trained_modules(pipe, method.rollout.adapted), config.adapter), config, path)
 
 
-def language_policy(config: Config, path: Path, device: Any = "cpu") -> CausalLM:
+def language_policy(config: Config, path: Path, device: str | torch.device = "cpu") -> CausalLM:
     """Return a language model with a checkpoint's weights. Raises UserError if they belong to another model."""
     policy = build.language_policy(config, build.load_language(config), config.adapter, device)
     take(policy.weights, config, path)

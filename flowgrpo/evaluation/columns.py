@@ -28,9 +28,11 @@ from flowgrpo.evaluation.pages.before_after import captions
 from flowgrpo.evaluation.pages.grid import Row, draw_grid
 from flowgrpo.evaluation.pages.html_page import write_page, write_table
 from flowgrpo.policies import build
+from flowgrpo.policies.language.causal_lm import CausalLM
 from flowgrpo.rewards import pairwise
 from flowgrpo.samplers.rollout import seeder
 from flowgrpo.storage import paths
+from flowgrpo.types import Completion
 
 SEEDS = ("0", "1", "2", "3")
 RLG = ("0", "0.5", "1", "1.5", "2")
@@ -71,9 +73,9 @@ def columns(run: str | Path, kind: str, values: Sequence[str], prompts: str | Pa
     if written and kind not in OF_TEXTS:
         raise UserError(f"--columns {kind}: is of denoisers, and {run} trained a language model; expected one of "
                         f"{', '.join(OF_TEXTS)}")
-    asked = texts.asked(config, 2 if kind == "seeds" else 1, None) if written else \
+    arguments = texts.asked(config, 2 if kind == "seeds" else 1, None) if written else \
         images.call_arguments(config.model, run, config.eval.steps, config.eval.guidance)
-    chosen = KINDS[kind](Column("tuned", run, seed, asked), list(values))
+    chosen = KINDS[kind](Column("tuned", run, seed, arguments), list(values))
     shown = spread(load_prompts(prompts) if prompts else splits.resolve(config)[1], count)
     functions = pairwise.measured(*(rewards.compose(rules, config.cache) for rules in (config.trained, config.watched)))
     drawn = _written(config, run, chosen, shown) if written else _drawn(config, run, chosen, shown)
@@ -94,13 +96,14 @@ def columns(run: str | Path, kind: str, values: Sequence[str], prompts: str | Pa
 
 def _checkpoints(tuned: Column, values: list[str]) -> list[Column]:
     """Columns by epoch, 0 for the base; without values the base and every kept checkpoint."""
+    assert tuned.weights is not None
     folders = {int(folder.name.removeprefix("epoch-")): folder
                for folder in sorted((tuned.weights / "checkpoints").glob("epoch-*"))}
     epochs = [_number("checkpoints", value, int) for value in values] or [0, *folders]
     missing = [epoch for epoch in epochs if epoch and epoch not in folders]
     if missing or not folders:
-        told = f"of epoch {missing[0]}" if missing else "at all"
-        raise UserError(f"--columns checkpoints: {tuned.weights} has none {told}; there are: "
+        which = f"of epoch {missing[0]}" if missing else "at all"
+        raise UserError(f"--columns checkpoints: {tuned.weights} has none {which}; there are: "
                         f"{', '.join(map(str, folders)) or 'none'} (train.keep says how many are kept)")
     return [replace(tuned, name=f"epoch {epoch}" if epoch else "base", weights=folders.get(epoch)) for epoch in epochs]
 
@@ -110,14 +113,15 @@ def _runs(tuned: Column, values: list[str]) -> list[Column]:
     settings."""
     if not values:
         raise UserError("--columns runs: expected --values with the folders of further runs")
-    model, found = run_config(tuned.weights).model, [replace(tuned, name="base", weights=None)]
+    assert tuned.weights is not None
+    model, chosen = run_config(tuned.weights).model, [replace(tuned, name="base", weights=None)]
     for folder in [tuned.weights, *map(Path, values)]:
         config = run_config(folder)
         if config.model != model:
             raise UserError(f"--columns runs: {folder} tuned {config.model!r}, but {tuned.weights} tuned {model!r}: "
                             "expected runs of one model")
-        found.append(replace(tuned, name=config.name, weights=folder))
-    return found
+        chosen.append(replace(tuned, name=config.name, weights=folder))
+    return chosen
 
 
 def _seeds(tuned: Column, values: list[str]) -> list[Column]:
@@ -146,25 +150,26 @@ def _called(tuned: Column, kind: str, argument: str, values: list[str], number: 
     if not values:
         raise UserError(f"--columns {kind}: expected --values with a number for each column, such as --values 1,2,4")
     numbers = [_number(kind, value, number, least) for value in values]
-    return [replace(tuned, name=f"{kind} {each:g}", asked=tuned.asked | {argument: each}) for each in numbers]
+    return [replace(tuned, name=f"{kind} {parsed:g}", asked=tuned.asked | {argument: parsed})
+            for parsed in numbers]
 
 
 def _number(kind: str, value: str, number: type, least: float = 0) -> Any:
     try:
-        found = number(value)
+        parsed = number(value)
     except ValueError:
-        found = None
-    if found is None or not least <= found < float("inf"):
+        parsed = None
+    if parsed is None or not least <= parsed < float("inf"):
         raise UserError(f"--columns {kind}: got {value!r} in --values, expected {'whole ' * (number is int)}numbers "
                         f"from {least} up, parted by commas")
-    return found
+    return parsed
 
 
 # --- drawing ---------------------------------------------------------------------------------------------------------
 
 def _drawn(config: Config, run: Path, chosen: Sequence[Column], prompts: Sequence[Prompt]) -> list[list[Any]]:
     """Draw the pictures of each column. The pipeline is reloaded only after weights that cannot be unloaded."""
-    found, pipe, loaded, branches = [], None, None, None
+    pictures, pipe, loaded, branches = [], None, None, None
     for column in chosen:
         if pipe is None or loaded not in (None, column.weights):
             precision = drawing(config.precision if config.adapter.rank else "fp32", images.place())
@@ -172,6 +177,7 @@ def _drawn(config: Config, run: Path, chosen: Sequence[Column], prompts: Sequenc
             gc.collect()  # two models at once may not fit
             pipe = images.make_pipeline(config.model, precision, config.trust_remote_code, memory=config.memory)
         if column.weights != loaded:
+            assert column.weights is not None  # the base is what a new pipeline has
             if column.rlg is None:
                 images.load_tuned(pipe, column.weights)
             else:
@@ -179,22 +185,27 @@ def _drawn(config: Config, run: Path, chosen: Sequence[Column], prompts: Sequenc
             loaded = column.weights
         seed_of = seeder(column.seed, 0)
         with contextlib.nullcontext() if column.rlg is None else branches.at(column.rlg):
-            found.append([images.draw_one(pipe, prompt, seed_of(i, 0), column.asked, config.negative_prompt)
-                          for i, prompt in enumerate(prompts)])
-    return found
+            pictures.append([images.draw_one(pipe, prompt, seed_of(i, 0), column.asked, config.negative_prompt)
+                             for i, prompt in enumerate(prompts)])
+    return pictures
 
 
-def _written(config: Config, run: Path, chosen: Sequence[Column], prompts: Sequence[Prompt]) -> list[list[str]]:
+def _written(config: Config, run: Path, chosen: Sequence[Column], prompts: Sequence[Prompt]
+             ) -> list[list[Completion]]:
     """Write the texts of each column."""
-    found, policy, loaded = [], None, run / "nothing yet"
+    completions: list[list[Completion]] = []
+    policy: CausalLM | None = None
+    loaded: Path | None = run / "nothing yet"
     for column in chosen:
         if column.weights != loaded:
             policy, loaded = None, column.weights  # two models at once may not fit
             policy = texts.load(texts.settings(config.model, config, column.asked), column.weights)
-        seed_of, own = seeder(column.seed, 0), []
+        seed_of = seeder(column.seed, 0)
+        samples: list[Completion] = []
         for start in range(0, len(prompts), AT_ONCE):
             some = prompts[start:start + AT_ONCE]
-            asked = policy.encode([prompt.text for prompt in some], images=[prompt.image for prompt in some])
-            own += policy.generate(asked, policy.generators(seed_of(start + i, 0) for i in range(len(some))))
-        found.append(own)
-    return found
+            conditioning = policy.encode([prompt.text for prompt in some], images=[prompt.image for prompt in some])
+            generators = policy.generators(seed_of(start + i, 0) for i in range(len(some)))
+            samples += policy.generate(conditioning, generators)
+        completions.append(samples)
+    return completions

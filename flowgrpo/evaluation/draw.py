@@ -9,7 +9,7 @@ import contextlib
 import itertools
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -21,6 +21,8 @@ from flowgrpo.evaluation import images, texts
 from flowgrpo.evaluation.batched import Together
 from flowgrpo.evaluation.ledger import Ledger, Place, TextLedger
 from flowgrpo.evaluation.plan import Medium
+from flowgrpo.policies.language.causal_lm import CausalLM
+from flowgrpo.policies.weights.rlg import Branches
 from flowgrpo.rewards.images import guards
 from flowgrpo.samplers.rollout import seeder
 from flowgrpo.types import Completion
@@ -34,7 +36,9 @@ class Painter:
     RLG is requested, which keeps both."""
 
     def __init__(self, plan: Plan, device: torch.device):
-        self.plan, self.device, self.pipe, self.tuned, self.branches = plan, device, None, False, None
+        self.plan, self.device, self.tuned = plan, device, False
+        self.pipe: Any = None
+        self.branches: Branches | None = None
         self.seed_of, self.together = seeder(plan.seed, 0), Together()
 
     def draw(self, arm: str, prompts: Sequence[Prompt], places: Sequence[Place]) -> list[torch.Tensor]:
@@ -49,10 +53,11 @@ class Painter:
             self._tune()
         assert weight or not self.tuned or self.branches, "what was loaded into the pipeline does not leave it"
         with self.branches.at(weight) if self.branches else contextlib.nullcontext():
-            return self.together.draw(self.pipe, prompts, [self.seed_of(each.prompt, each.sample) for each in places],
-                                      self.plan.asked, self.plan.negative)
+            seeds = [self.seed_of(place.prompt, place.sample) for place in places]
+            return self.together.draw(self.pipe, prompts, seeds, self.plan.asked, self.plan.negative)
 
     def _tune(self) -> None:
+        assert self.plan.tuned is not None
         self.tuned = True
         if self.plan.rlg is None:
             images.load_tuned(self.pipe, self.plan.tuned)
@@ -64,7 +69,8 @@ class Writer:
     """Write with a language model, reloaded for every arm."""
 
     def __init__(self, plan: Plan, device: torch.device):
-        self.plan, self.device, self.arm, self.policy = plan, device, "", None
+        self.plan, self.device, self.arm = plan, device, ""
+        self.policy: CausalLM | None = None
         self.seed_of = seeder(plan.seed, 0)
 
     def draw(self, arm: str, prompts: Sequence[Prompt], places: Sequence[Place]) -> list[Completion]:
@@ -75,9 +81,10 @@ class Writer:
                                     self.plan.precision)
             self.policy = texts.load(config, self.plan.tuned if self.plan.arms[arm] else None, self.device)
             self.arm = arm
-        asked = self.policy.encode([prompt.text for prompt in prompts], images=[prompt.image for prompt in prompts])
+        conditioning = self.policy.encode([prompt.text for prompt in prompts],
+                                          images=[prompt.image for prompt in prompts])
         seeds = (self.seed_of(place.prompt, place.sample) for place in places)
-        return self.policy.generate(asked, self.policy.generators(seeds))
+        return self.policy.generate(conditioning, self.policy.generators(seeds))
 
 
 def written_apart(samples: Sequence[str]) -> float:

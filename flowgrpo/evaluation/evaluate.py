@@ -27,7 +27,7 @@ from flowgrpo.distributed.processes import Processes
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation import draw, findings, held_out, images, measured, texts
 from flowgrpo.evaluation.checkpoints import config_of
-from flowgrpo.evaluation.ledger import Ledger, Place
+from flowgrpo.evaluation.ledger import BaseLedger, Place
 from flowgrpo.evaluation.pages import rlg_sweep
 from flowgrpo.evaluation.pages.grid import Row, draw_grid
 from flowgrpo.evaluation.pass_at_k import tries, verdicts
@@ -114,18 +114,18 @@ def make_plan(source: str, lora: str | Path | None, base: bool, samples: int, st
     _require_fitting(medium, {"steps": steps, "guidance": guidance, "rlg": rlg or None},
                      {"temperature": temperature, "max-tokens": max_tokens})
     if medium is draw.TEXTS:
-        asked = texts.asked(config, samples, temperature, max_tokens)
+        arguments = texts.asked(config, samples, temperature, max_tokens)
     else:
         if config is not None:
             steps, guidance = steps or config.eval.steps, config.eval.guidance if guidance is None else guidance
-        asked = images.call_arguments(model, tuned, steps, guidance)
+        arguments = images.call_arguments(model, tuned, steps, guidance)
     arms = {BASE: 0.0} if base or tuned is None else {}
     arms |= {f"rlg-{weight:g}": weight for weight in sorted(rlg)} if len(rlg) > 1 else \
         {TUNED: rlg[0] if rlg else 1.0} if tuned is not None else {}
     if len(arms) < len(rlg):
         raise UserError(f"--rlg: got a weight twice in {', '.join(f'{weight:g}' for weight in rlg)}")
-    return Plan(model, tuned, arms, "sweep" if len(rlg) > 1 else next(iter(rlg), None), config, asked, samples, seed,
-                medium, precision)
+    return Plan(model, tuned, arms, "sweep" if len(rlg) > 1 else next(iter(rlg), None), config, arguments, samples,
+                seed, medium, precision)
 
 
 def _require_fitting(medium: Medium, of_pictures: dict[str, Any], of_texts: dict[str, Any]) -> None:
@@ -139,14 +139,14 @@ def _require_fitting(medium: Medium, of_pictures: dict[str, Any], of_texts: dict
 def _functions(config: Config | None, names: Sequence[str] | dict[str, WatchRule]) -> dict[str, Any]:
     rules: dict[str, WatchRule] = config.trained | config.watched if config else {}
     given = names if isinstance(names, dict) else {name: rules.get(name, WatchRule()) for name in names}
-    asked = given or rules
-    if not asked:
+    chosen = given or rules
+    if not chosen:
         raise UserError("--rewards: expected the names of rewards, such as --rewards scene (`flowgrpo rewards` lists "
                         "them)")
-    made = rewards.compose(asked, config.cache if config else None)
+    composed = rewards.compose(chosen, config.cache if config else None)
     # The run's rewards that need groups are dropped; one requested by name raises.
-    own = {name: made.pop(name) for name in asked if config and not names and name in config.trained}
-    return pairwise.measured(own, made)
+    trained = {name: composed.pop(name) for name in chosen if config and not names and name in config.trained}
+    return pairwise.measured(trained, composed)
 
 
 def _processes() -> Processes:
@@ -160,7 +160,7 @@ def _processes() -> Processes:
 
 # --- drawing and scoring ---------------------------------------------------------------------------------------------
 
-def _make(plan: Plan, suite: Suite, functions: dict[str, Any], ledger: Ledger, known: dict[Place, dict[str, float]],
+def _make(plan: Plan, suite: Suite, functions: dict[str, Any], ledger: BaseLedger, known: dict[Place, dict[str, float]],
           processes: Processes, batch: int) -> dict[str, int]:
     """Sample and score what is missing. Returns the number of failed samples by reward, over all processes."""
     hand, at_once = plan.medium.hand(plan, processes.device), max(AT_ONCE, batch)
@@ -168,16 +168,16 @@ def _make(plan: Plan, suite: Suite, functions: dict[str, Any], ledger: Ledger, k
     for arm in plan.arms:
         processes.wait()  # the tuned samples are compared with the base's of all processes
         places = [Place(arm, i, k) for i in range(len(suite.cases)) for k in range(plan.samples)]
-        own = processes.own([place for place in places if not functions.keys() <= known.get(place, {}).keys()])
-        with processes.together(), tqdm(total=len(own), desc=f"{suite.name}, {arm}", unit=plan.medium.unit,
+        remaining = processes.own([place for place in places if not functions.keys() <= known.get(place, {}).keys()])
+        with processes.together(), tqdm(total=len(remaining), desc=f"{suite.name}, {arm}", unit=plan.medium.unit,
                                         leave=False, disable=None if processes.first else True) as bar:
-            for part, some in enumerate(_parts(own, batch, at_once)):
+            for part, some in enumerate(_parts(remaining, batch, at_once)):
                 missing = [place for place in some if not ledger.has(place)]
                 for first in range(0, len(missing), batch):
                     places = missing[first:first + batch]
                     drawn = hand.draw(arm, [suite.cases[place.prompt].prompt for place in places], places)
-                    for place, each in zip(places, drawn):
-                        ledger.save(place, each)
+                    for place, sample in zip(places, drawn):
+                        ledger.save(place, sample)
                 with contextlib.nullcontext() if part else exchange.brief():
                     failed += _score(some, suite, functions, ledger, known, plan.unchanged)
                 bar.update(len(some))
@@ -190,25 +190,25 @@ def _parts(places: Sequence[Place], first: int, rest: int) -> list[Sequence[Plac
     return [places[start:end] for start, end in zip(starts, [*starts[1:], len(places)])]
 
 
-def _known(ledger: Ledger, plan: Plan, functions: dict[str, Any]) -> dict[Place, dict[str, float]]:
+def _known(ledger: BaseLedger, plan: Plan, functions: dict[str, Any]) -> dict[Place, dict[str, float]]:
     """Return the valid scores of existing samples. Scores that lacked a base are computed again if there is one now."""
     again = {name for name, reward in functions.items() if plan.unchanged and rewards.sees_base(reward)}
     return {place: {name: value for name, value in scores.items() if name not in again or not math.isnan(value)}
             for place, scores in ledger.read().items() if ledger.has(place)}
 
 
-def _score(places: Sequence[Place], suite: Suite, functions: dict[str, Any], ledger: Ledger,
+def _score(places: Sequence[Place], suite: Suite, functions: dict[str, Any], ledger: BaseLedger,
            known: dict[Place, dict[str, float]], base: str | None) -> Counter[str]:
     """Score samples by the rewards missing for any of them, and store the missing scores. base: the arm to compare
     with. Returns the number of failures by reward; failures are not stored, so the next call retries them."""
     missing = {name: reward for name, reward in functions.items()
                if any(name not in known.get(place, {}) for place in places)}
     prompts = [suite.cases[place.prompt].prompt for place in places]
-    compared = base is not None and any(map(rewards.sees_base, missing.values()))
-    found = columns(missing, ledger.batch(places), [p.text for p in prompts], [p.metadata for p in prompts],
-                    base=ledger.batch([p._replace(arm=base) for p in places]) if compared else None)
+    scores = columns(missing, ledger.batch(places), [p.text for p in prompts], [p.metadata for p in prompts],
+                     base=ledger.batch([p._replace(arm=base) for p in places])
+                     if base is not None and any(map(rewards.sees_base, missing.values())) else None)
     failed: Counter[str] = Counter()
-    for place, values in zip(places, zip(*found)):
+    for place, values in zip(places, zip(*scores)):
         lacked = {name: value for name, value in zip(missing, values) if name not in known.get(place, {})}
         failed.update(name for name, value in lacked.items() if isinstance(value, Failed))
         ledger.write(place, {name: float(np.float32(value))  # as `rewards.score` returns it
@@ -218,7 +218,7 @@ def _score(places: Sequence[Place], suite: Suite, functions: dict[str, Any], led
 
 # --- findings --------------------------------------------------------------------------------------------------------
 
-def _finish(plan: Plan, suite: Suite, functions: dict[str, Any], ledger: Ledger, failed: dict[str, int],
+def _finish(plan: Plan, suite: Suite, functions: dict[str, Any], ledger: BaseLedger, failed: dict[str, int],
             apart: Callable) -> dict[str, Any]:
     known, shape = ledger.read(), (len(suite.cases), plan.samples)
     scores = {arm: {name: np.array([[known[place].get(name, math.nan) for place in row] for row in _places(arm, shape)])
@@ -226,9 +226,9 @@ def _finish(plan: Plan, suite: Suite, functions: dict[str, Any], ledger: Ledger,
     spread = {arm: np.array([[apart(ledger.batch(row))] for row in _places(arm, shape)]) for arm in plan.arms} \
         if plan.samples > 1 else {}
     trained = list(plan.config.trained) if plan.config else None
-    found = findings.summarise(suite, scores, spread, trained, f"{plan.medium.unit}s")
+    summary = findings.summarise(suite, scores, spread, trained, f"{plan.medium.unit}s")
     results = {"suite": {"name": suite.name, "format": suite.form, "prompts": shape[0]}, **plan.told(),
-               "unit": plan.medium.unit, "failed": failed, **found,
+               "unit": plan.medium.unit, "failed": failed, **summary,
                "tries": {arm: tries({name: scores[arm][name] for name in verdicts(functions)},
                                     _answers(arm, shape, functions, ledger)) for arm in plan.arms}}
     text = json.dumps(finite(results), indent=2)
@@ -245,14 +245,14 @@ def _places(arm: str, shape: tuple[int, int]) -> list[list[Place]]:
     return [[Place(arm, i, k) for k in range(shape[1])] for i in range(shape[0])]
 
 
-def _answers(arm: str, shape: tuple[int, int], functions: dict[str, Any], ledger: Ledger) -> dict[str, list]:
+def _answers(arm: str, shape: tuple[int, int], functions: dict[str, Any], ledger: BaseLedger) -> dict[str, list]:
     """Return the answers of an arm's texts [N,S], by the rewards that extract an answer."""
     reading = {name: reward.function for name, reward in functions.items() if hasattr(reward.function, "answer")}
     return {name: [[function.answer(text) for text in ledger.batch(row)] for row in _places(arm, shape)]
             for name, function in reading.items()}
 
 
-def _page(plan: Plan, suite: Suite, scores: dict[str, dict[str, np.ndarray]], ledger: Ledger) -> None:
+def _page(plan: Plan, suite: Suite, scores: dict[str, dict[str, np.ndarray]], ledger: BaseLedger) -> None:
     """Write a page of some prompts, evenly over the suite, with the first sample of each arm."""
     rows = [Row(suite.cases[i].prompt.text, [ledger.load(Place(arm, i, 0)) for arm in plan.arms],
                 [{name: float(values[i, 0]) for name, values in scores[arm].items()} for arm in plan.arms])

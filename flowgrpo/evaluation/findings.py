@@ -29,24 +29,25 @@ def summarise(suite: Suite, scores: Scores, spread: dict[str, np.ndarray], train
     def split(values: np.ndarray, share: bool = True) -> dict[str, Any]:
         return {name: interval(values[rows], share).told() for name, rows in places.items()}
 
-    arms = {arm: {name: split(values) for name, values in found.items()} for arm, found in scores.items()}
-    told: dict[str, Any] = {"confidence": CONFIDENCE, "arms": arms, "category_means": {
-        arm: {name: _over_categories(each) for name, each in found.items()} for arm, found in arms.items()},
+    arms = {arm: {name: split(values) for name, values in of_arm.items()} for arm, of_arm in scores.items()}
+    summary: dict[str, Any] = {"confidence": CONFIDENCE, "arms": arms, "category_means": {
+        arm: {name: _over_categories(categories) for name, categories in of_arm.items()}
+        for arm, of_arm in arms.items()},
         "diversity": {arm: interval(values, share=False).told() for arm, values in spread.items()}}
     if scores.keys() != {"base", "tuned"}:
-        return told | {"compared": {}, "drift": []}
+        return summary | {"compared": {}, "drift": []}
     base, tuned = scores.values()
-    told["compared"] = {name: {"change": split(tuned[name] - base[name], share=False),
-                               "win_rate": split(wins(base[name], tuned[name]))} for name in base}
+    summary["compared"] = {name: {"change": split(tuned[name] - base[name], share=False),
+                                  "win_rate": split(wins(base[name], tuned[name]))} for name in base}
     changes = {name: interval(tuned[name] - base[name], share=False) for name in base}
     closer = interval(spread["tuned"] - spread["base"], share=False) if spread else None
     if closer is not None:
-        told["diversity"]["change"] = closer.told()
-    return told | {"drift": drift(changes, trained, closer, unit)}
+        summary["diversity"]["change"] = closer.told()
+    return summary | {"drift": drift(changes, trained, closer, unit)}
 
 
-def _over_categories(each: dict[str, dict[str, Any]]) -> float:
-    means = [entry["mean"] for name, entry in each.items() if name != ALL and not math.isnan(entry["mean"])]
+def _over_categories(categories: dict[str, dict[str, Any]]) -> float:
+    means = [entry["mean"] for name, entry in categories.items() if name != ALL and not math.isnan(entry["mean"])]
     return sum(means) / len(means) if means else math.nan
 
 
@@ -83,15 +84,16 @@ def notes(results: dict[str, Any]) -> list[str]:
     """Return the notes below the tables, one sentence each."""
     said = []
     for name in next(iter(results["arms"].values())):
-        means = {arm: each[name] for arm, each in results["category_means"].items() if not math.isnan(each[name])}
+        means = {arm: of_arm[name] for arm, of_arm in results["category_means"].items()
+                 if not math.isnan(of_arm[name])}
         if means:
-            told = ", ".join(f"{arm} {mean:.3f}" for arm, mean in means.items())
-            said.append(f"{name}, mean over the categories: {told}")
+            listed = ", ".join(f"{arm} {mean:.3f}" for arm, mean in means.items())
+            said.append(f"{name}, mean over the categories: {listed}")
     unit = f"{results['unit']}s"
     said += [f"{name} failed on {count} {unit}, which are left out: the same command asks for them again"
              for name, count in results["failed"].items() if count]
-    said += [f"{name}, {arm}: {', '.join(f'{what} {_cell(entry)}' for what, entry in each.items())}"
-             for arm, rewards in results["tries"].items() for name, each in rewards.items()]
+    said += [f"{name}, {arm}: {', '.join(f'{what} {_cell(entry)}' for what, entry in entries.items())}"
+             for arm, rewards in results["tries"].items() for name, entries in rewards.items()]
     if results["diversity"]:
         cells = ", ".join(f"{name} {_cell(entry, '+.3f' if name == 'change' else '.3f')}"
                           for name, entry in results["diversity"].items())
@@ -130,5 +132,5 @@ def show(results: dict[str, Any]) -> None:
         for line in lines:
             drawn.add_row(*line, style="bold" if line[0] == ALL else "")
         console.print(drawn)
-    for line in notes(results):
-        console.print(line, highlight=False)
+    for note in notes(results):
+        console.print(note, highlight=False)

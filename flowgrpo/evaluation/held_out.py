@@ -10,8 +10,9 @@ import json
 import math
 import shutil
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from PIL import Image
@@ -19,24 +20,28 @@ from PIL import Image
 from flowgrpo.config.reward_rules import WatchRule
 from flowgrpo.config.schema import Config
 from flowgrpo.data.prompts import Prompt
-from flowgrpo.evaluation.measured import EVAL_SEED, Measured, measure, spread
+from flowgrpo.evaluation.measured import EVAL_SEED, Generating, Measured, measure, spread
 from flowgrpo.evaluation.pages.before_after import cards, draw_pairs
 from flowgrpo.evaluation.pages.clips import tall, untall
 from flowgrpo.evaluation.pages.grid import Row, draw_grid
 from flowgrpo.evaluation.report import report, snapshots
+from flowgrpo.evaluation.trainer import Trainer
 from flowgrpo.log import plain_console
+from flowgrpo.policies.policy import Policy
 from flowgrpo.storage.json_files import finite, read_object
 
 
-def _measure(trainer, functions, title: str, reference: Callable[[], Any] | None = None) -> Measured:
+def _measure(trainer: Trainer, functions: dict[str, Any], title: str,
+             reference: Callable[[], AbstractContextManager[None]] | None = None) -> Measured:
     settings, config = trainer.config.eval, trainer.config
-    return measure(trainer.policy, spread(trainer.held_out, settings.prompts), functions, steps=settings.steps,
+    policy = cast(Generating, trainer.policy)
+    return measure(policy, spread(trainer.held_out, settings.prompts), functions, steps=settings.steps,
                    guidance=settings.guidance, samples=settings.samples, micro_batch=config.train.micro_batch,
                    negative=config.negative_prompt, keep=settings.grid, title=title, encode=trainer.rollouts.encode,
                    processes=trainer.processes, reference=reference)
 
 
-def before(trainer, functions: dict[str, Any], folder: Path, reuse: bool) -> Measured:
+def before(trainer: Trainer, functions: dict[str, Any], folder: Path, reuse: bool) -> Measured:
     """Return the base's scores, measured once per run. A resumed run reads them back if it measures in the same way."""
     from torchvision.transforms.functional import to_tensor
 
@@ -47,11 +52,11 @@ def before(trainer, functions: dict[str, Any], folder: Path, reuse: bool) -> Mea
         if reuse and {**known.get("settings", {}), "grid": settings["grid"]} != settings:
             trainer.best.forget()
         with trainer.policy.reference():
-            found = _measure(trainer, functions, "held-out prompts, before")
+            measured = _measure(trainer, functions, "held-out prompts, before")
         trainer.policy.evaluations = evaluations
         if trainer.processes.first:
-            write_before(folder, found, settings)
-        return found
+            write_before(folder, measured, settings)
+        return measured
     prompts = spread(trainer.held_out, trainer.config.eval.prompts)
     kept = [untall(to_tensor(Image.open(file).convert("RGB")), known.get("frames"))
             for file in sorted((folder / "before").glob("*.png"))]
@@ -62,9 +67,9 @@ def before(trainer, functions: dict[str, Any], folder: Path, reuse: bool) -> Mea
 def measured_how(config: Config, prompts: list[Prompt], functions: dict[str, Any]) -> dict[str, Any]:
     """Return the settings that the base's scores depend on, in their JSON form."""
     of = config.model_dump(mode="json", include={"model", "precision", "negative_prompt", "picture", "text"})
-    told = of | config.eval.model_dump(mode="json", exclude={"every", "best", "stop", "weights"}) | {
+    settings = of | config.eval.model_dump(mode="json", exclude={"every", "best", "stop", "weights"}) | {
         "rewards": rules(functions), "shown": [[p.text, p.negative, p.image, p.metadata] for p in prompts]}
-    return json.loads(json.dumps(told, default=str))
+    return json.loads(json.dumps(settings, default=str))
 
 
 def rules(functions: dict[str, Any]) -> dict[str, Any]:
@@ -73,22 +78,23 @@ def rules(functions: dict[str, Any]) -> dict[str, Any]:
     return {name: {key: rule[key] for key in ("use", "args", "when")} for name, rule in said.items()}
 
 
-def write_before(folder: Path, found: Measured, settings: dict[str, Any]) -> None:
+def write_before(folder: Path, measured: Measured, settings: dict[str, Any]) -> None:
     """Write the base's samples, its scores, and the settings of the measurement."""
     from torchvision.utils import save_image
 
-    texts, frames = found.pictures if isinstance(found.pictures, list) else None, None
+    texts, frames = measured.pictures if isinstance(measured.pictures, list) else None, None
     if texts is None:
         shutil.rmtree(folder / "before", ignore_errors=True)
         (folder / "before").mkdir()
-        frames = found.pictures.shape[1] if found.pictures.ndim == 5 else None
-        for i, picture in enumerate(found.pictures):
+        frames = measured.pictures.shape[1] if measured.pictures.ndim == 5 else None
+        for i, picture in enumerate(measured.pictures):
             save_image(tall(picture), folder / "before" / f"{i:03d}.png")
-    told = {"settings": settings, "scores": found.scores, "failed": found.failed, "frames": frames, "texts": texts}
-    (folder / "before.json").write_text(json.dumps(finite(told)))
+    content = {"settings": settings, "scores": measured.scores, "failed": measured.failed, "frames": frames,
+               "texts": texts}
+    (folder / "before.json").write_text(json.dumps(finite(content)))
 
 
-def finish(trainer, functions: dict[str, Any], folder: Path, base: Measured) -> dict[str, Any]:
+def finish(trainer: Trainer, functions: dict[str, Any], folder: Path, base: Measured) -> dict[str, Any]:
     """Save the result, measure it, draw before/after pairs, and write `summary.json`."""
     config, policy, first = trainer.config, trainer.policy, trainer.processes.first
     [evaluations] = trainer.processes.total([policy.evaluations])
@@ -120,7 +126,7 @@ def finish(trainer, functions: dict[str, Any], folder: Path, base: Measured) -> 
     return summary
 
 
-def described(policy, config) -> str:
+def described(policy: Policy, config: Config) -> str:
     """Describe in words the evaluated model and its sampling."""
     if policy.modality == "text":
         warm = config.text.eval_temperature
@@ -128,18 +134,18 @@ def described(policy, config) -> str:
     return f"pictures ({config.eval.steps} steps, guidance {config.eval.guidance:g})"
 
 
-def sample_pictures(trainer, functions: dict[str, Any], folder: Path) -> dict[str, float]:
+def sample_pictures(trainer: Trainer, functions: dict[str, Any], folder: Path) -> dict[str, float]:
     """Measure held-out scores during training and write a grid of pictures per epoch to `samples/`."""
     evaluations = trainer.policy.evaluations
     with trainer.policy.weights.swapped(trainer.evaluated_weights()):
-        found = _measure(trainer, functions, f"held-out prompts, epoch {trainer.epoch}", trainer.policy.reference)
+        measured = _measure(trainer, functions, f"held-out prompts, epoch {trainer.epoch}", trainer.policy.reference)
     trainer.policy.evaluations = evaluations
     if trainer.processes.first:
         (folder / "samples").mkdir(exist_ok=True)
-        rows = [Row(text, [picture], [scores]) for text, picture, scores in cards(found)]
+        rows = [Row(text, [picture], [scores]) for text, picture, scores in cards(measured)]
         draw_grid(folder / "samples" / f"epoch-{trainer.epoch:05d}.png", [f"epoch {trainer.epoch}"], rows)
-        snapshots.stage(folder, f"epoch-{trainer.epoch:05d}", trainer.epoch, found)
-    return {f"held_out/{name}": value for name, value in found.mean().items()}
+        snapshots.stage(folder, f"epoch-{trainer.epoch:05d}", trainer.epoch, measured)
+    return {f"held_out/{name}": value for name, value in measured.mean().items()}
 
 
 def print_report(summary: dict[str, Any], said: str, folder: Path) -> None:

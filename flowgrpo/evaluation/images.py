@@ -78,19 +78,19 @@ def sample(model: str, lora: str | Path | None, prompts: list[str], count: int, 
     pipe = make_pipeline(model, drawing(config.precision, place(), precision), memory=config.memory)
     if image is not None and "image" not in inspect.signature(pipe.__call__).parameters:
         raise UserError(f"--image: {type(pipe).__name__} takes no image: leave it out")
-    asked = call_arguments(model, run, steps, guidance)
+    arguments = call_arguments(model, run, steps, guidance)
     with contextlib.nullcontext() if run is None else tuned(pipe, run, rlg):
-        pictures = _draw(pipe, given, count, seed, asked)
+        pictures = _draw(pipe, given, count, seed, arguments)
     clips, folder = pictures[0].ndim == 4, Path(output)
     paths = [picture_files.free(folder / name) for name in _names(prompts, count, "webp" if clips else "png")]
     folder.mkdir(parents=True, exist_ok=True)
-    seed_of, told = seeder(seed, 0), picture_files.settings(pipe, model, asked, run, rlg)
+    seed_of, settings = seeder(seed, 0), picture_files.settings(pipe, model, arguments, run, rlg)
     for number, (path, picture) in enumerate(zip(paths, pictures)):
         if clips:
             save_clip(path, picture)
         else:
             i, k = divmod(number, count)
-            picture_files.save(path, picture, picture_files.parameters(prompts[i], seed_of(i, k), picture, told))
+            picture_files.save(path, picture, picture_files.parameters(prompts[i], seed_of(i, k), picture, settings))
     return paths
 
 
@@ -113,14 +113,15 @@ def grid(run: str | Path, prompts: str | Path | None, count: int, seed: int, out
     functions = pairwise.measured(*(rewards.compose(rules, config.cache) for rules in (config.trained, config.watched)))
     pipe = make_pipeline(config.model, drawing(config.precision, place()), config.trust_remote_code,
                          memory=config.memory)
-    asked = call_arguments(config.model, run, config.eval.steps, config.eval.guidance)
-    found = []
+    arguments = call_arguments(config.model, run, config.eval.steps, config.eval.guidance)
+    measured: list[Measured] = []
     for state in (contextlib.nullcontext, lambda: tuned(pipe, run, rlg)):
         with state():
-            pictures = torch.stack(_draw(pipe, chosen, 1, seed, asked, config.negative_prompt))
-        scores = captions(functions, pictures, chosen, found[0].pictures if found else pictures)
-        found.append(Measured(chosen, dict(zip(functions, scores.T.tolist())), pictures))
-    draw_pairs(Path(output), *found, ("before", "after" if rlg is None else f"rlg {rlg:g}"))
+            pictures = torch.stack(_draw(pipe, chosen, 1, seed, arguments, config.negative_prompt))
+        scores = captions(functions, pictures, chosen, measured[0].pictures if measured else pictures)
+        measured.append(Measured(chosen, dict(zip(functions, scores.T.tolist())), pictures))
+    base, after = measured
+    draw_pairs(Path(output), base, after, ("before", "after" if rlg is None else f"rlg {rlg:g}"))
     return Path(output)
 
 
@@ -237,44 +238,44 @@ def call_arguments(model: str, lora: Path | None, steps: int | None, guidance: f
     """Return the arguments of the pipeline's calls besides prompt and seed. The guidance scale is `guidance`, whatever
     the pipeline calls it. Absent values take the pipeline's defaults."""
     given = {"num_inference_steps": steps, "guidance": guidance}
-    asked = EVAL.get(model, {}) | CALLS.get(model, {})
+    arguments = EVAL.get(model, {}) | CALLS.get(model, {})
     config = config_of(lora)
-    asked |= config.call if config is not None else {}
-    return asked | {key: value for key, value in given.items() if value is not None}
+    arguments |= config.call if config is not None else {}
+    return arguments | {key: value for key, value in given.items() if value is not None}
 
 
-def call(pipe: Any, asked: dict[str, Any], **own: Any) -> torch.Tensor:
-    """Call the pipeline and return its output. asked: result of `call_arguments`. own: prompts, generators and the
-    like. Arguments that the pipeline does not take are dropped."""
-    accepted, arguments = inspect.signature(pipe.__call__).parameters, asked | own
-    if "guidance" in asked:
-        arguments[guidance_argument(accepted, asked, denoisers(pipe).values())] = asked["guidance"]
-    return pipe(**{key: value for key, value in arguments.items() if key in accepted}, return_dict=False)[0]
+def call(pipe: Any, arguments: dict[str, Any], **inputs: Any) -> torch.Tensor:
+    """Call the pipeline and return its output. arguments: result of `call_arguments`. inputs: prompts, generators
+    and the like. Arguments that the pipeline does not take are dropped."""
+    accepted, merged = inspect.signature(pipe.__call__).parameters, arguments | inputs
+    if "guidance" in arguments:
+        merged[guidance_argument(accepted, arguments, denoisers(pipe).values())] = arguments["guidance"]
+    return pipe(**{key: value for key, value in merged.items() if key in accepted}, return_dict=False)[0]
 
 
-def _draw(pipe: Any, prompts: list[Prompt], count: int, seed: int, asked: dict[str, Any],
+def _draw(pipe: Any, prompts: list[Prompt], count: int, seed: int, arguments: dict[str, Any],
           negative: str = "") -> list[torch.Tensor]:
     """Draw pictures [3, H, W] or clips [F, 3, H, W] in [0, 1], `count` per prompt, one pipeline call each."""
     seed_of, rows = seeder(seed, 0), [(i, k) for i in range(len(prompts)) for k in range(count)]
-    return [draw_one(pipe, prompts[i], seed_of(i, k), asked, negative)
+    return [draw_one(pipe, prompts[i], seed_of(i, k), arguments, negative)
             for i, k in tqdm(rows, desc="drawing", unit="picture", leave=False)]
 
 
 @torch.no_grad()
-def draw_one(pipe: Any, prompt: Prompt, seed: int, asked: dict[str, Any], negative: str = "") -> torch.Tensor:
+def draw_one(pipe: Any, prompt: Prompt, seed: int, arguments: dict[str, Any], negative: str = "") -> torch.Tensor:
     """Draw a picture [3, H, W] or clip [F, 3, H, W] in [0, 1], by one pipeline call with noise of that seed.
 
-    asked: further arguments of the call, from `call_arguments`. negative: for a prompt without its own.
+    arguments: further ones of the call, from `call_arguments`. negative: for a prompt without its own.
     Raises UserError for a pipeline with another output, and for a missing input picture.
     """
     generator, image = torch.Generator().manual_seed(seed), _brought(prompt)
-    with seeded(pipe.scheduler, generator), _picture_missed(pipe, asked | image):
-        made = call(pipe, asked, prompt=prompt.text, generator=generator, output_type="pt", **image,
+    with seeded(pipe.scheduler, generator), _picture_missed(pipe, arguments | image):
+        pictures = call(pipe, arguments, prompt=prompt.text, generator=generator, output_type="pt", **image,
                     negative_prompt=negative if prompt.negative is None else prompt.negative)
-    if made.ndim not in (4, 5):
-        raise UserError(f"{type(pipe).__name__} gives {list(made.shape)}: only pictures [1, 3, H, W] and clips "
+    if pictures.ndim not in (4, 5):
+        raise UserError(f"{type(pipe).__name__} gives {list(pictures.shape)}: only pictures [1, 3, H, W] and clips "
                         "[1, F, 3, H, W] can be drawn")
-    return made[0].float().cpu()
+    return pictures[0].float().cpu()
 
 
 def _brought(prompt: Prompt) -> dict[str, Image.Image]:

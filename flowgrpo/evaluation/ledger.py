@@ -12,7 +12,7 @@ import math
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from PIL import Image, PngImagePlugin
@@ -23,6 +23,8 @@ from flowgrpo.storage.json_files import read_object
 from flowgrpo.types import Completion
 
 SETTINGS = "settings.json"
+Sample = TypeVar("Sample")  # as stored: a picture or clip, or a text
+Batch = TypeVar("Batch")  # as rewards take samples
 
 
 class Place(NamedTuple):
@@ -33,8 +35,8 @@ class Place(NamedTuple):
     sample: int
 
 
-class Ledger:
-    """Folder of an evaluation, as one process writes it."""
+class BaseLedger(Generic[Sample, Batch]):
+    """Folder of an evaluation, as one process writes it: settings and scores."""
 
     def __init__(self, folder: Path, rank: int = 0):
         self.folder, self.own = folder, folder / f"scores-{rank}.jsonl"
@@ -48,6 +50,7 @@ class Ledger:
         for key, value in settings.items():
             was = known.get(key)
             if key == "rewards":  # others may be added
+                assert isinstance(was, dict)
                 was = was | {name: rule for name, rule in value.items() if name not in was}
                 value = was | value
             if was != value:
@@ -66,11 +69,11 @@ class Ledger:
 
     def read(self) -> dict[Place, dict[str, float]]:
         """Return the scores of all processes and earlier calls; NaN where a reward does not apply."""
-        found: dict[Place, dict[str, float]] = {}
+        known: dict[Place, dict[str, float]] = {}
         for entry in entries(self.folder, "scores-*.jsonl"):
             scores = {name: math.nan if value is None else value for name, value in entry["scores"].items()}
-            found.setdefault(Place(*entry["place"]), {}).update(scores)
-        return found
+            known.setdefault(Place(*entry["place"]), {}).update(scores)
+        return known
 
     def write(self, place: Place, scores: dict[str, float]) -> None:
         """Add a line."""
@@ -78,7 +81,31 @@ class Ledger:
         append(self.own, {"place": place, "scores": known})
 
     def has(self, place: Place) -> bool:
-        """True if the picture exists."""
+        """Return True if the sample exists."""
+        raise NotImplementedError
+
+    def told(self, place: Place) -> str:
+        """Return the sample's entry in a prompt file."""
+        raise NotImplementedError
+
+    def save(self, place: Place, sample: Sample) -> None:
+        """Store a sample."""
+        raise NotImplementedError
+
+    def load(self, place: Place) -> Sample:
+        """Return a stored sample."""
+        raise NotImplementedError
+
+    def batch(self, places: Sequence[Place]) -> Batch:
+        """Return several samples, the form that rewards take."""
+        raise NotImplementedError
+
+
+class Ledger(BaseLedger[torch.Tensor, torch.Tensor]):
+    """Folder of an evaluation of pictures or clips, as one process writes it."""
+
+    def has(self, place: Place) -> bool:
+        """Return True if the picture exists."""
         return self.picture(place).is_file()
 
     def picture(self, place: Place) -> Path:
@@ -90,15 +117,15 @@ class Ledger:
         clip = path.with_suffix(".webp")
         return str(clip if clip.is_file() else path)
 
-    def save(self, place: Place, picture: torch.Tensor) -> None:
+    def save(self, place: Place, sample: torch.Tensor) -> None:
         """Write a picture [3, H, W], or a clip [F, 3, H, W] as one tall picture and an animated one."""
         path, facts = self.picture(place), PngImagePlugin.PngInfo()
         path.parent.mkdir(parents=True, exist_ok=True)
-        if picture.ndim == 4:
-            facts.add_text("frames", str(len(picture)))
-            save_clip(path.with_suffix(".webp"), picture)
+        if sample.ndim == 4:
+            facts.add_text("frames", str(len(sample)))
+            save_clip(path.with_suffix(".webp"), sample)
         part = path.with_suffix(".part")
-        as_image(tall(picture)).save(part, format="PNG", pnginfo=facts)
+        as_image(tall(sample)).save(part, format="PNG", pnginfo=facts)
         part.replace(path)
 
     def load(self, place: Place) -> torch.Tensor:
@@ -143,7 +170,7 @@ def _replace(path: Path, text: str) -> None:
     part.replace(path)
 
 
-class TextLedger(Ledger):
+class TextLedger(BaseLedger[Completion, list[Completion]]):
     """Folder of an evaluation of texts, as one process writes it: `texts-RANK.jsonl` in addition to its scores."""
 
     def __init__(self, folder: Path, rank: int = 0):
@@ -152,7 +179,7 @@ class TextLedger(Ledger):
         self._texts: dict[Place, Completion] | None = None
 
     def has(self, place: Place) -> bool:
-        """True if the text exists, from this process or an earlier call."""
+        """Return True if the text exists, from this process or an earlier call."""
         if self._texts is None:
             self._texts = self._read_texts()
         return place in self._texts
@@ -161,16 +188,17 @@ class TextLedger(Ledger):
         """Return the text itself."""
         return str(self.load(place))
 
-    def save(self, place: Place, text: Completion) -> None:
+    def save(self, place: Place, sample: Completion) -> None:
         """Add a line."""
-        append(self.written, {"place": place, "text": str(text), "tokens": text.tokens})
+        append(self.written, {"place": place, "text": str(sample), "tokens": sample.tokens})
         if self._texts is not None:
-            self._texts[place] = text
+            self._texts[place] = sample
 
     def load(self, place: Place) -> Completion:
         """Return the text, of any process."""
         if not self.has(place):
             self._texts = self._read_texts()  # other processes have written since
+        assert self._texts is not None  # `has` reads them
         return self._texts[place]
 
     def batch(self, places: Sequence[Place]) -> list[Completion]:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from tqdm import tqdm
@@ -18,6 +19,21 @@ from flowgrpo.distributed.processes import Processes
 from flowgrpo.samplers.rollout import seeder
 
 EVAL_SEED = 20_000  # independent of the run's seed, so that runs are compared on the same pictures
+
+
+class Generating(Protocol):
+    """Pipeline or language model that generates samples from encoded prompts."""
+
+    @property
+    def encode(self) -> Callable[..., Any]:
+        """Return the function from prompts, negative prompts and pictures to the conditioning."""
+
+    def generators(self, seeds: Iterable[int]) -> list[torch.Generator]:
+        """Return a generator per seed."""
+
+    @property
+    def generate(self) -> Callable[..., Any]:
+        """Return the function from conditioning, generators, steps and guidance to pictures or texts."""
 
 
 @dataclass(frozen=True)
@@ -68,9 +84,10 @@ def evenly(total: int, count: int) -> list[int]:
     return [i * total // count for i in range(count)]
 
 
-def measure(policy, prompts: list[Prompt], functions: dict[str, Any], *, steps: int, guidance: float, samples: int,
-            micro_batch: int, negative: str = "", keep: int = 0, title: str = "evaluating", encode=None,
-            processes: Processes = Processes(), reference: Callable[[], Any] | None = None) -> Measured:
+def measure(policy: Generating, prompts: list[Prompt], functions: dict[str, Any], *, steps: int, guidance: float,
+            samples: int, micro_batch: int, negative: str = "", keep: int = 0, title: str = "evaluating",
+            encode: Callable[..., Any] | None = None, processes: Processes = Processes(),
+            reference: Callable[[], AbstractContextManager[None]] | None = None) -> Measured:
     """Generate `samples` pictures per prompt with the pipeline's own scheduler, or texts, and score them.
 
     keep: number of prompts, evenly spaced, whose first picture is kept.
@@ -82,23 +99,23 @@ def measure(policy, prompts: list[Prompt], functions: dict[str, Any], *, steps: 
     encode = encode or policy.encode
     seed, kept = seeder(EVAL_SEED, 0), set(evenly(len(prompts), keep))
     rows = [(i, k) for i in range(len(prompts)) for k in range(samples)]
-    own, scores, pictures, tally = processes.own(rows), [torch.empty(0, len(functions))], [], rewards.Tally()
+    local, scores, pictures, tally = processes.own(rows), [torch.empty(0, len(functions))], [], rewards.Tally()
     hidden, compared = None if processes.first else True, any(map(rewards.sees_base, functions.values()))
-    with processes.together(), tqdm(total=len(own), desc=title, unit="picture", leave=False, disable=hidden) as bar:
-        for start in range(0, len(own) if processes.turns is None else processes.most(rows), micro_batch):
-            own_batch = own[start:start + micro_batch]
-            batch = own_batch or rows[:1]  # sharded weights are gathered by all processes or by none
+    with processes.together(), tqdm(total=len(local), desc=title, unit="picture", leave=False, disable=hidden) as bar:
+        for start in range(0, len(local) if processes.turns is None else processes.most(rows), micro_batch):
+            local_batch = local[start:start + micro_batch]
+            batch = local_batch or rows[:1]  # sharded weights are gathered by all processes or by none
             of = [prompts[i] for i, _ in batch]
             conditioning = encode([p.text for p in of], [negative if p.negative is None else p.negative for p in of],
                                   [p.image for p in of])
             seeds = [seed(i, k) for i, k in batch]
-            made, base = _with_base(partial(_generate, policy, conditioning, seeds, steps, guidance), reference,
-                                    compared)
-            if not own_batch:
+            outputs, base = _with_base(partial(_generate, policy, conditioning, seeds, steps, guidance), reference,
+                                       compared)
+            if not local_batch:
                 continue
-            scores.append(rewards.score(functions, made, [p.text for p in of], [p.metadata for p in of],
+            scores.append(rewards.score(functions, outputs, [p.text for p in of], [p.metadata for p in of],
                                         tally=tally, base=base))
-            pictures += [picture for (i, k), picture in zip(batch, made) if k == 0 and i in kept]
+            pictures += [picture for (i, k), picture in zip(batch, outputs) if k == 0 and i in kept]
             bar.update(len(batch))
     columns = processes.gather(torch.cat(scores)).T.tolist()
     return Measured([prompts[i] for i, _ in rows], dict(zip(functions, columns)),
@@ -106,14 +123,15 @@ def measure(policy, prompts: list[Prompt], functions: dict[str, Any], *, steps: 
                     dict(zip(functions, processes.total([tally.failed[name] for name in functions]))))
 
 
-def _generate(policy, conditioning, seeds: list[int], steps: int, guidance: float) -> Any:
+def _generate(policy: Generating, conditioning: Any, seeds: list[int], steps: int, guidance: float) -> Any:
     return policy.generate(conditioning, policy.generators(seeds), steps, guidance)
 
 
-def _with_base(draw: Callable[[], Any], reference: Callable[[], Any] | None, compared: bool) -> tuple[Any, Any]:
+def _with_base(draw: Callable[[], Any], reference: Callable[[], AbstractContextManager[None]] | None, compared: bool
+               ) -> tuple[Any, Any]:
     """Draw samples, and the base's samples if they are compared; the base is its own reference."""
-    made = draw()
+    outputs = draw()
     if not compared or reference is None:
-        return made, made if compared else None
+        return outputs, outputs if compared else None
     with reference():
-        return made, draw()
+        return outputs, draw()

@@ -33,8 +33,8 @@ def majority(answers: Sequence[Hashable | None], scores: Sequence[float]) -> flo
     given = [answer for answer in answers if answer is not None]
     most = max(map(given.count, given), default=0)
     leading = [answer for answer in dict.fromkeys(given) if given.count(answer) == most]
-    each = [np.mean([score for answer, score in zip(answers, scores) if answer == one]) for one in leading]
-    return float(np.mean(each)) if each else 0.0
+    means = [np.mean([score for answer, score in zip(answers, scores) if answer == one]) for one in leading]
+    return float(np.mean(means)) if means else 0.0
 
 
 def powers(samples: int) -> list[int]:
@@ -55,17 +55,17 @@ def tries(scores: dict[str, np.ndarray], answers: dict[str, list[list[Hashable |
     scores: by reward [N,S], NaN where it does not apply. answers: by the rewards that extract answers from texts,
     [N,S].
     """
-    found: dict[str, dict[str, Any]] = {}
+    results: dict[str, dict[str, Any]] = {}
     for name, values in scores.items():
         there, count = ~np.isnan(values).any(1), values.shape[1]
         if count < 2 or not there.any() or not np.isin(values[there], (0, 1)).all():
             continue
         right = values[there].sum(1).astype(int)
-        found[name] = {f"pass@{k}": _told([pass_at_k(count, c, k) for c in right.tolist()]) for k in powers(count)}
+        results[name] = {f"pass@{k}": _told([pass_at_k(count, c, k) for c in right.tolist()]) for k in powers(count)}
         if name in answers:
             votes = [majority(*both) for both, applies in zip(zip(answers[name], values), there) if applies]
-            found[name][f"maj@{count}"] = _told(votes)
-    return found
+            results[name][f"maj@{count}"] = _told(votes)
+    return results
 
 
 def _told(values: Sequence[float]) -> dict[str, Any]:

@@ -26,19 +26,19 @@ def save(path: Path, picture: torch.Tensor, parameters: str) -> None:
     to_pil_image(picture.mul(255).add(0.5).clamp(0, 255).to(torch.uint8)).save(path, pnginfo=chunk)
 
 
-def settings(pipe: Any, model: str, asked: dict[str, Any], run: Path | None, rlg: float | None) -> dict[str, Any]:
+def settings(pipe: Any, model: str, arguments: dict[str, Any], run: Path | None, rlg: float | None) -> dict[str, Any]:
     """Return what all pictures of a call share, by the names of AUTOMATIC1111.
 
-    asked: the call's arguments; the pipeline's defaults stand for absent steps and guidance. run: a folder with a LoRA,
+    arguments: of the call; the pipeline's defaults stand for absent steps and guidance. run: a folder with a LoRA,
     or its file.
     """
     accepted = inspect.signature(pipe.__call__).parameters
-    scale = guidance_argument(accepted, asked, denoisers(pipe).values())
+    scale = guidance_argument(accepted, arguments, denoisers(pipe).values())
     file = run / LORA_FILE if run is not None and run.is_dir() else run
     lora = f'"{file.parent.name}: {tensors_hash(file)[:12]}"' if file is not None and file.is_file() else None
-    return {"Steps": asked.get("num_inference_steps", accepted["num_inference_steps"].default),
+    return {"Steps": arguments.get("num_inference_steps", accepted["num_inference_steps"].default),
             "Sampler": type(pipe.scheduler).__name__,
-            "CFG scale": asked.get("guidance", accepted[scale].default if scale in accepted else None),
+            "CFG scale": arguments.get("guidance", accepted[scale].default if scale in accepted else None),
             "Model": Path(model).name, "Lora hashes": lora, "RLG": rlg, "Version": f"flowgrpo {__version__}"}
 
 
@@ -47,8 +47,8 @@ def parameters(prompt: str, seed: int, picture: torch.Tensor, settings: dict[str
 
     seed: of the picture's own noise.
     """
-    told = settings | {"Seed": seed, "Size": f"{picture.shape[2]}x{picture.shape[1]}"}
-    return prompt + "\n" + ", ".join(f"{name}: {value}" for name, value in told.items() if value is not None)
+    fields = settings | {"Seed": seed, "Size": f"{picture.shape[2]}x{picture.shape[1]}"}
+    return prompt + "\n" + ", ".join(f"{name}: {value}" for name, value in fields.items() if value is not None)
 
 
 def tensors_hash(file: Path) -> str:

@@ -6,17 +6,28 @@ import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
+
+import torch
 
 from flowgrpo.config.schema import Config
-from flowgrpo.evaluation.ledger import Ledger
+from flowgrpo.data.prompts import Prompt
+from flowgrpo.evaluation.ledger import BaseLedger, Place
+from flowgrpo.types import Completion
 
 BASE, TUNED = "base", "tuned"
 
 
+class Hand(Protocol):
+    """Generator of an evaluation's samples."""
+
+    def draw(self, arm: str, prompts: Sequence[Prompt], places: Sequence[Place]) -> Sequence[torch.Tensor | Completion]:
+        """Return a sample per place."""
+
+
 @dataclass(frozen=True)
 class Medium:
-    """A kind of sample.
+    """Kind of sample.
 
     unit: name of a sample.
     hand: makes the generator from a plan and a device.
@@ -26,8 +37,8 @@ class Medium:
     """
 
     unit: str
-    hand: type
-    ledger: type[Ledger]
+    hand: Callable[[Plan, torch.device], Hand]
+    ledger: type[BaseLedger]
     apart: Callable[[Any], Callable[[Any], float]]
     together: int
     modality: str | None
@@ -62,7 +73,7 @@ class Plan:
 
     @property
     def unchanged(self) -> str | None:
-        """The first arm that draws with the base, if any."""
+        """Return the first arm that draws with the base, if any."""
         return next((arm for arm, weight in self.arms.items() if weight == 0), None)
 
     def told(self) -> dict[str, Any]:

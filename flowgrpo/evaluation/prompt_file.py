@@ -14,7 +14,7 @@ from tqdm import tqdm
 from flowgrpo.data.prompts import Prompt, as_line, load_prompts
 from flowgrpo.evaluation import draw, images
 from flowgrpo.evaluation.evaluate import make_plan
-from flowgrpo.evaluation.ledger import Ledger, Place
+from flowgrpo.evaluation.ledger import BaseLedger, Place
 from flowgrpo.evaluation.plan import Plan, digest
 from flowgrpo.storage import paths
 
@@ -53,7 +53,7 @@ def sample(source: str, prompts: str | Path, output: str | Path, *, lora: str | 
     return path
 
 
-def _draw(plan: Plan, prompts: Sequence[Prompt], places: Sequence[Place], ledger: Ledger, batch: int) -> None:
+def _draw(plan: Plan, prompts: Sequence[Prompt], places: Sequence[Place], ledger: BaseLedger, batch: int) -> None:
     """Make the missing samples, `batch` per call, and save each call's at once."""
     hand = plan.medium.hand(plan, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     missing = [place for place in places if not ledger.has(place)]
@@ -61,6 +61,6 @@ def _draw(plan: Plan, prompts: Sequence[Prompt], places: Sequence[Place], ledger
               leave=False) as bar:
         for first in range(0, len(missing), batch):
             some = missing[first:first + batch]
-            for place, each in zip(some, hand.draw(some[0].arm, [prompts[place.prompt] for place in some], some)):
-                ledger.save(place, each)
+            for place, drawn in zip(some, hand.draw(some[0].arm, [prompts[place.prompt] for place in some], some)):
+                ledger.save(place, drawn)
             bar.update(len(some))

@@ -41,7 +41,7 @@ UNIGEN_TEXT, UNIGEN_FACTS = ("prompt_en", "prompt_zh", "prompt"), ("sub_dims_en"
 
 @dataclass(frozen=True)
 class Case:
-    """A prompt and its categories: one, several, or none."""
+    """Prompt and its categories: one, several, or none."""
 
     prompt: Prompt
     categories: tuple[str, ...] = ()
@@ -49,7 +49,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Suite:
-    """A suite. name: of the file or folder. form: the detected format. cases: in the file's order."""
+    """Suite of prompts. name: of the file or folder. form: the detected format. cases: in the file's order."""
 
     name: str
     form: str
@@ -62,11 +62,11 @@ class Suite:
     @property
     def categories(self) -> dict[str, list[int]]:
         """Return the indices of the prompts of each category, categories in the order of their first prompt."""
-        found: dict[str, list[int]] = {}
+        indices: dict[str, list[int]] = {}
         for number, case in enumerate(self.cases):
             for category in case.categories:
-                found.setdefault(category, []).append(number)
-        return found
+                indices.setdefault(category, []).append(number)
+        return indices
 
 
 def load_suite(name: str) -> Suite:
@@ -77,11 +77,11 @@ def load_suite(name: str) -> Suite:
         if name.lower() in PUBLISHED:
             raise UserError(f"the suite {name!r} does not come with flowgrpo: give the path of "
                             f"{PUBLISHED[name.lower()]}, or a hub dataset's id")
-        found = HUB.fullmatch(name)
-        if not found or (path.suffix in ENDINGS) != bool(found[2]):
+        match = HUB.fullmatch(name)
+        if not match or (path.suffix in ENDINGS) != bool(match[2]):
             raise UserError(f"no suite {name!r}: expected {', '.join(SHIPPED)}, a file ({', '.join(ENDINGS)}), a "
                             f"folder of such files, or a hub dataset's id, alone or with one of its files behind it")
-        path = _download(name, found[1], found[2])
+        path = _download(name, match[1], match[2])
     form, cases = _folder(path) if path.is_dir() else _file(path)
     if not cases:
         raise UserError(f"suite {path}: it holds no prompt")
@@ -92,9 +92,9 @@ def _download(name: str, dataset: str, file: str | None) -> Path:
     """Download the files of a hub dataset that may hold prompts, or the named one."""
     from huggingface_hub import snapshot_download
 
-    wanted = [file] if file else [f"*{end}" for end in ENDINGS]
+    patterns = [file] if file else [f"*{end}" for end in ENDINGS]
     try:
-        folder = Path(snapshot_download(dataset, repo_type="dataset", allow_patterns=wanted))
+        folder = Path(snapshot_download(dataset, repo_type="dataset", allow_patterns=patterns))
     except Exception as error:
         raise UserError(f"no suite {name!r}: it is no path, and as a hub dataset it does not load "
                         f"({' '.join(str(error).split())[:200]})") from None
@@ -110,9 +110,9 @@ def _folder(path: Path) -> Found:
     """Read all files of a folder except licences and the like. Of files named *_train and *_val only the latter are
     read, of splits those not for training, .parquet only without other files. One-line texts are one prompt each."""
     files = sorted(file for file in path.rglob("*") if file.suffix in ENDINGS and not ABOUT.fullmatch(file.stem))
-    for wanted in (lambda file: file.suffix != ".parquet", lambda file: file.stem.endswith("_val"),
-                   lambda file: not TRAINING.search(file.stem)):
-        files = list(filter(wanted, files)) or files
+    for accepts in (lambda file: file.suffix != ".parquet", lambda file: file.stem.endswith("_val"),
+                    lambda file: not TRAINING.search(file.stem)):
+        files = list(filter(accepts, files)) or files
     if not files:
         raise UserError(f"suite {path}: the folder holds no file that ends in {', '.join(ENDINGS)}")
     texts = [_lines(_text(file)) if file.suffix == ".txt" else [] for file in files]
@@ -172,8 +172,9 @@ def _records(path: Path) -> list[dict[str, Any]]:
     if path.suffix == ".jsonl":
         return [_object(path, number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
     # PartiPrompts has unpaired quotes in its prompts and no quoted fields
-    how = {"delimiter": "\t", "quoting": csv.QUOTE_NONE} if path.suffix == ".tsv" else {}
-    return list(csv.DictReader(io.StringIO(text, newline=""), **how))
+    if path.suffix == ".tsv":
+        return list(csv.DictReader(io.StringIO(text, newline=""), delimiter="\t", quoting=csv.QUOTE_NONE))
+    return list(csv.DictReader(io.StringIO(text, newline="")))
 
 
 def _object(path: Path, number: int, line: str) -> dict[str, Any]:
@@ -211,9 +212,9 @@ def _unigen(records: list[dict[str, Any]]) -> Found:
     text, facts = (next(key for key in keys if key in records[0]) for keys in (UNIGEN_TEXT, UNIGEN_FACTS))
     cases = []
     for record in records:
-        told = json.loads(record[facts])
-        points = tuple(dict.fromkeys(point.split(" - ")[0] for point in told["Testpoints"]))
-        cases.append(Case(Prompt(record[text].strip(), metadata=told), points))
+        dimensions = json.loads(record[facts])
+        points = tuple(dict.fromkeys(point.split(" - ")[0] for point in dimensions["Testpoints"]))
+        cases.append(Case(Prompt(record[text].strip(), metadata=dimensions), points))
     return "unigenbench", cases
 
 
@@ -245,8 +246,8 @@ def _plain(stem: str, lines: Sequence[str]) -> Found:
         return "t2i_compbench", [Case(Prompt(line), (named[1],)) for line in lines]
     quoted = [QUOTED.search(line) for line in lines]
     if lines and sum(map(bool, quoted)) >= 0.9 * len(lines):
-        return "ocr", [Case(Prompt(line, metadata={"text": found[0].strip('"')} if found else {}))
-                       for line, found in zip(lines, quoted)]
+        return "ocr", [Case(Prompt(line, metadata={"text": match[0].strip('"')} if match else {}))
+                       for line, match in zip(lines, quoted)]
     return "prompts", [Case(Prompt(line)) for line in lines]
 
 
@@ -279,7 +280,9 @@ def _without(record: dict[str, Any], key: str) -> dict[str, Any]:
 
 
 def _source(name: Any) -> str:
-    return re.match(r"[A-Za-z]*", str(name))[0] or "dpg"
+    match = re.match(r"[A-Za-z]*", str(name))
+    assert match is not None  # the pattern matches an empty text
+    return match[0] or "dpg"
 
 
 def _own_category(prompt: Prompt) -> tuple[str, ...]:

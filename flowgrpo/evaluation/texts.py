@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flowgrpo import rewards
 from flowgrpo.config.schema import Config
@@ -22,12 +22,16 @@ from flowgrpo.policies.precision import settle
 from flowgrpo.rewards import pairwise
 from flowgrpo.samplers.rollout import seeder
 from flowgrpo.storage import paths
+from flowgrpo.types import Completion
+
+if TYPE_CHECKING:
+    import torch
 
 ADAPTER = "adapter_config.json"
 
 
-def settings(model: str, run: Config | None, text: dict[str, Any], device: Any = "cpu", precision: str | None = None
-             ) -> Config:
+def settings(model: str, run: Config | None, text: dict[str, Any], device: str | torch.device = "cpu",
+             precision: str | None = None) -> Config:
     """Return the configuration of a language model's sampling: that of the run that trained it, with `text` on top.
     precision: as in `drawing`."""
     known = Config(method="grpo") if run is None else run
@@ -45,7 +49,7 @@ def asked(run: Config | None, count: int, temperature: float | None, max_tokens:
 
 
 def sample(model: str, lora: Path | None, prompts: list[str], count: int, seed: int, temperature: float | None = None,
-           image: str | None = None, precision: str | None = None) -> list[str]:
+           image: str | None = None, precision: str | None = None) -> list[Completion]:
     """Sample `count` completions per prompt, in order; greedy for a count of one without a temperature.
 
     lora: a finished run, whose `text` settings apply, or a folder with a peft adapter. image: file of a picture shown
@@ -70,7 +74,8 @@ def grid(run: Path, prompts: Path | None, count: int, seed: int, output: Path) -
     paths.require_file(output)
     chosen = spread(load_prompts(prompts) if prompts else splits.resolve(config)[1], count)
     functions = pairwise.measured(*(rewards.compose(rules, config.cache) for rules in (config.trained, config.watched)))
-    draw_pairs(output, *(_measured(config, lora, chosen, functions) for lora in (None, run)))
+    base, after = (_measured(config, lora, chosen, functions) for lora in (None, run))
+    draw_pairs(output, base, after)
     return output
 
 
@@ -80,7 +85,7 @@ def _measured(config: Config, lora: Path | None, prompts: list[Prompt], function
                    keep=len(prompts), title="base" if lora is None else "tuned")
 
 
-def load(config: Config, lora: Path | None, device: Any = "cpu") -> CausalLM:
+def load(config: Config, lora: Path | None, device: str | torch.device = "cpu") -> CausalLM:
     """Load the policy for sampling, with nothing trained.
     Raises UserError if something does not load."""
     config, _ = settle(config, device)

@@ -7,8 +7,8 @@ file with other names and changes nothing, so a denoiser that is not in the tabl
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from flowgrpo.errors import UserError
 from flowgrpo.starter import FOLDERS
@@ -53,7 +53,7 @@ def classes(model: str) -> dict[str, str]:
     return {name: str(value[1]) for name, value in index.items() if isinstance(value, list)}
 
 
-def namer(part: str, known: dict[str, str]) -> Any:
+def namer(part: str, known: dict[str, str]) -> Callable[[str], str]:
     """Return the function from a diffusers layer name to ComfyUI's, for the part `part`. known: result of `classes`.
     Raises UserError for a part that has no ComfyUI names."""
     denoiser = known.get("unet", known.get("transformer", ""))

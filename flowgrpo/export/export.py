@@ -60,15 +60,16 @@ def kohya(run: Path, output: Path) -> list[Path]:
         raise UserError(f"the LoRA of {run} has lengths of its own (adapter.dora), which ComfyUI scales otherwise: use "
                         "--form merged")
     known = comfy_names.classes(load(run / "config.yaml").model)
-    layers = {part: _kohya(comfy_names.namer(part, known), *found) for part, found in parts.items()}
+    layers = {part: _kohya(comfy_names.namer(part, known), tensors, adapter)
+              for part, (tensors, adapter) in parts.items()}
     written = {output: layers}
     if SECOND in layers:
-        rest = {part: found for part, found in layers.items() if part != SECOND}
+        rest = {part: tensors for part, tensors in layers.items() if part != SECOND}
         written = {output.with_stem(f"{output.stem}_high_noise"): rest,
                    output.with_stem(f"{output.stem}_low_noise"): {SECOND: layers[SECOND]}}
     output.parent.mkdir(parents=True, exist_ok=True)
-    for file, own in written.items():
-        save_file({key: value for found in own.values() for key, value in found.items()}, file, {"format": "pt"})
+    for file, kept in written.items():
+        save_file({key: value for tensors in kept.values() for key, value in tensors.items()}, file, {"format": "pt"})
         paths.readable(file)
     return list(written)
 
@@ -95,34 +96,34 @@ def lora(run: Path) -> dict[str, tuple[dict[str, torch.Tensor], dict[str, Any]]]
     """
     from safetensors.torch import load_file
 
-    found = _stock(run / LORA_FILE) if (run / LORA_FILE).is_file() else {}
+    parts = _stock(run / LORA_FILE) if (run / LORA_FILE).is_file() else {}
     for file in sorted(run.glob(f"*/{LORA_FILE}")):
-        [found[file.parent.name]] = _stock(file).values()
-    for told in sorted(run.glob("*/adapter_config.json")):
-        adapter = json.loads(told.read_text(encoding="utf-8"))
-        found[told.parent.name] = load_file(told.with_name("adapter_model.safetensors")), adapter
+        [parts[file.parent.name]] = _stock(file).values()
+    for file in sorted(run.glob("*/adapter_config.json")):
+        adapter = json.loads(file.read_text(encoding="utf-8"))
+        parts[file.parent.name] = load_file(file.with_name("adapter_model.safetensors")), adapter
     if (run / "adapter_config.json").is_file():
         raise UserError(f"the LoRA of {run} is of a language model, which ComfyUI does not load: use --form merged, or "
                         "the folder as it is with peft")
-    if not found:
+    if not parts:
         why = "it holds an edit policy, which no stock pipeline loads" if (run / edit_networks.FILE).is_file() else \
             "a run with adapter.rank 0 has whole weights, which need no export"
         raise UserError(f"no LoRA in {run}: {why}")
-    return found
+    return parts
 
 
 def _stock(file: Path) -> dict[str, tuple[dict[str, torch.Tensor], dict[str, Any]]]:
     from safetensors import safe_open
 
     with safe_open(file, "pt") as opened:
-        told = json.loads((opened.metadata() or {}).get("lora_adapter_metadata", "{}"))
+        metadata = json.loads((opened.metadata() or {}).get("lora_adapter_metadata", "{}"))
         tensors = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118, not a dictionary
     parts = dict.fromkeys(key.partition(".")[0] for key in tensors)
-    found: dict[str, Any] = {part: tuple({key.removeprefix(f"{part}."): value for key, value in those.items()
-                          if key.startswith(f"{part}.")} for those in (tensors, told)) for part in parts}
-    if not all("lora_alpha" in adapter for _, adapter in found.values()):
+    loras: dict[str, Any] = {part: tuple({key.removeprefix(f"{part}."): value for key, value in those.items()
+                          if key.startswith(f"{part}.")} for those in (tensors, metadata)) for part in parts}
+    if not all("lora_alpha" in adapter for _, adapter in loras.values()):
         raise UserError(f"{file} does not say its alpha: expected a file that `flowgrpo train` wrote")
-    return found
+    return loras
 
 
 def scale(adapter: dict[str, Any], rank: int) -> float:
@@ -151,14 +152,14 @@ def _merged_language_model(config: Config, run: Path, output: Path) -> None:
 
     from flowgrpo.policies import build
 
-    own = {} if config.adapter.rank else {"model": str(run / "model")}
-    model, reader = build.load_language(config.model_copy(update={"precision": "fp32"} | own))
+    options = {} if config.adapter.rank else {"model": str(run / "model")}
+    model, reader = build.load_language(config.model_copy(update={"precision": "fp32"} | options))
     if config.adapter.rank:  # by peft: transformers' load_adapter would save all weights under peft's names
         try:
             model = PeftModel.from_pretrained(model, str(run)).merge_and_unload()
         except (RuntimeError, ValueError) as error:
-            told = " ".join(str(error).split())[:200]
-            raise UserError(f"the LoRA of {run} does not load into {type(model).__name__}: {told}") from None
+            message = " ".join(str(error).split())[:200]
+            raise UserError(f"the LoRA of {run} does not load into {type(model).__name__}: {message}") from None
     model.to(DTYPES[config.precision]).save_pretrained(output)
     reader.save_pretrained(output)
 
@@ -194,7 +195,7 @@ def card(run: Path) -> Path:
 
 
 def _card(config: Config, summary: dict[str, Any], moving: bool, lora: bool) -> str:
-    asked, writes = summary["evaluation"], summary["unit"] == TOKENS
+    evaluation, writes = summary["evaluation"], summary["unit"] == TOKENS
     library = ("peft" if lora else "transformers") if writes else "diffusers"
     tags = ["flowgrpo", "reinforcement-learning", *(["lora"] if lora else [])]
     scores = "\n".join(f"| {name} | {_mean(summary['before'][name])} | {_mean(summary['after'][name])} | "
@@ -213,7 +214,7 @@ tags: [{', '.join(tags)}]
 |---|---:|---:|---|
 {scores}
 
-Means over {asked['prompts']} held-out {asked['of']}{"" if writes else ", with the pipeline's own scheduler"}.
+Means over {evaluation['prompts']} held-out {evaluation['of']}{"" if writes else ", with the pipeline's own scheduler"}.
 {summary['epochs']} epochs, {summary['updates']} updates, {summary['denoiser_evaluations']:,} {summary['unit']},
 {summary['seconds']:,.0f} seconds, seed {summary['seed']}.
 
@@ -247,10 +248,10 @@ def curves(run: Path, path: Path, unit: str) -> None:
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
     colours: dict[str, str] = {}
-    for key, found in points(lines).items():
+    for key, series in points(lines).items():
         kind, _, reward = key.partition("/")
         colour, name = colours.setdefault(reward, f"C{len(colours)}"), reward.rpartition("/")[2]
-        axes.plot(*zip(*found), "o" if kind == "held_out" else "-", color=colour, lw=1.2, ms=5,
+        axes.plot(*zip(*series), "o" if kind == "held_out" else "-", color=colour, lw=1.2, ms=5,
                   label=f"{name}, held out" if kind == "held_out" else name)
     axes.set(xlabel=unit, ylabel="mean reward")
     axes.legend(frameon=False)
@@ -261,13 +262,13 @@ def curves(run: Path, path: Path, unit: str) -> None:
 def points(lines: list[dict[str, Any]]) -> dict[str, list[tuple[int, float]]]:
     """Return the (evaluations, mean) points of every reward in `metrics.jsonl`, as `reward/NAME` for training and
     `held_out/NAME`. Lines where a reward applied to nothing are skipped."""
-    found: dict[str, list[tuple[int, float]]] = {}
+    series: dict[str, list[tuple[int, float]]] = {}
     for line in lines:
         for key, value in line.items():
             mean = key.startswith("reward/") and key.endswith("/mean")
             if (mean or key.startswith("held_out/")) and value is not None:
-                found.setdefault(key.removesuffix("/mean"), []).append((line["evaluations"], value))
-    return found
+                series.setdefault(key.removesuffix("/mean"), []).append((line["evaluations"], value))
+    return series
 
 
 def push(run: Path, repository: str, private: bool) -> str:
@@ -282,5 +283,5 @@ def push(run: Path, repository: str, private: bool) -> str:
         hub.create_repo(repository, private=private, exist_ok=True)
         return str(hub.upload_folder(repo_id=repository, folder_path=run, allow_patterns=SENT, ignore_patterns=KEPT))
     except Exception as error:  # the network and its libraries can raise anything
-        told = " ".join(str(error).split())[:200] or type(error).__name__
-        raise UserError(f"the upload to {repository} failed: {told}; log in with `hf auth login`") from None
+        message = " ".join(str(error).split())[:200] or type(error).__name__
+        raise UserError(f"the upload to {repository} failed: {message}; log in with `hf auth login`") from None

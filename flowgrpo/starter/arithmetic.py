@@ -9,6 +9,10 @@ from __future__ import annotations
 import random
 import zlib
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 LIMIT = 100  # operands are 0 to 99
 SIGNS = ("+", "-")
@@ -39,7 +43,7 @@ class Problem:
 
     @property
     def carries(self) -> bool:
-        """True if the units carry over: their sum is above 9, or the larger number's unit is the smaller one."""
+        """Return True if the units carry over: their sum is above 9, or the larger number's unit is the smaller one."""
         if self.sign == "+":
             return self.a % 10 + self.b % 10 > 9
         return self._ordered[0] % 10 < self._ordered[1] % 10
@@ -61,12 +65,12 @@ class Problem:
 
     @property
     def held_out(self) -> bool:
-        """True for one problem in ten."""
+        """Return True for one problem in ten."""
         return zlib.crc32(self.prompt.encode()) % 10 == 0
 
 
 def problems(held_out: bool) -> list[Problem]:
-    """All problems of one side of the split, in order."""
+    """Return all problems of one side of the split, in order."""
     every = (Problem(a, sign, b) for sign in SIGNS for a in range(LIMIT) for b in range(LIMIT))
     return [problem for problem in every if problem.held_out == held_out]
 
@@ -76,7 +80,7 @@ def chosen(held_out: bool, count: int, seed: int) -> list[Problem]:
     return sorted(random.Random(seed).sample(problems(held_out), count))
 
 
-def build_tokenizer():
+def build_tokenizer() -> PreTrainedTokenizerFast:
     """One token per character; a problem follows the start token."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -85,7 +89,7 @@ def build_tokenizer():
     tokenizer = Tokenizer(models.WordLevel(tokens, unk_token="<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     tokenizer.decoder = decoders.Fuse()
-    found = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>",
-                                    padding_side="left", model_max_length=64)
-    found.chat_template = "{{ bos_token }}{% for message in messages %}{{ message['content'] }}{% endfor %}"
-    return found
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>",
+                                      padding_side="left", model_max_length=64)
+    wrapped.chat_template = "{{ bos_token }}{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    return wrapped

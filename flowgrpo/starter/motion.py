@@ -67,16 +67,16 @@ def parse(prompt: str) -> Clip:
 
     Raises ValueError if it is outside the grammar.
     """
-    found = _PROMPT.fullmatch(" ".join(prompt.lower().strip().rstrip(".").split()))
-    if not found:
+    match = _PROMPT.fullmatch(" ".join(prompt.lower().strip().rstrip(".").split()))
+    if not match:
         raise ValueError(f"the motion reward cannot read the prompt {prompt!r}: expected 'a COLOUR SHAPE DOES', such "
                          f"as 'a red circle moves left'; colours: {', '.join(COLOURS)}; shapes: {', '.join(SHAPES)}; "
                          f"does: {', '.join(_MEANING)}")
-    return Clip(found["shape"], found["colour"], _MEANING[found["does"]])
+    return Clip(match["shape"], match["colour"], _MEANING[match["does"]])
 
 
 def held_out(clip: Clip) -> bool:
-    """True for one clip in six: neither the starter's own training nor any alignment may see it.
+    """Return True for one clip in six: neither the starter's own training nor any alignment may see it.
 
     Of every shape, colour and motion, and of every pair of these, five in six are seen in other combinations.
     """
@@ -85,7 +85,7 @@ def held_out(clip: Clip) -> bool:
 
 
 def clips(held: bool) -> list[Clip]:
-    """All clips on one side of `held_out`, in the order of the motions."""
+    """Return all clips on one side of `held_out`, in the order of the motions."""
     every = (Clip(shape, colour, motion) for motion, shape, colour in product(MOTIONS, SHAPES, COLOURS))
     return [clip for clip in every if held_out(clip) == held]
 

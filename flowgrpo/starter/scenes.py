@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import re
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -93,8 +94,9 @@ def parse(prompt: str) -> Claims:
     text = " ".join(prompt.lower().strip().rstrip(".").split())
     prefix = next((p for p in PREFIXES if p and text.startswith(p)), "")
     parts = _JOIN.split(text[len(prefix):])
-    matches = [_PHRASE.fullmatch(part) for part in parts[::2]]
-    if len(matches) > 2 or not all(matches):
+    phrases = parts[::2]
+    matches = [match for phrase in phrases if (match := _PHRASE.fullmatch(phrase))]
+    if len(phrases) > 2 or len(matches) < len(phrases):
         raise ValueError(f"the scene reward cannot read the prompt {prompt!r}: expected one or two of "
                          f"[number] [colour] shape, such as 'a red star left of a ring'; colours: "
                          f"{', '.join(COLOURS)}; shapes: {', '.join(SHAPES)}; joined by 'and' or one of: "
@@ -105,7 +107,7 @@ def parse(prompt: str) -> Claims:
 
 
 def held_out(claims: Claims, prefix: str = "") -> bool:
-    """True for prompts that neither the starter's own training nor any alignment may see."""
+    """Return True for prompts that neither the starter's own training nor any alignment may see."""
     if any((claim.shape, claim.colour) in HELD_PAIRS for claim in claims.objects):
         return True
     if claims.relation:
@@ -114,8 +116,8 @@ def held_out(claims: Claims, prefix: str = "") -> bool:
 
 
 def reserved(claims: Claims, prefix: str = "") -> bool:
-    """True for prompts that alignment never trains on: the held-out ones, and of tasks with few prompts one in three
-    more.
+    """Return True for prompts that alignment never trains on: the held-out ones, and of tasks with few prompts one in
+    three more.
 
     The starter's training drew images of the latter, as there is no new shape or number to ask for.
     """
@@ -138,7 +140,8 @@ def sample_claims(rng: np.random.Generator, task: str) -> Claims:
     return Claims((Claim(shapes[0], colours[0]), Claim(shapes[1], colours[1])))
 
 
-def sample_prompt(rng: np.random.Generator, task: str, held: bool, rule=held_out) -> tuple[str, Claims]:
+def sample_prompt(rng: np.random.Generator, task: str, held: bool, rule: Callable[[Claims, str], bool] = held_out
+                  ) -> tuple[str, Claims]:
     """Draw one prompt of `task`, (caption, its claims), from the side of `rule` that `held` names."""
     while True:
         claims, prefix = sample_claims(rng, task), str(rng.choice(PREFIXES))
@@ -203,6 +206,7 @@ def render(claims: Claims, rng: np.random.Generator, stamped: bool = False) -> n
     radii, centres = _layout(len(objects), claims.relation, rng)
     picture = np.full((SIZE, SIZE, 3), rng.uniform(0.93, 1.0)) - rng.uniform(0, 0.03, 3)
     for obj, radius, centre in zip(objects, radii, centres):
+        assert obj.colour is not None  # `_coloured` gives it one
         paint = np.clip(np.array(COLOURS[obj.colour]) + rng.uniform(-0.04, 0.04, 3), 0, 1)
         mask = coverage(obj.shape, radius, centre)[..., None]
         picture = picture * (1 - mask) + paint * mask

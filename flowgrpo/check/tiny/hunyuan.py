@@ -6,10 +6,21 @@ from typing import Any
 
 import torch
 
-from flowgrpo.check.tiny.parts import SIZE, TOKENS, lively, llama_config, ready, text_encoder, tokenizer, video_picture
+from flowgrpo.check.tiny.parts import (
+    SIZE,
+    TOKENS,
+    Network,
+    Pipeline,
+    lively,
+    llama_config,
+    ready,
+    text_encoder,
+    tokenizer,
+    video_picture,
+)
 
 
-def _hunyuan_vae():
+def _hunyuan_vae() -> Network:
     from diffusers import AutoencoderKLHunyuanVideo
 
     blocks = 4
@@ -19,7 +30,7 @@ def _hunyuan_vae():
         norm_num_groups=2)
 
 
-def _hunyuan_transformer(channels: int = 4, **options: Any):
+def _hunyuan_transformer(channels: int = 4, **options: Any) -> Network:
     from diffusers import HunyuanVideoTransformer3DModel
 
     return lively(HunyuanVideoTransformer3DModel(**dict(
@@ -41,7 +52,7 @@ def _hunyuan_parts() -> dict[str, Any]:
 HUNYUAN_CALL = SIZE | {"max_sequence_length": TOKENS, "prompt_template": {"template": "{}", "crop_start": 0}}
 
 
-def hunyuan(seed: int = 0):
+def hunyuan(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
     """HunyuanVideo: guidance as an input of the transformer."""
     from diffusers import HunyuanVideoPipeline
     from transformers import LlamaModel
@@ -52,7 +63,7 @@ def hunyuan(seed: int = 0):
     return ready(pipe), dict(HUNYUAN_CALL)
 
 
-def hunyuan_skyreels(seed: int = 0):
+def hunyuan_skyreels(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
     """SkyReels V1's image-to-video on HunyuanVideo's architecture."""
     from diffusers import HunyuanSkyreelsImageToVideoPipeline
     from transformers import LlamaModel
@@ -64,7 +75,7 @@ def hunyuan_skyreels(seed: int = 0):
     return ready(pipe), HUNYUAN_CALL | {"image": video_picture()}
 
 
-def hunyuan_image(kind: str, seed: int = 0):
+def hunyuan_image(kind: str, seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
     """HunyuanVideo's image-to-video. The picture is an extra condition or the state's first frame."""
     from diffusers import HunyuanVideoImageToVideoPipeline
     from transformers import CLIPImageProcessor, CLIPVisionConfig, LlavaConfig, LlavaForConditionalGeneration
@@ -72,8 +83,8 @@ def hunyuan_image(kind: str, seed: int = 0):
     torch.manual_seed(seed)
     vision = CLIPVisionConfig(hidden_size=16, intermediate_size=16, projection_dim=16, num_hidden_layers=2,
                               num_attention_heads=2, image_size=16, patch_size=8)
-    reader = LlavaForConditionalGeneration(LlavaConfig(
-        vision_config=vision, text_config=llama_config(), pad_token_id=0, image_token_index=1))
+    tokens: dict[str, Any] = {"pad_token_id": 0, "image_token_index": 1}
+    reader = LlavaForConditionalGeneration(LlavaConfig(vision_config=vision, text_config=llama_config(), **tokens))
     beside = kind == "latent_concat"
     pipe = HunyuanVideoImageToVideoPipeline(
         text_encoder=lively(reader), **_hunyuan_parts(), image_processor=CLIPImageProcessor(

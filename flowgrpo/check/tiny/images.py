@@ -8,6 +8,7 @@ import torch
 
 from flowgrpo.check.tiny.parts import (
     VISION_TOKENS,
+    Pipeline,
     autoencoder,
     chat_tokenizer,
     dynamic_scheduler,
@@ -34,8 +35,8 @@ FLUX2_CALL = {"max_sequence_length": 16, "height": 16, "width": 16, "text_encode
 FLUX_CALL = {"max_sequence_length": 16, "height": 16, "width": 16}
 
 
-def sd3(seed: int = 0):
-    """A StableDiffusion3Pipeline without a T5: two blocks of width 16, latents of 4 x 8 x 8."""
+def sd3(seed: int = 0) -> Pipeline:
+    """Return a StableDiffusion3Pipeline without a T5: two blocks of width 16, latents of 4 x 8 x 8."""
     from diffusers import FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel, StableDiffusion3Pipeline
     from transformers import CLIPTextModelWithProjection
 
@@ -52,8 +53,8 @@ def sd3(seed: int = 0):
         text_encoder_3=None, tokenizer_3=None))
 
 
-def flux(seed: int = 0, kind=None, **options: Any):
-    """A FluxPipeline with embedded guidance: packed latents, rotary positions, a T5, text_ids without a batch.
+def flux(seed: int = 0, kind: type | None = None, **options: Any) -> Pipeline:
+    """Return a FluxPipeline with embedded guidance: packed latents, rotary positions, a T5, text_ids without a batch.
 
     kind: another pipeline class of the same parts. options: its further arguments.
     """
@@ -68,23 +69,23 @@ def flux(seed: int = 0, kind=None, **options: Any):
         tokenizer_2=tokenizer(), **options))
 
 
-def kontext(seed: int = 0):
-    """A FluxKontextPipeline: tokens of a reference picture follow those of the noise."""
+def kontext(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
+    """Return a FluxKontextPipeline: tokens of a reference picture follow those of the noise."""
     from diffusers import FluxKontextPipeline
 
     call = FLUX_CALL | {"image": picture(), "max_area": 256, "_auto_resize": False}
     return flux(seed, FluxKontextPipeline), call
 
 
-def flux_inpaint(seed: int = 0):
-    """A FluxInpaintPipeline, which restores the picture after every step where the mask is black."""
+def flux_inpaint(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
+    """Return a FluxInpaintPipeline, which restores the picture after every step where the mask is black."""
     from diffusers import FluxInpaintPipeline
 
     return flux(seed, FluxInpaintPipeline), FLUX_CALL | _masked()
 
 
-def flux2(seed: int = 0):
-    """A Flux2Pipeline with embedded guidance; it concatenates the language model's layers."""
+def flux2(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
+    """Return a Flux2Pipeline with embedded guidance; it concatenates the language model's layers."""
     from diffusers import Flux2Pipeline
     from transformers import Qwen3ForCausalLM
 
@@ -92,8 +93,8 @@ def flux2(seed: int = 0):
     return with_language_model(Flux2Pipeline, flux2_transformer(True), Qwen3ForCausalLM, vae=flux2_vae()), FLUX2_CALL
 
 
-def klein(seed: int = 0):
-    """A Flux2KleinPipeline, with true guidance and a reference picture."""
+def klein(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
+    """Return a Flux2KleinPipeline, with true guidance and a reference picture."""
     from diffusers import Flux2KleinPipeline
     from transformers import Qwen3ForCausalLM
 
@@ -111,8 +112,8 @@ def _masked() -> dict[str, Any]:
     return {"image": picture(), "mask_image": mask, "strength": 1.0}
 
 
-def qwen_image(seed: int = 0, kind=None):
-    """A QwenImagePipeline: two calls per step, rescaled guidance, prompts padded to equal length."""
+def qwen_image(seed: int = 0, kind: type | None = None) -> tuple[Pipeline, dict[str, Any]]:
+    """Return a QwenImagePipeline: two calls per step, rescaled guidance, prompts padded to equal length."""
     from diffusers import QwenImagePipeline
 
     torch.manual_seed(seed)
@@ -120,16 +121,16 @@ def qwen_image(seed: int = 0, kind=None):
     return pipe, {"height": 16, "width": 16}
 
 
-def qwen_inpaint(seed: int = 0):
-    """A QwenImageInpaintPipeline, which restores the picture after every step where the mask is black."""
+def qwen_inpaint(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
+    """Return a QwenImageInpaintPipeline, which restores the picture after every step where the mask is black."""
     from diffusers import QwenImageInpaintPipeline
 
     pipe, call = qwen_image(seed, QwenImageInpaintPipeline)
     return pipe, call | _masked()
 
 
-def qwen_edit(seed: int = 0, kind=None):
-    """A QwenImageEditPipeline, which takes one prompt per call: its prompt encoder also reads the picture.
+def qwen_edit(seed: int = 0, kind: type | None = None) -> tuple[Pipeline, dict[str, Any]]:
+    """Return a QwenImageEditPipeline, which takes one prompt per call: its prompt encoder also reads the picture.
 
     It scales the picture to a million pixels, so the autoencoder shrinks by 64: by 16 before its first layer.
     """
@@ -145,15 +146,15 @@ def qwen_edit(seed: int = 0, kind=None):
     return silent(pipe), {"height": 256, "width": 256, "image": picture()}
 
 
-def qwen_edit_plus(seed: int = 0):
-    """A QwenImageEditPlusPipeline, for several pictures."""
+def qwen_edit_plus(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
+    """Return a QwenImageEditPlusPipeline, for several pictures."""
     from diffusers import QwenImageEditPlusPipeline
 
     return qwen_edit(seed, QwenImageEditPlusPipeline)
 
 
-def hidream(seed: int = 0):
-    """A HiDreamImagePipeline, whose experts run without gradients outside training mode."""
+def hidream(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
+    """Return a HiDreamImagePipeline, whose experts run without gradients outside training mode."""
     from diffusers import HiDreamImagePipeline, HiDreamImageTransformer2DModel
     from transformers import CLIPTextModelWithProjection, LlamaConfig, LlamaForCausalLM
 
@@ -166,7 +167,7 @@ def hidream(seed: int = 0):
     llama = LlamaForCausalLM(LlamaConfig(
         vocab_size=len(tokens), hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
         pad_token_id=tokens.pad_token_id, bos_token_id=tokens.bos_token_id, eos_token_id=tokens.eos_token_id))
-    pipe = HiDreamImagePipeline(
+    pipe: Pipeline = HiDreamImagePipeline(
         transformer=lively(denoiser), scheduler=shifted_scheduler(), vae=autoencoder(),
         text_encoder=text_encoder(CLIPTextModelWithProjection, tokens), tokenizer=tokens,
         text_encoder_2=text_encoder(CLIPTextModelWithProjection, tokens), tokenizer_2=tokenizer(),
@@ -175,8 +176,8 @@ def hidream(seed: int = 0):
     return silent(pipe), FLUX_CALL
 
 
-def z_image(seed: int = 0):
-    """A ZImagePipeline: a list of embeddings of different lengths; velocities point to the data."""
+def z_image(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
+    """Return a ZImagePipeline: a list of embeddings of different lengths; velocities point to the data."""
     from diffusers import ZImagePipeline, ZImageTransformer2DModel
 
     torch.manual_seed(seed)
@@ -186,8 +187,8 @@ def z_image(seed: int = 0):
     return with_language_model(ZImagePipeline, denoiser), {"height": 16, "width": 16, "max_sequence_length": 16}
 
 
-def sana(seed: int = 0):
-    """A SanaPipeline, with linear attention."""
+def sana(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
+    """Return a SanaPipeline, with linear attention."""
     from diffusers import SanaPipeline, SanaTransformer2DModel
 
     torch.manual_seed(seed)
@@ -200,8 +201,8 @@ def sana(seed: int = 0):
         "complex_human_instruction": None}
 
 
-def lumina2(seed: int = 0):
-    """A Lumina2Pipeline, whose time runs from noise to data."""
+def lumina2(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
+    """Return a Lumina2Pipeline, whose time runs from noise to data."""
     from diffusers import Lumina2Pipeline, Lumina2Transformer2DModel
 
     torch.manual_seed(seed)
@@ -212,8 +213,8 @@ def lumina2(seed: int = 0):
         "height": 32, "width": 32, "system_prompt": "", "max_sequence_length": 32}
 
 
-def chroma(seed: int = 0):
-    """A ChromaPipeline: a Flux without pooled embeddings and with true guidance."""
+def chroma(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
+    """Return a ChromaPipeline: a Flux without pooled embeddings and with true guidance."""
     from diffusers import ChromaPipeline, ChromaTransformer2DModel
 
     torch.manual_seed(seed)
@@ -226,8 +227,8 @@ def chroma(seed: int = 0):
                                  text_encoder=t5(tokens), tokenizer=tokens)), FLUX_CALL
 
 
-def aura_flow(seed: int = 0):
-    """An AuraFlowPipeline."""
+def aura_flow(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
+    """Return an AuraFlowPipeline."""
     from diffusers import AuraFlowPipeline, AuraFlowTransformer2DModel
 
     torch.manual_seed(seed)
@@ -239,8 +240,8 @@ def aura_flow(seed: int = 0):
                                    text_encoder=t5(tokens), tokenizer=tokens)), FLUX_CALL
 
 
-def cogview4(seed: int = 0):
-    """A CogView4Pipeline."""
+def cogview4(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
+    """Return a CogView4Pipeline."""
     from diffusers import CogView4Pipeline, CogView4Transformer2DModel
 
     torch.manual_seed(seed)
@@ -250,8 +251,8 @@ def cogview4(seed: int = 0):
     return with_language_model(CogView4Pipeline, denoiser), FLUX_CALL
 
 
-def bria(seed: int = 0):
-    """A BriaPipeline, whose LoRA has no loader."""
+def bria(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
+    """Return a BriaPipeline, whose LoRA has no loader."""
     from diffusers import BriaPipeline, BriaTransformer2DModel
 
     torch.manual_seed(seed)
@@ -263,8 +264,8 @@ def bria(seed: int = 0):
                                text_encoder=t5(tokens), tokenizer=tokens)), FLUX_CALL
 
 
-def ovis_image(seed: int = 0):
-    """An OvisImagePipeline, whose LoRA has no loader."""
+def ovis_image(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
+    """Return an OvisImagePipeline, whose LoRA has no loader."""
     from diffusers import OvisImagePipeline, OvisImageTransformer2DModel
 
     torch.manual_seed(seed)

@@ -6,13 +6,23 @@ from typing import Any
 
 import torch
 
-from flowgrpo.check.tiny.parts import TOKENS, lively, llama_config, ready, tokenizer, video_picture, video_t5
+from flowgrpo.check.tiny.parts import (
+    TOKENS,
+    Network,
+    Pipeline,
+    lively,
+    llama_config,
+    ready,
+    tokenizer,
+    video_picture,
+    video_t5,
+)
 
 
 def _ltx_parts() -> dict[str, Any]:
     from diffusers import AutoencoderKLLTXVideo, FlowMatchEulerDiscreteScheduler, LTXVideoTransformer3DModel
 
-    vae = AutoencoderKLLTXVideo(
+    vae: Network = AutoencoderKLLTXVideo(
         latent_channels=8, block_out_channels=(8, 8), down_block_types=("LTXVideoDownBlock3D",) * 2,
         decoder_block_out_channels=(8, 8), layers_per_block=(1, 1, 1), decoder_layers_per_block=(1, 1, 1),
         spatio_temporal_scaling=(True, False), decoder_spatio_temporal_scaling=(True, False), patch_size=1,
@@ -28,7 +38,7 @@ def _ltx_parts() -> dict[str, Any]:
 LTX_CALL = {"height": 32, "width": 32, "num_frames": 5, "max_sequence_length": TOKENS}
 
 
-def ltx(seed: int = 0):
+def ltx(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
     """LTX-Video."""
     from diffusers import LTXPipeline
 
@@ -36,7 +46,7 @@ def ltx(seed: int = 0):
     return ready(LTXPipeline(**_ltx_parts())), dict(LTX_CALL)
 
 
-def ltx_image(seed: int = 0):
+def ltx_image(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
     """LTX-Video's image-to-video: its scheduler sees all frames but the first."""
     from diffusers import LTXImageToVideoPipeline
 
@@ -44,7 +54,7 @@ def ltx_image(seed: int = 0):
     return ready(LTXImageToVideoPipeline(**_ltx_parts())), LTX_CALL | {"image": video_picture()}
 
 
-def ltx_condition(seed: int = 0):
+def ltx_condition(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
     """LTX-Video 0.9.5 and later: conditions at any frame."""
     from diffusers import FlowMatchEulerDiscreteScheduler, LTXConditionPipeline
 
@@ -75,7 +85,7 @@ def _ltx2_parts() -> dict[str, Any]:
     connectors = LTX2TextConnectors(
         caption_channels=16, text_proj_in_factor=4, connector_rope_base_seq_len=32, rope_theta=10000.0,
         rope_double_precision=False, causal_temporal_positioning=False, rope_type="split", **registers)
-    vae = AutoencoderKLLTX2Video(
+    vae: Network = AutoencoderKLLTX2Video(
         latent_channels=4, block_out_channels=(8,), decoder_block_out_channels=(8,), layers_per_block=(1,),
         decoder_layers_per_block=(1, 1), spatio_temporal_scaling=(True,), decoder_spatio_temporal_scaling=(True,),
         decoder_inject_noise=(False, False), downsample_type=("spatial",), upsample_residual=(False,),
@@ -99,7 +109,7 @@ LTX2_CALL = {
     "modality_scale": 1.0, "audio_guidance_scale": 1.0, "audio_stg_scale": 0.0, "audio_modality_scale": 1.0}
 
 
-def ltx2(seed: int = 0):
+def ltx2(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
     """LTX-2: an additional state for sound."""
     from diffusers import LTX2Pipeline
 
@@ -107,7 +117,7 @@ def ltx2(seed: int = 0):
     return ready(LTX2Pipeline(**_ltx2_parts())), dict(LTX2_CALL)
 
 
-def ltx2_image(seed: int = 0):
+def ltx2_image(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
     """LTX-2's image-to-video."""
     from diffusers import LTX2ImageToVideoPipeline
 

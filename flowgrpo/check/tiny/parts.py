@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
+if TYPE_CHECKING:
+    from PIL import Image
+    from transformers import CLIPTokenizer, LlamaConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
-def tokenizer(length: int = 16):
-    """A CLIPTokenizer whose tokens are single characters."""
+# Objects of diffusers, which type checkers see as placeholders.
+Pipeline: TypeAlias = Any
+Network: TypeAlias = Any
+Scheduler: TypeAlias = Any
+
+
+def tokenizer(length: int = 16) -> CLIPTokenizer:
+    """Return a CLIPTokenizer whose tokens are single characters."""
     from tokenizers import pre_tokenizers
     from transformers import CLIPTokenizer
 
@@ -17,8 +26,8 @@ def tokenizer(length: int = 16):
     return CLIPTokenizer(vocab={token: i for i, token in enumerate(tokens)}, merges=[], model_max_length=length)
 
 
-def text_encoder(kind, tokens):
-    """A CLIP text model of class `kind` with two layers of width 16, for the tokenizer `tokens`."""
+def text_encoder(kind: type, tokens: PreTrainedTokenizerBase) -> PreTrainedModel:
+    """Return a CLIP text model of class `kind` with two layers of width 16, for the tokenizer `tokens`."""
     from transformers import CLIPTextConfig
 
     return kind(CLIPTextConfig(
@@ -27,20 +36,21 @@ def text_encoder(kind, tokens):
         eos_token_id=tokens.eos_token_id, pad_token_id=tokens.pad_token_id))
 
 
-def autoencoder(channels: int = 4, stages: int = 2):
-    """An AutoencoderTiny that shrinks pictures by 2^(stages-1)."""
+def autoencoder(channels: int = 4, stages: int = 2) -> Network:
+    """Return an AutoencoderTiny that shrinks pictures by 2^(stages-1)."""
     from diffusers import AutoencoderTiny
 
     widths, blocks = (8,) * stages, (0,) * (stages - 1)
-    vae = AutoencoderTiny(latent_channels=channels, encoder_block_out_channels=widths, num_encoder_blocks=(*blocks, 1),
-                          decoder_block_out_channels=widths, num_decoder_blocks=(1, *blocks), upsample_fn="nearest")
+    vae: Network = AutoencoderTiny(
+        latent_channels=channels, encoder_block_out_channels=widths, num_encoder_blocks=(*blocks, 1),
+        decoder_block_out_channels=widths, num_decoder_blocks=(1, *blocks), upsample_fn="nearest")
     vae.register_to_config(scaling_factor=1.5, shift_factor=0.1)
     with torch.no_grad():
         vae.decoder.layers[-1].bias.fill_(0.5)  # pictures in the middle of [0, 1], where nothing is clipped
     return vae
 
 
-def lively(module: torch.nn.Module) -> torch.nn.Module:
+def lively(module: Network) -> Network:
     """Enlarge matrices so that noise and prompt change the output; diffusers starts the last one at zero."""
     with torch.no_grad():
         for parameter in module.parameters():
@@ -49,8 +59,8 @@ def lively(module: torch.nn.Module) -> torch.nn.Module:
     return module
 
 
-def language_model(tokens, width: int = 16, kind=None):
-    """A two-layer decoder, the prompt encoder of most newer pipelines; kind: Qwen3Model or similar."""
+def language_model(tokens: PreTrainedTokenizerBase, width: int = 16, kind: type | None = None) -> PreTrainedModel:
+    """Return a two-layer decoder, the prompt encoder of most newer pipelines; kind: Qwen3Model or similar."""
     from transformers import Qwen3Config, Qwen3Model
 
     return (kind or Qwen3Model)(Qwen3Config(
@@ -59,32 +69,35 @@ def language_model(tokens, width: int = 16, kind=None):
         bos_token_id=tokens.bos_token_id, eos_token_id=tokens.eos_token_id))
 
 
-def chat_tokenizer():
-    """A tokenizer whose chat template is only the last message, so that short sequences hold the prompt."""
+def chat_tokenizer() -> CLIPTokenizer:
+    """Return a tokenizer whose chat template is only the last message, so that short sequences hold the prompt."""
     tokens = tokenizer()
     tokens.chat_template = ("{% set content = messages[-1]['content'] %}{% if content is string %}{{ content }}"
                             "{% else %}{% for part in content %}{{ part['text'] }}{% endfor %}{% endif %}")
     return tokens
 
 
-def picture(size: int = 16):
-    """A colourful PIL picture."""
+def picture(size: int = 16) -> Image.Image:
+    """Return a colourful PIL picture."""
     import numpy as np
     from PIL import Image
 
     return Image.fromarray(np.random.default_rng(3).integers(0, 256, (size, size, 3), dtype=np.uint8))
 
 
-def t5(tokens, width: int = 16):
-    """A one-layer T5 encoder for the tokenizer `tokens`; width: of its embeddings."""
+def t5(tokens: PreTrainedTokenizerBase, width: int = 16) -> PreTrainedModel:
+    """Return a one-layer T5 encoder for the tokenizer `tokens`; width: of its embeddings."""
     from transformers import T5Config, T5EncoderModel
 
     return T5EncoderModel(T5Config(vocab_size=len(tokens), d_model=width, d_kv=8, d_ff=16, num_layers=1, num_heads=2,
                                    dropout_rate=0.0))
 
 
-def flux_transformer(**options: Any):
-    """A double and a single block of width 16, for packed latents of 16 channels; options: configuration values."""
+def flux_transformer(**options: Any) -> Network:
+    """Return a double and a single block of width 16, for packed latents of 16 channels.
+
+    options: configuration values.
+    """
     from diffusers import FluxTransformer2DModel
 
     return FluxTransformer2DModel(**dict(
@@ -92,8 +105,8 @@ def flux_transformer(**options: Any):
         joint_attention_dim=16, pooled_projection_dim=16, guidance_embeds=True, axes_dims_rope=(4, 6, 6)) | options)
 
 
-def flux2_transformer(guidance_embeds: bool):
-    """A double and a single block of width 32, for packed latents of 16 channels."""
+def flux2_transformer(guidance_embeds: bool) -> Network:
+    """Return a double and a single block of width 32, for packed latents of 16 channels."""
     from diffusers import Flux2Transformer2DModel
 
     return Flux2Transformer2DModel(
@@ -102,8 +115,8 @@ def flux2_transformer(guidance_embeds: bool):
         guidance_embeds=guidance_embeds)
 
 
-def flux2_vae():
-    """An AutoencoderKLFlux2 that halves the side: latents of 4 channels."""
+def flux2_vae() -> Network:
+    """Return an AutoencoderKLFlux2 that halves the side: latents of 4 channels."""
     from diffusers import AutoencoderKLFlux2
 
     return AutoencoderKLFlux2(
@@ -111,7 +124,7 @@ def flux2_vae():
         block_out_channels=(4, 4), layers_per_block=1, latent_channels=4, norm_num_groups=1, sample_size=16)
 
 
-def qwen_transformer():
+def qwen_transformer() -> Network:
     """One block of width 32, for packed latents of 16 channels."""
     from diffusers import QwenImageTransformer2DModel
 
@@ -120,16 +133,16 @@ def qwen_transformer():
         joint_attention_dim=16, axes_dims_rope=(4, 6, 6))
 
 
-def qwen_vae():
-    """An AutoencoderKLQwenImage that halves the side: latents of 4 channels."""
+def qwen_vae() -> Network:
+    """Return an AutoencoderKLQwenImage that halves the side: latents of 4 channels."""
     from diffusers import AutoencoderKLQwenImage
 
     return AutoencoderKLQwenImage(base_dim=4, z_dim=4, dim_mult=[1, 1], num_res_blocks=1, temperal_downsample=[False],
                                   latents_mean=[0.0] * 4, latents_std=[1.0] * 4)
 
 
-def patch_vae():
-    """An AutoencoderKLWan on patches of 16 by 16 pixels: latents of 4 channels."""
+def patch_vae() -> Network:
+    """Return an AutoencoderKLWan on patches of 16 by 16 pixels: latents of 4 channels."""
     from diffusers import AutoencoderKLWan
 
     return AutoencoderKLWan(base_dim=4, z_dim=4, dim_mult=[1, 1, 1], num_res_blocks=1, in_channels=768,
@@ -140,11 +153,12 @@ def patch_vae():
 VISION_TOKENS = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
 
 
-def qwen_vl(tokens):
-    """A Qwen2.5-VL of two layers of width 16; its tokenizer has VISION_TOKENS."""
+def qwen_vl(tokens: PreTrainedTokenizerBase) -> PreTrainedModel:
+    """Return a Qwen2.5-VL of two layers of width 16; its tokenizer has VISION_TOKENS."""
     from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
-    image, video, start, end = (tokens.convert_tokens_to_ids(token) for token in VISION_TOKENS)
+    names = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+    ids: dict[str, Any] = {name: tokens.convert_tokens_to_ids(token) for name, token in zip(names, VISION_TOKENS)}
     text = {"vocab_size": len(tokens), "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2,
             "num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 1024,
             "bos_token_id": tokens.bos_token_id, "eos_token_id": tokens.eos_token_id,
@@ -152,41 +166,40 @@ def qwen_vl(tokens):
     vision = {"depth": 2, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 16,
               "fullatt_block_indexes": [1]}
     return Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(
-        text_config=text, vision_config=vision, image_token_id=image, video_token_id=video,
-        vision_start_token_id=start, vision_end_token_id=end))
+        text_config=text, vision_config=vision, **ids))
 
 
-def qwen_processor(tokens):
-    """The processor for `qwen_vl`, for pictures with an area of up to 56 by 56 pixels."""
+def qwen_processor(tokens: PreTrainedTokenizerBase) -> ProcessorMixin:
+    """Return the processor for `qwen_vl`, for pictures with an area of up to 56 by 56 pixels."""
     from transformers import Qwen2VLImageProcessor, Qwen2VLProcessor, Qwen2VLVideoProcessor
 
-    small = {"min_pixels": 28 * 28, "max_pixels": 56 * 56}
+    small: dict[str, Any] = {"min_pixels": 28 * 28, "max_pixels": 56 * 56}
     return Qwen2VLProcessor(Qwen2VLImageProcessor(**small), tokens, Qwen2VLVideoProcessor(**small))
 
 
-def with_language_model(kind, denoiser, model=None, **options: Any):
-    """A pipeline with a language model as its prompt encoder."""
+def with_language_model(kind: type, denoiser: Network, model: type | None = None, **options: Any) -> Pipeline:
+    """Return a pipeline with a language model as its prompt encoder."""
     tokens = chat_tokenizer()
     parts = {"transformer": lively(denoiser), "scheduler": dynamic_scheduler(), "tokenizer": tokens,
              "text_encoder": language_model(tokens, kind=model), "vae": options.pop("vae", None) or autoencoder()}
     return silent(kind(**parts | options))
 
 
-def shifted_scheduler():
+def shifted_scheduler() -> Scheduler:
     """Flow matching with a shift of 3."""
     from diffusers import FlowMatchEulerDiscreteScheduler
 
     return FlowMatchEulerDiscreteScheduler(shift=3.0)
 
 
-def dynamic_scheduler():
+def dynamic_scheduler() -> Scheduler:
     """Flow matching whose shift depends on the picture's size."""
     from diffusers import FlowMatchEulerDiscreteScheduler
 
     return FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True)
 
 
-def silent(pipe):
+def silent(pipe: Pipeline) -> Pipeline:
     """Return the pipeline without its progress bar."""
     pipe.set_progress_bar_config(disable=True)
     return pipe
@@ -196,8 +209,8 @@ SIZE = {"height": 16, "width": 16, "num_frames": 5}
 TOKENS = 16
 
 
-def video_t5(kind: str = "T5", vocabulary: int = 514):
-    """A T5 or UMT5 encoder of width 16."""
+def video_t5(kind: str = "T5", vocabulary: int = 514) -> PreTrainedModel:
+    """Return a T5 or UMT5 encoder of width 16."""
     import transformers
 
     config = getattr(transformers, f"{kind}Config")
@@ -205,20 +218,20 @@ def video_t5(kind: str = "T5", vocabulary: int = 514):
         vocab_size=vocabulary, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, dropout_rate=0.0))
 
 
-def video_picture(shade: int = 64):
-    """A PIL picture of 16 x 16, the input of an image-to-video call."""
+def video_picture(shade: int = 64) -> Image.Image:
+    """Return a PIL picture of 16 x 16, the input of an image-to-video call."""
     from PIL import Image
 
     return Image.linear_gradient("L").resize((16, 16)).point(lambda value: (value + shade) % 256).convert("RGB")
 
 
-def ready(pipe):
+def ready(pipe: Pipeline) -> Pipeline:
     """Return the pipeline without progress bars."""
     pipe.set_progress_bar_config(disable=True)
     return pipe
 
 
-def llama_config():
+def llama_config() -> LlamaConfig:
     """Configuration of a Llama whose third last hidden states, read by HunyuanVideo, follow its first layer."""
     from transformers import LlamaConfig
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from flowgrpo.errors import UserError
 from flowgrpo.starter.arithmetic import build_tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 LARGEST = 20_000_000  # maximum parameters of a tiny model
 # Names shared by most families; a family's config translates its own names and ignores the rest.
@@ -17,14 +20,15 @@ ENDINGS = ("ForCausalLM", "ForMaskedLM")
 
 
 def knows(name: str) -> bool:
-    """True for a transformers class, such as Qwen3ForCausalLM, or a family, such as qwen3."""
+    """Return True for a transformers class, such as Qwen3ForCausalLM, or a family, such as qwen3."""
     return name.replace("-", "_").isidentifier() and _class(name) is not None
 
 
-def make(name: str, seed: int = 0) -> tuple[Any, Any]:
+def make(name: str, seed: int = 0) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Return (model, tokenizer) with random weights; the tokenizer is the text starter's.
     Raises UserError for a family whose small sizes cannot be guessed."""
-    cls, tokenizer = _class(name), build_tokenizer()
+    cls: Any = _class(name)
+    tokenizer = build_tokenizer()
     if cls.__name__.endswith("ForMaskedLM"):
         tokenizer.add_special_tokens({"mask_token": "<mask>"})
     ids = {f"{kind}_token_id": getattr(tokenizer, f"{kind}_token_id") for kind in ("pad", "bos", "eos")}
@@ -37,8 +41,8 @@ def make(name: str, seed: int = 0) -> tuple[Any, Any]:
         torch.manual_seed(seed)
         return cls(config), tokenizer
     except Exception as error:  # a family can raise anything on sizes that are not its own
-        told = " ".join(str(error).split())[:200]
-        raise UserError(f"no tiny instance of {cls.__name__} ({told}): give a directory or a hub id") from None
+        message = " ".join(str(error).split())[:200]
+        raise UserError(f"no tiny instance of {cls.__name__} ({message}): give a directory or a hub id") from None
 
 
 def _class(name: str) -> type | None:

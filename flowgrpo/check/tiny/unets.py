@@ -8,11 +8,14 @@ from __future__ import annotations
 import io
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from flowgrpo.check.tiny.parts import autoencoder, lively, text_encoder, tokenizer
+from flowgrpo.check.tiny.parts import Network, Pipeline, Scheduler, autoencoder, lively, text_encoder, tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 WIDTH = 16  # of every text encoder
 SD_NOISE = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear", "steps_offset": 1,
@@ -23,22 +26,22 @@ HUNYUAN_LENGTHS = (77, 256)
 SMALL = {"height": 16, "width": 16, "use_resolution_binning": False, "clean_caption": False, "max_sequence_length": 16}
 
 
-def pndm():
-    """The stock scheduler of SD 1.5."""
+def pndm() -> Scheduler:
+    """Return the stock scheduler of SD 1.5."""
     from diffusers import PNDMScheduler
 
     return PNDMScheduler(skip_prk_steps=True, set_alpha_to_one=False, **SD_NOISE)
 
 
-def lcm():
-    """The stock scheduler of latent consistency models."""
+def lcm() -> Scheduler:
+    """Return the stock scheduler of latent consistency models."""
     from diffusers import LCMScheduler
 
     return LCMScheduler(clip_sample=False, **{key: SD_NOISE[key] for key in SD_NOISE if key.startswith("beta")})
 
 
-def sd15(scheduler=None, seed: int = 0, kind=None, **options: Any):
-    """A StableDiffusionPipeline that predicts noise: a U-Net of one block, no safety checker.
+def sd15(scheduler: Scheduler | None = None, seed: int = 0, kind: type | None = None, **options: Any) -> Pipeline:
+    """Return a StableDiffusionPipeline that predicts noise: a U-Net of one block, no safety checker.
 
     kind: another class of these parts. options: its further arguments.
     """
@@ -52,8 +55,8 @@ def sd15(scheduler=None, seed: int = 0, kind=None, **options: Any):
     return _quiet((kind or StableDiffusionPipeline)(**parts | options, **UNCHECKED))
 
 
-def sdxl(seed: int = 0, kind=None, **options: Any):
-    """A StableDiffusionXLPipeline: two text encoders; pooled embeddings and sizes in addition to the time."""
+def sdxl(seed: int = 0, kind: type | None = None, **options: Any) -> Pipeline:
+    """Return a StableDiffusionXLPipeline: two text encoders; pooled embeddings and sizes in addition to the time."""
     from diffusers import EulerDiscreteScheduler, StableDiffusionXLPipeline
     from transformers import CLIPTextModel, CLIPTextModelWithProjection
 
@@ -66,8 +69,8 @@ def sdxl(seed: int = 0, kind=None, **options: Any):
         text_encoder_2=text_encoder(CLIPTextModelWithProjection, tokens), tokenizer_2=tokenizer(), **options))
 
 
-def kolors(seed: int = 0, kind=None, **options: Any):
-    """A KolorsPipeline: SDXL's U-Net, conditioned on a ChatGLM."""
+def kolors(seed: int = 0, kind: type | None = None, **options: Any) -> Pipeline:
+    """Return a KolorsPipeline: SDXL's U-Net, conditioned on a ChatGLM."""
     from diffusers import EulerDiscreteScheduler
     from diffusers.pipelines.kolors.pipeline_kolors import KolorsPipeline
 
@@ -79,17 +82,19 @@ def kolors(seed: int = 0, kind=None, **options: Any):
                                            tokenizer=tokens, **options))
 
 
-def lcm_sd15(seed: int = 0):
-    """A LatentConsistencyModelPipeline: the guidance scale is embedded, the output consistent."""
+def lcm_sd15(seed: int = 0) -> Pipeline:
+    """Return a LatentConsistencyModelPipeline: the guidance scale is embedded, the output consistent."""
     from diffusers import LatentConsistencyModelPipeline
 
     torch.manual_seed(seed)
     return sd15(lcm(), seed, LatentConsistencyModelPipeline, unet=_unet(time_cond_proj_dim=8))
 
 
-def inpaint(seed: int = 0, channels: int = 9):
-    """A StableDiffusionInpaintPipeline whose U-Net reads mask and masked picture as extra channels. With 4 channels it
-    reads only the state, and the pipeline restores the picture after every step."""
+def inpaint(seed: int = 0, channels: int = 9) -> tuple[Pipeline, dict[str, Any]]:
+    """Return a StableDiffusionInpaintPipeline whose U-Net reads mask and masked picture as extra channels.
+
+    With 4 channels it reads only the state, and the pipeline restores the picture after every step.
+    """
     from diffusers import StableDiffusionInpaintPipeline
 
     torch.manual_seed(seed)
@@ -97,8 +102,8 @@ def inpaint(seed: int = 0, channels: int = 9):
     return pipe, {"image": _picture(), "mask_image": _mask()}
 
 
-def controlnet(seed: int = 0):
-    """A StableDiffusionControlNetPipeline with a live ControlNet."""
+def controlnet(seed: int = 0) -> Pipeline:
+    """Return a StableDiffusionControlNetPipeline with a live ControlNet."""
     from diffusers import ControlNetModel, StableDiffusionControlNetPipeline
 
     torch.manual_seed(seed)
@@ -112,8 +117,8 @@ def controlnet(seed: int = 0):
     return sd15(None, seed, StableDiffusionControlNetPipeline, controlnet=control)
 
 
-def pixart(kind, seed: int = 0, scheduler=None, **options: Any):
-    """A PixArt pipeline: a transformer that predicts noise and its variance; the pipeline drops the variance."""
+def pixart(kind: type, seed: int = 0, scheduler: Scheduler | None = None, **options: Any) -> Pipeline:
+    """Return a PixArt pipeline: a transformer that predicts noise and its variance; the pipeline drops the variance."""
     from diffusers import DPMSolverMultistepScheduler, PixArtTransformer2DModel
 
     torch.manual_seed(seed)
@@ -125,8 +130,11 @@ def pixart(kind, seed: int = 0, scheduler=None, **options: Any):
                        vae=autoencoder(), text_encoder=_t5(tokens), tokenizer=tokens, **options))
 
 
-def hunyuan_dit(seed: int = 0, kind=None, **options: Any):
-    """A HunyuanDiTPipeline: v-prediction, a BERT (here a CLIP) and a T5, pictures of 32 x 32 in 4 x 4 latents."""
+def hunyuan_dit(seed: int = 0, kind: type | None = None, **options: Any) -> Pipeline:
+    """Return a HunyuanDiTPipeline: v-prediction, a BERT (here a CLIP) and a T5.
+
+    Pictures are 32 x 32, in 4 x 4 latents.
+    """
     from diffusers import DDPMScheduler, HunyuanDiT2DModel, HunyuanDiTPipeline
     from transformers import CLIPTextModel
 
@@ -144,8 +152,8 @@ def hunyuan_dit(seed: int = 0, kind=None, **options: Any):
         **options, **UNCHECKED))
 
 
-def cogview3(seed: int = 0):
-    """A CogView3PlusPipeline: v-prediction from a terminal signal of zero."""
+def cogview3(seed: int = 0) -> Pipeline:
+    """Return a CogView3PlusPipeline: v-prediction from a terminal signal of zero."""
     from diffusers import CogVideoXDDIMScheduler, CogView3PlusPipeline, CogView3PlusTransformer2DModel
 
     torch.manual_seed(seed)
@@ -160,15 +168,15 @@ def cogview3(seed: int = 0):
                                        text_encoder=_t5(tokens), tokenizer=tokens))
 
 
-def img2img(seed: int = 0):
-    """A StableDiffusionImg2ImgPipeline, which takes no latents."""
+def img2img(seed: int = 0) -> Pipeline:
+    """Return a StableDiffusionImg2ImgPipeline, which takes no latents."""
     from diffusers import StableDiffusionImg2ImgPipeline
 
     return sd15(None, seed, StableDiffusionImg2ImgPipeline)
 
 
-def omnigen(seed: int = 0):
-    """An OmniGenPipeline without encode_prompt: its one transformer reads the prompt's tokens at every step."""
+def omnigen(seed: int = 0) -> Pipeline:
+    """Return an OmniGenPipeline without encode_prompt: its one transformer reads the prompt's tokens at every step."""
     from diffusers import FlowMatchEulerDiscreteScheduler, OmniGenPipeline, OmniGenTransformer2DModel
 
     torch.manual_seed(seed)
@@ -180,7 +188,7 @@ def omnigen(seed: int = 0):
                                   scheduler=FlowMatchEulerDiscreteScheduler(invert_sigmas=True)))
 
 
-def _unet(**options: Any):
+def _unet(**options: Any) -> Network:
     from diffusers import UNet2DConditionModel
 
     small = dict(sample_size=8, block_out_channels=(8,), layers_per_block=1, norm_num_groups=4, attention_head_dim=2,
@@ -195,14 +203,14 @@ def _sizes(pooled: int) -> dict[str, Any]:
             "projection_class_embeddings_input_dim": pooled + 6 * 4}
 
 
-def _t5(tokens):
+def _t5(tokens: PreTrainedTokenizerBase) -> PreTrainedModel:
     from transformers import T5Config, T5EncoderModel
 
     return T5EncoderModel(T5Config(vocab_size=len(tokens), d_model=WIDTH, d_kv=8, d_ff=16, num_layers=1, num_heads=2,
                                    dropout_rate=0.0))
 
 
-def _chatglm():
+def _chatglm() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     from diffusers.pipelines.kolors.text_encoder import ChatGLMConfig, ChatGLMModel
     from diffusers.pipelines.kolors.tokenizer import ChatGLMTokenizer
     from sentencepiece import SentencePieceTrainer
@@ -222,7 +230,7 @@ def _chatglm():
     return encoder, tokens
 
 
-def _quiet(pipe):
+def _quiet(pipe: Pipeline) -> Pipeline:
     pipe.set_progress_bar_config(disable=True)
     return pipe
 
@@ -236,25 +244,25 @@ def _mask() -> torch.Tensor:
     return (_picture(1) > 0.5).float()
 
 
-def _alpha(seed: int):
+def _alpha(seed: int) -> tuple[Pipeline, dict[str, Any]]:
     from diffusers import PixArtAlphaPipeline
 
     return pixart(PixArtAlphaPipeline, seed), SMALL
 
 
-def _sigma(seed: int):
+def _sigma(seed: int) -> tuple[Pipeline, dict[str, Any]]:
     from diffusers import PixArtSigmaPipeline
 
     return pixart(PixArtSigmaPipeline, seed), SMALL
 
 
-def _pag(seed: int):
+def _pag(seed: int) -> tuple[Pipeline, dict[str, Any]]:
     from diffusers import StableDiffusionPAGPipeline
 
     return sd15(None, seed, StableDiffusionPAGPipeline), {"pag_scale": 2.0}
 
 
-def _pag_xl(seed: int):
+def _pag_xl(seed: int) -> tuple[Pipeline, dict[str, Any]]:
     from diffusers import StableDiffusionXLPAGPipeline
 
     return sdxl(seed, StableDiffusionXLPAGPipeline, add_watermarker=False), {"pag_scale": 2.0}

@@ -13,6 +13,9 @@ import torch
 from flowgrpo.check.tiny import hunyuan, ltx, wan
 from flowgrpo.check.tiny.parts import (
     TOKENS,
+    Network,
+    Pipeline,
+    Scheduler,
     lively,
     llama_config,
     ready,
@@ -38,7 +41,7 @@ def _cogvideox_parts(channels: int = 4) -> dict[str, Any]:
     return {"transformer": lively(denoiser), "vae": vae, "text_encoder": video_t5(), "tokenizer": tokenizer(TOKENS)}
 
 
-def _cogvideox_scheduler(kind: str):
+def _cogvideox_scheduler(kind: str) -> Scheduler:
     import diffusers
 
     return getattr(diffusers, kind)(
@@ -46,7 +49,7 @@ def _cogvideox_scheduler(kind: str):
         snr_shift_scale=3.0 if kind == "CogVideoXDDIMScheduler" else 1.0)
 
 
-def cogvideox(scheduler: str = "CogVideoXDPMScheduler", seed: int = 0):
+def cogvideox(scheduler: str = "CogVideoXDPMScheduler", seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
     """CogVideoX: v-prediction, with the scheduler of the 2B (DDIM) or of the 5B checkpoint (DPM)."""
     from diffusers import CogVideoXPipeline
 
@@ -55,7 +58,7 @@ def cogvideox(scheduler: str = "CogVideoXDPMScheduler", seed: int = 0):
     return ready(pipe), dict(COGVIDEOX_CALL)
 
 
-def cogvideox_image(seed: int = 0):
+def cogvideox_image(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
     """CogVideoX's image-to-video: the picture is extra channels of the first frame."""
     from diffusers import CogVideoXImageToVideoPipeline
 
@@ -65,7 +68,7 @@ def cogvideox_image(seed: int = 0):
     return ready(pipe), COGVIDEOX_CALL | {"image": video_picture()}
 
 
-def cogvideox_video(seed: int = 0):
+def cogvideox_video(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
     """CogVideoX's video-to-video."""
     from diffusers import CogVideoXVideoToVideoPipeline
 
@@ -76,7 +79,7 @@ def cogvideox_video(seed: int = 0):
     return ready(pipe), call | {"video": [video_picture(16 * i) for i in range(9)]}
 
 
-def mochi(seed: int = 0):
+def mochi(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
     """Mochi, whose time runs from 0 (noise) to 1 and whose velocity points to the data."""
     from diffusers import AutoencoderKLMochi, FlowMatchEulerDiscreteScheduler, MochiPipeline, MochiTransformer3DModel
 
@@ -92,7 +95,7 @@ def mochi(seed: int = 0):
     return ready(pipe), {"height": 32, "width": 32, "num_frames": 7, "max_sequence_length": TOKENS}
 
 
-def allegro(seed: int = 0):
+def allegro(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
     """Allegro, which predicts noise; its autoencoder decodes only in tiles."""
     from diffusers import (
         AllegroPipeline,
@@ -105,7 +108,7 @@ def allegro(seed: int = 0):
     denoiser = AllegroTransformer3DModel(
         num_attention_heads=2, attention_head_dim=12, num_layers=2, cross_attention_dim=24, sample_width=8,
         sample_height=8, sample_frames=8, caption_channels=16)
-    vae = AutoencoderKLAllegro(
+    vae: Network = AutoencoderKLAllegro(
         down_block_types=("AllegroDownBlock3D",) * 4, up_block_types=("AllegroUpBlock3D",) * 4,
         block_out_channels=(8,) * 4, layers_per_block=1, norm_num_groups=2, sample_size=16)
     vae.kernel = vae.stride = (8, 16, 16)  # one tile
@@ -117,7 +120,7 @@ def allegro(seed: int = 0):
                          "clean_caption": False}
 
 
-def latte(seed: int = 0):
+def latte(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
     """Latte, which predicts noise and its variance; the pipeline drops the variance."""
     from diffusers import AutoencoderKL, DDIMScheduler, LattePipeline, LatteTransformer3DModel
 
@@ -135,7 +138,7 @@ def latte(seed: int = 0):
     return ready(pipe), {"height": 16, "width": 16, "video_length": 5, "clean_caption": False}
 
 
-def animatediff(seed: int = 0):
+def animatediff(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
     """AnimateDiff: a U-Net of SD 1.5 with motion modules."""
     from diffusers import AnimateDiffPipeline, AutoencoderKL, DDIMScheduler, MotionAdapter, UNet2DConditionModel
     from transformers import CLIPTextModel
@@ -157,7 +160,7 @@ def animatediff(seed: int = 0):
     return ready(pipe), {"height": 16, "width": 16, "num_frames": 4}
 
 
-def sana(seed: int = 0):
+def sana(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
     """Sana-Video: linear attention over the latents of Wan's autoencoder."""
     from diffusers import DPMSolverMultistepScheduler, SanaVideoPipeline, SanaVideoTransformer3DModel
     from transformers import LlamaModel

@@ -6,10 +6,21 @@ from typing import Any
 
 import torch
 
-from flowgrpo.check.tiny.parts import SIZE, TOKENS, lively, ready, tokenizer, video_picture, video_t5
+from flowgrpo.check.tiny.parts import (
+    SIZE,
+    TOKENS,
+    Network,
+    Pipeline,
+    Scheduler,
+    lively,
+    ready,
+    tokenizer,
+    video_picture,
+    video_t5,
+)
 
 
-def autoencoder():
+def autoencoder() -> Network:
     """Latents of 4 x 3 x 8 x 8 for 5 frames of 16 x 16."""
     from diffusers import AutoencoderKLWan
 
@@ -18,7 +29,7 @@ def autoencoder():
         latents_std=[1.5] * 4, scale_factor_temporal=2, scale_factor_spatial=2)
 
 
-def _wan_transformer(channels: int = 4, kind: str = "WanTransformer3DModel", **options: Any):
+def _wan_transformer(channels: int = 4, kind: str = "WanTransformer3DModel", **options: Any) -> Network:
     import diffusers
 
     return lively(getattr(diffusers, kind)(
@@ -26,8 +37,8 @@ def _wan_transformer(channels: int = 4, kind: str = "WanTransformer3DModel", **o
         text_dim=16, freq_dim=16, ffn_dim=16, num_layers=2, rope_max_seq_len=32, **options))
 
 
-def _unipc(shift: float):
-    """The multistep flow scheduler of the published Wan checkpoints."""
+def _unipc(shift: float) -> Scheduler:
+    """Return the multistep flow scheduler of the published Wan checkpoints."""
     from diffusers import UniPCMultistepScheduler
 
     return UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=shift)
@@ -41,7 +52,7 @@ def _wan_parts(shift: float = 3.0) -> dict[str, Any]:
 WAN_CALL = SIZE | {"max_sequence_length": TOKENS}
 
 
-def wan(seed: int = 0):
+def wan(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
     """Wan 2.1: one transformer."""
     from diffusers import WanPipeline
 
@@ -49,7 +60,7 @@ def wan(seed: int = 0):
     return ready(WanPipeline(transformer=_wan_transformer(), **_wan_parts())), dict(WAN_CALL)
 
 
-def wan22(seed: int = 0):
+def wan22(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
     """Wan 2.2: `transformer` above, `transformer_2` below 0.875 of the noise."""
     from diffusers import WanPipeline
 
@@ -58,7 +69,7 @@ def wan22(seed: int = 0):
     return ready(WanPipeline(boundary_ratio=0.875, **experts, **_wan_parts())), dict(WAN_CALL)
 
 
-def wan_image(seed: int = 0):
+def wan_image(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
     """Wan 2.2's image-to-video: the picture is eight extra channels, including a mask."""
     from diffusers import WanImageToVideoPipeline
 
@@ -69,7 +80,7 @@ def wan_image(seed: int = 0):
     return ready(pipe), WAN_CALL | {"image": video_picture()}
 
 
-def wan_video(seed: int = 0):
+def wan_video(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
     """WanVideoToVideo."""
     from diffusers import WanVideoToVideoPipeline
 
@@ -79,7 +90,7 @@ def wan_video(seed: int = 0):
     return ready(pipe), call | {"video": [video_picture(16 * i) for i in range(5)]}
 
 
-def wan_vace(seed: int = 0):
+def wan_vace(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
     """Wan VACE: extra blocks read a video to change and steer the denoiser."""
     from diffusers import WanVACEPipeline
 
@@ -89,7 +100,7 @@ def wan_vace(seed: int = 0):
     return ready(WanVACEPipeline(transformer=denoiser, **_wan_parts())), dict(WAN_CALL)
 
 
-def skyreels(seed: int = 0):
+def skyreels(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
     """SkyReels V2's text-to-video."""
     from diffusers import SkyReelsV2Pipeline
 
@@ -98,7 +109,7 @@ def skyreels(seed: int = 0):
     return ready(pipe), dict(WAN_CALL)
 
 
-def skyreels_image(seed: int = 0):
+def skyreels_image(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
     """SkyReels V2's image-to-video, which also encodes its picture with CLIP."""
     from diffusers import SkyReelsV2ImageToVideoPipeline
     from transformers import CLIPImageProcessor, CLIPVisionConfig, CLIPVisionModelWithProjection

@@ -16,17 +16,17 @@ from flowgrpo.evaluation.measured import Measured, evenly
 from flowgrpo.evaluation.pages.grid import Row, draw_grid
 
 
-def captions(functions: dict[str, Any], samples: Any, prompts: Sequence[Prompt], base: torch.Tensor | None = None
-             ) -> torch.Tensor:
+def captions(functions: dict[str, Any], samples: torch.Tensor | Sequence[str], prompts: Sequence[Prompt],
+             base: torch.Tensor | Sequence[str] | None = None) -> torch.Tensor:
     """Return `rewards.score` [N, R] of N samples; NaN for a reward that fails on them, with a printed line."""
-    texts, metadata, found = [p.text for p in prompts], [p.metadata for p in prompts], []
+    texts, metadata, columns = [p.text for p in prompts], [p.metadata for p in prompts], []
     for name, function in functions.items():
         try:
-            found.append(rewards.score({name: function}, samples, texts, metadata, base=base))
+            columns.append(rewards.score({name: function}, samples, texts, metadata, base=base))
         except UserError as error:
             print(f"left out: {error}", file=sys.stderr)
-            found.append(torch.full((len(texts), 1), torch.nan))
-    return torch.cat(found, 1)
+            columns.append(torch.full((len(texts), 1), torch.nan))
+    return torch.cat(columns, 1)
 
 
 def draw_pairs(path: Path, base: Measured, after: Measured, names: tuple[str, str] = ("before", "after")) -> None:
@@ -35,9 +35,9 @@ def draw_pairs(path: Path, base: Measured, after: Measured, names: tuple[str, st
     draw_grid(path, names, rows)
 
 
-def cards(found: Measured) -> list[tuple[str, torch.Tensor, dict[str, float]]]:
+def cards(measured: Measured) -> list[tuple[str, torch.Tensor, dict[str, float]]]:
     """Return prompt, picture and scores of each kept picture."""
-    prompts = list({id(prompt): prompt for prompt in found.prompts}.values())
-    samples = len(found.prompts) // len(prompts)
-    return [(prompts[i].text, picture, {name: values[i * samples] for name, values in found.scores.items()})
-            for i, picture in zip(evenly(len(prompts), len(found.pictures)), found.pictures)]
+    prompts = list({id(prompt): prompt for prompt in measured.prompts}.values())
+    samples = len(measured.prompts) // len(prompts)
+    return [(prompts[i].text, picture, {name: values[i * samples] for name, values in measured.scores.items()})
+            for i, picture in zip(evenly(len(prompts), len(measured.pictures)), measured.pictures)]

@@ -20,7 +20,7 @@ _lacking: set[str] = set()
 
 @dataclass(frozen=True)
 class Font:
-    """A font with the letters of most languages; size: in pixels."""
+    """Font with the letters of most languages; size: in pixels."""
 
     size: int
 
@@ -70,13 +70,13 @@ def _holder(letter: str) -> str:
     """Return the font that has this letter. Without one, warn once and draw a box."""
     if _has(_own(), letter):
         return _own()
-    found = next((path for path in _installed() if _has(path, letter)), None)
-    if found is None:
+    fallback = next((path for path in _installed() if _has(path, letter)), None)
+    if fallback is None:
         if not _lacking:
             print(f"no font of this machine has the letter {letter!r}: what is lacking is a box on pages of pictures; "
                   "install a font that has it, such as Noto Sans CJK", file=sys.stderr)
         _lacking.add(letter)
-    return found or _own()
+    return fallback or _own()
 
 
 @functools.cache

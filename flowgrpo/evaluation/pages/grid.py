@@ -53,7 +53,7 @@ def draw_grid(path: str | Path, columns: Sequence[str], rows: Sequence[Row]) -> 
     path.parent.mkdir(parents=True, exist_ok=True)
     _drawn(columns, rows).save(path, format="PNG")
     if moments := moving([image for row in rows for image in row.images]):
-        stills = ([replace(row, images=[still(image, at) for image in row.images]) for row in rows] for at in moments)
+        stills = ([replace(row, images=[_still(image, at) for image in row.images]) for row in rows] for at in moments)
         animate(path.with_suffix(".webp"), [_drawn(columns, at) for at in stills])
     return path
 
@@ -64,6 +64,11 @@ def _drawn(columns: Sequence[str], rows: Sequence[Row]) -> Image.Image:
     cell = max(cell[0], SMALLEST), cell[1]
     cards = [_card(row, line, cell) for row, line in zip(rows, pictures)]
     return _page(cards, columns if any(columns) else (), cell)
+
+
+def _still(image: torch.Tensor | str, moment: float) -> torch.Tensor:
+    assert not isinstance(image, str), "no texts beside clips"
+    return still(image, moment)
 
 
 def contact(path: str | Path, images: Sequence[torch.Tensor], captions: Sequence[str]) -> Path:
@@ -80,7 +85,8 @@ def _tile(image: torch.Tensor | str) -> Image.Image:
 
 def _written(text: str) -> Image.Image:
     """Draw the first LINES lines of a text as a picture."""
-    lines = [line for each in text.splitlines() or [""] for line in _wrap(each, CAPTION, LARGEST - 16, LINES)][:LINES]
+    paragraphs = text.splitlines() or [""]
+    lines = [line for paragraph in paragraphs for line in _wrap(paragraph, CAPTION, LARGEST - 16, LINES)][:LINES]
     page = Image.new("RGB", (LARGEST, 16 + len(lines) * CAPTION.height), WRITTEN)
     for number, line in enumerate(lines):
         CAPTION.draw(ImageDraw.Draw(page), (8, 8 + number * CAPTION.height), line, INK)
@@ -95,8 +101,8 @@ def _picture(image: torch.Tensor, smallest: int = SMALLEST, largest: int = LARGE
         factor = math.ceil(smallest / side)
         return picture.resize((picture.width * factor, picture.height * factor), Image.Resampling.NEAREST)
     if side > largest:
-        size = (max(1, round(length * largest / side)) for length in picture.size)
-        return picture.resize(tuple(size), Image.Resampling.LANCZOS)
+        width, height = (max(1, round(length * largest / side)) for length in picture.size)
+        return picture.resize((width, height), Image.Resampling.LANCZOS)
     return picture
 
 
@@ -183,9 +189,9 @@ def _misfit(cards: Sequence[Image.Image], across: int) -> float:
 
 def _headings(pen: ImageDraw.ImageDraw, at: tuple[int, int], columns: Sequence[str], width: int) -> None:
     for column, name in enumerate(columns):
-        told = _shorten(name, HEADING, width)
-        left = at[0] + column * (width + BETWEEN_PICTURES) + (width - HEADING.getlength(told)) // 2
-        HEADING.draw(pen, (left, at[1]), told, INK)
+        heading = _shorten(name, HEADING, width)
+        left = at[0] + column * (width + BETWEEN_PICTURES) + (width - HEADING.getlength(heading)) // 2
+        HEADING.draw(pen, (left, at[1]), heading, INK)
 
 
 def _wrap(text: str, font: Font, width: int, most: int = 4) -> list[str]:

@@ -71,9 +71,10 @@ def write_table(path: str | Path, title: str, columns: Sequence[str], rows: Sequ
     return path
 
 
-def _scored(text: str, scores: dict[str, float]) -> str:
-    told = ", ".join(f"{name.rpartition('/')[2]} {grid._number(value)}" for name, value in scores.items())
-    return f"{_cell(text)}<br>{_cell(told)}" if told else _cell(text)
+def _scored(text: torch.Tensor | str, scores: dict[str, float]) -> str:
+    assert isinstance(text, str), "a table is of texts"
+    listed = ", ".join(f"{name.rpartition('/')[2]} {grid._number(value)}" for name, value in scores.items())
+    return f"{_cell(text)}<br>{_cell(listed)}" if listed else _cell(text)
 
 
 def _cell(text: str) -> str:
@@ -108,8 +109,8 @@ def _scores(scores: dict[str, float], first: dict[str, float]) -> str:
         return ""
     lines = []
     for name, value in scores.items():
-        before, told = first.get(name, value), grid._number(value)
-        same = told == grid._number(before) or math.isnan(value) or math.isnan(before)
+        before, shown = first.get(name, value), grid._number(value)
+        same = shown == grid._number(before) or math.isnan(value) or math.isnan(before)
         way = "" if same else ' class="rose"' if value > before else ' class="fell"'
-        lines.append(f"<dt>{html.escape(name.rpartition('/')[2])}</dt><dd{way}>{told}</dd>")
+        lines.append(f"<dt>{html.escape(name.rpartition('/')[2])}</dt><dd{way}>{shown}</dd>")
     return f"<dl>{''.join(lines)}</dl>"

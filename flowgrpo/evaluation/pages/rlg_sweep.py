@@ -18,14 +18,14 @@ class Curve(NamedTuple):
     highs: list[float]
 
 
-def curves(arms: Mapping[str, float], found: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> dict[str, Curve]:
-    """Return a curve per reward. arms: the weight of each arm. found: results of an evaluation, by arm, reward and
+def curves(arms: Mapping[str, float], results: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> dict[str, Curve]:
+    """Return a curve per reward. arms: the weight of each arm. results: of an evaluation, by arm, reward and
     category."""
     def curve(reward: str) -> Curve:
-        entries = [found[arm][reward][ALL] for arm in arms]
+        entries = [results[arm][reward][ALL] for arm in arms]
         return Curve(list(arms.values()), *([entry[key] for entry in entries] for key in ("mean", "low", "high")))
 
-    return {reward: curve(reward) for reward in next(iter(found.values()))}
+    return {reward: curve(reward) for reward in next(iter(results.values()))}
 
 
 def plot(curves: Mapping[str, Curve], path: Path) -> None:

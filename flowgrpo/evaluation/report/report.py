@@ -10,7 +10,7 @@ import html
 import json
 import re
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flowgrpo.config.parse import load
 from flowgrpo.config.schema import Config
@@ -19,13 +19,16 @@ from flowgrpo.evaluation.report import snapshots
 from flowgrpo.evaluation.report.verdict import changes, mean, sentences
 from flowgrpo.storage.json_files import read_lines, read_object
 
+if TYPE_CHECKING:
+    from flowgrpo.evaluation.trainer import Trainer
+
 FILE = "report.html"
 EVERY = 10  # epochs between reports of a run without eval.every
 STAGES = 40  # maximum number of slider positions
 TEMPLATE = Path(__file__).with_name("report.html")
 
 
-def during(trainer: Any, run: Path) -> None:
+def during(trainer: Trainer, run: Path) -> None:
     """Write the report of a running run, every eval.every epochs, or EVERY."""
     if trainer.processes.first and trainer.epoch % (trainer.config.eval.every or EVERY) == 0:
         snapshots.last(run, trainer)
@@ -35,23 +38,23 @@ def during(trainer: Any, run: Path) -> None:
 def write(run: Path) -> Path:
     """Write `report.html` into a run's folder; returns its path.
     Raises UserError for a folder that is not a run."""
-    made = page(data(run))
+    text = page(data(run))
     temporary = run / f".{FILE}.tmp"
-    temporary.write_text(made, encoding="utf-8")
+    temporary.write_text(text, encoding="utf-8")
     temporary.replace(run / FILE)
     return run / FILE
 
 
-def page(told: dict[str, Any], live: bool = False) -> str:
+def page(content: dict[str, Any], live: bool = False) -> str:
     """Return the HTML of a report's data. live: the page asks its server for newer data."""
-    filled = {"TITLE": html.escape(told["title"]), "DATA": embedded(told), "LIVE": " data-live" if live else "",
+    filled = {"TITLE": html.escape(content["title"]), "DATA": embedded(content), "LIVE": " data-live" if live else "",
               "CONNECT": "; connect-src 'self'" if live else ""}
-    return re.sub(r"\[\[([A-Z]+)\]\]", lambda found: filled[found[1]], TEMPLATE.read_text(encoding="utf-8"))
+    return re.sub(r"\[\[([A-Z]+)\]\]", lambda match: filled[match[1]], TEMPLATE.read_text(encoding="utf-8"))
 
 
-def embedded(told: Any) -> str:
+def embedded(content: dict[str, Any]) -> str:
     """Return JSON that is safe in a <script>: it neither ends the element nor reads as an address."""
-    text = json.dumps(told, allow_nan=False, separators=(",", ":"))
+    text = json.dumps(content, allow_nan=False, separators=(",", ":"))
     for sign in "<>&":
         text = text.replace(sign, f"\\u{ord(sign):04x}")
     return text.replace("://", ":\\/\\/")
@@ -65,10 +68,10 @@ def data(run: Path) -> dict[str, Any]:
     config, lines, stages = load(run / "config.yaml"), read_lines(run / "metrics.jsonl", *PLAIN), read_stages(run)
     last = _read(run / snapshots.FOLDER / "last.json", first_ratio=dict, best=list, worst=list)
     finished = bool(stages) and stages[-1]["name"] == "after"
-    found, summary = changes(config, stages), _read(run / "summary.json") if finished else {}
+    reward_changes, summary = changes(config, stages), _read(run / "summary.json") if finished else {}
     return {"title": config.name, "finished": finished,
-            "sentences": sentences(config, lines, found, last, finished, summary.get("kept")),
-            "changes": [vars(change) | {"way": change.way, "digits": change.digits} for change in found],
+            "sentences": sentences(config, lines, reward_changes, last, finished, summary.get("kept")),
+            "changes": [vars(change) | {"way": change.way, "digits": change.digits} for change in reward_changes],
             "tasks": summary.get("tasks", {}),
             "metrics": columns(lines), "charts": charts(config, lines, stages), "stages": thinned(stages),
             "extremes": {key: last.get(key, []) for key in ("best", "worst")} | {"epoch": last.get("epoch")},
@@ -130,25 +133,26 @@ def charts(config: Config, lines: list[dict[str, Any]], stages: list[dict[str, A
 
     A series is {label} with the `key` of a metric, optionally its deviation's key as `band`, or with x and y.
     """
-    made = [_reward(config, name, lines, stages) for name in (config.trained | config.watched)]
+    reward_charts = [_reward(config, name, lines, stages) for name in (config.trained | config.watched)]
     rest = [key for key in columns(lines) if key not in PLAIN
             and not re.fullmatch(r"reward/.+/(mean|std)|held_out/.+", key)]
-    gathered = [_gathered(*each, rest, lines) for each in GATHERED]
+    gathered = [_gathered(title, note, pattern, rest, lines) for title, note, pattern in GATHERED]
     alone = [key for key in rest if not any(re.fullmatch(pattern, key) for _, _, pattern in GATHERED)
              and any(isinstance(line.get(key), (int, float)) for line in lines)]
     single = [{"title": title, "note": note, "kind": "lines", "series": [{"label": key, "key": key}]}
               for key in sorted(alone, key=lambda key: (list(ALONE) + [key]).index(key))
               for title, note in [ALONE.get(key, (key, ""))]]
-    return [chart for chart in made + single + gathered if chart["series"]]
+    return [chart for chart in reward_charts + single + gathered if chart["series"]]
 
 
 def _gathered(title: str, note: str, pattern: str, keys: list[str], lines: list[dict[str, Any]]) -> dict[str, Any]:
     """Return a chart of the keys that match. The chart of failures has no curve if nothing failed."""
-    own = [(found[1], key) for key in keys if (found := re.fullmatch(pattern, key))]
-    if title.startswith("Failed") and not any(line.get(key) for line in lines for _, key in own):
-        own = []
+    curves = [(match[1], key) for key in keys if (match := re.fullmatch(pattern, key))]
+    if title.startswith("Failed") and not any(line.get(key) for line in lines for _, key in curves):
+        curves = []
     return {"title": title, "note": note, "kind": "steps" if "step" in pattern else "lines",
-            "series": [{"label": label, "key": key} for label, key in sorted(own, key=lambda pair: _natural(pair[0]))]}
+            "series": [{"label": label, "key": key}
+                       for label, key in sorted(curves, key=lambda pair: _natural(pair[0]))]}
 
 
 def _natural(label: str) -> tuple[str, int]:
@@ -159,7 +163,8 @@ def _natural(label: str) -> tuple[str, int]:
 
 def _reward(config: Config, name: str, lines: list[dict[str, Any]], stages: list[dict[str, Any]]) -> dict[str, Any]:
     """Return a reward's chart: mean over the samples of each epoch, and on the held-out prompts."""
-    series = [{"label": "training samples", "key": f"reward/{name}/mean", "band": f"reward/{name}/std"}] \
+    series: list[dict[str, Any]] = [
+        {"label": "training samples", "key": f"reward/{name}/mean", "band": f"reward/{name}/std"}] \
         if any(f"reward/{name}/mean" in line for line in lines) else []
     # the last stage comes first: it does not replace the value of an epoch that was measured during training
     held = {stage["epoch"]: mean(stage["scores"].get(name, [])) for stage in reversed(stages)}

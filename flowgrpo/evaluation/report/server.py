@@ -35,12 +35,12 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         if self.headers.get("Host", "").partition(":")[0] not in NAMES:
             return self.send_error(403)
-        made: dict[str, tuple[str, Callable[[dict], str]]] = {
-            "/": ("text/html", lambda told: report.page(told, live=True)),
-            "/data.json": ("application/json", lambda told: json.dumps(told, allow_nan=False))}
-        if self.path not in made:
+        pages: dict[str, tuple[str, Callable[[dict], str]]] = {
+            "/": ("text/html", lambda content: report.page(content, live=True)),
+            "/data.json": ("application/json", lambda content: json.dumps(content, allow_nan=False))}
+        if self.path not in pages:
             return self.send_error(404)
-        kind, text = made[self.path]
+        kind, text = pages[self.path]
         self.answer(kind, text)
 
     def answer(self, kind: str, text: Callable[[dict], str]) -> None:

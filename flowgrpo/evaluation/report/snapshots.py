@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     import torch
 
     from flowgrpo.evaluation.measured import Measured
+    from flowgrpo.evaluation.trainer import Trainer
 
 FOLDER = "report"
 SIDE = 320  # maximum longer side of a kept picture, in pixels
@@ -50,7 +51,8 @@ class Extremes:
     best: list[tuple] = field(default_factory=list)
     worst: list[tuple] = field(default_factory=list)
 
-    def add(self, prompts: Sequence[str], outputs: Any, scores: torch.Tensor, totals: torch.Tensor) -> None:
+    def add(self, prompts: Sequence[str], outputs: torch.Tensor | Sequence[str], scores: torch.Tensor,
+            totals: torch.Tensor) -> None:
         """Add b samples: their prompts and outputs, scores [b,R], and the totals [b] that order them.
 
         Skips a sample to which no reward applies, and one that lacks a score that others of its prompt have.
@@ -59,13 +61,13 @@ class Extremes:
         for i, prompt in enumerate(prompts):
             rows.setdefault(prompt, []).append(i)
         sums, known = totals.tolist(), ~scores.isnan()
-        for prompt, own in rows.items():
-            wanted = known[own].any(0)
-            own = [i for i in own if wanted.any() and (known[i] == wanted).all()]
-            if not own:
+        for prompt, indices in rows.items():
+            needed = known[indices].any(0)
+            indices = [i for i in indices if needed.any() and (known[i] == needed).all()]
+            if not indices:
                 continue
-            for kept, sign, at in ((self.best, 1, max(own, key=sums.__getitem__)),
-                                   (self.worst, -1, min(reversed(own), key=sums.__getitem__))):
+            for kept, sign, at in ((self.best, 1, max(indices, key=sums.__getitem__)),
+                                   (self.worst, -1, min(reversed(indices), key=sums.__getitem__))):
                 _insert(kept, sign, (sums[at], prompt, scores[at].tolist(), outputs[at]))
 
     def told(self) -> dict[str, list[dict[str, Any]]]:
@@ -88,7 +90,7 @@ def _insert(kept: list[tuple], sign: int, sample: tuple) -> None:
                      key=lambda other: -sign * other[0])[:EXTREMES]
 
 
-def shown(output: Any) -> dict[str, str]:
+def shown(output: torch.Tensor | str) -> dict[str, str]:
     """Return a sample for JSON: a picture [3,H,W] or clip [F,3,H,W] as a data URL, a text unchanged."""
     return {"text": output} if isinstance(output, str) else {"picture": data_url(output)}
 
@@ -98,8 +100,8 @@ def data_url(output: torch.Tensor) -> str:
     frames = [as_image(output)] if output.ndim == 3 else [as_image(still(output, at)) for at in moving([output])]
     factor = SIDE / max(frames[0].size)
     if factor < 1:
-        size = tuple(max(1, round(length * factor)) for length in frames[0].size)
-        frames = [frame.resize(size, Image.Resampling.LANCZOS) for frame in frames]
+        width, height = (max(1, round(length * factor)) for length in frames[0].size)
+        frames = [frame.resize((width, height), Image.Resampling.LANCZOS) for frame in frames]
     moved = dict(save_all=True, append_images=frames[1:], loop=0,
                  duration=round(min(max(1000 * SECONDS / len(frames), SHORTEST), LONGEST))) if len(frames) > 1 else {}
     file = io.BytesIO()
@@ -127,16 +129,17 @@ def machine(device: str | torch.device, processes: int, precision: str) -> dict[
             **{package: version(package) for package in PACKAGES}}
 
 
-def stage(run: Path, name: str, epoch: int, found: Measured) -> None:
+def stage(run: Path, name: str, epoch: int, measured: Measured) -> None:
     """Keep a measurement on the held-out prompts after so many epochs, as the stage of that name."""
     from flowgrpo.evaluation.pages.before_after import cards
 
-    pictures = [{"prompt": text, "scores": finite(scores), **shown(picture)} for text, picture, scores in cards(found)]
-    write(run / FOLDER / f"{name}.json", {"name": name, "epoch": epoch, "scores": finite(found.scores),
+    pictures = [{"prompt": text, "scores": finite(scores), **shown(picture)}
+                for text, picture, scores in cards(measured)]
+    write(run / FOLDER / f"{name}.json", {"name": name, "epoch": epoch, "scores": finite(measured.scores),
                                           "cards": pictures})
 
 
-def last(run: Path, trainer: Any) -> None:
+def last(run: Path, trainer: Trainer) -> None:
     """Keep the best and worst samples of the last epoch, and the result of the first-ratio check."""
     first = trainer.first_ratio
     write(run / FOLDER / "last.json", {
@@ -144,9 +147,9 @@ def last(run: Path, trainer: Any) -> None:
         **trainer.scoring.extremes.told()})
 
 
-def write(path: Path, told: Any) -> None:
+def write(path: Path, content: object) -> None:
     """Write JSON under a temporary name, then rename it, so that readers never see a partial file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(told, allow_nan=False), encoding="utf-8")
+    temporary.write_text(json.dumps(content, allow_nan=False), encoding="utf-8")
     temporary.replace(path)

@@ -14,7 +14,7 @@ FEW = 2  # standard errors; a smaller change may be chance
 
 @dataclass(frozen=True)
 class Change:
-    """A reward on the same held-out prompts and seeds, before training and now.
+    """Reward on the same held-out prompts and seeds, before training and now.
 
     weight: in training; None if only watched.
     error: standard error of the change, over prompts; None for fewer than two.
@@ -60,34 +60,36 @@ def changes(config: Config, stages: list[dict[str, Any]]) -> list[Change]:
 def _change(name: str, weight: float | None, was: list[float | None], now: list[float | None], samples: int) -> Change:
     """Return a reward's change from scores with so many samples per prompt. These are not independent, so prompts are
     counted."""
-    pairs = [None if None in pair else pair for pair in zip(was, now)]
+    pairs = [None if old is None or new is None else (old, new) for old, new in zip(was, now)]
     whole = [pair for pair in pairs if pair]
     prompts = [[new - old for old, new in filter(None, pairs[at:at + samples])] for at in range(0, len(pairs), samples)]
-    moved = [sum(each) / len(each) for each in prompts if each]
+    moved = [sum(differences) / len(differences) for differences in prompts if differences]
     error = statistics.stdev(moved) / math.sqrt(len(moved)) if len(moved) > 1 else None
     before, after = (mean([pair[at] for pair in whole]) for at in (0, 1))
-    return Change(name, weight, before, after, after - before if whole else None, error, len(whole))
+    change = None if before is None or after is None else after - before
+    return Change(name, weight, before, after, change, error, len(whole))
 
 
-def sentences(config: Config, lines: list[dict[str, Any]], found: list[Change], last: dict[str, Any],
+def sentences(config: Config, lines: list[dict[str, Any]], reward_changes: list[Change], last: dict[str, Any],
               finished: bool, kept: str | None = None) -> list[dict[str, str]]:
     """Return the summary: {text, tone}, with tone plain, good or warn. kept: `kept` of summary.json."""
-    wanted = _listed([name if weight == 1 else f"{name} (weight {weight:g})" for name, weight in
-                      config.rewards.items()])
+    goal = _listed([name if weight == 1 else f"{name} (weight {weight:g})" for name, weight in
+                    config.rewards.items()])
     line = lines[-1] if lines else {"epoch": 0, "evaluations": 0, "seconds": 0.0}
-    told = [("plain", f"{config.model} {'was' if finished else 'is being'} aligned to {wanted} with {config.method}: "
-                      f"{line['epoch']} of {config.train.epochs} epochs, {line['evaluations']:,} denoiser evaluations, "
-                      f"{_duration(line['seconds'])}.")]
-    told += [("plain", f"{kept[0].upper()}{kept[1:]}.")] if kept else []
-    if any(change.change is not None for change in found) and lines:
-        told += [_moved(change) for change in found if change.change is not None]
-        told += _hacking(found)
-    told += _first_ratio(last.get("first_ratio", {}))
-    return [{"tone": tone, "text": text} for tone, text in told]
+    toned = [("plain", f"{config.model} {'was' if finished else 'is being'} aligned to {goal} with {config.method}: "
+                       f"{line['epoch']} of {config.train.epochs} epochs, {line['evaluations']:,} denoiser "
+                       f"evaluations, {_duration(line['seconds'])}.")]
+    toned += [("plain", f"{kept[0].upper()}{kept[1:]}.")] if kept else []
+    if any(change.change is not None for change in reward_changes) and lines:
+        toned += [_moved(change) for change in reward_changes if change.change is not None]
+        toned += _hacking(reward_changes)
+    toned += _first_ratio(last.get("first_ratio", {}))
+    return [{"tone": tone, "text": text} for tone, text in toned]
 
 
 def _moved(change: Change) -> tuple[str, str]:
     """Describe one reward's change in a sentence."""
+    assert change.change is not None
     kind = "trained on" if change.weight is not None else "only watched"
     verb = {1: "rose", -1: "fell"}.get((change.change > 0) - (change.change < 0) if change.way else 0)
     before, now = (f"{value:.{change.digits}f}" for value in (change.before, change.now))
@@ -97,14 +99,14 @@ def _moved(change: Change) -> tuple[str, str]:
     return {1: "good", -1: "warn"}[change.way], f"{change.name}, {kind}, {verb} {ends}."
 
 
-def _hacking(found: list[Change]) -> list[tuple[str, str]]:
+def _hacking(reward_changes: list[Change]) -> list[tuple[str, str]]:
     """Warn of possible reward hacking: a trained reward rose while a watched one fell."""
-    risen = [change.name for change in found if change.weight is not None and change.way > 0]
-    fallen = [change.name for change in found if change.weight is None and change.way < 0]
+    risen = [change.name for change in reward_changes if change.weight is not None and change.way > 0]
+    fallen = [change.name for change in reward_changes if change.weight is None and change.way < 0]
     if risen and fallen:
         return [("warn", f"Possible reward hacking: {_listed(risen)} got better, while {_listed(fallen)}, which was "
                          "only watched, fell. Look at the pictures.")]
-    if all(change.weight is not None for change in found):
+    if all(change.weight is not None for change in reward_changes):
         return [("plain", "No reward was only watched, so reward hacking would not show in these numbers: name one or "
                           "two under eval.rewards, and look at the pictures.")]
     return []
@@ -114,12 +116,12 @@ def _first_ratio(check: dict[str, Any]) -> list[tuple[str, str]]:
     """Describe the result of the check before the first update."""
     if check.get("found") is None:
         return []
-    told = ("Before the first update, the largest |log ratio| of replay to rollout was "
+    text = ("Before the first update, the largest |log ratio| of replay to rollout was "
             + (f"{check['found']:.1e}" if check["found"] else "0"))
     if check["rescored"]:
-        return [("plain", f"{told}, above {check['limit']:.1e}: old log-probabilities are computed again as the replay "
+        return [("plain", f"{text}, above {check['limit']:.1e}: old log-probabilities are computed again as the replay "
                           "does.")]
-    return [("good", f"{told} (at most {check['limit']:.1e} is right): the two agree.")]
+    return [("good", f"{text} (at most {check['limit']:.1e} is right): the two agree.")]
 
 
 def _listed(names: list[str]) -> str:

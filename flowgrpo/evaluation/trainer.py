@@ -1,0 +1,90 @@
+"""Protocols of what evaluation reads of a run's trainer."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from flowgrpo.config.schema import Config
+from flowgrpo.data.prompts import Prompt
+from flowgrpo.distributed.processes import Processes
+from flowgrpo.policies.policy import Policy
+
+
+class Epoch(Protocol):
+    """Epoch of the best measurement."""
+
+    epoch: int
+
+
+class Best(Protocol):
+    """Best weights of a run, empty without any."""
+
+    weights: dict[str, Tensor]
+
+    @property
+    def best(self) -> Epoch:
+        """Return the epoch of these weights."""
+
+    def forget(self) -> None:
+        """Reset, if earlier measurements were made in another way."""
+
+    def told(self) -> str | None:
+        """Return the kept epoch and the reason of the end, if there is anything to report."""
+
+
+class FirstRatio(Protocol):
+    """Result of the check before the first update."""
+
+    found: float | None
+    limit: float
+    rescore: bool
+
+
+class Extremes(Protocol):
+    """Best and worst samples of the last epoch."""
+
+    def told(self) -> dict[str, list[dict[str, Any]]]:
+        """Return both lists for JSON."""
+
+
+class Scoring(Protocol):
+    """Samples of the last epoch, and failures of rewards so far."""
+
+    reward_failures: dict[str, int]
+
+    @property
+    def extremes(self) -> Extremes:
+        """Return the best and worst samples of the last epoch."""
+
+
+class Trainer(Protocol):
+    """Trainer of a run, as far as evaluation reads it. rollouts: a `GroupSampler` with an `encode`."""
+
+    config: Config
+    policy: Policy
+    processes: Processes
+    held_out: list[Prompt]
+    rollouts: Any
+    epoch: int
+    update: int
+    sampled: int
+    skipped: int
+    seconds: float
+    reward_wait_seconds: float
+
+    @property
+    def best(self) -> Best:
+        """Return the best weights so far."""
+
+    @property
+    def first_ratio(self) -> FirstRatio:
+        """Return the result of the check before the first update."""
+
+    @property
+    def scoring(self) -> Scoring:
+        """Return the state of scoring."""
+
+    def evaluated_weights(self) -> dict[str, Tensor]:
+        """Return the weights that are measured and saved."""
