@@ -37,7 +37,7 @@ class Font:
         """Draw a line whose upper left corner is `at`."""
         left, line = at[0], at[1] + _opened(_own(), self.size).getmetrics()[0]
         for font, run in self._runs(text):
-            pen.text((left, line), run, colour, font, kl_reference="ls")
+            pen.text((left, line), run, colour, font, anchor="ls")
             left += font.getlength(run)
 
     def _runs(self, text: str) -> Iterator[tuple[ImageFont.FreeTypeFont, str]]:
