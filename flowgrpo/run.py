@@ -90,14 +90,14 @@ def _train(ready: Ready, loaded: Any, listed: str | None) -> dict[str, Any]:
     if ready.last:
         state.restore(trainer, ready.last)
     trial.require(trainer, ready.measured)
-    with contextlib.ExitStack() as own:
+    with contextlib.ExitStack() as stack:
         if trainer.processes.first:
-            prepare(config, trainer.epoch, ready.last is not None, ready.changes, own)
+            prepare(config, trainer.epoch, ready.last is not None, ready.changes, stack)
             if listed is not None:
                 (folder / provenance.PROMPTS).write_text(listed, encoding="utf-8")
             snapshots.begin(folder, trainer.epoch, ready.device, trainer.processes.count, ready.precision)
         tracker.start(ready.accelerator, config)
-        own.callback(ready.accelerator.end_training)
+        stack.callback(ready.accelerator.end_training)
         before = held_out.before(trainer, ready.measured, folder, reuse=ready.last is not None)
         if trainer.processes.first:
             snapshots.stage(folder, "before", 0, before)
@@ -174,10 +174,10 @@ def make_accelerator(config: Config, device: str):
                        project_dir=str(config.folder), kwargs_handlers=[patience])
 
 
-def prepare(config: Config, epoch: int, resumed: bool, changes: list[str], own: contextlib.ExitStack) -> None:
+def prepare(config: Config, epoch: int, resumed: bool, changes: list[str], stack: contextlib.ExitStack) -> None:
     """Prepare the run's folder: archive an earlier run, or resume this one after `epoch`.
 
-    The folder is locked against other runs until `own` is closed.
+    The folder is locked against other runs until `stack` is closed.
     """
     folder = config.folder
     run_folder.require_free(folder)
@@ -185,7 +185,7 @@ def prepare(config: Config, epoch: int, resumed: bool, changes: list[str], own: 
         print(f"{folder} held an earlier run, which is now {moved}")
     for change in changes:
         print(f"resumed with {change}")
-    own.enter_context(run_folder.held(folder))
+    stack.enter_context(run_folder.held(folder))
     (folder / "config.yaml").write_text(config.yaml(), encoding="utf-8")
     run_folder.keep_lines(folder / "metrics.jsonl", epoch)
 
@@ -233,14 +233,14 @@ def _require_types(model, named: list, prompts) -> None:
     if not (isinstance(model, (str, Path)) or pair or hasattr(model, "components")):
         raise UserError(f"model: got {_short(model)}, expected a name, a folder, a loaded pipeline, or a tuple of a "
                         "loaded language model and its tokenizer or processor")
-    if wrong := [each for each in named if not (isinstance(each, str) or callable(each))]:
+    if wrong := [reward for reward in named if not (isinstance(reward, str) or callable(reward))]:
         raise UserError(f"rewards: got {_short(wrong[0])}, expected a name, a function, or a dictionary of these to "
                         "weights, such as {'scene': 1.0}")
     if isinstance(prompts, (str, Path)):
         return
     wrong = [prompts]
     if isinstance(prompts, (list, tuple)):
-        wrong = [each for each in prompts if not isinstance(each, (str, dict, Prompt))]
+        wrong = [prompt for prompt in prompts if not isinstance(prompt, (str, dict, Prompt))]
     if wrong:
         raise UserError(f"prompts: got {_short(wrong[0])}, expected a file, or a list of texts or dictionaries")
 

@@ -102,8 +102,8 @@ class Trainer:
         while batch:
             before = len(drawn.own())
             with self.processes.together():
-                found, conditioning, scores = self.sample(self.processes.own(batch), drawn.turn)
-            parts += [moved(part, before) if before else part for part in found]
+                new_parts, conditioning, scores = self.sample(self.processes.own(batch), drawn.turn)
+            parts += [moved(part, before) if before else part for part in new_parts]
             scores = self.processes.gather(scores)
             self.sampled += 0 if self.config.preferences else scores[..., 0].numel()
             drawn.add(batch, scores, self.scoring.weighted(scores[..., :len(self.scoring.functions)]))
@@ -113,8 +113,8 @@ class Trainer:
 
     def prompt_weights(self) -> list[float] | None:
         """Return the method's sampling weight of each prompt, from its memory; None if it has none."""
-        wanted = self.method.credit.advantage.prompt_weights(self.memory, self.keys)
-        return None if wanted is None else wanted.tolist()
+        weights = self.method.credit.advantage.prompt_weights(self.memory, self.keys)
+        return None if weights is None else weights.tolist()
 
     def sample(self, batch: list[Prompt], turn: int = 0) -> tuple[list[Part], Any, torch.Tensor]:
         """Sample and score groups of these prompts; a thread scores one part while the next one is sampled.
@@ -124,7 +124,7 @@ class Trainer:
         Returns (the parts, the prompts' conditioning, scores [groups,G,R]); samples finished in several granularities
         have R scores in each.
         """
-        conditioning, parts, scores, scoring = self.rollouts.conditioning(batch), [], [], self.scoring
+        conditioning, parts, pending, scoring = self.rollouts.conditioning(batch), [], [], self.scoring
         self.rollouts.old_policy.updates = self.update
         if not turn:
             scoring.begin()
@@ -134,10 +134,10 @@ class Trainer:
                 self.stop.check()
                 parts.append(part)
                 base = self.rollouts.base(part, conditioning) if scoring.compares else None
-                scores += [pool.submit(scoring.judge, batch, part.prompts, each, base) for each in outputs]
+                pending += [pool.submit(scoring.judge, batch, part.prompts, output, base) for output in outputs]
             with self.clock("reward"):
-                found, strides = [score.result() for score in scores], len(self.method.rollout.strides)
-        columns = [torch.cat(found[stride::strides]) for stride in range(strides)]
+                scores, strides = [future.result() for future in pending], len(self.method.rollout.strides)
+        columns = [torch.cat(scores[stride::strides]) for stride in range(strides)]
         return parts, conditioning, torch.cat(columns, 1).unflatten(0, (-1, self.geometry.group))
 
     def credit(self, parts: list[Part], grouped: torch.Tensor, texts: list[str]) -> list[Part | None]:

@@ -77,8 +77,8 @@ class SegmentChain(TokenCredit):
     def __call__(self, taken: Segmented, advantages: Tensor, totals: Tensor) -> Tensor:
         values, old = taken.values.clone(), taken.old
         values[:, 0] = totals.nanmean(1, keepdim=True).expand_as(totals).flatten()
-        found = chain(values, taken.segments, totals.flatten()).nan_to_num(0)
-        return found * (cut_points(old.logp, old.mask, self.cut) if self.masked else old.mask)
+        token_advantages = chain(values, taken.segments, totals.flatten()).nan_to_num(0)
+        return token_advantages * (cut_points(old.logp, old.mask, self.cut) if self.masked else old.mask)
 
 
 @dataclass(frozen=True)
@@ -105,8 +105,8 @@ class SegmentTree(TokenCredit):
         steps = steps_of(taken.ids, mask, self.every)
         states = anchors(taken.ids, steps, mask, torch.arange(len(totals)).repeat_interleave(totals.shape[1]))
         values, sharing = shared_values(states, rewards)
-        found = chain(values, steps, rewards) / sharing[:, 1:].clamp(min=1).gather(1, steps)
-        return found.nan_to_num(0) * cut_points(old.logp, old.mask, self.cut)
+        token_advantages = chain(values, steps, rewards) / sharing[:, 1:].clamp(min=1).gather(1, steps)
+        return token_advantages.nan_to_num(0) * cut_points(old.logp, old.mask, self.cut)
 
 
 @dataclass(frozen=True)

@@ -34,21 +34,21 @@ def require_place(model: str) -> None:
 def rule(function: Any, given: Any) -> Any:
     """Return the rule of a reward: a weight or keys; for a function at the top level of a file it adds its location."""
     module = sys.modules.get(getattr(function, "__module__", None) or "")
-    file, own = getattr(module, "__file__", None) or "", getattr(function, "__name__", "")
-    if not file.endswith(".py") or getattr(module, own, None) is not function \
+    file, name = getattr(module, "__file__", None) or "", getattr(function, "__name__", "")
+    if not file.endswith(".py") or getattr(module, name, None) is not function \
             or module.__name__.startswith("flowgrpo."):  # ours are found by name
         return given
     if isinstance(given, RewardRule):
         given = given.model_dump(exclude_unset=True)
-    return {"use": f"{Path(file).resolve()}:{own}"} | (given if isinstance(given, dict) else {"weight": given})
+    return {"use": f"{Path(file).resolve()}:{name}"} | (given if isinstance(given, dict) else {"weight": given})
 
 
 def prompt_lines(config: Config, prompts: Sequence[Prompt] | None) -> str | None:
     """Return the content of the run's own prompt file, before its folder is archived; None if the configuration names
     another file."""
-    own = config.folder / PROMPTS
-    if Path(config.prompts) != own:
+    path = config.folder / PROMPTS
+    if Path(config.prompts) != path:
         return None
     if prompts is None:
-        return own.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8")
     return "".join(json.dumps(as_line(prompt), ensure_ascii=False) + "\n" for prompt in prompts)

@@ -64,9 +64,9 @@ class Processes:
             return values
         padded = torch.zeros([size for size in most if size], dtype=values.dtype, device=self.device)
         padded[:len(values)] = values.reshape(len(values), *padded.shape[1:])
-        found = [torch.empty_like(padded) for _ in range(self.count)]
-        distributed.all_gather(found, padded)
-        return torch.cat([each[:n] for each, n in zip(found, shapes[:, 0].tolist())]).to(values.device)
+        gathered = [torch.empty_like(padded) for _ in range(self.count)]
+        distributed.all_gather(gathered, padded)
+        return torch.cat([rows[:n] for rows, n in zip(gathered, shapes[:, 0].tolist())]).to(values.device)
 
     def gather_samples(self, samples: list[Any]) -> Tensor | list[str]:
         """Return the samples of all processes, in the order of their ranks.
@@ -74,18 +74,19 @@ class Processes:
         Images or clips of one shape are one tensor, an empty one without any; texts are a list.
         """
         if self.count > 1:
-            found: list[Any] = [None] * self.count
-            distributed.all_gather_object(found, [each.cpu() if torch.is_tensor(each) else each for each in samples])
-            samples = [each for own in found for each in own]
+            gathered: list[Any] = [None] * self.count
+            distributed.all_gather_object(gathered, [sample.cpu() if torch.is_tensor(sample) else sample
+                                                     for sample in samples])
+            samples = [sample for local in gathered for sample in local]
         return samples if samples and isinstance(samples[0], str) else \
             torch.stack(samples) if samples else torch.empty(0)
 
     def _shapes(self, values: Tensor) -> Tensor:
         """Return the shapes of all processes' values, padded with zeros: int64 [processes,DIMENSIONS]."""
-        own = torch.tensor([*values.shape] + [0] * (DIMENSIONS - values.ndim), device=self.device)
-        found = [torch.empty_like(own) for _ in range(self.count)]
-        distributed.all_gather(found, own)
-        return torch.stack(found).cpu()
+        shape = torch.tensor([*values.shape] + [0] * (DIMENSIONS - values.ndim), device=self.device)
+        shapes = [torch.empty_like(shape) for _ in range(self.count)]
+        distributed.all_gather(shapes, shape)
+        return torch.stack(shapes).cpu()
 
     def total(self, numbers: Sequence[int]) -> list[int]:
         """Return the sums over all processes, one per number."""
@@ -136,8 +137,8 @@ class Processes:
                                          for p in parameters)])
         distributed.all_reduce(flat)
         anywhere, flat = flat[:len(parameters)].tolist(), flat[len(parameters):]
-        for parameter, found, piece in zip(parameters, anywhere, flat.split([p.numel() for p in parameters])):
-            parameter.grad = piece.view_as(parameter) if found else None
+        for parameter, has_gradient, piece in zip(parameters, anywhere, flat.split([p.numel() for p in parameters])):
+            parameter.grad = piece.view_as(parameter) if has_gradient else None
 
     @torch.no_grad()
     def agree(self, parameters: Sequence[torch.nn.Parameter]) -> None:
@@ -148,10 +149,10 @@ class Processes:
 
 def require_replicated(environment: Mapping[str, str]) -> None:
     """Raise UserError if accelerate was asked to shard the model, which a run does itself (`memory.shard`)."""
-    asked = [kind for kind in ("FSDP", "DEEPSPEED", "MEGATRON_LM")
-             if environment.get(f"ACCELERATE_USE_{kind}", "false").lower() == "true"]
-    if asked:
-        raise UserError(f"launched with {asked[0]}, but accelerate only launches a run: use accelerate launch "
+    sharding = [kind for kind in ("FSDP", "DEEPSPEED", "MEGATRON_LM")
+                if environment.get(f"ACCELERATE_USE_{kind}", "false").lower() == "true"]
+    if sharding:
+        raise UserError(f"launched with {sharding[0]}, but accelerate only launches a run: use accelerate launch "
                         "--multi_gpu, or configs/accelerate/one_machine.yaml, and to share weights out memory.shard: "
                         "true")
 

@@ -104,4 +104,4 @@ NAMES: set[str] = {"target"} | {field.name for cls in (Denoising, TextGeneration
 
 def of_place(place: str) -> list[str]:
     """The names of the parts that go to a place, sorted."""
-    return sorted(cls.__name__ for cls, own in PLACES.items() if own == place)
+    return sorted(cls.__name__ for cls, position in PLACES.items() if position == place)

@@ -75,7 +75,7 @@ class JointDensity(Target):
     unread: ClassVar[frozenset[str]] = _OF_TEXT | {"value", "strides", "step_weight"}
 
     def validate(self, rollout, credit, loss, explorations, group) -> None:
-        if any(each.splits for each in explorations):
+        if any(spec.splits for spec in explorations):
             raise ValueError("a joint density takes samples that share no state: set parts: {roots: null} and a plan "
                              "without splits")
         if loss.reads_means:
@@ -201,9 +201,10 @@ class RelaxedTraces(Target):
 
     def validate(self, rollout, credit, loss, explorations, group) -> None:
         _require_samples(rollout, loss, group)
-        own = rollout.decoding
-        fits = {"order: random": own.order == "random", "shrink: 1": own.shrink == 1, "greedy: 0": not own.greedy,
-                "top_p: 1, top_k: 0, min_p: 0": (own.top_p, own.top_k, own.min_p) == (1, 0, 0)}
+        decoding = rollout.decoding
+        fits = {"order: random": decoding.order == "random", "shrink: 1": decoding.shrink == 1,
+                "greedy: 0": not decoding.greedy,
+                "top_p: 1, top_k: 0, min_p: 0": (decoding.top_p, decoding.top_k, decoding.min_p) == (1, 0, 0)}
         if wrong := [cure for cure, fit in fits.items() if not fit]:
             raise ValueError("a process whose KL is known chooses places by lot and cuts no token: set parts.decoding: "
                              f"{{{', '.join(wrong)}}}")
@@ -214,5 +215,5 @@ def _require_samples(rollout: TextGeneration, loss: Loss, group: int) -> None:
         raise ValueError("a part reads means of transitions, which tokens have none of: use SampledKL and Clip")
     if rollout.decoding.greedy + rollout.decoding.expert >= group:
         given = {"greedy samples": rollout.decoding.greedy, "answers": rollout.decoding.expert}
-        told = " and ".join(f"{count} {what}" for what, count in given.items() if count)
-        raise ValueError(f"{told} leave none of the group to train")
+        reserved = " and ".join(f"{count} {what}" for what, count in given.items() if count)
+        raise ValueError(f"{reserved} leave none of the group to train")

@@ -60,9 +60,9 @@ class GroupSampler(Generic[C]):
     def whole_groups(self, count: int) -> Iterator[Groups]:
         """Yield the groups of `count` prompts, as many at once as a micro-batch holds, one at least."""
         group = self.geometry.group
-        for own in torch.arange(count).split(prompts_per_part(group, self.geometry.micro_batch)):
-            groups = range(int(own[0]), int(own[-1]) + 1)
-            yield Groups(groups, own.repeat_interleave(group), torch.arange(group).repeat(len(own)),
+        for prompts in torch.arange(count).split(prompts_per_part(group, self.geometry.micro_batch)):
+            groups = range(int(prompts[0]), int(prompts[-1]) + 1)
+            yield Groups(groups, prompts.repeat_interleave(group), torch.arange(group).repeat(len(prompts)),
                          slice(groups.start * group, groups.stop * group))
 
     def count(self, spent: int) -> None:

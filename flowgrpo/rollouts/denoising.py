@@ -73,14 +73,14 @@ class DenoisingRollouts(GroupSampler[Conditioning]):
         """Encode prompts, each once."""
         negatives = [self.config.negative_prompt if p.negative is None else p.negative for p in batch]
         with self.clock("encode"):
-            found = self.encode([p.text for p in batch], negatives, [p.image for p in batch])
-            if self.config.train.pack and found.mixed:
+            encoded = self.encode([p.text for p in batch], negatives, [p.image for p in batch])
+            if self.config.train.pack and encoded.mixed:
                 raise UserError("train.pack is true, but the prompts' pictures differ in size, so that every row is a "
                                 "call of its own: set it to false, or bring the pictures to one size")
-            if self.config.train.pack and not self.policy.vector(found):
+            if self.config.train.pack and not self.policy.vector(encoded):
                 raise UserError(f"train.pack is true, but {type(self.policy.pipe).__name__} takes one timestep per "
                                 f"call at guidance {self.policy.guidance:g}: set it to false")
-        return found
+        return encoded
 
     def explorations(self, epoch: int) -> list[RolloutSpec]:
         """Return an epoch's grids, windows, kernels and solvers; the last epoch's are kept."""
@@ -128,21 +128,21 @@ class DenoisingRollouts(GroupSampler[Conditioning]):
             return None
         before = self.policy.evaluations
         with self.clock("base"):
-            found = self.base_pictures(part, conditioning)
+            pictures = self.base_pictures(part, conditioning)
         self.count(self.policy.evaluations - before)
-        return found
+        return pictures
 
     def preview(self, conditioning: Conditioning, seed: Seed, judge: Judge) -> Seed:
         """The seeds of the noises whose cheap previews score best and worst."""
-        asked, before = self.method.denoising.preview, self.policy.evaluations
+        preview, before = self.method.denoising.preview, self.policy.evaluations
         with self.clock("preview"):
-            grid, rows = self.make_grid(asked.steps), torch.arange(len(conditioning.prompts))
-            with quantised(self.policy, asked.precision):
-                finals = previews(self.policy, conditioning, *grid, asked.pool, self.geometry.micro_batch, seed)
+            grid, rows = self.make_grid(preview.steps), torch.arange(len(conditioning.prompts))
+            with quantised(self.policy, preview.precision):
+                finals = previews(self.policy, conditioning, *grid, preview.pool, self.geometry.micro_batch, seed)
             self.count(self.policy.evaluations - before)
-            pictures = self.decode(finals, conditioning.rows(rows.repeat_interleave(asked.pool)))
+            pictures = self.decode(finals, conditioning.rows(rows.repeat_interleave(preview.pool)))
         with self.clock("reward"):
-            return chosen(seed, contrasting(judge(pictures, asked.pool), self.config.train.group))
+            return chosen(seed, contrasting(judge(pictures, preview.pool), self.config.train.group))
 
     def decode(self, finals: torch.Tensor, conditioning: Conditioning) -> torch.Tensor:
         """Pictures on the CPU, decoded in micro-batches."""
@@ -169,8 +169,8 @@ class DenoisingRollouts(GroupSampler[Conditioning]):
         grid, explorations = self.target.steps(epoch)
         if not explorations:
             return {0: 1.0}
-        own = {step for part in parts for step in part.exploration.schedule.trained}
-        trained = self.processes.total([step in own for step in range(len(grid) - 1)])
+        local = {step for part in parts for step in part.exploration.schedule.trained}
+        trained = self.processes.total([step in local for step in range(len(grid) - 1)])
         steps = [step for step, count in enumerate(trained) if count]
         if not steps:
             return {}

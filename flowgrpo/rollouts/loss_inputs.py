@@ -59,7 +59,7 @@ class NoisedInputs:
         for batch, (k, rows, new) in enumerate(replay()):
             old = self.part.transitions[k].old.rows(rows).to(self.device)
             statistics[k].append(self.surrogate.statistic(self._noised(batch, k, rows, new, old)).detach())
-        return [self._peers(k, torch.cat(each)) for k, each in enumerate(statistics)]
+        return [self._peers(k, torch.cat(values)) for k, values in enumerate(statistics)]
 
     def _peers(self, k: int, statistic: Tensor) -> GroupStatistics:
         taken, advantage = self.part.transitions[k], self.part.advantages[k]
@@ -85,7 +85,8 @@ class CompletionInputs:
         self.method, self.reference, self.device, self.replay = method, reference, device, replay
         [self.taken], [advantage] = part.transitions, part.advantages
         every = {"ids": self.taken.ids, "mask": self.taken.old.mask, "expert": self.taken.expert}
-        self.every: dict[str, Any] = {name: each if each is None else each.to(device) for name, each in every.items()}
+        self.every: dict[str, Any] = {name: tensor if tensor is None else tensor.to(device)
+                                      for name, tensor in every.items()}
         # Until it is known what is compared, peers have nothing to compare.
         self.peers = GroupStatistics(torch.empty(len(advantage), 0, device=device), advantage.to(device),
                                      self.taken.prompts.to(device))

@@ -41,8 +41,8 @@ class RecordedRollouts(DenoisingRollouts):
 
     def conditioning(self, batch: list[Prompt]) -> Paired:
         """Encode prompts of `recorded_pairs`, together with their pairs."""
-        found = super().conditioning(batch)
-        return Paired(**{each.name: getattr(found, each.name) for each in fields(found)},
+        encoded = super().conditioning(batch)
+        return Paired(**{entry.name: getattr(encoded, entry.name) for entry in fields(encoded)},
                       pairs=[(prompt.metadata["chosen"], prompt.metadata["rejected"]) for prompt in batch])
 
     def sample(self, conditioning: Any, epoch: int, judge: Judge, value: Value | None = None,

@@ -37,15 +37,15 @@ class Critic:
         self.optimizer = torch.optim.AdamW(self.head.parameters(), lr=part.lr, weight_decay=0.0)
         self.seen: list[tuple[Tensor, Tensor, Tensor]] = []
 
-    def __call__(self, parts: Sequence[Part], asked: Any) -> list[Part]:
+    def __call__(self, parts: Sequence[Part], conditioning: Any) -> list[Part]:
         """Return the parts with advantages [m,L] of tokens in place of those [m] of completions."""
         self.seen = []
-        return [self._credited(part, asked) for part in parts]
+        return [self._credited(part, conditioning) for part in parts]
 
     @torch.no_grad()
-    def _credited(self, part: Part, asked: Any) -> Part:
+    def _credited(self, part: Part, conditioning: Any) -> Part:
         [taken], [reward], mask = part.transitions, part.advantages, part.transitions[0].old.mask
-        hidden, turns = self.policy.hidden(asked, taken, self.kernel, self.together)
+        hidden, turns = self.policy.hidden(conditioning, taken, self.kernel, self.together)
         values = self.values(hidden).cpu()
         advantages, returns = over_traces(reward.cpu(), torch.zeros(mask.shape).masked_scatter(mask, values), turns,
                                           mask, self.part.gamma, self.part.decay)
@@ -63,7 +63,7 @@ class Critic:
         losses = []
         for _ in range(self.part.passes if count else 0):
             self.optimizer.zero_grad()
-            losses.append(sum(self._backward(*each, count) for each in self.seen))
+            losses.append(sum(self._backward(*tokens, count) for tokens in self.seen))
             self.processes.add_gradients(list(self.head.parameters()))
             self.optimizer.step()
         if not losses:
@@ -79,14 +79,15 @@ class Critic:
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Return the head and its optimiser's state, for a checkpoint."""
         optimizer = checkpoint.optimizer_tensors(self.optimizer)
-        return dict(self.head.state_dict()) | {f"optimizer.{key}": each for key, each in optimizer.items()}, {}
+        return dict(self.head.state_dict()) | {f"optimizer.{key}": tensor for key, tensor in optimizer.items()}, {}
 
     def load_state(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
         """Restore the state of a checkpoint; if there is none, start anew."""
         if not tensors:
             return
         self.head.load_state_dict({key: tensors[key] for key in self.head.state_dict()})
-        state = {key.removeprefix("optimizer."): each for key, each in tensors.items() if key.startswith("optimizer.")}
+        state = {key.removeprefix("optimizer."): tensor for key, tensor in tensors.items()
+                 if key.startswith("optimizer.")}
         checkpoint.load_optimizer(self.optimizer, state)
 
 

@@ -68,6 +68,6 @@ class FirstRatio:
     def _largest(self, parts, conditioning) -> float:
         """Return the largest |log ratio| of all transitions; NaN if one is."""
         with self.processes.together():
-            found = [(new.logp - part.transitions[k].old.logp[rows].to(new.logp.device)).detach().abs().max()
-                     for part in parts for k, rows, new in self.rollouts.replay(part, conditioning)]
-        return self.processes.gather(torch.stack(found).cpu() if found else torch.empty(0)).max().item()
+            maxima = [(new.logp - part.transitions[k].old.logp[rows].to(new.logp.device)).detach().abs().max()
+                      for part in parts for k, rows, new in self.rollouts.replay(part, conditioning)]
+        return self.processes.gather(torch.stack(maxima).cpu() if maxima else torch.empty(0)).max().item()

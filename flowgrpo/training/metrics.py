@@ -47,9 +47,9 @@ class UpdateStats:
 
     def add(self, step: int, mask, log_ratio, clipped, loss, kl=None) -> None:
         """Add a batch, all [B,N]; mask: the decisions that count; kl: to the reference, None if it was not measured."""
-        each = (torch.full_like(log_ratio, step), log_ratio, clipped, loss,
-                torch.full_like(log_ratio, torch.nan) if kl is None else kl)
-        self.decisions.append(torch.stack([value.detach().float()[mask] for value in each], 1))
+        columns = (torch.full_like(log_ratio, step), log_ratio, clipped, loss,
+                   torch.full_like(log_ratio, torch.nan) if kl is None else kl)
+        self.decisions.append(torch.stack([value.detach().float()[mask] for value in columns], 1))
 
     def summary(self, processes: Processes = Processes()) -> dict[str, Any]:
         """Return means over the decisions of all processes, which have the same norms."""

@@ -25,14 +25,14 @@ class Recalling:
         self.optimizer = torch.optim.AdamW(editor.networks.critic.parameters(), lr=part.lr, weight_decay=0.0)
         self.states = self.prompts = self.of = self.rewards = torch.zeros(0)
 
-    def __call__(self, parts: list[Part], asked: Any) -> list[Part]:
+    def __call__(self, parts: list[Part], conditioning: Any) -> list[Part]:
         """Return the parts unchanged; store their samples."""
-        taken = [each for part in parts for each in part.transitions]
+        taken = [edits for part in parts for edits in part.transitions]
         if taken:
-            states = [self.editor.edit.applied(each.x[each.parent], each.x_next).cpu() for each in taken]
-            self.remember(torch.cat(states), prompt_tokens(asked).cpu(),
-                          torch.cat([each.prompts[each.parent] for each in taken]),
-                          torch.cat([each.rewards.float().cpu() for each in taken]))
+            states = [self.editor.edit.applied(edits.x[edits.parent], edits.x_next).cpu() for edits in taken]
+            self.remember(torch.cat(states), prompt_tokens(conditioning).cpu(),
+                          torch.cat([edits.prompts[edits.parent] for edits in taken]),
+                          torch.cat([edits.rewards.float().cpu() for edits in taken]))
         return parts
 
     def remember(self, states: Tensor, prompts: Tensor, of: Tensor, rewards: Tensor) -> None:
@@ -77,7 +77,7 @@ class Recalling:
         """Return the first process's buffer and the optimiser's state, for a checkpoint."""
         optimizer = checkpoint.optimizer_tensors(self.optimizer)
         return {"states": self.states, "prompts": self.prompts, "of": self.of, "rewards": self.rewards,
-                "fits": torch.tensor(self.fits)} | {f"optimizer.{key}": each for key, each in optimizer.items()}, {}
+                "fits": torch.tensor(self.fits)} | {f"optimizer.{key}": tensor for key, tensor in optimizer.items()}, {}
 
     def load_state(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
         """Restore the state of a checkpoint; if there is none, start anew."""
@@ -86,5 +86,6 @@ class Recalling:
         self.states, self.prompts, self.of, self.rewards = (
             tensors[key] for key in ("states", "prompts", "of", "rewards"))
         self.fits = int(tensors["fits"])
-        state = {key.removeprefix("optimizer."): each for key, each in tensors.items() if key.startswith("optimizer.")}
+        state = {key.removeprefix("optimizer."): tensor for key, tensor in tensors.items()
+                 if key.startswith("optimizer.")}
         checkpoint.load_optimizer(self.optimizer, state)

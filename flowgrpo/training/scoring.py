@@ -114,12 +114,12 @@ class Scoring:
         means, failed = ([metrics[f"reward/{name}/{what}"] for name in self.functions] for what in ("mean", "failed"))
         if not all(map(math.isnan, means)):
             return
-        told = " or ".join(map(repr, self.functions))
+        names = " or ".join(map(repr, self.functions))
         if not epoch and not any(failed):
-            raise UserError(f"no sample of the first epoch had a score from {told}: expected prompts to which it "
+            raise UserError(f"no sample of the first epoch had a score from {names}: expected prompts to which it "
                             f"applies, with the metadata that it asks for, got such as {prompt[:60]!r}")
         if not self._unscored:
-            say(f"no sample of epoch {epoch + 1} had a score from {told}: nothing is trained in such epochs")
+            say(f"no sample of epoch {epoch + 1} had a score from {names}: nothing is trained in such epochs")
         self._unscored = True
 
     def _take_failures(self, say: Callable[[str], None]) -> dict[str, int]:

@@ -43,8 +43,8 @@ def save(trainer: Any, folder: Path, wait: bool = True) -> None:
         states = {name: part.state() for name, part in stateful(trainer).items()}
         tensors |= {f"{name}/{k}": v for name, (kept, _) in states.items() for k, v in kept.items()}
         tensors |= {f"optimizer/{k}": v for k, v in checkpoint.optimizer_tensors(trainer.optimizer).items()}
-        told = trainer.marked | {name: values for name, (_, values) in states.items()}
-        checkpoint.save(folder / "checkpoints", trainer.epoch, tensors, told, trainer.config.train.keep)
+        state = trainer.marked | {name: values for name, (_, values) in states.items()}
+        checkpoint.save(folder / "checkpoints", trainer.epoch, tensors, state, trainer.config.train.keep)
     if wait:
         trainer.processes.wait()  # a process that left would have the others ended, in the midst of writing
 
@@ -56,12 +56,12 @@ def room(trainer: Any) -> int:
     being written.
     """
     train, weights = trainer.config.train, list(trainer.policy.weights.named.values())
-    one = sum(each.numel() * each.element_size() for each in weights)
+    one = sum(tensor.numel() * tensor.element_size() for tensor in weights)
     snapshots = (trainer.ema is not None) + (trainer.config.eval.best is not None) + len(trainer.kl_reference.held)
-    moments = sum(each.numel() for each in weights) * (2 if train.optimizer == "adamw8bit" else 8)
+    moments = sum(tensor.numel() for tensor in weights) * (2 if train.optimizer == "adamw8bit" else 8)
     kept = list((trainer.config.folder / "checkpoints").glob("epoch-*/*"))
     written = min(train.keep, -(-train.epochs // train.save_every)) + 1
-    return max(written * (one * (1 + snapshots) + moments) - sum(each.stat().st_size for each in kept), 0)
+    return max(written * (one * (1 + snapshots) + moments) - sum(file.stat().st_size for file in kept), 0)
 
 
 def restore(trainer: Any, folder: Path) -> None:

@@ -77,17 +77,17 @@ def require(trainer: Any, measured: dict[str, Any]) -> None:
             plain = [prompt.text for prompt in [*trainer.prompts, *held] if prompt.image is None]
             trainer.policy.require_context(plain)
         samples = Samples(trainer)
-        own = _batches(trained, trainer.prompts, trainer.geometry.group, samples)
+        batches = _batches(trained, trainer.prompts, trainer.geometry.group, samples)
         further = _batches(watched, held, 1, samples)
         if trainer.processes.first:
             paths.require_room(trainer.config.folder, state.room(trainer), "the run's checkpoints")
             with exchange.brief():
-                scored = [judged(batch) for batch in own]
+                scored = [judged(batch) for batch in batches]
                 for batch in further:
                     judged(batch)
-                for batch in own if trainer.method.target.follows_reward else ():
+                for batch in batches if trainer.method.target.follows_reward else ():
                     require_graph(batch.name, batch.reward, samples.in_graph(batch), batch.texts, batch.metadata)
-            if own and not any(scored) and not any(_grouped_or_slow(batch.reward) for batch in own):
+            if batches and not any(scored) and not any(_grouped_or_slow(batch.reward) for batch in batches):
                 _require_real_scores(trainer)
 
 
@@ -104,13 +104,13 @@ def judged(batch: Batch) -> bool:
     notice.daemon = True
     notice.start()
     try:
-        found = rewards.score({name: tried(batch.reward)}, outputs, batch.texts, batch.metadata, batch.group, tally,
-                              outputs.clone() if rewards.sees_base(batch.reward) else None)
+        scores = rewards.score({name: tried(batch.reward)}, outputs, batch.texts, batch.metadata, batch.group, tally,
+                               outputs.clone() if rewards.sees_base(batch.reward) else None)
     finally:
         notice.cancel()
     if said := tally.said.get(name):
         print(f"reward {name!r} failed on a trial sample, which a run leaves out and counts: {said}")
-    return bool(said) or not bool(found.isnan().all())
+    return bool(said) or not bool(scores.isnan().all())
 
 
 def tried(reward: Composed) -> Composed:
@@ -133,18 +133,18 @@ def _grouped_or_slow(reward: Composed) -> bool:
 
 def _batches(functions: dict[str, Any], prompts: list[Prompt], group: int, samples: Samples) -> list[Batch]:
     """Return the batch of each reward; a reward that applies to none of the prompts is left out."""
-    found = []
+    batches = []
     for name, reward in functions.items():
         reward = reward if isinstance(reward, Composed) else Composed(reward)
         few, grouped = slow(reward.function), sees_groups(reward.function)
         # A judge of pairs does not see their number: from a possibly paid one, request a single pair.
         size = 2 if few and pairing(reward.function) else group if grouped else 1
-        own = list(itertools.islice((prompt for prompt in prompts if reward.rule.applies(prompt.metadata)),
-                                    1 if few or grouped else SAMPLES))
-        if own:
-            rows = own * size if grouped else own if few else (own * SAMPLES)[:SAMPLES]
-            found.append(Batch(name, reward, rows, samples(rows), size))
-    return found
+        applicable = list(itertools.islice((prompt for prompt in prompts if reward.rule.applies(prompt.metadata)),
+                                           1 if few or grouped else SAMPLES))
+        if applicable:
+            rows = applicable * size if grouped else applicable if few else (applicable * SAMPLES)[:SAMPLES]
+            batches.append(Batch(name, reward, rows, samples(rows), size))
+    return batches
 
 
 class Samples:
@@ -164,19 +164,19 @@ class Samples:
     @torch.no_grad()
     def _drawn(self, rows: list[Prompt]) -> Any:
         some, config = rows[:SAMPLES], self.trainer.config
-        asked = self.trainer.rollouts.encode(
+        conditioning = self.trainer.rollouts.encode(
             [prompt.text for prompt in some],
             [config.negative_prompt if prompt.negative is None else prompt.negative for prompt in some],
             [prompt.image for prompt in some])
-        if getattr(asked, "mixed", False):  # images of several sizes do not fit in one batch
-            asked = asked.rows(torch.zeros(len(some), dtype=torch.int64))
+        if getattr(conditioning, "mixed", False):  # images of several sizes do not fit in one batch
+            conditioning = conditioning.rows(torch.zeros(len(some), dtype=torch.int64))
         generators = self.policy.generators(range(len(some)))
         if self.policy.modality == "text":
             with _short(self.policy):
-                drawn = self.policy.sample(asked, self.trainer.method.rollout.decoding, generators,
+                drawn = self.policy.sample(conditioning, self.trainer.method.rollout.decoding, generators,
                                            torch.zeros(len(some), dtype=torch.bool)).texts
             return [drawn[i % len(drawn)] for i in range(len(rows))]
-        drawn = self.policy.of_noise(asked, generators)
+        drawn = self.policy.of_noise(conditioning, generators)
         if len(rows) == len(some):
             return drawn
         share = torch.linspace(0, 1, len(rows)).view(-1, *[1] * (drawn.ndim - 1))
@@ -226,12 +226,12 @@ def _require_real_scores(trainer: Any) -> None:
     settings, functions = trainer.config.eval, trainer.scoring.functions
     functions = {name: tried(reward) if isinstance(reward, Composed) else reward for name, reward in functions.items()}
     prompts = spread(trainer.prompts, min(REAL, trainer.config.train.prompts))
-    found = measure(
+    result = measure(
         trainer.policy, prompts, functions, steps=settings.steps, guidance=settings.guidance, samples=1,
         micro_batch=trainer.config.train.micro_batch, negative=trainer.config.negative_prompt, title="trial",
         encode=trainer.rollouts.encode)
-    scored = any(score == score for scores in found.scores.values() for score in scores)
-    if not scored and not any(found.failed.values()):
+    scored = any(score == score for scores in result.scores.values() for score in scores)
+    if not scored and not any(result.failed.values()):
         raise UserError(f"no sample of {len(prompts)} prompts had a score from {' or '.join(map(repr, functions))}: "
                         "expected prompts to which it applies, with the metadata that it asks for, got such as "
                         f"{prompts[0].text[:60]!r}")
