@@ -18,7 +18,7 @@ PROMPTS = "prompts.jsonl"  # in the run's folder, for a list of prompts
 CLASS = re.compile(r"[A-Z]\w*(Pipeline|Model|ModelLM|For[A-Z]\w*)")
 
 
-def model(loaded: Any) -> str:
+def model(loaded: object) -> str:
     """Return the folder or hub id of a pipeline, or of the model of a tuple; without one its class name."""
     loaded = loaded[0] if isinstance(loaded, tuple) else loaded
     return str(getattr(loaded, "name_or_path", None) or type(loaded).__name__)

@@ -7,10 +7,10 @@ Every process makes the same calls in the same order: a branch around one is tak
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor, distributed
@@ -19,7 +19,19 @@ from flowgrpo.distributed.lockstep import DONE, Lockstep
 from flowgrpo.distributed.signals import Stopped
 from flowgrpo.errors import UserError
 
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
 DIMENSIONS = 8  # largest number of dimensions of a gathered tensor
+
+
+Rows = TypeVar("Rows", bound="Sliceable")
+
+
+class Sliceable(Sized, Protocol):
+    """List, range or tensor: a slice of it is one too."""
+
+    def __getitem__(self: Rows, rows: slice, /) -> Rows: ...
 
 
 class Processes:
@@ -30,7 +42,7 @@ class Processes:
     Without an accelerator: this process alone, under any launcher.
     """
 
-    def __init__(self, accelerator=None):
+    def __init__(self, accelerator: Accelerator | None = None):
         self.rank, self.count, self.device = 0, 1, torch.device("cpu")
         if accelerator is not None:
             self.rank, self.count = accelerator.process_index, accelerator.num_processes
@@ -43,13 +55,13 @@ class Processes:
         """True on the process that writes and prints."""
         return self.rank == 0
 
-    def own(self, whole: Any) -> Any:
+    def own(self, whole: Rows) -> Rows:
         """Return this process's share of a list or of a tensor's rows that all processes have; `gather` is the
         inverse."""
         low, high = (len(whole) * rank // self.count for rank in (self.rank, self.rank + 1))
         return whole[low:high]
 
-    def most(self, whole: Sequence[Any]) -> int:
+    def most(self, whole: Sized) -> int:
         """Return the size of the largest share."""
         return -(-len(whole) // self.count)
 
@@ -68,7 +80,7 @@ class Processes:
         distributed.all_gather(gathered, padded)
         return torch.cat([rows[:n] for rows, n in zip(gathered, shapes[:, 0].tolist())]).to(values.device)
 
-    def gather_samples(self, samples: list[Any]) -> Tensor | list[str]:
+    def gather_samples(self, samples: list[Tensor] | list[str]) -> Tensor | list[str]:
         """Return the samples of all processes, in the order of their ranks.
 
         Images or clips of one shape are one tensor, an empty one without any; texts are a list.
@@ -78,8 +90,9 @@ class Processes:
             distributed.all_gather_object(gathered, [sample.cpu() if torch.is_tensor(sample) else sample
                                                      for sample in samples])
             samples = [sample for local in gathered for sample in local]
-        return samples if samples and isinstance(samples[0], str) else \
-            torch.stack(samples) if samples else torch.empty(0)
+        if samples and isinstance(samples[0], str):
+            return cast("list[str]", samples)
+        return torch.stack(cast("list[Tensor]", samples)) if samples else torch.empty(0)
 
     def _shapes(self, values: Tensor) -> Tensor:
         """Return the shapes of all processes' values, padded with zeros: int64 [processes,DIMENSIONS]."""

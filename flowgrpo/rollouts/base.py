@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any, Generic, NamedTuple, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeAlias, TypeVar
 
 import torch
 
@@ -14,10 +14,17 @@ from flowgrpo.distributed.processes import Processes
 from flowgrpo.log import PhaseTimer
 from flowgrpo.methods.method import Method
 from flowgrpo.policies.policy import Policy
+from flowgrpo.rollouts.loss_inputs import LossInputs
 from flowgrpo.samplers.old_policy import OldPolicy
 from flowgrpo.samplers.rollout import Part, Seed, seeder
 from flowgrpo.types import Scored
 
+if TYPE_CHECKING:
+    from flowgrpo.policies.pipelines.conditioning import Conditioning
+    from flowgrpo.samplers.text.records import TokenizedPrompts
+
+Encoded: TypeAlias = "Conditioning | TokenizedPrompts"
+Outputs: TypeAlias = torch.Tensor | list[str]
 C = TypeVar("C")  # encoded prompts: a `Conditioning` of a pipeline, `TokenizedPrompts` of a language model
 
 
@@ -74,7 +81,7 @@ class GroupSampler(Generic[C]):
         raise NotImplementedError
 
     def sample(self, conditioning: C, epoch: int, judge: Callable, value: Callable | None = None, turn: int = 0
-               ) -> Iterator[tuple[Part, list[Any]]]:
+               ) -> Iterator[tuple[Part, Sequence[Outputs]]]:
         """Sample a group per prompt: the parts as they are finished, each with its outputs per granularity.
 
         judge: the total reward. value: the reward whose gradient is followed. turn: how often the epoch has drawn
@@ -82,15 +89,15 @@ class GroupSampler(Generic[C]):
         """
         raise NotImplementedError
 
-    def base(self, part: Any, conditioning: C) -> torch.Tensor | None:
+    def base(self, part: Part, conditioning: C) -> torch.Tensor | None:
         """Return the base model's outputs beside a part's; None for a part that has none."""
         return None
 
-    def replay(self, part: Any, conditioning: C) -> Iterator[tuple[int, slice, Scored]]:
+    def replay(self, part: Part, conditioning: C) -> Iterator[tuple[int, slice, Scored]]:
         """Score a part's decisions under the present weights: (place in `part.transitions`, its rows, scores)."""
         raise NotImplementedError
 
-    def loss_inputs(self, part: Any, conditioning: C, reference: list[Scored]) -> Callable[..., Any]:
+    def loss_inputs(self, part: Part, conditioning: C, reference: list[Scored]) -> LossInputs:
         """Return what gives the surrogate's third argument for every batch of the part's replay."""
         raise NotImplementedError
 

@@ -8,9 +8,13 @@ from typing import Any
 
 import torch
 
+from flowgrpo.config.geometry import BatchShape
 from flowgrpo.config.schema import Config
 from flowgrpo.data.prompts import Prompt
+from flowgrpo.distributed.processes import Processes
 from flowgrpo.errors import UserError
+from flowgrpo.log import PhaseTimer
+from flowgrpo.methods.method import Method
 from flowgrpo.policies.language import engines
 from flowgrpo.policies.language.causal_lm import CausalLM
 from flowgrpo.rollouts.text import TextRollouts
@@ -25,8 +29,9 @@ class EngineRollouts(TextRollouts):
     """A language model whose completions an engine draws. Old log-probabilities are the trainer's, as its replay
     computes them; what the engine's differ by becomes a weight of every token (`Mismatch`)."""
 
-    def __init__(self, config: Config, policy: CausalLM, *rest):
-        super().__init__(config, policy, *rest)
+    def __init__(self, config: Config, policy: CausalLM, method: Method, geometry: BatchShape, processes: Processes,
+                 clock: PhaseTimer):
+        super().__init__(config, policy, method, geometry, processes, clock)
         draws = self.method.generation.draws
         if not isinstance(draws, Independent):
             raise UserError(f"method {config.method} draws the texts of a group by {type(draws).__name__}, "

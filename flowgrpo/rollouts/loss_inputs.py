@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -19,6 +19,13 @@ from flowgrpo.samplers.rollout import Part
 from flowgrpo.types import CompletionBatch, GroupStatistics, NoisedBatch, Scored, required
 
 Replay = Callable[[], Iterator[tuple[int, slice, Scored]]]
+LossInput: TypeAlias = Tensor | NoisedBatch | CompletionBatch | Seen
+
+
+class LossInputs(Protocol):
+    """The surrogate's third argument for every batch of a part's replay."""
+
+    def __call__(self, batch: int, k: int, rows: slice, new: Scored, old: Scored) -> LossInput: ...
 
 
 class NoisedInputs:

@@ -9,7 +9,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from flowgrpo.config.geometry import BatchShape
+from flowgrpo.config.schema import Config
+from flowgrpo.distributed.processes import Processes
+from flowgrpo.log import PhaseTimer
+from flowgrpo.methods.method import Method
 from flowgrpo.methods.targets import RelaxedTraces
+from flowgrpo.policies.language.masked_lm import MaskedLM
 from flowgrpo.rewards.text.soft_texts import SoftTexts
 from flowgrpo.rollouts.loss_inputs import NoisedInputs
 from flowgrpo.rollouts.text import TextRollouts
@@ -52,8 +58,9 @@ class Relaxed(Part):
 class RelaxedRollouts(TextRollouts):
     """A masked language model under a method with `backprop`: a rollout without a graph, the same again with one."""
 
-    def __init__(self, *given):
-        super().__init__(*given)
+    def __init__(self, config: Config, policy: MaskedLM, method: Method, geometry: BatchShape, processes: Processes,
+                 clock: PhaseTimer):
+        super().__init__(config, policy, method, geometry, processes, clock)
         weights = self.policy.weights
         # Before any update, so that it is the base. A graph holds it beside the present weights: no switching to and
         # fro, which a backward pass would not see.
@@ -61,7 +68,7 @@ class RelaxedRollouts(TextRollouts):
         self.tokens = tuple(self.policy.vocabulary())
 
     def sample(self, conditioning: TokenizedPrompts, epoch: int, judge: Callable, value: Callable | None = None,
-               turn: int = 0) -> Iterator[tuple[Part, list[Any]]]:
+               turn: int = 0) -> Iterator[tuple[Part, list[list[str]]]]:
         """Sample a group per prompt: the parts as they are finished, each with its texts. value: the reward whose
         gradient is followed; turn: how often the epoch has drawn before."""
         before = self.policy.evaluations
@@ -79,16 +86,17 @@ class RelaxedRollouts(TextRollouts):
             yield replace(part, transitions=(replace(taken, old=old),)), [texts]
         self.count(self.policy.evaluations - before)
 
-    def replay(self, part: Any, conditioning: TokenizedPrompts) -> Iterator[tuple[int, slice, Scored]]:
+    def replay(self, part: Part, conditioning: TokenizedPrompts) -> Iterator[tuple[int, slice, Scored]]:
         """Replay a part's noise under the present weights, in micro-batches.
 
         Yields (0, rows of the part, Scored [b,1] of their rewards less their KLs).
         """
+        assert isinstance(part, Relaxed)
         for rows in self._batches(part):
             scores = self._made(part, conditioning, rows)[1][:, None]
             yield 0, rows, Scored(scores, torch.ones_like(scores, dtype=torch.bool))
 
-    def loss_inputs(self, part: Any, conditioning: TokenizedPrompts, reference: list[Scored]) -> Callable[..., Any]:
+    def loss_inputs(self, part: Part, conditioning: TokenizedPrompts, reference: list[Scored]) -> NoisedInputs:
         """Return what the surrogate reads in addition to ratio and advantage."""
         return NoisedInputs(self.method.loss.surrogate, part, reference, self.policy.device)
 

@@ -17,6 +17,7 @@ from flowgrpo.log import PhaseTimer
 from flowgrpo.methods.method import Method
 from flowgrpo.policies.language.causal_lm import CausalLM
 from flowgrpo.rollouts.base import GroupSampler
+from flowgrpo.rollouts.loss_inputs import LossInputs
 from flowgrpo.rollouts.text_targets import TARGETS, Replayed
 from flowgrpo.samplers.rollout import Part, Seed
 from flowgrpo.samplers.text.answers import answer_of, with_answers
@@ -45,7 +46,7 @@ class TextRollouts(GroupSampler[TokenizedPrompts]):
         return replace(encoded, answers=[answer_of(p) for p in batch])
 
     def sample(self, conditioning: TokenizedPrompts, epoch: int, judge: Callable, value: Callable | None = None,
-               turn: int = 0) -> Iterator[tuple[Part, list[Any]]]:
+               turn: int = 0) -> Iterator[tuple[Part, list[list[str]]]]:
         """Sample a group per prompt: the parts as they are finished, each with its texts. judge: the total reward, by
         which a method learns what states are worth; value, of methods for pictures, is not asked; turn: how often the
         epoch has drawn before."""
@@ -86,10 +87,10 @@ class TextRollouts(GroupSampler[TokenizedPrompts]):
                                     self.geometry.micro_batch, judge)
         return replace(part, transitions=(completions,))
 
-    def replay(self, part: Any, conditioning: TokenizedPrompts) -> Replayed:
+    def replay(self, part: Part, conditioning: TokenizedPrompts) -> Replayed:
         """Score a part's completions under the present weights: (0, its rows, scores)."""
         return self.target.replay(part, conditioning)
 
-    def loss_inputs(self, part: Any, conditioning: TokenizedPrompts, reference: list[Scored]) -> Callable[..., Any]:
+    def loss_inputs(self, part: Part, conditioning: TokenizedPrompts, reference: list[Scored]) -> LossInputs:
         """Return what the surrogate reads in addition to ratio and advantage."""
         return self.target.loss_inputs(part, conditioning, reference)
