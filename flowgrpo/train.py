@@ -11,12 +11,13 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from flowgrpo.config.geometry import geometry
 from flowgrpo.config.schema import Config
+from flowgrpo.config.sections import Train
 from flowgrpo.curriculum.epoch_batch import EpochBatch
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.device import current_gpu, queued, use_gpu
@@ -30,6 +31,7 @@ from flowgrpo.methods import validate
 from flowgrpo.methods.parts import Reduction
 from flowgrpo.objectives.reductions import TokenMean, reduced
 from flowgrpo.policies.policy import Policy
+from flowgrpo.rollouts.base import Encoded
 from flowgrpo.rollouts.build import make_rollouts
 from flowgrpo.samplers.rollout import Part, moved
 from flowgrpo.training import state
@@ -40,14 +42,17 @@ from flowgrpo.training.first_ratio import ROUNDED, FirstRatio
 from flowgrpo.training.kl_reference import KLReference
 from flowgrpo.training.metrics import Log, UpdateStats
 from flowgrpo.training.optimizer import make_optimizer, make_scaler
-from flowgrpo.training.scoring import Scoring
+from flowgrpo.training.scoring import Functions, Scoring
 from flowgrpo.types import Context, required
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
 
 
 class Trainer:
     """One run: the policy, its prompts, its rewards and its method, and the state of its checkpoints."""
 
-    def __init__(self, config: Config, accelerator, policy: Policy, train_rewards: dict[str, Any],
+    def __init__(self, config: Config, accelerator: Accelerator, policy: Policy, train_rewards: Functions,
                  prompts: tuple[list[Prompt], list[Prompt]]):
         self.config, self.accelerator, self.policy = config, accelerator, policy
         self.prompts, self.held_out = prompts
@@ -90,7 +95,7 @@ class Trainer:
         credited = self.credit(parts, grouped, [prompt.key for prompt in batch])
         return metrics | drawn.metrics() | self.learn(credited, conditioning)
 
-    def draw(self) -> tuple[EpochBatch, list[Part], Any]:
+    def draw(self) -> tuple[EpochBatch, list[Part], Encoded]:
         """Sample the epoch's prompts, and the replacements that the method asks for.
 
         Returns (all groups, the parts of this process, the conditioning of its prompts).
@@ -116,7 +121,7 @@ class Trainer:
         weights = self.method.credit.advantage.prompt_weights(self.memory, self.keys)
         return None if weights is None else weights.tolist()
 
-    def sample(self, batch: list[Prompt], turn: int = 0) -> tuple[list[Part], Any, torch.Tensor]:
+    def sample(self, batch: list[Prompt], turn: int = 0) -> tuple[list[Part], Encoded, torch.Tensor]:
         """Sample and score groups of these prompts; a thread scores one part while the next one is sampled.
 
         turn: the number of earlier draws in the epoch, so every turn has separate noise.
@@ -161,7 +166,7 @@ class Trainer:
                        self.scoring.paired * len(self.method.rollout.strides), deducted.float(),
                        list(self.scoring.weights.values()) * len(self.method.rollout.strides))
 
-    def learn(self, credited: list[Part | None], conditioning) -> dict[str, Any]:
+    def learn(self, credited: list[Part | None], conditioning: Encoded) -> dict[str, Any]:
         """Replay the recorded decisions and minimise the method's loss: `updates` optimiser steps per inner epoch.
 
         Every process adds the gradient of its own parts; one that has none in a step still takes part in it.
@@ -200,7 +205,8 @@ class Trainer:
         counts = self.processes.total([decisions(share, self.method.loss.reduction) for share in shares])
         return list(zip(shares, counts))
 
-    def backward(self, part: Part, conditioning, weights: dict[int, float], count: int, stats: UpdateStats) -> None:
+    def backward(self, part: Part, conditioning: Encoded, weights: dict[int, float], count: int, stats: UpdateStats
+                 ) -> None:
         """Add one part's gradient, a batch of one recorded step at a time.
 
         weights: of the steps; count: the divisor of every loss, `decisions` of the whole optimiser step.
@@ -257,7 +263,7 @@ class Trainer:
 
     # --- around the epochs -------------------------------------------------------------------------------------------
 
-    def train(self, folder: Path, measured: dict[str, Any]) -> None:
+    def train(self, folder: Path, measured: Functions) -> None:
         """Run the remaining epochs; save in between, at the end, and when asked to stop."""
         train = self.config.train
         log = Log(folder, self.accelerator, train.epochs, self.epoch)
@@ -325,7 +331,7 @@ def chunks(parts: list[Part], count: int, first: int = 0, total: int | None = No
     return [parts[(step - first) % count::count] for step in range(steps)]
 
 
-def rate(update: int, total: int, train) -> float:
+def rate(update: int, total: int, train: Train) -> float:
     """Return the factor of the learning rate: linear warm-up, then the schedule down to 0 at the last update."""
     if update < train.warmup:
         return (update + 1) / train.warmup

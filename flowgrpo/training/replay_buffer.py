@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -10,8 +10,13 @@ from torch import Tensor
 from flowgrpo.advantages.gae import Recall
 from flowgrpo.distributed.processes import Processes
 from flowgrpo.policies.pipelines.edit_networks import prompt_tokens
+from flowgrpo.rollouts.base import Encoded
 from flowgrpo.samplers.rollout import Part
 from flowgrpo.storage import checkpoint
+
+if TYPE_CHECKING:
+    from flowgrpo.policies.pipelines.conditioning import Conditioning
+    from flowgrpo.policies.pipelines.edit_networks import Editor
 
 
 class Recalling:
@@ -20,17 +25,17 @@ class Recalling:
     It holds final states [n,*D], the indices [n] of their prompts among `prompts` [u,T,E], and their rewards [n].
     """
 
-    def __init__(self, part: Recall, editor: Any, processes: Processes):
+    def __init__(self, part: Recall, editor: Editor, processes: Processes):
         self.part, self.editor, self.processes, self.fits = part, editor, processes, 0
         self.optimizer = torch.optim.AdamW(editor.networks.critic.parameters(), lr=part.lr, weight_decay=0.0)
         self.states = self.prompts = self.of = self.rewards = torch.zeros(0)
 
-    def __call__(self, parts: list[Part], conditioning: Any) -> list[Part]:
+    def __call__(self, parts: list[Part], conditioning: Encoded) -> list[Part]:
         """Return the parts unchanged; store their samples."""
         taken = [edits for part in parts for edits in part.transitions]
         if taken:
             states = [self.editor.edit.applied(edits.x[edits.parent], edits.x_next).cpu() for edits in taken]
-            self.remember(torch.cat(states), prompt_tokens(conditioning).cpu(),
+            self.remember(torch.cat(states), prompt_tokens(cast("Conditioning", conditioning)).cpu(),
                           torch.cat([edits.prompts[edits.parent] for edits in taken]),
                           torch.cat([edits.rewards.float().cpu() for edits in taken]))
         return parts
@@ -66,7 +71,7 @@ class Recalling:
 
     def _backward(self, generator: torch.Generator) -> float:
         rows = torch.randint(len(self.states), (self.part.batch,), generator=generator)
-        prompts, critic = self.prompts[self.of[rows]], self.editor.networks.critic
+        prompts, critic = self.prompts[self.of[rows]], cast(torch.nn.Module, self.editor.networks.critic)
         weight = next(critic.parameters())
         values = critic(self.states[rows].to(weight), prompts.to(weight))
         loss = (values - self.rewards[rows].to(weight)).square().mean() / 2

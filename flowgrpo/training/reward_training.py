@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -33,6 +33,7 @@ from flowgrpo.storage import paths
 from flowgrpo.types import required
 
 AT_ONCE = 64  # images read, or scored without gradients, at once
+B = TypeVar("B")  # a batch
 Rows = dict[str, Tensor]  # of N pairs: [2, N, ...], the chosen first
 
 
@@ -236,7 +237,7 @@ def _fit(network: nn.Module, pairs: Sequence[Pair], trained: tuple[Rows, Tensor]
                lambda: _measured(network, held, settings, device), settings)
 
 
-def fit(network: nn.Module, epochs: Sequence[Sequence[Any]], loss_of: Callable[[Any], Tensor],
+def fit(network: nn.Module, epochs: Sequence[Sequence[B]], loss_of: Callable[[B], Tensor],
         measured: Callable[[], tuple[float, float]], settings: Settings) -> int:
     """Train on the batches of each epoch, and load the best epoch's weights at the end; return that epoch, counted from
     1.
