@@ -7,7 +7,6 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from flowgrpo.config.reward_rules import RewardRule
 from flowgrpo.config.schema import Config
@@ -31,7 +30,7 @@ def require_place(model: str) -> None:
                         "with an object that has no file; save it (save_pretrained), and set model to its folder")
 
 
-def rule(function: Any, given: Any) -> Any:
+def rule(function: object, given: object) -> object:
     """Return the rule of a reward: a weight or keys; for a function at the top level of a file it adds its location."""
     module = sys.modules.get(getattr(function, "__module__", None) or "")
     file, name = getattr(module, "__file__", None) or "", getattr(function, "__name__", "")

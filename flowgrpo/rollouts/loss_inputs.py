@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -17,6 +17,10 @@ from flowgrpo.objectives.sequence_losses import GroupLoss
 from flowgrpo.objectives.surrogates import Surrogate
 from flowgrpo.samplers.rollout import Part
 from flowgrpo.types import CompletionBatch, GroupStatistics, NoisedBatch, Scored, required
+
+if TYPE_CHECKING:
+    from flowgrpo.policies.pipelines.conditioning import Conditioning
+    from flowgrpo.policies.pipelines.edit_networks import Editor
 
 Replay = Callable[[], Iterator[tuple[int, slice, Scored]]]
 LossInput: TypeAlias = Tensor | NoisedBatch | CompletionBatch | Seen
@@ -132,8 +136,8 @@ class EditInputs:
     through: True if it reads the value of the present weights' edits.
     """
 
-    editor: Any
-    conditioning: Any
+    editor: Editor
+    conditioning: Conditioning
     part: Part
     through: bool = False
 

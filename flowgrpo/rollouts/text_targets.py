@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 
@@ -17,6 +17,9 @@ from flowgrpo.samplers.rollout import Part
 from flowgrpo.samplers.text.decoding import Unmasking
 from flowgrpo.samplers.text.records import SampledCompletions, TokenizedPrompts
 from flowgrpo.types import Completions, Scored, Traces, required
+
+if TYPE_CHECKING:
+    from flowgrpo.policies.language.masked_lm import SampledTrace
 
 Replayed = Iterator[tuple[int, slice, Scored]]
 
@@ -73,11 +76,11 @@ class TraceTokens(CompletionTokens):
     A row of a replay is as many evaluations as its trace has states.
     """
 
-    def record(self, groups: range, prompts: torch.Tensor, batches: Sequence[Any]) -> Part:
+    def record(self, groups: range, prompts: torch.Tensor, batches: Sequence[SampledCompletions]) -> Part:
         """Return whole groups of completions, with the steps at which their tokens were drawn."""
         part = super().record(groups, prompts, batches)
         [taken] = part.transitions
-        steps = torch.cat([batch.steps for batch in batches])
+        steps = torch.cat([cast("SampledTrace", batch).steps for batch in batches])
         return replace(part, transitions=(Traces(taken.ids, taken.prompts, taken.old, steps),))
 
     def replay(self, part: Part, conditioning: TokenizedPrompts) -> Replayed:
