@@ -87,13 +87,13 @@ class Trainer:
 
         Every process samples its share of the epoch's prompts; comparisons are over all of them.
         """
-        drawn, parts, conditioning = self.draw()
-        batch, grouped = drawn.compared()
-        metrics = self.scoring.metrics(drawn.first, self.say)
-        self.scoring.require_scores(metrics, drawn.prompts[0].text, self.epoch, self.say)
+        epoch_batch, parts, conditioning = self.draw()
+        prompts, scores = epoch_batch.compared()
+        metrics = self.scoring.metrics(epoch_batch.first, self.say)
+        self.scoring.require_scores(metrics, epoch_batch.prompts[0].text, self.epoch, self.say)
         self.scoring.tell_agreement(metrics, self.epoch, self.say)
-        credited = self.credit(parts, grouped, [prompt.key for prompt in batch])
-        return metrics | drawn.metrics() | self.learn(credited, conditioning)
+        credited = self.credit(parts, scores, [prompt.key for prompt in prompts])
+        return metrics | epoch_batch.metrics() | self.learn(credited, conditioning)
 
     def draw(self) -> tuple[EpochBatch, list[Part], Encoded]:
         """Sample the epoch's prompts, and the replacements that the method asks for.
@@ -101,20 +101,22 @@ class Trainer:
         Returns (all groups, the parts of this process, the conditioning of its prompts).
         """
         train, seed, parts = self.config.train, self.config.seed, []
-        drawn = EpochBatch(self.prompts, self.epoch, train.epochs, seed, self.processes)
+        epoch_batch = EpochBatch(self.prompts, self.epoch, train.epochs, seed, self.processes)
         batch = self.method.curriculum(self.prompts, train.prompts, self.epoch, seed, self.prompt_weights(),
                                        self.memory, train.group)
         while batch:
-            before = len(drawn.own())
+            earlier_groups = len(epoch_batch.own())
             with self.processes.together():
-                new_parts, conditioning, scores = self.sample(self.processes.own(batch), drawn.turn)
-            parts += [moved(part, before) if before else part for part in new_parts]
+                new_parts, conditioning, scores = self.sample(self.processes.own(batch), epoch_batch.turn)
+            parts += [moved(part, earlier_groups) if earlier_groups else part for part in new_parts]
             scores = self.processes.gather(scores)
             self.sampled += 0 if self.config.preferences else scores[..., 0].numel()
-            drawn.add(batch, scores, self.scoring.weighted(scores[..., :len(self.scoring.functions)]))
-            batch = drawn.replace(self.method.redraw(drawn)) if self.method.redraw else []
-        self.method.curriculum.learn(self.memory, drawn)
-        return drawn, parts, self.rollouts.conditioning(drawn.own()) if drawn.turn > 1 else conditioning
+            epoch_batch.add(batch, scores, self.scoring.weighted(scores[..., :len(self.scoring.functions)]))
+            batch = epoch_batch.replace(self.method.redraw(epoch_batch)) if self.method.redraw else []
+        self.method.curriculum.learn(self.memory, epoch_batch)
+        if epoch_batch.turn > 1:
+            conditioning = self.rollouts.conditioning(epoch_batch.own())
+        return epoch_batch, parts, conditioning
 
     def prompt_weights(self) -> list[float] | None:
         """Return the method's sampling weight of each prompt, from its memory; None if it has none."""
@@ -145,23 +147,23 @@ class Trainer:
         columns = [torch.cat(scores[stride::strides]) for stride in range(strides)]
         return parts, conditioning, torch.cat(columns, 1).unflatten(0, (-1, self.geometry.group))
 
-    def credit(self, parts: list[Part], grouped: torch.Tensor, texts: list[str]) -> list[Part | None]:
-        """Apply `credit.credit` of this method: yield the parts of this process with advantages.
+    def credit(self, parts: list[Part], scores: torch.Tensor, keys: list[str]) -> list[Part | None]:
+        """Apply `credit.credit` of this method: return the parts of this process with advantages.
 
-        grouped: scores [groups,G,R] of all processes; texts: their prompts.
+        scores: [groups,G,R] of all processes; keys: of their prompts.
         """
         weights = list(self.scoring.weights.values()) * len(self.method.rollout.strides)
-        return list(credit(self.method, parts, self.scoring.shaped(grouped), weights, self.context(parts, texts),
+        return list(credit(self.method, parts, self.scoring.shaped(scores), weights, self.context(parts, keys),
                            self.processes.own))
 
-    def context(self, parts: list[Part], texts: list[str]) -> Context:
+    def context(self, parts: list[Part], keys: list[str]) -> Context:
         """Return the method's inputs besides rewards, of all processes in one order of prompts."""
-        group, share = self.geometry.group, len(texts) // self.processes.count
-        places = [int(p) for part in parts for p in part.prompts[::group]]
+        group, share = self.geometry.group, len(keys) // self.processes.count
+        places = [int(place) for part in parts for place in part.prompts[::group]]
         leaves = self.processes.gather(torch.cat([part.leaves() for part in parts]))
         logp, lengths, deducted = leaves.view(-1, group, 3).unbind(2)
-        longest = sum(taken.old.logp.shape[1] for taken in parts[0].transitions)
-        return Context([texts[first + p] for first in range(0, len(texts), share) for p in places], logp.float(),
+        longest = sum(transitions.old.logp.shape[1] for transitions in parts[0].transitions)
+        return Context([keys[first + place] for first in range(0, len(keys), share) for place in places], logp.float(),
                        lengths.long(), longest, self.epoch, self.config.train.epochs, self.memory,
                        self.scoring.paired * len(self.method.rollout.strides), deducted.float(),
                        list(self.scoring.weights.values()) * len(self.method.rollout.strides))
@@ -213,27 +215,28 @@ class Trainer:
         """
         method, kl, device = self.method, self.kl_reference.kl, self.policy.device
         reference = self.kl_reference.scores(part, lambda part: self.rollouts.replay(part, conditioning))
-        inputs = self.rollouts.loss_inputs(part, conditioning, reference)
+        loss_inputs = self.rollouts.loss_inputs(part, conditioning, reference)
         for batch, (k, rows, new) in enumerate(self.rollouts.replay(part, conditioning)):
-            taken, advantage = part.transitions[k], queued(part.advantage(k, rows), device)
-            old = taken.old.rows(rows).to(device)
-            log_ratio, read = method.loss.log_ratio(new, old), inputs(batch, k, rows, new, old)
-            loss = method.loss.surrogate(log_ratio, advantage, read) * weights[taken.step]
-            if taken.correction is not None:
-                loss = loss * queued(taken.correction[rows], device)
+            transitions, advantage = part.transitions[k], queued(part.advantage(k, rows), device)
+            old = transitions.old.rows(rows).to(device)
+            log_ratio, loss_input = method.loss.log_ratio(new, old), loss_inputs(batch, k, rows, new, old)
+            loss = method.loss.surrogate(log_ratio, advantage, loss_input) * weights[transitions.step]
+            if transitions.correction is not None:
+                loss = loss * queued(transitions.correction[rows], device)
             penalty = kl(new, reference[batch].to(device)) if kl.weight else None
             loss = loss if penalty is None else loss + penalty
-            if taken.goal is not None:
-                loss = loss + method.tuning(new, taken.goal.rows(rows).to(device))
+            if transitions.goal is not None:
+                loss = loss + method.tuning(new, transitions.goal.rows(rows).to(device))
             self.policy.backward(self.scaler.scale(reduced(loss, method.loss.reduction(new.mask), count)))
-            stats.add(taken.step, new.mask, log_ratio, method.loss.surrogate.clipped(log_ratio, advantage, read), loss,
+            clipped = method.loss.surrogate.clipped(log_ratio, advantage, loss_input)
+            stats.add(transitions.step, new.mask, log_ratio, clipped, loss,
                       None if penalty is None else penalty / kl.weight)
 
     def step_optimizer(self, stats: UpdateStats) -> None:
         """Clip the gradient and step; a gradient that is not finite is skipped and counted."""
         train, parameters = self.config.train, self.policy.weights.parameters()
-        followed = any(parameter.grad is not None for parameter in parameters)  # false if no sample is trained
-        if followed:
+        has_gradients = any(parameter.grad is not None for parameter in parameters)  # false if no sample is trained
+        if has_gradients:
             self.scaler.unscale_(self.optimizer)
         norm = torch.nn.utils.clip_grad_norm_(parameters, train.clip_grad)
         stats.norms.append(norm)
@@ -243,7 +246,7 @@ class Trainer:
             return
         for group in self.optimizer.param_groups:
             group["lr"] = train.lr * rate(self.update, self.total_updates, train)
-        if followed:
+        if has_gradients:
             self.scaler.step(self.optimizer)
             self.scaler.update()
         self.update += 1
@@ -268,13 +271,13 @@ class Trainer:
         train = self.config.train
         log = Log(folder, self.accelerator, train.epochs, self.epoch)
         self.say = log.say
-        start, before = time.perf_counter(), self.seconds
+        start, earlier_seconds = time.perf_counter(), self.seconds
         try:
             with self.stop:
                 while self.epoch < train.epochs and not self.best.stopped:
                     metrics = self.run_epoch() | self.clock.take()
                     self.reward_wait_seconds += metrics["seconds/reward"]
-                    self.seconds = before + time.perf_counter() - start
+                    self.seconds = earlier_seconds + time.perf_counter() - start
                     self.epoch += 1
                     self.marked = state.counters(self)
                     metrics |= {"evaluations": self.marked["evaluations"], "seconds": round(self.seconds, 2)}
@@ -319,7 +322,7 @@ class Trainer:
 
 def decisions(parts: list[Part], reduction: Reduction = TokenMean()) -> int:
     """Return the divisor of one optimiser step's loss: its trained decisions, or its rows."""
-    return sum(reduction.count(taken.old.mask) for part in parts for taken in part.transitions)
+    return sum(reduction.count(transitions.old.mask) for part in parts for transitions in part.transitions)
 
 
 def chunks(parts: list[Part], count: int, first: int = 0, total: int | None = None) -> list[list[Part]]:

@@ -1,4 +1,4 @@
-"""A method: a rollout, a target, the credit, the loss and the order of prompts, as frozen records of parts."""
+"""Methods: a rollout, a target, the credit, the loss and the order of prompts, as frozen records of parts."""
 
 from __future__ import annotations
 
@@ -186,19 +186,19 @@ class Method:
 
     @property
     def denoising(self) -> Denoising:
-        """The rollout of a pipeline's method."""
+        """Return the rollout of a pipeline's method."""
         assert isinstance(self.rollout, Denoising), "a language model's method"
         return self.rollout
 
     @property
     def generation(self) -> TextGeneration:
-        """The rollout of a language model's method."""
+        """Return the rollout of a language model's method."""
         assert isinstance(self.rollout, TextGeneration), "a pipeline's method"
         return self.rollout
 
     @property
     def tuning(self) -> LayerTuning:
-        """The supervised term of recorded steps; weight 0 of other targets."""
+        """Return the supervised term of recorded steps; weight 0 of other targets."""
         return self.target.tuning if isinstance(self.target, RecordedSteps) else LayerTuning()
 
     @property

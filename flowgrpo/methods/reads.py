@@ -91,7 +91,7 @@ def require_types(method: Method) -> None:
 
 
 def _kinds(by: tuple[type[targets.Target], ...]) -> set[str]:
-    """The names of what these targets, and those made of them, train."""
+    """Return the names of what these targets, and those made of them, train."""
     return {target.trains for kind in by for target in (kind, *kind.__subclasses__())}
 
 

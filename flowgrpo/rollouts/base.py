@@ -42,7 +42,7 @@ class Groups(NamedTuple):
 
 
 class GroupSampler(Generic[C]):
-    """A policy under a method: the seeds of an epoch's groups, and the evaluations that they cost.
+    """Policy under a method: the seeds of an epoch's groups, and the evaluations that they cost.
 
     rollout_evaluations: rows that went through a denoiser to sample, or tokens through a language model, on all
     processes; saved_evaluations: additional ones if no two samples of a group shared any.

@@ -95,9 +95,13 @@ class DenoisingRollouts(GroupSampler[Conditioning]):
 
     def sample(self, conditioning: Conditioning, epoch: int, judge: Judge, value: reward_gradient.Value | None = None,
                turn: int = 0) -> Iterator[tuple[Part, list[torch.Tensor]]]:
-        """Sample a group per prompt: the parts as they are finished, each with its pictures [b,...] on the CPU, once
-        per granularity. judge: the total reward, by which a method with previews chooses its initial noises; value: the
-        one whose gradient a method with `backprop` follows; turn: how often the epoch has drawn before."""
+        """Sample a group per prompt: yield the parts as they are finished, each with its pictures.
+
+        Pictures [b,...] are on the CPU, once per granularity.
+        judge: the total reward, by which a method with previews chooses its initial noises.
+        value: the one whose gradient a method with `backprop` follows.
+        turn: how often the epoch has drawn before.
+        """
         seed, explorations = self.seeds(epoch, turn, len(conditioning.prompts)), self.explorations(epoch)
         self.old_policy.begin(epoch)
         if self.method.denoising.preview:
@@ -122,8 +126,10 @@ class DenoisingRollouts(GroupSampler[Conditioning]):
         self._count(self.policy.evaluations - before, explorations)
 
     def base(self, part: Part, conditioning: Conditioning) -> torch.Tensor | None:
-        """The base model's pictures [b,...] beside a part's, from the same initial noises, on the CPU; None for a part
-        that came from none."""
+        """Return the base model's pictures [b,...] beside a part's, from the same initial noises, on the CPU.
+
+        None for a part that came from none.
+        """
         if part.seeds is None:
             return None
         before = self.policy.evaluations
@@ -133,7 +139,7 @@ class DenoisingRollouts(GroupSampler[Conditioning]):
         return pictures
 
     def preview(self, conditioning: Conditioning, seed: Seed, judge: Judge) -> Seed:
-        """The seeds of the noises whose cheap previews score best and worst."""
+        """Return the seeds of the noises whose cheap previews score best and worst."""
         preview, before = self.method.denoising.preview, self.policy.evaluations
         with self.clock("preview"):
             grid, rows = self.make_grid(preview.steps), torch.arange(len(conditioning.prompts))
@@ -165,7 +171,7 @@ class DenoisingRollouts(GroupSampler[Conditioning]):
         return self.target.loss_inputs(part, conditioning, reference)
 
     def step_weights(self, parts: list[Part], epoch: int) -> dict[int, float]:
-        """The method's weight of every step of the grid that the epoch trains, however the parts are dealt out."""
+        """Return the method's weight of every step that the epoch trains, however the parts are dealt out."""
         grid, explorations = self.target.steps(epoch)
         if not explorations:
             return {0: 1.0}

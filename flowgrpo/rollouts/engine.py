@@ -26,8 +26,11 @@ from flowgrpo.samplers.text.records import SampledCompletions, TokenizedPrompts
 
 
 class EngineRollouts(TextRollouts):
-    """A language model whose completions an engine draws. Old log-probabilities are the trainer's, as its replay
-    computes them; what the engine's differ by becomes a weight of every token (`Mismatch`)."""
+    """Language model whose completions an engine draws.
+
+    Old log-probabilities are the trainer's, as its replay computes them. What the engine's differ by becomes a weight
+    of every token (`Mismatch`).
+    """
 
     def __init__(self, config: Config, policy: CausalLM, method: Method, geometry: BatchShape, processes: Processes,
                  clock: PhaseTimer):
@@ -47,7 +50,7 @@ class EngineRollouts(TextRollouts):
 
     def sample(self, conditioning: TokenizedPrompts, epoch: int, judge: Callable, value: Callable | None = None,
                turn: int = 0) -> Iterator[tuple[Part, list[list[str]]]]:
-        """As of `TextRollouts`; the engine draws all groups first."""
+        """Sample as `TextRollouts`; the engine draws all groups first."""
         before, group, count = self.engine.evaluations, self.geometry.group, len(conditioning.prompts)
         prompts, samples = torch.arange(count).repeat_interleave(group), torch.arange(group).repeat(count)
         seed = self.seeds(epoch, turn, count)
@@ -72,8 +75,10 @@ class EngineRollouts(TextRollouts):
             yield part, [list(some.texts)]
 
     def corrected(self, part: Part, conditioning: TokenizedPrompts, greedy: torch.Tensor) -> Part:
-        """The part with the trainer's log-probabilities, and weights of its tokens; 1 of greedy rows, which were not
-        drawn."""
+        """Return the part with the trainer's log-probabilities and weights of its tokens.
+
+        The weight is 1 for greedy rows, which were not drawn.
+        """
         [by_engine] = part.transitions
         with torch.no_grad(), self.old_policy.old(), self.clock("rescore"):
             part = rescored(part, self.replay(part, conditioning))

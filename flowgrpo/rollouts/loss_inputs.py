@@ -27,7 +27,7 @@ LossInput: TypeAlias = Tensor | NoisedBatch | CompletionBatch | Seen
 
 
 class LossInputs(Protocol):
-    """The surrogate's third argument for every batch of a part's replay."""
+    """Give the surrogate's third argument for every batch of a part's replay."""
 
     def __call__(self, batch: int, k: int, rows: slice, new: Scored, old: Scored) -> LossInput: ...
 
@@ -65,7 +65,7 @@ class NoisedInputs:
                            torch.arange(rows.start, rows.stop, device=self.device), reference)
 
     def _seen(self, replay: Replay) -> list[GroupStatistics]:
-        """The peers of every step, from the present weights."""
+        """Return the peers of every step, from the present weights."""
         statistics: list[list[Tensor]] = [[] for _ in self.part.transitions]
         for batch, (k, rows, new) in enumerate(replay()):
             old = self.part.transitions[k].old.rows(rows).to(self.device)
@@ -151,8 +151,10 @@ class EditInputs:
         return replace(seen, edited=self._edited(taken, of, required(new.mean)[:, 0])) if self.through else seen
 
     def _edited(self, taken: Any, of: Tensor, means: Tensor) -> Tensor:
-        """The value [b, 1] of states `of` [b] moved by decisions [b,*D]. A base and its edit left the same state, which
-        is valued once."""
+        """Return the value [b, 1] of states `of` [b] moved by decisions [b,*D].
+
+        A base and its edit left the same state, which is valued once.
+        """
         left, at, count = of.unique_consecutive(return_inverse=True, return_counts=True)
         first = (count.cumsum(0) - count).to(means.device)
         x = self.editor.edit.applied(taken.x[left.to(taken.x.device)].to(means.device), means[first])

@@ -34,7 +34,7 @@ class Paired(Conditioning):
 
 
 class RecordedRollouts(DenoisingRollouts):
-    """A pipeline under a method that trains finals: the group of a prompt is its recorded pair, encoded once."""
+    """Pipeline under a method that trains finals: the group of a prompt is its recorded pair, encoded once."""
 
     def __init__(self, config: Config, policy: PipelinePolicy, method: Method, geometry: BatchShape,
                  processes: Processes, clock: PhaseTimer, first: Prompt):
@@ -51,8 +51,10 @@ class RecordedRollouts(DenoisingRollouts):
 
     def sample(self, conditioning: Conditioning, epoch: int, judge: Judge, value: Value | None = None,
                turn: int = 0) -> Iterator[tuple[Part, list[torch.Tensor]]]:
-        """The pairs of the prompts, with their pictures [b,3,H,W] as the files have them. judge and value, of methods
-        that draw, are not asked; turn: how often the epoch has taken pairs before."""
+        """Yield the pairs of the prompts, with their pictures [b,3,H,W] as the files have them.
+
+        judge, value: of methods that draw; unused here. turn: how often the epoch has taken pairs before.
+        """
         assert isinstance(conditioning, Paired)
         self.old_policy.begin(epoch)
         seed = self.seeds(epoch, turn, len(conditioning.prompts))

@@ -42,21 +42,21 @@ class Redrawn:
         return torch.arange(len(self.prompts))
 
     def kept(self, keep: Tensor) -> Redrawn | None:
-        """The answers where `keep` (bool [m]) is true; None if there are none."""
+        """Return the answers where `keep` (bool [m]) is true; None if there are none."""
         generators = tuple(generator for generator, kept in zip(self.generators, keep.tolist(), strict=True) if kept)
         return Redrawn(self.prompts[keep], generators, self.old.rows(keep)) if generators else None
 
 
 @dataclass(frozen=True)
 class Relaxed(Part):
-    """A part whose score is the reward that `value` gives its answers, less the KL that `gumbel_softmax` weighs."""
+    """Part whose score is the reward that `value` gives its answers, less the KL that `gumbel_softmax` weighs."""
 
     value: Callable[[Tensor, SoftTexts], Tensor] | None = None
     relaxation: GumbelSoftmax | None = None
 
 
 class RelaxedRollouts(TextRollouts):
-    """A masked language model under a method with `backprop`: a rollout without a graph, the same again with one."""
+    """Masked language model under a method with `backprop`: a rollout without a graph, the same again with one."""
 
     def __init__(self, config: Config, policy: MaskedLM, method: Method, geometry: BatchShape, processes: Processes,
                  clock: PhaseTimer):
@@ -69,8 +69,10 @@ class RelaxedRollouts(TextRollouts):
 
     def sample(self, conditioning: TokenizedPrompts, epoch: int, judge: Callable, value: Callable | None = None,
                turn: int = 0) -> Iterator[tuple[Part, list[list[str]]]]:
-        """Sample a group per prompt: the parts as they are finished, each with its texts. value: the reward whose
-        gradient is followed; turn: how often the epoch has drawn before."""
+        """Sample a group per prompt: yield the parts as they are finished, each with its texts.
+
+        value: the reward whose gradient is followed. turn: how often the epoch has drawn before.
+        """
         before = self.policy.evaluations
         seed = self.seeds(epoch, turn, len(conditioning.prompts))
         now = cast(RelaxedTraces, self.method.target).relaxation.at_epoch(epoch, self.config.train.epochs)
@@ -105,7 +107,7 @@ class RelaxedRollouts(TextRollouts):
         return [slice(start, start + most) for start in range(0, len(part.transitions[0].prompts), most)]
 
     def _made(self, part: Relaxed, conditioning: TokenizedPrompts, rows: slice) -> tuple[Tensor, Tensor]:
-        """The answers [b,L,V] of some rows, one-hot, and their scores [b]."""
+        """Return the answers [b,L,V] of some rows, one-hot, and their scores [b]."""
         taken: Any
         [taken], relaxation = part.transitions, required(part.relaxation)
         prompts, generators = taken.prompts[rows], [generator.clone_state() for generator in taken.generators[rows]]

@@ -146,7 +146,7 @@ class LatentEdits(RecordedSteps):
 
     @property
     def editor(self) -> Editor:
-        """The small policy and its critic."""
+        """Return the small policy and its critic."""
         return self.policy.editor
 
     def record(self, part: Part, conditioning: Conditioning, epoch: int, seed: Seed) -> Part:

@@ -47,9 +47,11 @@ class TextRollouts(GroupSampler[TokenizedPrompts]):
 
     def sample(self, conditioning: TokenizedPrompts, epoch: int, judge: Callable, value: Callable | None = None,
                turn: int = 0) -> Iterator[tuple[Part, list[list[str]]]]:
-        """Sample a group per prompt: the parts as they are finished, each with its texts. judge: the total reward, by
-        which a method learns what states are worth; value, of methods for pictures, is not asked; turn: how often the
-        epoch has drawn before."""
+        """Sample a group per prompt: yield the parts as they are finished, each with its texts.
+
+        judge: the total reward, by which a method learns what states are worth. value: of methods for pictures; unused
+        here. turn: how often the epoch has drawn before.
+        """
         before, kernel = self.policy.evaluations, self.method.generation.decoding
         seed = self.seeds(epoch, turn, len(conditioning.prompts))
         for groups, prompts, samples, _ in self.whole_groups(len(conditioning.prompts)):

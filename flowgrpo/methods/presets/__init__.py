@@ -1,4 +1,4 @@
-"""The named methods: functions from a Method to a Method, which hold what differs.
+"""Named methods: functions from a Method to a Method, which hold what differs.
 
 A new one adds at most one part, one preset and one test. Every public function of the modules here is a preset.
 """
@@ -23,5 +23,5 @@ OVERLAYS = {name for name, function in PRESETS.items()
 
 
 def suited(process: str) -> list[str]:
-    """The presets for a process, such as "tokens"."""
+    """Return the presets for a process, such as "tokens"."""
     return [name for name, make in PRESETS.items() if make().fits(process)]
