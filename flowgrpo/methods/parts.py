@@ -53,7 +53,7 @@ class GroupDraw(Protocol):
 
     @property
     def leaves(self) -> int:
-        """The size of a group is a multiple of it."""
+        """Return the number whose multiple the size of a group is."""
 
     def __call__(self, policy: Any, prompts: TokenizedPrompts, /, kernel: Decoding, generators: Sequence[Generator],
                  greedy: Tensor, group: int, micro_batch: int) -> list[SampledCompletions]:

@@ -31,7 +31,7 @@ from flowgrpo.samplers.base_samples import BasePictures
 from flowgrpo.samplers.grids import make_grid
 from flowgrpo.samplers.preview import chosen, contrasting, previews
 from flowgrpo.samplers.rollout import Part, RolloutSpec, Seed
-from flowgrpo.types import Scored
+from flowgrpo.types import Gaussian, Scored
 
 # The total reward [P,N] of pictures [P*N,...], N for each prompt in turn.
 Judge = Callable[[torch.Tensor, int], torch.Tensor]
@@ -182,7 +182,8 @@ class DenoisingRollouts(GroupSampler[Conditioning]):
             return {}
         of = {step: exploration for exploration in explorations for step in exploration.schedule.trained}
 
-        def transition(x: Any, v: Any, grid: Any, i: int) -> Any:  # with the plan's factor on the noise of that step
+        def transition(x: torch.Tensor, v: torch.Tensor, grid: torch.Tensor, i: int) -> Gaussian:
+            # With the plan's factor on the noise of that step.
             return of[i].transition(x, v, grid, i)
 
         return dict(zip(steps, self.method.loss.step_weight(transition, grid, steps).tolist()))

@@ -24,6 +24,7 @@ from flowgrpo.config.reward_rules import Retry
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation.measured import measure, spread
+from flowgrpo.policies.policy import Policy
 from flowgrpo.rewards import Composed
 from flowgrpo.rewards.gradient import require_graph
 from flowgrpo.rewards.pairwise import pairing, sees_groups
@@ -209,7 +210,7 @@ def _short(policy: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _unseen(policy: Any) -> Iterator[None]:
+def _unseen(policy: Policy) -> Iterator[None]:
     """Context manager: count no evaluation, and restore the random state at the end."""
     evaluations, python, numbers = policy.evaluations, random.getstate(), np.random.get_state()
     try:
