@@ -9,7 +9,6 @@ totals: [n, G], the weighted sums of their rewards before any shaping, m = n G, 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -23,9 +22,7 @@ from flowgrpo.advantages.segments import (
     step_advantages,
     steps_of,
 )
-
-if TYPE_CHECKING:
-    from flowgrpo.types import Completions, Segmented
+from flowgrpo.types import Completions, Segmented
 
 
 class TokenCredit:
@@ -38,7 +35,7 @@ class TokenCredit:
     samples: int = 0
     causal = False
 
-    def __call__(self, taken: Any, advantages: Tensor, totals: Tensor) -> Tensor:
+    def __call__(self, taken: Completions, advantages: Tensor, totals: Tensor) -> Tensor:
         """Return the advantages [m] or [m, L]."""
         raise NotImplementedError
 
@@ -74,7 +71,8 @@ class SegmentChain(TokenCredit):
         L]."""
         return segments_of(cut_points(logp, mask, self.cut), self.interval)
 
-    def __call__(self, taken: Segmented, advantages: Tensor, totals: Tensor) -> Tensor:
+    def __call__(self, taken: Completions, advantages: Tensor, totals: Tensor) -> Tensor:
+        assert isinstance(taken, Segmented), "its rollout records segments"
         values, old = taken.values.clone(), taken.old
         values[:, 0] = totals.nanmean(1, keepdim=True).expand_as(totals).flatten()
         token_advantages = chain(values, taken.segments, totals.flatten()).nan_to_num(0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from flowgrpo.methods.method import Method
 from flowgrpo.methods.targets import LatentEdits
 from flowgrpo.samplers.latent_edits import rewarded
 from flowgrpo.samplers.rollout import Part
-from flowgrpo.types import Context, RegressionTarget, Transitions
+from flowgrpo.types import Completions, Context, RegressionTarget, Transitions
 
 
 def credit(method: Method, parts: list[Part], rewards: Tensor, weights: list[float], context: Context,
@@ -48,7 +48,7 @@ def credit(method: Method, parts: list[Part], rewards: Tensor, weights: list[flo
                 advantage_of[width] = local(advantage)
                 kept_of[width] = local(of_nodes(selection, leaves, advantage) & ~values.isnan().all(2))
             alike = advantage_of[width][at].flatten()
-            advantages.append(spread(taken, alike, totals[at]) if spread else alike)
+            advantages.append(spread(cast(Completions, taken), alike, totals[at]) if spread else alike)
             kept.append(kept_of[width][at].flatten())
         if method.tuning.weight:
             part = towards_best(part, advantage_of[1][at])
