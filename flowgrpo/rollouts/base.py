@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Generic, NamedTuple, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import torch
 
@@ -25,7 +25,15 @@ if TYPE_CHECKING:
 
 Encoded: TypeAlias = "Conditioning | TokenizedPrompts"
 Outputs: TypeAlias = torch.Tensor | list[str]
+# Rewards [b], with their gradient: of the places [b] of prompts, and of their pictures [b,...] or relaxed texts.
+RewardValue: TypeAlias = Callable[[torch.Tensor, Any], torch.Tensor]
 C = TypeVar("C")  # encoded prompts: a `Conditioning` of a pipeline, `TokenizedPrompts` of a language model
+
+
+class TotalReward(Protocol):
+    """Weighted sum of the rewards of outputs, `group` for each of the prompts `rows`; None: of all in turn."""
+
+    def __call__(self, outputs: Outputs, group: int, rows: torch.Tensor | None = None, /) -> torch.Tensor: ...
 
 
 class Groups(NamedTuple):
@@ -80,8 +88,8 @@ class GroupSampler(Generic[C]):
         """Encode prompts, each once; rows of the result are chosen by its `rows`."""
         raise NotImplementedError
 
-    def sample(self, conditioning: C, epoch: int, judge: Callable, value: Callable | None = None, turn: int = 0
-               ) -> Iterator[tuple[Part, Sequence[Outputs]]]:
+    def sample(self, conditioning: C, epoch: int, judge: TotalReward, value: RewardValue | None = None,
+               turn: int = 0) -> Iterator[tuple[Part, Sequence[Outputs]]]:
         """Sample a group per prompt: the parts as they are finished, each with its outputs per granularity.
 
         judge: the total reward. value: the reward whose gradient is followed. turn: how often the epoch has drawn

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +17,7 @@ from flowgrpo.log import PhaseTimer
 from flowgrpo.methods.method import Method
 from flowgrpo.policies.language import engines
 from flowgrpo.policies.language.causal_lm import CausalLM
+from flowgrpo.rollouts.base import RewardValue, TotalReward
 from flowgrpo.rollouts.text import TextRollouts
 from flowgrpo.samplers.replay import rescored
 from flowgrpo.samplers.rollout import Part
@@ -48,8 +49,8 @@ class EngineRollouts(TextRollouts):
         self.apart = []
         return super().conditioning(batch)
 
-    def sample(self, conditioning: TokenizedPrompts, epoch: int, judge: Callable, value: Callable | None = None,
-               turn: int = 0) -> Iterator[tuple[Part, list[list[str]]]]:
+    def sample(self, conditioning: TokenizedPrompts, epoch: int, judge: TotalReward,
+               value: RewardValue | None = None, turn: int = 0) -> Iterator[tuple[Part, list[list[str]]]]:
         """Sample as `TextRollouts`; the engine draws all groups first."""
         before, group, count = self.engine.evaluations, self.geometry.group, len(conditioning.prompts)
         prompts, samples = torch.arange(count).repeat_interleave(group), torch.arange(group).repeat(count)

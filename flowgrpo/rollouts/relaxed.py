@@ -17,6 +17,7 @@ from flowgrpo.methods.method import Method
 from flowgrpo.methods.targets import RelaxedTraces
 from flowgrpo.policies.language.masked_lm import MaskedLM
 from flowgrpo.rewards.text.soft_texts import SoftTexts
+from flowgrpo.rollouts.base import RewardValue, TotalReward
 from flowgrpo.rollouts.loss_inputs import NoisedInputs
 from flowgrpo.rollouts.text import TextRollouts
 from flowgrpo.samplers.rollout import Part
@@ -67,8 +68,8 @@ class RelaxedRollouts(TextRollouts):
         self.base_weights = {key: tensor.detach().clone() for key, tensor in weights.named.items()}
         self.tokens = tuple(self.policy.vocabulary())
 
-    def sample(self, conditioning: TokenizedPrompts, epoch: int, judge: Callable, value: Callable | None = None,
-               turn: int = 0) -> Iterator[tuple[Part, list[list[str]]]]:
+    def sample(self, conditioning: TokenizedPrompts, epoch: int, judge: TotalReward,
+               value: RewardValue | None = None, turn: int = 0) -> Iterator[tuple[Part, list[list[str]]]]:
         """Sample a group per prompt: yield the parts as they are finished, each with its texts.
 
         value: the reward whose gradient is followed. turn: how often the epoch has drawn before.

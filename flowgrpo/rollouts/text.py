@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from flowgrpo.distributed.processes import Processes
 from flowgrpo.log import PhaseTimer
 from flowgrpo.methods.method import Method
 from flowgrpo.policies.language.causal_lm import CausalLM
-from flowgrpo.rollouts.base import GroupSampler
+from flowgrpo.rollouts.base import GroupSampler, RewardValue, TotalReward
 from flowgrpo.rollouts.loss_inputs import LossInputs
 from flowgrpo.rollouts.text_targets import TARGETS, Replayed
 from flowgrpo.samplers.rollout import Part, Seed
@@ -45,8 +45,8 @@ class TextRollouts(GroupSampler[TokenizedPrompts]):
             return encoded
         return replace(encoded, answers=[answer_of(p) for p in batch])
 
-    def sample(self, conditioning: TokenizedPrompts, epoch: int, judge: Callable, value: Callable | None = None,
-               turn: int = 0) -> Iterator[tuple[Part, list[list[str]]]]:
+    def sample(self, conditioning: TokenizedPrompts, epoch: int, judge: TotalReward,
+               value: RewardValue | None = None, turn: int = 0) -> Iterator[tuple[Part, list[list[str]]]]:
         """Sample a group per prompt: yield the parts as they are finished, each with its texts.
 
         judge: the total reward, by which a method learns what states are worth. value: of methods for pictures; unused
@@ -77,7 +77,7 @@ class TextRollouts(GroupSampler[TokenizedPrompts]):
                              kernel)
                 for at, batch in zip(places, batches)]
 
-    def valued(self, part: Part, conditioning: TokenizedPrompts, seed: Seed, judge: Callable) -> Part:
+    def valued(self, part: Part, conditioning: TokenizedPrompts, seed: Seed, judge: TotalReward) -> Part:
         """Return the part in segments, with Monte-Carlo values of the states between them."""
         taken: Any
         [taken], spread = part.transitions, self.method.credit.spread
