@@ -36,18 +36,18 @@ class Arithmetic:
     speed: float = 0.0
 
 
-def choose(found: Arithmetic) -> tuple[str, str]:
+def choose(support: Arithmetic) -> tuple[str, str]:
     """Return the precision for a device and the reason: "bf16" if it computes in that natively, otherwise "fp32"."""
-    if found.kind == "cuda":
-        native = found.capability >= NATIVE
-        reason = f"{found.name} has compute capability {'.'.join(map(str, found.capability))}"
+    if support.kind == "cuda":
+        native = support.capability >= NATIVE
+        reason = f"{support.name} has compute capability {'.'.join(map(str, support.capability))}"
         reason += "" if native else f", and bf16 begins at {'.'.join(map(str, NATIVE))}"
-    elif found.kind == "mps":
-        native = found.multiplies
+    elif support.kind == "mps":
+        native = support.multiplies
         reason = f"MPS {'multiplies' if native else 'does not multiply'} bf16 here"
     else:
-        native = found.speed >= FASTER
-        reason = f"this CPU multiplies bf16 {found.speed:.2g} times as fast as fp32"
+        native = support.speed >= FASTER
+        reason = f"this CPU multiplies bf16 {support.speed:.2g} times as fast as fp32"
         reason += "" if native else f", and {FASTER:g} times are expected of it"
     return "bf16" if native else "fp32", reason
 
@@ -138,13 +138,13 @@ def concrete(precision: str, device: str | torch.device) -> str:
     return choose(arithmetic(device))[0] if precision == AUTO else precision
 
 
-def drawing(recorded: str, device: str | torch.device, asked: str | None = None) -> str:
-    """Return the sampling precision for a model that was trained in `recorded`, or `asked` if given.
+def drawing(recorded: str, device: str | torch.device, requested: str | None = None) -> str:
+    """Return the sampling precision for a model that was trained in `recorded`, or `requested` if given.
 
     In place of a recorded bf16 or fp16 a CPU uses the precision that suits it.
     """
     kept = recorded == "fp32" or torch.device(device).type != "cpu"
-    return concrete(asked or (recorded if kept else AUTO), device)
+    return concrete(requested or (recorded if kept else AUTO), device)
 
 
 def queued(tensor: torch.Tensor, device: torch.device | str | None) -> torch.Tensor:

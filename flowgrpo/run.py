@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
@@ -32,6 +33,13 @@ from flowgrpo.train import Trainer
 from flowgrpo.training import best, run_folder, state, tracker, trial
 from flowgrpo.user_code import reading
 
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+Reward: TypeAlias = str | Callable[..., Any]
+Rewards: TypeAlias = Reward | dict[str, Any] | dict[Reward, Any]
+Prompts: TypeAlias = str | Path | Sequence[str | dict[str, Any] | Prompt]
+
 
 @dataclass(frozen=True, eq=False)
 class Ready:
@@ -50,7 +58,7 @@ class Ready:
     config: Config
     precision: str
     device: str | torch.device
-    accelerator: Any
+    accelerator: Accelerator
     trained: dict[str, Any]
     measured: dict[str, Any]
     split: tuple[list[Prompt], list[Prompt]]
@@ -58,8 +66,8 @@ class Ready:
     changes: list[str]
 
 
-def run(config: Config, resume: bool = False, *, pipe=None, functions: dict[str, Any] | None = None,
-        prompts: list[Prompt] | None = None) -> dict[str, Any]:
+def run(config: Config, resume: bool = False, *, pipe: Any = None,
+        functions: dict[str, Callable[..., Any]] | None = None, prompts: list[Prompt] | None = None) -> dict[str, Any]:
     """Align a model as `config` says; return the summary that is also written to `summary.json`.
 
     Under `accelerate launch` or `torchrun` every process calls it, and the first one writes and prints. pipe (of a
@@ -90,14 +98,14 @@ def _train(ready: Ready, loaded: Any, listed: str | None) -> dict[str, Any]:
     if ready.last:
         state.restore(trainer, ready.last)
     trial.require(trainer, ready.measured)
-    with contextlib.ExitStack() as own:
+    with contextlib.ExitStack() as stack:
         if trainer.processes.first:
-            prepare(config, trainer.epoch, ready.last is not None, ready.changes, own)
+            prepare(config, trainer.epoch, ready.last is not None, ready.changes, stack)
             if listed is not None:
                 (folder / provenance.PROMPTS).write_text(listed, encoding="utf-8")
             snapshots.begin(folder, trainer.epoch, ready.device, trainer.processes.count, ready.precision)
         tracker.start(ready.accelerator, config)
-        own.callback(ready.accelerator.end_training)
+        stack.callback(ready.accelerator.end_training)
         before = held_out.before(trainer, ready.measured, folder, reuse=ready.last is not None)
         if trainer.processes.first:
             snapshots.stage(folder, "before", 0, before)
@@ -105,8 +113,8 @@ def _train(ready: Ready, loaded: Any, listed: str | None) -> dict[str, Any]:
         return held_out.finish(trainer, ready.measured, folder, before)
 
 
-def check(config: Config, resume: bool = False, pipe=None, functions: dict[str, Any] | None = None,
-          prompts: list[Prompt] | None = None) -> Ready:
+def check(config: Config, resume: bool = False, pipe: Any = None,
+          functions: dict[str, Callable[..., Any]] | None = None, prompts: list[Prompt] | None = None) -> Ready:
     """Validate configuration, rewards, prompts and run folder before anything is loaded or written.
 
     Raises UserError on the first problem.
@@ -151,7 +159,7 @@ def check(config: Config, resume: bool = False, pipe=None, functions: dict[str, 
     return Ready(config, precision, device, accelerator, trained, measured, split, last, changes)
 
 
-def settled(config: Config, accelerator: Any, device: str | torch.device, resume: bool, pipe: Any
+def settled(config: Config, accelerator: Accelerator, device: str | torch.device, resume: bool, pipe: Any
             ) -> tuple[Config, str]:
     """Return the configuration with the precision that the first process chooses for all, and its description."""
     from accelerate.utils import broadcast_object_list
@@ -161,7 +169,7 @@ def settled(config: Config, accelerator: Any, device: str | torch.device, resume
     return broadcast_object_list(chosen)[0]
 
 
-def make_accelerator(config: Config, device: str):
+def make_accelerator(config: Config, device: str) -> Accelerator:
     """Return the accelerator; launch, device and trackers are accelerate's.
 
     Raises UserError if it was configured to shard the model.
@@ -174,10 +182,10 @@ def make_accelerator(config: Config, device: str):
                        project_dir=str(config.folder), kwargs_handlers=[patience])
 
 
-def prepare(config: Config, epoch: int, resumed: bool, changes: list[str], own: contextlib.ExitStack) -> None:
+def prepare(config: Config, epoch: int, resumed: bool, changes: list[str], stack: contextlib.ExitStack) -> None:
     """Prepare the run's folder: archive an earlier run, or resume this one after `epoch`.
 
-    The folder is locked against other runs until `own` is closed.
+    The folder is locked against other runs until `stack` is closed.
     """
     folder = config.folder
     run_folder.require_free(folder)
@@ -185,13 +193,13 @@ def prepare(config: Config, epoch: int, resumed: bool, changes: list[str], own: 
         print(f"{folder} held an earlier run, which is now {moved}")
     for change in changes:
         print(f"resumed with {change}")
-    own.enter_context(run_folder.held(folder))
+    stack.enter_context(run_folder.held(folder))
     (folder / "config.yaml").write_text(config.yaml(), encoding="utf-8")
     run_folder.keep_lines(folder / "metrics.jsonl", epoch)
 
 
-def align(model, rewards="scene_graded", prompts="starter", method: str = "mix_grpo", resume: bool = False,
-          **options: Any) -> dict[str, Any]:
+def align(model: Any, rewards: Rewards = "scene_graded", prompts: Prompts = "starter", method: str = "mix_grpo",
+          resume: bool = False, **options: Any) -> dict[str, Any]:
     """Align `model` to `rewards` on `prompts`: `flowgrpo train` from Python.
 
     model: `starter`, a directory, a hub id, a loaded diffusers pipeline, or a loaded language model with its tokenizer
@@ -224,23 +232,23 @@ def align(model, rewards="scene_graded", prompts="starter", method: str = "mix_g
     if listed:
         config = config.model_copy(update={"prompts": str(config.folder / provenance.PROMPTS)})
     return run(config, resume, pipe=model if loaded else None, functions=functions,
-               prompts=of_records(prompts) if listed else None)
+               prompts=None if isinstance(prompts, (str, Path)) else of_records(prompts))
 
 
-def _require_types(model, named: list, prompts) -> None:
+def _require_types(model: Any, named: list[Any], prompts: Any) -> None:
     """Raise UserError for arguments of `align` of an unsupported type; named: the rewards."""
     pair = isinstance(model, tuple) and len(model) == 2 and hasattr(model[0], "config")
     if not (isinstance(model, (str, Path)) or pair or hasattr(model, "components")):
         raise UserError(f"model: got {_short(model)}, expected a name, a folder, a loaded pipeline, or a tuple of a "
                         "loaded language model and its tokenizer or processor")
-    if wrong := [each for each in named if not (isinstance(each, str) or callable(each))]:
+    if wrong := [reward for reward in named if not (isinstance(reward, str) or callable(reward))]:
         raise UserError(f"rewards: got {_short(wrong[0])}, expected a name, a function, or a dictionary of these to "
                         "weights, such as {'scene': 1.0}")
     if isinstance(prompts, (str, Path)):
         return
     wrong = [prompts]
     if isinstance(prompts, (list, tuple)):
-        wrong = [each for each in prompts if not isinstance(each, (str, dict, Prompt))]
+        wrong = [prompt for prompt in prompts if not isinstance(prompt, (str, dict, Prompt))]
     if wrong:
         raise UserError(f"prompts: got {_short(wrong[0])}, expected a file, or a list of texts or dictionaries")
 

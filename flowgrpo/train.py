@@ -11,12 +11,13 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from flowgrpo.config.geometry import geometry
 from flowgrpo.config.schema import Config
+from flowgrpo.config.sections import Train
 from flowgrpo.curriculum.epoch_batch import EpochBatch
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.device import current_gpu, queued, use_gpu
@@ -30,6 +31,7 @@ from flowgrpo.methods import validate
 from flowgrpo.methods.parts import Reduction
 from flowgrpo.objectives.reductions import TokenMean, reduced
 from flowgrpo.policies.policy import Policy
+from flowgrpo.rollouts.base import Encoded
 from flowgrpo.rollouts.build import make_rollouts
 from flowgrpo.samplers.rollout import Part, moved
 from flowgrpo.training import state
@@ -40,14 +42,17 @@ from flowgrpo.training.first_ratio import ROUNDED, FirstRatio
 from flowgrpo.training.kl_reference import KLReference
 from flowgrpo.training.metrics import Log, UpdateStats
 from flowgrpo.training.optimizer import make_optimizer, make_scaler
-from flowgrpo.training.scoring import Scoring
+from flowgrpo.training.scoring import Functions, Scoring
 from flowgrpo.types import Context, required
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
 
 
 class Trainer:
     """One run: the policy, its prompts, its rewards and its method, and the state of its checkpoints."""
 
-    def __init__(self, config: Config, accelerator, policy: Policy, train_rewards: dict[str, Any],
+    def __init__(self, config: Config, accelerator: Accelerator, policy: Policy, train_rewards: Functions,
                  prompts: tuple[list[Prompt], list[Prompt]]):
         self.config, self.accelerator, self.policy = config, accelerator, policy
         self.prompts, self.held_out = prompts
@@ -82,41 +87,43 @@ class Trainer:
 
         Every process samples its share of the epoch's prompts; comparisons are over all of them.
         """
-        drawn, parts, conditioning = self.draw()
-        batch, grouped = drawn.compared()
-        metrics = self.scoring.metrics(drawn.first, self.say)
-        self.scoring.require_scores(metrics, drawn.prompts[0].text, self.epoch, self.say)
+        epoch_batch, parts, conditioning = self.draw()
+        prompts, scores = epoch_batch.compared()
+        metrics = self.scoring.metrics(epoch_batch.first, self.say)
+        self.scoring.require_scores(metrics, epoch_batch.prompts[0].text, self.epoch, self.say)
         self.scoring.tell_agreement(metrics, self.epoch, self.say)
-        credited = self.credit(parts, grouped, [prompt.key for prompt in batch])
-        return metrics | drawn.metrics() | self.learn(credited, conditioning)
+        credited = self.credit(parts, scores, [prompt.key for prompt in prompts])
+        return metrics | epoch_batch.metrics() | self.learn(credited, conditioning)
 
-    def draw(self) -> tuple[EpochBatch, list[Part], Any]:
+    def draw(self) -> tuple[EpochBatch, list[Part], Encoded]:
         """Sample the epoch's prompts, and the replacements that the method asks for.
 
         Returns (all groups, the parts of this process, the conditioning of its prompts).
         """
         train, seed, parts = self.config.train, self.config.seed, []
-        drawn = EpochBatch(self.prompts, self.epoch, train.epochs, seed, self.processes)
+        epoch_batch = EpochBatch(self.prompts, self.epoch, train.epochs, seed, self.processes)
         batch = self.method.curriculum(self.prompts, train.prompts, self.epoch, seed, self.prompt_weights(),
                                        self.memory, train.group)
         while batch:
-            before = len(drawn.own())
+            earlier_groups = len(epoch_batch.own())
             with self.processes.together():
-                found, conditioning, scores = self.sample(self.processes.own(batch), drawn.turn)
-            parts += [moved(part, before) if before else part for part in found]
+                new_parts, conditioning, scores = self.sample(self.processes.own(batch), epoch_batch.turn)
+            parts += [moved(part, earlier_groups) if earlier_groups else part for part in new_parts]
             scores = self.processes.gather(scores)
             self.sampled += 0 if self.config.preferences else scores[..., 0].numel()
-            drawn.add(batch, scores, self.scoring.weighted(scores[..., :len(self.scoring.functions)]))
-            batch = drawn.replace(self.method.redraw(drawn)) if self.method.redraw else []
-        self.method.curriculum.learn(self.memory, drawn)
-        return drawn, parts, self.rollouts.conditioning(drawn.own()) if drawn.turn > 1 else conditioning
+            epoch_batch.add(batch, scores, self.scoring.weighted(scores[..., :len(self.scoring.functions)]))
+            batch = epoch_batch.replace(self.method.redraw(epoch_batch)) if self.method.redraw else []
+        self.method.curriculum.learn(self.memory, epoch_batch)
+        if epoch_batch.turn > 1:
+            conditioning = self.rollouts.conditioning(epoch_batch.own())
+        return epoch_batch, parts, conditioning
 
     def prompt_weights(self) -> list[float] | None:
         """Return the method's sampling weight of each prompt, from its memory; None if it has none."""
-        wanted = self.method.credit.advantage.prompt_weights(self.memory, self.keys)
-        return None if wanted is None else wanted.tolist()
+        weights = self.method.credit.advantage.prompt_weights(self.memory, self.keys)
+        return None if weights is None else weights.tolist()
 
-    def sample(self, batch: list[Prompt], turn: int = 0) -> tuple[list[Part], Any, torch.Tensor]:
+    def sample(self, batch: list[Prompt], turn: int = 0) -> tuple[list[Part], Encoded, torch.Tensor]:
         """Sample and score groups of these prompts; a thread scores one part while the next one is sampled.
 
         turn: the number of earlier draws in the epoch, so every turn has separate noise.
@@ -124,7 +131,7 @@ class Trainer:
         Returns (the parts, the prompts' conditioning, scores [groups,G,R]); samples finished in several granularities
         have R scores in each.
         """
-        conditioning, parts, scores, scoring = self.rollouts.conditioning(batch), [], [], self.scoring
+        conditioning, parts, pending, scoring = self.rollouts.conditioning(batch), [], [], self.scoring
         self.rollouts.old_policy.updates = self.update
         if not turn:
             scoring.begin()
@@ -134,34 +141,34 @@ class Trainer:
                 self.stop.check()
                 parts.append(part)
                 base = self.rollouts.base(part, conditioning) if scoring.compares else None
-                scores += [pool.submit(scoring.judge, batch, part.prompts, each, base) for each in outputs]
+                pending += [pool.submit(scoring.judge, batch, part.prompts, output, base) for output in outputs]
             with self.clock("reward"):
-                found, strides = [score.result() for score in scores], len(self.method.rollout.strides)
-        columns = [torch.cat(found[stride::strides]) for stride in range(strides)]
+                scores, strides = [future.result() for future in pending], len(self.method.rollout.strides)
+        columns = [torch.cat(scores[stride::strides]) for stride in range(strides)]
         return parts, conditioning, torch.cat(columns, 1).unflatten(0, (-1, self.geometry.group))
 
-    def credit(self, parts: list[Part], grouped: torch.Tensor, texts: list[str]) -> list[Part | None]:
-        """Apply `credit.credit` of this method: yield the parts of this process with advantages.
+    def credit(self, parts: list[Part], scores: torch.Tensor, keys: list[str]) -> list[Part | None]:
+        """Apply `credit.credit` of this method: return the parts of this process with advantages.
 
-        grouped: scores [groups,G,R] of all processes; texts: their prompts.
+        scores: [groups,G,R] of all processes; keys: of their prompts.
         """
         weights = list(self.scoring.weights.values()) * len(self.method.rollout.strides)
-        return list(credit(self.method, parts, self.scoring.shaped(grouped), weights, self.context(parts, texts),
+        return list(credit(self.method, parts, self.scoring.shaped(scores), weights, self.context(parts, keys),
                            self.processes.own))
 
-    def context(self, parts: list[Part], texts: list[str]) -> Context:
+    def context(self, parts: list[Part], keys: list[str]) -> Context:
         """Return the method's inputs besides rewards, of all processes in one order of prompts."""
-        group, share = self.geometry.group, len(texts) // self.processes.count
-        places = [int(p) for part in parts for p in part.prompts[::group]]
+        group, share = self.geometry.group, len(keys) // self.processes.count
+        places = [int(place) for part in parts for place in part.prompts[::group]]
         leaves = self.processes.gather(torch.cat([part.leaves() for part in parts]))
         logp, lengths, deducted = leaves.view(-1, group, 3).unbind(2)
-        longest = sum(taken.old.logp.shape[1] for taken in parts[0].transitions)
-        return Context([texts[first + p] for first in range(0, len(texts), share) for p in places], logp.float(),
+        longest = sum(transitions.old.logp.shape[1] for transitions in parts[0].transitions)
+        return Context([keys[first + place] for first in range(0, len(keys), share) for place in places], logp.float(),
                        lengths.long(), longest, self.epoch, self.config.train.epochs, self.memory,
                        self.scoring.paired * len(self.method.rollout.strides), deducted.float(),
                        list(self.scoring.weights.values()) * len(self.method.rollout.strides))
 
-    def learn(self, credited: list[Part | None], conditioning) -> dict[str, Any]:
+    def learn(self, credited: list[Part | None], conditioning: Encoded) -> dict[str, Any]:
         """Replay the recorded decisions and minimise the method's loss: `updates` optimiser steps per inner epoch.
 
         Every process adds the gradient of its own parts; one that has none in a step still takes part in it.
@@ -200,34 +207,36 @@ class Trainer:
         counts = self.processes.total([decisions(share, self.method.loss.reduction) for share in shares])
         return list(zip(shares, counts))
 
-    def backward(self, part: Part, conditioning, weights: dict[int, float], count: int, stats: UpdateStats) -> None:
+    def backward(self, part: Part, conditioning: Encoded, weights: dict[int, float], count: int, stats: UpdateStats
+                 ) -> None:
         """Add one part's gradient, a batch of one recorded step at a time.
 
         weights: of the steps; count: the divisor of every loss, `decisions` of the whole optimiser step.
         """
         method, kl, device = self.method, self.kl_reference.kl, self.policy.device
         reference = self.kl_reference.scores(part, lambda part: self.rollouts.replay(part, conditioning))
-        inputs = self.rollouts.loss_inputs(part, conditioning, reference)
+        loss_inputs = self.rollouts.loss_inputs(part, conditioning, reference)
         for batch, (k, rows, new) in enumerate(self.rollouts.replay(part, conditioning)):
-            taken, advantage = part.transitions[k], queued(part.advantage(k, rows), device)
-            old = taken.old.rows(rows).to(device)
-            log_ratio, read = method.loss.log_ratio(new, old), inputs(batch, k, rows, new, old)
-            loss = method.loss.surrogate(log_ratio, advantage, read) * weights[taken.step]
-            if taken.correction is not None:
-                loss = loss * queued(taken.correction[rows], device)
+            transitions, advantage = part.transitions[k], queued(part.advantage(k, rows), device)
+            old = transitions.old.rows(rows).to(device)
+            log_ratio, loss_input = method.loss.log_ratio(new, old), loss_inputs(batch, k, rows, new, old)
+            loss = method.loss.surrogate(log_ratio, advantage, loss_input) * weights[transitions.step]
+            if transitions.correction is not None:
+                loss = loss * queued(transitions.correction[rows], device)
             penalty = kl(new, reference[batch].to(device)) if kl.weight else None
             loss = loss if penalty is None else loss + penalty
-            if taken.goal is not None:
-                loss = loss + method.tuning(new, taken.goal.rows(rows).to(device))
+            if transitions.goal is not None:
+                loss = loss + method.tuning(new, transitions.goal.rows(rows).to(device))
             self.policy.backward(self.scaler.scale(reduced(loss, method.loss.reduction(new.mask), count)))
-            stats.add(taken.step, new.mask, log_ratio, method.loss.surrogate.clipped(log_ratio, advantage, read), loss,
+            clipped = method.loss.surrogate.clipped(log_ratio, advantage, loss_input)
+            stats.add(transitions.step, new.mask, log_ratio, clipped, loss,
                       None if penalty is None else penalty / kl.weight)
 
     def step_optimizer(self, stats: UpdateStats) -> None:
         """Clip the gradient and step; a gradient that is not finite is skipped and counted."""
         train, parameters = self.config.train, self.policy.weights.parameters()
-        followed = any(parameter.grad is not None for parameter in parameters)  # false if no sample is trained
-        if followed:
+        has_gradients = any(parameter.grad is not None for parameter in parameters)  # false if no sample is trained
+        if has_gradients:
             self.scaler.unscale_(self.optimizer)
         norm = torch.nn.utils.clip_grad_norm_(parameters, train.clip_grad)
         stats.norms.append(norm)
@@ -237,7 +246,7 @@ class Trainer:
             return
         for group in self.optimizer.param_groups:
             group["lr"] = train.lr * rate(self.update, self.total_updates, train)
-        if followed:
+        if has_gradients:
             self.scaler.step(self.optimizer)
             self.scaler.update()
         self.update += 1
@@ -257,18 +266,18 @@ class Trainer:
 
     # --- around the epochs -------------------------------------------------------------------------------------------
 
-    def train(self, folder: Path, measured: dict[str, Any]) -> None:
+    def train(self, folder: Path, measured: Functions) -> None:
         """Run the remaining epochs; save in between, at the end, and when asked to stop."""
         train = self.config.train
         log = Log(folder, self.accelerator, train.epochs, self.epoch)
         self.say = log.say
-        start, before = time.perf_counter(), self.seconds
+        start, earlier_seconds = time.perf_counter(), self.seconds
         try:
             with self.stop:
                 while self.epoch < train.epochs and not self.best.stopped:
                     metrics = self.run_epoch() | self.clock.take()
                     self.reward_wait_seconds += metrics["seconds/reward"]
-                    self.seconds = before + time.perf_counter() - start
+                    self.seconds = earlier_seconds + time.perf_counter() - start
                     self.epoch += 1
                     self.marked = state.counters(self)
                     metrics |= {"evaluations": self.marked["evaluations"], "seconds": round(self.seconds, 2)}
@@ -313,7 +322,7 @@ class Trainer:
 
 def decisions(parts: list[Part], reduction: Reduction = TokenMean()) -> int:
     """Return the divisor of one optimiser step's loss: its trained decisions, or its rows."""
-    return sum(reduction.count(taken.old.mask) for part in parts for taken in part.transitions)
+    return sum(reduction.count(transitions.old.mask) for part in parts for transitions in part.transitions)
 
 
 def chunks(parts: list[Part], count: int, first: int = 0, total: int | None = None) -> list[list[Part]]:
@@ -325,7 +334,7 @@ def chunks(parts: list[Part], count: int, first: int = 0, total: int | None = No
     return [parts[(step - first) % count::count] for step in range(steps)]
 
 
-def rate(update: int, total: int, train) -> float:
+def rate(update: int, total: int, train: Train) -> float:
     """Return the factor of the learning rate: linear warm-up, then the schedule down to 0 at the last update."""
     if update < train.warmup:
         return (update + 1) / train.warmup

@@ -71,12 +71,12 @@ class Scored:
     def rows(self, at: Tensor | slice) -> Scored:
         """Return the rows `at` (indices, a mask or a slice) of all fields."""
         std = self.std if self.std is None or self.std.ndim < 2 else self.std[at]
-        mean, entropy = (each if each is None else each[at] for each in (self.mean, self.entropy))
+        mean, entropy = (tensor if tensor is None else tensor[at] for tensor in (self.mean, self.entropy))
         return Scored(self.logp[at], self.mask[at], mean, std, self.slope, entropy)
 
     def to(self, device: torch.device) -> Scored:
         """Return the score with its large parts on the device; std and slope, a few numbers, stay in place."""
-        mean, entropy = (each if each is None else queued(each, device) for each in (self.mean, self.entropy))
+        mean, entropy = (tensor if tensor is None else queued(tensor, device) for tensor in (self.mean, self.entropy))
         return Scored(queued(self.logp, device), queued(self.mask, device), mean, self.std, self.slope, entropy)
 
 

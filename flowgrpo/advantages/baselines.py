@@ -235,8 +235,8 @@ def conditional(rewards: Tensor, metric: Tensor, mu: float) -> Tensor:
     mean = rewards.nanmean(dim=1, keepdim=True)
     halves = (rewards.masked_fill(~half, torch.nan).nanmean(dim=1, keepdim=True) for half in (upper, ~upper))
     high, low = (torch.where(half.isnan(), mean, half) for half in halves)
-    own, other = torch.where(upper, high, low), torch.where(upper, low, high)
-    advantages = mu * (rewards - other) + (1 - mu) * (rewards - own)
+    same, other = torch.where(upper, high, low), torch.where(upper, low, high)
+    advantages = mu * (rewards - other) + (1 - mu) * (rewards - same)
     return advantages.masked_fill(rewards.isnan() | zero_variance(rewards)[:, None], 0)
 
 

@@ -148,8 +148,8 @@ def combine(
     if order == "rewards":
         advantages = compare(weighted_sum(rewards, weights), 0)
     else:
-        each = [compare(reward, column) for column, reward in enumerate(rewards.unbind(2))]
-        advantages = (torch.stack(each, dim=2) * weights).sum(dim=2)
+        terms = [compare(reward, column) for column, reward in enumerate(rewards.unbind(2))]
+        advantages = (torch.stack(terms, dim=2) * weights).sum(dim=2)
     if order == "gdpo":
         silent = (advantages == 0).all(dim=1, keepdim=True)
         advantages = whitened(advantages, ~rewards.isnan().all(dim=2)).masked_fill(silent, 0)
@@ -296,7 +296,7 @@ class Pooled(AdvantageRule):
     def __call__(self, rewards: Tensor, weights: Tensor | Sequence[float], context: Context | None = None) -> Tensor:
         assert context is not None and len(context.prompts) == len(rewards), "Pooled needs a context with all prompts"
         total = weighted_sum(rewards, weights)
-        found = torch.zeros_like(total)
+        advantages = torch.zeros_like(total)
         for rows in rows_of(context.prompts).values():
-            found[rows] = group_relative(total[rows].reshape(1, -1), self.scale).view(len(rows), -1)
-        return found.clamp(-self.clamp, self.clamp)
+            advantages[rows] = group_relative(total[rows].reshape(1, -1), self.scale).view(len(rows), -1)
+        return advantages.clamp(-self.clamp, self.clamp)

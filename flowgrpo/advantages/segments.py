@@ -66,15 +66,15 @@ def anchors(ids: Tensor, steps: Tensor, mask: Tensor, groups: Tensor) -> Tensor:
 
     Two rows share a state if they have the same prompt (`groups`, int64 [m]) and the same tokens so far.
     """
-    found = torch.full((len(ids), int(steps.max()) + 2), -1)
+    states = torch.full((len(ids), int(steps.max()) + 2), -1)
     numbers: dict[tuple, int] = {}
-    for row, (own, step, kept, group) in enumerate(zip(ids, steps, mask, groups.tolist())):
+    for row, (tokens, step, kept, group) in enumerate(zip(ids, steps, mask, groups.tolist())):
         state: tuple = (group,)
         for number in step[kept].unique().tolist():
-            found[row, number] = numbers.setdefault(state, len(numbers))
-            state = (numbers[state], tuple(own[kept & (step == number)].tolist()))
-        found[row, int(step.max()) + 1] = numbers.setdefault(state, len(numbers))
-    return found
+            states[row, number] = numbers.setdefault(state, len(numbers))
+            state = (numbers[state], tuple(tokens[kept & (step == number)].tolist()))
+        states[row, int(step.max()) + 1] = numbers.setdefault(state, len(numbers))
+    return states
 
 
 def step_advantages(states: Tensor, rewards: Tensor, gamma: float, divide: bool = True) -> Tensor:

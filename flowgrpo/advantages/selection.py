@@ -10,8 +10,8 @@ replayed nor counted.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -178,7 +178,7 @@ class DropZeroVariance:
         return (~zero_variance(scores))[:, None].expand(scores.shape)
 
 
-def of_nodes(part: Any, leaves: Tensor, scores: Tensor) -> Tensor:
+def of_nodes(part: Callable[..., Tensor] | None, leaves: Tensor, scores: Tensor) -> Tensor:
     """Return the trained inner nodes of one depth: bool [P, N].
 
     A selection with `nodes` decides by their scores [P, N]; otherwise nodes with a kept leaf below are trained, leaves

@@ -159,7 +159,7 @@ def lifted(rewards: Tensor, margin: float = 0.0) -> Tensor:
     counts, so tiny gaps are not amplified by a tiny deviation. A sample without the reward, or alone with it, has NaN.
     """
     (rewards,) = wide(rewards)
-    each = rewards.transpose(1, 2)
-    gap = each[..., :, None] - each[..., None, :]
+    by_reward = rewards.transpose(1, 2)
+    gap = by_reward[..., :, None] - by_reward[..., None, :]
     wins = (gap > margin).to(rewards) + (gap.abs() <= margin).to(rewards) / 2
     return win_rates(wins.masked_fill(gap.isnan(), torch.nan)).transpose(1, 2)

@@ -9,7 +9,6 @@ totals: [n, G], the weighted sums of their rewards before any shaping, m = n G, 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -23,9 +22,7 @@ from flowgrpo.advantages.segments import (
     step_advantages,
     steps_of,
 )
-
-if TYPE_CHECKING:
-    from flowgrpo.types import Completions, Segmented
+from flowgrpo.types import Completions, Segmented
 
 
 class TokenCredit:
@@ -38,7 +35,7 @@ class TokenCredit:
     samples: int = 0
     causal = False
 
-    def __call__(self, taken: Any, advantages: Tensor, totals: Tensor) -> Tensor:
+    def __call__(self, taken: Completions, advantages: Tensor, totals: Tensor) -> Tensor:
         """Return the advantages [m] or [m, L]."""
         raise NotImplementedError
 
@@ -74,11 +71,12 @@ class SegmentChain(TokenCredit):
         L]."""
         return segments_of(cut_points(logp, mask, self.cut), self.interval)
 
-    def __call__(self, taken: Segmented, advantages: Tensor, totals: Tensor) -> Tensor:
+    def __call__(self, taken: Completions, advantages: Tensor, totals: Tensor) -> Tensor:
+        assert isinstance(taken, Segmented), "its rollout records segments"
         values, old = taken.values.clone(), taken.old
         values[:, 0] = totals.nanmean(1, keepdim=True).expand_as(totals).flatten()
-        found = chain(values, taken.segments, totals.flatten()).nan_to_num(0)
-        return found * (cut_points(old.logp, old.mask, self.cut) if self.masked else old.mask)
+        token_advantages = chain(values, taken.segments, totals.flatten()).nan_to_num(0)
+        return token_advantages * (cut_points(old.logp, old.mask, self.cut) if self.masked else old.mask)
 
 
 @dataclass(frozen=True)
@@ -105,8 +103,8 @@ class SegmentTree(TokenCredit):
         steps = steps_of(taken.ids, mask, self.every)
         states = anchors(taken.ids, steps, mask, torch.arange(len(totals)).repeat_interleave(totals.shape[1]))
         values, sharing = shared_values(states, rewards)
-        found = chain(values, steps, rewards) / sharing[:, 1:].clamp(min=1).gather(1, steps)
-        return found.nan_to_num(0) * cut_points(old.logp, old.mask, self.cut)
+        token_advantages = chain(values, steps, rewards) / sharing[:, 1:].clamp(min=1).gather(1, steps)
+        return token_advantages.nan_to_num(0) * cut_points(old.logp, old.mask, self.cut)
 
 
 @dataclass(frozen=True)

@@ -45,26 +45,26 @@ def geometry(train: Train, processes: int = 1) -> BatchShape:
         low = max(train.prompts // processes, 1) * processes
         raise UserError(f"train.prompts is {train.prompts}, which {processes} processes cannot share evenly: "
                         f"use {low} or {low + processes}")
-    found = BatchShape(train.prompts // processes, train.group, train.micro_batch, train.updates)
+    shape = BatchShape(train.prompts // processes, train.group, train.micro_batch, train.updates)
     together = prompts_per_part(train.group, train.micro_batch)
-    if train.updates > found.parts:
-        smaller = f", or a micro_batch of {_fits(found.prompts // train.updates, found, processes) * found.group}"
-        raise UserError(f"train.updates is {train.updates}, but {found.prompts} groups of {found.group} in "
-                        f"micro-batches of {train.micro_batch} make {found.parts} parts: use at most {found.parts} "
-                        f"updates{smaller if train.updates <= found.prompts else ''}")
-    fits = _fits(together, found, processes)
+    if train.updates > shape.parts:
+        smaller = f", or a micro_batch of {_fits(shape.prompts // train.updates, shape, processes) * shape.group}"
+        raise UserError(f"train.updates is {train.updates}, but {shape.prompts} groups of {shape.group} in "
+                        f"micro-batches of {train.micro_batch} make {shape.parts} parts: use at most {shape.parts} "
+                        f"updates{smaller if train.updates <= shape.prompts else ''}")
+    fits = _fits(together, shape, processes)
     if train.updates > 1 and fits < together:
         raise UserError(f"train.updates is {train.updates}, but micro-batches of {train.micro_batch} take {together} "
-                        f"groups of {train.group} together, which do not part the {found.prompts} prompts of each of "
+                        f"groups of {train.group} together, which do not part the {shape.prompts} prompts of each of "
                         f"{processes} processes evenly: use a micro_batch of {fits * train.group}")
-    return found
+    return shape
 
 
-def _fits(together: int, found: BatchShape, processes: int) -> int:
+def _fits(together: int, shape: BatchShape, processes: int) -> int:
     """Return the most prompts, at most `together`, that may make a part: of several processes a divisor of their P."""
     if processes == 1:
         return together
-    return max((n for n in range(1, together + 1) if found.prompts % n == 0), default=1)
+    return max((n for n in range(1, together + 1) if shape.prompts % n == 0), default=1)
 
 
 def prompts_per_part(group: int, micro_batch: int) -> int:

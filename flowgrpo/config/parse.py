@@ -172,7 +172,7 @@ def nearest_key(path: str, choices: list[str]) -> str:
     if known := _KEY_OF.get(path.rpartition(".")[2]):
         return f": did you mean {known!r}?"
     inside = [key for key in keys() if key.startswith((path if path in sections() else path.rpartition(".")[0]) + ".")]
-    told = nearest(path, choices)
-    if told.startswith(":") and path not in sections():
-        return told
+    hint = nearest(path, choices)
+    if hint.startswith(":") and path not in sections():
+        return hint
     return f"; there are: {', '.join(inside or [key for key in [*keys(), *sections()] if '.' not in key])}"

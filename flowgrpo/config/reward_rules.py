@@ -72,8 +72,8 @@ class WatchRule(Section):
 
     def applies(self, metadata: dict[str, Any]) -> bool:
         """True if a prompt's metadata has, for every key of `when`, its value or one of its list of values."""
-        return all(key in metadata and metadata[key] in (wanted if isinstance(wanted, list) else [wanted])
-                   for key, wanted in self.when.items())
+        return all(key in metadata and metadata[key] in (expected if isinstance(expected, list) else [expected])
+                   for key, expected in self.when.items())
 
 
 class RewardRule(WatchRule):

@@ -89,17 +89,17 @@ class Config(Section):
     def watched(self) -> dict[str, WatchRule]:
         """Rules of the additional measured rewards; a reward that is also trained on and given by name alone keeps its
         rule."""
-        given, own = self.eval.rewards, self._rules
-        further = given if isinstance(given, dict) else {name: WatchRule() for name in given if name not in own}
-        return own | further if self._labelled else further
+        given, rules = self.eval.rewards, self._rules
+        further = given if isinstance(given, dict) else {name: WatchRule() for name in given if name not in rules}
+        return rules | further if self._labelled else further
 
     @property
     def call(self) -> dict[str, Any]:
         """Arguments of every pipeline call in addition to prompts and latents: `picture`, over the starter's own."""
         picture = self.picture
         sizes = {"height": picture.height, "width": picture.width, "num_frames": picture.frames}
-        own = CALLS.get(self.model, {})
-        return own | {key: size for key, size in sizes.items() if size is not None} | picture.call
+        defaults = CALLS.get(self.model, {})
+        return defaults | {key: size for key, size in sizes.items() if size is not None} | picture.call
 
     @property
     def folder(self) -> Path:
@@ -112,12 +112,12 @@ class Config(Section):
 @functools.cache
 def fields(section: type[Section] = Config, prefix: str = "") -> dict[str, FieldInfo]:
     """Return all dotted keys of the configuration with their fields, in order."""
-    found: dict[str, FieldInfo] = {}
+    dotted: dict[str, FieldInfo] = {}
     for name, field in section.model_fields.items():
         inner = getattr(field.annotation, "model_fields", None) is not None
         kind = cast("type[Section]", field.annotation)
-        found |= fields(kind, f"{prefix}{name}.") if inner else {prefix + name: field}
-    return found
+        dotted |= fields(kind, f"{prefix}{name}.") if inner else {prefix + name: field}
+    return dotted
 
 
 def keys() -> list[str]:

@@ -1,7 +1,7 @@
-"""Prompts of an epoch: `curriculum(pool, count, epoch, seed, wanted, memory, group) -> count prompts`.
+"""Prompts of an epoch: `curriculum(pool, count, epoch, seed, weights, memory, group) -> count prompts`.
 
 pool: the training prompts.
-wanted: weights of the prompts by the method's advantage, or None.
+weights: weights of the prompts by the method's advantage, or None.
 memory: state kept between epochs and in checkpoints, such as Beta posteriors of each prompt's success rate.
 group: samples per prompt.
 
@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 class EpochPermutation:
     """All prompts in turn, or in proportion to their weights if these differ: `splits.draw`."""
 
-    def __call__(self, pool: Sequence[Prompt], count: int, epoch: int, seed: int, wanted: Sequence[float] | None,
+    def __call__(self, pool: Sequence[Prompt], count: int, epoch: int, seed: int, weights: Sequence[float] | None,
                  memory: dict[str, Any], group: int) -> list[Prompt]:
-        return splits.draw(list(pool), count, epoch, seed, wanted)
+        return splits.draw(list(pool), count, epoch, seed, weights)
 
     def learn(self, memory: dict[str, Any], drawn: EpochBatch) -> None:
         """Do nothing: this curriculum has no state."""
@@ -62,12 +62,12 @@ class ThompsonSampling:
                              "to 1 and 1 or more")
         require("ThompsonSampling", self.keep, self.prior)
 
-    def __call__(self, pool: Sequence[Prompt], count: int, epoch: int, seed: int, wanted: Sequence[float] | None,
+    def __call__(self, pool: Sequence[Prompt], count: int, epoch: int, seed: int, weights: Sequence[float] | None,
                  memory: dict[str, Any], group: int) -> list[Prompt]:
         most = max(min(self.candidates * count, len(pool)), count)
-        asked = splits.draw(list(pool), most, epoch, seed, wanted)
-        rates = np.random.default_rng([seed, epoch, 0]).beta(*of(memory, asked, self.prior).T)
-        return [asked[place] for place in np.abs(rates - self.target).argsort(kind="stable")[:count]]
+        candidates = splits.draw(list(pool), most, epoch, seed, weights)
+        rates = np.random.default_rng([seed, epoch, 0]).beta(*of(memory, candidates, self.prior).T)
+        return [candidates[place] for place in np.abs(rates - self.target).argsort(kind="stable")[:count]]
 
     def learn(self, memory: dict[str, Any], drawn: EpochBatch) -> None:
         learn(memory, drawn, self.keep, self.prior)
@@ -84,12 +84,12 @@ def of(memory: dict[str, Any], prompts: Sequence[Prompt], prior: float) -> np.nd
 
 def learn(memory: dict[str, Any], drawn: EpochBatch, keep: float, prior: float) -> None:
     """Count an epoch's rewards, within 0 to 1, one group after the other, including replaced groups."""
-    known, own = memory.setdefault(KEY, {}), {prompt.key for prompt in drawn.pool}
+    known, keys = memory.setdefault(KEY, {}), {prompt.key for prompt in drawn.pool}
     for prompt, totals in zip(drawn.prompts, drawn.totals):
-        if prompt.key in own and len(found := totals[~totals.isnan()].double()):
-            _require_rate(prompt.key, found.min().item(), found.max().item())
+        if prompt.key in keys and len(rewards := totals[~totals.isnan()].double()):
+            _require_rate(prompt.key, rewards.min().item(), rewards.max().item())
             a, b = known.get(prompt.key, (prior, prior))
-            known[prompt.key] = list(updated(a, b, found.mean().item(), len(found), keep, prior))
+            known[prompt.key] = list(updated(a, b, rewards.mean().item(), len(rewards), keep, prior))
 
 
 def updated(a: float, b: float, share: float, samples: int, keep: float, prior: float) -> tuple[float, float]:
@@ -129,12 +129,12 @@ class Knapsack:
             raise ValueError(f"Knapsack: each is {self.each}, expected 1 or more")
         require("Knapsack", self.keep, self.prior)
 
-    def __call__(self, pool: Sequence[Prompt], count: int, epoch: int, seed: int, wanted: Sequence[float] | None,
+    def __call__(self, pool: Sequence[Prompt], count: int, epoch: int, seed: int, weights: Sequence[float] | None,
                  memory: dict[str, Any], group: int) -> list[Prompt]:
-        asked = splits.draw(list(pool), min(max(count // self.each, 1), len(pool)), epoch, seed, wanted)
-        a, b = of(memory, asked, self.prior).T
+        drawn = splits.draw(list(pool), min(max(count // self.each, 1), len(pool)), epoch, seed, weights)
+        a, b = of(memory, drawn, self.prior).T
         groups = allocated((a / (a + b)).tolist(), count, group)
-        return [prompt for prompt, own in zip(asked, groups) for _ in range(own)]
+        return [prompt for prompt, number in zip(drawn, groups) for _ in range(number)]
 
     def learn(self, memory: dict[str, Any], drawn: EpochBatch) -> None:
         learn(memory, drawn, self.keep, self.prior)
@@ -151,16 +151,16 @@ def allocated(rates: Sequence[float], units: int, size: int, least: int = 1) -> 
 
     The value is concave in N, so each unit in turn goes where it adds most, ties by position.
     """
-    found = [least] * len(rates)
+    counts = [least] * len(rates)
 
     def gain(place: int) -> float:
-        own = found[place]
-        return math.fsum((value((own + 1) * size, rates[place]), -value(own * size, rates[place])))
+        count = counts[place]
+        return math.fsum((value((count + 1) * size, rates[place]), -value(count * size, rates[place])))
 
     heap = [(-gain(place), place) for place in range(len(rates))]
     heapq.heapify(heap)
     for _ in range(units - least * len(rates)):
         _, place = heapq.heappop(heap)
-        found[place] += 1
+        counts[place] += 1
         heapq.heappush(heap, (-gain(place), place))
-    return found
+    return counts

@@ -122,13 +122,13 @@ def _read_txt(text: str, path: Path) -> Records:
 def _read_jsonl(text: str, path: Path) -> Records:
     for line, record in enumerate(text.split("\n"), 1):
         if record.strip():
-            found = _json(record, path, line)
-            keys = found.keys() if isinstance(found, dict) else set()
+            row = _json(record, path, line)
+            keys = row.keys() if isinstance(row, dict) else set()
             if keys == GSM8K:
-                found = _gsm8k(found, path, line)
+                row = _gsm8k(row, path, line)
             elif GENEVAL <= keys and "metadata" not in keys:
-                found = {"prompt": found.pop("prompt"), "metadata": found}
-            yield line, found
+                row = {"prompt": row.pop("prompt"), "metadata": row}
+            yield line, row
 
 
 def _gsm8k(record: dict[str, Any], path: Path, line: int) -> dict[str, Any]:
@@ -199,13 +199,13 @@ def _read_parquet(_: str, path: Path) -> Records:
 
 def _with_facts(row: dict[str, Any], path: Path, line: int) -> dict[str, Any]:
     """Convert a row to our keys; columns that are not ours become metadata."""
-    told = row.pop("metadata", {})
-    if isinstance(told, str):
-        told = _json(told, path, line)
-    elif isinstance(told, dict):
-        told = _known(told)  # a structure has the keys of all rows
+    metadata = row.pop("metadata", {})
+    if isinstance(metadata, str):
+        metadata = _json(metadata, path, line)
+    elif isinstance(metadata, dict):
+        metadata = _known(metadata)  # a structure has the keys of all rows
     facts = {key: row.pop(key) for key in [*row] if key not in KEYS}
-    return row | {"metadata": facts | told if isinstance(told, dict) else told}
+    return row | {"metadata": facts | metadata if isinstance(metadata, dict) else metadata}
 
 
 def _known(row: dict[str, Any]) -> dict[str, Any]:

@@ -7,7 +7,6 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from flowgrpo.config.reward_rules import RewardRule
 from flowgrpo.config.schema import Config
@@ -18,7 +17,7 @@ PROMPTS = "prompts.jsonl"  # in the run's folder, for a list of prompts
 CLASS = re.compile(r"[A-Z]\w*(Pipeline|Model|ModelLM|For[A-Z]\w*)")
 
 
-def model(loaded: Any) -> str:
+def model(loaded: object) -> str:
     """Return the folder or hub id of a pipeline, or of the model of a tuple; without one its class name."""
     loaded = loaded[0] if isinstance(loaded, tuple) else loaded
     return str(getattr(loaded, "name_or_path", None) or type(loaded).__name__)
@@ -31,24 +30,24 @@ def require_place(model: str) -> None:
                         "with an object that has no file; save it (save_pretrained), and set model to its folder")
 
 
-def rule(function: Any, given: Any) -> Any:
+def rule(function: object, given: object) -> object:
     """Return the rule of a reward: a weight or keys; for a function at the top level of a file it adds its location."""
     module = sys.modules.get(getattr(function, "__module__", None) or "")
-    file, own = getattr(module, "__file__", None) or "", getattr(function, "__name__", "")
-    if not file.endswith(".py") or getattr(module, own, None) is not function \
+    file, name = getattr(module, "__file__", None) or "", getattr(function, "__name__", "")
+    if not file.endswith(".py") or getattr(module, name, None) is not function \
             or module.__name__.startswith("flowgrpo."):  # ours are found by name
         return given
     if isinstance(given, RewardRule):
         given = given.model_dump(exclude_unset=True)
-    return {"use": f"{Path(file).resolve()}:{own}"} | (given if isinstance(given, dict) else {"weight": given})
+    return {"use": f"{Path(file).resolve()}:{name}"} | (given if isinstance(given, dict) else {"weight": given})
 
 
 def prompt_lines(config: Config, prompts: Sequence[Prompt] | None) -> str | None:
     """Return the content of the run's own prompt file, before its folder is archived; None if the configuration names
     another file."""
-    own = config.folder / PROMPTS
-    if Path(config.prompts) != own:
+    path = config.folder / PROMPTS
+    if Path(config.prompts) != path:
         return None
     if prompts is None:
-        return own.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8")
     return "".join(json.dumps(as_line(prompt), ensure_ascii=False) + "\n" for prompt in prompts)

@@ -40,5 +40,5 @@ def _turned(pair: Pair) -> Pair:
 
 
 def _prompt(prompt: Prompt, pair: Pair) -> Prompt:
-    told = {"chosen": str(pair.chosen), "rejected": str(pair.rejected), "preferred": pair.verdicts[OVERALL]}
-    return replace(prompt, metadata=prompt.metadata | told)
+    metadata = {"chosen": str(pair.chosen), "rejected": str(pair.rejected), "preferred": pair.verdicts[OVERALL]}
+    return replace(prompt, metadata=prompt.metadata | metadata)

@@ -45,20 +45,20 @@ def _share(texts: list[str], share: float, seed: int) -> set[str]:
 
 
 def draw(prompts: list[Prompt], count: int, epoch: int, seed: int,
-         wanted: Sequence[float] | None = None) -> list[Prompt]:
+         factors: Sequence[float] | None = None) -> list[Prompt]:
     """Return the prompts of one epoch: a pure function of its arguments, the same on every process and after a resume.
 
     No prompt is repeated in an epoch unless `count` exceeds their number n. Then each occurs count // n times, and only
     the rest is drawn. With equal weights, epochs walk through the data: every n draws in a row, counted from the start,
     are one permutation. Otherwise an epoch is drawn with probabilities in proportion to the weights.
 
-    wanted: the method's factors on the prompts' weights, 0 or more. Equal factors change nothing; a prompt of factor 0
+    factors: the method's factors on the prompts' weights, 0 or more. Equal factors change nothing; a prompt of factor 0
     is drawn only if the others do not suffice.
     """
     whole, rest = divmod(count, len(prompts))
     weights = np.array([prompt.weight for prompt in prompts])
-    if wanted is not None and min(wanted) < max(wanted):
-        weights = weights * np.maximum(wanted, LEAST * max(wanted))
+    if factors is not None and min(factors) < max(factors):
+        weights = weights * np.maximum(factors, LEAST * max(factors))
     if (weights == weights[0]).all():
         chosen = _walk(len(prompts), rest, epoch, seed)
     else:
@@ -104,5 +104,6 @@ def resolve(config: Config) -> tuple[list[Prompt], list[Prompt]]:
     """
     if config.prompts not in PACKAGED:
         return split(load_prompts(config.prompts), config.held_out, SPLIT_SEED)
-    train, own = (STARTER / f"{PACKAGED[config.prompts]}{side}.jsonl" for side in ("train", "held_out"))
-    return split(load_prompts(train), config.held_out if isinstance(config.held_out, str) else str(own), SPLIT_SEED)
+    train, held_out = (STARTER / f"{PACKAGED[config.prompts]}{side}.jsonl" for side in ("train", "held_out"))
+    return split(load_prompts(train), config.held_out if isinstance(config.held_out, str) else str(held_out),
+                 SPLIT_SEED)

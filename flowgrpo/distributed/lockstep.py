@@ -53,9 +53,9 @@ class Lockstep:
 
     def _pressing(self, kind: int, step: int) -> tuple[int, int]:
         """Return the most urgent of the announced calls, (kind, step)."""
-        own = torch.tensor([kind, step], device=self.device)
-        found = [torch.empty_like(own) for _ in range(distributed.get_world_size())]
-        distributed.all_gather(found, own)
-        told = [tuple(each.tolist()) for each in found]
-        assert max(told)[0] != RUN or min(told) == max(told), f"processes do not sample alike: {told}"
-        return max(told)
+        call = torch.tensor([kind, step], device=self.device)
+        gathered = [torch.empty_like(call) for _ in range(distributed.get_world_size())]
+        distributed.all_gather(gathered, call)
+        calls = [tuple(tensor.tolist()) for tensor in gathered]
+        assert max(calls)[0] != RUN or min(calls) == max(calls), f"processes do not sample alike: {calls}"
+        return max(calls)

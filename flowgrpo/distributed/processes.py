@@ -7,10 +7,10 @@ Every process makes the same calls in the same order: a branch around one is tak
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor, distributed
@@ -19,7 +19,19 @@ from flowgrpo.distributed.lockstep import DONE, Lockstep
 from flowgrpo.distributed.signals import Stopped
 from flowgrpo.errors import UserError
 
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
 DIMENSIONS = 8  # largest number of dimensions of a gathered tensor
+
+
+Rows = TypeVar("Rows", bound="Sliceable")
+
+
+class Sliceable(Sized, Protocol):
+    """List, range or tensor: a slice of it is one too."""
+
+    def __getitem__(self: Rows, rows: slice, /) -> Rows: ...
 
 
 class Processes:
@@ -30,7 +42,7 @@ class Processes:
     Without an accelerator: this process alone, under any launcher.
     """
 
-    def __init__(self, accelerator=None):
+    def __init__(self, accelerator: Accelerator | None = None):
         self.rank, self.count, self.device = 0, 1, torch.device("cpu")
         if accelerator is not None:
             self.rank, self.count = accelerator.process_index, accelerator.num_processes
@@ -43,13 +55,13 @@ class Processes:
         """True on the process that writes and prints."""
         return self.rank == 0
 
-    def own(self, whole: Any) -> Any:
+    def own(self, whole: Rows) -> Rows:
         """Return this process's share of a list or of a tensor's rows that all processes have; `gather` is the
         inverse."""
         low, high = (len(whole) * rank // self.count for rank in (self.rank, self.rank + 1))
         return whole[low:high]
 
-    def most(self, whole: Sequence[Any]) -> int:
+    def most(self, whole: Sized) -> int:
         """Return the size of the largest share."""
         return -(-len(whole) // self.count)
 
@@ -64,28 +76,30 @@ class Processes:
             return values
         padded = torch.zeros([size for size in most if size], dtype=values.dtype, device=self.device)
         padded[:len(values)] = values.reshape(len(values), *padded.shape[1:])
-        found = [torch.empty_like(padded) for _ in range(self.count)]
-        distributed.all_gather(found, padded)
-        return torch.cat([each[:n] for each, n in zip(found, shapes[:, 0].tolist())]).to(values.device)
+        gathered = [torch.empty_like(padded) for _ in range(self.count)]
+        distributed.all_gather(gathered, padded)
+        return torch.cat([rows[:n] for rows, n in zip(gathered, shapes[:, 0].tolist())]).to(values.device)
 
-    def gather_samples(self, samples: list[Any]) -> Tensor | list[str]:
+    def gather_samples(self, samples: list[Tensor] | list[str]) -> Tensor | list[str]:
         """Return the samples of all processes, in the order of their ranks.
 
         Images or clips of one shape are one tensor, an empty one without any; texts are a list.
         """
         if self.count > 1:
-            found: list[Any] = [None] * self.count
-            distributed.all_gather_object(found, [each.cpu() if torch.is_tensor(each) else each for each in samples])
-            samples = [each for own in found for each in own]
-        return samples if samples and isinstance(samples[0], str) else \
-            torch.stack(samples) if samples else torch.empty(0)
+            gathered: list[Any] = [None] * self.count
+            distributed.all_gather_object(gathered, [sample.cpu() if torch.is_tensor(sample) else sample
+                                                     for sample in samples])
+            samples = [sample for local in gathered for sample in local]
+        if samples and isinstance(samples[0], str):
+            return cast("list[str]", samples)
+        return torch.stack(cast("list[Tensor]", samples)) if samples else torch.empty(0)
 
     def _shapes(self, values: Tensor) -> Tensor:
         """Return the shapes of all processes' values, padded with zeros: int64 [processes,DIMENSIONS]."""
-        own = torch.tensor([*values.shape] + [0] * (DIMENSIONS - values.ndim), device=self.device)
-        found = [torch.empty_like(own) for _ in range(self.count)]
-        distributed.all_gather(found, own)
-        return torch.stack(found).cpu()
+        shape = torch.tensor([*values.shape] + [0] * (DIMENSIONS - values.ndim), device=self.device)
+        shapes = [torch.empty_like(shape) for _ in range(self.count)]
+        distributed.all_gather(shapes, shape)
+        return torch.stack(shapes).cpu()
 
     def total(self, numbers: Sequence[int]) -> list[int]:
         """Return the sums over all processes, one per number."""
@@ -136,8 +150,8 @@ class Processes:
                                          for p in parameters)])
         distributed.all_reduce(flat)
         anywhere, flat = flat[:len(parameters)].tolist(), flat[len(parameters):]
-        for parameter, found, piece in zip(parameters, anywhere, flat.split([p.numel() for p in parameters])):
-            parameter.grad = piece.view_as(parameter) if found else None
+        for parameter, has_gradient, piece in zip(parameters, anywhere, flat.split([p.numel() for p in parameters])):
+            parameter.grad = piece.view_as(parameter) if has_gradient else None
 
     @torch.no_grad()
     def agree(self, parameters: Sequence[torch.nn.Parameter]) -> None:
@@ -148,10 +162,10 @@ class Processes:
 
 def require_replicated(environment: Mapping[str, str]) -> None:
     """Raise UserError if accelerate was asked to shard the model, which a run does itself (`memory.shard`)."""
-    asked = [kind for kind in ("FSDP", "DEEPSPEED", "MEGATRON_LM")
-             if environment.get(f"ACCELERATE_USE_{kind}", "false").lower() == "true"]
-    if asked:
-        raise UserError(f"launched with {asked[0]}, but accelerate only launches a run: use accelerate launch "
+    sharding = [kind for kind in ("FSDP", "DEEPSPEED", "MEGATRON_LM")
+                if environment.get(f"ACCELERATE_USE_{kind}", "false").lower() == "true"]
+    if sharding:
+        raise UserError(f"launched with {sharding[0]}, but accelerate only launches a run: use accelerate launch "
                         "--multi_gpu, or configs/accelerate/one_machine.yaml, and to share weights out memory.shard: "
                         "true")
 

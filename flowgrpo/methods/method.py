@@ -1,4 +1,4 @@
-"""A method: a rollout, a target, the credit, the loss and the order of prompts, as frozen records of parts."""
+"""Methods: a rollout, a target, the credit, the loss and the order of prompts, as frozen records of parts."""
 
 from __future__ import annotations
 
@@ -61,11 +61,11 @@ class Method:
 
         Raises ValueError for a part that none of its groups has.
         """
-        own = _fields(Method)
-        method = replace(self, **{name: part for name, part in parts.items() if name in own})
+        names = _fields(Method)
+        method = replace(self, **{name: part for name, part in parts.items() if name in names})
         changes: dict[str, dict[str, Any]] = {}
         for name, part in parts.items():
-            if name not in own:
+            if name not in names:
                 changes.setdefault(method.group_of(name), {})[name] = part
         return replace(method, **{group: replace(getattr(method, group), **inner) for group, inner in changes.items()})
 
@@ -113,8 +113,9 @@ class Method:
             raise UserError(f"the method is one of {of} (it samples by {name}) and the model is not: `flowgrpo "
                             "methods` lists all kinds")
         if process == "masks":
-            own = self.generation.decoding
-            unmasking = own if isinstance(own, decoding.Unmasking) else decoding.Unmasking(*dataclasses.astuple(own))
+            kernel = self.generation.decoding
+            unmasking = kernel if isinstance(kernel, decoding.Unmasking) \
+                else decoding.Unmasking(*dataclasses.astuple(kernel))
             target = Traces() if isinstance(self.target, Completions) else self.target
             return self.having(decoding=unmasking, target=target)
         if process == "tokens":
@@ -134,10 +135,10 @@ class Method:
         return (self.having(kernel=kernels.DDIM(0.0)) if silent else self)._on_vp()
 
     def _on_vp(self) -> Method:
-        own, step_weight = self.denoising, self.loss.step_weight
-        takes = {"kernel": (type(own.kernel) in (*_FORMS, *_FORMS.values()), "{type: FlowDDIM, eta: 1.0}"),
-                 "solver": (isinstance(own.solver, solvers.Euler), "{type: Euler}"),
-                 "tail": (own.tail == 1, "1.0"), "strides": (max(own.strides) == 1, "[1]"),
+        denoising, step_weight = self.denoising, self.loss.step_weight
+        takes = {"kernel": (type(denoising.kernel) in (*_FORMS, *_FORMS.values()), "{type: FlowDDIM, eta: 1.0}"),
+                 "solver": (isinstance(denoising.solver, solvers.Euler), "{type: Euler}"),
+                 "tail": (denoising.tail == 1, "1.0"), "strides": (max(denoising.strides) == 1, "[1]"),
                  # 1 / (grid[i] - grid[i+1]) is negative on alpha-bars, which are no sigmas
                  "step_weight": (not isinstance(step_weight, (objectives.InverseDelta, objectives.Sigma)),
                                  "{type: Uniform}")}
@@ -161,16 +162,16 @@ class Method:
 
         grid and timesteps are those of `make_grid`. Raises ValueError if the plan does not fit the grid or group.
         """
-        own, found = self.denoising, []
-        planned = own.plan(len(grid) - 1, epoch, seed)
+        denoising, specs = self.denoising, []
+        planned = denoising.plan(len(grid) - 1, epoch, seed)
         for schedule in (planned,) if isinstance(planned, plans.Schedule) else planned:
             settled = max(schedule.stochastic, default=-1) + 1
-            kept = grid if own.tail == 1 else compress_tail(grid, settled, own.tail, shift)
+            kept = grid if denoising.tail == 1 else compress_tail(grid, settled, denoising.tail, shift)
             # Where the schedule says how states split, what is missing to the group are initial noises of their own.
-            roots = own.roots or max(1, group // math.prod(schedule.children))
-            found.append(RolloutSpec(kept, schedule, own.kernel, own.solver, group, roots, own.strides,
-                                     self.reads_means, timesteps))
-        return found
+            roots = denoising.roots or max(1, group // math.prod(schedule.children))
+            specs.append(RolloutSpec(kept, schedule, denoising.kernel, denoising.solver, group, roots,
+                                     denoising.strides, self.reads_means, timesteps))
+        return specs
 
     def noised(self, grid: torch.Tensor, group: int, epoch: int, seed: int, alphas: torch.Tensor | None = None
                ) -> RolloutSpec | None:
@@ -185,19 +186,19 @@ class Method:
 
     @property
     def denoising(self) -> Denoising:
-        """The rollout of a pipeline's method."""
+        """Return the rollout of a pipeline's method."""
         assert isinstance(self.rollout, Denoising), "a language model's method"
         return self.rollout
 
     @property
     def generation(self) -> TextGeneration:
-        """The rollout of a language model's method."""
+        """Return the rollout of a language model's method."""
         assert isinstance(self.rollout, TextGeneration), "a pipeline's method"
         return self.rollout
 
     @property
     def tuning(self) -> LayerTuning:
-        """The supervised term of recorded steps; weight 0 of other targets."""
+        """Return the supervised term of recorded steps; weight 0 of other targets."""
         return self.target.tuning if isinstance(self.target, RecordedSteps) else LayerTuning()
 
     @property

@@ -21,14 +21,14 @@ from flowgrpo.user_code import from_file, guarded
 def preset(*names: str) -> Method:
     """Stack presets from left to right: preset("mix_grpo", "grpo_guard") or preset("mix_grpo+grpo_guard"). UserError
     for an unknown one, and for two of which each says what is trained."""
-    method, asked = Method(), [part.strip() for joined in names for part in joined.split("+")]
-    made = {name: _preset(name) for name in asked}
-    if len(hosts := [name for name in asked if name in HOSTS]) > 1:
+    method, chain = Method(), [part.strip() for joined in names for part in joined.split("+")]
+    functions = {name: _preset(name) for name in chain}
+    if len(hosts := [name for name in chain if name in HOSTS]) > 1:
         raise UserError(f"method {'+'.join(names)}: {hosts[0]} and {hosts[1]} each say what is trained: name one of "
                         "them, and beside it presets that change one thing, such as grpo_guard")
-    for name in asked:
+    for name in chain:
         try:
-            method = made[name](method)
+            method = functions[name](method)
         except ValueError as error:
             raise UserError(f"method {'+'.join(names)}: {error}") from None
     for host in hosts:
@@ -41,8 +41,8 @@ def preset(*names: str) -> Method:
 def _preset(name: str) -> Callable[..., Method]:
     """Return the preset of a name, or of FILE.py:NAME. Raises UserError."""
     if ".py:" in name:
-        found = from_file(name, "method")
-        return lambda method: guarded(f"method {name}", found, method)
+        function = from_file(name, "method")
+        return lambda method: guarded(f"method {name}", function, method)
     if name not in PRESETS:
         raise UserError(f"unknown method {name!r}{nearest(name, list(PRESETS))}")
     return PRESETS[name]
@@ -54,12 +54,12 @@ def with_parts(method: Method, parts: dict[str, Any]) -> Method:
     A part is named by its field, whichever group has it; the target comes first. Raises UserError.
     """
     for name in sorted(parts, key=lambda name: name != "target"):
-        own = method.parts() | {"target": method.target}
-        if name not in own:
+        present = method.parts() | {"target": method.target}
+        if name not in present:
             if name in registry.NAMES:
                 raise UserError(reads.refusal(method, name, f"parts.{name} {_given(parts[name])}"))
-            raise UserError(f"unknown key parts.{name}{nearest(name, list(own))}")
-        part = _changed(own[name], parts[name], f"parts.{name}", _optional(*_holder(method, name)))
+            raise UserError(f"unknown key parts.{name}{nearest(name, list(present))}")
+        part = _changed(present[name], parts[name], f"parts.{name}", _optional(*_holder(method, name)))
         method = _build(method.having, {name: part}, "parts")
     return method
 
@@ -153,9 +153,9 @@ def _build(make: Callable[..., Any], values: dict[str, Any], path: str) -> Any:
 
 def overlays(method: str) -> dict[str, tuple[Method, Method]]:
     """Return the method before and after each preset of a chain that changes another one, by name."""
-    found, names = {}, [name.strip() for name in method.split("+")]
+    pairs, names = {}, [name.strip() for name in method.split("+")]
     for count, name in enumerate(names):
         if name in OVERLAYS:
             before = preset(*names[:count]) if count else Method()
-            found[name] = before, PRESETS[name](before)
-    return found
+            pairs[name] = before, PRESETS[name](before)
+    return pairs

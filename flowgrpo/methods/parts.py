@@ -53,11 +53,11 @@ class GroupDraw(Protocol):
 
     @property
     def leaves(self) -> int:
-        """The size of a group is a multiple of it."""
+        """Return the number whose multiple the size of a group is."""
 
-    def __call__(self, policy: Any, asked: TokenizedPrompts, kernel: Decoding, generators: Sequence[Generator],
+    def __call__(self, policy: Any, prompts: TokenizedPrompts, /, kernel: Decoding, generators: Sequence[Generator],
                  greedy: Tensor, group: int, micro_batch: int) -> list[SampledCompletions]:
-        """Return completions of the prompts `asked`, [B] in whole groups. greedy: bool [B]."""
+        """Return completions of tokenised prompts, [B] in whole groups. greedy: bool [B]."""
 
 
 # --- targets ---------------------------------------------------------------------------------------------------------
@@ -127,9 +127,9 @@ class Reference(Protocol):
 class Curriculum(Protocol):
     """Choice of an epoch's prompts."""
 
-    def __call__(self, pool: Sequence[Prompt], count: int, epoch: int, seed: int, wanted: Sequence[float] | None,
+    def __call__(self, pool: Sequence[Prompt], count: int, epoch: int, seed: int, weights: Sequence[float] | None,
                  memory: dict[str, Any], group: int) -> list[Prompt]:
-        """Return `count` prompts of the pool. wanted: their weights, None if all are equal."""
+        """Return `count` prompts of the pool. weights: their weights, None if all are equal."""
 
     def learn(self, memory: dict[str, Any], drawn: EpochBatch) -> None:
         """Learn from an epoch's rewards. memory: what a checkpoint keeps."""

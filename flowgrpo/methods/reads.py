@@ -53,7 +53,7 @@ def places(method: Method) -> list[str]:
     return [name for name in names(method) if not (name in _IDLE and _IDLE[name][0](method))]
 
 
-def require_set(host: Method, asked: Method, method: Method, overlays: dict[str, tuple[Method, Method]]) -> None:
+def require_set(host: Method, requested: Method, method: Method, overlays: dict[str, tuple[Method, Method]]) -> None:
     """Raise UserError for a part that the user set and that the method does not read.
 
     host: what the presets make, over which `parts` made the one that is asked for; method: what a run makes of it.
@@ -65,10 +65,10 @@ def require_set(host: Method, asked: Method, method: Method, overlays: dict[str,
         changed = _changed(before, after)
         if changed and not set(changed) & set(read):
             raise UserError(refusal(method, changed[0], f"the preset {name}"))
-    for name in _changed(host, asked):
+    for name in _changed(host, requested):
         if name not in read:
             why = f" ({_IDLE[name][1]})" if name in _IDLE and name in names(method) else ""
-            raise UserError(refusal(method, name, f"parts.{name} {_short(asked.parts()[name])}{why}"))
+            raise UserError(refusal(method, name, f"parts.{name} {_short(requested.parts()[name])}{why}"))
 
 
 def refusal(method: Method, name: str, got: str) -> str:
@@ -83,7 +83,7 @@ def require_types(method: Method) -> None:
     for name in places(method):
         part = parts[name]
         if part is not None and not _reads(type(part), name, method.target):
-            fitting = [each for each in registry.of_place(name) if _reads(registry.TYPES[each], name, method.target)]
+            fitting = [other for other in registry.of_place(name) if _reads(registry.TYPES[other], name, method.target)]
             by = next((f", which reads {' or '.join(sorted(_kinds(by)))}" for kind, by in TYPES.items()
                        if isinstance(part, kind)), "")
             raise UserError(f"parts.{name}: got {type(part).__name__}{by}, but the method trains "
@@ -91,8 +91,8 @@ def require_types(method: Method) -> None:
 
 
 def _kinds(by: tuple[type[targets.Target], ...]) -> set[str]:
-    """The names of what these targets, and those made of them, train."""
-    return {each.trains for kind in by for each in (kind, *kind.__subclasses__())}
+    """Return the names of what these targets, and those made of them, train."""
+    return {target.trains for kind in by for target in (kind, *kind.__subclasses__())}
 
 
 def _reads(part: type, name: str, target: targets.Target) -> bool:

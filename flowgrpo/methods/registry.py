@@ -1,4 +1,4 @@
-"""The parts that a recipe can name, by their place in a method: parts of one place can stand for each other."""
+"""Parts that a recipe can name, by their place in a method: parts of one place can stand for each other."""
 
 from __future__ import annotations
 
@@ -103,5 +103,5 @@ NAMES: set[str] = {"target"} | {field.name for cls in (Denoising, TextGeneration
 
 
 def of_place(place: str) -> list[str]:
-    """The names of the parts that go to a place, sorted."""
-    return sorted(cls.__name__ for cls, own in PLACES.items() if own == place)
+    """Return the names of the parts that go to a place, sorted."""
+    return sorted(cls.__name__ for cls, position in PLACES.items() if position == place)

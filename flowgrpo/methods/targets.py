@@ -74,8 +74,9 @@ class JointDensity(Target):
     trains_steps: ClassVar[bool] = True
     unread: ClassVar[frozenset[str]] = _OF_TEXT | {"value", "strides", "step_weight"}
 
-    def validate(self, rollout, credit, loss, explorations, group) -> None:
-        if any(each.splits for each in explorations):
+    def validate(self, rollout: Denoising | TextGeneration, credit: Credit, loss: Loss,
+                 explorations: Sequence[RolloutSpec], group: int) -> None:
+        if any(spec.splits for spec in explorations):
             raise ValueError("a joint density takes samples that share no state: set parts: {roots: null} and a plan "
                              "without splits")
         if loss.reads_means:
@@ -120,7 +121,8 @@ class RewardGradient(Target):
                                                    "redraw"}
     takes: ClassVar[dict[str, type]] = {"surrogate": objectives.RewardAscent, "log_ratio": objectives.PlainRatio}
 
-    def validate(self, rollout, credit, loss, explorations, group) -> None:
+    def validate(self, rollout: Denoising | TextGeneration, credit: Credit, loss: Loss,
+                 explorations: Sequence[RolloutSpec], group: int) -> None:
         if len(explorations) > 1 or len(explorations[0].schedule.trained) > 1 or explorations[0].splits:
             raise ValueError("a reward's gradient takes a plan with one trained step, where its graph begins, and "
                              "samples that share no noise: set parts: {plan: {type: LastSteps}, roots: null}")
@@ -139,7 +141,9 @@ class LatentEdits(Target):
     unread: ClassVar[frozenset[str]] = _OF_TEXT | {"strides", "preview", "lag", "adapted", "step_weight"}
     takes: ClassVar[dict[str, type]] = {"surrogate": ActorCritic}
 
-    def validate(self, rollout, credit, loss, explorations, group) -> None:
+    def validate(self, rollout: Denoising | TextGeneration, credit: Credit, loss: Loss,
+                 explorations: Sequence[RolloutSpec], group: int) -> None:
+        assert isinstance(loss.surrogate, ActorCritic), "the only kind that fits"
         if loss.surrogate.ratio and not isinstance(credit.advantage, Paired):
             raise ValueError(f"the advantage {type(credit.advantage).__name__} gives bases some, which no policy drew: "
                              "set parts.advantage: {type: Paired}, or surrogate: {ratio: 0, through: 1}")
@@ -159,7 +163,8 @@ class Completions(Target):
     of: ClassVar[type] = TextGeneration
     unread: ClassVar[frozenset[str]] = frozenset({"step_weight"})
 
-    def validate(self, rollout, credit, loss, explorations, group) -> None:
+    def validate(self, rollout: Denoising | TextGeneration, credit: Credit, loss: Loss,
+                 explorations: Sequence[RolloutSpec], group: int) -> None:
         _require_samples(rollout, loss, group)
         if credit.value is not None and credit.spread is not None:
             raise ValueError(f"value and spread ({type(credit.spread).__name__}) both make advantages of tokens: set "
@@ -199,20 +204,23 @@ class RelaxedTraces(Target):
     takes: ClassVar[dict[str, type]] = {"surrogate": objectives.RewardAscent, "log_ratio": objectives.PlainRatio,
                                         "decoding": Unmasking}
 
-    def validate(self, rollout, credit, loss, explorations, group) -> None:
+    def validate(self, rollout: Denoising | TextGeneration, credit: Credit, loss: Loss,
+                 explorations: Sequence[RolloutSpec], group: int) -> None:
         _require_samples(rollout, loss, group)
-        own = rollout.decoding
-        fits = {"order: random": own.order == "random", "shrink: 1": own.shrink == 1, "greedy: 0": not own.greedy,
-                "top_p: 1, top_k: 0, min_p: 0": (own.top_p, own.top_k, own.min_p) == (1, 0, 0)}
+        decoding = rollout.decoding
+        assert isinstance(decoding, Unmasking), "the only kind that fits"
+        fits = {"order: random": decoding.order == "random", "shrink: 1": decoding.shrink == 1,
+                "greedy: 0": not decoding.greedy,
+                "top_p: 1, top_k: 0, min_p: 0": (decoding.top_p, decoding.top_k, decoding.min_p) == (1, 0, 0)}
         if wrong := [cure for cure, fit in fits.items() if not fit]:
             raise ValueError("a process whose KL is known chooses places by lot and cuts no token: set parts.decoding: "
                              f"{{{', '.join(wrong)}}}")
 
 
-def _require_samples(rollout: TextGeneration, loss: Loss, group: int) -> None:
+def _require_samples(rollout: Denoising | TextGeneration, loss: Loss, group: int) -> None:
     if loss.reads_means:
         raise ValueError("a part reads means of transitions, which tokens have none of: use SampledKL and Clip")
     if rollout.decoding.greedy + rollout.decoding.expert >= group:
         given = {"greedy samples": rollout.decoding.greedy, "answers": rollout.decoding.expert}
-        told = " and ".join(f"{count} {what}" for what, count in given.items() if count)
-        raise ValueError(f"{told} leave none of the group to train")
+        reserved = " and ".join(f"{count} {what}" for what, count in given.items() if count)
+        raise ValueError(f"{reserved} leave none of the group to train")

@@ -26,11 +26,11 @@ def resolve(config: Config, process: str = "flow") -> Method:
     Raises UserError where they do not go together, and for one that the user set and the method does not read.
     """
     host, train = preset(config.method), config.train
-    asked = with_parts(host, config.parts)
-    method = asked.on(process)
+    requested = with_parts(host, config.parts)
+    method = requested.on(process)
     if config.preferences is not None and isinstance(method.target, NoisedFinals):
         method = method.having(target=RecordedPairs(method.target.times))
-    reads.require_set(host, asked, method, overlays(config.method))
+    reads.require_set(host, requested, method, overlays(config.method))
     reads.require_types(method)
     try:
         if method.credit.selection is not None:
@@ -80,8 +80,8 @@ def require_adapted(config: Config, method: Method) -> None:
              "memory.encoders: cpu, where they would be moved out of the graph: use keep":
                  config.memory.encoders != "keep",
              "memory.shard, whose processes meet in the denoiser alone: use false": config.memory.shard}
-    for told in (told for told, found in wrong.items() if found):
-        raise UserError(f"text encoders are trained (parts.adapted.encoders), which does not go with {told}")
+    for option in (option for option, applies in wrong.items() if applies):
+        raise UserError(f"text encoders are trained (parts.adapted.encoders), which does not go with {option}")
 
 
 def require_recorded_pairs(config: Config, method: Method) -> None:
@@ -115,10 +115,10 @@ def _require_learned_noise(method: Method, explorations: list[RolloutSpec]) -> N
     """ValueError where a method whose deviations differ from value to value has parts that read one per step."""
     if not isinstance(method.denoising.kernel, LearnedNoise):
         return
-    grows = any(each.schedule.noise for each in explorations)
+    grows = any(spec.schedule.noise for spec in explorations)
     wrong = {"a part that compares means (kl GaussianKL, Guard, DivergenceMask, tuning) with a KL of samples or none":
              method.reads_means,
              "step_weight NoiseLevel with Uniform": isinstance(method.loss.step_weight, objectives.NoiseLevel),
              "a plan whose noise grows with one whose noise does not": grows}
-    for told in (told for told, found in wrong.items() if found):
-        raise ValueError(f"the kernel LearnedNoise has a deviation for every latent value: replace {told}")
+    for part in (part for part, applies in wrong.items() if applies):
+        raise ValueError(f"the kernel LearnedNoise has a deviation for every latent value: replace {part}")

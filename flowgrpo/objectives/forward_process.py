@@ -69,14 +69,14 @@ class CentredReward(OfNoised):
         _require_positive(self, beta=self.beta, most=self.most)
 
     def statistic(self, noised: NoisedBatch) -> Tensor:
-        now, before = (_normalised(required(each.mean) - noised.target[:, None]) for each in (noised.new, noised.old))
+        now, before = (_normalised(required(score.mean) - noised.target[:, None]) for score in (noised.new, noised.old))
         return before - now
 
     def __call__(self, log_ratio: Tensor, advantage: Tensor, old: NoisedBatch) -> Tensor:
         group = required(old.peers).members(old.rows)
         reward = self.statistic(old) - _mean(group, required(old.peers).statistic)
-        wanted = goodness(advantage, self.most) - _mean(group, goodness(required(old.peers).advantage, self.most))
-        return self.most / self.beta * (self.beta * reward - wanted).square()
+        target = goodness(advantage, self.most) - _mean(group, goodness(required(old.peers).advantage, self.most))
+        return self.most / self.beta * (self.beta * reward - target).square()
 
 
 @dataclass(frozen=True)
@@ -103,9 +103,9 @@ class GroupPreference(OfNoised):
         return error(noised.new) - error(required(noised.reference))
 
     def __call__(self, log_ratio: Tensor, advantage: Tensor, old: NoisedBatch) -> Tensor:
-        own = error(old.new)
-        own = torch.where(self.clipped(log_ratio, advantage, old), own.detach(), own)
-        return self.weight(old) * advantage * own
+        loss = error(old.new)
+        loss = torch.where(self.clipped(log_ratio, advantage, old), loss.detach(), loss)
+        return self.weight(old) * advantage * loss
 
     def weight(self, noised: NoisedBatch) -> Tensor:
         """Return W of every sample's group: [b, 1]."""
@@ -148,8 +148,8 @@ class Preference(OfNoised):
         group = peers.members(old.rows)
         others = group & (old.rows[:, None] != places)
         sign = (advantage - peers.advantage).sign()
-        each = softplus(sign * self.beta / 2 * (self.statistic(old) - peers.statistic))
-        value = (each * others).sum(1, keepdim=True) / others.sum(1, keepdim=True).clamp(min=1)
+        losses = softplus(sign * self.beta / 2 * (self.statistic(old) - peers.statistic))
+        value = (losses * others).sum(1, keepdim=True) / others.sum(1, keepdim=True).clamp(min=1)
         value = 2 * value - value.detach()  # half of a pair's gradient is its partner's
         if not self.similarity:
             return value

@@ -134,9 +134,10 @@ def is_active(kl: Penalty) -> bool:
     return kl.weight > 0 if kl.schedule is None else not kl.schedule.silent(kl.weight)
 
 
-def at_epoch(kl: Any, context: Context) -> Any:
+def at_epoch(kl: Penalty, context: Context) -> Penalty:
     """Return the KL with its scheduled weight for the context's epoch."""
-    return kl if kl.schedule is None else replace(kl, weight=kl.schedule(kl.weight, context), schedule=None)
+    part: Any = kl  # a dataclass
+    return kl if kl.schedule is None else replace(part, weight=kl.schedule(kl.weight, context), schedule=None)
 
 
 def divergence(new: Scored, other: Scored) -> Tensor:

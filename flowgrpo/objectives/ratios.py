@@ -75,8 +75,8 @@ class CompletionRatio(LogRatio):
     """
 
     def __call__(self, new: Scored, old: Scored) -> Tensor:
-        own = new.logp - old.logp
-        return (own * new.mask).sum(1, keepdim=True).detach() + own - own.detach()
+        log_ratio = new.logp - old.logp
+        return (log_ratio * new.mask).sum(1, keepdim=True).detach() + log_ratio - log_ratio.detach()
 
 
 def error(scored: Scored) -> Tensor:

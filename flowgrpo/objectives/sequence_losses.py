@@ -130,9 +130,9 @@ class Discriminative(GroupLoss):
         hard = tempered.softmax(1).gather(1, old.rows[:, None])
         size = group.sum(1, keepdim=True)
         pull = torch.where(advantage > 0, -1 / right.sum(1, keepdim=True), hard) * size
-        told = right.any(1, keepdim=True) & wrong.any(1, keepdim=True) & (advantage != 0)
+        comparable = right.any(1, keepdim=True) & wrong.any(1, keepdim=True) & (advantage != 0)
         excess = (_over(divergence, group) - self.delta).clamp(min=0)
-        return torch.where(told, pull, 0.0) * self._scores(old) - 2 * self.beta * excess * log_ratio
+        return torch.where(comparable, pull, 0.0) * self._scores(old) - 2 * self.beta * excess * log_ratio
 
     def _scores(self, compared: CompletionBatch) -> Tensor:
         return compared.new.logp if self.score == "log" else compared.log_ratio.exp()
@@ -160,9 +160,9 @@ class Regressed(GroupLoss):
         return _mean(compared.log_ratio, compared.new.mask)
 
     def __call__(self, log_ratio: Tensor, advantage: Tensor, old: CompletionBatch) -> Tensor:
-        group, found = required(old.peers).members(old.rows), required(old.peers).statistic
-        mean = _over(found, group)
-        spread = _over((found - mean).square(), group).sqrt().clamp(min=self.least)
+        group, statistic = required(old.peers).members(old.rows), required(old.peers).statistic
+        mean = _over(statistic, group)
+        spread = _over((statistic - mean).square(), group).sqrt().clamp(min=self.least)
         return ((log_ratio - mean) / spread - advantage).square()
 
 
@@ -209,8 +209,8 @@ class PairwisePreference(GroupLoss):
     def _pairs(advantage: Tensor, group: Tensor) -> Tensor:
         """Return the number of pairs of different advantages [m] in each row's group: [b, 1]."""
         differ = (advantage[:, None] != advantage).to(advantage.dtype)
-        own = group.to(advantage.dtype)
-        return ((own @ differ) * own).sum(1, keepdim=True) / 2
+        members = group.to(advantage.dtype)
+        return ((members @ differ) * members).sum(1, keepdim=True) / 2
 
 
 def _mean(values: Tensor, mask: Tensor) -> Tensor:

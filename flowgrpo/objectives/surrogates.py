@@ -175,7 +175,7 @@ class DivergenceMask(ClippedSurrogate):
         return -width, width
 
 
-def surrogate_input(surrogate: Any, new: Scored, old: Scored) -> Tensor:
+def surrogate_input(surrogate: Surrogate, new: Scored, old: Scored) -> Tensor:
     """Return the third argument of a surrogate, [B, N]: of a DivergenceMask the divergence from the old policy,
     otherwise the old log-probability."""
     return divergence(new, old).detach() if isinstance(surrogate, DivergenceMask) else old.logp

@@ -88,10 +88,10 @@ class HighEntropy(WrappedLoss, GroupLoss):
     def chosen(self, compared: CompletionBatch) -> Tensor:
         """Return the trained tokens, bool [b, L]; all tokens tied at the threshold are trained."""
         entropies, group = required(compared.peers).statistic, required(compared.peers).group
-        found = torch.zeros_like(compared.mask)
-        for own in group.unique():
-            found[group == own] = self._largest(entropies[group == own])
-        return found[compared.rows]
+        selected = torch.zeros_like(compared.mask)
+        for label in group.unique():
+            selected[group == label] = self._largest(entropies[group == label])
+        return selected[compared.rows]
 
     def _largest(self, entropies: Tensor) -> Tensor:
         counted = entropies[entropies > -math.inf]
@@ -131,12 +131,12 @@ class ConflictTokens(WrappedLoss, GroupLoss):
 
     def weights(self, compared: CompletionBatch) -> Tensor:
         """Return the factor of every token's loss: [b, L]."""
-        peers, mask, found = required(compared.peers), compared.new.mask, torch.zeros_like(compared.mask)
-        for own in peers.group.unique():
-            at = peers.group == own
-            found[at] = conflicts(compared.ids[at], compared.mask[at], peers.advantage[at])
+        peers, mask, conflicting = required(compared.peers), compared.new.mask, torch.zeros_like(compared.mask)
+        for label in peers.group.unique():
+            at = peers.group == label
+            conflicting[at] = conflicts(compared.ids[at], compared.mask[at], peers.advantage[at])
         good = peers.advantage[compared.rows, None] > 0
-        weights = torch.where(found[compared.rows], torch.where(good, self.amplify, 0.0), 1.0)
+        weights = torch.where(conflicting[compared.rows], torch.where(good, self.amplify, 0.0), 1.0)
         if not self.reads_entropy:
             return weights
         entropy = required(compared.new.entropy).detach()

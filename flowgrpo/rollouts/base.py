@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any, Generic, NamedTuple, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import torch
 
@@ -14,11 +14,26 @@ from flowgrpo.distributed.processes import Processes
 from flowgrpo.log import PhaseTimer
 from flowgrpo.methods.method import Method
 from flowgrpo.policies.policy import Policy
+from flowgrpo.rollouts.loss_inputs import LossInputs
 from flowgrpo.samplers.old_policy import OldPolicy
 from flowgrpo.samplers.rollout import Part, Seed, seeder
 from flowgrpo.types import Scored
 
+if TYPE_CHECKING:
+    from flowgrpo.policies.pipelines.conditioning import Conditioning
+    from flowgrpo.samplers.text.records import TokenizedPrompts
+
+Encoded: TypeAlias = "Conditioning | TokenizedPrompts"
+Outputs: TypeAlias = torch.Tensor | list[str]
+# Rewards [b], with their gradient: of the places [b] of prompts, and of their pictures [b,...] or relaxed texts.
+RewardValue: TypeAlias = Callable[[torch.Tensor, Any], torch.Tensor]
 C = TypeVar("C")  # encoded prompts: a `Conditioning` of a pipeline, `TokenizedPrompts` of a language model
+
+
+class TotalReward(Protocol):
+    """Weighted sum of the rewards of outputs, `group` for each of the prompts `rows`; None: of all in turn."""
+
+    def __call__(self, outputs: Outputs, group: int, rows: torch.Tensor | None = None, /) -> torch.Tensor: ...
 
 
 class Groups(NamedTuple):
@@ -35,7 +50,7 @@ class Groups(NamedTuple):
 
 
 class GroupSampler(Generic[C]):
-    """A policy under a method: the seeds of an epoch's groups, and the evaluations that they cost.
+    """Policy under a method: the seeds of an epoch's groups, and the evaluations that they cost.
 
     rollout_evaluations: rows that went through a denoiser to sample, or tokens through a language model, on all
     processes; saved_evaluations: additional ones if no two samples of a group shared any.
@@ -60,9 +75,9 @@ class GroupSampler(Generic[C]):
     def whole_groups(self, count: int) -> Iterator[Groups]:
         """Yield the groups of `count` prompts, as many at once as a micro-batch holds, one at least."""
         group = self.geometry.group
-        for own in torch.arange(count).split(prompts_per_part(group, self.geometry.micro_batch)):
-            groups = range(int(own[0]), int(own[-1]) + 1)
-            yield Groups(groups, own.repeat_interleave(group), torch.arange(group).repeat(len(own)),
+        for prompts in torch.arange(count).split(prompts_per_part(group, self.geometry.micro_batch)):
+            groups = range(int(prompts[0]), int(prompts[-1]) + 1)
+            yield Groups(groups, prompts.repeat_interleave(group), torch.arange(group).repeat(len(prompts)),
                          slice(groups.start * group, groups.stop * group))
 
     def count(self, spent: int) -> None:
@@ -73,8 +88,8 @@ class GroupSampler(Generic[C]):
         """Encode prompts, each once; rows of the result are chosen by its `rows`."""
         raise NotImplementedError
 
-    def sample(self, conditioning: C, epoch: int, judge: Callable, value: Callable | None = None, turn: int = 0
-               ) -> Iterator[tuple[Part, list[Any]]]:
+    def sample(self, conditioning: C, epoch: int, judge: TotalReward, value: RewardValue | None = None,
+               turn: int = 0) -> Iterator[tuple[Part, Sequence[Outputs]]]:
         """Sample a group per prompt: the parts as they are finished, each with its outputs per granularity.
 
         judge: the total reward. value: the reward whose gradient is followed. turn: how often the epoch has drawn
@@ -82,15 +97,15 @@ class GroupSampler(Generic[C]):
         """
         raise NotImplementedError
 
-    def base(self, part: Any, conditioning: C) -> torch.Tensor | None:
+    def base(self, part: Part, conditioning: C) -> torch.Tensor | None:
         """Return the base model's outputs beside a part's; None for a part that has none."""
         return None
 
-    def replay(self, part: Any, conditioning: C) -> Iterator[tuple[int, slice, Scored]]:
+    def replay(self, part: Part, conditioning: C) -> Iterator[tuple[int, slice, Scored]]:
         """Score a part's decisions under the present weights: (place in `part.transitions`, its rows, scores)."""
         raise NotImplementedError
 
-    def loss_inputs(self, part: Any, conditioning: C, reference: list[Scored]) -> Callable[..., Any]:
+    def loss_inputs(self, part: Part, conditioning: C, reference: list[Scored]) -> LossInputs:
         """Return what gives the surrogate's third argument for every batch of the part's replay."""
         raise NotImplementedError
 

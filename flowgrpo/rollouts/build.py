@@ -11,13 +11,14 @@ from flowgrpo.distributed.processes import Processes
 from flowgrpo.log import PhaseTimer
 from flowgrpo.methods.method import Method
 from flowgrpo.methods.targets import RecordedPairs, RelaxedTraces
+from flowgrpo.policies.policy import Policy
 from flowgrpo.rollouts.base import GroupSampler
 
 
-def make_rollouts(config: Config, policy: Any, method: Method, geometry: BatchShape, processes: Processes,
+def make_rollouts(config: Config, policy: Policy, method: Method, geometry: BatchShape, processes: Processes,
                   clock: PhaseTimer, first: Prompt) -> GroupSampler[Any]:
     """Make what samples and replays a policy. first: a prompt, with which a pipeline's own grid is read."""
-    given = config, policy, method, geometry, processes, clock
+    given: tuple[Any, ...] = config, policy, method, geometry, processes, clock
     if isinstance(method.target, RelaxedTraces):
         from flowgrpo.rollouts.relaxed import RelaxedRollouts
 
@@ -32,10 +33,11 @@ def make_rollouts(config: Config, policy: Any, method: Method, geometry: BatchSh
         from flowgrpo.rollouts.text import TextRollouts
 
         return TextRollouts(*given)
+    given = (*given, first)
     if isinstance(method.target, RecordedPairs):
         from flowgrpo.rollouts.recorded import RecordedRollouts
 
-        return RecordedRollouts(*given, first)
+        return RecordedRollouts(*given)
     from flowgrpo.rollouts.denoising import DenoisingRollouts
 
-    return DenoisingRollouts(*given, first)
+    return DenoisingRollouts(*given)

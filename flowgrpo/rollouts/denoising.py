@@ -31,7 +31,7 @@ from flowgrpo.samplers.base_samples import BasePictures
 from flowgrpo.samplers.grids import make_grid
 from flowgrpo.samplers.preview import chosen, contrasting, previews
 from flowgrpo.samplers.rollout import Part, RolloutSpec, Seed
-from flowgrpo.types import Scored
+from flowgrpo.types import Gaussian, Scored
 
 # The total reward [P,N] of pictures [P*N,...], N for each prompt in turn.
 Judge = Callable[[torch.Tensor, int], torch.Tensor]
@@ -73,14 +73,14 @@ class DenoisingRollouts(GroupSampler[Conditioning]):
         """Encode prompts, each once."""
         negatives = [self.config.negative_prompt if p.negative is None else p.negative for p in batch]
         with self.clock("encode"):
-            found = self.encode([p.text for p in batch], negatives, [p.image for p in batch])
-            if self.config.train.pack and found.mixed:
+            encoded = self.encode([p.text for p in batch], negatives, [p.image for p in batch])
+            if self.config.train.pack and encoded.mixed:
                 raise UserError("train.pack is true, but the prompts' pictures differ in size, so that every row is a "
                                 "call of its own: set it to false, or bring the pictures to one size")
-            if self.config.train.pack and not self.policy.vector(found):
+            if self.config.train.pack and not self.policy.vector(encoded):
                 raise UserError(f"train.pack is true, but {type(self.policy.pipe).__name__} takes one timestep per "
                                 f"call at guidance {self.policy.guidance:g}: set it to false")
-        return found
+        return encoded
 
     def explorations(self, epoch: int) -> list[RolloutSpec]:
         """Return an epoch's grids, windows, kernels and solvers; the last epoch's are kept."""
@@ -95,9 +95,13 @@ class DenoisingRollouts(GroupSampler[Conditioning]):
 
     def sample(self, conditioning: Conditioning, epoch: int, judge: Judge, value: reward_gradient.Value | None = None,
                turn: int = 0) -> Iterator[tuple[Part, list[torch.Tensor]]]:
-        """Sample a group per prompt: the parts as they are finished, each with its pictures [b,...] on the CPU, once
-        per granularity. judge: the total reward, by which a method with previews chooses its initial noises; value: the
-        one whose gradient a method with `backprop` follows; turn: how often the epoch has drawn before."""
+        """Sample a group per prompt: yield the parts as they are finished, each with its pictures.
+
+        Pictures [b,...] are on the CPU, once per granularity.
+        judge: the total reward, by which a method with previews chooses its initial noises.
+        value: the one whose gradient a method with `backprop` follows.
+        turn: how often the epoch has drawn before.
+        """
         seed, explorations = self.seeds(epoch, turn, len(conditioning.prompts)), self.explorations(epoch)
         self.old_policy.begin(epoch)
         if self.method.denoising.preview:
@@ -122,27 +126,29 @@ class DenoisingRollouts(GroupSampler[Conditioning]):
         self._count(self.policy.evaluations - before, explorations)
 
     def base(self, part: Part, conditioning: Conditioning) -> torch.Tensor | None:
-        """The base model's pictures [b,...] beside a part's, from the same initial noises, on the CPU; None for a part
-        that came from none."""
+        """Return the base model's pictures [b,...] beside a part's, from the same initial noises, on the CPU.
+
+        None for a part that came from none.
+        """
         if part.seeds is None:
             return None
         before = self.policy.evaluations
         with self.clock("base"):
-            found = self.base_pictures(part, conditioning)
+            pictures = self.base_pictures(part, conditioning)
         self.count(self.policy.evaluations - before)
-        return found
+        return pictures
 
     def preview(self, conditioning: Conditioning, seed: Seed, judge: Judge) -> Seed:
-        """The seeds of the noises whose cheap previews score best and worst."""
-        asked, before = self.method.denoising.preview, self.policy.evaluations
+        """Return the seeds of the noises whose cheap previews score best and worst."""
+        preview, before = self.method.denoising.preview, self.policy.evaluations
         with self.clock("preview"):
-            grid, rows = self.make_grid(asked.steps), torch.arange(len(conditioning.prompts))
-            with quantised(self.policy, asked.precision):
-                finals = previews(self.policy, conditioning, *grid, asked.pool, self.geometry.micro_batch, seed)
+            grid, rows = self.make_grid(preview.steps), torch.arange(len(conditioning.prompts))
+            with quantised(self.policy, preview.precision):
+                finals = previews(self.policy, conditioning, *grid, preview.pool, self.geometry.micro_batch, seed)
             self.count(self.policy.evaluations - before)
-            pictures = self.decode(finals, conditioning.rows(rows.repeat_interleave(asked.pool)))
+            pictures = self.decode(finals, conditioning.rows(rows.repeat_interleave(preview.pool)))
         with self.clock("reward"):
-            return chosen(seed, contrasting(judge(pictures, asked.pool), self.config.train.group))
+            return chosen(seed, contrasting(judge(pictures, preview.pool), self.config.train.group))
 
     def decode(self, finals: torch.Tensor, conditioning: Conditioning) -> torch.Tensor:
         """Pictures on the CPU, decoded in micro-batches."""
@@ -165,18 +171,19 @@ class DenoisingRollouts(GroupSampler[Conditioning]):
         return self.target.loss_inputs(part, conditioning, reference)
 
     def step_weights(self, parts: list[Part], epoch: int) -> dict[int, float]:
-        """The method's weight of every step of the grid that the epoch trains, however the parts are dealt out."""
+        """Return the method's weight of every step that the epoch trains, however the parts are dealt out."""
         grid, explorations = self.target.steps(epoch)
         if not explorations:
             return {0: 1.0}
-        own = {step for part in parts for step in part.exploration.schedule.trained}
-        trained = self.processes.total([step in own for step in range(len(grid) - 1)])
+        local = {step for part in parts for step in part.exploration.schedule.trained}
+        trained = self.processes.total([step in local for step in range(len(grid) - 1)])
         steps = [step for step, count in enumerate(trained) if count]
         if not steps:
             return {}
         of = {step: exploration for exploration in explorations for step in exploration.schedule.trained}
 
-        def transition(x: Any, v: Any, grid: Any, i: int) -> Any:  # with the plan's factor on the noise of that step
+        def transition(x: torch.Tensor, v: torch.Tensor, grid: torch.Tensor, i: int) -> Gaussian:
+            # With the plan's factor on the noise of that step.
             return of[i].transition(x, v, grid, i)
 
         return dict(zip(steps, self.method.loss.step_weight(transition, grid, steps).tolist()))

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import torch
 
+from flowgrpo.config.geometry import BatchShape
 from flowgrpo.config.schema import Config
 from flowgrpo.data.prompts import Prompt
+from flowgrpo.distributed.processes import Processes
 from flowgrpo.errors import UserError
+from flowgrpo.log import PhaseTimer
+from flowgrpo.methods.method import Method
 from flowgrpo.policies.language import engines
 from flowgrpo.policies.language.causal_lm import CausalLM
+from flowgrpo.rollouts.base import RewardValue, TotalReward
 from flowgrpo.rollouts.text import TextRollouts
 from flowgrpo.samplers.replay import rescored
 from flowgrpo.samplers.rollout import Part
@@ -22,11 +27,15 @@ from flowgrpo.samplers.text.records import SampledCompletions, TokenizedPrompts
 
 
 class EngineRollouts(TextRollouts):
-    """A language model whose completions an engine draws. Old log-probabilities are the trainer's, as its replay
-    computes them; what the engine's differ by becomes a weight of every token (`Mismatch`)."""
+    """Language model whose completions an engine draws.
 
-    def __init__(self, config: Config, policy: CausalLM, *rest):
-        super().__init__(config, policy, *rest)
+    Old log-probabilities are the trainer's, as its replay computes them. What the engine's differ by becomes a weight
+    of every token (`Mismatch`).
+    """
+
+    def __init__(self, config: Config, policy: CausalLM, method: Method, geometry: BatchShape, processes: Processes,
+                 clock: PhaseTimer):
+        super().__init__(config, policy, method, geometry, processes, clock)
         draws = self.method.generation.draws
         if not isinstance(draws, Independent):
             raise UserError(f"method {config.method} draws the texts of a group by {type(draws).__name__}, "
@@ -40,10 +49,10 @@ class EngineRollouts(TextRollouts):
         self.apart = []
         return super().conditioning(batch)
 
-    def sample(self, asked: TokenizedPrompts, epoch: int, judge: Callable, value: Callable | None = None,
-               turn: int = 0) -> Iterator[tuple[Part, list[list[str]]]]:
-        """As of `TextRollouts`; the engine draws all groups first."""
-        before, group, count = self.engine.evaluations, self.geometry.group, len(asked.prompts)
+    def sample(self, conditioning: TokenizedPrompts, epoch: int, judge: TotalReward,
+               value: RewardValue | None = None, turn: int = 0) -> Iterator[tuple[Part, list[list[str]]]]:
+        """Sample as `TextRollouts`; the engine draws all groups first."""
+        before, group, count = self.engine.evaluations, self.geometry.group, len(conditioning.prompts)
         prompts, samples = torch.arange(count).repeat_interleave(group), torch.arange(group).repeat(count)
         seed = self.seeds(epoch, turn, count)
         generators = self.policy.generators(seed(int(p), int(k)) for p, k in zip(prompts, samples))
@@ -51,27 +60,29 @@ class EngineRollouts(TextRollouts):
         with self.clock("rollout"):
             self.engine.sync(self.policy)
             every = torch.arange(len(prompts)).split(self.engine.together or len(prompts))
-            made = [self.engine.sample(asked.rows(prompts[at]), self.method.generation.decoding,
-                                       [generators[i] for i in at], greedy[at]) for at in every]
+            batches = [self.engine.sample(conditioning.rows(prompts[at]), self.method.generation.decoding,
+                                          [generators[i] for i in at], greedy[at]) for at in every]
         self.count(self.engine.evaluations - before)
-        whole = joined(made)
-        for groups, own, places, rows in self.whole_groups(count):
+        whole = joined(batches)
+        for groups, part_prompts, places, rows in self.whole_groups(count):
             some = SampledCompletions(whole.ids[rows], whole.logp[rows], whole.mask[rows], whole.cut[rows],
                                       whole.texts[rows])
             if self.method.generation.decoding.expert:
-                [some] = self.answered(asked, own, places, [some])
-            part = self.target.record(groups, own, [some])
-            part = self.corrected(part, asked, greedy[rows])
+                [some] = self.answered(conditioning, part_prompts, places, [some])
+            part = self.target.record(groups, part_prompts, [some])
+            part = self.corrected(part, conditioning, greedy[rows])
             if self.method.credit.spread is not None and self.method.credit.spread.samples:
-                part = self.valued(part, asked, seed, judge)
+                part = self.valued(part, conditioning, seed, judge)
             yield part, [list(some.texts)]
 
-    def corrected(self, part: Part, asked: TokenizedPrompts, greedy: torch.Tensor) -> Part:
-        """The part with the trainer's log-probabilities, and weights of its tokens; 1 of greedy rows, which were not
-        drawn."""
+    def corrected(self, part: Part, conditioning: TokenizedPrompts, greedy: torch.Tensor) -> Part:
+        """Return the part with the trainer's log-probabilities and weights of its tokens.
+
+        The weight is 1 for greedy rows, which were not drawn.
+        """
         [by_engine] = part.transitions
         with torch.no_grad(), self.old_policy.old(), self.clock("rescore"):
-            part = rescored(part, self.replay(part, asked))
+            part = rescored(part, self.replay(part, conditioning))
         taken: Any
         [taken] = part.transitions
         given = taken.old.logp.cpu(), by_engine.old.logp, by_engine.old.mask
@@ -87,9 +98,9 @@ class EngineRollouts(TextRollouts):
         engine/kl: mean difference of log-probabilities, an estimate of KL(engine || trainer) per token; engine/max: its
         largest size; engine/weight: mean weight; engine/above: share of weights above the cap.
         """
-        found = self.processes.gather(torch.cat(self.apart) if self.apart else torch.empty(0, 4))
-        if not len(found):
+        values = self.processes.gather(torch.cat(self.apart) if self.apart else torch.empty(0, 4))
+        if not len(values):
             return {}
-        trainer, engine, weight, above = found.unbind(1)
+        trainer, engine, weight, above = values.unbind(1)
         return {"engine/kl": (engine - trainer).mean().item(), "engine/max": (engine - trainer).abs().max().item(),
                 "engine/weight": weight.mean().item(), "engine/above": above.mean().item()}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -18,7 +18,18 @@ from flowgrpo.objectives.surrogates import Surrogate
 from flowgrpo.samplers.rollout import Part
 from flowgrpo.types import CompletionBatch, GroupStatistics, NoisedBatch, Scored, required
 
+if TYPE_CHECKING:
+    from flowgrpo.policies.pipelines.conditioning import Conditioning
+    from flowgrpo.policies.pipelines.edit_networks import Editor
+
 Replay = Callable[[], Iterator[tuple[int, slice, Scored]]]
+LossInput: TypeAlias = Tensor | NoisedBatch | CompletionBatch | Seen
+
+
+class LossInputs(Protocol):
+    """Give the surrogate's third argument for every batch of a part's replay."""
+
+    def __call__(self, batch: int, k: int, rows: slice, new: Scored, old: Scored) -> LossInput: ...
 
 
 class NoisedInputs:
@@ -54,12 +65,12 @@ class NoisedInputs:
                            torch.arange(rows.start, rows.stop, device=self.device), reference)
 
     def _seen(self, replay: Replay) -> list[GroupStatistics]:
-        """The peers of every step, from the present weights."""
+        """Return the peers of every step, from the present weights."""
         statistics: list[list[Tensor]] = [[] for _ in self.part.transitions]
         for batch, (k, rows, new) in enumerate(replay()):
             old = self.part.transitions[k].old.rows(rows).to(self.device)
             statistics[k].append(self.surrogate.statistic(self._noised(batch, k, rows, new, old)).detach())
-        return [self._peers(k, torch.cat(each)) for k, each in enumerate(statistics)]
+        return [self._peers(k, torch.cat(values)) for k, values in enumerate(statistics)]
 
     def _peers(self, k: int, statistic: Tensor) -> GroupStatistics:
         taken, advantage = self.part.transitions[k], self.part.advantages[k]
@@ -85,7 +96,8 @@ class CompletionInputs:
         self.method, self.reference, self.device, self.replay = method, reference, device, replay
         [self.taken], [advantage] = part.transitions, part.advantages
         every = {"ids": self.taken.ids, "mask": self.taken.old.mask, "expert": self.taken.expert}
-        self.every: dict[str, Any] = {name: each if each is None else each.to(device) for name, each in every.items()}
+        self.every: dict[str, Any] = {name: tensor if tensor is None else tensor.to(device)
+                                      for name, tensor in every.items()}
         # Until it is known what is compared, peers have nothing to compare.
         self.peers = GroupStatistics(torch.empty(len(advantage), 0, device=device), advantage.to(device),
                                      self.taken.prompts.to(device))
@@ -124,8 +136,8 @@ class EditInputs:
     through: True if it reads the value of the present weights' edits.
     """
 
-    editor: Any
-    conditioning: Any
+    editor: Editor
+    conditioning: Conditioning
     part: Part
     through: bool = False
 
@@ -139,8 +151,10 @@ class EditInputs:
         return replace(seen, edited=self._edited(taken, of, required(new.mean)[:, 0])) if self.through else seen
 
     def _edited(self, taken: Any, of: Tensor, means: Tensor) -> Tensor:
-        """The value [b, 1] of states `of` [b] moved by decisions [b,*D]. A base and its edit left the same state, which
-        is valued once."""
+        """Return the value [b, 1] of states `of` [b] moved by decisions [b,*D].
+
+        A base and its edit left the same state, which is valued once.
+        """
         left, at, count = of.unique_consecutive(return_inverse=True, return_counts=True)
         first = (count.cumsum(0) - count).to(means.device)
         x = self.editor.edit.applied(taken.x[left.to(taken.x.device)].to(means.device), means[first])

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, cast
+from typing import cast
 
 import torch
 
+from flowgrpo.config.geometry import BatchShape
 from flowgrpo.config.schema import Config
 from flowgrpo.data.prompts import Prompt
+from flowgrpo.distributed.processes import Processes
 from flowgrpo.errors import UserError
+from flowgrpo.log import PhaseTimer
 from flowgrpo.methods.method import Method
 from flowgrpo.policies.pipelines.conditioning import Conditioning
 from flowgrpo.policies.pipelines.image_latents import ImageEncoder
@@ -31,24 +34,28 @@ class Paired(Conditioning):
 
 
 class RecordedRollouts(DenoisingRollouts):
-    """A pipeline under a method that trains finals: the group of a prompt is its recorded pair, encoded once."""
+    """Pipeline under a method that trains finals: the group of a prompt is its recorded pair, encoded once."""
 
-    def __init__(self, config: Config, policy: PipelinePolicy, method: Method, *rest: Any):
-        super().__init__(config, policy, method, *rest)
+    def __init__(self, config: Config, policy: PipelinePolicy, method: Method, geometry: BatchShape,
+                 processes: Processes, clock: PhaseTimer, first: Prompt):
+        super().__init__(config, policy, method, geometry, processes, clock, first)
         if policy.modality != "image":
             raise UserError(f"preferences is set, which brings pictures, but {type(policy.pipe).__name__} makes videos")
         self.latents = ImageEncoder(policy)
 
     def conditioning(self, batch: list[Prompt]) -> Paired:
         """Encode prompts of `recorded_pairs`, together with their pairs."""
-        found = super().conditioning(batch)
-        return Paired(**{each.name: getattr(found, each.name) for each in fields(found)},
+        encoded = super().conditioning(batch)
+        return Paired(**{entry.name: getattr(encoded, entry.name) for entry in fields(encoded)},
                       pairs=[(prompt.metadata["chosen"], prompt.metadata["rejected"]) for prompt in batch])
 
-    def sample(self, conditioning: Any, epoch: int, judge: Judge, value: Value | None = None,
+    def sample(self, conditioning: Conditioning, epoch: int, judge: Judge, value: Value | None = None,
                turn: int = 0) -> Iterator[tuple[Part, list[torch.Tensor]]]:
-        """The pairs of the prompts, with their pictures [b,3,H,W] as the files have them. judge and value, of methods
-        that draw, are not asked; turn: how often the epoch has taken pairs before."""
+        """Yield the pairs of the prompts, with their pictures [b,3,H,W] as the files have them.
+
+        judge, value: of methods that draw; unused here. turn: how often the epoch has taken pairs before.
+        """
+        assert isinstance(conditioning, Paired)
         self.old_policy.begin(epoch)
         seed = self.seeds(epoch, turn, len(conditioning.prompts))
         for groups, prompts, _, _ in self.whole_groups(len(conditioning.prompts)):

@@ -9,8 +9,15 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from flowgrpo.config.geometry import BatchShape
+from flowgrpo.config.schema import Config
+from flowgrpo.distributed.processes import Processes
+from flowgrpo.log import PhaseTimer
+from flowgrpo.methods.method import Method
 from flowgrpo.methods.targets import RelaxedTraces
+from flowgrpo.policies.language.masked_lm import MaskedLM
 from flowgrpo.rewards.text.soft_texts import SoftTexts
+from flowgrpo.rollouts.base import RewardValue, TotalReward
 from flowgrpo.rollouts.loss_inputs import NoisedInputs
 from flowgrpo.rollouts.text import TextRollouts
 from flowgrpo.samplers.rollout import Part
@@ -36,59 +43,63 @@ class Redrawn:
         return torch.arange(len(self.prompts))
 
     def kept(self, keep: Tensor) -> Redrawn | None:
-        """The answers where `keep` (bool [m]) is true; None if there are none."""
-        own = tuple(each for each, kept in zip(self.generators, keep.tolist(), strict=True) if kept)
-        return Redrawn(self.prompts[keep], own, self.old.rows(keep)) if own else None
+        """Return the answers where `keep` (bool [m]) is true; None if there are none."""
+        generators = tuple(generator for generator, kept in zip(self.generators, keep.tolist(), strict=True) if kept)
+        return Redrawn(self.prompts[keep], generators, self.old.rows(keep)) if generators else None
 
 
 @dataclass(frozen=True)
 class Relaxed(Part):
-    """A part whose score is the reward that `value` gives its answers, less the KL that `gumbel_softmax` weighs."""
+    """Part whose score is the reward that `value` gives its answers, less the KL that `gumbel_softmax` weighs."""
 
     value: Callable[[Tensor, SoftTexts], Tensor] | None = None
     relaxation: GumbelSoftmax | None = None
 
 
 class RelaxedRollouts(TextRollouts):
-    """A masked language model under a method with `backprop`: a rollout without a graph, the same again with one."""
+    """Masked language model under a method with `backprop`: a rollout without a graph, the same again with one."""
 
-    def __init__(self, *given):
-        super().__init__(*given)
+    def __init__(self, config: Config, policy: MaskedLM, method: Method, geometry: BatchShape, processes: Processes,
+                 clock: PhaseTimer):
+        super().__init__(config, policy, method, geometry, processes, clock)
         weights = self.policy.weights
         # Before any update, so that it is the base. A graph holds it beside the present weights: no switching to and
         # fro, which a backward pass would not see.
-        self.base_weights = {key: each.detach().clone() for key, each in weights.named.items()}
+        self.base_weights = {key: tensor.detach().clone() for key, tensor in weights.named.items()}
         self.tokens = tuple(self.policy.vocabulary())
 
-    def sample(self, asked: TokenizedPrompts, epoch: int, judge: Callable, value: Callable | None = None,
-               turn: int = 0) -> Iterator[tuple[Part, list[Any]]]:
-        """Sample a group per prompt: the parts as they are finished, each with its texts. value: the reward whose
-        gradient is followed; turn: how often the epoch has drawn before."""
+    def sample(self, conditioning: TokenizedPrompts, epoch: int, judge: TotalReward,
+               value: RewardValue | None = None, turn: int = 0) -> Iterator[tuple[Part, list[list[str]]]]:
+        """Sample a group per prompt: yield the parts as they are finished, each with its texts.
+
+        value: the reward whose gradient is followed. turn: how often the epoch has drawn before.
+        """
         before = self.policy.evaluations
-        seed = self.seeds(epoch, turn, len(asked.prompts))
+        seed = self.seeds(epoch, turn, len(conditioning.prompts))
         now = cast(RelaxedTraces, self.method.target).relaxation.at_epoch(epoch, self.config.train.epochs)
-        for groups, prompts, samples, _ in self.whole_groups(len(asked.prompts)):
+        for groups, prompts, samples, _ in self.whole_groups(len(conditioning.prompts)):
             generators = self.policy.generators(seed(int(p), int(k)) for p, k in zip(prompts, samples))
             unknown = torch.full((len(prompts), 1), torch.nan)
             taken: Any = Redrawn(prompts, tuple(generators), Scored(unknown, unknown.isnan()))
             part = Relaxed(groups, prompts, None, (taken,), (), value=value, relaxation=now)
             with self.clock("rollout"), torch.no_grad():
-                made = [self._made(part, asked, rows) for rows in self._batches(part)]
-                old = Scored(torch.cat([logp for _, logp in made])[:, None].cpu(), taken.old.mask)
-            texts = [text for answers, _ in made for text in self.policy.texts(answers.argmax(-1))]
+                batches = [self._made(part, conditioning, rows) for rows in self._batches(part)]
+                old = Scored(torch.cat([logp for _, logp in batches])[:, None].cpu(), taken.old.mask)
+            texts = [text for answers, _ in batches for text in self.policy.texts(answers.argmax(-1))]
             yield replace(part, transitions=(replace(taken, old=old),)), [texts]
         self.count(self.policy.evaluations - before)
 
-    def replay(self, part: Any, asked: TokenizedPrompts) -> Iterator[tuple[int, slice, Scored]]:
+    def replay(self, part: Part, conditioning: TokenizedPrompts) -> Iterator[tuple[int, slice, Scored]]:
         """Replay a part's noise under the present weights, in micro-batches.
 
         Yields (0, rows of the part, Scored [b,1] of their rewards less their KLs).
         """
+        assert isinstance(part, Relaxed)
         for rows in self._batches(part):
-            found = self._made(part, asked, rows)[1][:, None]
-            yield 0, rows, Scored(found, torch.ones_like(found, dtype=torch.bool))
+            scores = self._made(part, conditioning, rows)[1][:, None]
+            yield 0, rows, Scored(scores, torch.ones_like(scores, dtype=torch.bool))
 
-    def loss_inputs(self, part: Any, asked: TokenizedPrompts, reference: list[Scored]) -> Callable[..., Any]:
+    def loss_inputs(self, part: Part, conditioning: TokenizedPrompts, reference: list[Scored]) -> NoisedInputs:
         """Return what the surrogate reads in addition to ratio and advantage."""
         return NoisedInputs(self.method.loss.surrogate, part, reference, self.policy.device)
 
@@ -96,13 +107,13 @@ class RelaxedRollouts(TextRollouts):
         most = self.geometry.micro_batch
         return [slice(start, start + most) for start in range(0, len(part.transitions[0].prompts), most)]
 
-    def _made(self, part: Relaxed, asked: TokenizedPrompts, rows: slice) -> tuple[Tensor, Tensor]:
-        """The answers [b,L,V] of some rows, one-hot, and their scores [b]."""
+    def _made(self, part: Relaxed, conditioning: TokenizedPrompts, rows: slice) -> tuple[Tensor, Tensor]:
+        """Return the answers [b,L,V] of some rows, one-hot, and their scores [b]."""
         taken: Any
         [taken], relaxation = part.transitions, required(part.relaxation)
-        prompts, generators = taken.prompts[rows], [each.clone_state() for each in taken.generators[rows]]
-        answers, kl = self.policy.relaxed(asked, prompts, generators, self.method.generation.decoding, relaxation,
-                                          self.base_weights)
+        prompts, generators = taken.prompts[rows], [generator.clone_state() for generator in taken.generators[rows]]
+        answers, kl = self.policy.relaxed(conditioning, prompts, generators, self.method.generation.decoding,
+                                          relaxation, self.base_weights)
         counted, _ = decided(answers.argmax(-1), self.policy.ends)
         reward = required(part.value)(prompts, SoftTexts(answers * counted[..., None], self.tokens))
         return answers, reward - relaxation.kl * kl

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -20,6 +20,9 @@ from flowgrpo.samplers.old_policy import OldPolicy
 from flowgrpo.samplers.replay import replay
 from flowgrpo.samplers.rollout import Part, RolloutSpec, Seed, explore
 from flowgrpo.types import Scored, required
+
+if TYPE_CHECKING:
+    from flowgrpo.policies.pipelines.edit_networks import Editor
 
 Replayed = Iterator[tuple[int, slice, Scored]]
 
@@ -126,7 +129,8 @@ class RewardGradient(RecordedSteps):
         with self.rollouts.clock("reward"):
             return reward_gradient.valued(part, pictures, required(value), self.policy.device, self.micro_batch)
 
-    def replay(self, part: Any, conditioning: Conditioning) -> Replayed:
+    def replay(self, part: Part, conditioning: Conditioning) -> Replayed:
+        assert isinstance(part, reward_gradient.RewardGradientRollout)
         return reward_gradient.replay(self.policy, conditioning, part, self.own.backprop, self.micro_batch)
 
 
@@ -141,13 +145,13 @@ class LatentEdits(RecordedSteps):
         return self.rollouts.config.train.group // 2
 
     @property
-    def editor(self) -> Any:
-        """The small policy and its critic."""
+    def editor(self) -> Editor:
+        """Return the small policy and its critic."""
         return self.policy.editor
 
     def record(self, part: Part, conditioning: Conditioning, epoch: int, seed: Seed) -> Part:
         exploration = self.own.edit.exploration(self.rollouts.config.train.group, self.method.denoising.solver,
-                                                   self.method.reads_means)
+                                                self.method.reads_means)
         return latent_edits.edited(self.editor, conditioning, part, exploration, self.micro_batch, seed)
 
     def replay(self, part: Part, conditioning: Conditioning) -> Replayed:

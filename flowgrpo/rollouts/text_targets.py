@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 
@@ -17,6 +17,9 @@ from flowgrpo.samplers.rollout import Part
 from flowgrpo.samplers.text.decoding import Unmasking
 from flowgrpo.samplers.text.records import SampledCompletions, TokenizedPrompts
 from flowgrpo.types import Completions, Scored, Traces, required
+
+if TYPE_CHECKING:
+    from flowgrpo.policies.language.masked_lm import SampledTrace
 
 Replayed = Iterator[tuple[int, slice, Scored]]
 
@@ -37,31 +40,34 @@ class CompletionTokens:
         self.policy, self.method, self.text = rollouts.policy, rollouts.method, rollouts.config.text
         self.micro_batch = rollouts.geometry.micro_batch
 
-    def record(self, groups: range, prompts: torch.Tensor, made: Sequence[SampledCompletions]) -> Part:
+    def record(self, groups: range, prompts: torch.Tensor, batches: Sequence[SampledCompletions]) -> Part:
         """Return whole groups of completions as a part.
 
         Completions that were cut off without an end are not trained, or lose the penalty, as `text.truncated` says.
         """
-        ids, logp, mask, cut = (torch.cat([getattr(each, name) for each in made]) for name in
+        ids, logp, mask, cut = (torch.cat([getattr(batch, name) for batch in batches]) for name in
                                 ("ids", "logp", "mask", "cut"))
         if self.text.truncated == "mask":
             mask = mask & ~cut[:, None]
         deducted = self.text.penalty * cut.float() if self.text.truncated == "penalise" else None
         old = Scored(logp.masked_fill(~mask, 0.0), mask)
-        expert = torch.cat([required(each.expert) for each in made]) if self.method.generation.decoding.expert else None
+        experts = self.method.generation.decoding.expert
+        expert = torch.cat([required(batch.expert) for batch in batches]) if experts else None
         return Part(groups, prompts, None, (Completions(ids, prompts, old, expert=expert),), (), deducted=deducted)
 
-    def replay(self, part: Part, asked: TokenizedPrompts) -> Replayed:
+    def replay(self, part: Part, conditioning: TokenizedPrompts) -> Replayed:
         """Score a part's completions under the present weights: (0, its rows, scores), in micro-batches."""
         [taken] = part.transitions
         for start in range(0, len(taken.ids), self.micro_batch):
             rows = slice(start, start + self.micro_batch)
-            yield 0, rows, self.policy.log_probs(asked, taken.prompts[rows], taken.ids[rows], taken.old.mask[rows],
-                                                 self.method.generation.decoding, entropy=self.method.reads_entropy)
+            yield 0, rows, self.policy.log_probs(conditioning, taken.prompts[rows], taken.ids[rows],
+                                                 taken.old.mask[rows], self.method.generation.decoding,
+                                                 entropy=self.method.reads_entropy)
 
-    def loss_inputs(self, part: Part, asked: TokenizedPrompts, reference: Sequence[Scored]) -> CompletionInputs:
+    def loss_inputs(self, part: Part, conditioning: TokenizedPrompts, reference: Sequence[Scored]) -> CompletionInputs:
         """Return what the surrogate reads in addition to ratio and advantage."""
-        return CompletionInputs(self.method, part, reference, self.policy.device, lambda: self.replay(part, asked))
+        return CompletionInputs(self.method, part, reference, self.policy.device,
+                                lambda: self.replay(part, conditioning))
 
 
 class TraceTokens(CompletionTokens):
@@ -70,14 +76,14 @@ class TraceTokens(CompletionTokens):
     A row of a replay is as many evaluations as its trace has states.
     """
 
-    def record(self, groups: range, prompts: torch.Tensor, made: Sequence[Any]) -> Part:
+    def record(self, groups: range, prompts: torch.Tensor, batches: Sequence[SampledCompletions]) -> Part:
         """Return whole groups of completions, with the steps at which their tokens were drawn."""
-        part = super().record(groups, prompts, made)
+        part = super().record(groups, prompts, batches)
         [taken] = part.transitions
-        steps = torch.cat([each.steps for each in made])
+        steps = torch.cat([cast("SampledTrace", batch).steps for batch in batches])
         return replace(part, transitions=(Traces(taken.ids, taken.prompts, taken.old, steps),))
 
-    def replay(self, part: Part, asked: TokenizedPrompts) -> Replayed:
+    def replay(self, part: Part, conditioning: TokenizedPrompts) -> Replayed:
         """Score a part's traces: (0, its rows, scores), as many rows at once as have a micro-batch of states, one at
         least."""
         [taken] = part.transitions
@@ -85,8 +91,9 @@ class TraceTokens(CompletionTokens):
         count = int(kernel.scorings(taken.steps, taken.ids.shape[1]).max()) + 1
         for start in range(0, len(taken.ids), max(most // count, 1)):
             rows = slice(start, start + max(most // count, 1))
-            yield 0, rows, self.policy.log_probs(asked, taken.prompts[rows], taken.ids[rows], taken.old.mask[rows],
-                                                 kernel, taken.steps[rows], most, self.method.reads_entropy)
+            yield 0, rows, self.policy.log_probs(conditioning, taken.prompts[rows], taken.ids[rows],
+                                                 taken.old.mask[rows], kernel, taken.steps[rows], most,
+                                                 self.method.reads_entropy)
 
 
 # By the target of a method. RelaxedTraces have rollouts of their own (`relaxed`), which replay no tokens.

@@ -27,15 +27,15 @@ def read_object(path: Path, mend: str, **kinds: type) -> dict[str, Any]:
     Raises UserError if the file holds something else.
     """
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:  # not JSON, or not UTF-8
         raise UserError(f"{path} is damaged ({error}): {mend}") from None
-    if not isinstance(found, dict):
-        raise UserError(f"{path} is damaged (expected an object, got {str(found)[:60]}): {mend}")
+    if not isinstance(content, dict):
+        raise UserError(f"{path} is damaged (expected an object, got {str(content)[:60]}): {mend}")
     for key, kind in kinds.items():
-        if not isinstance(found.get(key), kind):
-            raise UserError(f"{path} is damaged (it has {str(found.get(key))[:60]} under {key!r}): {mend}")
-    return found
+        if not isinstance(content.get(key), kind):
+            raise UserError(f"{path} is damaged (it has {str(content.get(key))[:60]} under {key!r}): {mend}")
+    return content
 
 
 def read_lines(path: Path, *numbers: str) -> list[dict[str, Any]]:
@@ -50,9 +50,9 @@ def read_lines(path: Path, *numbers: str) -> list[dict[str, Any]]:
 
 def _line(path: Path, number: int, line: bytes, numbers: tuple[str, ...]) -> dict[str, Any]:
     try:
-        found = json.loads(line.decode())
-        if isinstance(found, dict) and all(isinstance(found.get(key), (int, float)) for key in numbers):
-            return found
+        record = json.loads(line.decode())
+        if isinstance(record, dict) and all(isinstance(record.get(key), (int, float)) for key in numbers):
+            return record
         why = f"expected an object with numbers under {', '.join(numbers)}"
     except ValueError as error:
         why = str(error)

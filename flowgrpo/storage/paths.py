@@ -30,7 +30,7 @@ def require_file(path: str | Path) -> None:
 
 def require_room(folder: Path, needed: int, what: str) -> None:
     """Raise UserError if the disk of `folder`, which need not exist, has less than `needed` bytes left."""
-    there = next(each for each in (folder.absolute(), *folder.absolute().parents) if each.exists())
+    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     free = shutil.disk_usage(there).free
     if free < needed:
         raise UserError(f"{folder} has room for {free / 2**20:,.0f} MiB, but {what} take {needed / 2**20:,.0f} MiB: "
@@ -38,9 +38,9 @@ def require_room(folder: Path, needed: int, what: str) -> None:
 
 
 def _try(path: Path, folder: Path) -> None:
-    made: list[Path] = []
+    created: list[Path] = []
     try:
-        made = [each for each in (folder, *folder.parents) if not each.exists()]
+        created = [parent for parent in (folder, *folder.parents) if not parent.exists()]
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
@@ -51,9 +51,9 @@ def _try(path: Path, folder: Path) -> None:
         raise UserError(f"{path} cannot be written ({error.strerror}): expected a {kind} that can, name another one"
                         ) from None
     finally:
-        for each in made:
+        for parent in created:
             with contextlib.suppress(OSError):
-                each.rmdir()
+                parent.rmdir()
 
 
 def refusal(error: Exception) -> str | None:
@@ -61,8 +61,8 @@ def refusal(error: Exception) -> str | None:
     errors."""
     if isinstance(error, OSError) and error.filename is not None:
         return f"{os.fsdecode(error.filename)}: {error.strerror}"
-    told = re.search(r"\(os error (\d+)\)", str(error))  # the wording of Rust libraries such as safetensors
-    number = getattr(error, "errno", None) or (int(told[1]) if told else None)
+    match = re.search(r"\(os error (\d+)\)", str(error))  # the wording of Rust libraries such as safetensors
+    number = getattr(error, "errno", None) or (int(match[1]) if match else None)
     if number not in FULL:
         return None
     return f"a file cannot be written whole ({os.strerror(number)}): make room for it; `train` goes on with --resume"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -16,11 +16,11 @@ from flowgrpo.methods.method import Method
 from flowgrpo.methods.targets import LatentEdits
 from flowgrpo.samplers.latent_edits import rewarded
 from flowgrpo.samplers.rollout import Part
-from flowgrpo.types import Context, RegressionTarget, Transitions
+from flowgrpo.types import Completions, Context, RegressionTarget, Transitions
 
 
 def credit(method: Method, parts: list[Part], rewards: Tensor, weights: list[float], context: Context,
-           own: Callable[[Tensor], Tensor]) -> Iterator[Part | None]:
+           local: Callable[[Tensor], Tensor]) -> Iterator[Part | None]:
     """Assign every transition its advantage; None for a part of which nothing is left to train.
 
     A transition has the mean reward of the samples below it, compared with those of its depth in the group. Transitions
@@ -28,15 +28,15 @@ def credit(method: Method, parts: list[Part], rewards: Tensor, weights: list[flo
     subtracted first.
     rewards: [P,G,R] of all processes, NaN where one does not apply.
     weights: of the R rewards.
-    parts: those of this process; `own` selects its rows from those of all.
+    parts: those of this process; `local` selects its rows from those of all.
     """
     less = rewards if context.deducted is None else rewards - context.deducted[..., None].to(rewards)
     shaping, selection, spread = method.credit.shaping, method.credit.selection, method.credit.spread
-    shaped, totals = shaping(less, context) if shaping else less, own(weighted_sum(rewards, weights))
+    shaped, totals = shaping(less, context) if shaping else less, local(weighted_sum(rewards, weights))
     weights = [1.0] if shaping and shaping.merges else weights
     advantage, leaves = method.credit.advantage(shaped, weights, context), ~rewards.isnan().all(2)
     leaves = selection(advantage, context) & leaves if selection else leaves
-    advantage_of, kept_of = {1: own(advantage)}, {1: own(leaves)}  # by the number of samples below a transition
+    advantage_of, kept_of = {1: local(advantage)}, {1: local(leaves)}  # by the number of samples below a transition
     for part in parts:
         at, advantages, kept = slice(part.groups.start, part.groups.stop), [], []
         for taken in part.transitions:
@@ -45,15 +45,15 @@ def credit(method: Method, parts: list[Part], rewards: Tensor, weights: list[flo
                 # Nodes above the leaves are compared without changing the memory of the leaves.
                 values = below(shaped, width)
                 advantage = method.credit.advantage(values, weights, copy.deepcopy(context))
-                advantage_of[width] = own(advantage)
-                kept_of[width] = own(of_nodes(selection, leaves, advantage) & ~values.isnan().all(2))
+                advantage_of[width] = local(advantage)
+                kept_of[width] = local(of_nodes(selection, leaves, advantage) & ~values.isnan().all(2))
             alike = advantage_of[width][at].flatten()
-            advantages.append(spread(taken, alike, totals[at]) if spread else alike)
+            advantages.append(spread(cast(Completions, taken), alike, totals[at]) if spread else alike)
             kept.append(kept_of[width][at].flatten())
         if method.tuning.weight:
             part = towards_best(part, advantage_of[1][at])
         if isinstance(method.target, LatentEdits):
-            part = rewarded(part, own(weighted_sum(shaped, weights))[at].flatten())
+            part = rewarded(part, local(weighted_sum(shaped, weights))[at].flatten())
         yield part.credited(advantages, kept)
 
 

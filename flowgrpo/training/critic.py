@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -16,10 +16,19 @@ from torch import Tensor
 from flowgrpo.advantages.gae import Recall, ValueHead, over_traces, value_loss
 from flowgrpo.config.geometry import BatchShape
 from flowgrpo.distributed.processes import Processes
+from flowgrpo.methods.method import Method
+from flowgrpo.policies.policy import Policy
+from flowgrpo.rollouts.base import Encoded
 from flowgrpo.samplers.rollout import Part
 from flowgrpo.samplers.text.decoding import Decoding
 from flowgrpo.storage import checkpoint
 from flowgrpo.training.replay_buffer import Recalling
+from flowgrpo.types import Completions
+
+if TYPE_CHECKING:
+    from flowgrpo.policies.language.causal_lm import CausalLM
+    from flowgrpo.policies.pipelines.edit_policy import EditPolicy
+    from flowgrpo.samplers.text.records import TokenizedPrompts
 
 
 class Critic:
@@ -28,7 +37,7 @@ class Critic:
     seen: per part of the epoch, the states [k,H] of its tokens, float32 on the CPU, their values and returns [k].
     """
 
-    def __init__(self, part: ValueHead, policy: Any, kernel: Decoding, geometry: BatchShape, processes: Processes):
+    def __init__(self, part: ValueHead, policy: CausalLM, kernel: Decoding, geometry: BatchShape, processes: Processes):
         self.part, self.policy, self.kernel = part, policy, kernel
         self.together, self.processes = geometry.micro_batch, processes
         self.head = torch.nn.Linear(policy.width, 1).to(policy.device)
@@ -37,15 +46,16 @@ class Critic:
         self.optimizer = torch.optim.AdamW(self.head.parameters(), lr=part.lr, weight_decay=0.0)
         self.seen: list[tuple[Tensor, Tensor, Tensor]] = []
 
-    def __call__(self, parts: Sequence[Part], asked: Any) -> list[Part]:
+    def __call__(self, parts: Sequence[Part], conditioning: Encoded) -> list[Part]:
         """Return the parts with advantages [m,L] of tokens in place of those [m] of completions."""
         self.seen = []
-        return [self._credited(part, asked) for part in parts]
+        return [self._credited(part, cast("TokenizedPrompts", conditioning)) for part in parts]
 
     @torch.no_grad()
-    def _credited(self, part: Part, asked: Any) -> Part:
+    def _credited(self, part: Part, conditioning: TokenizedPrompts) -> Part:
         [taken], [reward], mask = part.transitions, part.advantages, part.transitions[0].old.mask
-        hidden, turns = self.policy.hidden(asked, taken, self.kernel, self.together)
+        assert isinstance(taken, Completions)
+        hidden, turns = self.policy.hidden(conditioning, taken, self.kernel, self.together)
         values = self.values(hidden).cpu()
         advantages, returns = over_traces(reward.cpu(), torch.zeros(mask.shape).masked_scatter(mask, values), turns,
                                           mask, self.part.gamma, self.part.decay)
@@ -63,7 +73,7 @@ class Critic:
         losses = []
         for _ in range(self.part.passes if count else 0):
             self.optimizer.zero_grad()
-            losses.append(sum(self._backward(*each, count) for each in self.seen))
+            losses.append(sum(self._backward(*tokens, count) for tokens in self.seen))
             self.processes.add_gradients(list(self.head.parameters()))
             self.optimizer.step()
         if not losses:
@@ -79,21 +89,23 @@ class Critic:
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Return the head and its optimiser's state, for a checkpoint."""
         optimizer = checkpoint.optimizer_tensors(self.optimizer)
-        return dict(self.head.state_dict()) | {f"optimizer.{key}": each for key, each in optimizer.items()}, {}
+        return dict(self.head.state_dict()) | {f"optimizer.{key}": tensor for key, tensor in optimizer.items()}, {}
 
     def load_state(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
         """Restore the state of a checkpoint; if there is none, start anew."""
         if not tensors:
             return
         self.head.load_state_dict({key: tensors[key] for key in self.head.state_dict()})
-        state = {key.removeprefix("optimizer."): each for key, each in tensors.items() if key.startswith("optimizer.")}
+        state = {key.removeprefix("optimizer."): tensor for key, tensor in tensors.items()
+                 if key.startswith("optimizer.")}
         checkpoint.load_optimizer(self.optimizer, state)
 
 
-def make_critic(method: Any, policy: Any, geometry: BatchShape, processes: Processes) -> Critic | Recalling | None:
+def make_critic(method: Method, policy: Policy, geometry: BatchShape, processes: Processes
+                ) -> Critic | Recalling | None:
     """Create the value model of a method; None if it has none."""
     if method.credit.value is None:
         return None
     if isinstance(method.credit.value, Recall):
-        return Recalling(method.credit.value, policy.editor, processes)
-    return Critic(method.credit.value, policy, method.rollout.decoding, geometry, processes)
+        return Recalling(method.credit.value, cast("EditPolicy", policy).editor, processes)
+    return Critic(method.credit.value, cast("CausalLM", policy), method.rollout.decoding, geometry, processes)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from flowgrpo.errors import UserError
 from flowgrpo.objectives.surrogates import Surrogate
-from flowgrpo.rollouts.base import GroupSampler
+from flowgrpo.rollouts.base import Encoded, GroupSampler
 from flowgrpo.samplers.replay import rescored
 from flowgrpo.samplers.rollout import Part
 
@@ -27,14 +28,14 @@ class FirstRatio:
     most: upper bound of rounding errors.
     """
 
-    def __init__(self, rollouts: GroupSampler, clip: Surrogate, exact: float | None, most: float = math.inf):
+    def __init__(self, rollouts: GroupSampler[Any], clip: Surrogate, exact: float | None, most: float = math.inf):
         self.rollouts, self.processes, self.exact = rollouts, rollouts.processes, exact
         self.most, narrow = most, min(clip.low, clip.high)
         self.limit = self.exact or 0.1 * (narrow if narrow < math.inf else UNCLIPPED)
         self.found: float | None = None
         self.rescore = False
 
-    def __call__(self, parts: list[Part], conditioning, say: Callable[[str], None]) -> list[Part]:
+    def __call__(self, parts: list[Part], conditioning: Encoded, say: Callable[[str], None]) -> list[Part]:
         """Return the parts, with old scores that agree with the replay; only the first batch of a run is checked.
 
         In fp32 the run stops above `exact`. Otherwise the limit is a tenth of the clip range (of 1e-4 without a clip).
@@ -61,13 +62,13 @@ class FirstRatio:
                             "without train.checkpointing")
         return parts
 
-    def _again(self, parts, conditioning) -> list[Part]:
+    def _again(self, parts: list[Part], conditioning: Encoded) -> list[Part]:
         with self.processes.together(), self.rollouts.old_policy.old():
             return [rescored(part, self.rollouts.replay(part, conditioning)) for part in parts]
 
-    def _largest(self, parts, conditioning) -> float:
+    def _largest(self, parts: list[Part], conditioning: Encoded) -> float:
         """Return the largest |log ratio| of all transitions; NaN if one is."""
         with self.processes.together():
-            found = [(new.logp - part.transitions[k].old.logp[rows].to(new.logp.device)).detach().abs().max()
-                     for part in parts for k, rows, new in self.rollouts.replay(part, conditioning)]
-        return self.processes.gather(torch.stack(found).cpu() if found else torch.empty(0)).max().item()
+            maxima = [(new.logp - part.transitions[k].old.logp[rows].to(new.logp.device)).detach().abs().max()
+                      for part in parts for k, rows, new in self.rollouts.replay(part, conditioning)]
+        return self.processes.gather(torch.stack(maxima).cpu() if maxima else torch.empty(0)).max().item()

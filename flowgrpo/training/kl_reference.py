@@ -63,7 +63,7 @@ class KLReference:
 
     def state(self) -> tuple[Snapshot, dict[str, Any]]:
         """Return the snapshots, numbered, for a checkpoint."""
-        return {f"{i}/{key}": each for i, snapshot in enumerate(self.held) for key, each in snapshot.items()}, {}
+        return {f"{i}/{key}": tensor for i, snapshot in enumerate(self.held) for key, tensor in snapshot.items()}, {}
 
     def load_state(self, tensors: Snapshot, values: dict[str, Any]) -> None:
         """Restore the snapshots of a checkpoint. If the reference keeps some and there are none, it takes the present

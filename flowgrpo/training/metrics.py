@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 from tqdm import tqdm
 
 from flowgrpo.distributed.processes import Processes
 from flowgrpo.storage.json_files import finite
 
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
 
 class Log:
     """Metrics of one run, one line of JSON per epoch, appended as they come; written by the first process."""
 
-    def __init__(self, folder: Path, accelerator, total: int, first: int):
+    def __init__(self, folder: Path, accelerator: Accelerator, total: int, first: int):
         self.path, self.accelerator, self.speaks = folder / "metrics.jsonl", accelerator, accelerator.is_main_process
         self.bar = tqdm(total=total, initial=first, desc="training", unit="epoch", disable=not self.speaks)
 
@@ -45,11 +49,12 @@ class UpdateStats:
         self.norms: list[torch.Tensor] = []
         self.decisions: list[torch.Tensor] = []  # [n,5]: step, log-ratio, clipped, loss, KL
 
-    def add(self, step: int, mask, log_ratio, clipped, loss, kl=None) -> None:
+    def add(self, step: int, mask: Tensor, log_ratio: Tensor, clipped: Tensor, loss: Tensor, kl: Tensor | None = None
+            ) -> None:
         """Add a batch, all [B,N]; mask: the decisions that count; kl: to the reference, None if it was not measured."""
-        each = (torch.full_like(log_ratio, step), log_ratio, clipped, loss,
-                torch.full_like(log_ratio, torch.nan) if kl is None else kl)
-        self.decisions.append(torch.stack([value.detach().float()[mask] for value in each], 1))
+        columns = (torch.full_like(log_ratio, step), log_ratio, clipped, loss,
+                   torch.full_like(log_ratio, torch.nan) if kl is None else kl)
+        self.decisions.append(torch.stack([value.detach().float()[mask] for value in columns], 1))
 
     def summary(self, processes: Processes = Processes()) -> dict[str, Any]:
         """Return means over the decisions of all processes, which have the same norms."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -10,8 +10,13 @@ from torch import Tensor
 from flowgrpo.advantages.gae import Recall
 from flowgrpo.distributed.processes import Processes
 from flowgrpo.policies.pipelines.edit_networks import prompt_tokens
+from flowgrpo.rollouts.base import Encoded
 from flowgrpo.samplers.rollout import Part
 from flowgrpo.storage import checkpoint
+
+if TYPE_CHECKING:
+    from flowgrpo.policies.pipelines.conditioning import Conditioning
+    from flowgrpo.policies.pipelines.edit_networks import Editor
 
 
 class Recalling:
@@ -20,19 +25,19 @@ class Recalling:
     It holds final states [n,*D], the indices [n] of their prompts among `prompts` [u,T,E], and their rewards [n].
     """
 
-    def __init__(self, part: Recall, editor: Any, processes: Processes):
+    def __init__(self, part: Recall, editor: Editor, processes: Processes):
         self.part, self.editor, self.processes, self.fits = part, editor, processes, 0
         self.optimizer = torch.optim.AdamW(editor.networks.critic.parameters(), lr=part.lr, weight_decay=0.0)
         self.states = self.prompts = self.of = self.rewards = torch.zeros(0)
 
-    def __call__(self, parts: list[Part], asked: Any) -> list[Part]:
+    def __call__(self, parts: list[Part], conditioning: Encoded) -> list[Part]:
         """Return the parts unchanged; store their samples."""
-        taken = [each for part in parts for each in part.transitions]
+        taken = [edits for part in parts for edits in part.transitions]
         if taken:
-            states = [self.editor.edit.applied(each.x[each.parent], each.x_next).cpu() for each in taken]
-            self.remember(torch.cat(states), prompt_tokens(asked).cpu(),
-                          torch.cat([each.prompts[each.parent] for each in taken]),
-                          torch.cat([each.rewards.float().cpu() for each in taken]))
+            states = [self.editor.edit.applied(edits.x[edits.parent], edits.x_next).cpu() for edits in taken]
+            self.remember(torch.cat(states), prompt_tokens(cast("Conditioning", conditioning)).cpu(),
+                          torch.cat([edits.prompts[edits.parent] for edits in taken]),
+                          torch.cat([edits.rewards.float().cpu() for edits in taken]))
         return parts
 
     def remember(self, states: Tensor, prompts: Tensor, of: Tensor, rewards: Tensor) -> None:
@@ -66,7 +71,7 @@ class Recalling:
 
     def _backward(self, generator: torch.Generator) -> float:
         rows = torch.randint(len(self.states), (self.part.batch,), generator=generator)
-        prompts, critic = self.prompts[self.of[rows]], self.editor.networks.critic
+        prompts, critic = self.prompts[self.of[rows]], cast(torch.nn.Module, self.editor.networks.critic)
         weight = next(critic.parameters())
         values = critic(self.states[rows].to(weight), prompts.to(weight))
         loss = (values - self.rewards[rows].to(weight)).square().mean() / 2
@@ -77,7 +82,7 @@ class Recalling:
         """Return the first process's buffer and the optimiser's state, for a checkpoint."""
         optimizer = checkpoint.optimizer_tensors(self.optimizer)
         return {"states": self.states, "prompts": self.prompts, "of": self.of, "rewards": self.rewards,
-                "fits": torch.tensor(self.fits)} | {f"optimizer.{key}": each for key, each in optimizer.items()}, {}
+                "fits": torch.tensor(self.fits)} | {f"optimizer.{key}": tensor for key, tensor in optimizer.items()}, {}
 
     def load_state(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
         """Restore the state of a checkpoint; if there is none, start anew."""
@@ -86,5 +91,6 @@ class Recalling:
         self.states, self.prompts, self.of, self.rewards = (
             tensors[key] for key in ("states", "prompts", "of", "rewards"))
         self.fits = int(tensors["fits"])
-        state = {key.removeprefix("optimizer."): each for key, each in tensors.items() if key.startswith("optimizer.")}
+        state = {key.removeprefix("optimizer."): tensor for key, tensor in tensors.items()
+                 if key.startswith("optimizer.")}
         checkpoint.load_optimizer(self.optimizer, state)

@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -33,6 +33,7 @@ from flowgrpo.storage import paths
 from flowgrpo.types import required
 
 AT_ONCE = 64  # images read, or scored without gradients, at once
+B = TypeVar("B")  # a batch
 Rows = dict[str, Tensor]  # of N pairs: [2, N, ...], the chosen first
 
 
@@ -103,10 +104,10 @@ def accuracy(margins: Tensor, verdicts: Tensor, prompts: Sequence[str]) -> Inter
     return share(right(margins, verdicts).tolist(), prompts)
 
 
-def share(told: Sequence[float], prompts: Sequence[str]) -> Interval:
+def share(marks: Sequence[float], prompts: Sequence[str]) -> Interval:
     """Return the mean of the prompts' means of marks [N], NaN left out, with its 95 % interval over prompts."""
     of = defaultdict(list)
-    for prompt, value in zip(prompts, told):
+    for prompt, value in zip(prompts, marks):
         of[prompt].append(value)
     longest = max(map(len, of.values()))
     return interval(np.array([values + [math.nan] * (longest - len(values)) for values in of.values()]))
@@ -123,10 +124,10 @@ def families(pairs: Sequence[Pair]) -> list[list[int]]:
 
     for pair in pairs:
         leads[lead(pair.chosen)] = lead(pair.rejected)
-    found = defaultdict(list)
+    members = defaultdict(list)
     for number, pair in enumerate(pairs):
-        found[lead(pair.chosen)].append(number)
-    return list(found.values())
+        members[lead(pair.chosen)].append(number)
+    return list(members.values())
 
 
 def batches(grouped: list[list[int]], size: int, rng: np.random.Generator) -> Iterator[list[int]]:
@@ -158,16 +159,16 @@ def train(trained: Sequence[Pair], held: Sequence[Pair], output: Path, settings:
     torch.manual_seed(settings.seed)
     network = _network(settings, len(names), device)
     _tell_cut(network, {pair.prompt for pair in (*trained, *held)})
-    sides = [(_rows(network, side, told), _verdicts(side, names)) for side, told in
+    sides = [(_rows(network, side, title), _verdicts(side, names)) for side, title in
              ((trained, "reading pairs"), (held, "reading held-out pairs"))]
     best = _fit(network, trained, sides[0], sides[1], settings, device)
     scores = _scores(network, sides[1][0], settings, device)
-    found = {name: accuracy((scores[0] - scores[1])[:, i], sides[1][1][:, i], [pair.prompt for pair in held])
-             for i, name in enumerate(names)}
+    accuracies = {name: accuracy((scores[0] - scores[1])[:, i], sides[1][1][:, i], [pair.prompt for pair in held])
+                  for i, name in enumerate(names)}
     save(output, network, Description(_aspects(names, scores), settings.network, {
-        "accuracy": {name: _told(each) for name, each in found.items()}, "epoch": best,
+        "accuracy": {name: _told(result) for name, result in accuracies.items()}, "epoch": best,
         "pairs": {"train": len(trained), "held_out": len(held)}, "settings": asdict(settings)}))
-    return found
+    return accuracies
 
 
 def _device(name: str | None) -> str:
@@ -203,12 +204,12 @@ def _verdicts(pairs: Sequence[Pair], names: Sequence[str]) -> Tensor:
     return torch.tensor([[pair.verdicts.get(name, math.nan) for name in names] for pair in pairs])
 
 
-def _rows(network: Film | ClipHead, pairs: Sequence[Pair], told: str) -> Rows:
+def _rows(network: Film | ClipHead, pairs: Sequence[Pair], title: str) -> Rows:
     """Return the network's inputs of the pairs' images and prompts, on the CPU."""
     shown = [(pair.prompt, picture) for side in ("chosen", "rejected") for pair in pairs
              for picture in [getattr(pair, side)]]
     parts = []
-    for at in tqdm(range(0, len(shown), AT_ONCE), desc=told, unit="batch", mininterval=1):
+    for at in tqdm(range(0, len(shown), AT_ONCE), desc=title, unit="batch", mininterval=1):
         prompts, files = zip(*shown[at:at + AT_ONCE])
         prepared = torch.cat([network.prepare(_picture(file)[None]) for file in files])
         parts.append({key: value.cpu() for key, value in network.rows(prepared, prompts).items()})
@@ -236,7 +237,7 @@ def _fit(network: nn.Module, pairs: Sequence[Pair], trained: tuple[Rows, Tensor]
                lambda: _measured(network, held, settings, device), settings)
 
 
-def fit(network: nn.Module, epochs: Sequence[Sequence[Any]], loss_of: Callable[[Any], Tensor],
+def fit(network: nn.Module, epochs: Sequence[Sequence[B]], loss_of: Callable[[B], Tensor],
         measured: Callable[[], tuple[float, float]], settings: Settings) -> int:
     """Train on the batches of each epoch, and load the best epoch's weights at the end; return that epoch, counted from
     1.
@@ -264,10 +265,10 @@ def fit(network: nn.Module, epochs: Sequence[Sequence[Any]], loss_of: Callable[[
             optimizer.step()
             step += 1
             bar.update()
-        found, negative = measured()
-        bar.set_postfix(epoch=epoch, held_out=f"{found:.3f}", held_out_loss=f"{-negative:.3f}")
-        if (found, negative) > best[:2]:
-            best = (found, negative, epoch, copy.deepcopy(network.state_dict()))
+        score, negative = measured()
+        bar.set_postfix(epoch=epoch, held_out=f"{score:.3f}", held_out_loss=f"{-negative:.3f}")
+        if (score, negative) > best[:2]:
+            best = (score, negative, epoch, copy.deepcopy(network.state_dict()))
         elif epoch - best[2] >= settings.patience:
             break
     bar.close()
@@ -308,5 +309,5 @@ def _aspects(names: Sequence[str], scores: Tensor) -> dict[str, Aspect]:
     return {name: Aspect(1.0, mean[i], deviation[i] or 1.0) for i, name in enumerate(names)}
 
 
-def _told(found: Interval) -> dict[str, Any]:
-    return {key: None if value != value else value for key, value in found.told().items()}
+def _told(estimate: Interval) -> dict[str, Any]:
+    return {key: None if value != value else value for key, value in estimate.told().items()}

@@ -31,7 +31,7 @@ def require_same(config: Config, last: Path) -> list[str]:
 
     Raises UserError if a change does not fit its weights, or takes back epochs.
     """
-    epoch, told = int(last.name.removeprefix("epoch-")), []
+    epoch, changes = int(last.name.removeprefix("epoch-")), []
     if epoch > config.train.epochs:
         raise UserError(f"--resume: train.epochs is {config.train.epochs}, but {epoch} are done: expected as many, or "
                         "more")
@@ -43,8 +43,8 @@ def require_same(config: Config, last: Path) -> list[str]:
         if key in FIXED:
             raise UserError(f"--resume: {key} is {value!r}, but the run in {config.folder} began with {was[key]!r}: "
                             "keep it, or give the run another name")
-        told.append(f"{key}: {value}, was {was[key]}")
-    return told
+        changes.append(f"{key}: {value}, was {was[key]}")
+    return changes
 
 
 def precision(config: Config) -> str | None:
@@ -55,13 +55,13 @@ def precision(config: Config) -> str | None:
 
 def _flat(nested: dict[str, Any], above: str = "") -> dict[str, Any]:
     """Return the values of sections under dotted keys; values that the user names (parts, rewards) stay whole."""
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for key, value in nested.items():
         if isinstance(value, dict) and f"{above}{key}" in sections():
-            found |= _flat(value, f"{above}{key}.")
+            values |= _flat(value, f"{above}{key}.")
         else:
-            found[f"{above}{key}"] = value
-    return found
+            values[f"{above}{key}"] = value
+    return values
 
 
 @contextlib.contextmanager
@@ -135,7 +135,7 @@ def set_aside(folder: Path) -> Path | None:
 def keep_lines(path: Path, epoch: int) -> None:
     """Drop the metrics of epochs that will be run (again), and a last line that a kill cut off."""
     if path.exists():
-        told, kept = read_lines(path, "epoch"), path.with_suffix(".tmp")
+        records, kept = read_lines(path, "epoch"), path.with_suffix(".tmp")
         whole = path.read_text().splitlines(keepends=True)
-        kept.write_text("".join(line for line, found in zip(whole, told) if found["epoch"] <= epoch))
+        kept.write_text("".join(line for line, record in zip(whole, records) if record["epoch"] <= epoch))
         kept.replace(path)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from threading import Lock
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -15,7 +15,11 @@ from flowgrpo.data.prompts import Prompt
 from flowgrpo.distributed.processes import Processes
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation.report.snapshots import Extremes
+from flowgrpo.rewards import Composed
 from flowgrpo.rewards.pairwise import pairing
+from flowgrpo.rollouts.base import Outputs
+
+Functions: TypeAlias = dict[str, Composed | Callable[..., Any]]  # rewards by name
 
 
 class Scoring:
@@ -27,7 +31,7 @@ class Scoring:
     reward_failures: samples on which each has failed since the run began, on all processes.
     """
 
-    def __init__(self, functions: dict[str, Any], weights: dict[str, float], group: int, processes: Processes):
+    def __init__(self, functions: Functions, weights: dict[str, float], group: int, processes: Processes):
         self.functions, self.weights, self.group, self.processes = functions, weights, group, processes
         self.compares = any(map(rewards.sees_base, functions.values()))  # reads the base model's samples
         self.transforms = any(map(rewards.transforms_of, functions.values()))  # a rule changes scores
@@ -42,7 +46,7 @@ class Scoring:
         """Start a new epoch without samples."""
         self.extremes = Extremes(list(self.functions))
 
-    def judge(self, batch: list[Prompt], rows: torch.Tensor, outputs: Any, base: torch.Tensor | None = None
+    def judge(self, batch: list[Prompt], rows: torch.Tensor, outputs: Outputs, base: torch.Tensor | None = None
               ) -> torch.Tensor:
         """Return `score` of samples that are trained on; keep the best and the worst of them for display."""
         scores = self.score(batch, rows, outputs, self.group, base)
@@ -50,7 +54,7 @@ class Scoring:
         self.extremes.add([batch[p].text for p in rows], outputs, scores, totals)
         return scores
 
-    def score(self, batch: list[Prompt], rows: torch.Tensor, outputs: Any, group: int,
+    def score(self, batch: list[Prompt], rows: torch.Tensor, outputs: Outputs, group: int,
               base: torch.Tensor | None = None) -> torch.Tensor:
         """Return the rewards [b,R] of outputs of the prompts `rows` [b], whole groups of the given size.
 
@@ -61,7 +65,8 @@ class Scoring:
             return rewards.score(self.functions, outputs, [p.text for p in of], [p.metadata for p in of], group,
                                  self._tally, base)
 
-    def total(self, batch: list[Prompt], outputs: Any, group: int, rows: torch.Tensor | None = None) -> torch.Tensor:
+    def total(self, batch: list[Prompt], outputs: Outputs, group: int, rows: torch.Tensor | None = None
+              ) -> torch.Tensor:
         """Return the weighted sum of rewards [.,group] of outputs of the prompts `rows`, group for each; None: of all
         in turn."""
         rows = torch.arange(len(batch)).repeat_interleave(group) if rows is None else rows
@@ -114,12 +119,12 @@ class Scoring:
         means, failed = ([metrics[f"reward/{name}/{what}"] for name in self.functions] for what in ("mean", "failed"))
         if not all(map(math.isnan, means)):
             return
-        told = " or ".join(map(repr, self.functions))
+        names = " or ".join(map(repr, self.functions))
         if not epoch and not any(failed):
-            raise UserError(f"no sample of the first epoch had a score from {told}: expected prompts to which it "
+            raise UserError(f"no sample of the first epoch had a score from {names}: expected prompts to which it "
                             f"applies, with the metadata that it asks for, got such as {prompt[:60]!r}")
         if not self._unscored:
-            say(f"no sample of epoch {epoch + 1} had a score from {told}: nothing is trained in such epochs")
+            say(f"no sample of epoch {epoch + 1} had a score from {names}: nothing is trained in such epochs")
         self._unscored = True
 
     def _take_failures(self, say: Callable[[str], None]) -> dict[str, int]:

@@ -5,18 +5,55 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
+from flowgrpo.config.geometry import BatchShape
+from flowgrpo.config.schema import Config
+from flowgrpo.data.prompts import Prompt
+from flowgrpo.distributed.processes import Processes
 from flowgrpo.errors import UserError
+from flowgrpo.methods.method import Method
+from flowgrpo.policies.policy import Policy
+from flowgrpo.rollouts.base import GroupSampler
 from flowgrpo.storage import checkpoint
+from flowgrpo.training.best import BestWeights
+from flowgrpo.training.critic import Critic
+from flowgrpo.training.first_ratio import FirstRatio
+from flowgrpo.training.kl_reference import KLReference
+from flowgrpo.training.replay_buffer import Recalling
+from flowgrpo.training.scoring import Scoring
 
 COUNTERS = ("epoch", "update", "skipped", "sampled", "seconds", "reward_wait_seconds")
 SAMPLING = ("rollout_evaluations", "saved_evaluations")
 
 
-def counters(trainer: Any) -> dict[str, Any]:
+class Run(Protocol):
+    """`train.Trainer`, as a checkpoint and a trial read it."""
+
+    config: Config
+    processes: Processes
+    policy: Policy
+    method: Method
+    geometry: BatchShape
+    prompts: list[Prompt]
+    held_out: list[Prompt]
+    scoring: Scoring
+    rollouts: GroupSampler[Any]
+    optimizer: torch.optim.Optimizer
+    scaler: torch.amp.GradScaler
+    ema: dict[str, torch.Tensor] | None
+    best: BestWeights
+    kl_reference: KLReference
+    first_ratio: FirstRatio
+    critic: Critic | Recalling | None
+    memory: dict[str, Any]
+    marked: dict[str, Any]
+    epoch: int
+
+
+def counters(trainer: Run) -> dict[str, Any]:
     """Return the counters of a run, apart from its weights: the same on all processes."""
     [evaluations] = trainer.processes.total([trainer.policy.evaluations])
     return {key: getattr(trainer, key) for key in COUNTERS} | {
@@ -26,45 +63,46 @@ def counters(trainer: Any) -> dict[str, Any]:
         "loss_scale": trainer.scaler.state_dict(), "memory": copy.deepcopy(trainer.memory)}
 
 
-def stateful(trainer: Any) -> dict[str, checkpoint.Stateful]:
+def stateful(trainer: Run) -> dict[str, checkpoint.Stateful]:
     """Return the parts of a run that keep a state of their own, by their names in a checkpoint."""
-    parts = {"old": trainer.rollouts.old_policy, "best": trainer.best, "reference": trainer.kl_reference}
+    parts: dict[str, checkpoint.Stateful] = {
+        "old": trainer.rollouts.old_policy, "best": trainer.best, "reference": trainer.kl_reference}
     return parts if trainer.critic is None else parts | {"critic": trainer.critic}
 
 
-def save(trainer: Any, folder: Path, wait: bool = True) -> None:
+def save(trainer: Run, folder: Path, wait: bool = True) -> None:
     """Write a checkpoint of everything, as of the end of the last whole epoch; the first process writes it.
 
     wait: until all processes are here.
     """
     if trainer.processes.first:
-        tensors = {f"weights/{k}": v for k, v in trainer.policy.weights.named.items()}
+        tensors: dict[str, torch.Tensor] = {f"weights/{k}": v for k, v in trainer.policy.weights.named.items()}
         tensors |= {f"ema/{k}": v for k, v in (trainer.ema or {}).items()}
         states = {name: part.state() for name, part in stateful(trainer).items()}
         tensors |= {f"{name}/{k}": v for name, (kept, _) in states.items() for k, v in kept.items()}
         tensors |= {f"optimizer/{k}": v for k, v in checkpoint.optimizer_tensors(trainer.optimizer).items()}
-        told = trainer.marked | {name: values for name, (_, values) in states.items()}
-        checkpoint.save(folder / "checkpoints", trainer.epoch, tensors, told, trainer.config.train.keep)
+        state = trainer.marked | {name: values for name, (_, values) in states.items()}
+        checkpoint.save(folder / "checkpoints", trainer.epoch, tensors, state, trainer.config.train.keep)
     if wait:
         trainer.processes.wait()  # a process that left would have the others ended, in the midst of writing
 
 
-def room(trainer: Any) -> int:
+def room(trainer: Run) -> int:
     """Return the bytes that a run's checkpoints will take in addition to the present ones.
 
     They hold weights, averages and snapshots of them, and the optimiser's state, for `keep` checkpoints and one that is
     being written.
     """
     train, weights = trainer.config.train, list(trainer.policy.weights.named.values())
-    one = sum(each.numel() * each.element_size() for each in weights)
+    one = sum(tensor.numel() * tensor.element_size() for tensor in weights)
     snapshots = (trainer.ema is not None) + (trainer.config.eval.best is not None) + len(trainer.kl_reference.held)
-    moments = sum(each.numel() for each in weights) * (2 if train.optimizer == "adamw8bit" else 8)
+    moments = sum(tensor.numel() for tensor in weights) * (2 if train.optimizer == "adamw8bit" else 8)
     kept = list((trainer.config.folder / "checkpoints").glob("epoch-*/*"))
     written = min(train.keep, -(-train.epochs // train.save_every)) + 1
-    return max(written * (one * (1 + snapshots) + moments) - sum(each.stat().st_size for each in kept), 0)
+    return max(written * (one * (1 + snapshots) + moments) - sum(file.stat().st_size for file in kept), 0)
 
 
-def restore(trainer: Any, folder: Path) -> None:
+def restore(trainer: Run, folder: Path) -> None:
     """Load a checkpoint's state.
 
     Raises UserError if it is of other weights.

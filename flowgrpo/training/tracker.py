@@ -5,9 +5,13 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
+from typing import TYPE_CHECKING
 
 from flowgrpo.config.schema import Config
 from flowgrpo.errors import UserError
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
 
 
 def require(config: Config) -> None:
@@ -33,7 +37,7 @@ def _logged_in() -> bool:
     return bool(getattr(getattr(wandb, "api", None), "api_key", "unknown"))
 
 
-def start(accelerator, config: Config) -> None:
+def start(accelerator: Accelerator, config: Config) -> None:
     """Open the tracker, after every check, so a rejected run leaves no empty one.
 
     Raises UserError if it does not open.

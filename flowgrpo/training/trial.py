@@ -12,9 +12,9 @@ import copy
 import itertools
 import random
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -24,13 +24,16 @@ from flowgrpo.config.reward_rules import Retry
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation.measured import measure, spread
+from flowgrpo.policies.policy import Policy
 from flowgrpo.rewards import Composed
 from flowgrpo.rewards.gradient import require_graph
 from flowgrpo.rewards.pairwise import pairing, sees_groups
 from flowgrpo.rewards.remote import exchange
 from flowgrpo.rewards.text.soft_texts import SoftTexts
+from flowgrpo.rollouts.base import Outputs
 from flowgrpo.storage import paths
 from flowgrpo.training import state
+from flowgrpo.training.scoring import Functions
 
 SAMPLES = 2  # per batch: one alone would not reveal a reward that always returns one number
 TOKENS = 8  # of a completion, at most
@@ -49,7 +52,7 @@ class Batch:
     name: str
     reward: Composed
     prompts: list[Prompt]
-    outputs: Any
+    outputs: Outputs
     group: int
 
     @property
@@ -62,7 +65,7 @@ class Batch:
         return copy.deepcopy([prompt.metadata for prompt in self.prompts])
 
 
-def require(trainer: Any, measured: dict[str, Any]) -> None:
+def require(trainer: state.Run, measured: Functions) -> None:
     """Try the rewards of a run: the trained ones on training prompts, the other `measured` ones on held-out prompts.
     Check its prompts and the free space on its disk.
 
@@ -75,19 +78,20 @@ def require(trainer: Any, measured: dict[str, Any]) -> None:
     with trainer.processes.together(), _unseen(trainer.policy):
         if trainer.policy.modality == "text":
             plain = [prompt.text for prompt in [*trainer.prompts, *held] if prompt.image is None]
-            trainer.policy.require_context(plain)
+            cast(Any, trainer.policy).require_context(plain)
         samples = Samples(trainer)
-        own = _batches(trained, trainer.prompts, trainer.geometry.group, samples)
+        batches = _batches(trained, trainer.prompts, trainer.geometry.group, samples)
         further = _batches(watched, held, 1, samples)
         if trainer.processes.first:
             paths.require_room(trainer.config.folder, state.room(trainer), "the run's checkpoints")
             with exchange.brief():
-                scored = [judged(batch) for batch in own]
+                scored = [judged(batch) for batch in batches]
                 for batch in further:
                     judged(batch)
-                for batch in own if trainer.method.target.follows_reward else ():
-                    require_graph(batch.name, batch.reward, samples.in_graph(batch), batch.texts, batch.metadata)
-            if own and not any(scored) and not any(_grouped_or_slow(batch.reward) for batch in own):
+                for batch in batches if trainer.method.target.follows_reward else ():
+                    require_graph(batch.name, batch.reward, cast(Any, samples.in_graph(batch)), batch.texts,
+                                  batch.metadata)
+            if batches and not any(scored) and not any(_grouped_or_slow(batch.reward) for batch in batches):
                 _require_real_scores(trainer)
 
 
@@ -104,13 +108,13 @@ def judged(batch: Batch) -> bool:
     notice.daemon = True
     notice.start()
     try:
-        found = rewards.score({name: tried(batch.reward)}, outputs, batch.texts, batch.metadata, batch.group, tally,
-                              outputs.clone() if rewards.sees_base(batch.reward) else None)
+        scores = rewards.score({name: tried(batch.reward)}, outputs, batch.texts, batch.metadata, batch.group, tally,
+                               outputs.clone() if rewards.sees_base(batch.reward) else None)
     finally:
         notice.cancel()
     if said := tally.said.get(name):
         print(f"reward {name!r} failed on a trial sample, which a run leaves out and counts: {said}")
-    return bool(said) or not bool(found.isnan().all())
+    return bool(said) or not bool(scores.isnan().all())
 
 
 def tried(reward: Composed) -> Composed:
@@ -121,7 +125,7 @@ def tried(reward: Composed) -> Composed:
     return Composed(reward.function, reward.rule.model_copy(update={"on_error": policy}))
 
 
-def slow(reward: Any) -> bool:
+def slow(reward: Callable[..., Any]) -> bool:
     """True if a server answers for a reward, or for one that it is made of: a call may take long, or cost money."""
     needs = (rewards.about(reward).needs or "").split(",")
     return "server" in map(str.strip, needs) or any(map(slow, getattr(reward, "made_of", ())))
@@ -131,30 +135,31 @@ def _grouped_or_slow(reward: Composed) -> bool:
     return sees_groups(reward.function) or slow(reward.function)
 
 
-def _batches(functions: dict[str, Any], prompts: list[Prompt], group: int, samples: Samples) -> list[Batch]:
+def _batches(functions: Functions, prompts: list[Prompt], group: int, samples: Samples) -> list[Batch]:
     """Return the batch of each reward; a reward that applies to none of the prompts is left out."""
-    found = []
+    batches = []
     for name, reward in functions.items():
         reward = reward if isinstance(reward, Composed) else Composed(reward)
         few, grouped = slow(reward.function), sees_groups(reward.function)
         # A judge of pairs does not see their number: from a possibly paid one, request a single pair.
         size = 2 if few and pairing(reward.function) else group if grouped else 1
-        own = list(itertools.islice((prompt for prompt in prompts if reward.rule.applies(prompt.metadata)),
-                                    1 if few or grouped else SAMPLES))
-        if own:
-            rows = own * size if grouped else own if few else (own * SAMPLES)[:SAMPLES]
-            found.append(Batch(name, reward, rows, samples(rows), size))
-    return found
+        applicable = list(itertools.islice((prompt for prompt in prompts if reward.rule.applies(prompt.metadata)),
+                                           1 if few or grouped else SAMPLES))
+        if applicable:
+            rows = applicable * size if grouped else applicable if few else (applicable * SAMPLES)[:SAMPLES]
+            batches.append(Batch(name, reward, rows, samples(rows), size))
+    return batches
 
 
 class Samples:
     """Samples for the trials, drawn once for the same prompts."""
 
-    def __init__(self, trainer: Any):
-        self.trainer, self.policy = trainer, trainer.policy
-        self._known: dict[tuple[str, ...], Any] = {}
+    def __init__(self, trainer: state.Run):
+        self.trainer, self.rollouts = trainer, cast(Any, trainer.rollouts)
+        self.policy: Any = trainer.policy
+        self._known: dict[tuple[str, ...], Outputs] = {}
 
-    def __call__(self, rows: list[Prompt]) -> Any:
+    def __call__(self, rows: list[Prompt]) -> Outputs:
         """Return outputs of these prompts, one each: two are drawn; further images are blends of these."""
         key = tuple(prompt.key for prompt in rows)
         if key not in self._known:
@@ -162,31 +167,32 @@ class Samples:
         return self._known[key]
 
     @torch.no_grad()
-    def _drawn(self, rows: list[Prompt]) -> Any:
+    def _drawn(self, rows: list[Prompt]) -> Outputs:
         some, config = rows[:SAMPLES], self.trainer.config
-        asked = self.trainer.rollouts.encode(
+        conditioning = self.rollouts.encode(
             [prompt.text for prompt in some],
             [config.negative_prompt if prompt.negative is None else prompt.negative for prompt in some],
             [prompt.image for prompt in some])
-        if getattr(asked, "mixed", False):  # images of several sizes do not fit in one batch
-            asked = asked.rows(torch.zeros(len(some), dtype=torch.int64))
+        if getattr(conditioning, "mixed", False):  # images of several sizes do not fit in one batch
+            conditioning = conditioning.rows(torch.zeros(len(some), dtype=torch.int64))
         generators = self.policy.generators(range(len(some)))
         if self.policy.modality == "text":
             with _short(self.policy):
-                drawn = self.policy.sample(asked, self.trainer.method.rollout.decoding, generators,
+                drawn = self.policy.sample(conditioning, self.trainer.method.rollout.decoding, generators,
                                            torch.zeros(len(some), dtype=torch.bool)).texts
             return [drawn[i % len(drawn)] for i in range(len(rows))]
-        drawn = self.policy.of_noise(asked, generators)
+        drawn = self.policy.of_noise(conditioning, generators)
         if len(rows) == len(some):
             return drawn
         share = torch.linspace(0, 1, len(rows)).view(-1, *[1] * (drawn.ndim - 1))
         return torch.lerp(drawn[:1], drawn[1:], share)
 
-    def in_graph(self, batch: Batch) -> Any:
+    def in_graph(self, batch: Batch) -> torch.Tensor | SoftTexts:
         """Return the outputs for a reward whose gradient is followed: for texts, their prompts' own tokens."""
         if self.policy.modality != "text":
+            assert isinstance(batch.outputs, torch.Tensor)
             return batch.outputs.to(self.policy.device).clone().requires_grad_()
-        tokens = self.trainer.rollouts.tokens
+        tokens = self.rollouts.tokens
         [ids] = self.policy.encode([batch.prompts[0].text]).ids
         weights = torch.nn.functional.one_hot(ids, len(tokens)).float().to(self.policy.device)
         return SoftTexts(weights.repeat(len(batch.prompts), 1, 1).requires_grad_(), tokens)
@@ -204,7 +210,7 @@ def _short(policy: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _unseen(policy: Any) -> Iterator[None]:
+def _unseen(policy: Policy) -> Iterator[None]:
     """Context manager: count no evaluation, and restore the random state at the end."""
     evaluations, python, numbers = policy.evaluations, random.getstate(), np.random.get_state()
     try:
@@ -216,7 +222,7 @@ def _unseen(policy: Any) -> Iterator[None]:
         np.random.set_state(numbers)
 
 
-def _require_real_scores(trainer: Any) -> None:
+def _require_real_scores(trainer: state.Run) -> None:
     """Raise UserError if no trained reward has a score for real samples either, of prompts spread evenly over all.
 
     The first epoch would report the same. With several processes, which would all have to draw, it is left to that.
@@ -226,12 +232,12 @@ def _require_real_scores(trainer: Any) -> None:
     settings, functions = trainer.config.eval, trainer.scoring.functions
     functions = {name: tried(reward) if isinstance(reward, Composed) else reward for name, reward in functions.items()}
     prompts = spread(trainer.prompts, min(REAL, trainer.config.train.prompts))
-    found = measure(
+    result = measure(
         trainer.policy, prompts, functions, steps=settings.steps, guidance=settings.guidance, samples=1,
         micro_batch=trainer.config.train.micro_batch, negative=trainer.config.negative_prompt, title="trial",
-        encode=trainer.rollouts.encode)
-    scored = any(score == score for scores in found.scores.values() for score in scores)
-    if not scored and not any(found.failed.values()):
+        encode=cast(Any, trainer.rollouts).encode)
+    scored = any(score == score for scores in result.scores.values() for score in scores)
+    if not scored and not any(result.failed.values()):
         raise UserError(f"no sample of {len(prompts)} prompts had a score from {' or '.join(map(repr, functions))}: "
                         "expected prompts to which it applies, with the metadata that it asks for, got such as "
                         f"{prompts[0].text[:60]!r}")

@@ -1,4 +1,4 @@
-"""The named methods: functions from a Method to a Method, which hold what differs.
+"""Named methods: functions from a Method to a Method, which hold what differs.
 
 A new one adds at most one part, one preset and one test. Every public function of the modules here is a preset.
 """
@@ -12,15 +12,16 @@ from flowgrpo.methods.method import Method
 from flowgrpo.methods.presets import denoising, finals, overlays, text
 
 PRESETS: dict[str, Callable[..., Method]] = {
-    name: found for module in (denoising, overlays, finals, text)
-    for name, found in vars(module).items()
-    if inspect.isfunction(found) and found.__module__ == module.__name__ and not name.startswith("_")}
+    name: function for module in (denoising, overlays, finals, text)
+    for name, function in vars(module).items()
+    if inspect.isfunction(function) and function.__module__ == module.__name__ and not name.startswith("_")}
 # Those that say what is sampled and trained of a denoiser; the others change one thing of one of them.
-HOSTS = {name for name, found in PRESETS.items() if found.__module__ in (denoising.__name__, finals.__name__)}
-OVERLAYS = {name for name, found in PRESETS.items()
-            if found.__module__ in (overlays.__name__, overlays.__name__)}  # that change one thing of another
+HOSTS = {name for name, function in PRESETS.items()
+         if function.__module__ in (denoising.__name__, finals.__name__)}
+OVERLAYS = {name for name, function in PRESETS.items()
+            if function.__module__ in (overlays.__name__, overlays.__name__)}  # that change one thing of another
 
 
 def suited(process: str) -> list[str]:
-    """The presets for a process, such as "tokens"."""
+    """Return the presets for a process, such as "tokens"."""
     return [name for name, make in PRESETS.items() if make().fits(process)]

@@ -9,6 +9,7 @@ from flowgrpo.advantages import baselines, gae, group, selection, shaping
 from flowgrpo.methods import targets
 from flowgrpo.methods.groups import TextGeneration
 from flowgrpo.methods.method import Method
+from flowgrpo.methods.parts import Backprop, Times
 from flowgrpo.objectives import actor_critic, forward_process, reductions, references
 from flowgrpo.samplers import kernels, latent_edits, noised_finals, old_policy, plans, reward_gradient
 from flowgrpo.samplers.text import decoding, gumbel_softmax
@@ -68,8 +69,8 @@ def rpo(method: Method = Method()) -> Method:
                                         surrogate=forward_process.Preference(2.0, similarity=1.0))
 
 
-def _forward(method: Method, times: Any, **parts: Any) -> Method:
-    """A method of noised finals: rollouts without noise, each from its own, and what `parts` say."""
+def _forward(method: Method, times: Times, **parts: Any) -> Method:
+    """Return a method of noised finals: rollouts without noise, each from its own, and what `parts` say."""
     usual = {"plan": plans.NoSteps(), "roots": None, "log_ratio": objectives.Matching(),
              "advantage": group.Advantage(scale="batch", order="rewards"), "step_weight": objectives.Uniform()}
     return method.having(target=targets.NoisedFinals(times), **usual | parts)
@@ -101,8 +102,8 @@ def alignprop(method: Method = Method()) -> Method:
                                                                                 kernel=kernels.FlowDDIM(1.0))
 
 
-def _backprop(method: Method, ending: Any) -> Method:
-    """A method that follows the reward's gradient, on a deterministic rollout."""
+def _backprop(method: Method, ending: Backprop) -> Method:
+    """Return a method that follows the reward's gradient, on a deterministic rollout."""
     return method.having(target=targets.RewardGradient(ending), kernel=kernels.FlowDDIM(0.0), roots=None,
                          advantage=group.Advantage(scale="group", order="rewards"), log_ratio=objectives.PlainRatio(),
                          surrogate=objectives.RewardAscent(), step_weight=objectives.Uniform(),

@@ -69,8 +69,8 @@ def scaf_grpo(method: Method = Method()) -> Method:
 
 def ghpo(method: Method = Method()) -> Method:
     """GHPO over any host: groups that all fail are sampled again with more and more of the solution (2507.10628)."""
-    told = "{prompt}\n\nThe solution begins like this, go on from there: {hint}"
-    return method.having(redraw=resampling.Hints((0.25, 0.5, 0.75), text=told))
+    template = "{prompt}\n\nThe solution begins like this, go on from there: {hint}"
+    return method.having(redraw=resampling.Hints((0.25, 0.5, 0.75), text=template))
 
 
 def entropy_bonus(method: Method = Method()) -> Method:
