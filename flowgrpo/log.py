@@ -16,16 +16,16 @@ def quiet() -> Iterator[None]:
     from diffusers.utils import logging as of_diffusers
     from transformers.utils import logging as of_transformers
 
-    levels = [(each, each.get_verbosity()) for each in (of_diffusers, of_transformers)]
-    for each, _ in levels:
-        each.set_verbosity(each.CRITICAL)
+    levels = [(module, module.get_verbosity()) for module in (of_diffusers, of_transformers)]
+    for module, _ in levels:
+        module.set_verbosity(module.CRITICAL)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        for each, level in levels:
-            each.set_verbosity(level)
+        for module, level in levels:
+            module.set_verbosity(level)
 
 
 class PhaseTimer:

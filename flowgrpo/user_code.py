@@ -22,12 +22,12 @@ def load(name: str) -> Any:
 
     Raises UserError for anything not callable.
     """
-    found = from_file(name, "reward")
-    if inspect.isclass(found):
-        found = guarded(f"{name!r} cannot be made", found)
-    if not callable(found):
-        raise UserError(f"{name!r} is of type {type(found).__name__}: expected a function")
-    return found
+    thing = from_file(name, "reward")
+    if inspect.isclass(thing):
+        thing = guarded(f"{name!r} cannot be made", thing)
+    if not callable(thing):
+        raise UserError(f"{name!r} is of type {type(thing).__name__}: expected a function")
+    return thing
 
 
 def from_file(name: str, what: str) -> Any:
@@ -43,8 +43,8 @@ def from_file(name: str, what: str) -> Any:
         raise UserError(f"{what} {name!r}: no file at {file}")
     module = guarded(f"{what} file {file} does not import", _module, path)
     if not hasattr(module, attribute):
-        own = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
-        raise UserError(f"{what} file {file} has no {attribute!r}{nearest(attribute, own)}")
+        names = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+        raise UserError(f"{what} file {file} has no {attribute!r}{nearest(attribute, names)}")
     return getattr(module, attribute)
 
 
@@ -82,8 +82,8 @@ def guarded(what: str, call: Callable[..., Any], *arguments: Any, error_type: ty
     except UserError:
         raise
     except (Exception, SystemExit) as error:
-        told = " ".join(f"{type(error).__name__}: {error}".split())
-        raise error_type(f"{what}: {told}{_place(error)}") from error
+        message = " ".join(f"{type(error).__name__}: {error}".split())
+        raise error_type(f"{what}: {message}{_place(error)}") from error
 
 
 # Files of ours that call users' code.

@@ -42,8 +42,8 @@ class About:
 
 def about(reward: Any) -> About:
     """Return a reward's facts: all unknown for a plain function without them."""
-    told = getattr(reward, "about", None)
-    return told if isinstance(told, About) else About()
+    facts = getattr(reward, "about", None)
+    return facts if isinstance(facts, About) else About()
 
 
 def require_modality(rewards: dict[str, Any], modality: str) -> None:

@@ -76,8 +76,8 @@ def version(name: str, function: Callable[..., Any]) -> str:
         raise UserError(f"reward {name!r} has no source file by which its scores could be known again: set "
                         "cache: false") from None
     package = sys.modules.get(thing.__module__.partition(".")[0])
-    own = f"{getattr(package, '__version__', '')} {hashlib.sha256(source).hexdigest()[:16]}"
-    return " ".join([own, *(version(name, part) for part in getattr(function, "made_of", ()))])
+    digest = f"{getattr(package, '__version__', '')} {hashlib.sha256(source).hexdigest()[:16]}"
+    return " ".join([digest, *(version(name, part) for part in getattr(function, "made_of", ()))])
 
 
 def _content(output: Any) -> tuple[bytes, ...]:

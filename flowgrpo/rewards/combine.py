@@ -110,15 +110,15 @@ class Combined:
 
         self._require(isinstance(self.rewards, (list, tuple)) and self.rewards, "rewards", "a list of rewards")
         given = {self._label(i): part for i, part in enumerate(self.rewards) if callable(part)}
-        made = compose({self._label(i): self._rule(i) for i in range(len(self.rewards))}, None, given)
-        grouped = [part for part, reward in zip(self.rewards, made.values()) if sees_groups(reward)]
+        composed = compose({self._label(i): self._rule(i) for i in range(len(self.rewards))}, None, given)
+        grouped = [part for part, reward in zip(self.rewards, composed.values()) if sees_groups(reward)]
         self._require(not grouped, "rewards", "rewards that score one sample at a time, not whole groups")
-        judged = [(about(reward).modality or LIKE_ITS_PARTS.modality).split("/") for reward in made.values()]
-        common = [modality for modality in MODALITIES if all(modality in each for each in judged)]
+        judged = [(about(reward).modality or LIKE_ITS_PARTS.modality).split("/") for reward in composed.values()]
+        common = [modality for modality in MODALITIES if all(modality in known for known in judged)]
         self._require(common, "rewards", "rewards that judge the same: pictures, videos or texts")
         object.__setattr__(self, "about", replace(self.about, modality="/".join(common)))
-        object.__setattr__(self, "made", made)
-        object.__setattr__(self, "base", any(map(sees_base, made.values())))
+        object.__setattr__(self, "made", composed)
+        object.__setattr__(self, "base", any(map(sees_base, composed.values())))
 
     @property
     def made_of(self) -> list[Any]:

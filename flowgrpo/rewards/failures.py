@@ -73,13 +73,13 @@ def settled(ask: Callable[[Sequence[int]], list[float | Failed]], rows: Sequence
             for value in settled(ask, rows[start:start + unit], "skip", unit)]
 
 
-def within(seconds: float | None, told: str, call: Callable[[], Any]) -> Any:
+def within(seconds: float | None, message: str, call: Callable[[], Any]) -> Any:
     """Return the result of `call` within `seconds` (None: no limit).
 
     A thread makes the call, so pictures and models need no copy. A thread cannot be killed: a call that hangs is
     abandoned and keeps its memory (and a processor, if busy) until it returns or the run ends. It does not keep the run
     from ending. A reward that hangs every time leaves one thread behind each time.
-    Raises TimedOut, whose message begins with `told`.
+    Raises TimedOut, whose message begins with `message`.
     """
     if seconds is None:
         return call()
@@ -99,7 +99,7 @@ def within(seconds: float | None, told: str, call: Callable[[], Any]) -> Any:
     thread.start()
     thread.join(seconds)
     if not answers:
-        raise TimedOut(f"{told}: no answer within {seconds:g} s")
+        raise TimedOut(f"{message}: no answer within {seconds:g} s")
     value, error = answers[0]
     if error is not None:
         raise error

@@ -50,10 +50,11 @@ def value(rewards: dict[str, Any], weights: dict[str, float], pictures: Tensor, 
         function, rule = (reward.function, reward.rule) if isinstance(reward, Composed) else (reward, None)
         rows = [i for i, entry in enumerate(metadata) if rule is None or rule.applies(entry)]
         if rows:
-            own = pictures[rows], [prompts[i] for i in rows], [metadata[i] for i in rows]
-            told = f"reward {name!r} raised on {len(rows)} samples that carry a graph (first prompt: {own[1][0]!r})"
-            found = _checked(name, guarded(told, function, *own[:arity(name, function)]), own[0])
-            total = total.index_add(0, held.new_tensor(rows).long(), weights[name] * found.to(total))
+            arguments = pictures[rows], [prompts[i] for i in rows], [metadata[i] for i in rows]
+            message = (f"reward {name!r} raised on {len(rows)} samples that carry a graph "
+                       f"(first prompt: {arguments[1][0]!r})")
+            scores = _checked(name, guarded(message, function, *arguments[:arity(name, function)]), arguments[0])
+            total = total.index_add(0, held.new_tensor(rows).long(), weights[name] * scores.to(total))
     return total
 
 
@@ -65,26 +66,26 @@ def require_graph(name: str, reward: Any, outputs: Tensor, prompts: Sequence[str
 
     leaf = getattr(outputs, "weights", outputs)
     total = value({name: reward}, {name: 1.0}, outputs, prompts, metadata).sum()
-    (found,) = guarded(f"the gradient of reward {name!r} cannot be computed (first prompt: {prompts[0]!r})",
-                       torch.autograd.grad, total, leaf, allow_unused=True)
+    (gradient,) = guarded(f"the gradient of reward {name!r} cannot be computed (first prompt: {prompts[0]!r})",
+                          torch.autograd.grad, total, leaf, allow_unused=True)
     expected = f"expected a gradient by its pictures (first prompt: {prompts[0]!r})"
-    if found is None:
+    if gradient is None:
         raise UserError(f"reward {name!r} is differentiable, but its numbers do not depend on what it is given: "
                         f"{expected}: does it detach, round or copy them?")
-    if not found.isfinite().all():
+    if not gradient.isfinite().all():
         raise UserError(f"reward {name!r} is differentiable, but its gradient holds NaN or an infinity: {expected}")
 
 
-def _checked(name: str, found: Any, pictures: Tensor) -> Tensor:
+def _checked(name: str, scores: Any, pictures: Tensor) -> Tensor:
     import torch
 
     pictures = getattr(pictures, "weights", pictures)
     expected = f"expected a tensor of {len(pictures)} finite numbers that carries the pictures' graph"
-    if not torch.is_tensor(found) or found.shape != pictures.shape[:1]:
-        got = f"the shape {list(found.shape)}" if torch.is_tensor(found) else f"a {type(found).__name__}"
+    if not torch.is_tensor(scores) or scores.shape != pictures.shape[:1]:
+        got = f"the shape {list(scores.shape)}" if torch.is_tensor(scores) else f"a {type(scores).__name__}"
         raise UserError(f"reward {name!r} is differentiable and returned {got}: {expected}")
-    if pictures.requires_grad and not found.requires_grad:
+    if pictures.requires_grad and not scores.requires_grad:
         raise UserError(f"reward {name!r} is differentiable and returned numbers without a gradient: {expected}")
-    if not found.isfinite().all():
+    if not scores.isfinite().all():
         raise UserError(f"reward {name!r} is differentiable and returned NaN or an infinity: {expected}")
-    return found
+    return scores

@@ -155,14 +155,14 @@ class WinRates:
 
         pairs = _fitting(self.name, self.pairing, group, prompts[at])
         orders = [pairs, [(second, first) for first, second in pairs]][:1 + self.pairing.both_orders]
-        each = torch.full((len(orders), group, group), torch.nan, dtype=torch.float64)
+        wins = torch.full((len(orders), group, group), torch.nan, dtype=torch.float64)
         for place, order in enumerate(orders):
             for start in range(0, len(order), AT_ONCE):
                 some = order[start:start + AT_ONCE]
                 answers = self._ask(outputs, prompts[at], metadata[at], [[at + i for i in side] for side in zip(*some)])
                 for (first, second), answer in zip(some, answers):
-                    each[place, first, second], each[place, second, first] = answer, 1 - answer
-        return each.nanmean(0)
+                    wins[place, first, second], wins[place, second, first] = answer, 1 - answer
+        return wins.nanmean(0)
 
     def _ask(self, outputs: Any, prompt: str, metadata: dict, sides: list[list[int]]) -> list[float]:
         """Return the judge's answers on the rows sides[0] against sides[1], NaN for none."""

@@ -44,8 +44,8 @@ def score(
     """
     import torch
 
-    found = [numbers(column) for column in columns(rewards, outputs, prompts, metadata, group, tally, base)]
-    return torch.tensor(found, dtype=torch.float32).reshape(len(found), len(prompts)).T.contiguous()
+    table = [numbers(column) for column in columns(rewards, outputs, prompts, metadata, group, tally, base)]
+    return torch.tensor(table, dtype=torch.float32).reshape(len(table), len(prompts)).T.contiguous()
 
 
 def columns(
@@ -105,10 +105,10 @@ def _column(name: str, reward: Composed, batch: Batch, group: int, tally: Tally)
         lost: list[Failed] = []  # comparisons without an answer by a pairwise judge
         function = whole(name, reward.function, group, lost)
         compared = sees_base(reward)
-        found = settled(lambda those: _ask(name, function, batch.rows(those), reward.rule.timeout, compared), missing,
-                        reward.rule.on_error, group if sees_groups(reward.function) else 1)
-        values |= zip(missing, found)
-        for error in [value for value in found if isinstance(value, Failed)] + lost:
+        results = settled(lambda those: _ask(name, function, batch.rows(those), reward.rule.timeout, compared), missing,
+                          reward.rule.on_error, group if sees_groups(reward.function) else 1)
+        values |= zip(missing, results)
+        for error in [value for value in results if isinstance(value, Failed)] + lost:
             tally.add(name, error)
     if keys:
         reward.kept.write({keys[i]: values[i] for i in missing if not isinstance(values[i], Failed)})
@@ -122,9 +122,9 @@ def _ask(name: str, function: Callable[..., Any], batch: Batch, timeout: float |
     import torch
 
     on = f"on {len(batch.prompts)} samples (first prompt of the batch: {batch.prompts[0]!r})"
-    own = batch.copy()
-    further = {"base": own.base} if compared else {}
-    arguments = (own.outputs, own.prompts, own.metadata)[:arity(name, function, **further)]
+    inputs = batch.copy()
+    further = {"base": inputs.base} if compared else {}
+    arguments = (inputs.outputs, inputs.prompts, inputs.metadata)[:arity(name, function, **further)]
 
     def call() -> Any:
         with torch.no_grad():  # here, since it holds only for the thread that enters it

@@ -96,10 +96,10 @@ def application(name: str, reward: Callable[..., Any], limits: wire.Limits, toke
         _authorise(request, token)
         return JSONResponse(info.told())
 
-    @app.post("/{asked:path}")
-    async def answer(asked: str, request: Request) -> JSONResponse:
+    @app.post("/{path:path}")
+    async def answer(path: str, request: Request) -> JSONResponse:
         _authorise(request, token)
-        _require_sound(request, asked, info.name, limits)
+        _require_sound(request, path, info.name, limits)
         if waiting.locked():
             raise Refused(503, f"{WAITING} requests are waiting already: come back later")
         async with waiting:
@@ -118,10 +118,10 @@ def _authorise(request: Request, token: str | None) -> None:
         raise Refused(401, "expected `Authorization: Bearer TOKEN` with the server's token")
 
 
-def _require_sound(request: Request, asked: str, name: str, limits: wire.Limits) -> None:
+def _require_sound(request: Request, path: str, name: str, limits: wire.Limits) -> None:
     """Raise Refused for bad requests before anything is read. The required content type blocks unsolicited requests of
     web pages: a browser asks the server before it sends JSON to another site."""
-    if asked != name:
+    if path != name:
         raise Refused(404, f"this server has the reward {name!r} alone")
     if request.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
         raise Refused(415, "expected the content type application/json")

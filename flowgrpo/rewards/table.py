@@ -66,8 +66,8 @@ def score_files(name: str, arguments: dict[str, Any], files: Sequence[Path], pro
     for rows in alike.values():
         for some in (rows[start:start + AT_ONCE] for start in range(0, len(rows), AT_ONCE)):
             of, batch = [prompts[i] for i in some], _stacked([outputs[i] for i in some])
-            found = score({name: reward}, batch, [p.text for p in of], [p.metadata for p in of])
-            scores |= zip(some, found[:, 0].tolist())
+            column = score({name: reward}, batch, [p.text for p in of], [p.metadata for p in of])
+            scores |= zip(some, column[:, 0].tolist())
     return [scores[i] for i in range(len(files))]
 
 

@@ -109,8 +109,8 @@ class Torchvision:
 
     def __call__(self, images: Tensor) -> list[list[Detection]]:
         return [[Detection(tuple(box), named(self.categories[label]), score) for box, label, score in
-                 zip(*(found[key].tolist() for key in ("boxes", "labels", "scores")))]
-                for some in images.float().split(AT_ONCE) for found in self.model(list(some.to(self.device)))]
+                 zip(*(output[key].tolist() for key in ("boxes", "labels", "scores")))]
+                for some in images.float().split(AT_ONCE) for output in self.model(list(some.to(self.device)))]
 
 
 @contextmanager
@@ -199,10 +199,10 @@ class Remote:
         request = urllib.request.Request(self.url, body, {"Content-Type": "application/json"})
         try:
             with urllib.request.urlopen(request, timeout=self.timeout) as answer:
-                found = json.loads(answer.read(LARGEST))["detections"]
-            if len(found) != len(images):
-                raise ValueError(f"{len(found)} answers, expected {len(images)}")
-            return [[_parsed(**entry) for entry in picture] for picture in found]
+                detections = json.loads(answer.read(LARGEST))["detections"]
+            if len(detections) != len(images):
+                raise ValueError(f"{len(detections)} answers, expected {len(images)}")
+            return [[_parsed(**entry) for entry in picture] for picture in detections]
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise RuntimeError(f"the detector at {self.url} did not answer as it should: {error!r}") from None
 

@@ -112,11 +112,11 @@ def sides(height: int, width: int) -> tuple[int, int]:
 def instruction(file: str | None) -> str:
     """Return the instruction in a file; None: the one in the source of the package hpsv3, which is read and not run."""
     if file is None:
-        found = importlib.util.find_spec("hpsv3")
-        if found is None:
+        spec = importlib.util.find_spec("hpsv3")
+        if spec is None:
             raise UserError("reward 'hps_v3' needs the instruction of its weights: pip install --no-deps hpsv3, or "
                             "give it as args: {instruction: FILE}")
-        source = Path(found.submodule_search_locations[0], "dataset", "data_collator_qwen.py")
+        source = Path(spec.submodule_search_locations[0], "dataset", "data_collator_qwen.py")
         with loading(f"reward 'hps_v3': the instruction in {source}", "give it as args: {instruction: FILE}"):
             said = {node.targets[0].id: ast.literal_eval(node.value)
                     for node in ast.parse(source.read_text(encoding="utf-8")).body
@@ -132,12 +132,12 @@ def instruction(file: str | None) -> str:
 
 def renamed(state: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return the released tensors under the names of Qwen2VLModel, and `rm_head`; without the language head."""
-    found = {}
+    result = {}
     for key, value in state.items():
         name = next((re.sub(pattern, here, key) for pattern, here in NAMES if re.match(pattern, key)), None)
         if name is not None:
-            found[name] = value
-    return found
+            result[name] = value
+    return result
 
 
 def assembled(config: Any, state: dict[str, Tensor], dtype: torch.dtype) -> tuple[Any, nn.Module]:
@@ -152,8 +152,8 @@ def assembled(config: Any, state: dict[str, Tensor], dtype: torch.dtype) -> tupl
     of_head = {key for key in state if key.startswith("rm_head.")}
     fill("hps_v3", head, {key.removeprefix("rm_head."): state[key].float() for key in of_head}, "the head")
     body = {key: value for key, value in state.items() if key not in of_head}
-    model, told = Qwen2VLModel.from_pretrained(None, config=config, state_dict=body, dtype=dtype,
+    model, info = Qwen2VLModel.from_pretrained(None, config=config, state_dict=body, dtype=dtype,
                                                output_loading_info=True)
-    if wrong := {*told["missing_keys"], *told["unexpected_keys"], *told["mismatched_keys"]}:
+    if wrong := {*info["missing_keys"], *info["unexpected_keys"], *info["mismatched_keys"]}:
         raise ValueError(f"missing or unknown: {', '.join(map(str, sorted(wrong, key=str)[:3]))}")
     return model, head

@@ -98,11 +98,11 @@ def network(vision: dict[str, Any] | None = None, text: dict[str, Any] | None = 
 
 def renamed(state: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return the released checkpoint's tensors under this network's names, without those used only in training."""
-    found = {}
+    result = {}
     for key, value in state.items():
         for pattern, name in NAMES:
             here, count = re.subn(pattern, name, key)
             if count:
-                found[here] = value
+                result[here] = value
                 break
-    return found
+    return result

@@ -130,8 +130,8 @@ def tensors(reward: str, where: str, revision: str | None, option: str) -> dict[
             from safetensors.torch import load_file
 
             return load_file(path)
-        found = torch.load(path, map_location="cpu", weights_only=True)
-        return found.get("state_dict", found)
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        return checkpoint.get("state_dict", checkpoint)
 
 
 def _from_hub(where: str, revision: str | None) -> Path:

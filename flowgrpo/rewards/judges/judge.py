@@ -58,9 +58,9 @@ class Asking(Endpoint):
     def _values(self, question: Callable[[int], list[dict[str, Any]]], read: Callable[[Answer, int], float | None],
                 count: int) -> list[float | Failed]:
         """Return `read(answer, i)` of the answers to `question(i)`, content parts, for i < count; Failed for None."""
-        found = self.ask(lambda i: user(question(i)), count)
-        values = [None if each.refused else read(each, i) for i, each in enumerate(found)]
-        return [Failed(_told(each)) if value is None else value for each, value in zip(found, values)]
+        replies = self.ask(lambda i: user(question(i)), count)
+        values = [None if reply.refused else read(reply, i) for i, reply in enumerate(replies)]
+        return [Failed(_told(reply)) if value is None else value for reply, value in zip(replies, values)]
 
     def _pointwise(self, outputs: Any, prompts: Sequence[str],
                    read: Callable[[Answer], float | None]) -> list[float | Failed]:
@@ -170,33 +170,34 @@ class JudgeRubric(Asking):
             weights = [weight for _, weight in lists[rows[place]]]
             return None if answer.cut else share(answers(answer.text, len(weights)), weights)
 
-        found = dict(zip(rows, self._values(question, read, len(rows))))
-        return [found.get(row) for row in range(len(prompts))]
+        values = dict(zip(rows, self._values(question, read, len(rows))))
+        return [values.get(row) for row in range(len(prompts))]
 
 
 def weighted(criteria: Any) -> list[tuple[str, float]]:
     """Return criteria with their weights, 1 if not given.
     Raises UserError for anything else than a list of these."""
-    found = []
-    for each in criteria if isinstance(criteria, (list, tuple)) else [criteria]:
-        text, weight = (each.get("text"), each.get("weight", 1)) if isinstance(each, dict) else (each, 1)
+    result = []
+    for criterion in criteria if isinstance(criteria, (list, tuple)) else [criteria]:
+        entry = criterion if isinstance(criterion, dict) else {"text": criterion}
+        text, weight = entry.get("text"), entry.get("weight", 1)
         if not isinstance(text, str) or not text.strip() or type(weight) not in (int, float) or not 0 < weight < 1e9:
-            raise UserError(f"a judge's criterion is {one_line(repr(each))}, expected a text, or "
+            raise UserError(f"a judge's criterion is {one_line(repr(criterion))}, expected a text, or "
                             "{text: ..., weight: above 0}, in a list of them")
-        found.append((" ".join(text.split()), float(weight)))
-    return found
+        result.append((" ".join(text.split()), float(weight)))
+    return result
 
 
 def filled(template: str, **texts: str) -> str:
     """Return a template with each {name} replaced by its text; other braces stay, and so do those inside the texts."""
-    return re.sub("|".join(rf"\{{{name}\}}" for name in texts), lambda found: texts[found[0][1:-1]], template)
+    return re.sub("|".join(rf"\{{{name}\}}" for name in texts), lambda match: texts[match[0][1:-1]], template)
 
 
-def spaced(count: int, wanted: int) -> list[int]:
-    """Return `wanted` of `count` frames, evenly spaced from first to last; the middle one for one, all if fewer."""
-    if wanted >= count:
+def spaced(count: int, number: int) -> list[int]:
+    """Return `number` of `count` frames, evenly spaced from first to last; the middle one for one, all if fewer."""
+    if number >= count:
         return list(range(count))
-    return [count // 2] if wanted == 1 else [round(i * (count - 1) / (wanted - 1)) for i in range(wanted)]
+    return [count // 2] if number == 1 else [round(i * (count - 1) / (number - 1)) for i in range(number)]
 
 
 def data_url(picture: Any, longest: int, encoding: str) -> str:

@@ -58,8 +58,8 @@ class DeQA(Asking):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        asked = {"logprobs": True, "top_logprobs": self.alternatives} if self.alternatives else {}
-        self._set(extra=asked | self.extra)
+        options = {"logprobs": True, "top_logprobs": self.alternatives} if self.alternatives else {}
+        self._set(extra=options | self.extra)
 
     def __call__(self, images: Any, prompts: Sequence[str], metadata: Sequence[dict] = ()) -> list[float | Failed]:
         return self._pointwise(images, prompts, self._level)

@@ -90,7 +90,7 @@ class Preference:
         known = Description.read(folder)
         chosen = _weights(self.folder, known, self.aspect, self.weights)
         network = read_network(folder, known, device)
-        scales = torch.tensor([(chosen[name], each.mean, each.deviation) for name, each in known.aspects.items()],
+        scales = torch.tensor([(chosen[name], term.mean, term.deviation) for name, term in known.aspects.items()],
                               dtype=torch.float64)
         object.__setattr__(self, "device", device)
         object.__setattr__(self, "parts", (network, scales))
@@ -123,7 +123,7 @@ def _weights(folder: str, known: Description, aspect: str | None, weights: dict[
     for name in given:
         if name not in known.aspects:
             raise UserError(f"reward {folder!r} has no aspect {name!r}{nearest(name, list(known.aspects))}")
-    others = {name: each.weight if weights is None and aspect is None else 0.0 for name, each in known.aspects.items()}
+    others = {name: term.weight if weights is None and aspect is None else 0.0 for name, term in known.aspects.items()}
     return others | given
 
 

@@ -48,8 +48,8 @@ class Absent(Unanswered):
 class Later(Unanswered):
     """An attempt that the server asked to repeat after some seconds."""
 
-    def __init__(self, told: str, seconds: float) -> None:
-        super().__init__(told)
+    def __init__(self, message: str, seconds: float) -> None:
+        super().__init__(message)
         self.seconds = seconds
 
 
@@ -73,7 +73,8 @@ class Places:
         """Context manager: the next URL; one in whose turn `Unanswered` is raised then rests."""
         with self._lock:
             now = time.monotonic()
-            place = min(self._places, key=lambda each: (max(each.rests_until - now, 0), each.busy, each.turn))
+            place = min(self._places, key=lambda candidate: (max(candidate.rests_until - now, 0), candidate.busy,
+                                                             candidate.turn))
             place.busy, place.turn = place.busy + 1, next(self._turns)
         try:
             yield place.url
@@ -152,16 +153,16 @@ class Service:
 
     def _exchange(self, method: str, url: str, body: bytes | None) -> tuple[int, Any, bytes]:
         """Return status, headers and body of an answer. All of it must arrive in time: httpx limits only each piece."""
-        until, told = time.monotonic() + self.timeout, bytearray()
+        until, content = time.monotonic() + self.timeout, bytearray()
         limits = self._httpx.Timeout(self.timeout, connect=self._connect())
         with self._http.stream(method, url, content=body, timeout=limits) as response:
             for some in response.iter_bytes() if self.unpacked else response.iter_raw():
-                told += some
-                if len(told) > LONGEST_ANSWER:
+                content += some
+                if len(content) > LONGEST_ANSWER:
                     raise ValueError(f"it sent more than {LONGEST_ANSWER} bytes")
                 if time.monotonic() > until:
                     raise self._httpx.ReadTimeout("")
-        return response.status_code, response.headers, bytes(told)
+        return response.status_code, response.headers, bytes(content)
 
     def _connect(self) -> float:
         """Return the connection timeout in seconds."""
@@ -176,14 +177,14 @@ def side_by_side(call: Callable[[range], T], parts: Sequence[range], lanes: int)
     lanes = min(lanes, len(parts))
     if lanes <= 1:
         return [call(part) for part in parts]
-    found: dict[int, T] = {}
+    results: dict[int, T] = {}
     errors: list[BaseException] = []
 
     def lane(first: int) -> None:
         for i in range(first, len(parts), lanes):
             try:
                 if not errors:
-                    found[i] = call(parts[i])
+                    results[i] = call(parts[i])
             except BaseException as error:
                 errors.append(error)
 
@@ -194,4 +195,4 @@ def side_by_side(call: Callable[[range], T], parts: Sequence[range], lanes: int)
         thread.join()
     if errors:
         raise errors[0]
-    return [found[i] for i in range(len(parts))]
+    return [results[i] for i in range(len(parts))]

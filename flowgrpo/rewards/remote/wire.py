@@ -63,13 +63,13 @@ class Info:
     def read(cls, body: bytes) -> Info:
         """Parse the JSON form.
         Raises ValueError for anything else."""
-        told = _object(body)
+        record = _object(body)
         try:
-            limits, about = Limits(**told["limits"]), dict(told["about"])
+            limits, about = Limits(**record["limits"]), dict(record["about"])
             about = About(**about | {"range": about["range"] and tuple(about["range"])})
             if not all(type(limit) is int and limit > 0 for limit in vars(limits).values()):
-                raise ValueError(f"its limits are {told['limits']}")
-            return cls(str(told["name"]), about, told["group"] is True, limits)
+                raise ValueError(f"its limits are {record['limits']}")
+            return cls(str(record["name"]), about, record["group"] is True, limits)
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ValueError(f"it does not say what it serves ({one_line(error)})") from None
 
@@ -120,37 +120,37 @@ def _size(sizes: Sequence[int], part: range) -> int:
     return 64 + sum(sizes[row] + 2 for row in part)
 
 
-def answer(found: Sequence[float | Failed]) -> dict[str, Any]:
+def answer(values: Sequence[float | Failed]) -> dict[str, Any]:
     """Return the answer with these scores, NaN where the reward does not apply."""
-    failed = {str(place): one_line(each) for place, each in enumerate(found) if isinstance(each, Failed)}
-    told = [None if math.isnan(value) else value for value in numbers(found)]
-    return {"format": FORMAT, "scores": told} | ({"failed": failed} if failed else {})
+    failed = {str(place): one_line(value) for place, value in enumerate(values) if isinstance(value, Failed)}
+    entries = [None if math.isnan(value) else value for value in numbers(values)]
+    return {"format": FORMAT, "scores": entries} | ({"failed": failed} if failed else {})
 
 
 def scores(body: bytes, count: int) -> list[float | None | Failed]:
     """Parse `count` scores of an answer.
     Raises ValueError for another number of them, and for one that is not a finite number."""
-    told = _object(body)
-    found, failed = told.get("scores"), told.get("failed", {})
-    if not isinstance(found, list) or len(found) != count:
-        got = f"{len(found)} scores" if isinstance(found, list) else "no list of scores"
+    record = _object(body)
+    values, failed = record.get("scores"), record.get("failed", {})
+    if not isinstance(values, list) or len(values) != count:
+        got = f"{len(values)} scores" if isinstance(values, list) else "no list of scores"
         raise ValueError(f"it sent {got}, expected {count}")
-    for score in found:
+    for score in values:
         if score is not None and not (type(score) in (int, float) and abs(score) <= 3.4e38):
             raise ValueError(f"it sent the score {one_line(repr(score))}, expected a finite number or null")
     if not isinstance(failed, dict) or not all(isinstance(line, str) for line in failed.values()):
         raise ValueError(f"it sent {one_line(repr(failed))} for what failed, expected a line by the place of a sample")
     return [Failed(one_line(failed[str(place)])) if str(place) in failed else score
-            for place, score in enumerate(found)]
+            for place, score in enumerate(values)]
 
 
 def refusal(body: bytes) -> str | None:
     """Return the line of a refusal; None if the body is none."""
     try:
-        told = json.loads(body)
+        record = json.loads(body)
     except (ValueError, RecursionError):
         return None
-    return one_line(told["error"]) if isinstance(told, dict) and isinstance(told.get("error"), str) else None
+    return one_line(record["error"]) if isinstance(record, dict) and isinstance(record.get("error"), str) else None
 
 
 def _content(output: Any, exact: bool) -> dict[str, Any]:
@@ -194,8 +194,8 @@ class Request:
 def unpacked(body: bytes, limits: Limits) -> Request:
     """Parse a request.
     Raises ValueError, and TooLarge beyond the limits."""
-    told = _object(body)
-    samples, group = told.get("samples"), told.get("group", 1)
+    record = _object(body)
+    samples, group = record.get("samples"), record.get("group", 1)
     if not isinstance(samples, list) or not samples or not all(isinstance(sample, dict) for sample in samples):
         raise ValueError("expected `samples`, a list of objects")
     if len(samples) > limits.samples:
@@ -203,7 +203,7 @@ def unpacked(body: bytes, limits: Limits) -> Request:
     if type(group) is not int or group < 1 or len(samples) % group:
         raise ValueError(f"group is {one_line(repr(group))}, expected a divisor of the {len(samples)} samples")
     prompts, metadata = [sample.get("prompt") for sample in samples], [sample.get("metadata") for sample in samples]
-    if not all(isinstance(prompt, str) for prompt in prompts) or not all(isinstance(each, dict) for each in metadata):
+    if not all(isinstance(prompt, str) for prompt in prompts) or not all(isinstance(entry, dict) for entry in metadata):
         raise ValueError("expected a text under `prompt` and an object under `metadata` in every sample")
     return Request(_outputs(samples, limits), prompts, metadata, group)
 
@@ -228,14 +228,14 @@ def _outputs(samples: list[dict[str, Any]], limits: Limits) -> Tensor | list[str
     if len(kinds) != 1 or not all(kinds <= sample.keys() for sample in samples):
         raise ValueError("expected one of `png`, `safetensors` and `text`, the same in every sample")
     [kind] = kinds
-    found = [readers[kind](sample[kind], budget) for sample in samples]
+    contents = [readers[kind](sample[kind], budget) for sample in samples]
     if kind == "text":
-        return found
+        return contents
     import torch
 
-    if len({output.shape for output in found}) > 1:
+    if len({output.shape for output in contents}) > 1:
         raise ValueError("expected pictures or videos of one size")
-    outputs = torch.stack(found)
+    outputs = torch.stack(contents)
     return outputs.float() / 255 if kind == "png" else outputs.float()
 
 
@@ -303,13 +303,13 @@ def _bytes(content: Any) -> bytes:
 def _object(body: bytes) -> dict[str, Any]:
     """Parse a JSON object of our format."""
     try:
-        told = json.loads(body)
+        record = json.loads(body)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"not JSON ({one_line(error)})") from None
-    if not isinstance(told, dict) or told.get("format") != FORMAT:
-        got = one_line(repr(told.get("format"))) if isinstance(told, dict) else "no object"
+    if not isinstance(record, dict) or record.get("format") != FORMAT:
+        got = one_line(repr(record.get("format"))) if isinstance(record, dict) else "no object"
         raise ValueError(f"format: got {got}, expected {FORMAT}; both sides have to be of versions that agree")
-    return told
+    return record
 
 
 def one_line(text: Any) -> str:

@@ -94,8 +94,8 @@ class JsonSchema:
         try:
             object.__setattr__(self, "checked", None if self.schema is None else validator(_read(self.schema)))
         except (OSError, ValueError) as error:
-            told = one_line(repr(self.schema)[:120])
-            raise UserError(f"reward 'json_schema': schema is {told}, {one_line(error)}") from None
+            shown = one_line(repr(self.schema)[:120])
+            raise UserError(f"reward 'json_schema': schema is {shown}, {one_line(error)}") from None
 
     def __call__(self, completions: Sequence[str], prompts: Sequence[str],
                  metadata: Sequence[dict]) -> list[float | None]:
@@ -107,13 +107,13 @@ class JsonSchema:
         from referencing.exceptions import Unresolvable
 
         try:
-            found = graded(held(completion), check)
+            score = graded(held(completion), check)
         except Unresolvable as error:
             raise UserError(f"reward 'json_schema': the schema refers to {one_line(error)}, expected references "
                             "within it") from None
         except (ValueError, RecursionError):
             return 0.0
-        return found if self.graded else float(found == 1)
+        return score if self.graded else float(score == 1)
 
 
 def _read(schema: Any) -> Any:

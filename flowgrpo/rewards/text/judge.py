@@ -43,9 +43,9 @@ class TextJudge(GroupLoss, Judge):
 
     def __call__(self, completions: Any, prompts: Sequence[str], metadata: Sequence[dict]) -> list[float | Failed]:
         known = keys("text_judge", metadata, self.key, prompts, several)
-        asked = [prompt if answers is None else f"{prompt}\nA right answer, for comparison: {' or '.join(answers)}"
-                 for prompt, answers in zip(prompts, known)]
-        return super().__call__(completions, asked)
+        questions = [prompt if answers is None else f"{prompt}\nA right answer, for comparison: {' or '.join(answers)}"
+                     for prompt, answers in zip(prompts, known)]
+        return super().__call__(completions, questions)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

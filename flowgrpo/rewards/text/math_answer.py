@@ -53,9 +53,9 @@ class Worker:
         self._process = subprocess.Popen(self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
                                          encoding="utf-8", stderr=subprocess.DEVNULL)
         threading.Thread(target=_read, args=(self._process.stdout, self._answers), daemon=True).start()
-        if (told := self._answer(START)) != "ready":
+        if (answer := self._answer(START)) != "ready":
             self._end()
-            raise Failed(f"the process {' '.join(self._command[1:])[:200]} does not start ({told})")
+            raise Failed(f"the process {' '.join(self._command[1:])[:200]} does not start ({answer})")
 
     def _answer(self, seconds: float) -> Any | None:
         try:
@@ -109,9 +109,9 @@ class MathAnswer:
 
     def __call__(self, completions: Sequence[str], prompts: Sequence[str],
                  metadata: Sequence[dict]) -> list[float | None]:
-        wanted = keys("math_answer", metadata, self.key, prompts, self._accepted)
+        references = keys("math_answer", metadata, self.key, prompts, self._accepted)
         return [None if accepted is None else self._one(completion, accepted)
-                for completion, accepted in zip(completions, wanted)]
+                for completion, accepted in zip(completions, references)]
 
     def _accepted(self, value: Any) -> list[str]:
         """Return an answer key as LaTeX.
@@ -125,8 +125,8 @@ class MathAnswer:
 
     def _one(self, completion: str, accepted: Sequence[str]) -> float:
         text = spoken(completion)[-LONGEST:]
-        found = marked(text)
-        answer = text if found is None else latex(found)
+        statement = marked(text)
+        answer = text if statement is None else latex(statement)
         return float(any(self.worker.ask([key, answer], self.timeout) == "yes" for key in accepted))
 
 

@@ -49,27 +49,27 @@ def plain(text: str) -> str:
     text = text.translate(_SIGNS)
     for latex, sign in _LATEX:
         text = text.replace(latex, sign)
-    return _FRAC.sub(lambda found: "{}/{}".format(*(part if re.fullmatch(r"[\d.]+", part) else f"({part})"
-                                                    for part in found.groups())), text)
+    return _FRAC.sub(lambda match: "{}/{}".format(*(part if re.fullmatch(r"[\d.]+", part) else f"({part})"
+                                                    for part in match.groups())), text)
 
 
 def last_number(text: str) -> Number | None:
     """Return the last number in a text: 1,234.5, -7, $18, 2e3, 3/4, 2 1/2, 50 %; None if there is none. The minus of a
     difference, as in 10-3, is not a sign."""
-    found = None
-    for found in _NUMBER.finditer(plain(text)):
+    match = None
+    for match in _NUMBER.finditer(plain(text)):
         pass
-    return None if found is None else _number(found)
+    return None if match is None else _number(match)
 
 
-def _number(found: re.Match[str]) -> Number | None:
+def _number(match: re.Match[str]) -> Number | None:
     try:
-        value = (int(found["whole"]) + _fraction(*found["part"].split("/")) if found["whole"] else
-                 _fraction(found["over"], found["under"] or "1"))
+        value = (int(match["whole"]) + _fraction(*match["part"].split("/")) if match["whole"] else
+                 _fraction(match["over"], match["under"] or "1"))
     except (ValueError, ZeroDivisionError):
         return None
-    value = -value if found["sign"] == "-" else value
-    return Number(value / 100, True) if found["percent"] else Number(value)
+    value = -value if match["sign"] == "-" else value
+    return Number(value / 100, True) if match["percent"] else Number(value)
 
 
 def _fraction(over: str, under: str) -> Fraction:
@@ -154,29 +154,29 @@ class NumericMatch:
 
     def __call__(self, completions: Sequence[str], prompts: Sequence[str],
                  metadata: Sequence[dict]) -> list[float | None]:
-        wanted = keys("numeric_match", metadata, self.key, prompts, answer_key)
+        references = keys("numeric_match", metadata, self.key, prompts, answer_key)
         return [None if accepted is None else self._one(completion, accepted)
-                for completion, accepted in zip(completions, wanted)]
+                for completion, accepted in zip(completions, references)]
 
     def answer(self, completion: str) -> Number | None:
         """Return the number that a completion answers; None if there is none."""
-        found = stated(completion)
-        answer = spoken(completion) if found is None else found
+        statement = stated(completion)
+        answer = spoken(completion) if statement is None else statement
         return (expression(answer) if self.expressions else None) or last_number(answer)
 
     def _one(self, completion: str, accepted: Sequence[Number]) -> float:
-        told, tolerance = self.answer(completion), Fraction(self.tolerance)
-        return float(told is not None and any(told.equals(key, tolerance) for key in accepted))
+        answer, tolerance = self.answer(completion), Fraction(self.tolerance)
+        return float(answer is not None and any(answer.equals(key, tolerance) for key in accepted))
 
 
 def answer_key(value: object) -> list[Number]:
     """Return an answer key as its numbers.
     Raises ValueError for a text that is neither a number nor arithmetic."""
-    found = []
+    numbers = []
     for text in several(value):
         whole = _NUMBER.fullmatch(plain(text).strip())
         number = (whole and _number(whole)) or expression(text)
         if number is None:
             raise ValueError("expected a number, arithmetic, or a list of these")
-        found.append(number)
-    return found
+        numbers.append(number)
+    return numbers

@@ -69,11 +69,11 @@ class RewardModel:
         """Return B scores; None for a text without any token, which a template may produce."""
         rows = [self._tokens(prompt, completion) for prompt, completion in zip(prompts, completions)]
         order = sorted((row for row in range(len(rows)) if rows[row]), key=lambda row: len(rows[row]))
-        found: dict[int, float] = {}
+        scores: dict[int, float] = {}
         for start in range(0, len(order), self.batch):  # sorted by length: little padding
             some = order[start:start + self.batch]
-            found |= zip(some, self._scores([rows[row] for row in some]).tolist())
-        return [found.get(row) for row in range(len(rows))]
+            scores |= zip(some, self._scores([rows[row] for row in some]).tolist())
+        return [scores.get(row) for row in range(len(rows))]
 
     def _tokens(self, prompt: str, completion: str) -> list[int]:
         """Return a prompt with its completion as tokens, the last `longest` of them."""
@@ -107,5 +107,5 @@ def unused(rows: Sequence[list[int]], config: Any) -> int:
     token that ends a turn, so the score would be read at the one before it.
     """
     held = {token for row in rows for token in row}
-    wanted = [config.pad_token_id] if config.pad_token_id is not None else []
-    return next(token for token in (*wanted, *range(config.vocab_size)) if token not in held)
+    preferred = [config.pad_token_id] if config.pad_token_id is not None else []
+    return next(token for token in (*preferred, *range(config.vocab_size)) if token not in held)

@@ -41,9 +41,9 @@ class ExactMatch:
 
     def __call__(self, completions: Sequence[str], prompts: Sequence[str],
                  metadata: Sequence[dict]) -> list[float | None]:
-        wanted = keys("exact_match", metadata, self.key, prompts, several)
+        references = keys("exact_match", metadata, self.key, prompts, several)
         return [None if accepted is None else self._one(completion, accepted)
-                for completion, accepted in zip(completions, wanted)]
+                for completion, accepted in zip(completions, references)]
 
     def answer(self, completion: str) -> str:
         """Return a completion's answer, normalised."""
@@ -51,7 +51,7 @@ class ExactMatch:
         return normalised(spoken(completion) if answer is None else answer, self.case)
 
     def _one(self, completion: str, accepted: Sequence[str]) -> float:
-        return float(self.answer(completion) in {normalised(each, self.case) for each in accepted})
+        return float(self.answer(completion) in {normalised(text, self.case) for text in accepted})
 
 
 @dataclass(frozen=True)
@@ -163,9 +163,9 @@ def sizes(reward: str, completions: Sequence[str], prompts: Sequence[str], metad
     if unit == "characters":
         return [len(text) for text in completions]
     for entry, prompt in zip(metadata, prompts):
-        told = entry.get(TOKENS)
-        if type(told) not in (int, float) or not told >= 0:
-            raise UserError(f"reward {reward!r}: metadata.{TOKENS} is {one_line(repr(told)[:80])}, expected how many "
+        count = entry.get(TOKENS)
+        if type(count) not in (int, float) or not count >= 0:
+            raise UserError(f"reward {reward!r}: metadata.{TOKENS} is {one_line(repr(count)[:80])}, expected how many "
                             f"tokens the completion has; or set unit: words (prompt: {one_line(prompt[:80])!r})")
     return [entry[TOKENS] for entry in metadata]
 

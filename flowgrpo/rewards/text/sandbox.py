@@ -95,8 +95,8 @@ def _read(file: object, bounds: Bounds) -> str:
 
 
 def _reported(text: str, word: str) -> tuple[list[bool], str | None]:
-    told = [line.removeprefix(word).strip() for line in text.split("\n") if line.startswith(word)]
-    return [line == "1" for line in told[1:]], told[0] if told else None
+    lines = [line.removeprefix(word).strip() for line in text.split("\n") if line.startswith(word)]
+    return [line == "1" for line in lines[1:]], lines[0] if lines else None
 
 
 @functools.cache

@@ -58,9 +58,9 @@ class Frames:
 
         videos = videos[:, ::self.every]
         count = videos.shape[1]
-        prompts, metadata = ([each for each in row for _ in range(count)] for row in (prompts, metadata))
-        [found] = columns({"of frames": self.reward}, videos.flatten(0, 1), prompts, metadata)
-        return [self._lifted(found[at:at + count]) for at in range(0, len(found), count)]
+        prompts, metadata = ([entry for entry in row for _ in range(count)] for row in (prompts, metadata))
+        [scores] = columns({"of frames": self.reward}, videos.flatten(0, 1), prompts, metadata)
+        return [self._lifted(scores[at:at + count]) for at in range(0, len(scores), count)]
 
     def _lifted(self, values: list[float | Failed]) -> float | None | Failed:
         if failed := first_failed(values):

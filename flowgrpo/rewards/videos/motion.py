@@ -139,16 +139,16 @@ def _shows(frame: Reading, clip: Clip) -> bool:
     return frame.ground == 1 and [(blob.shape, blob.colour) for blob in frame.objects] == [(clip.shape, clip.colour)]
 
 
-def _grade(found: Track | None, claim: tuple[int, int, int]) -> float:
+def _grade(trail: Track | None, claim: tuple[int, int, int]) -> float:
     """Return the credit of a track for a claim: the signs of (x, y, size)."""
-    if found is None:
+    if trail is None:
         return 0.0
-    velocity, growth = found.velocities.mean(0), found.growths.mean()
+    velocity, growth = trail.velocities.mean(0), trail.growths.mean()
     course = _course(velocity, np.array(claim[:2]))
     size = _ramp(growth * claim[2], GROWTH) if claim[2] else _ramp(abs(growth), SWELL)
-    uneven = np.linalg.norm(found.velocities - velocity, axis=1).max()
-    evenness = _ramp(uneven, UNEVEN) * _ramp(np.abs(found.growths - growth).max(), PULSE)
-    return float(found.legible * np.prod(FLOOR + (1 - FLOOR) * np.array([course, size, evenness])))
+    uneven = np.linalg.norm(trail.velocities - velocity, axis=1).max()
+    evenness = _ramp(uneven, UNEVEN) * _ramp(np.abs(trail.growths - growth).max(), PULSE)
+    return float(trail.legible * np.prod(FLOOR + (1 - FLOOR) * np.array([course, size, evenness])))
 
 
 def _course(velocity: np.ndarray, claimed: np.ndarray) -> float:

@@ -77,14 +77,14 @@ class FlowDirection:
         needed("cv2", "video", "reward 'flow_direction'")
 
     def __call__(self, videos: Any, prompts: Sequence[str], metadata: Sequence[dict]) -> list[float | None]:
-        wanted = [entry.get("direction", self.direction) for entry in metadata]
-        if wrong := set(wanted) - {None, *DIRECTIONS}:
+        directions = [entry.get("direction", self.direction) for entry in metadata]
+        if wrong := set(directions) - {None, *DIRECTIONS}:
             raise UserError(f"reward 'flow_direction': the direction is {wrong.pop()!r}, expected "
                             f"{', '.join(DIRECTIONS)}")
-        rows = [i for i, way in enumerate(wanted) if way is not None]
-        scores: list[float | None] = [None] * len(wanted)
+        rows = [i for i, way in enumerate(directions) if way is not None]
+        scores: list[float | None] = [None] * len(directions)
         for i, flow in zip(rows, flows(videos[rows]) if rows else ()):
-            scores[i] = _along(fastest(flow), np.array(DIRECTIONS[wanted[i]]))
+            scores[i] = _along(fastest(flow), np.array(DIRECTIONS[directions[i]]))
         return scores
 
 
