@@ -10,14 +10,17 @@ import sysconfig
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import Any, TypeVar
 
 from flowgrpo.errors import UserError, nearest
+
+T = TypeVar("T")
 
 _reading: list[Path] = []
 
 
-def load(name: str) -> Any:
+def load(name: str) -> Callable[..., Any]:
     """Return the function FILE.py:NAME of a reward; a class there is instantiated.
 
     Raises UserError for anything not callable.
@@ -48,7 +51,7 @@ def from_file(name: str, what: str) -> Any:
     return getattr(module, attribute)
 
 
-def _module(path: Path) -> Any:
+def _module(path: Path) -> ModuleType:
     """Import a file by its path, once. It can import modules in its folder."""
     name = "flowgrpo_user" + re.sub(r"\W", "_", str(path))
     if name in sys.modules:
@@ -74,8 +77,8 @@ def reading() -> list[Path]:
     return _reading
 
 
-def guarded(what: str, call: Callable[..., Any], *arguments: Any, error_type: type[UserError] = UserError,
-            **keywords: Any) -> Any:
+def guarded(what: str, call: Callable[..., T], *arguments: Any, error_type: type[UserError] = UserError,
+            **keywords: Any) -> T:
     """Call third-party code; raise any of its errors as a UserError that begins with `what`."""
     try:
         return call(*arguments, **keywords)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from pydantic import ValidationError
@@ -21,9 +21,12 @@ from torch import Tensor
 
 from flowgrpo.config.reward_rules import WatchRule
 from flowgrpo.errors import UserError
-from flowgrpo.rewards.about import MODALITIES, About, about
+from flowgrpo.rewards.about import MODALITIES, About, Reward, about
 from flowgrpo.rewards.beside_base import sees_base
 from flowgrpo.rewards.failures import Failed, first_failed, numbers
+
+if TYPE_CHECKING:
+    from flowgrpo.rewards.compose import Composed
 
 # --- pure ------------------------------------------------------------------------------------------------------------
 
@@ -101,7 +104,7 @@ class Combined:
     """
 
     rewards: Sequence[Any]
-    made: dict[str, Any] = field(init=False, repr=False, compare=False)
+    made: dict[str, Composed] = field(init=False, repr=False, compare=False)
     about = LIKE_ITS_PARTS
 
     def __post_init__(self) -> None:
@@ -121,11 +124,11 @@ class Combined:
         object.__setattr__(self, "base", any(map(sees_base, composed.values())))
 
     @property
-    def made_of(self) -> list[Any]:
+    def made_of(self) -> list[Reward]:
         return [part.function for part in self.made.values()]
 
-    def __call__(self, outputs: Any, prompts: Sequence[str], metadata: Sequence[dict],
-                 base: Any = None) -> list[float | None | Failed]:
+    def __call__(self, outputs: Tensor | list[str], prompts: Sequence[str], metadata: Sequence[dict[str, Any]],
+                 base: Tensor | None = None) -> list[float | None | Failed]:
         from flowgrpo.rewards.score import columns
 
         rows = list(zip(*columns(self.made, outputs, prompts, metadata, base=base)))
@@ -236,7 +239,8 @@ class Harmonic(Combined):
         self._require(0 <= self.share <= 1, "share", "a number from 0 to 1")
 
     def combined(self, scores: Tensor) -> Tensor:
-        return harmonic(*((scores + 1) / 2 if self.cosines else scores).unbind(1), self.share)
+        image, text = ((scores + 1) / 2 if self.cosines else scores).unbind(1)
+        return harmonic(image, text, self.share)
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,10 +11,12 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TypeVar
 
 from flowgrpo.config.reward_rules import Retry
 from flowgrpo.errors import UserError
+
+T = TypeVar("T")
 
 LONGEST_WAIT = 60.0  # seconds between two attempts
 
@@ -73,7 +75,7 @@ def settled(ask: Callable[[Sequence[int]], list[float | Failed]], rows: Sequence
             for value in settled(ask, rows[start:start + unit], "skip", unit)]
 
 
-def within(seconds: float | None, message: str, call: Callable[[], Any]) -> Any:
+def within(seconds: float | None, message: str, call: Callable[[], T]) -> T:
     """Return the result of `call` within `seconds` (None: no limit).
 
     A thread makes the call, so pictures and models need no copy. A thread cannot be killed: a call that hangs is
@@ -85,22 +87,22 @@ def within(seconds: float | None, message: str, call: Callable[[], Any]) -> Any:
         return call()
     from flowgrpo.device import current_gpu, use_gpu  # loads torch
 
-    answers: list[tuple[Any, BaseException | None]] = []
+    answers: list[T] = []
+    errors: list[BaseException] = []
     gpu = current_gpu()
 
     def work() -> None:
         try:
             use_gpu(gpu)
-            answers.append((call(), None))
+            answers.append(call())
         except BaseException as error:
-            answers.append((None, error))
+            errors.append(error)
 
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
     thread.join(seconds)
+    if errors:
+        raise errors[0]
     if not answers:
         raise TimedOut(f"{message}: no answer within {seconds:g} s")
-    value, error = answers[0]
-    if error is not None:
-        raise error
-    return value
+    return answers[0]

@@ -8,12 +8,14 @@ import inspect
 from collections.abc import Callable
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from flowgrpo.errors import UserError, nearest
-from flowgrpo.rewards.about import TRAINED
+from flowgrpo.rewards.about import TRAINED, Reward
 from flowgrpo.rewards.remote import client
 from flowgrpo.user_code import from_file, guarded
+
+T = TypeVar("T")
 
 GROUP = "flowgrpo.rewards"
 BUILT_IN = {
@@ -81,12 +83,12 @@ BUILT_IN = {
 _registered: dict[str, Any] = {}
 
 
-def reward(name: str) -> Callable[[Any], Any]:
+def reward(name: str) -> Callable[[T], T]:
     """Decorator: register a function, an object or a class as the reward `name`, replacing an earlier one."""
     if name in BUILT_IN:
         raise UserError(f"the reward name {name!r} is taken by a built-in reward: choose another")
 
-    def register(thing: Any) -> Any:
+    def register(thing: T) -> T:
         _registered[name] = thing
         return thing
 
@@ -105,7 +107,7 @@ def source(name: str) -> str:
     return "built in" if name in BUILT_IN else f"package {_entry_points()[name].dist.name}"
 
 
-def find(name: str, arguments: dict[str, Any] | None = None) -> Callable[..., Any]:
+def find(name: str, arguments: dict[str, Any] | None = None) -> Reward:
     """Return the reward of that name, ready to be called. arguments: those of its class.
 
     Raises UserError for an unknown name (with the nearest); for a file that is missing, does not import or lacks the

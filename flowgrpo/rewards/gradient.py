@@ -6,10 +6,11 @@ device, and returns a tensor [B] in that graph. Everywhere else it is an ordinar
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from flowgrpo.errors import UserError
+from flowgrpo.rewards.about import Reward
 from flowgrpo.rewards.beside_base import sees_base
 from flowgrpo.rewards.compose import Composed
 from flowgrpo.rewards.score import arity
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def require_gradient(rewards: dict[str, Any]) -> None:
+def require_gradient(rewards: Mapping[str, Reward | Composed]) -> None:
     """Raise UserError for the first reward that is not differentiable, or whose rule changes its scores afterwards."""
     for name, reward in rewards.items():
         function, rule = (reward.function, reward.rule) if isinstance(reward, Composed) else (reward, None)
@@ -37,8 +38,8 @@ def require_gradient(rewards: dict[str, Any]) -> None:
                             "every answer, and waits for it: take them away")
 
 
-def value(rewards: dict[str, Any], weights: dict[str, float], pictures: Tensor, prompts: Sequence[str],
-          metadata: Sequence[dict[str, Any]]) -> Tensor:
+def value(rewards: Mapping[str, Reward | Composed], weights: Mapping[str, float], pictures: Tensor,
+          prompts: Sequence[str], metadata: Sequence[dict[str, Any]]) -> Tensor:
     """Return the weighted sum [B] of differentiable rewards of pictures [B, ...], in one graph with them.
 
     A sample that a reward's rule excludes gets nothing from it.
@@ -58,8 +59,8 @@ def value(rewards: dict[str, Any], weights: dict[str, float], pictures: Tensor, 
     return total
 
 
-def require_graph(name: str, reward: Any, outputs: Tensor, prompts: Sequence[str], metadata: Sequence[dict[str, Any]]
-                  ) -> None:
+def require_graph(name: str, reward: Reward | Composed, outputs: Tensor, prompts: Sequence[str],
+                  metadata: Sequence[dict[str, Any]]) -> None:
     """Raise UserError if a reward gives the outputs, a leaf that requires a gradient, none or one that is not finite;
     otherwise as `value` does."""
     import torch

@@ -5,12 +5,12 @@ from __future__ import annotations
 import copy
 import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from flowgrpo.errors import UserError
-from flowgrpo.rewards.about import modality_of, require_modality
+from flowgrpo.rewards.about import Reward, modality_of, require_modality
 from flowgrpo.rewards.beside_base import sees_base
 from flowgrpo.rewards.compose import Composed
 from flowgrpo.rewards.failures import Failed, Tally, numbers, settled, within
@@ -18,13 +18,13 @@ from flowgrpo.rewards.pairwise import sees_groups, whole
 from flowgrpo.user_code import guarded
 
 if TYPE_CHECKING:
-    import torch
+    from torch import Tensor
 
 
 def score(
-    rewards: dict[str, Any], outputs: Any, prompts: Sequence[str], metadata: Sequence[dict[str, Any]],
-    group: int = 1, tally: Tally | None = None, base: Any = None,
-) -> torch.Tensor:
+    rewards: Mapping[str, Reward | Composed], outputs: Tensor | list[str], prompts: Sequence[str],
+    metadata: Sequence[dict[str, Any]], group: int = 1, tally: Tally | None = None, base: Tensor | None = None,
+) -> Tensor:
     """Score a batch of B outputs with each of R rewards -> [B, R] float32. Transforms are not applied here.
 
     NaN where a reward returned None, and where its rule does not apply to the prompt. Also NaN where it had no answer
@@ -49,8 +49,8 @@ def score(
 
 
 def columns(
-    rewards: dict[str, Any], outputs: Any, prompts: Sequence[str], metadata: Sequence[dict[str, Any]],
-    group: int = 1, tally: Tally | None = None, base: Any = None,
+    rewards: Mapping[str, Reward | Composed], outputs: Tensor | list[str], prompts: Sequence[str],
+    metadata: Sequence[dict[str, Any]], group: int = 1, tally: Tally | None = None, base: Tensor | None = None,
 ) -> list[list[float | Failed]]:
     """As `score`, but return R columns of B numbers with failures in place: NaN only means that a reward does not
     apply."""
@@ -73,10 +73,10 @@ class Batch:
     outputs: a tensor or a list. prompts, metadata: a list each. base: the base model's outputs, a tensor, or None.
     """
 
-    outputs: Any
+    outputs: Tensor | list[str]
     prompts: list[str]
     metadata: list[dict[str, Any]]
-    base: Any = None
+    base: Tensor | None = None
 
     def copy(self) -> Batch:
         """Data of its own for a reward, which may write into what it is given."""
@@ -88,7 +88,8 @@ class Batch:
         """Return some of the samples."""
         if list(rows) == list(range(len(self.prompts))):
             return self
-        outputs = self.outputs[list(rows)] if hasattr(self.outputs, "shape") else [self.outputs[i] for i in rows]
+        outputs = (self.outputs[list(rows)] if hasattr(self.outputs, "shape")  # type: ignore[call-overload]  # a tensor
+                   else [self.outputs[i] for i in rows])
         return Batch(outputs, [self.prompts[i] for i in rows], [self.metadata[i] for i in rows],
                      None if self.base is None else self.base[list(rows)])
 
@@ -111,11 +112,12 @@ def _column(name: str, reward: Composed, batch: Batch, group: int, tally: Tally)
         for error in [value for value in results if isinstance(value, Failed)] + lost:
             tally.add(name, error)
     if keys:
-        reward.kept.write({keys[i]: values[i] for i in missing if not isinstance(values[i], Failed)})
+        fresh = ((keys[i], values[i]) for i in missing)
+        reward.kept.write({key: value for key, value in fresh if not isinstance(value, Failed)})
     return [values.get(i, math.nan) for i in range(len(batch.prompts))]
 
 
-def _ask(name: str, function: Callable[..., Any], batch: Batch, timeout: float | None, compared: bool
+def _ask(name: str, function: Reward, batch: Batch, timeout: float | None, compared: bool
          ) -> list[float | Failed]:
     """Call a reward once; return a number per sample, NaN for None, and a Failed where the reward returned one.
     Raises Failed if it does not return such values in time."""
@@ -134,7 +136,7 @@ def _ask(name: str, function: Callable[..., Any], batch: Batch, timeout: float |
     return _numbers(name, within(timeout, f"reward {name!r} hangs {on}", call), batch.prompts)
 
 
-def arity(name: str, function: Callable[..., Any], **further: Any) -> int:
+def arity(name: str, function: Reward, **further: Any) -> int:
     """Return 3 if a reward takes (images, prompts, metadata), 2 if it takes (images, prompts); `further` go by name."""
     try:
         signature = inspect.signature(function)

@@ -59,7 +59,8 @@ def score_files(name: str, arguments: dict[str, Any], files: Sequence[Path], pro
     A file is a picture; a folder of pictures, or an animated GIF or WebP, is a video; a .txt file a text.
     Raises UserError for an unreadable file, and as `find` and `score` do.
     """
-    reward, outputs, scores = find(name, arguments), [_read(file) for file in files], {}
+    reward, outputs = find(name, arguments), [_read(file) for file in files]
+    scores: dict[int, float] = {}
     alike: dict[Any, list[int]] = defaultdict(list)
     for i, output in enumerate(outputs):
         alike[getattr(output, "shape", None)].append(i)

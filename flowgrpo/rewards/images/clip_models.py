@@ -62,7 +62,7 @@ class ClipScore:
             model = open_clip.create_model(self.model, pretrained=self.pretrained, require_pretrained=True)
             return model, open_clip.get_tokenizer(self.model)
 
-    def __call__(self, images: Any, prompts: Sequence[str]) -> Tensor:
+    def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
         similarities = batched(self._cosines, images, [self.prefix + prompt for prompt in prompts], self.batch)
         return similarities if self.score == "cosine" else 2.5 * similarities.clamp(min=0)
 
@@ -133,7 +133,7 @@ class PickScore:
         return (pretrained("pick_score", CLIPModel, self.model, self.revision, "model"),
                 pretrained("pick_score", AutoTokenizer, self.tokenizer, None, "tokenizer"))
 
-    def __call__(self, images: Any, prompts: Sequence[str]) -> Tensor:
+    def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
         return batched(self._scores, images, prompts, self.batch) / self.divide
 
     def _scores(self, images: Tensor, prompts: list[str]) -> Tensor:
@@ -181,7 +181,7 @@ class HpsV2:
         fill("hps_v2", model, state, self.checkpoint)
         return model, open_clip.get_tokenizer(self.model)
 
-    def __call__(self, images: Any, prompts: Sequence[str]) -> Tensor:
+    def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
         return batched(self._cosines, images, prompts, self.batch)
 
     def _cosines(self, images: Tensor, prompts: list[str]) -> Tensor:
@@ -218,7 +218,8 @@ class SubjectScore:
         clip = SubjectClip(self.model, self.pretrained, device=self.device, batch=self.batch, parts=self.parts)
         object.__setattr__(self, "clip", clip)
 
-    def __call__(self, images: Any, prompts: Sequence[str], metadata: Sequence[dict[str, Any]]) -> list[float | None]:
+    def __call__(self, images: Tensor, prompts: Sequence[str],
+                 metadata: Sequence[dict[str, Any]]) -> list[float | None]:
         rows = [i for i, entry in enumerate(metadata) if self.key in entry]
         scores: list[float | None] = [None] * len(prompts)
         if rows:

@@ -14,7 +14,7 @@ import os
 import pickle
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -105,10 +105,12 @@ class Torchvision:
 
     @property
     def labels(self) -> tuple[str, ...]:
-        return tuple(named(category) for category in self.categories if category not in ("__background__", "N/A"))
+        return tuple(named(category) for category in self.categories or () if category not in ("__background__", "N/A"))
 
     def __call__(self, images: Tensor) -> list[list[Detection]]:
-        return [[Detection(tuple(box), named(self.categories[label]), score) for box, label, score in
+        categories = self.categories
+        assert categories is not None  # those of the weights, or given with the model
+        return [[Detection(tuple(box), named(categories[label]), score) for box, label, score in
                  zip(*(output[key].tolist() for key in ("boxes", "labels", "scores")))]
                 for some in images.float().split(AT_ONCE) for output in self.model(list(some.to(self.device)))]
 
@@ -160,7 +162,7 @@ class FastestDet:
         return [decoded(self.session.run(None, {name: one})[0][0], images.shape[-2:], self.least) for one in inputs]
 
 
-def decoded(features: np.ndarray, size: tuple[int, int], least: float) -> list[Detection]:
+def decoded(features: np.ndarray, size: Sequence[int], least: float) -> list[Detection]:
     """Decode FastestDet's output [5 + 80, h, w] into detections in a picture of `size` (H, W), highest score first.
 
     Channels: objectness; the centre's offset from its cell's corner (tanh, in cells) and the box's width and height

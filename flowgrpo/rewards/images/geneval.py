@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from flowgrpo.errors import UserError, nearest
 from flowgrpo.rewards.about import About
@@ -58,7 +59,8 @@ class Rules:
 
     def objects(self, detections: Sequence[Detection], tag: str | None) -> dict[str, list[Detection]]:
         """Return the detections that count, by class, highest score first."""
-        least, kept = self.counting_threshold if tag == "counting" else self.threshold, defaultdict(list)
+        least = self.counting_threshold if tag == "counting" else self.threshold
+        kept: dict[str, list[Detection]] = defaultdict(list)
         for detection in sorted(detections, key=lambda detection: -detection.score):
             if detection.score > least and len(kept[detection.label]) < self.max_objects:
                 kept[detection.label].append(detection)
@@ -66,7 +68,8 @@ class Rules:
 
     def strict(self, picture: np.ndarray, detections: Sequence[Detection], metadata: dict[str, Any]) -> float:
         """Return 1 if a picture, bytes [H, W, 3], meets every clause of its metadata, else 0."""
-        objects, matched = self.objects(detections, metadata.get("tag")), []
+        objects = self.objects(detections, metadata.get("tag"))
+        matched: list[list[Detection] | None] = []
         for clause in metadata["include"]:
             those = objects[clause["class"]][:clause["count"]]
             holds = len(those) == clause["count"] and all(self._attributes(picture, those, clause, matched))
@@ -80,7 +83,9 @@ class Rules:
 
         After Flow-GRPO (2505.05470), where too many cost as much as too few; `exclude` is ignored.
         """
-        objects, matched, credits = self.objects(detections, metadata.get("tag")), [], []
+        objects = self.objects(detections, metadata.get("tag"))
+        matched: list[list[Detection] | None] = []
+        credits: list[float] = []
         for clause in metadata["include"]:
             those, count = objects[clause["class"]], clause["count"]
             credits.append(max(0.0, 1 - abs(len(those) - count) / count))
@@ -130,10 +135,11 @@ class GenEval:
             object.__setattr__(self, "detector", detector(self.detector))
 
     @property
-    def made_of(self) -> list[Any]:
+    def made_of(self) -> list[str | Detector]:
         return [self.detector]
 
-    def __call__(self, images: Any, prompts: Sequence[str], metadata: Sequence[dict]) -> list[float | None]:
+    def __call__(self, images: Tensor, prompts: Sequence[str],
+                 metadata: Sequence[dict[str, Any]]) -> list[float | None]:
         rows = [i for i, entry in enumerate(metadata) if entry.get("include")]
         scores: list[float | None] = [None] * len(prompts)
         if not rows:
@@ -142,6 +148,7 @@ class GenEval:
             require_judgeable(metadata[i], prompts[i], getattr(self.detector, "labels", None))
         rules = Rules(self.threshold, self.counting_threshold, self.max_objects, self.position_threshold)
         judge = getattr(rules, self.score)
+        assert callable(self.detector)  # found by its name at the start
         detected = [[Detection(*one) for one in picture] for picture in self.detector(images[rows])]
         for i, picture, detections in zip(rows, eight_bit(images[rows]), detected):
             scores[i] = judge(picture, detections, metadata[i])

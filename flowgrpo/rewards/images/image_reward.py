@@ -67,7 +67,7 @@ class ImageReward:
         fill("image_reward", parts, renamed(state), self.checkpoint)
         return parts, pretrained("image_reward", AutoTokenizer, self.tokenizer, None, "tokenizer")
 
-    def __call__(self, images: Any, prompts: Sequence[str]) -> Tensor:
+    def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
         return batched(self._scores, images, prompts, self.batch)
 
     def _scores(self, images: Tensor, prompts: list[str]) -> Tensor:

@@ -13,6 +13,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
+from torch import Tensor
+
 from flowgrpo.errors import UserError
 from flowgrpo.extras import needed
 from flowgrpo.rewards.about import About
@@ -84,14 +87,15 @@ class Ocr:
             raise UserError(f"reward 'ocr': score is {self.score!r}, expected {', '.join(SCORES)}")
         reader()
 
-    def __call__(self, images: Any, prompts: Sequence[str], metadata: Sequence[dict]) -> list[float | None]:
+    def __call__(self, images: Tensor, prompts: Sequence[str],
+                 metadata: Sequence[dict[str, Any]]) -> list[float | None]:
         texts = [asked(prompt, entry) for prompt, entry in zip(prompts, metadata)]
         pictures = eight_bit(images)
         return [None if text is None else SCORES[self.score](read(picture), text)
                 for picture, text in zip(pictures, texts)]
 
 
-def read(picture: Any) -> str:
+def read(picture: np.ndarray) -> str:
     """Return the lines of text in a picture, bytes [H, W, 3], from top to bottom.
 
     Upside-down text is not turned, as in Flow-GRPO.

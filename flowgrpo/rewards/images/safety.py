@@ -59,7 +59,7 @@ class Safety:
             object.__setattr__(self, name, value)
 
     @torch.no_grad()
-    def __call__(self, images: Any, prompts: Sequence[str]) -> Tensor:
+    def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
         pictures = list(eight_bit(images))
         return torch.cat([self._safe(pictures[at:at + AT_ONCE]) for at in range(0, len(pictures), AT_ONCE)])
 

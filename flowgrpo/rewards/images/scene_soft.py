@@ -17,13 +17,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flowgrpo.rewards.about import About, differentiable
+from flowgrpo.rewards.about import About, described, differentiable
 from flowgrpo.starter.scenes import COLOURS, RELATIONS, SHAPES, SIZE, Claims, coverage, parse
 
 GROUND = 0.95  # assumed ground level; drawn ones have 0.90 to 1 in every channel
@@ -87,7 +88,8 @@ def _correlated(maps: Tensor, transforms: Tensor) -> Tensor:
 
 
 @differentiable
-def scene_soft(images: Tensor, prompts: Sequence[str], metadata=None) -> Tensor:
+@described(About(modality="image", range=(0, 1), needs="", licence="Apache-2.0"))
+def scene_soft(images: Tensor, prompts: Sequence[str], metadata: Sequence[dict[str, Any]] | None = None) -> Tensor:
     """Soft, differentiable form of `scene_graded`: degree in [0, 1] to which each picture shows its prompt's claims.
 
     images: float [B, 3, 64, 64] in [0, 1]; prompts: B strings. Returns [B]. A faithful picture has about 0.8.
@@ -102,9 +104,6 @@ def scene_soft(images: Tensor, prompts: Sequence[str], metadata=None) -> Tensor:
     images = images.to(torch.promote_types(images.dtype, torch.float32))
     maps, paint = membership(images), painted(images)
     return torch.stack([_score(colours, spent, parse(prompt)) for colours, spent, prompt in zip(maps, paint, prompts)])
-
-
-scene_soft.about = About(modality="image", range=(0, 1), needs="", licence="Apache-2.0")
 
 
 def _score(maps: Tensor, paint: Tensor, claims: Claims) -> Tensor:
@@ -139,13 +138,13 @@ def _places(credit: Tensor, over: Tensor, claims: Claims, slots: list[int], name
     """Return the places of the claimed objects, the best credited first; each place is used once."""
     free, left, taken = torch.ones_like(credit[0, 0]), list(slots), []
     while left:
-        best = {}
+        best: dict[int, tuple[float, int, int, int]] = {}
         for slot in set(left):
             claim = claims.objects[slot]
-            at = [index for index, name in enumerate(names) if claim.colour in (None, name)]
+            at = [row for row, name in enumerate(names) if claim.colour in (None, name)]
             free_credit = credit[at, SHAPES.index(claim.shape)] * free
-            colour, y, x = np.unravel_index(int(free_credit.argmax()), free_credit.shape)
-            best[slot] = float(free_credit[colour, y, x]), at[colour], int(y), int(x)
+            index = [int(i) for i in np.unravel_index(int(free_credit.argmax()), free_credit.shape)]
+            best[slot] = float(free_credit[tuple(index)]), at[index[0]], index[1], index[2]
         slot = max(best, key=lambda candidate: best[candidate][0])
         _, colour, y, x = best[slot]
         radius = RADII[int(over[colour, SHAPES.index(claims.objects[slot].shape), :, y, x].argmax())]

@@ -65,7 +65,7 @@ class VqaScore:
         processor = pretrained(self.reward, InstructBlipProcessor, self.model, self.revision, "model", self.within)
         return model, processor.tokenizer, processor.qformer_tokenizer
 
-    def __call__(self, images: Any, prompts: Sequence[str]) -> Tensor:
+    def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
         return batched(self._scores, images, prompts, self.batch)
 
     def _scores(self, images: Tensor, prompts: list[str]) -> Tensor:

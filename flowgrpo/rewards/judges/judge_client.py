@@ -6,7 +6,7 @@ import json
 import math
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from email.utils import parsedate_to_datetime
@@ -61,6 +61,9 @@ class Endpoint:
     timeout: float = 60.0
     retries: int = 4
     wait: float = 1.0
+    _served: dict[str, str] = field(init=False, repr=False)
+    _lock: threading.Lock = field(init=False, repr=False)
+    _service: Service = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         if not (self.concurrency >= 1 and self.timeout > 0 and self.retries >= 0 and self.wait >= 0):
@@ -97,13 +100,14 @@ class Endpoint:
         with self._lock:
             if url not in self._served:
                 names = self._service.request("GET", f"{url}/models", None, _models, self._refused)
+                assert isinstance(names, list)  # a refusal by content answers questions alone
                 if len(names) != 1:
                     raise UserError(f"a judge: {url} serves {len(names)} models: set model to one of "
                                     f"{one_line(', '.join(names)) or 'them'}")
                 self._served[url] = names[0]
             return self._served[url]
 
-    def _refused(self, url: str, status: int, headers: Any, body: bytes) -> Answer:
+    def _refused(self, url: str, status: int, headers: Mapping[str, str], body: bytes) -> Answer:
         """Return a refusal of the service; else raise the error for a status: the user's, this request's, or a
         transient one."""
         after, error = headers.get("retry-after"), _error(body)

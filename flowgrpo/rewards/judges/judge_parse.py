@@ -120,7 +120,8 @@ def _scored(text: str, known: Range | None) -> float | None:
         return value
     for pattern in (_LAST_LABEL, _LABELLED, _FRACTION):
         if matches := pattern.findall(text):
-            return _of(*matches[-1], known)
+            number, whole = matches[-1]
+            return _of(number, whole, known)
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     for line in (*lines[-1:], *lines[:1]):
         if match := _ALONE.fullmatch(line):
@@ -147,7 +148,8 @@ def _number(value: Any, known: Range | None) -> float | None:
     """Read a JSON value or a text as a number: 8, "8", "8/10", true, "yes"."""
     if isinstance(value, str):
         match = _ALONE.fullmatch(value.strip())
-        return _of(match[1], match[2], known) if match else {True: 1.0, False: 0.0}.get(_yes(value))
+        marks: dict[bool | None, float] = {True: 1.0, False: 0.0}
+        return _of(match[1], match[2], known) if match else marks.get(_yes(value))
     return float(value) if isinstance(value, (bool, int)) and abs(value) < 2**53 or isinstance(value, float) else None
 
 

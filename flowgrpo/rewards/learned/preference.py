@@ -95,7 +95,7 @@ class Preference:
         object.__setattr__(self, "device", device)
         object.__setattr__(self, "parts", (network, scales))
 
-    def __call__(self, images: Any, prompts: Sequence[str]) -> Tensor:
+    def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
         weight, mean, deviation = self.parts[1].unbind(1)
         return ((self.scores(images, prompts).double() - mean) / deviation) @ weight
 
@@ -108,11 +108,12 @@ class Preference:
         return network(**network.rows(network.prepare(images.to(self.device)), prompts))
 
 
-def named(folder: Path, aspect: str | None) -> partial:
+def named(folder: Path, aspect: str | None) -> partial[Preference]:
     """Return the reward of a folder, or of one of its aspects, not yet instantiated.
     Raises UserError for an unknown aspect."""
     _weights(str(folder), Description.read(folder), aspect, None)
-    return partial(Preference, str(folder), **({} if aspect is None else {"aspect": aspect}))
+    options: dict[str, Any] = {} if aspect is None else {"aspect": aspect}
+    return partial(Preference, str(folder), **options)
 
 
 def _weights(folder: str, known: Description, aspect: str | None, weights: dict[str, float] | None) -> dict[str, float]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,9 @@ from flowgrpo.errors import UserError
 from flowgrpo.rewards.images.clip_models import ClipScore
 from flowgrpo.rewards.images.vision import Preparation, loading
 from flowgrpo.starter import FOLDERS
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 WIDTH, BLOCKS = 96, 3
 TEXT, TOKENIZER = "text_encoder", "tokenizer"  # folders, named as in pipelines
@@ -33,7 +36,7 @@ class Film(nn.Module):
     text, tokenizer: a text encoder of transformers with its tokenizer. aspects: A. size: the pictures' side.
     """
 
-    def __init__(self, text: nn.Module, tokenizer: Any, aspects: int, size: int) -> None:
+    def __init__(self, text: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, aspects: int, size: int) -> None:
         from torchvision.ops import Conv2dNormActivation
 
         super().__init__()

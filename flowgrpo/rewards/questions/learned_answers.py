@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,7 +29,7 @@ class ByFolder:
 
     folder: str
     score: str
-    model: Any = field(init=False, repr=False)
+    model: Preference = field(init=False, repr=False)
     names: tuple[str, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -42,13 +41,13 @@ class ByFolder:
         object.__setattr__(self, "names", names)
         object.__setattr__(self, "model", Preference(self.folder))
 
-    def right(self, images: Any, questions: Sequence[tuple[int, Question]]) -> list[float]:
+    def right(self, images: Tensor, questions: Sequence[tuple[int, Question]]) -> list[float]:
         """Score n questions. images: [B, 3, H, W] in [0, 1]. questions: n pairs of a picture's row and its question."""
         return [float(p[question.choices.index(question.answer)] if self.score == "probability"
                       else p.argmax() == question.choices.index(question.answer))
                 for (_, question), p in zip(questions, self.probabilities(images, questions), strict=True)]
 
-    def probabilities(self, images: Any, questions: Sequence[tuple[int, Question]]) -> list[Tensor]:
+    def probabilities(self, images: Tensor, questions: Sequence[tuple[int, Question]]) -> list[Tensor]:
         """Return each question's probabilities of its choices, float64."""
         places = [self._places(question) for _, question in questions]
         if not questions:

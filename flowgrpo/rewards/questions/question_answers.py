@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from flowgrpo.errors import UserError
 from flowgrpo.rewards.about import TRAINED, About
@@ -60,6 +61,8 @@ class QuestionAnswers:
     judge: dict[str, Any] = field(default_factory=dict)
     writer: dict[str, Any] | None = None
     file: str | None = None
+    _model: ByVqa | ByJudge | ByFolder = field(init=False, repr=False)
+    _writer: Writer | None = field(init=False, repr=False)
     about = About(modality="image", range=(0, 1), needs="", licence="Apache-2.0, MIT weights")
 
     def __post_init__(self) -> None:
@@ -71,14 +74,16 @@ class QuestionAnswers:
         if self.file is not None and self.writer is None:
             raise UserError("reward 'question_answers': file keeps what a writer wrote: give writer, or leave it out")
         if self.by == "vqa":
-            model: Any = ByVqa(Answering(**{"question": "Question: {} Short answer:"} | self.vqa), self.score)
+            options = {"question": "Question: {} Short answer:"} | self.vqa
+            model: ByVqa | ByJudge | ByFolder = ByVqa(Answering(**options), self.score)
         else:
             model = ByJudge(**self.judge) if self.by == "judge" else ByFolder(self.by, self.score)
         writer = None if self.writer is None else Writer(self.writer, self.file)
         for name, value in (("_model", model), ("_writer", writer)):
             object.__setattr__(self, name, value)
 
-    def __call__(self, images: Any, prompts: Sequence[str], metadata: Sequence[dict]) -> list[float | Failed]:
+    def __call__(self, images: Tensor, prompts: Sequence[str],
+                 metadata: Sequence[dict[str, Any]]) -> list[float | Failed]:
         questions = self._questions(prompts, metadata)
         pairs = [(row, question) for row, listed in enumerate(questions) for question in listed]
         values: list[list[float]] = [[] for _ in prompts]
@@ -88,13 +93,15 @@ class QuestionAnswers:
                 Failed(f"question_answers: {'no answer to a question' if listed else 'no questions'} of the prompt "
                        f"{prompt!r}") for prompt, listed, answered in zip(prompts, questions, values)]
 
-    def _questions(self, prompts: Sequence[str], metadata: Sequence[dict]) -> list[list[Question]]:
+    def _questions(self, prompts: Sequence[str], metadata: Sequence[dict[str, Any]]) -> list[list[Question]]:
         derived = [self._derived(prompt, entry) for prompt, entry in zip(prompts, metadata)]
         left = [prompt for prompt, listed in zip(prompts, derived) if listed is None]
-        if left and self._writer is None:
-            raise UserError(f"reward 'question_answers': no question can be made of the prompt {left[0]!r}: give "
-                            f"metadata with {self.key}, GenEval's metadata, or args: {{writer: {{url: ...}}}}")
-        written = self._writer(left) if left else {}
+        written: dict[str, list[Question]] = {}
+        if left:
+            if self._writer is None:
+                raise UserError(f"reward 'question_answers': no question can be made of the prompt {left[0]!r}: give "
+                                f"metadata with {self.key}, GenEval's metadata, or args: {{writer: {{url: ...}}}}")
+            written = self._writer(left)
         return [written[prompt] if listed is None else listed for prompt, listed in zip(prompts, derived)]
 
     def _derived(self, prompt: str, metadata: dict[str, Any]) -> list[Question] | None:
@@ -115,18 +122,18 @@ class ByVqa:
     model: VqaScore
     score: str
 
-    def right(self, images: Any, questions: TokenizedPrompts) -> list[float]:
+    def right(self, images: Tensor, questions: TokenizedPrompts) -> list[float]:
         expected = self._probabilities(images, [(row, question, question.answer) for row, question in questions])
         if self.score == "probability":
             return expected.tolist()
         others = [(at, row, question, choice) for at, (row, question) in enumerate(questions)
                   for choice in question.choices if choice != question.answer]
         of = torch.tensor([at for at, *_ in others])
-        others = self._probabilities(images, [other[1:] for other in others])
-        likeliest = torch.zeros(len(questions)).scatter_reduce(0, of, others, "amax")
+        wrong = self._probabilities(images, [other[1:] for other in others])
+        likeliest = torch.zeros(len(questions)).scatter_reduce(0, of, wrong, "amax")
         return (expected > likeliest).float().tolist()
 
-    def _probabilities(self, images: Any, rows: list[tuple[int, Question, str]]) -> torch.Tensor:
+    def _probabilities(self, images: Tensor, rows: list[tuple[int, Question, str]]) -> Tensor:
         """Return the probability of each (picture's row, question, answer): [n]."""
         probabilities = torch.empty(len(rows))
         for answer in dict.fromkeys(answer for _, _, answer in rows):
@@ -147,7 +154,7 @@ class ByJudge(Asking):
         if "{question}" not in self._question:
             raise UserError("a judge's template names no {question}, expected it where the question belongs")
 
-    def right(self, images: Any, questions: TokenizedPrompts) -> list[float | Failed]:
+    def right(self, images: Tensor, questions: TokenizedPrompts) -> list[float | Failed]:
         def question(i: int) -> list[dict[str, Any]]:
             row, entry = questions[i]
             text = filled(self._question, question=entry.question, choices=", ".join(entry.choices))

@@ -105,7 +105,8 @@ def of_claims(claims: Claims) -> list[Question]:
     """Return the questions of a prompt of the starter's world, where a picture may show only what its prompt says.
     All things are counted. Every claimed shape, a single one too, and every other shape is asked for. Asking whether a
     ring is there would get the same answer for one and for three."""
-    include = [{"class": claim.shape, "count": claim.count, "color": claim.colour} for claim in claims.objects]
+    include: list[dict[str, Any]] = [{"class": claim.shape, "count": claim.count, "color": claim.colour}
+                                     for claim in claims.objects]
     if claims.relation:
         include[0]["position"] = [claims.relation, 1]
     counts = {claim.shape: sum(other.count for other in claims.objects if other.shape == claim.shape)
@@ -116,7 +117,7 @@ def of_claims(claims: Claims) -> list[Question]:
               if question.answer not in ("yes", *NUMBERS))]
 
 
-def of_list(entries: Any) -> list[Question]:
+def of_list(entries: object) -> list[Question]:
     """Return questions from a list in metadata or a model's answer: {"question", "answer", "choices"}, the last yes and
     no if absent.
     Raises UserError for any other form."""
@@ -153,7 +154,7 @@ class Writer:
     Raises UserError for a template without {prompt}, and for a broken file.
     """
 
-    def __init__(self, endpoint: dict[str, Any], file: str | None = None, template: str = WRITER):
+    def __init__(self, endpoint: dict[str, Any], file: str | None = None, template: str = WRITER) -> None:
         if "{prompt}" not in template:
             raise UserError("a writer's template names no {prompt}, expected it where the prompt belongs")
         self.endpoint, self.template = Endpoint(**endpoint), template

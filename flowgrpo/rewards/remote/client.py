@@ -6,9 +6,9 @@ The protocol is in wire.py, the server in rewards/server.py.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 from urllib.parse import unquote, urlsplit
 
 from flowgrpo.errors import UserError
@@ -16,6 +16,9 @@ from flowgrpo.rewards.about import About
 from flowgrpo.rewards.failures import Failed, TimedOut
 from flowgrpo.rewards.remote import wire
 from flowgrpo.rewards.remote.exchange import Service, Unanswered, brief, side_by_side
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 TOKEN = "FLOWGRPO_REWARD_TOKEN"  # the environment variable
 
@@ -55,7 +58,7 @@ class Remote:
         """True if the reward needs whole groups."""
         return self.info.group
 
-    def __call__(self, outputs: Any, prompts: Sequence[str], metadata: Sequence[dict[str, Any]],
+    def __call__(self, outputs: Tensor | Sequence[str], prompts: Sequence[str], metadata: Sequence[dict[str, Any]],
                  group: int = 1) -> list[float | None | Failed]:
         """Return B scores, None where the reward does not apply, Failed where it has no answer. outputs: as for any
         reward. group: the size of the groups."""
@@ -87,7 +90,7 @@ class Remote:
                                 "another")
         return info
 
-    def _refused(self, url: str, status: int, _headers: Any, answer: bytes) -> NoReturn:
+    def _refused(self, url: str, status: int, _headers: Mapping[str, str], answer: bytes) -> NoReturn:
         """Raise the error for a status: the reward's, the user's, or one that may pass on retry. A refusal in another
         format comes from a proxy between, and may pass."""
         if status in (401, 403):

@@ -6,10 +6,10 @@ import itertools
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from flowgrpo.errors import UserError
 from flowgrpo.extras import needed
@@ -21,6 +21,7 @@ REST = 30.0  # seconds for which a failed URL is used only if all others failed 
 LONGEST_ANSWER = 2**24  # bytes
 BRIEF_CONNECT, BRIEF = 4.0, 6.0  # seconds in `brief`: connection timeout, and the time after which no attempt begins
 T = TypeVar("T")
+U = TypeVar("U")
 
 _brief = 0  # number of open `brief` contexts
 
@@ -132,7 +133,7 @@ class Service:
         return seconds > BRIEF and not isinstance(last, Later)
 
     def request(self, method: str, url: str, body: bytes | None, read: Callable[[bytes], T],
-                refused: Callable[[str, int, Any, bytes], T]) -> T:
+                refused: Callable[[str, int, Mapping[str, str], bytes], U]) -> T | U:
         """Return `read` of an answer, or `refused(url, status, headers, answer)` for a status other than 200.
         Raises Unanswered if none came in time; `Absent` without a connection, and if `read` raises ValueError."""
         try:
@@ -151,7 +152,7 @@ class Service:
             raise Absent(f"{url} gave no proper answer: {one_line(error)}") from None
         return refused(url, status, headers, answer)
 
-    def _exchange(self, method: str, url: str, body: bytes | None) -> tuple[int, Any, bytes]:
+    def _exchange(self, method: str, url: str, body: bytes | None) -> tuple[int, Mapping[str, str], bytes]:
         """Return status, headers and body of an answer. All of it must arrive in time: httpx limits only each piece."""
         until, content = time.monotonic() + self.timeout, bytearray()
         limits = self._httpx.Timeout(self.timeout, connect=self._connect())

@@ -17,7 +17,7 @@ import base64
 import io
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +26,7 @@ from flowgrpo.rewards.about import About
 from flowgrpo.rewards.failures import Failed, numbers
 
 if TYPE_CHECKING:
+    import numpy as np
     from torch import Tensor
 
 FORMAT = 1
@@ -65,8 +66,8 @@ class Info:
         Raises ValueError for anything else."""
         record = _object(body)
         try:
-            limits, about = Limits(**record["limits"]), dict(record["about"])
-            about = About(**about | {"range": about["range"] and tuple(about["range"])})
+            limits, facts = Limits(**record["limits"]), dict(record["about"])
+            about = About(**facts | {"range": facts["range"] and tuple(facts["range"])})
             if not all(type(limit) is int and limit > 0 for limit in vars(limits).values()):
                 raise ValueError(f"its limits are {record['limits']}")
             return cls(str(record["name"]), about, record["group"] is True, limits)
@@ -76,7 +77,7 @@ class Info:
 
 # --- client ----------------------------------------------------------------------------------------------------------
 
-def packed(output: Any, prompt: str, metadata: dict[str, Any], exact: bool = False) -> bytes:
+def packed(output: Tensor | str, prompt: str, metadata: dict[str, Any], exact: bool = False) -> bytes:
     """Pack one sample of a request: a picture [3, H, W] or a video [F, 3, H, W] in [0, 1], rounded to 8 bits unless
     `exact`; or a text.
     Raises UserError for metadata that is not JSON, Failed for a picture that holds NaN or an infinity."""
@@ -153,7 +154,7 @@ def refusal(body: bytes) -> str | None:
     return one_line(record["error"]) if isinstance(record, dict) and isinstance(record.get("error"), str) else None
 
 
-def _content(output: Any, exact: bool) -> dict[str, Any]:
+def _content(output: Tensor | str, exact: bool) -> dict[str, Any]:
     if isinstance(output, str):
         return {"text": output}
     if exact:
@@ -166,7 +167,7 @@ def _content(output: Any, exact: bool) -> dict[str, Any]:
     return {"png": _png(rounded) if rounded.ndim == 3 else [_png(frame) for frame in rounded]}
 
 
-def _png(picture: Any) -> str:
+def _png(picture: np.ndarray) -> str:
     """Return bytes [H, W, 3] as base64 of a PNG."""
     from PIL import Image
 
@@ -223,7 +224,8 @@ class _Budget:
 
 
 def _outputs(samples: list[dict[str, Any]], limits: Limits) -> Tensor | list[str]:
-    budget, readers = _Budget(limits), {"text": _text, "png": _pictures, "safetensors": _tensor}
+    budget = _Budget(limits)
+    readers: dict[str, Callable[[Any, _Budget], Any]] = {"text": _text, "png": _pictures, "safetensors": _tensor}
     kinds = {kind for sample in samples for kind in readers if kind in sample}
     if len(kinds) != 1 or not all(kinds <= sample.keys() for sample in samples):
         raise ValueError("expected one of `png`, `safetensors` and `text`, the same in every sample")
@@ -312,7 +314,7 @@ def _object(body: bytes) -> dict[str, Any]:
     return record
 
 
-def one_line(text: Any) -> str:
+def one_line(text: object) -> str:
     """Return one printable line of an untrusted text."""
     line = " ".join("".join(c if c.isprintable() else " " for c in str(text)[:2000]).split())
     return line if len(line) <= 400 else line[:397] + "..."

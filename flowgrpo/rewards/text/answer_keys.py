@@ -67,7 +67,7 @@ def _last(pattern: re.Pattern[str], text: str) -> str | None:
 
 
 def keys(reward: str, metadata: Sequence[dict[str, Any]], key: str, prompts: Sequence[str],
-         read: Callable[[Any], T]) -> list[T | None]:
+         read: Callable[[object], T]) -> list[T | None]:
     """Return `read` of each prompt's entry under `key`; None where there is none.
 
     Raises UserError that names the reward, the key and the prompt if `read` raises ValueError.
@@ -85,7 +85,7 @@ def keys(reward: str, metadata: Sequence[dict[str, Any]], key: str, prompts: Seq
     return result
 
 
-def several(value: Any) -> list[str]:
+def several(value: object) -> list[str]:
     """Return an answer key as the texts that it accepts: a text, a number, or a list of these.
     Raises ValueError for any other."""
     accepted = value if isinstance(value, list) else [value]

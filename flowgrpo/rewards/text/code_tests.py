@@ -33,7 +33,7 @@ def code_of(text: str) -> str:
     return blocks[-1] if blocks else text
 
 
-def read_tests(value: Any) -> Checks:
+def read_tests(value: object) -> Checks:
     """Parse the tests in metadata: a list of texts, Python that raises on an error, or of {input, output}.
     Raises ValueError for anything else, and for invalid Python."""
     value = [value] if isinstance(value, str) else value
@@ -102,13 +102,16 @@ class CodeRun:
                             "namespaces, or set isolation: any")
 
     def __call__(self, completions: Sequence[str], prompts: Sequence[str],
-                 metadata: Sequence[dict]) -> list[float | None]:
+                 metadata: Sequence[dict[str, Any]]) -> list[float | None]:
         tests = keys("code_run", metadata, self.key, prompts, read_tests)
-        rows = [row for row, checks in enumerate(tests) if checks is not None]
-        parts = [range(place, place + 1) for place in range(len(rows))]
-        shares = side_by_side(lambda part: self._share(code_of(completions[rows[part[0]]]), tests[rows[part[0]]]),
-                              parts, self.workers)
-        scores = dict(zip(rows, shares))
+        jobs = [(row, checks) for row, checks in enumerate(tests) if checks is not None]
+
+        def share(part: range) -> float:
+            row, checks = jobs[part.start]
+            return self._share(code_of(completions[row]), checks)
+
+        shares = side_by_side(share, [range(place, place + 1) for place in range(len(jobs))], self.workers)
+        scores = {row: value for (row, _), value in zip(jobs, shares)}
         return [scores.get(row) for row in range(len(prompts))]
 
     def _share(self, code: str, tests: Checks) -> float:

@@ -43,7 +43,7 @@ def _loaded(text: str) -> Any:
         raise ValueError("nested too deeply") from None
 
 
-def validator(schema: Any) -> Any:
+def validator(schema: object) -> Any:
     """Return a schema's validator; references lead nowhere outside it.
     Raises ValueError for an invalid schema."""
     from jsonschema import SchemaError, validators
@@ -59,7 +59,7 @@ def validator(schema: Any) -> Any:
     return kind(schema, registry=Registry())
 
 
-def graded(value: Any, check: Any) -> float:
+def graded(value: object, check: Any) -> float:
     """Return 1 if a value fits; else k / (n + 1) if k of the n keys that the schema requires at its top are present and
     fit separately."""
     if check.is_valid(value):
@@ -98,7 +98,7 @@ class JsonSchema:
             raise UserError(f"reward 'json_schema': schema is {shown}, {one_line(error)}") from None
 
     def __call__(self, completions: Sequence[str], prompts: Sequence[str],
-                 metadata: Sequence[dict]) -> list[float | None]:
+                 metadata: Sequence[dict[str, Any]]) -> list[float | None]:
         checks = ([self.checked] * len(prompts) if self.checked is not None else
                   keys("json_schema", metadata, self.key, prompts, validator))
         return [None if check is None else self._one(text, check) for text, check in zip(completions, checks)]

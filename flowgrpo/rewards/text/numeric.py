@@ -8,6 +8,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import Any
 
 from flowgrpo.errors import UserError
 from flowgrpo.rewards.about import About
@@ -39,8 +40,9 @@ class Number:
         """True if within the tolerance of `key`, scaled by its size if that is above 1. If only one of the two has a
         percent sign, 50 % equals 50 as well as 0.5."""
         once = self.percent != key.percent
-        factors = (1, 100 if self.percent else Fraction(1, 100)) if once else (1,)
-        return any(abs(self.value * factor - key.value) <= tolerance * max(1, abs(key.value)) for factor in factors)
+        factors: tuple[int | Fraction, ...] = (1, 100 if self.percent else Fraction(1, 100)) if once else (1,)
+        size = max(Fraction(1), abs(key.value))
+        return any(abs(self.value * factor - key.value) <= tolerance * size for factor in factors)
 
 
 def plain(text: str) -> str:
@@ -153,7 +155,7 @@ class NumericMatch:
             raise UserError(f"reward 'numeric_match': tolerance is {self.tolerance}, expected from 0 to below 1")
 
     def __call__(self, completions: Sequence[str], prompts: Sequence[str],
-                 metadata: Sequence[dict]) -> list[float | None]:
+                 metadata: Sequence[dict[str, Any]]) -> list[float | None]:
         references = keys("numeric_match", metadata, self.key, prompts, answer_key)
         return [None if accepted is None else self._one(completion, accepted)
                 for completion, accepted in zip(completions, references)]

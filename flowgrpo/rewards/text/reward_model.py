@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -14,6 +14,9 @@ from flowgrpo.rewards.about import About
 from flowgrpo.rewards.images.vision import placed, precision, pretrained
 from flowgrpo.rewards.judges.judge import filled
 from flowgrpo.rewards.text.answer_keys import LICENCE, spoken
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,7 +103,7 @@ class RewardModel:
             config.pad_token_id = before
 
 
-def unused(rows: Sequence[list[int]], config: Any) -> int:
+def unused(rows: Sequence[list[int]], config: PretrainedConfig) -> int:
     """Return a padding token: the model's own, or, if one of the rows holds that, the lowest that none holds.
 
     Models read the score at the last token that differs from the padding token. In many chat models that is also the

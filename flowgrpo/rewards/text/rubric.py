@@ -54,7 +54,7 @@ def _words(bounds: Any) -> Check:
 CHECKS = {"contains": _contains, "excludes": _excludes, "matches": _matches, "words": _words}
 
 
-def items(value: Any) -> list[Item]:
+def items(value: object) -> list[Item]:
     """Parse a rubric in metadata.
     Raises ValueError for anything else."""
     if not isinstance(value, list) or not value:
@@ -103,6 +103,6 @@ class Rubric:
     about = About(modality="text", range=(0, 1), needs="", licence=LICENCE)
 
     def __call__(self, completions: Sequence[str], prompts: Sequence[str],
-                 metadata: Sequence[dict]) -> list[float | None]:
+                 metadata: Sequence[dict[str, Any]]) -> list[float | None]:
         rubrics = keys("rubric", metadata, self.key, prompts, items)
         return [None if rubric is None else share(spoken(text), rubric) for text, rubric in zip(completions, rubrics)]
