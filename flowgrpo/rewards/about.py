@@ -19,7 +19,7 @@ MODALITIES = ("image", "video", "text")
 
 @dataclass(frozen=True)
 class About:
-    """A reward's facts, its attribute `about`; None where unknown.
+    """Facts of a reward, its attribute `about`; None where unknown.
 
     modality: "image", "video" or "text", several joined by a slash.
     range: lowest and highest score, None for no bound.

@@ -153,7 +153,7 @@ class Combined:
             raise UserError(f"{self._label(place)}: {'.'.join(map(str, first['loc']))}: got {first['input']!r}, "
                             f"{first['msg'].lower()}") from None
 
-    def _require(self, holds: Any, name: str, expected: str) -> None:
+    def _require(self, holds: object, name: str, expected: str) -> None:
         if not holds:
             raise UserError(f"reward {type(self).__name__.lower()!r}: {name} is {getattr(self, name)!r}, expected "
                             f"{expected}")

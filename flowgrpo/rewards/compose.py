@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Composed:
-    """A reward with its rule, in the form that `score` calls. kept: its cached scores, if cached."""
+    """Reward with its rule, in the form that `score` calls. kept: its cached scores, if cached."""
 
     function: Reward
     rule: WatchRule = WatchRule()

@@ -22,12 +22,14 @@ LONGEST_WAIT = 60.0  # seconds between two attempts
 
 
 class Failed(UserError):
-    """A reward raised, returned a value that is not a score, or timed out. A reward may also return one, in place of a
-    number, for a sample that it cannot score."""
+    """Failure of a reward: it raised, returned a value that is not a score, or timed out.
+
+    A reward may also return one, in place of a number, for a sample that it cannot score.
+    """
 
 
 class TimedOut(Failed):
-    """A reward timed out."""
+    """Time-out of a reward."""
 
 
 class Tally:
@@ -38,6 +40,7 @@ class Tally:
         self.said: dict[str, str] = {}
 
     def add(self, name: str, error: Failed) -> None:
+        """Count a failed sample of a reward."""
         self.failed[name] += 1
         self.said[name] = str(error)
 

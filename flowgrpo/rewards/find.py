@@ -141,7 +141,7 @@ def locate(name: str) -> Any:
     return _from_folder(name)
 
 
-def _is_made(thing: Any) -> bool:
+def _is_made(thing: object) -> bool:
     """True if the object behind a name is a class, or a class with its first argument, the URL of a server."""
     return inspect.isclass(thing.func if isinstance(thing, functools.partial) else thing)
 

@@ -136,11 +136,13 @@ def measured(trained: Mapping[str, T], further: Mapping[str, T]) -> dict[str, T]
 
 @dataclass(frozen=True)
 class WinRates:
-    """A judge as a reward of whole groups: each sample's share of won comparisons, None for one never compared. Over
-    all pairs of a group the rates sum to G/2."""
+    """Judge as a reward of whole groups: each sample's share of won comparisons, None for one never compared.
+
+    Over all pairs of a group the rates sum to G/2.
+    """
 
     name: str
-    judge: Callable[..., Any]
+    judge: Reward
     pairing: Pairing = Pairing()
     lost: list[Failed] = field(default_factory=list)
     group = True
@@ -196,7 +198,7 @@ def _fitting(name: str, how: Pairing, group: int, prompt: str = "") -> list[tupl
         raise UserError(f"judge {name!r}: {error}") from None
 
 
-def _arity(name: str, judge: Callable[..., Any]) -> int:
+def _arity(name: str, judge: Reward) -> int:
     """Return 4 if the judge takes (first, second, prompts, metadata), 3 if it takes (first, second, prompts)."""
     for count in (4, 3):
         try:

@@ -52,8 +52,10 @@ def columns(
     rewards: Mapping[str, Reward | Composed], outputs: Tensor | list[str], prompts: Sequence[str],
     metadata: Sequence[dict[str, Any]], group: int = 1, tally: Tally | None = None, base: Tensor | None = None,
 ) -> list[list[float | Failed]]:
-    """As `score`, but return R columns of B numbers with failures in place: NaN only means that a reward does not
-    apply."""
+    """Return R columns of B numbers as `score` does, but with failures in place.
+
+    NaN only means that a reward does not apply.
+    """
     from flowgrpo.types import Completion
 
     assert len(outputs) == len(prompts) == len(metadata), (len(outputs), len(prompts), len(metadata))
@@ -79,7 +81,7 @@ class Batch:
     base: Tensor | None = None
 
     def copy(self) -> Batch:
-        """Data of its own for a reward, which may write into what it is given."""
+        """Return a copy for a reward, which may write into what it is given."""
         outputs = self.outputs.clone() if hasattr(self.outputs, "clone") else list(self.outputs)
         return Batch(outputs, list(self.prompts), copy.deepcopy(self.metadata),
                      None if self.base is None else self.base.clone())
@@ -188,7 +190,7 @@ def _number(name: str, value: Any, prompt: str) -> float | Failed:
     return number
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     try:
         text = " ".join(repr(value).split())
     except Exception:  # a number of thousands of digits, or an object whose repr fails

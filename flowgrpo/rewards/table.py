@@ -72,7 +72,7 @@ def score_files(name: str, arguments: dict[str, Any], files: Sequence[Path], pro
     return [scores[i] for i in range(len(files))]
 
 
-def _stacked(outputs: list[Any]) -> Any:
+def _stacked(outputs: list[Any]) -> torch.Tensor | list[str]:
     import torch
 
     return outputs if isinstance(outputs[0], str) else torch.stack(outputs)

@@ -46,7 +46,7 @@ LARGEST = 2**24  # bytes of an answer
 
 
 class Detection(NamedTuple):
-    """A detected object: box (left, top, right, bottom) in pixels, label, and score in [0, 1]."""
+    """Detected object: box (left, top, right, bottom) in pixels, label, and score in [0, 1]."""
 
     box: tuple[float, float, float, float]
     label: str
@@ -105,6 +105,7 @@ class Torchvision:
 
     @property
     def labels(self) -> tuple[str, ...]:
+        """Classes that the model knows, by GenEval's names."""
         return tuple(named(category) for category in self.categories or () if category not in ("__background__", "N/A"))
 
     def __call__(self, images: Tensor) -> list[list[Detection]]:
@@ -152,6 +153,7 @@ class FastestDet:
 
     @cached_property
     def session(self) -> Any:
+        """Session of onnxruntime with the file's network."""
         return needed("onnxruntime", "ocr", f"detector {self.path}").InferenceSession(self.path)
 
     def __call__(self, images: Tensor) -> list[list[Detection]]:

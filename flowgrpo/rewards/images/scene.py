@@ -115,19 +115,19 @@ class Detected:
 
     @property
     def shape(self) -> str | None:
-        """The shape's name; None for a blob that is not an object, such as a blurred one or two that touch."""
+        """Name of the shape; None for a blob that is not an object, such as a blurred one or two that touch."""
         good = self.shapes.max() == self.crispness == self.unity == 1
         return SHAPES[self.shapes.argmax()] if good else None
 
     @property
     def colour(self) -> str | None:
-        """The colour's name; None off the palette, or for more than one paint."""
+        """Name of the colour; None off the palette, or for more than one paint."""
         return list(COLOURS)[self.colours.argmax()] if self.colours.max() == self.unity == 1 else None
 
 
 @dataclass(frozen=True)
 class Reading:
-    """The blobs of a picture, largest first, and scores in [0, 1] of its ground: light, even and clean."""
+    """Blobs of a picture, largest first, and scores in [0, 1] of its ground: light, even and clean."""
 
     objects: tuple[Detected, ...]
     ground: float
@@ -249,8 +249,7 @@ def _moments(alpha: np.ndarray, window: tuple[slice, slice]) -> tuple[float, np.
 
 @dataclass(frozen=True)
 class _Slots:
-    """A prompt as one row per claimed object: shape and colour index (colour -1: any), and whether of the first claim.
-    """
+    """Prompt as one row per claimed object: shape and colour index (colour -1: any), and whether of the first claim."""
 
     shapes: np.ndarray
     colours: np.ndarray

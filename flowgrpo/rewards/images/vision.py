@@ -88,7 +88,7 @@ def precision(reward: str, name: str) -> torch.dtype:
 
 
 def placed(device: str | None) -> str:
-    """The device of that name; None for this process's GPU, with its index, or the CPU.
+    """Return the device of that name; None: for this process's GPU, with its index, or the CPU.
 
     A name without an index would be another GPU in another thread.
     """

@@ -23,7 +23,7 @@ FILTERED = ("content_filter", "content_policy_violation")  # codes of a refusal
 
 @dataclass(frozen=True)
 class Answer:
-    """A model's answer.
+    """Answer of a model.
 
     refused: the model, or the service for it, declined.
     cut: it reached `max_tokens`.

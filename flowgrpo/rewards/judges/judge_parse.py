@@ -144,7 +144,7 @@ def _keyed(text: str, keys: Sequence[str], known: Range | None) -> float | None:
     return None
 
 
-def _number(value: Any, known: Range | None) -> float | None:
+def _number(value: object, known: Range | None) -> float | None:
     """Read a JSON value or a text as a number: 8, "8", "8/10", true, "yes"."""
     if isinstance(value, str):
         match = _ALONE.fullmatch(value.strip())
@@ -165,7 +165,7 @@ def objects(text: str) -> Iterator[dict[str, Any]]:
         at = text.find("{", end)
 
 
-def _inner(value: Any) -> Iterator[dict[str, Any]]:
+def _inner(value: object) -> Iterator[dict[str, Any]]:
     if isinstance(value, dict):
         yield value
         for item in value.values():
@@ -243,7 +243,7 @@ _WORDS = {**dict.fromkeys(("yes", "true", "1", "met", "fulfilled", "satisfied", 
           **dict.fromkeys(("no", "false", "0", "not met", "unmet", "fail", "failed"), False)}
 
 
-def _yes(value: Any) -> bool | None:
+def _yes(value: object) -> bool | None:
     return _WORDS.get(" ".join(str(value).lower().strip(" .\"'").split()))
 
 

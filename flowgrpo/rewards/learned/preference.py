@@ -49,6 +49,7 @@ class Description:
     measured: dict[str, Any] = field(default_factory=dict)
 
     def write(self, folder: Path) -> None:
+        """Write a folder's `reward.json`."""
         text = json.dumps({"form": FORM, **asdict(self)}, indent=2)
         (folder / FILE).write_text(text + "\n", encoding="utf-8")
 

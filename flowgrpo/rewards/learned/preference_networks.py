@@ -68,6 +68,7 @@ class Film(nn.Module):
         return self.trunk(pictures.float() / 127.5 - 1)
 
     def judged(self, seen: Tensor, ids: Tensor, mask: Tensor) -> Tensor:
+        """Return the scores [B, A] of `looked` features with the prompts' ids and mask [B, L]."""
         text = self._told(ids, mask)
         for block in self.blocks:
             seen = block(seen, text)

@@ -33,7 +33,7 @@ TokenizedPrompts = list[tuple[int, Question]]  # the row of a picture, and a que
 
 
 class Answering(VqaScore):
-    """The model in this process; its errors name the reward."""
+    """Model in this process; its errors name the reward."""
 
     reward, within = "question_answers", "vqa"
 
@@ -123,6 +123,7 @@ class ByVqa:
     score: str
 
     def right(self, images: Tensor, questions: TokenizedPrompts) -> list[float]:
+        """Score n questions, each about the picture of its row."""
         expected = self._probabilities(images, [(row, question, question.answer) for row, question in questions])
         if self.score == "probability":
             return expected.tolist()
@@ -155,6 +156,7 @@ class ByJudge(Asking):
             raise UserError("a judge's template names no {question}, expected it where the question belongs")
 
     def right(self, images: Tensor, questions: TokenizedPrompts) -> list[float | Failed]:
+        """Score n questions, each about the picture of its row."""
         def question(i: int) -> list[dict[str, Any]]:
             row, entry = questions[i]
             text = filled(self._question, question=entry.question, choices=", ".join(entry.choices))

@@ -47,7 +47,7 @@ class Absent(Unanswered):
 
 
 class Later(Unanswered):
-    """An attempt that the server asked to repeat after some seconds."""
+    """Attempt that the server asked to repeat after some seconds."""
 
     def __init__(self, message: str, seconds: float) -> None:
         super().__init__(message)

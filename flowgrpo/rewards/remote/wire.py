@@ -38,7 +38,7 @@ class TooLarge(ValueError):
 
 @dataclass(frozen=True)
 class Limits:
-    """A server's limits for one request: bytes, samples, pixels of one picture or frame, and pixels of all together,
+    """Limits of a server for one request: bytes, samples, pixels of one picture or frame, and pixels of all together,
     which take 12 bytes each as floats."""
 
     size: int = 64 * 2**20
@@ -49,7 +49,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Info:
-    """A server's statement about its reward; group: it needs whole groups."""
+    """Statement of a server about its reward; group: it needs whole groups."""
 
     name: str
     about: About
@@ -225,7 +225,7 @@ class _Budget:
 
 def _outputs(samples: list[dict[str, Any]], limits: Limits) -> Tensor | list[str]:
     budget = _Budget(limits)
-    readers: dict[str, Callable[[Any, _Budget], Any]] = {"text": _text, "png": _pictures, "safetensors": _tensor}
+    readers: dict[str, Callable[[object, _Budget], Any]] = {"text": _text, "png": _pictures, "safetensors": _tensor}
     kinds = {kind for sample in samples for kind in readers if kind in sample}
     if len(kinds) != 1 or not all(kinds <= sample.keys() for sample in samples):
         raise ValueError("expected one of `png`, `safetensors` and `text`, the same in every sample")
@@ -241,13 +241,13 @@ def _outputs(samples: list[dict[str, Any]], limits: Limits) -> Tensor | list[str
     return outputs.float() / 255 if kind == "png" else outputs.float()
 
 
-def _text(content: Any, _: _Budget) -> str:
+def _text(content: object, _: _Budget) -> str:
     if not isinstance(content, str):
         raise ValueError("expected a text under `text`")
     return content
 
 
-def _pictures(content: Any, budget: _Budget) -> Tensor:
+def _pictures(content: object, budget: _Budget) -> Tensor:
     """Return a picture, bytes [3, H, W], or the frames of a video [F, 3, H, W]."""
     import torch
 
@@ -259,7 +259,7 @@ def _pictures(content: Any, budget: _Budget) -> Tensor:
     return torch.stack(frames)
 
 
-def _picture(content: Any, budget: _Budget) -> Tensor:
+def _picture(content: object, budget: _Budget) -> Tensor:
     import numpy as np
     import torch
     from PIL import Image
@@ -281,7 +281,7 @@ def _picture(content: Any, budget: _Budget) -> Tensor:
         raise ValueError(f"not a whole PNG ({one_line(error)})") from None
 
 
-def _tensor(content: Any, budget: _Budget) -> Tensor:
+def _tensor(content: object, budget: _Budget) -> Tensor:
     from safetensors import SafetensorError
     from safetensors.torch import load
 
@@ -296,7 +296,7 @@ def _tensor(content: Any, budget: _Budget) -> Tensor:
     return output
 
 
-def _bytes(content: Any) -> bytes:
+def _bytes(content: object) -> bytes:
     if not isinstance(content, str):
         raise ValueError("expected base64")
     return base64.b64decode(content, validate=True)

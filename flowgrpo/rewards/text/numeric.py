@@ -31,7 +31,7 @@ _LATEX = (("\\times", "*"), ("\\cdot", "*"), ("\\div", "/"), ("\\left", ""), ("\
 
 @dataclass(frozen=True)
 class Number:
-    """A number, and whether a percent sign followed it; `value` then is a hundredth of the written number."""
+    """Number, and whether a percent sign followed it; `value` then is a hundredth of the written number."""
 
     value: Fraction
     percent: bool = False

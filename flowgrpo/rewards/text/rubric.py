@@ -65,7 +65,7 @@ def items(value: object) -> list[Item]:
     return rubric
 
 
-def _item(value: Any) -> Item:
+def _item(value: object) -> Item:
     message = f"the item {value!r}: expected one of {', '.join(CHECKS)}, with `weight` and `needed` where wanted"
     if not isinstance(value, dict) or len(value.keys() & CHECKS) != 1 or value.keys() - CHECKS - {"weight", "needed"}:
         raise ValueError(message)

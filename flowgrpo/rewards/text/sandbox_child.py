@@ -51,7 +51,7 @@ def guard(folder: str) -> None:
     """Block, for good, the network, processes and threads, and changes to files outside the folder."""
     allowed = os.path.realpath(folder) + os.sep
 
-    def outside(path: Any) -> bool:
+    def outside(path: object) -> bool:
         if not isinstance(path, (str, bytes, os.PathLike)):
             return False
         resolved = os.path.realpath(os.fsdecode(path))

@@ -46,7 +46,7 @@ def _ramp(x, ramp: tuple[float, float]):
 
 @dataclass(frozen=True)
 class Track:
-    """A clip's object.
+    """Object of a clip, frame by frame.
 
     centres: [F, 2], centroids in pixels (x, y).
     sizes: [F], logarithms.
