@@ -32,14 +32,14 @@ def present(name: str) -> bool:
     return version(name) != "unknown" or importlib.util.find_spec(name.replace("-", "_")) is not None
 
 
-def needed(module: str, extra: str, told: str) -> ModuleType:
+def needed(module: str, extra: str, who: str) -> ModuleType:
     """Import `module` and return it.
 
-    Raises UserError that begins with `told` ("reward 'ocr'"), names the extra of flowgrpo to install, and quotes the
+    Raises UserError that begins with `who` ("reward 'ocr'"), names the extra of flowgrpo to install, and quotes the
     import's own error: a package may be installed and lack a system library.
     """
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise UserError(f"{told} needs {module} ({' '.join(str(error).split())}): pip install 'flowgrpo[{extra}]'"
+        raise UserError(f"{who} needs {module} ({' '.join(str(error).split())}): pip install 'flowgrpo[{extra}]'"
                         ) from None

@@ -8,6 +8,10 @@ import warnings
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 
 @contextmanager
@@ -16,22 +20,22 @@ def quiet() -> Iterator[None]:
     from diffusers.utils import logging as of_diffusers
     from transformers.utils import logging as of_transformers
 
-    levels = [(each, each.get_verbosity()) for each in (of_diffusers, of_transformers)]
-    for each, _ in levels:
-        each.set_verbosity(each.CRITICAL)
+    levels = [(module, module.get_verbosity()) for module in (of_diffusers, of_transformers)]
+    for module, _ in levels:
+        module.set_verbosity(module.CRITICAL)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        for each, level in levels:
-            each.set_verbosity(level)
+        for module, level in levels:
+            module.set_verbosity(level)
 
 
 class PhaseTimer:
     """Seconds per phase of an epoch: `with clock("rollout"): ...`."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
 
     @contextmanager
@@ -43,12 +47,13 @@ class PhaseTimer:
             self.seconds[phase] += time.perf_counter() - start
 
     def take(self) -> dict[str, float]:
+        """Return the seconds by phase, as metrics, and begin anew."""
         taken = {f"seconds/{phase}": round(value, 4) for phase, value in self.seconds.items()}
         self.seconds.clear()
         return taken
 
 
-def plain_console():
+def plain_console() -> Console:
     """Return a rich console without markup and emoji names, since names, paths and tasks are third-party text."""
     from rich.console import Console
 

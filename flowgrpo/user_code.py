@@ -10,24 +10,27 @@ import sysconfig
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import Any, TypeVar
 
 from flowgrpo.errors import UserError, nearest
+
+T = TypeVar("T")
 
 _reading: list[Path] = []
 
 
-def load(name: str) -> Any:
+def load(name: str) -> Callable[..., Any]:
     """Return the function FILE.py:NAME of a reward; a class there is instantiated.
 
     Raises UserError for anything not callable.
     """
-    found = from_file(name, "reward")
-    if inspect.isclass(found):
-        found = guarded(f"{name!r} cannot be made", found)
-    if not callable(found):
-        raise UserError(f"{name!r} is of type {type(found).__name__}: expected a function")
-    return found
+    thing = from_file(name, "reward")
+    if inspect.isclass(thing):
+        thing = guarded(f"{name!r} cannot be made", thing)
+    if not callable(thing):
+        raise UserError(f"{name!r} is of type {type(thing).__name__}: expected a function")
+    return thing
 
 
 def from_file(name: str, what: str) -> Any:
@@ -43,12 +46,12 @@ def from_file(name: str, what: str) -> Any:
         raise UserError(f"{what} {name!r}: no file at {file}")
     module = guarded(f"{what} file {file} does not import", _module, path)
     if not hasattr(module, attribute):
-        own = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
-        raise UserError(f"{what} file {file} has no {attribute!r}{nearest(attribute, own)}")
+        names = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+        raise UserError(f"{what} file {file} has no {attribute!r}{nearest(attribute, names)}")
     return getattr(module, attribute)
 
 
-def _module(path: Path) -> Any:
+def _module(path: Path) -> ModuleType:
     """Import a file by its path, once. It can import modules in its folder."""
     name = "flowgrpo_user" + re.sub(r"\W", "_", str(path))
     if name in sys.modules:
@@ -74,16 +77,16 @@ def reading() -> list[Path]:
     return _reading
 
 
-def guarded(what: str, call: Callable[..., Any], *arguments: Any, error_type: type[UserError] = UserError,
-            **keywords: Any) -> Any:
+def guarded(what: str, call: Callable[..., T], *arguments: Any, error_type: type[UserError] = UserError,
+            **keywords: Any) -> T:
     """Call third-party code; raise any of its errors as a UserError that begins with `what`."""
     try:
         return call(*arguments, **keywords)
     except UserError:
         raise
     except (Exception, SystemExit) as error:
-        told = " ".join(f"{type(error).__name__}: {error}".split())
-        raise error_type(f"{what}: {told}{_place(error)}") from error
+        message = " ".join(f"{type(error).__name__}: {error}".split())
+        raise error_type(f"{what}: {message}{_place(error)}") from error
 
 
 # Files of ours that call users' code.

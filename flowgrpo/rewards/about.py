@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from flowgrpo.errors import UserError
 from flowgrpo.extras import present
+
+T = TypeVar("T")
+
+# Called as reward(outputs, prompts, metadata), or as its attributes say; `score` checks what it returns.
+Reward = Callable[..., Any]
 
 MODALITIES = ("image", "video", "text")
 
 
 @dataclass(frozen=True)
 class About:
-    """A reward's facts, its attribute `about`; None where unknown.
+    """Facts of a reward, its attribute `about`; None where unknown.
 
     modality: "image", "video" or "text", several joined by a slash.
     range: lowest and highest score, None for no bound.
@@ -40,13 +46,13 @@ class About:
         return all(present(name.strip()) for name in self.needs.split(",") if name.strip())
 
 
-def about(reward: Any) -> About:
+def about(reward: object) -> About:
     """Return a reward's facts: all unknown for a plain function without them."""
-    told = getattr(reward, "about", None)
-    return told if isinstance(told, About) else About()
+    facts = getattr(reward, "about", None)
+    return facts if isinstance(facts, About) else About()
 
 
-def require_modality(rewards: dict[str, Any], modality: str) -> None:
+def require_modality(rewards: Mapping[str, object], modality: str) -> None:
     """Raise UserError for the first reward known to judge another modality."""
     for name, reward in rewards.items():
         known = about(reward).modality
@@ -55,15 +61,25 @@ def require_modality(rewards: dict[str, Any], modality: str) -> None:
                             f"reward for {modality} (`flowgrpo rewards` lists them)")
 
 
-def modality_of(outputs: Any) -> str:
+def modality_of(outputs: object) -> str:
     """Return the modality of a batch of outputs: pictures [B,3,H,W], videos [B,F,3,H,W], or texts."""
-    return {4: "image", 5: "video"}.get(getattr(outputs, "ndim", None), "text")
+    by_dimensions: dict[int | None, str] = {4: "image", 5: "video"}
+    return by_dimensions.get(getattr(outputs, "ndim", None), "text")
 
 
 TRAINED = "reward.json"  # the file that makes a folder a reward
 
 
-def differentiable(reward: Any) -> Any:
+def differentiable(reward: T) -> T:
     """Decorator: mark a reward, a function or a class, as differentiable."""
-    reward.differentiable = True
+    reward.differentiable = True  # type: ignore[attr-defined]  # functions and classes take attributes
     return reward
+
+
+def described(facts: About) -> Callable[[T], T]:
+    """Decorator: state the facts of a reward, a function."""
+    def describe(reward: T) -> T:
+        reward.about = facts  # type: ignore[attr-defined]  # functions take attributes
+        return reward
+
+    return describe

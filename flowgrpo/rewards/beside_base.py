@@ -8,19 +8,21 @@ and inside `frames`.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
 
 from flowgrpo.errors import UserError
 
 
-def sees_base(reward: Any) -> bool:
+def sees_base(reward: object) -> bool:
     """True if a reward, or one with its rule, compares with the base's samples."""
     return getattr(reward, "base", False) is True
 
 
-def require_base(rewards: dict[str, Any], modality: str) -> None:
-    """Raise UserError for the first reward that compares with the base's samples in a text run: texts have no initial
-    noise that two models could share."""
+def require_base(rewards: Mapping[str, object], modality: str) -> None:
+    """Raise UserError for the first reward that compares with the base's samples in a text run.
+
+    Texts have no initial noise that two models could share.
+    """
     for name, reward in rewards.items():
         if modality == "text" and sees_base(reward):
             raise UserError(f"reward {name!r} compares with the base's picture from the same noise (base = True), and "

@@ -14,12 +14,16 @@ import json
 import math
 import sqlite3
 import sys
-from collections.abc import Callable
+from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flowgrpo.errors import UserError
+from flowgrpo.rewards.about import Reward
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 FILE = "rewards.sqlite"
 
@@ -30,15 +34,17 @@ class Scores:
     Raises UserError for a reward whose source file cannot be found, and for a file that is not a cache.
     """
 
-    def __init__(self, folder: str | Path, name: str, function: Callable[..., Any], arguments: dict[str, Any]) -> None:
+    def __init__(self, folder: str | Path, name: str, function: Reward, arguments: dict[str, Any]) -> None:
         self.path = Path(folder) / FILE
         self.identity = json.dumps([name, arguments, version(name, function)], sort_keys=True, default=str)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._with("CREATE TABLE IF NOT EXISTS scores (key TEXT PRIMARY KEY, identity TEXT, score REAL)")
 
-    def key(self, output: Any, prompt: str, metadata: dict[str, Any], base: Any = None) -> str:
-        """Return the hash of a sample, and of the base's sample if compared. A picture is hashed by its numbers, dtype
-        and shape."""
+    def key(self, output: Tensor | str, prompt: str, metadata: dict[str, Any], base: Tensor | None = None) -> str:
+        """Return the hash of a sample, and of the base's sample if compared.
+
+        A picture is hashed by its numbers, dtype and shape.
+        """
         hashed = hashlib.sha256()
         for part in (self.identity.encode(), prompt.encode(),
                      json.dumps(metadata, sort_keys=True, default=str).encode(), *_content(output),
@@ -57,7 +63,7 @@ class Scores:
         rows = [(key, self.identity, None if math.isnan(score) else score) for key, score in scores.items()]
         self._with("INSERT OR REPLACE INTO scores VALUES (?, ?, ?)", rows, many=True)
 
-    def _with(self, statement: str, values: list[Any] = (), many: bool = False) -> list[tuple]:
+    def _with(self, statement: str, values: Sequence[Any] = (), many: bool = False) -> list[tuple]:
         """Run a statement in a new connection: SQLite connections belong to one thread."""
         try:
             with closing(sqlite3.connect(self.path, timeout=60)) as connection, connection:
@@ -66,7 +72,7 @@ class Scores:
             raise UserError(f"the kept scores {self.path} cannot be used ({error}): remove the file") from None
 
 
-def version(name: str, function: Callable[..., Any]) -> str:
+def version(name: str, function: Reward) -> str:
     """Return the hash of a reward's source file, with its package's version if stated, and those of its parts."""
     thing = inspect.unwrap(getattr(function, "__func__", function))
     thing = thing if inspect.isfunction(thing) else type(thing)
@@ -76,11 +82,11 @@ def version(name: str, function: Callable[..., Any]) -> str:
         raise UserError(f"reward {name!r} has no source file by which its scores could be known again: set "
                         "cache: false") from None
     package = sys.modules.get(thing.__module__.partition(".")[0])
-    own = f"{getattr(package, '__version__', '')} {hashlib.sha256(source).hexdigest()[:16]}"
-    return " ".join([own, *(version(name, part) for part in getattr(function, "made_of", ()))])
+    digest = f"{getattr(package, '__version__', '')} {hashlib.sha256(source).hexdigest()[:16]}"
+    return " ".join([digest, *(version(name, part) for part in getattr(function, "made_of", ()))])
 
 
-def _content(output: Any) -> tuple[bytes, ...]:
+def _content(output: Tensor | str) -> tuple[bytes, ...]:
     """Return the bytes of a text, or of the numbers of a picture or video."""
     if isinstance(output, str):
         return (output.encode(),)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from pydantic import ValidationError
@@ -21,9 +21,12 @@ from torch import Tensor
 
 from flowgrpo.config.reward_rules import WatchRule
 from flowgrpo.errors import UserError
-from flowgrpo.rewards.about import MODALITIES, About, about
+from flowgrpo.rewards.about import MODALITIES, About, Reward, about
 from flowgrpo.rewards.beside_base import sees_base
 from flowgrpo.rewards.failures import Failed, first_failed, numbers
+
+if TYPE_CHECKING:
+    from flowgrpo.rewards.compose import Composed
 
 # --- pure ------------------------------------------------------------------------------------------------------------
 
@@ -101,7 +104,7 @@ class Combined:
     """
 
     rewards: Sequence[Any]
-    made: dict[str, Any] = field(init=False, repr=False, compare=False)
+    made: dict[str, Composed] = field(init=False, repr=False, compare=False)
     about = LIKE_ITS_PARTS
 
     def __post_init__(self) -> None:
@@ -110,22 +113,22 @@ class Combined:
 
         self._require(isinstance(self.rewards, (list, tuple)) and self.rewards, "rewards", "a list of rewards")
         given = {self._label(i): part for i, part in enumerate(self.rewards) if callable(part)}
-        made = compose({self._label(i): self._rule(i) for i in range(len(self.rewards))}, None, given)
-        grouped = [part for part, reward in zip(self.rewards, made.values()) if sees_groups(reward)]
+        composed = compose({self._label(i): self._rule(i) for i in range(len(self.rewards))}, None, given)
+        grouped = [part for part, reward in zip(self.rewards, composed.values()) if sees_groups(reward)]
         self._require(not grouped, "rewards", "rewards that score one sample at a time, not whole groups")
-        judged = [(about(reward).modality or LIKE_ITS_PARTS.modality).split("/") for reward in made.values()]
-        common = [modality for modality in MODALITIES if all(modality in each for each in judged)]
+        judged = [(about(reward).modality or LIKE_ITS_PARTS.modality).split("/") for reward in composed.values()]
+        common = [modality for modality in MODALITIES if all(modality in known for known in judged)]
         self._require(common, "rewards", "rewards that judge the same: pictures, videos or texts")
         object.__setattr__(self, "about", replace(self.about, modality="/".join(common)))
-        object.__setattr__(self, "made", made)
-        object.__setattr__(self, "base", any(map(sees_base, made.values())))
+        object.__setattr__(self, "made", composed)
+        object.__setattr__(self, "base", any(map(sees_base, composed.values())))
 
     @property
-    def made_of(self) -> list[Any]:
+    def made_of(self) -> list[Reward]:
         return [part.function for part in self.made.values()]
 
-    def __call__(self, outputs: Any, prompts: Sequence[str], metadata: Sequence[dict],
-                 base: Any = None) -> list[float | None | Failed]:
+    def __call__(self, outputs: Tensor | list[str], prompts: Sequence[str], metadata: Sequence[dict[str, Any]],
+                 base: Tensor | None = None) -> list[float | None | Failed]:
         from flowgrpo.rewards.score import columns
 
         rows = list(zip(*columns(self.made, outputs, prompts, metadata, base=base)))
@@ -150,7 +153,7 @@ class Combined:
             raise UserError(f"{self._label(place)}: {'.'.join(map(str, first['loc']))}: got {first['input']!r}, "
                             f"{first['msg'].lower()}") from None
 
-    def _require(self, holds: Any, name: str, expected: str) -> None:
+    def _require(self, holds: object, name: str, expected: str) -> None:
         if not holds:
             raise UserError(f"reward {type(self).__name__.lower()!r}: {name} is {getattr(self, name)!r}, expected "
                             f"{expected}")
@@ -236,7 +239,8 @@ class Harmonic(Combined):
         self._require(0 <= self.share <= 1, "share", "a number from 0 to 1")
 
     def combined(self, scores: Tensor) -> Tensor:
-        return harmonic(*((scores + 1) / 2 if self.cosines else scores).unbind(1), self.share)
+        image, text = ((scores + 1) / 2 if self.cosines else scores).unbind(1)
+        return harmonic(image, text, self.share)
 
 
 @dataclass(frozen=True, eq=False)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from flowgrpo.config.reward_rules import WatchRule
+from flowgrpo.config.reward_rules import Transform, WatchRule
 from flowgrpo.errors import UserError
 from flowgrpo.rewards import transforms
+from flowgrpo.rewards.about import Reward
 from flowgrpo.rewards.cache import Scores
 from flowgrpo.rewards.find import find
 from flowgrpo.rewards.pairwise import sees_groups
@@ -19,9 +20,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Composed:
-    """A reward with its rule, in the form that `score` calls. kept: its cached scores, if cached."""
+    """Reward with its rule, in the form that `score` calls. kept: its cached scores, if cached."""
 
-    function: Callable[..., Any]
+    function: Reward
     rule: WatchRule = WatchRule()
     kept: Scores | None = None
 
@@ -33,7 +34,7 @@ class Composed:
 
 
 def compose(rules: Mapping[str, WatchRule], cache: str | None = None,
-            given: dict[str, Any] | None = None) -> dict[str, Composed]:
+            given: Mapping[str, Reward] | None = None) -> dict[str, Composed]:
     """Find and make the rewards of a recipe.
 
     rules: by label, which is the reward's name unless the rule has `use`. cache: the folder of cached scores. given:
@@ -43,7 +44,7 @@ def compose(rules: Mapping[str, WatchRule], cache: str | None = None,
     return {label: _composed(label, rule, cache, (given or {}).get(label)) for label, rule in rules.items()}
 
 
-def _composed(label: str, rule: WatchRule, cache: str | None, given: Any) -> Composed:
+def _composed(label: str, rule: WatchRule, cache: str | None, given: Reward | None) -> Composed:
     name = rule.use or label
     if given is not None and rule.args:
         raise UserError(f"reward {label!r} takes no args: it is given as an object")
@@ -59,7 +60,7 @@ def _composed(label: str, rule: WatchRule, cache: str | None, given: Any) -> Com
     return Composed(function, rule, Scores(cache, name, function, rule.args))
 
 
-def require_routes(rewards: dict[str, Composed], metadata: Iterable[dict[str, Any]]) -> None:
+def require_routes(rewards: Mapping[str, Composed], metadata: Iterable[dict[str, Any]]) -> None:
     """Raise UserError if a reward's `when` matches no prompt's metadata (most likely a typo)."""
     every = list(metadata)
     for label, reward in rewards.items():
@@ -78,12 +79,12 @@ def _values(when: dict[str, Any], every: Sequence[dict[str, Any]]) -> str:
     return f" ({key}: {', '.join(sorted({repr(entry[key]) for entry in every if key in entry})[:10])})"
 
 
-def transforms_of(reward: Any) -> Sequence[Any]:
+def transforms_of(reward: object) -> Sequence[Transform]:
     """Return the transforms of a reward's rule."""
     return getattr(reward.rule, "transform", ()) if isinstance(reward, Composed) else ()
 
 
-def transformed(rewards: dict[str, Any], scores: Tensor) -> Tensor:
+def transformed(rewards: Mapping[str, object], scores: Tensor) -> Tensor:
     """Return scores [P, G, n*R] of R rewards, each after the transforms of its rule; the n granularities are
     concatenated.
 

@@ -11,21 +11,25 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TypeVar
 
 from flowgrpo.config.reward_rules import Retry
 from flowgrpo.errors import UserError
+
+T = TypeVar("T")
 
 LONGEST_WAIT = 60.0  # seconds between two attempts
 
 
 class Failed(UserError):
-    """A reward raised, returned a value that is not a score, or timed out. A reward may also return one, in place of a
-    number, for a sample that it cannot score."""
+    """Failure of a reward: it raised, returned a value that is not a score, or timed out.
+
+    A reward may also return one, in place of a number, for a sample that it cannot score.
+    """
 
 
 class TimedOut(Failed):
-    """A reward timed out."""
+    """Time-out of a reward."""
 
 
 class Tally:
@@ -36,6 +40,7 @@ class Tally:
         self.said: dict[str, str] = {}
 
     def add(self, name: str, error: Failed) -> None:
+        """Count a failed sample of a reward."""
         self.failed[name] += 1
         self.said[name] = str(error)
 
@@ -73,34 +78,34 @@ def settled(ask: Callable[[Sequence[int]], list[float | Failed]], rows: Sequence
             for value in settled(ask, rows[start:start + unit], "skip", unit)]
 
 
-def within(seconds: float | None, told: str, call: Callable[[], Any]) -> Any:
+def within(seconds: float | None, message: str, call: Callable[[], T]) -> T:
     """Return the result of `call` within `seconds` (None: no limit).
 
     A thread makes the call, so pictures and models need no copy. A thread cannot be killed: a call that hangs is
     abandoned and keeps its memory (and a processor, if busy) until it returns or the run ends. It does not keep the run
     from ending. A reward that hangs every time leaves one thread behind each time.
-    Raises TimedOut, whose message begins with `told`.
+    Raises TimedOut, whose message begins with `message`.
     """
     if seconds is None:
         return call()
     from flowgrpo.device import current_gpu, use_gpu  # loads torch
 
-    answers: list[tuple[Any, BaseException | None]] = []
+    answers: list[T] = []
+    errors: list[BaseException] = []
     gpu = current_gpu()
 
     def work() -> None:
         try:
             use_gpu(gpu)
-            answers.append((call(), None))
+            answers.append(call())
         except BaseException as error:
-            answers.append((None, error))
+            errors.append(error)
 
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
     thread.join(seconds)
+    if errors:
+        raise errors[0]
     if not answers:
-        raise TimedOut(f"{told}: no answer within {seconds:g} s")
-    value, error = answers[0]
-    if error is not None:
-        raise error
-    return value
+        raise TimedOut(f"{message}: no answer within {seconds:g} s")
+    return answers[0]

@@ -8,12 +8,14 @@ import inspect
 from collections.abc import Callable
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from flowgrpo.errors import UserError, nearest
-from flowgrpo.rewards.about import TRAINED
+from flowgrpo.rewards.about import TRAINED, Reward
 from flowgrpo.rewards.remote import client
 from flowgrpo.user_code import from_file, guarded
+
+T = TypeVar("T")
 
 GROUP = "flowgrpo.rewards"
 BUILT_IN = {
@@ -81,12 +83,12 @@ BUILT_IN = {
 _registered: dict[str, Any] = {}
 
 
-def reward(name: str) -> Callable[[Any], Any]:
+def reward(name: str) -> Callable[[T], T]:
     """Decorator: register a function, an object or a class as the reward `name`, replacing an earlier one."""
     if name in BUILT_IN:
         raise UserError(f"the reward name {name!r} is taken by a built-in reward: choose another")
 
-    def register(thing: Any) -> Any:
+    def register(thing: T) -> T:
         _registered[name] = thing
         return thing
 
@@ -105,21 +107,21 @@ def source(name: str) -> str:
     return "built in" if name in BUILT_IN else f"package {_entry_points()[name].dist.name}"
 
 
-def find(name: str, arguments: dict[str, Any] | None = None) -> Callable[..., Any]:
+def find(name: str, arguments: dict[str, Any] | None = None) -> Reward:
     """Return the reward of that name, ready to be called. arguments: those of its class.
 
     Raises UserError for an unknown name (with the nearest); for a file that is missing, does not import or lacks the
     function; for arguments that it does not take; and for anything not callable.
     """
-    found = locate(name)
-    if arguments or _is_made(found):
-        _require_arguments(name, found, arguments or {})
-    if _is_made(found):
-        found = guarded(f"reward {name!r} cannot be made", found, **arguments or {})
-    if not callable(found):
-        raise UserError(f"reward {name!r} is of type {type(found).__name__}: expected a function of "
+    thing = locate(name)
+    if arguments or _is_made(thing):
+        _require_arguments(name, thing, arguments or {})
+    if _is_made(thing):
+        thing = guarded(f"reward {name!r} cannot be made", thing, **arguments or {})
+    if not callable(thing):
+        raise UserError(f"reward {name!r} is of type {type(thing).__name__}: expected a function of "
                         f"(images, prompts, metadata)")
-    return found
+    return thing
 
 
 def locate(name: str) -> Any:
@@ -139,20 +141,21 @@ def locate(name: str) -> Any:
     return _from_folder(name)
 
 
-def _is_made(found: Any) -> bool:
+def _is_made(thing: object) -> bool:
     """True if the object behind a name is a class, or a class with its first argument, the URL of a server."""
-    return inspect.isclass(found.func if isinstance(found, functools.partial) else found)
+    return inspect.isclass(thing.func if isinstance(thing, functools.partial) else thing)
 
 
-def _require_arguments(name: str, found: Any, arguments: dict[str, Any]) -> None:
-    if not _is_made(found):
+def _require_arguments(name: str, thing: Any, arguments: dict[str, Any]) -> None:
+    if not _is_made(thing):
         raise UserError(f"reward {name!r} takes no args: it is not a class, got {', '.join(arguments)}")
     try:
-        inspect.signature(found).bind(**arguments)
+        inspect.signature(thing).bind(**arguments)
     except TypeError:
-        taken = inspect.signature(found).parameters
-        lacking = [key for key, each in taken.items() if key not in arguments and each.default is each.empty
-                   and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
+        taken = inspect.signature(thing).parameters
+        lacking = [key for key, parameter in taken.items()
+                   if key not in arguments and parameter.default is parameter.empty
+                   and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)]
         wrong = next((key for key in arguments if key not in taken), None)
         raise UserError(f"reward {name!r} needs args: {{{', '.join(f'{key}: ...' for key in lacking)}}}: give them in "
                         "its rule, or to `flowgrpo score` by --args" if wrong is None else

@@ -6,10 +6,11 @@ device, and returns a tensor [B] in that graph. Everywhere else it is an ordinar
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from flowgrpo.errors import UserError
+from flowgrpo.rewards.about import Reward
 from flowgrpo.rewards.beside_base import sees_base
 from flowgrpo.rewards.compose import Composed
 from flowgrpo.rewards.score import arity
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def require_gradient(rewards: dict[str, Any]) -> None:
+def require_gradient(rewards: Mapping[str, Reward | Composed]) -> None:
     """Raise UserError for the first reward that is not differentiable, or whose rule changes its scores afterwards."""
     for name, reward in rewards.items():
         function, rule = (reward.function, reward.rule) if isinstance(reward, Composed) else (reward, None)
@@ -37,8 +38,8 @@ def require_gradient(rewards: dict[str, Any]) -> None:
                             "every answer, and waits for it: take them away")
 
 
-def value(rewards: dict[str, Any], weights: dict[str, float], pictures: Tensor, prompts: Sequence[str],
-          metadata: Sequence[dict[str, Any]]) -> Tensor:
+def value(rewards: Mapping[str, Reward | Composed], weights: Mapping[str, float], pictures: Tensor,
+          prompts: Sequence[str], metadata: Sequence[dict[str, Any]]) -> Tensor:
     """Return the weighted sum [B] of differentiable rewards of pictures [B, ...], in one graph with them.
 
     A sample that a reward's rule excludes gets nothing from it.
@@ -50,41 +51,42 @@ def value(rewards: dict[str, Any], weights: dict[str, float], pictures: Tensor, 
         function, rule = (reward.function, reward.rule) if isinstance(reward, Composed) else (reward, None)
         rows = [i for i, entry in enumerate(metadata) if rule is None or rule.applies(entry)]
         if rows:
-            own = pictures[rows], [prompts[i] for i in rows], [metadata[i] for i in rows]
-            told = f"reward {name!r} raised on {len(rows)} samples that carry a graph (first prompt: {own[1][0]!r})"
-            found = _checked(name, guarded(told, function, *own[:arity(name, function)]), own[0])
-            total = total.index_add(0, held.new_tensor(rows).long(), weights[name] * found.to(total))
+            arguments = pictures[rows], [prompts[i] for i in rows], [metadata[i] for i in rows]
+            message = (f"reward {name!r} raised on {len(rows)} samples that carry a graph "
+                       f"(first prompt: {arguments[1][0]!r})")
+            scores = _checked(name, guarded(message, function, *arguments[:arity(name, function)]), arguments[0])
+            total = total.index_add(0, held.new_tensor(rows).long(), weights[name] * scores.to(total))
     return total
 
 
-def require_graph(name: str, reward: Any, outputs: Tensor, prompts: Sequence[str], metadata: Sequence[dict[str, Any]]
-                  ) -> None:
+def require_graph(name: str, reward: Reward | Composed, outputs: Tensor, prompts: Sequence[str],
+                  metadata: Sequence[dict[str, Any]]) -> None:
     """Raise UserError if a reward gives the outputs, a leaf that requires a gradient, none or one that is not finite;
     otherwise as `value` does."""
     import torch
 
     leaf = getattr(outputs, "weights", outputs)
     total = value({name: reward}, {name: 1.0}, outputs, prompts, metadata).sum()
-    (found,) = guarded(f"the gradient of reward {name!r} cannot be computed (first prompt: {prompts[0]!r})",
-                       torch.autograd.grad, total, leaf, allow_unused=True)
+    (gradient,) = guarded(f"the gradient of reward {name!r} cannot be computed (first prompt: {prompts[0]!r})",
+                          torch.autograd.grad, total, leaf, allow_unused=True)
     expected = f"expected a gradient by its pictures (first prompt: {prompts[0]!r})"
-    if found is None:
+    if gradient is None:
         raise UserError(f"reward {name!r} is differentiable, but its numbers do not depend on what it is given: "
                         f"{expected}: does it detach, round or copy them?")
-    if not found.isfinite().all():
+    if not gradient.isfinite().all():
         raise UserError(f"reward {name!r} is differentiable, but its gradient holds NaN or an infinity: {expected}")
 
 
-def _checked(name: str, found: Any, pictures: Tensor) -> Tensor:
+def _checked(name: str, scores: Any, pictures: Tensor) -> Tensor:
     import torch
 
     pictures = getattr(pictures, "weights", pictures)
     expected = f"expected a tensor of {len(pictures)} finite numbers that carries the pictures' graph"
-    if not torch.is_tensor(found) or found.shape != pictures.shape[:1]:
-        got = f"the shape {list(found.shape)}" if torch.is_tensor(found) else f"a {type(found).__name__}"
+    if not torch.is_tensor(scores) or scores.shape != pictures.shape[:1]:
+        got = f"the shape {list(scores.shape)}" if torch.is_tensor(scores) else f"a {type(scores).__name__}"
         raise UserError(f"reward {name!r} is differentiable and returned {got}: {expected}")
-    if pictures.requires_grad and not found.requires_grad:
+    if pictures.requires_grad and not scores.requires_grad:
         raise UserError(f"reward {name!r} is differentiable and returned numbers without a gradient: {expected}")
-    if not found.isfinite().all():
+    if not scores.isfinite().all():
         raise UserError(f"reward {name!r} is differentiable and returned NaN or an infinity: {expected}")
-    return found
+    return scores

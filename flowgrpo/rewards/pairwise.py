@@ -13,12 +13,18 @@ from __future__ import annotations
 
 import inspect
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from flowgrpo.errors import UserError
+from flowgrpo.rewards.about import Reward
 from flowgrpo.rewards.failures import Failed
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+T = TypeVar("T")
 
 AT_ONCE = 64  # pairs in one call of a judge, to avoid copying pictures group by group
 
@@ -65,34 +71,35 @@ class Pairing:
         return count
 
 
-def judge(name: str, both_orders: bool = False, comparisons: int | None = None, seed: int = 0) -> Callable[[Any], Any]:
+def judge(name: str, both_orders: bool = False, comparisons: int | None = None, seed: int = 0) -> Callable[[T], T]:
     """Decorator: register a function, object or class as the pairwise judge `name`, a reward; settings: see `Pairing`.
     """
     from flowgrpo.rewards.find import reward
 
     register, pairing = reward(name), Pairing(both_orders, comparisons, seed)
 
-    def mark(thing: Any) -> Any:
-        thing.pairwise = pairing
+    def mark(thing: T) -> T:
+        thing.pairwise = pairing  # type: ignore[attr-defined]  # functions and classes take attributes
         return register(thing)
 
     return mark
 
 
-def pairing(reward: Any) -> Pairing | None:
+def pairing(reward: object) -> Pairing | None:
     """Return a judge's pairing; None for any other reward."""
     marked = getattr(reward, "pairwise", None)
     return Pairing() if marked is True else marked or None
 
 
-def sees_groups(reward: Any) -> bool:
+def sees_groups(reward: object) -> bool:
     """True if a reward compares the samples of a group, two at a time or all of them."""
     return pairing(reward) is not None or bool(getattr(reward, "group", False))
 
 
-def whole(name: str, function: Callable[..., Any], group: int, lost: list[Failed]) -> Callable[..., Any]:
-    """Return the reward as (outputs, prompts, metadata) -> B values, bound to the group size if it needs groups. lost:
-    collects the comparisons without an answer.
+def whole(name: str, function: Reward, group: int, lost: list[Failed]) -> Reward:
+    """Return the reward as (outputs, prompts, metadata) -> B values, bound to the group size if it needs groups.
+
+    lost: collects the comparisons without an answer.
     Raises UserError if it needs groups and there are none."""
     if not sees_groups(function):
         return function
@@ -104,7 +111,7 @@ def whole(name: str, function: Callable[..., Any], group: int, lost: list[Failed
     return lambda outputs, prompts, metadata, **base: grouped(outputs, prompts, metadata, group, **base)
 
 
-def require(rewards: dict[str, Any], *groups: int) -> None:
+def require(rewards: Mapping[str, object], *groups: int) -> None:
     """Raise UserError if a judge's comparisons do not fit groups of one of these sizes."""
     for name, function in rewards.items():
         for group in groups:
@@ -112,7 +119,7 @@ def require(rewards: dict[str, Any], *groups: int) -> None:
                 _fitting(name, how, group)
 
 
-def measured(trained: dict[str, Any], further: dict[str, Any]) -> dict[str, Any]:
+def measured(trained: Mapping[str, T], further: Mapping[str, T]) -> dict[str, T]:
     """Return the rewards measured on held-out prompts, where every picture is scored alone: the further rewards, and
     the trained ones that need no groups. (Win rates of a model against itself average 1/2 before and after.)
 
@@ -124,21 +131,23 @@ def measured(trained: dict[str, Any], further: dict[str, Any]) -> dict[str, Any]
         name = next(iter(wrong or trained))
         raise UserError(f"reward {name!r} compares the samples of a group, and a held-out evaluation has no groups: "
                         "expected a reward in eval.rewards that scores one picture at a time")
-    return alone | further
+    return {**alone, **further}
 
 
 @dataclass(frozen=True)
 class WinRates:
-    """A judge as a reward of whole groups: each sample's share of won comparisons, None for one never compared. Over
-    all pairs of a group the rates sum to G/2."""
+    """Judge as a reward of whole groups: each sample's share of won comparisons, None for one never compared.
+
+    Over all pairs of a group the rates sum to G/2.
+    """
 
     name: str
-    judge: Callable[..., Any]
+    judge: Reward
     pairing: Pairing = Pairing()
     lost: list[Failed] = field(default_factory=list)
     group = True
 
-    def __call__(self, outputs: Any, prompts: Sequence[str], metadata: Sequence[dict],
+    def __call__(self, outputs: Tensor | Sequence[str], prompts: Sequence[str], metadata: Sequence[dict[str, Any]],
                  group: int) -> list[float | None]:
         import torch
 
@@ -149,25 +158,28 @@ class WinRates:
         wins = torch.stack([self._wins(outputs, prompts, metadata, at, group) for at in groups])
         return [None if rate != rate else rate for rate in win_rates(wins).flatten().tolist()]
 
-    def _wins(self, outputs: Any, prompts: Sequence[str], metadata: Sequence[dict], at: int, group: int):
+    def _wins(self, outputs: Tensor | Sequence[str], prompts: Sequence[str], metadata: Sequence[dict[str, Any]],
+              at: int, group: int) -> Tensor:
         """Return the wins among the samples `at` to `at + group`: [G, G], NaN where not compared."""
         import torch
 
         pairs = _fitting(self.name, self.pairing, group, prompts[at])
         orders = [pairs, [(second, first) for first, second in pairs]][:1 + self.pairing.both_orders]
-        each = torch.full((len(orders), group, group), torch.nan, dtype=torch.float64)
+        wins = torch.full((len(orders), group, group), torch.nan, dtype=torch.float64)
         for place, order in enumerate(orders):
             for start in range(0, len(order), AT_ONCE):
                 some = order[start:start + AT_ONCE]
                 answers = self._ask(outputs, prompts[at], metadata[at], [[at + i for i in side] for side in zip(*some)])
                 for (first, second), answer in zip(some, answers):
-                    each[place, first, second], each[place, second, first] = answer, 1 - answer
-        return each.nanmean(0)
+                    wins[place, first, second], wins[place, second, first] = answer, 1 - answer
+        return wins.nanmean(0)
 
-    def _ask(self, outputs: Any, prompt: str, metadata: dict, sides: list[list[int]]) -> list[float]:
+    def _ask(self, outputs: Tensor | Sequence[str], prompt: str, metadata: dict[str, Any],
+             sides: list[list[int]]) -> list[float]:
         """Return the judge's answers on the rows sides[0] against sides[1], NaN for none."""
         count = len(sides[0])
-        pictures = [outputs[rows] if hasattr(outputs, "shape") else [outputs[row] for row in rows] for rows in sides]
+        pictures = [outputs[rows] if hasattr(outputs, "shape")  # type: ignore[call-overload]  # a tensor
+                    else [outputs[row] for row in rows] for rows in sides]
         arguments = (*pictures, [prompt] * count, [metadata] * count)
         return _answers(self.name, self._told(self.judge(*arguments[:_arity(self.name, self.judge)])), count, prompt)
 
@@ -186,7 +198,7 @@ def _fitting(name: str, how: Pairing, group: int, prompt: str = "") -> list[tupl
         raise UserError(f"judge {name!r}: {error}") from None
 
 
-def _arity(name: str, judge: Callable[..., Any]) -> int:
+def _arity(name: str, judge: Reward) -> int:
     """Return 4 if the judge takes (first, second, prompts, metadata), 3 if it takes (first, second, prompts)."""
     for count in (4, 3):
         try:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import copy
 import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from flowgrpo.errors import UserError
-from flowgrpo.rewards.about import modality_of, require_modality
+from flowgrpo.rewards.about import Reward, modality_of, require_modality
 from flowgrpo.rewards.beside_base import sees_base
 from flowgrpo.rewards.compose import Composed
 from flowgrpo.rewards.failures import Failed, Tally, numbers, settled, within
@@ -18,13 +18,13 @@ from flowgrpo.rewards.pairwise import sees_groups, whole
 from flowgrpo.user_code import guarded
 
 if TYPE_CHECKING:
-    import torch
+    from torch import Tensor
 
 
 def score(
-    rewards: dict[str, Any], outputs: Any, prompts: Sequence[str], metadata: Sequence[dict[str, Any]],
-    group: int = 1, tally: Tally | None = None, base: Any = None,
-) -> torch.Tensor:
+    rewards: Mapping[str, Reward | Composed], outputs: Tensor | list[str], prompts: Sequence[str],
+    metadata: Sequence[dict[str, Any]], group: int = 1, tally: Tally | None = None, base: Tensor | None = None,
+) -> Tensor:
     """Score a batch of B outputs with each of R rewards -> [B, R] float32. Transforms are not applied here.
 
     NaN where a reward returned None, and where its rule does not apply to the prompt. Also NaN where it had no answer
@@ -44,16 +44,18 @@ def score(
     """
     import torch
 
-    found = [numbers(column) for column in columns(rewards, outputs, prompts, metadata, group, tally, base)]
-    return torch.tensor(found, dtype=torch.float32).reshape(len(found), len(prompts)).T.contiguous()
+    table = [numbers(column) for column in columns(rewards, outputs, prompts, metadata, group, tally, base)]
+    return torch.tensor(table, dtype=torch.float32).reshape(len(table), len(prompts)).T.contiguous()
 
 
 def columns(
-    rewards: dict[str, Any], outputs: Any, prompts: Sequence[str], metadata: Sequence[dict[str, Any]],
-    group: int = 1, tally: Tally | None = None, base: Any = None,
+    rewards: Mapping[str, Reward | Composed], outputs: Tensor | list[str], prompts: Sequence[str],
+    metadata: Sequence[dict[str, Any]], group: int = 1, tally: Tally | None = None, base: Tensor | None = None,
 ) -> list[list[float | Failed]]:
-    """As `score`, but return R columns of B numbers with failures in place: NaN only means that a reward does not
-    apply."""
+    """Return R columns of B numbers as `score` does, but with failures in place.
+
+    NaN only means that a reward does not apply.
+    """
     from flowgrpo.types import Completion
 
     assert len(outputs) == len(prompts) == len(metadata), (len(outputs), len(prompts), len(metadata))
@@ -73,13 +75,13 @@ class Batch:
     outputs: a tensor or a list. prompts, metadata: a list each. base: the base model's outputs, a tensor, or None.
     """
 
-    outputs: Any
+    outputs: Tensor | list[str]
     prompts: list[str]
     metadata: list[dict[str, Any]]
-    base: Any = None
+    base: Tensor | None = None
 
     def copy(self) -> Batch:
-        """Data of its own for a reward, which may write into what it is given."""
+        """Return a copy for a reward, which may write into what it is given."""
         outputs = self.outputs.clone() if hasattr(self.outputs, "clone") else list(self.outputs)
         return Batch(outputs, list(self.prompts), copy.deepcopy(self.metadata),
                      None if self.base is None else self.base.clone())
@@ -88,7 +90,8 @@ class Batch:
         """Return some of the samples."""
         if list(rows) == list(range(len(self.prompts))):
             return self
-        outputs = self.outputs[list(rows)] if hasattr(self.outputs, "shape") else [self.outputs[i] for i in rows]
+        outputs = (self.outputs[list(rows)] if hasattr(self.outputs, "shape")  # type: ignore[call-overload]  # a tensor
+                   else [self.outputs[i] for i in rows])
         return Batch(outputs, [self.prompts[i] for i in rows], [self.metadata[i] for i in rows],
                      None if self.base is None else self.base[list(rows)])
 
@@ -105,26 +108,27 @@ def _column(name: str, reward: Composed, batch: Batch, group: int, tally: Tally)
         lost: list[Failed] = []  # comparisons without an answer by a pairwise judge
         function = whole(name, reward.function, group, lost)
         compared = sees_base(reward)
-        found = settled(lambda those: _ask(name, function, batch.rows(those), reward.rule.timeout, compared), missing,
-                        reward.rule.on_error, group if sees_groups(reward.function) else 1)
-        values |= zip(missing, found)
-        for error in [value for value in found if isinstance(value, Failed)] + lost:
+        results = settled(lambda those: _ask(name, function, batch.rows(those), reward.rule.timeout, compared), missing,
+                          reward.rule.on_error, group if sees_groups(reward.function) else 1)
+        values |= zip(missing, results)
+        for error in [value for value in results if isinstance(value, Failed)] + lost:
             tally.add(name, error)
     if keys:
-        reward.kept.write({keys[i]: values[i] for i in missing if not isinstance(values[i], Failed)})
+        fresh = ((keys[i], values[i]) for i in missing)
+        reward.kept.write({key: value for key, value in fresh if not isinstance(value, Failed)})
     return [values.get(i, math.nan) for i in range(len(batch.prompts))]
 
 
-def _ask(name: str, function: Callable[..., Any], batch: Batch, timeout: float | None, compared: bool
+def _ask(name: str, function: Reward, batch: Batch, timeout: float | None, compared: bool
          ) -> list[float | Failed]:
     """Call a reward once; return a number per sample, NaN for None, and a Failed where the reward returned one.
     Raises Failed if it does not return such values in time."""
     import torch
 
     on = f"on {len(batch.prompts)} samples (first prompt of the batch: {batch.prompts[0]!r})"
-    own = batch.copy()
-    further = {"base": own.base} if compared else {}
-    arguments = (own.outputs, own.prompts, own.metadata)[:arity(name, function, **further)]
+    inputs = batch.copy()
+    further = {"base": inputs.base} if compared else {}
+    arguments = (inputs.outputs, inputs.prompts, inputs.metadata)[:arity(name, function, **further)]
 
     def call() -> Any:
         with torch.no_grad():  # here, since it holds only for the thread that enters it
@@ -134,7 +138,7 @@ def _ask(name: str, function: Callable[..., Any], batch: Batch, timeout: float |
     return _numbers(name, within(timeout, f"reward {name!r} hangs {on}", call), batch.prompts)
 
 
-def arity(name: str, function: Callable[..., Any], **further: Any) -> int:
+def arity(name: str, function: Reward, **further: Any) -> int:
     """Return 3 if a reward takes (images, prompts, metadata), 2 if it takes (images, prompts); `further` go by name."""
     try:
         signature = inspect.signature(function)
@@ -186,7 +190,7 @@ def _number(name: str, value: Any, prompt: str) -> float | Failed:
     return number
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     try:
         text = " ".join(repr(value).split())
     except Exception:  # a number of thousands of digits, or an object whose repr fails

@@ -23,7 +23,7 @@ from fastapi.responses import JSONResponse
 from starlette.requests import ClientDisconnect
 
 from flowgrpo.errors import UserError
-from flowgrpo.rewards.about import about
+from flowgrpo.rewards.about import Reward, about
 from flowgrpo.rewards.failures import Failed
 from flowgrpo.rewards.pairwise import sees_groups
 from flowgrpo.rewards.remote import wire
@@ -44,7 +44,7 @@ class Refused(Exception):
         self.status = status
 
 
-def serve(name: str, reward: Callable[..., Any], host: str, port: int, limits: wire.Limits, token: str | None,
+def serve(name: str, reward: Reward, host: str, port: int, limits: wire.Limits, token: str | None,
           say: Callable[[str], None] = print) -> None:
     """Serve a reward until the process is stopped; `say` gets its address. port 0: any free one.
 
@@ -55,6 +55,7 @@ def serve(name: str, reward: Callable[..., Any], host: str, port: int, limits: w
         listening = socket.create_server(address[:2], family=family)
     except (OSError, OverflowError) as error:
         raise UserError(f"cannot listen on {host} port {port} ({error}): choose another --host or --port") from None
+    assert isinstance(address[0], str)  # the IP address
     place = f"[{host}]" if ":" in host else host
     say(f"reward {served(name)!r} at http://{place}:{listening.getsockname()[1]}/{quote(served(name), safe='')}, "
         f"{_openness(address[0], token)}")
@@ -76,7 +77,7 @@ def _openness(address: str, token: str | None) -> str:
     return "open to everybody who reaches this machine (no token: set --token-file)"
 
 
-def application(name: str, reward: Callable[..., Any], limits: wire.Limits, token: str | None) -> FastAPI:
+def application(name: str, reward: Reward, limits: wire.Limits, token: str | None) -> FastAPI:
     """Return the server as an ASGI application. One batch is scored at a time; waiting requests are not unpacked yet.
     """
     app = FastAPI(openapi_url=None)
@@ -96,10 +97,10 @@ def application(name: str, reward: Callable[..., Any], limits: wire.Limits, toke
         _authorise(request, token)
         return JSONResponse(info.told())
 
-    @app.post("/{asked:path}")
-    async def answer(asked: str, request: Request) -> JSONResponse:
+    @app.post("/{path:path}")
+    async def answer(path: str, request: Request) -> JSONResponse:
         _authorise(request, token)
-        _require_sound(request, asked, info.name, limits)
+        _require_sound(request, path, info.name, limits)
         if waiting.locked():
             raise Refused(503, f"{WAITING} requests are waiting already: come back later")
         async with waiting:
@@ -118,10 +119,10 @@ def _authorise(request: Request, token: str | None) -> None:
         raise Refused(401, "expected `Authorization: Bearer TOKEN` with the server's token")
 
 
-def _require_sound(request: Request, asked: str, name: str, limits: wire.Limits) -> None:
+def _require_sound(request: Request, path: str, name: str, limits: wire.Limits) -> None:
     """Raise Refused for bad requests before anything is read. The required content type blocks unsolicited requests of
     web pages: a browser asks the server before it sends JSON to another site."""
-    if asked != name:
+    if path != name:
         raise Refused(404, f"this server has the reward {name!r} alone")
     if request.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
         raise Refused(415, "expected the content type application/json")
@@ -145,7 +146,7 @@ async def _body(request: Request, limit: int) -> bytes:
     return bytes(body)
 
 
-def _scored(name: str, reward: Callable[..., Any], body: bytes, limits: wire.Limits) -> dict[str, Any]:
+def _scored(name: str, reward: Reward, body: bytes, limits: wire.Limits) -> dict[str, Any]:
     """Return the answer to a request.
     Raises Refused: 400 for an invalid request or the user's mistake; 413 if too large; 422 if the reward fails on these
     samples; 500 for our own error."""

@@ -59,19 +59,20 @@ def score_files(name: str, arguments: dict[str, Any], files: Sequence[Path], pro
     A file is a picture; a folder of pictures, or an animated GIF or WebP, is a video; a .txt file a text.
     Raises UserError for an unreadable file, and as `find` and `score` do.
     """
-    reward, outputs, scores = find(name, arguments), [_read(file) for file in files], {}
+    reward, outputs = find(name, arguments), [_read(file) for file in files]
+    scores: dict[int, float] = {}
     alike: dict[Any, list[int]] = defaultdict(list)
     for i, output in enumerate(outputs):
         alike[getattr(output, "shape", None)].append(i)
     for rows in alike.values():
         for some in (rows[start:start + AT_ONCE] for start in range(0, len(rows), AT_ONCE)):
             of, batch = [prompts[i] for i in some], _stacked([outputs[i] for i in some])
-            found = score({name: reward}, batch, [p.text for p in of], [p.metadata for p in of])
-            scores |= zip(some, found[:, 0].tolist())
+            column = score({name: reward}, batch, [p.text for p in of], [p.metadata for p in of])
+            scores |= zip(some, column[:, 0].tolist())
     return [scores[i] for i in range(len(files))]
 
 
-def _stacked(outputs: list[Any]) -> Any:
+def _stacked(outputs: list[Any]) -> torch.Tensor | list[str]:
     import torch
 
     return outputs if isinstance(outputs[0], str) else torch.stack(outputs)

@@ -41,8 +41,8 @@ def rank(scores: Tensor) -> Tensor:
 
     A sample that is alone with a score gets 1/2, and so does one in a group of equal scores.
     """
-    each, other = scores[..., :, None], scores[..., None, :]
-    below, equal = (other < each).sum(-1), (other == each).sum(-1) - 1
+    value, other = scores[..., :, None], scores[..., None, :]
+    below, equal = (other < value).sum(-1), (other == value).sum(-1) - 1
     others = (~scores.isnan()).sum(-1, keepdim=True) - 1
     places = (below + equal / 2).to(scores) / others.clamp(min=1)
     return places.masked_fill(others == 0, 0.5).masked_fill(scores.isnan(), float("nan"))

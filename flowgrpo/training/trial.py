@@ -23,7 +23,7 @@ from flowgrpo import rewards
 from flowgrpo.config.reward_rules import Retry
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
-from flowgrpo.evaluation.measured import measure, spread
+from flowgrpo.evaluation.measured import Generating, measure, spread
 from flowgrpo.policies.policy import Policy
 from flowgrpo.rewards import Composed
 from flowgrpo.rewards.gradient import require_graph
@@ -233,7 +233,7 @@ def _require_real_scores(trainer: state.Run) -> None:
     functions = {name: tried(reward) if isinstance(reward, Composed) else reward for name, reward in functions.items()}
     prompts = spread(trainer.prompts, min(REAL, trainer.config.train.prompts))
     result = measure(
-        trainer.policy, prompts, functions, steps=settings.steps, guidance=settings.guidance, samples=1,
+        cast(Generating, trainer.policy), prompts, functions, steps=settings.steps, guidance=settings.guidance, samples=1,
         micro_batch=trainer.config.train.micro_batch, negative=trainer.config.negative_prompt, title="trial",
         encode=cast(Any, trainer.rollouts).encode)
     scored = any(score == score for scores in result.scores.values() for score in scores)

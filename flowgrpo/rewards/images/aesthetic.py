@@ -53,7 +53,7 @@ class Aesthetic:
                             f"{taken}: give the model that it was trained on")
         return encoder, head
 
-    def __call__(self, images: Any, prompts: Sequence[str]) -> Tensor:
+    def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
         return batched(self._scores, images, prompts, self.batch)
 
     def _scores(self, images: Tensor, prompts: list[str]) -> Tensor:

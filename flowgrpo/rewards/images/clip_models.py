@@ -62,9 +62,9 @@ class ClipScore:
             model = open_clip.create_model(self.model, pretrained=self.pretrained, require_pretrained=True)
             return model, open_clip.get_tokenizer(self.model)
 
-    def __call__(self, images: Any, prompts: Sequence[str]) -> Tensor:
-        found = batched(self._cosines, images, [self.prefix + prompt for prompt in prompts], self.batch)
-        return found if self.score == "cosine" else 2.5 * found.clamp(min=0)
+    def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
+        similarities = batched(self._cosines, images, [self.prefix + prompt for prompt in prompts], self.batch)
+        return similarities if self.score == "cosine" else 2.5 * similarities.clamp(min=0)
 
     def features(self, images: Tensor) -> Tensor:
         """Return the unit-length embeddings of pictures [B, 3, H, W] -> [B, D] on the CPU."""
@@ -88,13 +88,13 @@ def cosines(model: Any, tokenizer: Any, pictures: Tensor, prompts: list[str]) ->
 def wanted(model: Any, reward: str) -> Preparation:
     """Return the preprocessing of a model of open_clip.
     Raises UserError for one that is not bicubic or not square."""
-    told = getattr(model.visual, "preprocess_cfg", {})
-    size = told.get("size", model.visual.image_size)
+    config = getattr(model.visual, "preprocess_cfg", {})
+    size = config.get("size", model.visual.image_size)
     sizes = {size} if isinstance(size, int) else set(size)
-    if len(sizes) > 1 or told.get("interpolation", "bicubic") != "bicubic":
+    if len(sizes) > 1 or config.get("interpolation", "bicubic") != "bicubic":
         raise UserError(f"reward {reward!r}: this model takes pictures of {size} pixels, scaled "
-                        f"{told.get('interpolation')}: expected one that takes squares, scaled bicubic")
-    known = {"mean": told.get("mean"), "deviation": told.get("std"), "fit": told.get("resize_mode")}
+                        f"{config.get('interpolation')}: expected one that takes squares, scaled bicubic")
+    known = {"mean": config.get("mean"), "deviation": config.get("std"), "fit": config.get("resize_mode")}
     return Preparation(sizes.pop(), **{key: value for key, value in known.items() if value is not None})
 
 
@@ -133,7 +133,7 @@ class PickScore:
         return (pretrained("pick_score", CLIPModel, self.model, self.revision, "model"),
                 pretrained("pick_score", AutoTokenizer, self.tokenizer, None, "tokenizer"))
 
-    def __call__(self, images: Any, prompts: Sequence[str]) -> Tensor:
+    def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
         return batched(self._scores, images, prompts, self.batch) / self.divide
 
     def _scores(self, images: Tensor, prompts: list[str]) -> Tensor:
@@ -141,8 +141,8 @@ class PickScore:
         longest, size = model.config.text_config.max_position_embeddings, model.config.vision_config.image_size
         texts = tokenizer(prompts, padding=True, truncation=True, max_length=longest, return_tensors="pt")
         texts, pictures = texts.to(self.device), Preparation(size)(images.to(self.device))
-        found = model(input_ids=texts.input_ids, attention_mask=texts.attention_mask, pixel_values=pictures)
-        return model.logit_scale.exp() * (found.image_embeds * found.text_embeds).sum(-1)
+        outputs = model(input_ids=texts.input_ids, attention_mask=texts.attention_mask, pixel_values=pictures)
+        return model.logit_scale.exp() * (outputs.image_embeds * outputs.text_embeds).sum(-1)
 
 
 @dataclass(frozen=True)
@@ -181,7 +181,7 @@ class HpsV2:
         fill("hps_v2", model, state, self.checkpoint)
         return model, open_clip.get_tokenizer(self.model)
 
-    def __call__(self, images: Any, prompts: Sequence[str]) -> Tensor:
+    def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
         return batched(self._cosines, images, prompts, self.batch)
 
     def _cosines(self, images: Tensor, prompts: list[str]) -> Tensor:
@@ -218,27 +218,29 @@ class SubjectScore:
         clip = SubjectClip(self.model, self.pretrained, device=self.device, batch=self.batch, parts=self.parts)
         object.__setattr__(self, "clip", clip)
 
-    def __call__(self, images: Any, prompts: Sequence[str], metadata: Sequence[dict[str, Any]]) -> list[float | None]:
+    def __call__(self, images: Tensor, prompts: Sequence[str],
+                 metadata: Sequence[dict[str, Any]]) -> list[float | None]:
         rows = [i for i, entry in enumerate(metadata) if self.key in entry]
         scores: list[float | None] = [None] * len(prompts)
         if rows:
-            found = batched(self._cosines, images[rows], [metadata[i][self.key] for i in rows], self.batch)
-            for i, cosine in zip(rows, found.tolist()):
+            similarities = batched(self._cosines, images[rows], [metadata[i][self.key] for i in rows], self.batch)
+            for i, cosine in zip(rows, similarities.tolist()):
                 scores[i] = cosine
         return scores
 
     def _cosines(self, images: Tensor, paths: list[str]) -> Tensor:
         """Return the cosine of each picture [B,3,H,W] with that of its file: [B]."""
         subjects = {path: _read(path)[None] for path in paths}
-        shown, wanted = self.clip.embedded(images), torch.cat([self.clip.embedded(each) for each in subjects.values()])
-        return (shown * wanted[[list(subjects).index(path) for path in paths]]).sum(-1)
+        shown = self.clip.embedded(images)
+        embeddings = torch.cat([self.clip.embedded(subject) for subject in subjects.values()])
+        return (shown * embeddings[[list(subjects).index(path) for path in paths]]).sum(-1)
 
 
 def _read(path: str) -> Tensor:
     from PIL import Image
 
     try:
-        with Image.open(path) as found:
-            return tensor_of(found)
+        with Image.open(path) as image:
+            return tensor_of(image)
     except OSError as error:
         raise UserError(f"reward 'subject_score': {path} cannot be read as a picture ({error})") from None

@@ -14,7 +14,7 @@ import os
 import pickle
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -46,7 +46,7 @@ LARGEST = 2**24  # bytes of an answer
 
 
 class Detection(NamedTuple):
-    """A detected object: box (left, top, right, bottom) in pixels, label, and score in [0, 1]."""
+    """Detected object: box (left, top, right, bottom) in pixels, label, and score in [0, 1]."""
 
     box: tuple[float, float, float, float]
     label: str
@@ -105,12 +105,15 @@ class Torchvision:
 
     @property
     def labels(self) -> tuple[str, ...]:
-        return tuple(named(category) for category in self.categories if category not in ("__background__", "N/A"))
+        """Classes that the model knows, by GenEval's names."""
+        return tuple(named(category) for category in self.categories or () if category not in ("__background__", "N/A"))
 
     def __call__(self, images: Tensor) -> list[list[Detection]]:
-        return [[Detection(tuple(box), named(self.categories[label]), score) for box, label, score in
-                 zip(*(found[key].tolist() for key in ("boxes", "labels", "scores")))]
-                for some in images.float().split(AT_ONCE) for found in self.model(list(some.to(self.device)))]
+        categories = self.categories
+        assert categories is not None  # those of the weights, or given with the model
+        return [[Detection(tuple(box), named(categories[label]), score) for box, label, score in
+                 zip(*(output[key].tolist() for key in ("boxes", "labels", "scores")))]
+                for some in images.float().split(AT_ONCE) for output in self.model(list(some.to(self.device)))]
 
 
 @contextmanager
@@ -150,6 +153,7 @@ class FastestDet:
 
     @cached_property
     def session(self) -> Any:
+        """Session of onnxruntime with the file's network."""
         return needed("onnxruntime", "ocr", f"detector {self.path}").InferenceSession(self.path)
 
     def __call__(self, images: Tensor) -> list[list[Detection]]:
@@ -160,7 +164,7 @@ class FastestDet:
         return [decoded(self.session.run(None, {name: one})[0][0], images.shape[-2:], self.least) for one in inputs]
 
 
-def decoded(features: np.ndarray, size: tuple[int, int], least: float) -> list[Detection]:
+def decoded(features: np.ndarray, size: Sequence[int], least: float) -> list[Detection]:
     """Decode FastestDet's output [5 + 80, h, w] into detections in a picture of `size` (H, W), highest score first.
 
     Channels: objectness; the centre's offset from its cell's corner (tanh, in cells) and the box's width and height
@@ -199,10 +203,10 @@ class Remote:
         request = urllib.request.Request(self.url, body, {"Content-Type": "application/json"})
         try:
             with urllib.request.urlopen(request, timeout=self.timeout) as answer:
-                found = json.loads(answer.read(LARGEST))["detections"]
-            if len(found) != len(images):
-                raise ValueError(f"{len(found)} answers, expected {len(images)}")
-            return [[_parsed(**entry) for entry in picture] for picture in found]
+                detections = json.loads(answer.read(LARGEST))["detections"]
+            if len(detections) != len(images):
+                raise ValueError(f"{len(detections)} answers, expected {len(images)}")
+            return [[_parsed(**entry) for entry in picture] for picture in detections]
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise RuntimeError(f"the detector at {self.url} did not answer as it should: {error!r}") from None
 

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from flowgrpo.errors import UserError, nearest
 from flowgrpo.rewards.about import About
@@ -56,36 +57,40 @@ class Rules:
     max_objects: int = 16
     position_threshold: float = 0.1
 
-    def objects(self, found: Sequence[Detection], tag: str | None) -> dict[str, list[Detection]]:
+    def objects(self, detections: Sequence[Detection], tag: str | None) -> dict[str, list[Detection]]:
         """Return the detections that count, by class, highest score first."""
-        least, kept = self.counting_threshold if tag == "counting" else self.threshold, defaultdict(list)
-        for detection in sorted(found, key=lambda detection: -detection.score):
+        least = self.counting_threshold if tag == "counting" else self.threshold
+        kept: dict[str, list[Detection]] = defaultdict(list)
+        for detection in sorted(detections, key=lambda detection: -detection.score):
             if detection.score > least and len(kept[detection.label]) < self.max_objects:
                 kept[detection.label].append(detection)
         return kept
 
-    def strict(self, picture: np.ndarray, found: Sequence[Detection], wanted: dict[str, Any]) -> float:
-        """Return 1 if a picture, bytes [H, W, 3], meets every clause of `wanted`, else 0."""
-        objects, matched = self.objects(found, wanted.get("tag")), []
-        for clause in wanted["include"]:
+    def strict(self, picture: np.ndarray, detections: Sequence[Detection], metadata: dict[str, Any]) -> float:
+        """Return 1 if a picture, bytes [H, W, 3], meets every clause of its metadata, else 0."""
+        objects = self.objects(detections, metadata.get("tag"))
+        matched: list[list[Detection] | None] = []
+        for clause in metadata["include"]:
             those = objects[clause["class"]][:clause["count"]]
             holds = len(those) == clause["count"] and all(self._attributes(picture, those, clause, matched))
             matched.append(those if holds else None)
-        excluded = any(len(objects[clause["class"]]) >= clause["count"] for clause in wanted.get("exclude", ()))
+        excluded = any(len(objects[clause["class"]]) >= clause["count"] for clause in metadata.get("exclude", ()))
         return float(not excluded and None not in matched)
 
-    def graded(self, picture: np.ndarray, found: Sequence[Detection], wanted: dict[str, Any]) -> float:
+    def graded(self, picture: np.ndarray, detections: Sequence[Detection], metadata: dict[str, Any]) -> float:
         """Return the mean over the demands of the `include` clauses. A class's count gives 1 - |found - wanted| /
         wanted, at least 0. Its colour and its position give 1 if they and the count are right, else 0.
 
         After Flow-GRPO (2505.05470), where too many cost as much as too few; `exclude` is ignored.
         """
-        objects, matched, credits = self.objects(found, wanted.get("tag")), [], []
-        for clause in wanted["include"]:
+        objects = self.objects(detections, metadata.get("tag"))
+        matched: list[list[Detection] | None] = []
+        credits: list[float] = []
+        for clause in metadata["include"]:
             those, count = objects[clause["class"]], clause["count"]
             credits.append(max(0.0, 1 - abs(len(those) - count) / count))
-            asked = sum(key in clause for key in ("color", "position"))
-            right = self._attributes(picture, those, clause, matched) if len(those) == count else [False] * asked
+            demands = sum(key in clause for key in ("color", "position"))
+            right = self._attributes(picture, those, clause, matched) if len(those) == count else [False] * demands
             credits += map(float, right)
             matched.append(those if len(those) == count and all(right) else None)
         return sum(credits) / len(credits)
@@ -130,11 +135,12 @@ class GenEval:
             object.__setattr__(self, "detector", detector(self.detector))
 
     @property
-    def made_of(self) -> list[Any]:
+    def made_of(self) -> list[str | Detector]:
         return [self.detector]
 
-    def __call__(self, images: Any, prompts: Sequence[str], metadata: Sequence[dict]) -> list[float | None]:
-        rows = [i for i, wanted in enumerate(metadata) if wanted.get("include")]
+    def __call__(self, images: Tensor, prompts: Sequence[str],
+                 metadata: Sequence[dict[str, Any]]) -> list[float | None]:
+        rows = [i for i, entry in enumerate(metadata) if entry.get("include")]
         scores: list[float | None] = [None] * len(prompts)
         if not rows:
             return scores
@@ -142,23 +148,25 @@ class GenEval:
             require_judgeable(metadata[i], prompts[i], getattr(self.detector, "labels", None))
         rules = Rules(self.threshold, self.counting_threshold, self.max_objects, self.position_threshold)
         judge = getattr(rules, self.score)
-        found = [[Detection(*one) for one in picture] for picture in self.detector(images[rows])]
-        for i, picture, detections in zip(rows, eight_bit(images[rows]), found):
+        assert callable(self.detector)  # found by its name at the start
+        detected = [[Detection(*one) for one in picture] for picture in self.detector(images[rows])]
+        for i, picture, detections in zip(rows, eight_bit(images[rows]), detected):
             scores[i] = judge(picture, detections, metadata[i])
         return scores
 
 
-def require_judgeable(wanted: dict[str, Any], prompt: str, labels: Sequence[str] | None = None) -> None:
+def require_judgeable(metadata: dict[str, Any], prompt: str, labels: Sequence[str] | None = None) -> None:
     """Raise UserError for metadata not in GenEval's format, and for a class that the detector does not know."""
-    for place, clause in enumerate(wanted["include"] + list(wanted.get("exclude", ()))):
-        told = f"the metadata of the prompt {prompt!r} has the clause {clause}"
+    for place, clause in enumerate(metadata["include"] + list(metadata.get("exclude", ()))):
+        message = f"the metadata of the prompt {prompt!r} has the clause {clause}"
         if not {"class", "count"} <= set(clause) or clause["count"] < 1:
-            raise UserError(f"{told}: expected a class and a count of 1 or more")
+            raise UserError(f"{message}: expected a class and a count of 1 or more")
         if labels is not None and clause["class"] not in labels:
-            raise UserError(f"{told}: the detector knows no class {clause['class']!r}"
+            raise UserError(f"{message}: the detector knows no class {clause['class']!r}"
                             f"{nearest(clause['class'], list(labels))}")
         if clause.get("color", NAMES[0]) not in NAMES:
-            raise UserError(f"{told}: expected a colour of {', '.join(NAMES)}")
+            raise UserError(f"{message}: expected a colour of {', '.join(NAMES)}")
         relation, target = clause.get("position", (RELATIONS[0], 0))
         if relation not in RELATIONS or "position" in clause and not 0 <= target < place:
-            raise UserError(f"{told}: expected a place of {', '.join(RELATIONS)} and the number of an earlier clause")
+            raise UserError(f"{message}: expected a place of {', '.join(RELATIONS)} and the number of an earlier "
+                            "clause")

@@ -67,7 +67,9 @@ class Diversity:
     def __post_init__(self) -> None:
         object.__setattr__(self, "features", extractor(self.features))
 
-    def __call__(self, images: Any, prompts: Sequence[str], metadata: Sequence[dict], group: int) -> Tensor:
+    def __call__(self, images: Tensor, prompts: Sequence[str], metadata: Sequence[dict[str, Any]],
+                 group: int) -> Tensor:
+        assert callable(self.features)  # `extractor` made it so
         features = torch.as_tensor(self.features(images))
         return distances(features.reshape(len(features) // group, group, -1)).flatten()
 
@@ -92,23 +94,30 @@ class BaseSimilarity:
         object.__setattr__(self, "features", extractor(self.features))
 
     @property
-    def made_of(self) -> list[Any]:
+    def made_of(self) -> list[str | Callable[[Tensor], Tensor]]:
         return [self.features]
 
-    def __call__(self, images: Any, prompts: Sequence[str], metadata: Sequence[dict],
+    def __call__(self, images: Tensor, prompts: Sequence[str], metadata: Sequence[dict[str, Any]],
                  base: Tensor | None = None) -> list[float | None]:
         rows = [i for i, entry in enumerate(metadata) if self.key in entry or base is not None]
         scores: list[float | None] = [None] * len(prompts)
         if rows:
-            bases = torch.stack([_read(metadata[i][self.key], images.shape[-2:]) if self.key in metadata[i] else base[i]
-                                 for i in rows])
+            assert callable(self.features)  # `extractor` made it so
+            bases = torch.stack([self._base(metadata[i], images, base, i) for i in rows])
             apart = (torch.as_tensor(self.features(images[rows])) - torch.as_tensor(self.features(bases))).norm(dim=-1)
             for i, distance in zip(rows, apart.tolist()):
                 scores[i] = 1 - distance
         return scores
 
+    def _base(self, entry: dict[str, Any], images: Tensor, base: Tensor | None, row: int) -> Tensor:
+        """Return the base model's picture of a row: the one in its prompt's file, or else the drawn one."""
+        if self.key in entry:
+            return _read(entry[self.key], images.shape[-2:])
+        assert base is not None  # rows without either are left out
+        return base[row]
 
-def _read(path: str, size: tuple[int, int]) -> Tensor:
+
+def _read(path: str, size: Sequence[int]) -> Tensor:
     from PIL import Image
     from torchvision.transforms.functional import resize
 
@@ -138,7 +147,7 @@ class GridArtefacts:
         if self.period < 2:
             raise UserError(f"reward 'grid_artefacts': period is {self.period}, expected 2 pixels or more")
 
-    def __call__(self, images: Any, prompts: Sequence[str]) -> Tensor:
+    def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
         light = grey(images)
         if min(light.shape[-2:]) < 3 * self.period + 1:
             raise UserError(f"reward 'grid_artefacts' got pictures of {list(light.shape[-2:])} pixels, expected at "
@@ -174,6 +183,6 @@ class OverSaturation:
         if not 0 <= self.limit < 1:
             raise UserError(f"reward 'over_saturation': limit is {self.limit}, expected from 0 to below 1")
 
-    def __call__(self, images: Any, prompts: Sequence[str]) -> Tensor:
+    def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
         chroma = images.amax(-3) - images.amin(-3)
         return -(chroma - self.limit).clamp(min=0).mean((-2, -1)) / (1 - self.limit)

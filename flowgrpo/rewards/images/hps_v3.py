@@ -13,7 +13,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,9 @@ from torch import Tensor, nn
 from flowgrpo.errors import UserError
 from flowgrpo.rewards.about import About
 from flowgrpo.rewards.images.vision import batched, fill, loading, placed, precision, pretrained, resized, tensors
+
+if TYPE_CHECKING:
+    from transformers import Qwen2VLConfig, Qwen2VLModel
 
 AREA = 256 * 28 * 28  # approximate pixels of every scaled picture: 448 by 448 for a square
 MARK, IMAGE, PROMPT = "<|Reward|>", "<|image_pad|>", "{text_prompt}"
@@ -72,7 +75,7 @@ class HpsV3:
         with loading(f"reward 'hps_v3': {self.checkpoint}", "give the checkpoint that was made for this reward"):
             return *assembled(config, state, dtype), processor
 
-    def __call__(self, images: Any, prompts: Sequence[str]) -> Tensor:
+    def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
         return batched(self._scores, images, prompts, self.batch)
 
     def _scores(self, images: Tensor, prompts: list[str]) -> Tensor:
@@ -112,13 +115,14 @@ def sides(height: int, width: int) -> tuple[int, int]:
 def instruction(file: str | None) -> str:
     """Return the instruction in a file; None: the one in the source of the package hpsv3, which is read and not run."""
     if file is None:
-        found = importlib.util.find_spec("hpsv3")
-        if found is None:
+        spec = importlib.util.find_spec("hpsv3")
+        if spec is None:
             raise UserError("reward 'hps_v3' needs the instruction of its weights: pip install --no-deps hpsv3, or "
                             "give it as args: {instruction: FILE}")
-        source = Path(found.submodule_search_locations[0], "dataset", "data_collator_qwen.py")
+        assert spec.submodule_search_locations is not None  # hpsv3 is a package
+        source = Path(spec.submodule_search_locations[0], "dataset", "data_collator_qwen.py")
         with loading(f"reward 'hps_v3': the instruction in {source}", "give it as args: {instruction: FILE}"):
-            said = {node.targets[0].id: ast.literal_eval(node.value)
+            said = {node.targets[0].id: ast.literal_eval(node.value)  # type: ignore[attr-defined]  # plain names
                     for node in ast.parse(source.read_text(encoding="utf-8")).body
                     if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)}
             return said["INSTRUCTION"] + said["prompt_with_special_token"]
@@ -132,15 +136,15 @@ def instruction(file: str | None) -> str:
 
 def renamed(state: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return the released tensors under the names of Qwen2VLModel, and `rm_head`; without the language head."""
-    found = {}
+    result = {}
     for key, value in state.items():
         name = next((re.sub(pattern, here, key) for pattern, here in NAMES if re.match(pattern, key)), None)
         if name is not None:
-            found[name] = value
-    return found
+            result[name] = value
+    return result
 
 
-def assembled(config: Any, state: dict[str, Tensor], dtype: torch.dtype) -> tuple[Any, nn.Module]:
+def assembled(config: Qwen2VLConfig, state: dict[str, Tensor], dtype: torch.dtype) -> tuple[Qwen2VLModel, nn.Module]:
     """Build Qwen2VLModel and the head with every tensor of `state`.
     Raises ValueError for a missing or an extra tensor."""
     from transformers import Qwen2VLModel
@@ -152,8 +156,9 @@ def assembled(config: Any, state: dict[str, Tensor], dtype: torch.dtype) -> tupl
     of_head = {key for key in state if key.startswith("rm_head.")}
     fill("hps_v3", head, {key.removeprefix("rm_head."): state[key].float() for key in of_head}, "the head")
     body = {key: value for key, value in state.items() if key not in of_head}
-    model, told = Qwen2VLModel.from_pretrained(None, config=config, state_dict=body, dtype=dtype,
+    loaded: Any = Qwen2VLModel.from_pretrained(None, config=config, state_dict=body, dtype=dtype,
                                                output_loading_info=True)
-    if wrong := {*told["missing_keys"], *told["unexpected_keys"], *told["mismatched_keys"]}:
+    model, info = loaded
+    if wrong := {*info["missing_keys"], *info["unexpected_keys"], *info["mismatched_keys"]}:
         raise ValueError(f"missing or unknown: {', '.join(map(str, sorted(wrong, key=str)[:3]))}")
     return model, head

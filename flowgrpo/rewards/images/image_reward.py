@@ -67,7 +67,7 @@ class ImageReward:
         fill("image_reward", parts, renamed(state), self.checkpoint)
         return parts, pretrained("image_reward", AutoTokenizer, self.tokenizer, None, "tokenizer")
 
-    def __call__(self, images: Any, prompts: Sequence[str]) -> Tensor:
+    def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
         return batched(self._scores, images, prompts, self.batch)
 
     def _scores(self, images: Tensor, prompts: list[str]) -> Tensor:
@@ -98,11 +98,11 @@ def network(vision: dict[str, Any] | None = None, text: dict[str, Any] | None = 
 
 def renamed(state: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return the released checkpoint's tensors under this network's names, without those used only in training."""
-    found = {}
+    result = {}
     for key, value in state.items():
         for pattern, name in NAMES:
             here, count = re.subn(pattern, name, key)
             if count:
-                found[here] = value
+                result[here] = value
                 break
-    return found
+    return result

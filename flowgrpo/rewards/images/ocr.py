@@ -13,6 +13,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
+from torch import Tensor
+
 from flowgrpo.errors import UserError
 from flowgrpo.extras import needed
 from flowgrpo.rewards.about import About
@@ -34,35 +37,35 @@ def plain(text: str) -> str:
     return "".join(text.split()).lower()
 
 
-def edits(found: str, wanted: str, anywhere: bool = False) -> int:
-    """Return the edit distance: the least number of inserted, deleted and substituted characters from `found` to
-    `wanted`.
+def edits(text: str, target: str, anywhere: bool = False) -> int:
+    """Return the edit distance: the least number of inserted, deleted and substituted characters from `text` to
+    `target`.
 
-    anywhere: to `wanted` from its nearest part of `found` (Sellers 1980).
+    anywhere: to `target` from its nearest part of `text` (Sellers 1980).
     """
-    row = [0 if anywhere else i for i in range(len(found) + 1)]
-    for done, letter in enumerate(wanted, 1):
+    row = [0 if anywhere else i for i in range(len(text) + 1)]
+    for done, letter in enumerate(target, 1):
         before, row = row, [done]
-        for i, other in enumerate(found, 1):
+        for i, other in enumerate(text, 1):
             row.append(min(before[i] + 1, row[-1] + 1, before[i - 1] + (letter != other)))
     return min(row) if anywhere else row[-1]
 
 
-def exact(found: str, wanted: str) -> float:
+def exact(text: str, target: str) -> float:
     """Return 1 if exactly the wanted text is read, else 0."""
-    return float(plain(found) == plain(wanted))
+    return float(plain(text) == plain(target))
 
 
-def edit(found: str, wanted: str) -> float:
+def edit(text: str, target: str) -> float:
     """Return Flow-GRPO's score: 1 - min(d, n) / n with edit distance d and length n of the text; 1 if it is contained.
     """
-    found, wanted = plain(found), plain(wanted)
-    return 1.0 if wanted in found else 1 - min(edits(found, wanted), len(wanted)) / len(wanted)
+    text, target = plain(text), plain(target)
+    return 1.0 if target in text else 1 - min(edits(text, target), len(target)) / len(target)
 
 
-def partial(found: str, wanted: str) -> float:
+def partial(text: str, target: str) -> float:
     """Return 1 - d / n with the edit distance d to the nearest part of the read text: other writing costs nothing."""
-    return 1 - edits(plain(found), plain(wanted), anywhere=True) / len(plain(wanted))
+    return 1 - edits(plain(text), plain(target), anywhere=True) / len(plain(target))
 
 
 SCORES = {"edit": edit, "exact": exact, "partial": partial}
@@ -84,14 +87,15 @@ class Ocr:
             raise UserError(f"reward 'ocr': score is {self.score!r}, expected {', '.join(SCORES)}")
         reader()
 
-    def __call__(self, images: Any, prompts: Sequence[str], metadata: Sequence[dict]) -> list[float | None]:
-        wanted = [asked(prompt, entry) for prompt, entry in zip(prompts, metadata)]
+    def __call__(self, images: Tensor, prompts: Sequence[str],
+                 metadata: Sequence[dict[str, Any]]) -> list[float | None]:
+        texts = [asked(prompt, entry) for prompt, entry in zip(prompts, metadata)]
         pictures = eight_bit(images)
         return [None if text is None else SCORES[self.score](read(picture), text)
-                for picture, text in zip(pictures, wanted)]
+                for picture, text in zip(pictures, texts)]
 
 
-def read(picture: Any) -> str:
+def read(picture: np.ndarray) -> str:
     """Return the lines of text in a picture, bytes [H, W, 3], from top to bottom.
 
     Upside-down text is not turned, as in Flow-GRPO.

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flowgrpo.errors import UserError
-from flowgrpo.rewards.about import About
+from flowgrpo.rewards.about import About, described
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
-def preferred(images: Any, prompts: Sequence[str], metadata: Sequence[dict[str, Any]], group: int) -> list[float]:
+@described(About(modality="image", range=(0, 1), needs="", licence="Apache-2.0"))
+def preferred(images: Tensor, prompts: Sequence[str], metadata: Sequence[dict[str, Any]], group: int) -> list[float]:
     """1 for the picture of a recorded pair that its file prefers, 0 for the other: only with `preferences`.
 
     The pair is a group, the chosen picture first; the metadata holds the verdict.
@@ -21,5 +25,4 @@ def preferred(images: Any, prompts: Sequence[str], metadata: Sequence[dict[str, 
     return [entry["preferred"] if row % 2 == 0 else 1 - entry["preferred"] for row, entry in enumerate(metadata)]
 
 
-preferred.group = True
-preferred.about = About(modality="image", range=(0, 1), needs="", licence="Apache-2.0")
+preferred.group = True  # type: ignore[attr-defined]  # functions take attributes

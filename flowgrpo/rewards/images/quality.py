@@ -13,14 +13,14 @@ Sharpness: the variance of the Laplacian (Pech-Pacheco et al. 2000). Noise count
 from __future__ import annotations
 
 import io
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 from scipy import ndimage
 from torch import Tensor
 
 from flowgrpo.errors import UserError
-from flowgrpo.rewards.about import About
+from flowgrpo.rewards.about import About, described
 from flowgrpo.rewards.pixels import eight_bit, grey
 
 BLOCK, STRETCH = 16, 6  # pixels
@@ -28,7 +28,8 @@ ACTIVE, FLAT = 0.1, 0.1  # minimum variance of a block that counts; standard dev
 WINDOW = 7 / 6  # standard deviation of the 7 x 7 Gaussian, in pixels
 
 
-def piqe(images: Any, prompts: Any) -> list[float]:
+@described(About(modality="image", range=(0, 1), needs="", licence="Apache-2.0"))
+def piqe(images: Tensor, prompts: Sequence[str]) -> list[float]:
     """Quality of a picture, 1 - PIQE / 100 within [0, 1]: 1 without noise and blocks, 0 without any structure."""
     return [min(max(1 - distortion(np.round(255 * light)) / 100, 0.0), 1.0) for light in grey(images).numpy()]
 
@@ -73,12 +74,10 @@ def _noisy(blocks: np.ndarray, variance: np.ndarray) -> np.ndarray:
     return sigma > 2 * np.abs(sigma - ratio) / np.maximum(sigma, ratio)
 
 
-piqe.about = About(modality="image", range=(0, 1), needs="", licence="Apache-2.0")
-
 QUALITY = 95
 
 
-def kilobytes(images: Any) -> list[float]:
+def kilobytes(images: Tensor) -> list[float]:
     """Return the size of each picture as a JPEG, in kilobytes."""
     from PIL import Image
 
@@ -90,21 +89,20 @@ def kilobytes(images: Any) -> list[float]:
     return sizes
 
 
-def jpeg_compressibility(images: Any, prompts: Any) -> list[float]:
+@described(About(modality="image", range=(None, 0), needs="", licence="Apache-2.0"))
+def jpeg_compressibility(images: Tensor, prompts: Sequence[str]) -> list[float]:
     """Minus the size of a picture as a JPEG of quality 95, in kilobytes (DDPO)."""
     return [-size for size in kilobytes(images)]
 
 
-def jpeg_incompressibility(images: Any, prompts: Any) -> list[float]:
+@described(About(modality="image", range=(0, None), needs="", licence="Apache-2.0"))
+def jpeg_incompressibility(images: Tensor, prompts: Sequence[str]) -> list[float]:
     """Size of a picture as a JPEG of quality 95, in kilobytes (DDPO)."""
     return kilobytes(images)
 
 
-jpeg_compressibility.about = About(modality="image", range=(None, 0), needs="", licence="Apache-2.0")
-jpeg_incompressibility.about = About(modality="image", range=(0, None), needs="", licence="Apache-2.0")
-
-
-def sharpness(images: Any, prompts: Any) -> Tensor:
+@described(About(modality="image", range=(0, None), needs="", licence="Apache-2.0"))
+def sharpness(images: Tensor, prompts: Sequence[str]) -> Tensor:
     """Variance of the Laplacian of a picture's luminance, in [0, 1], without its outermost pixels."""
     light = grey(images)
     if min(light.shape[-2:]) < 3:
@@ -113,6 +111,3 @@ def sharpness(images: Any, prompts: Any) -> Tensor:
     inside = light[..., 1:-1, 1:-1]
     around = light[..., :-2, 1:-1] + light[..., 2:, 1:-1] + light[..., 1:-1, :-2] + light[..., 1:-1, 2:]
     return (around - 4 * inside).flatten(-2).var(-1, correction=0)
-
-
-sharpness.about = About(modality="image", range=(0, None), needs="", licence="Apache-2.0")

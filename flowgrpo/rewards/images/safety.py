@@ -48,9 +48,9 @@ class Safety:
         except (OSError, ValueError) as error:
             raise UserError(f"reward 'safety': the classifier {self.model!r} cannot be loaded "
                             f"({' '.join(str(error).split())[:160]}): give a folder, args: {{model: FOLDER}}") from None
-        labels, wanted = classifier.config.id2label, {name.lower() for name in self.unsafe}
-        rows = [row for row, label in labels.items() if label.lower() in wanted]
-        if len(rows) != len(wanted):
+        labels, unsafe = classifier.config.id2label, {name.lower() for name in self.unsafe}
+        rows = [row for row, label in labels.items() if label.lower() in unsafe]
+        if len(rows) != len(unsafe):
             raise UserError(f"reward 'safety': unsafe is {', '.join(self.unsafe)}, but the classes of {self.model!r} "
                             f"are {', '.join(labels.values())}")
         device = placed(self.device)
@@ -59,7 +59,7 @@ class Safety:
             object.__setattr__(self, name, value)
 
     @torch.no_grad()
-    def __call__(self, images: Any, prompts: Sequence[str]) -> Tensor:
+    def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
         pictures = list(eight_bit(images))
         return torch.cat([self._safe(pictures[at:at + AT_ONCE]) for at in range(0, len(pictures), AT_ONCE)])
 

@@ -14,14 +14,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
 from scipy import ndimage
 from scipy.optimize import linear_sum_assignment
+from torch import Tensor
 
-from flowgrpo.rewards.about import About
+from flowgrpo.rewards.about import About, described
 from flowgrpo.starter.scenes import COLOURS, RELATIONS, SHAPES, SIZE, coverage, parse
+
+ABOUT = About(modality="image", range=(0, 1), needs="", licence="Apache-2.0")
 
 # Ramps: (0 at, 1 from). Colours differ by their Euclidean distance in sRGB; two of the six by >= 0.52.
 LIGHT = (0.70, 0.85)  # darkest channel of the ground
@@ -111,36 +115,36 @@ class Detected:
 
     @property
     def shape(self) -> str | None:
-        """The shape's name; None for a blob that is not an object, such as a blurred one or two that touch."""
+        """Name of the shape; None for a blob that is not an object, such as a blurred one or two that touch."""
         good = self.shapes.max() == self.crispness == self.unity == 1
         return SHAPES[self.shapes.argmax()] if good else None
 
     @property
     def colour(self) -> str | None:
-        """The colour's name; None off the palette, or for more than one paint."""
+        """Name of the colour; None off the palette, or for more than one paint."""
         return list(COLOURS)[self.colours.argmax()] if self.colours.max() == self.unity == 1 else None
 
 
 @dataclass(frozen=True)
 class Reading:
-    """The blobs of a picture, largest first, and scores in [0, 1] of its ground: light, even and clean."""
+    """Blobs of a picture, largest first, and scores in [0, 1] of its ground: light, even and clean."""
 
     objects: tuple[Detected, ...]
     ground: float
 
 
-def read(image) -> Reading:
+def read(image: Tensor | np.ndarray) -> Reading:
     """Read one picture, float [3, 64, 64] in [0, 1] (torch or numpy).
     Raises ValueError for another shape or range."""
     return _read(_pixels(torch.as_tensor(image)[None])[0])
 
 
-def detect(image) -> list[Detected]:
+def detect(image: Tensor | np.ndarray) -> list[Detected]:
     """Return all blobs of a picture [3, 64, 64] in [0, 1], largest first; non-objects have `shape` or `colour` None."""
     return list(read(image).objects)
 
 
-def _pixels(images) -> np.ndarray:
+def _pixels(images: Tensor | np.ndarray) -> np.ndarray:
     pixels = torch.as_tensor(images).detach().to("cpu", torch.float32)
     if pixels.shape[1:] != (3, SIZE, SIZE):
         raise ValueError(f"the scene reward got pictures of shape {list(pixels.shape)}, "
@@ -245,8 +249,7 @@ def _moments(alpha: np.ndarray, window: tuple[slice, slice]) -> tuple[float, np.
 
 @dataclass(frozen=True)
 class _Slots:
-    """A prompt as one row per claimed object: shape and colour index (colour -1: any), and whether of the first claim.
-    """
+    """Prompt as one row per claimed object: shape and colour index (colour -1: any), and whether of the first claim."""
 
     shapes: np.ndarray
     colours: np.ndarray
@@ -264,7 +267,9 @@ def _slots(prompt: str) -> _Slots:
     return _Slots(shapes, colours, first, np.array(RELATIONS[claims.relation]) if claims.relation else None)
 
 
-def scene_graded(images, prompts: Sequence[str], metadata=None) -> list[float]:
+@described(ABOUT)
+def scene_graded(images: Tensor | np.ndarray, prompts: Sequence[str],
+                 metadata: Sequence[dict[str, Any]] | None = None) -> list[float]:
     """Degree in [0, 1] to which each picture shows what its prompt claims; 1 exactly where `scene` is 1.
 
     ground * direction * (credit of the claimed objects) / (claimed objects + extra blobs), where each claimed object
@@ -282,15 +287,14 @@ def scene_graded(images, prompts: Sequence[str], metadata=None) -> list[float]:
     return [_grade(_read(picture), slot) for picture, slot in zip(pixels, slots)]
 
 
-def scene(images, prompts: Sequence[str], metadata=None) -> list[float]:
+@described(ABOUT)
+def scene(images: Tensor | np.ndarray, prompts: Sequence[str],
+          metadata: Sequence[dict[str, Any]] | None = None) -> list[float]:
     """1.0 where a picture shows exactly what its prompt claims and nothing else, otherwise 0.0.
 
     Arguments and errors are those of `scene_graded`.
     """
     return [float(grade == 1.0) for grade in scene_graded(images, prompts, metadata)]
-
-
-scene.about = scene_graded.about = About(modality="image", range=(0, 1), needs="", licence="Apache-2.0")
 
 
 def _grade(reading: Reading, slots: _Slots) -> float:

@@ -17,13 +17,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flowgrpo.rewards.about import About, differentiable
+from flowgrpo.rewards.about import About, described, differentiable
 from flowgrpo.starter.scenes import COLOURS, RELATIONS, SHAPES, SIZE, Claims, coverage, parse
 
 GROUND = 0.95  # assumed ground level; drawn ones have 0.90 to 1 in every channel
@@ -87,7 +88,8 @@ def _correlated(maps: Tensor, transforms: Tensor) -> Tensor:
 
 
 @differentiable
-def scene_soft(images: Tensor, prompts: Sequence[str], metadata=None) -> Tensor:
+@described(About(modality="image", range=(0, 1), needs="", licence="Apache-2.0"))
+def scene_soft(images: Tensor, prompts: Sequence[str], metadata: Sequence[dict[str, Any]] | None = None) -> Tensor:
     """Soft, differentiable form of `scene_graded`: degree in [0, 1] to which each picture shows its prompt's claims.
 
     images: float [B, 3, 64, 64] in [0, 1]; prompts: B strings. Returns [B]. A faithful picture has about 0.8.
@@ -101,25 +103,22 @@ def scene_soft(images: Tensor, prompts: Sequence[str], metadata=None) -> Tensor:
         return images.new_zeros(0)
     images = images.to(torch.promote_types(images.dtype, torch.float32))
     maps, paint = membership(images), painted(images)
-    return torch.stack([_score(own, spent, parse(prompt)) for own, spent, prompt in zip(maps, paint, prompts)])
-
-
-scene_soft.about = About(modality="image", range=(0, 1), needs="", licence="Apache-2.0")
+    return torch.stack([_score(colours, spent, parse(prompt)) for colours, spent, prompt in zip(maps, paint, prompts)])
 
 
 def _score(maps: Tensor, paint: Tensor, claims: Claims) -> Tensor:
     """Return the score of one picture, from its colours [6, H, W] and its paint [H, W]."""
     slots = [number for number, claim in enumerate(claims.objects) for _ in range(claim.count)]
     names = _sought(maps, claims)
-    own = maps[[list(COLOURS).index(name) for name in names]]
-    over = overlaps(own, paint)
+    colours = maps[[list(COLOURS).index(name) for name in names]]
+    over = overlaps(colours, paint)
     best = over.amax(2)  # of all radii: [colours, 6, H, W]
     compared = F.max_pool2d(best, 2 * NEAR + 1, stride=1, padding=NEAR)
     credit = best * (SHARPNESS * compared).softmax(1)
     taken = _places(credit.detach(), over.detach(), claims, slots, names)
     shown = sum(credit[colour, SHAPES.index(claims.objects[slot].shape), y, x] for slot, colour, y, x, _ in taken)
     elsewhere = (paint * _outside(taken, paint)).sum() / OBJECT
-    return _direction(own, taken, claims) * shown / (len(slots) + elsewhere)
+    return _direction(colours, taken, claims) * shown / (len(slots) + elsewhere)
 
 
 def _sought(maps: Tensor, claims: Claims) -> list[str]:
@@ -128,7 +127,7 @@ def _sought(maps: Tensor, claims: Claims) -> list[str]:
     if None in named:
         mass = maps.detach().sum((1, 2))
         there = (mass > FAINT) | (mass == mass.max())
-        named |= {name for name, found in zip(COLOURS, there.tolist()) if found}
+        named |= {name for name, present in zip(COLOURS, there.tolist()) if present}
     return [name for name in COLOURS if name in named]
 
 
@@ -139,15 +138,15 @@ def _places(credit: Tensor, over: Tensor, claims: Claims, slots: list[int], name
     """Return the places of the claimed objects, the best credited first; each place is used once."""
     free, left, taken = torch.ones_like(credit[0, 0]), list(slots), []
     while left:
-        found = {}
+        best: dict[int, tuple[float, int, int, int]] = {}
         for slot in set(left):
             claim = claims.objects[slot]
-            at = [index for index, name in enumerate(names) if claim.colour in (None, name)]
-            own = credit[at, SHAPES.index(claim.shape)] * free
-            colour, y, x = np.unravel_index(int(own.argmax()), own.shape)
-            found[slot] = float(own[colour, y, x]), at[colour], int(y), int(x)
-        slot = max(found, key=lambda each: found[each][0])
-        _, colour, y, x = found[slot]
+            at = [row for row, name in enumerate(names) if claim.colour in (None, name)]
+            free_credit = credit[at, SHAPES.index(claim.shape)] * free
+            index = [int(i) for i in np.unravel_index(int(free_credit.argmax()), free_credit.shape)]
+            best[slot] = float(free_credit[tuple(index)]), at[index[0]], index[1], index[2]
+        slot = max(best, key=lambda candidate: best[candidate][0])
+        _, colour, y, x = best[slot]
         radius = RADII[int(over[colour, SHAPES.index(claims.objects[slot].shape), :, y, x].argmax())]
         taken.append((slot, colour, y, x, radius))
         left.remove(slot)
@@ -166,11 +165,11 @@ def _distance(place: Place, like: Tensor) -> Tensor:
     return torch.hypot(axis[:, None] - place[2], axis[None, :] - place[3])
 
 
-def _direction(own: Tensor, taken: list[Place], claims: Claims) -> Tensor | float:
+def _direction(colours: Tensor, taken: list[Place], claims: Claims) -> Tensor | float:
     """Return the credit of a relation: the worst pair of a first and another object; 1.0 if none is claimed."""
     if claims.relation is None:
         return 1.0
-    centres = {number: [_centroid(own, place) for place in taken if place[0] == number] for number in (0, 1)}
+    centres = {number: [_centroid(colours, place) for place in taken if place[0] == number] for number in (0, 1)}
     line = torch.stack([first - other for first in centres[0] for other in centres[1]])
     cosine = line @ line.new_tensor(RELATIONS[claims.relation]) / (line.norm(dim=1) + 1e-3)
     if claims.objects[0] == claims.objects[1]:
@@ -179,9 +178,9 @@ def _direction(own: Tensor, taken: list[Place], claims: Claims) -> Tensor | floa
     return FLOOR + (1 - FLOOR) * ((way + holds) / 2).amin()
 
 
-def _centroid(own: Tensor, place: Place) -> Tensor:
+def _centroid(colours: Tensor, place: Place) -> Tensor:
     """Return the centroid (x, y) of a place's colour around it: [2]."""
     _, colour, _, _, radius = place
-    mass = own[colour] * (_distance(place, own) <= REACH * radius)
-    axis = torch.arange(SIZE, device=own.device, dtype=own.dtype)
+    mass = colours[colour] * (_distance(place, colours) <= REACH * radius)
+    axis = torch.arange(SIZE, device=colours.device, dtype=colours.dtype)
     return torch.stack([mass.sum(0) @ axis, mass.sum(1) @ axis]) / (mass.sum() + 1e-3)

@@ -88,7 +88,7 @@ def precision(reward: str, name: str) -> torch.dtype:
 
 
 def placed(device: str | None) -> str:
-    """The device of that name; None for this process's GPU, with its index, or the CPU.
+    """Return the device of that name; None: for this process's GPU, with its index, or the CPU.
 
     A name without an index would be another GPU in another thread.
     """
@@ -130,8 +130,8 @@ def tensors(reward: str, where: str, revision: str | None, option: str) -> dict[
             from safetensors.torch import load_file
 
             return load_file(path)
-        found = torch.load(path, map_location="cpu", weights_only=True)
-        return found.get("state_dict", found)
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        return checkpoint.get("state_dict", checkpoint)
 
 
 def _from_hub(where: str, revision: str | None) -> Path:

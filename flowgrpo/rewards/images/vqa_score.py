@@ -65,19 +65,19 @@ class VqaScore:
         processor = pretrained(self.reward, InstructBlipProcessor, self.model, self.revision, "model", self.within)
         return model, processor.tokenizer, processor.qformer_tokenizer
 
-    def __call__(self, images: Any, prompts: Sequence[str]) -> Tensor:
+    def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
         return batched(self._scores, images, prompts, self.batch)
 
     def _scores(self, images: Tensor, prompts: list[str]) -> Tensor:
         model, tokenizer, _ = self.parts
         questions = [self.question.replace("{}", prompt) for prompt in prompts]
-        asked = self._tokens(tokenizer, questions)
+        tokens = self._tokens(tokenizer, questions)
         seen = self._seen(images, questions)
-        words = model.get_input_embeddings()(asked.input_ids)
+        words = model.get_input_embeddings()(tokens.input_ids)
         answer = tokenizer([self.answer] * len(prompts), return_tensors="pt").input_ids.to(self.device)
-        ones = asked.attention_mask.new_ones(seen.shape[:2])
+        ones = tokens.attention_mask.new_ones(seen.shape[:2])
         logits = model.language_model(inputs_embeds=torch.cat([seen.to(words), words], 1), labels=answer,
-                                      attention_mask=torch.cat([ones, asked.attention_mask], 1)).logits
+                                      attention_mask=torch.cat([ones, tokens.attention_mask], 1)).logits
         return logits.float().log_softmax(-1).gather(-1, answer[..., None])[..., 0].mean(1).exp()
 
     def _seen(self, images: Tensor, questions: list[str]) -> Tensor:
@@ -86,13 +86,13 @@ class VqaScore:
         model, _, tokenizer = self.parts
         pictures = Preparation(model.config.vision_config.image_size)(images.to(self.device))
         features = model.vision_model(pixel_values=pictures.to(model.dtype)).last_hidden_state
-        asked = self._tokens(tokenizer, questions)
+        tokens = self._tokens(tokenizer, questions)
         queries = model.query_tokens.expand(len(questions), -1, -1).to(features)
-        mask = torch.cat([asked.attention_mask.new_ones(queries.shape[:2]), asked.attention_mask], 1)
-        found = model.qformer(input_ids=asked.input_ids, attention_mask=mask, query_embeds=queries,
-                              encoder_hidden_states=features).last_hidden_state
-        return model.language_projection(found[:, :queries.shape[1]])
+        mask = torch.cat([tokens.attention_mask.new_ones(queries.shape[:2]), tokens.attention_mask], 1)
+        states = model.qformer(input_ids=tokens.input_ids, attention_mask=mask, query_embeds=queries,
+                               encoder_hidden_states=features).last_hidden_state
+        return model.language_projection(states[:, :queries.shape[1]])
 
     def _tokens(self, tokenizer: Any, texts: list[str]) -> Any:
-        found = tokenizer(texts, padding=True, truncation=True, max_length=LONGEST, return_tensors="pt")
-        return found.to(self.device)
+        tokens = tokenizer(texts, padding=True, truncation=True, max_length=LONGEST, return_tensors="pt")
+        return tokens.to(self.device)

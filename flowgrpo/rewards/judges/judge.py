@@ -16,9 +16,9 @@ import base64
 import io
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flowgrpo.errors import UserError
 from flowgrpo.rewards.about import About, modality_of
@@ -27,6 +27,9 @@ from flowgrpo.rewards.judges.judge_client import Answer, Endpoint, user
 from flowgrpo.rewards.judges.judge_parse import answers, compared, parser, share
 from flowgrpo.rewards.pairwise import Pairing
 from flowgrpo.rewards.remote.wire import one_line
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 ENCODINGS = {"png": {"compress_level": 1}, "webp": {"quality": 90}}
 NOUNS = {"image": "Image", "video": "Video", "text": "Text"}
@@ -47,6 +50,7 @@ class Asking(Endpoint):
     longest: int = 1024
     encoding: str = "png"
     frames: int = 8
+    _question: str = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -58,11 +62,11 @@ class Asking(Endpoint):
     def _values(self, question: Callable[[int], list[dict[str, Any]]], read: Callable[[Answer, int], float | None],
                 count: int) -> list[float | Failed]:
         """Return `read(answer, i)` of the answers to `question(i)`, content parts, for i < count; Failed for None."""
-        found = self.ask(lambda i: user(question(i)), count)
-        values = [None if each.refused else read(each, i) for i, each in enumerate(found)]
-        return [Failed(_told(each)) if value is None else value for each, value in zip(found, values)]
+        replies = self.ask(lambda i: user(question(i)), count)
+        values = [None if reply.refused else read(reply, i) for i, reply in enumerate(replies)]
+        return [Failed(_told(reply)) if value is None else value for reply, value in zip(replies, values)]
 
-    def _pointwise(self, outputs: Any, prompts: Sequence[str],
+    def _pointwise(self, outputs: Tensor | Sequence[str], prompts: Sequence[str],
                    read: Callable[[Answer], float | None]) -> list[float | Failed]:
         """Return a value per output, shown alone before the question."""
         def question(row: int) -> list[dict[str, Any]]:
@@ -70,7 +74,7 @@ class Asking(Endpoint):
 
         return self._values(question, lambda answer, _: read(answer), len(prompts))
 
-    def _parts(self, output: Any) -> list[dict[str, Any]]:
+    def _parts(self, output: Tensor | str) -> list[dict[str, Any]]:
         """Return a picture [3, H, W], the frames of a video [F, 3, H, W] or a text, as parts of a message."""
         if isinstance(output, str):
             return [_text(output)]
@@ -90,13 +94,15 @@ class Judge(Asking):
                      "good it is: 0 useless, 10 perfect. Request: {prompt}\nEnd with a line `Score: N`.")
     parse: str = "score in [0, 10]"
     scale: Sequence[float] | None = None
+    _parser: Callable[[str], float | None] = field(init=False, repr=False)
     about = About(modality="image/video/text", range=(None, None), needs="server", licence=LICENCE)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._set(_parser=parser(self.parse, self.scale))
 
-    def __call__(self, outputs: Any, prompts: Sequence[str], metadata: Sequence[dict] = ()) -> list[float | Failed]:
+    def __call__(self, outputs: Tensor | Sequence[str], prompts: Sequence[str],
+                 metadata: Sequence[dict[str, Any]] = ()) -> list[float | Failed]:
         return self._pointwise(outputs, prompts, lambda answer: None if answer.cut else self._parser(answer.text))
 
 
@@ -115,6 +121,7 @@ class JudgePairs(Asking):
     both_orders: bool = True
     comparisons: int | None = None
     seed: int = 0
+    _parser: Callable[[str], float | None] = field(init=False, repr=False)
     about = About(modality="image/video/text", range=(0, 1), needs="server", licence=LICENCE)
     pairwise = True
 
@@ -122,8 +129,8 @@ class JudgePairs(Asking):
         super().__post_init__()
         self._set(_parser=compared(self.parse), pairwise=Pairing(self.both_orders, self.comparisons, self.seed))
 
-    def __call__(self, first: Any, second: Any, prompts: Sequence[str],
-                 metadata: Sequence[dict] = ()) -> list[float | Failed]:
+    def __call__(self, first: Tensor | Sequence[str], second: Tensor | Sequence[str], prompts: Sequence[str],
+                 metadata: Sequence[dict[str, Any]] = ()) -> list[float | Failed]:
         """Return B values: 1 where the first is better, 0 where the second is, 0.5 at a tie, Failed for no answer."""
         noun = NOUNS[modality_of(first)]
 
@@ -147,6 +154,7 @@ class JudgeRubric(Asking):
                      "told, \"unsure\": {\"1\": \"yes\", \"2\": \"no\"}")
     criteria: Sequence[Any] = ()
     key: str = "criteria"
+    _always: list[tuple[str, float]] = field(init=False, repr=False)
     about = About(modality="image/video/text", range=(0, 1), needs="server", licence=LICENCE)
 
     def __post_init__(self) -> None:
@@ -155,7 +163,7 @@ class JudgeRubric(Asking):
             raise UserError("a judge's template names no {criteria}, expected it where their list belongs")
         self._set(_always=weighted(self.criteria))
 
-    def __call__(self, outputs: Any, prompts: Sequence[str], metadata: Sequence[dict]
+    def __call__(self, outputs: Tensor | Sequence[str], prompts: Sequence[str], metadata: Sequence[dict[str, Any]]
                  ) -> list[float | None | Failed]:
         lists = [[*self._always, *weighted(entry.get(self.key, ()))] for entry in metadata]
         rows = [row for row, criteria in enumerate(lists) if criteria]
@@ -170,36 +178,37 @@ class JudgeRubric(Asking):
             weights = [weight for _, weight in lists[rows[place]]]
             return None if answer.cut else share(answers(answer.text, len(weights)), weights)
 
-        found = dict(zip(rows, self._values(question, read, len(rows))))
-        return [found.get(row) for row in range(len(prompts))]
+        values = dict(zip(rows, self._values(question, read, len(rows))))
+        return [values.get(row) for row in range(len(prompts))]
 
 
-def weighted(criteria: Any) -> list[tuple[str, float]]:
+def weighted(criteria: object) -> list[tuple[str, float]]:
     """Return criteria with their weights, 1 if not given.
     Raises UserError for anything else than a list of these."""
-    found = []
-    for each in criteria if isinstance(criteria, (list, tuple)) else [criteria]:
-        text, weight = (each.get("text"), each.get("weight", 1)) if isinstance(each, dict) else (each, 1)
+    result = []
+    for criterion in criteria if isinstance(criteria, (list, tuple)) else [criteria]:
+        entry: dict[str, Any] = criterion if isinstance(criterion, dict) else {"text": criterion}
+        text, weight = entry.get("text"), entry.get("weight", 1)
         if not isinstance(text, str) or not text.strip() or type(weight) not in (int, float) or not 0 < weight < 1e9:
-            raise UserError(f"a judge's criterion is {one_line(repr(each))}, expected a text, or "
+            raise UserError(f"a judge's criterion is {one_line(repr(criterion))}, expected a text, or "
                             "{text: ..., weight: above 0}, in a list of them")
-        found.append((" ".join(text.split()), float(weight)))
-    return found
+        result.append((" ".join(text.split()), float(weight)))
+    return result
 
 
 def filled(template: str, **texts: str) -> str:
     """Return a template with each {name} replaced by its text; other braces stay, and so do those inside the texts."""
-    return re.sub("|".join(rf"\{{{name}\}}" for name in texts), lambda found: texts[found[0][1:-1]], template)
+    return re.sub("|".join(rf"\{{{name}\}}" for name in texts), lambda match: texts[match[0][1:-1]], template)
 
 
-def spaced(count: int, wanted: int) -> list[int]:
-    """Return `wanted` of `count` frames, evenly spaced from first to last; the middle one for one, all if fewer."""
-    if wanted >= count:
+def spaced(count: int, number: int) -> list[int]:
+    """Return `number` of `count` frames, evenly spaced from first to last; the middle one for one, all if fewer."""
+    if number >= count:
         return list(range(count))
-    return [count // 2] if wanted == 1 else [round(i * (count - 1) / (wanted - 1)) for i in range(wanted)]
+    return [count // 2] if number == 1 else [round(i * (count - 1) / (number - 1)) for i in range(number)]
 
 
-def data_url(picture: Any, longest: int, encoding: str) -> str:
+def data_url(picture: Tensor, longest: int, encoding: str) -> str:
     """Return a picture [3, H, W] in [0, 1] as an 8-bit data URL, its longer side at most `longest` pixels.
     Raises Failed for a picture that holds NaN or an infinity."""
     from PIL import Image
@@ -210,8 +219,8 @@ def data_url(picture: Any, longest: int, encoding: str) -> str:
         raise Failed("a judge: a picture holds NaN or an infinity")
     image, file = Image.fromarray(eight_bit(picture)), io.BytesIO()
     if max(image.size) > longest:
-        size = tuple(max(1, round(side * longest / max(image.size))) for side in image.size)
-        image = image.resize(size, Image.Resampling.LANCZOS)
+        width, height = (max(1, round(side * longest / max(image.size))) for side in image.size)
+        image = image.resize((width, height), Image.Resampling.LANCZOS)
     image.save(file, encoding.upper(), **ENCODINGS[encoding])
     return f"data:image/{encoding};base64,{base64.b64encode(file.getvalue()).decode()}"
 

@@ -6,7 +6,7 @@ import json
 import math
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from email.utils import parsedate_to_datetime
@@ -23,7 +23,7 @@ FILTERED = ("content_filter", "content_policy_violation")  # codes of a refusal
 
 @dataclass(frozen=True)
 class Answer:
-    """A model's answer.
+    """Answer of a model.
 
     refused: the model, or the service for it, declined.
     cut: it reached `max_tokens`.
@@ -61,6 +61,9 @@ class Endpoint:
     timeout: float = 60.0
     retries: int = 4
     wait: float = 1.0
+    _served: dict[str, str] = field(init=False, repr=False)
+    _lock: threading.Lock = field(init=False, repr=False)
+    _service: Service = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         if not (self.concurrency >= 1 and self.timeout > 0 and self.retries >= 0 and self.wait >= 0):
@@ -97,29 +100,30 @@ class Endpoint:
         with self._lock:
             if url not in self._served:
                 names = self._service.request("GET", f"{url}/models", None, _models, self._refused)
+                assert isinstance(names, list)  # a refusal by content answers questions alone
                 if len(names) != 1:
                     raise UserError(f"a judge: {url} serves {len(names)} models: set model to one of "
                                     f"{one_line(', '.join(names)) or 'them'}")
                 self._served[url] = names[0]
             return self._served[url]
 
-    def _refused(self, url: str, status: int, headers: Any, body: bytes) -> Answer:
+    def _refused(self, url: str, status: int, headers: Mapping[str, str], body: bytes) -> Answer:
         """Return a refusal of the service; else raise the error for a status: the user's, this request's, or a
         transient one."""
         after, error = headers.get("retry-after"), _error(body)
-        told = f"{url} answered {status}" + (f": {one_line(error['message'])}" if error.get("message") else "")
+        message = f"{url} answered {status}" + (f": {one_line(error['message'])}" if error.get("message") else "")
         if status in (401, 403):
             how = f"the key in {self.key_env} is not accepted" if self.key_env else "set key_env to the name of the " \
                 "environment variable that holds your key"
             raise UserError(f"a judge: {url} answered {status}: {how}")
         if status == 404:
-            raise UserError(f"a judge: {told} (is the url that of the API, such as http://host:8000/v1, and does it "
+            raise UserError(f"a judge: {message} (is the url that of the API, such as http://host:8000/v1, and does it "
                             f"serve the model {self.model!r}?)")
         if 400 <= status < 500 and error.get("code") in FILTERED:
             return Answer("", refused=True)
         if 400 <= status < 500 and status not in (408, 409, 425, 429):
-            raise Failed(f"a judge: {told}")
-        raise Later(told, seconds(after)) if after else Unanswered(told)
+            raise Failed(f"a judge: {message}")
+        raise Later(message, seconds(after)) if after else Unanswered(message)
 
 
 def answer(body: bytes) -> Answer:
@@ -139,16 +143,16 @@ def answer(body: bytes) -> Answer:
         raise ValueError(f"no chat completion ({type(error).__name__}: {error})") from None
 
 
-def _tokens(told: Any) -> tuple[tuple[str, dict[str, float]], ...]:
+def _tokens(logprobs: Any) -> tuple[tuple[str, dict[str, float]], ...]:
     """Return tokens with their alternatives; alternatives that differ only in spaces stay separate."""
-    content = (told or {}).get("content") or ()
-    return tuple((each["token"], {other["token"]: float(other["logprob"]) for other in each["top_logprobs"]})
-                 for each in content if each.get("top_logprobs"))
+    content = (logprobs or {}).get("content") or ()
+    return tuple((token["token"], {other["token"]: float(other["logprob"]) for other in token["top_logprobs"]})
+                 for token in content if token.get("top_logprobs"))
 
 
 def _models(body: bytes) -> list[str]:
     try:
-        return [str(each["id"]) for each in json.loads(body)["data"]]
+        return [str(model["id"]) for model in json.loads(body)["data"]]
     except (KeyError, TypeError, ValueError, RecursionError):
         raise ValueError("no list of models") from None
 
@@ -156,25 +160,25 @@ def _models(body: bytes) -> list[str]:
 def _error(body: bytes) -> dict[str, Any]:
     """Return the error that an answer states, {} if none: {"error": {...}}, {"error": "..."} or the object."""
     try:
-        told = json.loads(body)
+        record = json.loads(body)
     except (ValueError, RecursionError):
         return {}
-    error = told.get("error", told) if isinstance(told, dict) else {}
+    error = record.get("error", record) if isinstance(record, dict) else {}
     return error if isinstance(error, dict) else {"message": error}
 
 
 def seconds(after: str) -> float:
     """Return a Retry-After in seconds, given as a number or a date; 0 for anything else."""
     try:
-        found = float(after)
+        wait = float(after)
     except ValueError:
         try:
             date = parsedate_to_datetime(after)
         except (TypeError, ValueError):
             return 0.0
         date = date if date.tzinfo else date.replace(tzinfo=timezone.utc)
-        found = (date - datetime.now(timezone.utc)).total_seconds()
-    return max(found, 0.0) if math.isfinite(found) else 0.0
+        wait = (date - datetime.now(timezone.utc)).total_seconds()
+    return max(wait, 0.0) if math.isfinite(wait) else 0.0
 
 
 def _authorisation(key_env: str | None) -> dict[str, str]:

@@ -7,13 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flowgrpo.rewards.about import About
 from flowgrpo.rewards.failures import Failed
 from flowgrpo.rewards.judges.judge import LICENCE, Asking, Judge, JudgePairs, filled
 from flowgrpo.rewards.judges.judge_client import Answer
 from flowgrpo.rewards.judges.judge_parse import expected_level, level, refused
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _CAPTIONED = ("{shown} was made from the text caption below. Judge the alignment with the caption (are its objects, "
               "their attributes and relations there?) and the quality (clarity, detail, colour, appeal).")
@@ -58,10 +61,11 @@ class DeQA(Asking):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        asked = {"logprobs": True, "top_logprobs": self.alternatives} if self.alternatives else {}
-        self._set(extra=asked | self.extra)
+        options = {"logprobs": True, "top_logprobs": self.alternatives} if self.alternatives else {}
+        self._set(extra=options | self.extra)
 
-    def __call__(self, images: Any, prompts: Sequence[str], metadata: Sequence[dict] = ()) -> list[float | Failed]:
+    def __call__(self, images: Tensor, prompts: Sequence[str],
+                 metadata: Sequence[dict[str, Any]] = ()) -> list[float | Failed]:
         return self._pointwise(images, prompts, self._level)
 
     def _level(self, answer: Answer) -> float | None:

@@ -40,11 +40,11 @@ def parser(parse: str, scale: Sequence[float] | None = None) -> Callable[[str], 
     Raises UserError for any other `parse`.
     """
     low_high = None if scale is None else _range(scale, "scale")
-    read, own = _reader(parse)
+    read, limits = _reader(parse)
 
     def parsed(text: str) -> float | None:
-        value = None if refused(text) else read(text, own or low_high)
-        if value is None or not math.isfinite(value) or not _within(value, own) or not _within(value, low_high):
+        value = None if refused(text) else read(text, limits or low_high)
+        if value is None or not math.isfinite(value) or not _within(value, limits) or not _within(value, low_high):
             return None
         return value if low_high is None else (value - low_high[0]) / (low_high[1] - low_high[0])
 
@@ -75,10 +75,10 @@ def _reader(parse: str) -> tuple[Callable[[str, Range | None], float | None], Ra
     """Return the reader of a score, and the range that `parse` states."""
     form = re.fullmatch(r"(score|json\s+\S+)(?:\s+in\s*(\[.*\]))?", parse.strip())
     if form and (form[2] or form[1] != "score"):
-        own = _range(_list(form[2]), parse) if form[2] else None
+        limits = _range(_list(form[2]), parse) if form[2] else None
         key = form[1].partition("json")[2].strip()
         return lambda text, known: (_keyed(conclusion(text), (key,), known) if key else
-                                    _scored(conclusion(text), known)), own
+                                    _scored(conclusion(text), known)), limits
     last = _last(parse, _FORMS)
     return lambda text, known: _number(last(text), known), None
 
@@ -102,10 +102,10 @@ def _list(text: str) -> Any:
         return None
 
 
-def _range(values: Any, told: str) -> Range:
+def _range(values: Any, source: str) -> Range:
     pair = isinstance(values, (list, tuple)) and len(values) == 2
     if not pair or not all(type(value) in (int, float) for value in values) or not values[0] < values[1]:
-        raise UserError(f"a judge's range is {values!r} (in {told!r}), expected [lowest, highest], such as [0, 10]")
+        raise UserError(f"a judge's range is {values!r} (in {source!r}), expected [lowest, highest], such as [0, 10]")
     return float(values[0]), float(values[1])
 
 
@@ -119,12 +119,13 @@ def _scored(text: str, known: Range | None) -> float | None:
     if (value := _keyed(text, ("final_score", "overall_score", "score", "rating", "mark"), known)) is not None:
         return value
     for pattern in (_LAST_LABEL, _LABELLED, _FRACTION):
-        if found := pattern.findall(text):
-            return _of(*found[-1], known)
+        if matches := pattern.findall(text):
+            number, whole = matches[-1]
+            return _of(number, whole, known)
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     for line in (*lines[-1:], *lines[:1]):
-        if found := _ALONE.fullmatch(line):
-            return _of(found[1], found[2], known)
+        if match := _ALONE.fullmatch(line):
+            return _of(match[1], match[2], known)
     return None
 
 
@@ -137,17 +138,18 @@ def _keyed(text: str, keys: Sequence[str], known: Range | None) -> float | None:
     """Return the number under the first of some keys, in the last JSON object that has it."""
     every = list(objects(text))
     for key in keys:
-        found = [each[key] for each in every if key in each]
-        if found:
-            return _number(found[-1], known)
+        values = [record[key] for record in every if key in record]
+        if values:
+            return _number(values[-1], known)
     return None
 
 
-def _number(value: Any, known: Range | None) -> float | None:
+def _number(value: object, known: Range | None) -> float | None:
     """Read a JSON value or a text as a number: 8, "8", "8/10", true, "yes"."""
     if isinstance(value, str):
-        found = _ALONE.fullmatch(value.strip())
-        return _of(found[1], found[2], known) if found else {True: 1.0, False: 0.0}.get(_yes(value))
+        match = _ALONE.fullmatch(value.strip())
+        marks: dict[bool | None, float] = {True: 1.0, False: 0.0}
+        return _of(match[1], match[2], known) if match else marks.get(_yes(value))
     return float(value) if isinstance(value, (bool, int)) and abs(value) < 2**53 or isinstance(value, float) else None
 
 
@@ -156,18 +158,18 @@ def objects(text: str) -> Iterator[dict[str, Any]]:
     decoder, at = json.JSONDecoder(), text.find("{")
     while at >= 0:
         try:
-            found, end = decoder.raw_decode(text, at)
-            yield from _inner(found)
+            value, end = decoder.raw_decode(text, at)
+            yield from _inner(value)
         except (ValueError, RecursionError):
             end = at + 1
         at = text.find("{", end)
 
 
-def _inner(value: Any) -> Iterator[dict[str, Any]]:
+def _inner(value: object) -> Iterator[dict[str, Any]]:
     if isinstance(value, dict):
         yield value
-        for each in value.values():
-            yield from _inner(each)
+        for item in value.values():
+            yield from _inner(item)
 
 
 # --- two outputs -----------------------------------------------------------------------------------------------------
@@ -194,9 +196,9 @@ def verdict(text: str) -> float | None:
     if refused(text):
         return None
     text = conclusion(text)
-    found = [each[key] for each in objects(text) for key in _KEYS if key in each]
-    if found:
-        return _side(str(found[-1]))
+    choices = [record[key] for record in objects(text) for key in _KEYS if key in record]
+    if choices:
+        return _side(str(choices[-1]))
     if (alone := _side(text)) is not None:
         return alone
     said = [value for value in map(_meant, _SAID.finditer(text)) if value is not None]
@@ -215,23 +217,23 @@ def compared(parse: str) -> Callable[[str], float | None]:
 
 def _side(text: str) -> float | None:
     """Read a text that only names one of the two, or a tie."""
-    found = _SIDE.fullmatch(text)
-    if found is None:
+    match = _SIDE.fullmatch(text)
+    if match is None:
         return None
-    return 0.5 if found["tie"] else _FIRST[(found["a"] or found["b"] or found["c"]).lower()]
+    return 0.5 if match["tie"] else _FIRST[(match["a"] or match["b"] or match["c"]).lower()]
 
 
-def _meant(found: re.Match[str]) -> float | None:
-    if found["tie1"] or found["tie2"]:
+def _meant(match: re.Match[str]) -> float | None:
+    if match["tie1"] or match["tie2"]:
         return 0.5
-    subject, named = found["a"] or found["b"], found["c"] or found["d"] or found["e"]
+    subject, named = match["a"] or match["b"], match["c"] or match["d"] or match["e"]
     if named:
         return _FIRST[named.lower()]
-    wins = re.search(r"\bwins\b", found[0], re.I)
-    if not (found["how"] or wins):
+    wins = re.search(r"\bwins\b", match[0], re.I)
+    if not (match["how"] or wins):
         return None
     first = _FIRST[subject.lower()]
-    return 1 - first if (found["how"] or "").lower() in ("worse", "inferior") else first
+    return 1 - first if (match["how"] or "").lower() in ("worse", "inferior") else first
 
 
 # --- criteria --------------------------------------------------------------------------------------------------------
@@ -241,22 +243,22 @@ _WORDS = {**dict.fromkeys(("yes", "true", "1", "met", "fulfilled", "satisfied", 
           **dict.fromkeys(("no", "false", "0", "not met", "unmet", "fail", "failed"), False)}
 
 
-def _yes(value: Any) -> bool | None:
+def _yes(value: object) -> bool | None:
     return _WORDS.get(" ".join(str(value).lower().strip(" .\"'").split()))
 
 
 def answers(text: str, count: int) -> list[bool | None]:
     """Return for each of `count` numbered criteria whether it is met: from JSON, {"1": "yes", ...}, or lines ("2. no");
     None if unstated or contradictory."""
-    told: list[set[bool | None]] = [set() for _ in range(count)]
+    readings: list[set[bool | None]] = [set() for _ in range(count)]
     text = "" if refused(text) else conclusion(text)
-    keyed = [each for each in objects(text) if any(re.search(r"\d", key) for key in each)]
+    keyed = [record for record in objects(text) if any(re.search(r"\d", key) for key in record)]
     pairs = keyed[-1].items() if keyed else _ITEM.findall(text)
     for key, value in pairs:
         number = re.search(r"(\d{1,6})\W*$", str(key))
         if number and 1 <= int(number[1]) <= count:
-            told[int(number[1]) - 1].add(_yes(value))
-    return [each.pop() if len(each) == 1 else None for each in told]
+            readings[int(number[1]) - 1].add(_yes(value))
+    return [values.pop() if len(values) == 1 else None for values in readings]
 
 
 def share(met: Sequence[bool | None], weights: Sequence[float]) -> float | None:

@@ -49,6 +49,7 @@ class Description:
     measured: dict[str, Any] = field(default_factory=dict)
 
     def write(self, folder: Path) -> None:
+        """Write a folder's `reward.json`."""
         text = json.dumps({"form": FORM, **asdict(self)}, indent=2)
         (folder / FILE).write_text(text + "\n", encoding="utf-8")
 
@@ -90,12 +91,12 @@ class Preference:
         known = Description.read(folder)
         chosen = _weights(self.folder, known, self.aspect, self.weights)
         network = read_network(folder, known, device)
-        scales = torch.tensor([(chosen[name], each.mean, each.deviation) for name, each in known.aspects.items()],
+        scales = torch.tensor([(chosen[name], term.mean, term.deviation) for name, term in known.aspects.items()],
                               dtype=torch.float64)
         object.__setattr__(self, "device", device)
         object.__setattr__(self, "parts", (network, scales))
 
-    def __call__(self, images: Any, prompts: Sequence[str]) -> Tensor:
+    def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
         weight, mean, deviation = self.parts[1].unbind(1)
         return ((self.scores(images, prompts).double() - mean) / deviation) @ weight
 
@@ -108,11 +109,12 @@ class Preference:
         return network(**network.rows(network.prepare(images.to(self.device)), prompts))
 
 
-def named(folder: Path, aspect: str | None) -> partial:
+def named(folder: Path, aspect: str | None) -> partial[Preference]:
     """Return the reward of a folder, or of one of its aspects, not yet instantiated.
     Raises UserError for an unknown aspect."""
     _weights(str(folder), Description.read(folder), aspect, None)
-    return partial(Preference, str(folder), **({} if aspect is None else {"aspect": aspect}))
+    options: dict[str, Any] = {} if aspect is None else {"aspect": aspect}
+    return partial(Preference, str(folder), **options)
 
 
 def _weights(folder: str, known: Description, aspect: str | None, weights: dict[str, float] | None) -> dict[str, float]:
@@ -123,7 +125,7 @@ def _weights(folder: str, known: Description, aspect: str | None, weights: dict[
     for name in given:
         if name not in known.aspects:
             raise UserError(f"reward {folder!r} has no aspect {name!r}{nearest(name, list(known.aspects))}")
-    others = {name: each.weight if weights is None and aspect is None else 0.0 for name, each in known.aspects.items()}
+    others = {name: term.weight if weights is None and aspect is None else 0.0 for name, term in known.aspects.items()}
     return others | given
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,9 @@ from flowgrpo.errors import UserError
 from flowgrpo.rewards.images.clip_models import ClipScore
 from flowgrpo.rewards.images.vision import Preparation, loading
 from flowgrpo.starter import FOLDERS
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 WIDTH, BLOCKS = 96, 3
 TEXT, TOKENIZER = "text_encoder", "tokenizer"  # folders, named as in pipelines
@@ -33,7 +36,7 @@ class Film(nn.Module):
     text, tokenizer: a text encoder of transformers with its tokenizer. aspects: A. size: the pictures' side.
     """
 
-    def __init__(self, text: nn.Module, tokenizer: Any, aspects: int, size: int) -> None:
+    def __init__(self, text: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, aspects: int, size: int) -> None:
         from torchvision.ops import Conv2dNormActivation
 
         super().__init__()
@@ -52,10 +55,10 @@ class Film(nn.Module):
 
     def rows(self, prepared: Tensor, prompts: Sequence[str]) -> dict[str, Tensor]:
         """Return pictures uint8 [B, 3, S, S], ids and mask [B, L]."""
-        told = self.tokenizer(list(prompts), padding="max_length", truncation=True, max_length=self.longest,
-                              return_tensors="pt")
-        return {"pictures": (prepared * 255).round().to(torch.uint8), "ids": told.input_ids.to(prepared.device),
-                "mask": told.attention_mask.to(prepared.device)}
+        tokens = self.tokenizer(list(prompts), padding="max_length", truncation=True, max_length=self.longest,
+                                return_tensors="pt")
+        return {"pictures": (prepared * 255).round().to(torch.uint8), "ids": tokens.input_ids.to(prepared.device),
+                "mask": tokens.attention_mask.to(prepared.device)}
 
     def forward(self, pictures: Tensor, ids: Tensor, mask: Tensor) -> Tensor:
         return self.judged(self.looked(pictures), ids, mask)
@@ -65,10 +68,11 @@ class Film(nn.Module):
         return self.trunk(pictures.float() / 127.5 - 1)
 
     def judged(self, seen: Tensor, ids: Tensor, mask: Tensor) -> Tensor:
-        told = self._told(ids, mask)
+        """Return the scores [B, A] of `looked` features with the prompts' ids and mask [B, L]."""
+        text = self._told(ids, mask)
         for block in self.blocks:
-            seen = block(seen, told)
-        return self.head(torch.cat([seen.mean((2, 3)), seen.amax((2, 3)), told], 1))
+            seen = block(seen, text)
+        return self.head(torch.cat([seen.mean((2, 3)), seen.amax((2, 3)), text], 1))
 
     def _told(self, ids: Tensor, mask: Tensor) -> Tensor:
         """Return the mean of a prompt's states [B, width]; repeated prompts are encoded once."""
@@ -88,11 +92,11 @@ class Modulated(nn.Module):
         self.norm = nn.GroupNorm(8, WIDTH, affine=False)
         self.by_text = nn.Linear(width, 2 * WIDTH)
 
-    def forward(self, seen: Tensor, told: Tensor) -> Tensor:
+    def forward(self, seen: Tensor, text: Tensor) -> Tensor:
         y, x = (torch.linspace(-1, 1, side, device=seen.device, dtype=seen.dtype) for side in seen.shape[-2:])
         place = torch.stack(torch.meshgrid(y, x, indexing="ij")).expand(len(seen), -1, -1, -1)
         inner = torch.relu(self.inner(torch.cat([seen, place], 1)))
-        scale, shift = self.by_text(told)[..., None, None].chunk(2, 1)
+        scale, shift = self.by_text(text)[..., None, None].chunk(2, 1)
         return inner + torch.relu((1 + scale) * self.norm(self.outer(inner)) + shift)
 
 
@@ -112,9 +116,9 @@ class ClipHead(nn.Module):
     @torch.no_grad()
     def rows(self, prepared: Tensor, prompts: Sequence[str]) -> dict[str, Tensor]:
         """Return features [B, 3 W] of embeddings of width W."""
-        told, seen = self._told(prompts), self.parts[0].encode_image(prepared.to(self.device), normalize=True)
-        scale = told.shape[-1] ** 0.5  # scales the numbers of a normalised embedding to around 1
-        return {"features": torch.cat([seen * scale, told * scale, seen * told * scale**2], 1).float()}
+        text, seen = self._told(prompts), self.parts[0].encode_image(prepared.to(self.device), normalize=True)
+        scale = text.shape[-1] ** 0.5  # scales the numbers of a normalised embedding to around 1
+        return {"features": torch.cat([seen * scale, text * scale, seen * text * scale**2], 1).float()}
 
     def forward(self, features: Tensor) -> Tensor:
         return self.head(features)

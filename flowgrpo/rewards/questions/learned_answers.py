@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,7 +29,7 @@ class ByFolder:
 
     folder: str
     score: str
-    model: Any = field(init=False, repr=False)
+    model: Preference = field(init=False, repr=False)
     names: tuple[str, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -42,20 +41,20 @@ class ByFolder:
         object.__setattr__(self, "names", names)
         object.__setattr__(self, "model", Preference(self.folder))
 
-    def right(self, images: Any, asked: Sequence[tuple[int, Question]]) -> list[float]:
-        """Score n questions. images: [B, 3, H, W] in [0, 1]. asked: n pairs of a picture's row and its question."""
-        return [float(p[each.choices.index(each.answer)] if self.score == "probability"
-                      else p.argmax() == each.choices.index(each.answer))
-                for (_, each), p in zip(asked, self.probabilities(images, asked), strict=True)]
+    def right(self, images: Tensor, questions: Sequence[tuple[int, Question]]) -> list[float]:
+        """Score n questions. images: [B, 3, H, W] in [0, 1]. questions: n pairs of a picture's row and its question."""
+        return [float(p[question.choices.index(question.answer)] if self.score == "probability"
+                      else p.argmax() == question.choices.index(question.answer))
+                for (_, question), p in zip(questions, self.probabilities(images, questions), strict=True)]
 
-    def probabilities(self, images: Any, asked: Sequence[tuple[int, Question]]) -> list[Tensor]:
+    def probabilities(self, images: Tensor, questions: Sequence[tuple[int, Question]]) -> list[Tensor]:
         """Return each question's probabilities of its choices, float64."""
-        places = [self._places(each) for _, each in asked]
-        if not asked:
+        places = [self._places(question) for _, question in questions]
+        if not questions:
             return []
-        scores = self.model.scores(torch.as_tensor(images)[[row for row, _ in asked]],
-                                   [each.question for _, each in asked]).double().cpu()
-        return [own[at].softmax(0) for own, at in zip(scores, places)]
+        scores = self.model.scores(torch.as_tensor(images)[[row for row, _ in questions]],
+                                   [question.question for _, question in questions]).double().cpu()
+        return [logits[at].softmax(0) for logits, at in zip(scores, places)]
 
     def _places(self, question: Question) -> list[int]:
         strange = [choice for choice in question.choices if choice not in self.names]

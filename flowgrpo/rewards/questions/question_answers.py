@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from flowgrpo.errors import UserError
 from flowgrpo.rewards.about import TRAINED, About
@@ -32,7 +33,7 @@ TokenizedPrompts = list[tuple[int, Question]]  # the row of a picture, and a que
 
 
 class Answering(VqaScore):
-    """The model in this process; its errors name the reward."""
+    """Model in this process; its errors name the reward."""
 
     reward, within = "question_answers", "vqa"
 
@@ -60,6 +61,8 @@ class QuestionAnswers:
     judge: dict[str, Any] = field(default_factory=dict)
     writer: dict[str, Any] | None = None
     file: str | None = None
+    _model: ByVqa | ByJudge | ByFolder = field(init=False, repr=False)
+    _writer: Writer | None = field(init=False, repr=False)
     about = About(modality="image", range=(0, 1), needs="", licence="Apache-2.0, MIT weights")
 
     def __post_init__(self) -> None:
@@ -71,31 +74,35 @@ class QuestionAnswers:
         if self.file is not None and self.writer is None:
             raise UserError("reward 'question_answers': file keeps what a writer wrote: give writer, or leave it out")
         if self.by == "vqa":
-            model: Any = ByVqa(Answering(**{"question": "Question: {} Short answer:"} | self.vqa), self.score)
+            options = {"question": "Question: {} Short answer:"} | self.vqa
+            model: ByVqa | ByJudge | ByFolder = ByVqa(Answering(**options), self.score)
         else:
             model = ByJudge(**self.judge) if self.by == "judge" else ByFolder(self.by, self.score)
         writer = None if self.writer is None else Writer(self.writer, self.file)
         for name, value in (("_model", model), ("_writer", writer)):
             object.__setattr__(self, name, value)
 
-    def __call__(self, images: Any, prompts: Sequence[str], metadata: Sequence[dict]) -> list[float | Failed]:
+    def __call__(self, images: Tensor, prompts: Sequence[str],
+                 metadata: Sequence[dict[str, Any]]) -> list[float | Failed]:
         questions = self._questions(prompts, metadata)
-        asked = [(row, question) for row, own in enumerate(questions) for question in own]
+        pairs = [(row, question) for row, listed in enumerate(questions) for question in listed]
         values: list[list[float]] = [[] for _ in prompts]
-        for (row, _), value in zip(asked, self._model.right(images, asked), strict=True):
+        for (row, _), value in zip(pairs, self._model.right(images, pairs), strict=True):
             values[row] += [] if value is None or isinstance(value, Failed) else [value]
-        return [sum(found) / len(found) if found else
-                Failed(f"question_answers: {'no answer to a question' if own else 'no questions'} of the prompt "
-                       f"{prompt!r}") for prompt, own, found in zip(prompts, questions, values)]
+        return [sum(answered) / len(answered) if answered else
+                Failed(f"question_answers: {'no answer to a question' if listed else 'no questions'} of the prompt "
+                       f"{prompt!r}") for prompt, listed, answered in zip(prompts, questions, values)]
 
-    def _questions(self, prompts: Sequence[str], metadata: Sequence[dict]) -> list[list[Question]]:
-        found = [self._derived(prompt, entry) for prompt, entry in zip(prompts, metadata)]
-        left = [prompt for prompt, own in zip(prompts, found) if own is None]
-        if left and self._writer is None:
-            raise UserError(f"reward 'question_answers': no question can be made of the prompt {left[0]!r}: give "
-                            f"metadata with {self.key}, GenEval's metadata, or args: {{writer: {{url: ...}}}}")
-        written = self._writer(left) if left else {}
-        return [written[prompt] if own is None else own for prompt, own in zip(prompts, found)]
+    def _questions(self, prompts: Sequence[str], metadata: Sequence[dict[str, Any]]) -> list[list[Question]]:
+        derived = [self._derived(prompt, entry) for prompt, entry in zip(prompts, metadata)]
+        left = [prompt for prompt, listed in zip(prompts, derived) if listed is None]
+        written: dict[str, list[Question]] = {}
+        if left:
+            if self._writer is None:
+                raise UserError(f"reward 'question_answers': no question can be made of the prompt {left[0]!r}: give "
+                                f"metadata with {self.key}, GenEval's metadata, or args: {{writer: {{url: ...}}}}")
+            written = self._writer(left)
+        return [written[prompt] if listed is None else listed for prompt, listed in zip(prompts, derived)]
 
     def _derived(self, prompt: str, metadata: dict[str, Any]) -> list[Question] | None:
         if self.key in metadata:
@@ -115,25 +122,26 @@ class ByVqa:
     model: VqaScore
     score: str
 
-    def right(self, images: Any, asked: TokenizedPrompts) -> list[float]:
-        expected = self._probabilities(images, [(row, each, each.answer) for row, each in asked])
+    def right(self, images: Tensor, questions: TokenizedPrompts) -> list[float]:
+        """Score n questions, each about the picture of its row."""
+        expected = self._probabilities(images, [(row, question, question.answer) for row, question in questions])
         if self.score == "probability":
             return expected.tolist()
-        others = [(at, row, each, choice) for at, (row, each) in enumerate(asked)
-                  for choice in each.choices if choice != each.answer]
+        others = [(at, row, question, choice) for at, (row, question) in enumerate(questions)
+                  for choice in question.choices if choice != question.answer]
         of = torch.tensor([at for at, *_ in others])
-        others = self._probabilities(images, [each[1:] for each in others])
-        likeliest = torch.zeros(len(asked)).scatter_reduce(0, of, others, "amax")
+        wrong = self._probabilities(images, [other[1:] for other in others])
+        likeliest = torch.zeros(len(questions)).scatter_reduce(0, of, wrong, "amax")
         return (expected > likeliest).float().tolist()
 
-    def _probabilities(self, images: Any, rows: list[tuple[int, Question, str]]) -> torch.Tensor:
+    def _probabilities(self, images: Tensor, rows: list[tuple[int, Question, str]]) -> Tensor:
         """Return the probability of each (picture's row, question, answer): [n]."""
-        found = torch.empty(len(rows))
+        probabilities = torch.empty(len(rows))
         for answer in dict.fromkeys(answer for _, _, answer in rows):
             at = [i for i, row in enumerate(rows) if row[2] == answer]
-            found[at] = replace(self.model, answer=answer)(images[[rows[i][0] for i in at]],
-                                                           [rows[i][1].question for i in at])
-        return found
+            probabilities[at] = replace(self.model, answer=answer)(images[[rows[i][0] for i in at]],
+                                                                   [rows[i][1].question for i in at])
+        return probabilities
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -147,17 +155,18 @@ class ByJudge(Asking):
         if "{question}" not in self._question:
             raise UserError("a judge's template names no {question}, expected it where the question belongs")
 
-    def right(self, images: Any, asked: TokenizedPrompts) -> list[float | Failed]:
+    def right(self, images: Tensor, questions: TokenizedPrompts) -> list[float | Failed]:
+        """Score n questions, each about the picture of its row."""
         def question(i: int) -> list[dict[str, Any]]:
-            row, each = asked[i]
-            text = filled(self._question, question=each.question, choices=", ".join(each.choices))
+            row, entry = questions[i]
+            text = filled(self._question, question=entry.question, choices=", ".join(entry.choices))
             return [*self._parts(images[row]), _text(text)]
 
         def read(answer: Answer, i: int) -> float | None:
-            chosen = None if answer.cut else chosen_in(answer.text, asked[i][1].choices)
-            return None if chosen is None else float(chosen == asked[i][1].answer)
+            chosen = None if answer.cut else chosen_in(answer.text, questions[i][1].choices)
+            return None if chosen is None else float(chosen == questions[i][1].answer)
 
-        return self._values(question, read, len(asked))
+        return self._values(question, read, len(questions))
 
 
 def chosen_in(text: str, choices: Sequence[str]) -> str | None:

@@ -33,7 +33,7 @@ WRITER = ("Write at most 8 short questions that tell whether a picture shows the
 
 @dataclass(frozen=True)
 class Question:
-    """A question, its right answer, and the choices, which include the right answer.
+    """Question with its right answer and the choices, which include the right answer.
     Raises UserError for others."""
 
     question: str
@@ -65,17 +65,17 @@ def of_clauses(metadata: dict[str, Any]) -> list[Question]:
     For an included class, the question for its number covers its exclusion. If several clauses include a class, only
     its total number is asked for: "the star" could be any of a red and a blue one.
     """
-    include, found = metadata["include"], []
+    include, questions = metadata["include"], []
     clauses: dict[str, list[dict[str, Any]]] = {}
     for clause in include:
         clauses.setdefault(clause["class"], []).append(clause)
-    for noun, own in clauses.items():
-        found += _of_clause(own[0], include, clauses) if len(own) == 1 else \
-            [_how_many(noun, sum(each.get("count", 1) for each in own))]
+    for noun, members in clauses.items():
+        questions += _of_clause(members[0], include, clauses) if len(members) == 1 else \
+            [_how_many(noun, sum(member.get("count", 1) for member in members))]
     for clause in metadata.get("exclude", ()):
         if clause["class"] not in clauses:
-            found.append(Question(f"Is there {article(clause['class'])} {clause['class']} in the picture?", "no"))
-    return found
+            questions.append(Question(f"Is there {article(clause['class'])} {clause['class']} in the picture?", "no"))
+    return questions
 
 
 def _how_many(noun: str, count: int) -> Question:
@@ -86,46 +86,48 @@ def _of_clause(clause: dict[str, Any], include: Sequence[dict[str, Any]],
                clauses: dict[str, list[dict[str, Any]]]) -> list[Question]:
     noun, count = clause["class"], clause.get("count", 1)
     if count == 1:
-        found = [Question(f"Is there {article(noun)} {noun} in the picture?", "yes")]
+        questions = [Question(f"Is there {article(noun)} {noun} in the picture?", "yes")]
     else:
-        found = [_how_many(noun, count)]
+        questions = [_how_many(noun, count)]
     verb, named = ("is", noun) if count == 1 else ("are", plural(noun))
     if clause.get("color"):
         choices = tuple(dict.fromkeys((*NAMES, clause["color"])))
-        found.append(Question(f"What color {verb} the {named}?", clause["color"], choices))
+        questions.append(Question(f"What color {verb} the {named}?", clause["color"], choices))
     relation, target = clause.get("position") or (None, 0)
     other = include[target]["class"]
     if relation and len(clauses[other]) == 1:
-        found.append(Question(f"Where {verb} the {named}, seen from the {other}: left, right, above or below?",
-                              PLACES[relation], tuple(PLACES.values())))
-    return found
+        questions.append(Question(f"Where {verb} the {named}, seen from the {other}: left, right, above or below?",
+                                  PLACES[relation], tuple(PLACES.values())))
+    return questions
 
 
 def of_claims(claims: Claims) -> list[Question]:
     """Return the questions of a prompt of the starter's world, where a picture may show only what its prompt says.
     All things are counted. Every claimed shape, a single one too, and every other shape is asked for. Asking whether a
     ring is there would get the same answer for one and for three."""
-    include = [{"class": claim.shape, "count": claim.count, "color": claim.colour} for claim in claims.objects]
+    include: list[dict[str, Any]] = [{"class": claim.shape, "count": claim.count, "color": claim.colour}
+                                     for claim in claims.objects]
     if claims.relation:
         include[0]["position"] = [claims.relation, 1]
-    counts = {claim.shape: sum(each.count for each in claims.objects if each.shape == claim.shape)
+    counts = {claim.shape: sum(other.count for other in claims.objects if other.shape == claim.shape)
               for claim in claims.objects}
     others = [{"class": shape} for shape in SHAPES if shape not in counts]
     return [_how_many("thing", sum(counts.values())), *(_how_many(shape, count) for shape, count in counts.items()),
-            *(each for each in of_clauses({"include": include, "exclude": others})
-              if each.answer not in ("yes", *NUMBERS))]
+            *(question for question in of_clauses({"include": include, "exclude": others})
+              if question.answer not in ("yes", *NUMBERS))]
 
 
-def of_list(entries: Any) -> list[Question]:
+def of_list(entries: object) -> list[Question]:
     """Return questions from a list in metadata or a model's answer: {"question", "answer", "choices"}, the last yes and
     no if absent.
     Raises UserError for any other form."""
-    if not isinstance(entries, list) or not entries or not all(isinstance(each, dict) for each in entries):
+    if not isinstance(entries, list) or not entries or not all(isinstance(entry, dict) for entry in entries):
         raise UserError(f"questions are {one_line(repr(entries))[:200]}: expected a list of objects with question, "
                         "answer and choices")
-    choices = [each.get("choices", ["yes", "no"]) for each in entries]
-    return [Question(each.get("question"), each.get("answer"), tuple(own) if isinstance(own, list) else (own,))
-            for each, own in zip(entries, choices)]
+    choices = [entry.get("choices", ["yes", "no"]) for entry in entries]
+    return [Question(entry.get("question"), entry.get("answer"),
+                     tuple(options) if isinstance(options, list) else (options,))
+            for entry, options in zip(entries, choices)]
 
 
 def number(count: int) -> str:
@@ -140,7 +142,7 @@ def article(noun: str) -> str:
 
 def _around(count: int) -> tuple[str, ...]:
     """Return the numbers from none to two more."""
-    return tuple(number(each) for each in range(count + 3))
+    return tuple(number(other) for other in range(count + 3))
 
 
 class Writer:
@@ -152,7 +154,7 @@ class Writer:
     Raises UserError for a template without {prompt}, and for a broken file.
     """
 
-    def __init__(self, endpoint: dict[str, Any], file: str | None = None, template: str = WRITER):
+    def __init__(self, endpoint: dict[str, Any], file: str | None = None, template: str = WRITER) -> None:
         if "{prompt}" not in template:
             raise UserError("a writer's template names no {prompt}, expected it where the prompt belongs")
         self.endpoint, self.template = Endpoint(**endpoint), template
@@ -162,37 +164,38 @@ class Writer:
     def __call__(self, prompts: Sequence[str]) -> dict[str, list[Question]]:
         """Return the questions of every prompt; none for one without a valid question from the model."""
         new = [prompt for prompt in dict.fromkeys(prompts) if prompt not in self.known]
-        told = self.endpoint.ask(
+        answers = self.endpoint.ask(
             lambda i: user([{"type": "text", "text": self.template.replace("{prompt}", new[i])}]), len(new))
-        written = {prompt: found for prompt, answer in zip(new, told) if (found := written_in(answer))}
+        written = {prompt: questions for prompt, answer in zip(new, answers) if (questions := written_in(answer))}
         self.known |= written
         if written and self.file:
             self.file.parent.mkdir(parents=True, exist_ok=True)
             with self.file.open("a", encoding="utf-8") as file:
-                file.writelines(json.dumps({"prompt": prompt, "questions": [asdict(each) for each in found]}) + "\n"
-                                for prompt, found in written.items())
+                file.writelines(
+                    json.dumps({"prompt": prompt, "questions": [asdict(question) for question in questions]}) + "\n"
+                    for prompt, questions in written.items())
         return {prompt: self.known.get(prompt, []) for prompt in prompts}
 
     def _read(self) -> dict[str, list[Question]]:
-        found = {}
+        known = {}
         for count, line in enumerate(self.file.read_text(encoding="utf-8").splitlines(), 1):
             try:
                 entry = json.loads(line)
-                found[entry["prompt"]] = of_list(entry["questions"])
+                known[entry["prompt"]] = of_list(entry["questions"])
             except (ValueError, KeyError, TypeError, UserError) as error:
                 raise UserError(f"questions {self.file}, line {count}: {one_line(error)}: remove the line, and they "
                                 "are written anew") from None
-        return found
+        return known
 
 
 def written_in(answer: Answer) -> list[Question]:
     """Return the valid questions in a model's answer, whatever surrounds them; none if it declined or was cut off."""
     if answer.refused or answer.cut or refused(answer.text):
         return []
-    found = []
+    questions = []
     for entry in objects(conclusion(answer.text)):
         try:
-            found += of_list([entry])
+            questions += of_list([entry])
         except UserError:  # another object
             continue
-    return found
+    return questions

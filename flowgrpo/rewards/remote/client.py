@@ -6,9 +6,9 @@ The protocol is in wire.py, the server in rewards/server.py.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 from urllib.parse import unquote, urlsplit
 
 from flowgrpo.errors import UserError
@@ -16,6 +16,9 @@ from flowgrpo.rewards.about import About
 from flowgrpo.rewards.failures import Failed, TimedOut
 from flowgrpo.rewards.remote import wire
 from flowgrpo.rewards.remote.exchange import Service, Unanswered, brief, side_by_side
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 TOKEN = "FLOWGRPO_REWARD_TOKEN"  # the environment variable
 
@@ -55,7 +58,7 @@ class Remote:
         """True if the reward needs whole groups."""
         return self.info.group
 
-    def __call__(self, outputs: Any, prompts: Sequence[str], metadata: Sequence[dict[str, Any]],
+    def __call__(self, outputs: Tensor | Sequence[str], prompts: Sequence[str], metadata: Sequence[dict[str, Any]],
                  group: int = 1) -> list[float | None | Failed]:
         """Return B scores, None where the reward does not apply, Failed where it has no answer. outputs: as for any
         reward. group: the size of the groups."""
@@ -72,7 +75,7 @@ class Remote:
             return self._service.asked(lambda url: self._service.request(
                 "POST", url, body, lambda answer: wire.scores(answer, len(part)), self._refused))
 
-        return [score for found in side_by_side(ask, parts, len(self._urls)) for score in found]
+        return [score for scores in side_by_side(ask, parts, len(self._urls)) for score in scores]
 
     def _asked_for_info(self) -> wire.Info:
         try:
@@ -87,19 +90,19 @@ class Remote:
                                 "another")
         return info
 
-    def _refused(self, url: str, status: int, _headers: Any, answer: bytes) -> NoReturn:
+    def _refused(self, url: str, status: int, _headers: Mapping[str, str], answer: bytes) -> NoReturn:
         """Raise the error for a status: the reward's, the user's, or one that may pass on retry. A refusal in another
         format comes from a proxy between, and may pass."""
         if status in (401, 403):
             how = "another token" if self._token else f"a token: set {TOKEN}, or token_file in its args"
             raise UserError(f"reward {self.name!r}: {url} expects {how}")
         line = wire.refusal(answer)
-        told = f"{url} answered {status}" + (f": {line}" if line else "")
+        message = f"{url} answered {status}" + (f": {line}" if line else "")
         if status == 422 and line:
-            raise Failed(f"reward {self.name!r}: {told}")
+            raise Failed(f"reward {self.name!r}: {message}")
         if status == 413 or (line and 400 <= status < 500 and status not in (408, 429)):
-            raise UserError(f"reward {self.name!r}: {told}")
-        raise Unanswered(told)
+            raise UserError(f"reward {self.name!r}: {message}")
+        raise Unanswered(message)
 
 
 def is_address(name: str) -> bool:
@@ -110,8 +113,8 @@ def is_address(name: str) -> bool:
 def addresses(urls: str) -> list[str]:
     """Split URLs joined by commas.
     Raises UserError for one that is not http(s)://host[:port]/NAME."""
-    found = [url.strip().rstrip("/") for url in urls.split(",")]
-    for url in found:
+    split = [url.strip().rstrip("/") for url in urls.split(",")]
+    for url in split:
         try:
             parts = urlsplit(url)
             port, proper = parts.port, is_address(url) and parts.hostname and parts.path.strip("/")
@@ -119,23 +122,23 @@ def addresses(urls: str) -> list[str]:
             port, proper = 0, False
         if not proper or port == 0 or parts.query or parts.fragment or parts.username is not None:
             raise UserError(f"reward {urls!r}: got {url!r}, expected http://host:port/NAME, several joined by commas")
-    return found
+    return split
 
 
 def token(file: str | Path | None) -> str | None:
     """Return the token in a file, or else in the environment; None if there is none.
     Raises UserError for an invalid one."""
     if file is None:
-        found, told = os.environ.get(TOKEN), f"the environment variable {TOKEN}"
-        if found is None:
+        value, source = os.environ.get(TOKEN), f"the environment variable {TOKEN}"
+        if value is None:
             return None
     else:
-        told = f"the token file {file}"
+        source = f"the token file {file}"
         try:
-            found = Path(file).expanduser().read_text(encoding="utf-8").strip()
+            value = Path(file).expanduser().read_text(encoding="utf-8").strip()
         except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"{told} cannot be read ({type(error).__name__}): expected a file of one line") from None
-    if not found or not all("!" <= character <= "~" for character in found):
-        raise UserError(f"{told} holds no token: expected printable ASCII without spaces, such as `openssl rand -hex "
+            raise UserError(f"{source} cannot be read ({type(error).__name__}): expected a file of one line") from None
+    if not value or not all("!" <= character <= "~" for character in value):
+        raise UserError(f"{source} holds no token: expected printable ASCII without spaces, such as `openssl rand -hex "
                         "32` prints")
-    return found
+    return value

@@ -6,10 +6,10 @@ import itertools
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from flowgrpo.errors import UserError
 from flowgrpo.extras import needed
@@ -21,6 +21,7 @@ REST = 30.0  # seconds for which a failed URL is used only if all others failed 
 LONGEST_ANSWER = 2**24  # bytes
 BRIEF_CONNECT, BRIEF = 4.0, 6.0  # seconds in `brief`: connection timeout, and the time after which no attempt begins
 T = TypeVar("T")
+U = TypeVar("U")
 
 _brief = 0  # number of open `brief` contexts
 
@@ -46,10 +47,10 @@ class Absent(Unanswered):
 
 
 class Later(Unanswered):
-    """An attempt that the server asked to repeat after some seconds."""
+    """Attempt that the server asked to repeat after some seconds."""
 
-    def __init__(self, told: str, seconds: float) -> None:
-        super().__init__(told)
+    def __init__(self, message: str, seconds: float) -> None:
+        super().__init__(message)
         self.seconds = seconds
 
 
@@ -73,7 +74,8 @@ class Places:
         """Context manager: the next URL; one in whose turn `Unanswered` is raised then rests."""
         with self._lock:
             now = time.monotonic()
-            place = min(self._places, key=lambda each: (max(each.rests_until - now, 0), each.busy, each.turn))
+            place = min(self._places, key=lambda candidate: (max(candidate.rests_until - now, 0), candidate.busy,
+                                                             candidate.turn))
             place.busy, place.turn = place.busy + 1, next(self._turns)
         try:
             yield place.url
@@ -131,7 +133,7 @@ class Service:
         return seconds > BRIEF and not isinstance(last, Later)
 
     def request(self, method: str, url: str, body: bytes | None, read: Callable[[bytes], T],
-                refused: Callable[[str, int, Any, bytes], T]) -> T:
+                refused: Callable[[str, int, Mapping[str, str], bytes], U]) -> T | U:
         """Return `read` of an answer, or `refused(url, status, headers, answer)` for a status other than 200.
         Raises Unanswered if none came in time; `Absent` without a connection, and if `read` raises ValueError."""
         try:
@@ -150,18 +152,18 @@ class Service:
             raise Absent(f"{url} gave no proper answer: {one_line(error)}") from None
         return refused(url, status, headers, answer)
 
-    def _exchange(self, method: str, url: str, body: bytes | None) -> tuple[int, Any, bytes]:
+    def _exchange(self, method: str, url: str, body: bytes | None) -> tuple[int, Mapping[str, str], bytes]:
         """Return status, headers and body of an answer. All of it must arrive in time: httpx limits only each piece."""
-        until, told = time.monotonic() + self.timeout, bytearray()
+        until, content = time.monotonic() + self.timeout, bytearray()
         limits = self._httpx.Timeout(self.timeout, connect=self._connect())
         with self._http.stream(method, url, content=body, timeout=limits) as response:
             for some in response.iter_bytes() if self.unpacked else response.iter_raw():
-                told += some
-                if len(told) > LONGEST_ANSWER:
+                content += some
+                if len(content) > LONGEST_ANSWER:
                     raise ValueError(f"it sent more than {LONGEST_ANSWER} bytes")
                 if time.monotonic() > until:
                     raise self._httpx.ReadTimeout("")
-        return response.status_code, response.headers, bytes(told)
+        return response.status_code, response.headers, bytes(content)
 
     def _connect(self) -> float:
         """Return the connection timeout in seconds."""
@@ -176,14 +178,14 @@ def side_by_side(call: Callable[[range], T], parts: Sequence[range], lanes: int)
     lanes = min(lanes, len(parts))
     if lanes <= 1:
         return [call(part) for part in parts]
-    found: dict[int, T] = {}
+    results: dict[int, T] = {}
     errors: list[BaseException] = []
 
     def lane(first: int) -> None:
         for i in range(first, len(parts), lanes):
             try:
                 if not errors:
-                    found[i] = call(parts[i])
+                    results[i] = call(parts[i])
             except BaseException as error:
                 errors.append(error)
 
@@ -194,4 +196,4 @@ def side_by_side(call: Callable[[range], T], parts: Sequence[range], lanes: int)
         thread.join()
     if errors:
         raise errors[0]
-    return [found[i] for i in range(len(parts))]
+    return [results[i] for i in range(len(parts))]

@@ -17,7 +17,7 @@ import base64
 import io
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +26,7 @@ from flowgrpo.rewards.about import About
 from flowgrpo.rewards.failures import Failed, numbers
 
 if TYPE_CHECKING:
+    import numpy as np
     from torch import Tensor
 
 FORMAT = 1
@@ -37,7 +38,7 @@ class TooLarge(ValueError):
 
 @dataclass(frozen=True)
 class Limits:
-    """A server's limits for one request: bytes, samples, pixels of one picture or frame, and pixels of all together,
+    """Limits of a server for one request: bytes, samples, pixels of one picture or frame, and pixels of all together,
     which take 12 bytes each as floats."""
 
     size: int = 64 * 2**20
@@ -48,7 +49,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Info:
-    """A server's statement about its reward; group: it needs whole groups."""
+    """Statement of a server about its reward; group: it needs whole groups."""
 
     name: str
     about: About
@@ -63,20 +64,20 @@ class Info:
     def read(cls, body: bytes) -> Info:
         """Parse the JSON form.
         Raises ValueError for anything else."""
-        told = _object(body)
+        record = _object(body)
         try:
-            limits, about = Limits(**told["limits"]), dict(told["about"])
-            about = About(**about | {"range": about["range"] and tuple(about["range"])})
+            limits, facts = Limits(**record["limits"]), dict(record["about"])
+            about = About(**facts | {"range": facts["range"] and tuple(facts["range"])})
             if not all(type(limit) is int and limit > 0 for limit in vars(limits).values()):
-                raise ValueError(f"its limits are {told['limits']}")
-            return cls(str(told["name"]), about, told["group"] is True, limits)
+                raise ValueError(f"its limits are {record['limits']}")
+            return cls(str(record["name"]), about, record["group"] is True, limits)
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ValueError(f"it does not say what it serves ({one_line(error)})") from None
 
 
 # --- client ----------------------------------------------------------------------------------------------------------
 
-def packed(output: Any, prompt: str, metadata: dict[str, Any], exact: bool = False) -> bytes:
+def packed(output: Tensor | str, prompt: str, metadata: dict[str, Any], exact: bool = False) -> bytes:
     """Pack one sample of a request: a picture [3, H, W] or a video [F, 3, H, W] in [0, 1], rounded to 8 bits unless
     `exact`; or a text.
     Raises UserError for metadata that is not JSON, Failed for a picture that holds NaN or an infinity."""
@@ -120,40 +121,40 @@ def _size(sizes: Sequence[int], part: range) -> int:
     return 64 + sum(sizes[row] + 2 for row in part)
 
 
-def answer(found: Sequence[float | Failed]) -> dict[str, Any]:
+def answer(values: Sequence[float | Failed]) -> dict[str, Any]:
     """Return the answer with these scores, NaN where the reward does not apply."""
-    failed = {str(place): one_line(each) for place, each in enumerate(found) if isinstance(each, Failed)}
-    told = [None if math.isnan(value) else value for value in numbers(found)]
-    return {"format": FORMAT, "scores": told} | ({"failed": failed} if failed else {})
+    failed = {str(place): one_line(value) for place, value in enumerate(values) if isinstance(value, Failed)}
+    entries = [None if math.isnan(value) else value for value in numbers(values)]
+    return {"format": FORMAT, "scores": entries} | ({"failed": failed} if failed else {})
 
 
 def scores(body: bytes, count: int) -> list[float | None | Failed]:
     """Parse `count` scores of an answer.
     Raises ValueError for another number of them, and for one that is not a finite number."""
-    told = _object(body)
-    found, failed = told.get("scores"), told.get("failed", {})
-    if not isinstance(found, list) or len(found) != count:
-        got = f"{len(found)} scores" if isinstance(found, list) else "no list of scores"
+    record = _object(body)
+    values, failed = record.get("scores"), record.get("failed", {})
+    if not isinstance(values, list) or len(values) != count:
+        got = f"{len(values)} scores" if isinstance(values, list) else "no list of scores"
         raise ValueError(f"it sent {got}, expected {count}")
-    for score in found:
+    for score in values:
         if score is not None and not (type(score) in (int, float) and abs(score) <= 3.4e38):
             raise ValueError(f"it sent the score {one_line(repr(score))}, expected a finite number or null")
     if not isinstance(failed, dict) or not all(isinstance(line, str) for line in failed.values()):
         raise ValueError(f"it sent {one_line(repr(failed))} for what failed, expected a line by the place of a sample")
     return [Failed(one_line(failed[str(place)])) if str(place) in failed else score
-            for place, score in enumerate(found)]
+            for place, score in enumerate(values)]
 
 
 def refusal(body: bytes) -> str | None:
     """Return the line of a refusal; None if the body is none."""
     try:
-        told = json.loads(body)
+        record = json.loads(body)
     except (ValueError, RecursionError):
         return None
-    return one_line(told["error"]) if isinstance(told, dict) and isinstance(told.get("error"), str) else None
+    return one_line(record["error"]) if isinstance(record, dict) and isinstance(record.get("error"), str) else None
 
 
-def _content(output: Any, exact: bool) -> dict[str, Any]:
+def _content(output: Tensor | str, exact: bool) -> dict[str, Any]:
     if isinstance(output, str):
         return {"text": output}
     if exact:
@@ -166,7 +167,7 @@ def _content(output: Any, exact: bool) -> dict[str, Any]:
     return {"png": _png(rounded) if rounded.ndim == 3 else [_png(frame) for frame in rounded]}
 
 
-def _png(picture: Any) -> str:
+def _png(picture: np.ndarray) -> str:
     """Return bytes [H, W, 3] as base64 of a PNG."""
     from PIL import Image
 
@@ -194,8 +195,8 @@ class Request:
 def unpacked(body: bytes, limits: Limits) -> Request:
     """Parse a request.
     Raises ValueError, and TooLarge beyond the limits."""
-    told = _object(body)
-    samples, group = told.get("samples"), told.get("group", 1)
+    record = _object(body)
+    samples, group = record.get("samples"), record.get("group", 1)
     if not isinstance(samples, list) or not samples or not all(isinstance(sample, dict) for sample in samples):
         raise ValueError("expected `samples`, a list of objects")
     if len(samples) > limits.samples:
@@ -203,7 +204,7 @@ def unpacked(body: bytes, limits: Limits) -> Request:
     if type(group) is not int or group < 1 or len(samples) % group:
         raise ValueError(f"group is {one_line(repr(group))}, expected a divisor of the {len(samples)} samples")
     prompts, metadata = [sample.get("prompt") for sample in samples], [sample.get("metadata") for sample in samples]
-    if not all(isinstance(prompt, str) for prompt in prompts) or not all(isinstance(each, dict) for each in metadata):
+    if not all(isinstance(prompt, str) for prompt in prompts) or not all(isinstance(entry, dict) for entry in metadata):
         raise ValueError("expected a text under `prompt` and an object under `metadata` in every sample")
     return Request(_outputs(samples, limits), prompts, metadata, group)
 
@@ -223,29 +224,30 @@ class _Budget:
 
 
 def _outputs(samples: list[dict[str, Any]], limits: Limits) -> Tensor | list[str]:
-    budget, readers = _Budget(limits), {"text": _text, "png": _pictures, "safetensors": _tensor}
+    budget = _Budget(limits)
+    readers: dict[str, Callable[[object, _Budget], Any]] = {"text": _text, "png": _pictures, "safetensors": _tensor}
     kinds = {kind for sample in samples for kind in readers if kind in sample}
     if len(kinds) != 1 or not all(kinds <= sample.keys() for sample in samples):
         raise ValueError("expected one of `png`, `safetensors` and `text`, the same in every sample")
     [kind] = kinds
-    found = [readers[kind](sample[kind], budget) for sample in samples]
+    contents = [readers[kind](sample[kind], budget) for sample in samples]
     if kind == "text":
-        return found
+        return contents
     import torch
 
-    if len({output.shape for output in found}) > 1:
+    if len({output.shape for output in contents}) > 1:
         raise ValueError("expected pictures or videos of one size")
-    outputs = torch.stack(found)
+    outputs = torch.stack(contents)
     return outputs.float() / 255 if kind == "png" else outputs.float()
 
 
-def _text(content: Any, _: _Budget) -> str:
+def _text(content: object, _: _Budget) -> str:
     if not isinstance(content, str):
         raise ValueError("expected a text under `text`")
     return content
 
 
-def _pictures(content: Any, budget: _Budget) -> Tensor:
+def _pictures(content: object, budget: _Budget) -> Tensor:
     """Return a picture, bytes [3, H, W], or the frames of a video [F, 3, H, W]."""
     import torch
 
@@ -257,7 +259,7 @@ def _pictures(content: Any, budget: _Budget) -> Tensor:
     return torch.stack(frames)
 
 
-def _picture(content: Any, budget: _Budget) -> Tensor:
+def _picture(content: object, budget: _Budget) -> Tensor:
     import numpy as np
     import torch
     from PIL import Image
@@ -279,7 +281,7 @@ def _picture(content: Any, budget: _Budget) -> Tensor:
         raise ValueError(f"not a whole PNG ({one_line(error)})") from None
 
 
-def _tensor(content: Any, budget: _Budget) -> Tensor:
+def _tensor(content: object, budget: _Budget) -> Tensor:
     from safetensors import SafetensorError
     from safetensors.torch import load
 
@@ -294,7 +296,7 @@ def _tensor(content: Any, budget: _Budget) -> Tensor:
     return output
 
 
-def _bytes(content: Any) -> bytes:
+def _bytes(content: object) -> bytes:
     if not isinstance(content, str):
         raise ValueError("expected base64")
     return base64.b64decode(content, validate=True)
@@ -303,16 +305,16 @@ def _bytes(content: Any) -> bytes:
 def _object(body: bytes) -> dict[str, Any]:
     """Parse a JSON object of our format."""
     try:
-        told = json.loads(body)
+        record = json.loads(body)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"not JSON ({one_line(error)})") from None
-    if not isinstance(told, dict) or told.get("format") != FORMAT:
-        got = one_line(repr(told.get("format"))) if isinstance(told, dict) else "no object"
+    if not isinstance(record, dict) or record.get("format") != FORMAT:
+        got = one_line(repr(record.get("format"))) if isinstance(record, dict) else "no object"
         raise ValueError(f"format: got {got}, expected {FORMAT}; both sides have to be of versions that agree")
-    return told
+    return record
 
 
-def one_line(text: Any) -> str:
+def one_line(text: object) -> str:
     """Return one printable line of an untrusted text."""
     line = " ".join("".join(c if c.isprintable() else " " for c in str(text)[:2000]).split())
     return line if len(line) <= 400 else line[:397] + "..."

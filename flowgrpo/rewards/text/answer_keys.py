@@ -30,15 +30,15 @@ def stated(text: str) -> str | None:
     """Return the answer that a completion states: `marked`, or else the text after its last "answer is", "answer:" or
     "answer =", to the end of the sentence; None if it states none. Thoughts (see `spoken`) do not count."""
     text = spoken(text)
-    found = marked(text)
-    return _last(_LABEL, text) if found is None else found
+    answer = marked(text)
+    return _last(_LABEL, text) if answer is None else answer
 
 
 def marked(text: str) -> str | None:
     """Return the content of the last <answer> tags, or else of LaTeX's last \\boxed{}, or else of the line after the
     last ####; None if there is none."""
-    return next((found.strip() for found in (tagged(text), boxed(text), _last(_HASHES, text))
-                 if found is not None and found.strip()), None)
+    return next((answer.strip() for answer in (tagged(text), boxed(text), _last(_HASHES, text))
+                 if answer is not None and answer.strip()), None)
 
 
 def tagged(text: str) -> str | None:
@@ -52,43 +52,43 @@ def boxed(text: str) -> str | None:
     """Return the content of the \\boxed{...} that ends last; None if none has matching braces."""
     begun: list[tuple[bool, int]] = []
     last = None
-    for found in _BRACES.finditer(text):
-        if found[0].endswith("{") and found[0] != "\\{":
-            begun.append((found[0] != "{", found.end()))
-        elif found[0] == "}" and begun:
+    for match in _BRACES.finditer(text):
+        if match[0].endswith("{") and match[0] != "\\{":
+            begun.append((match[0] != "{", match.end()))
+        elif match[0] == "}" and begun:
             is_box, start = begun.pop()
-            last = text[start:found.start()] if is_box else last
+            last = text[start:match.start()] if is_box else last
     return last
 
 
 def _last(pattern: re.Pattern[str], text: str) -> str | None:
-    found = pattern.findall(text)
-    return found[-1] if found else None
+    matches = pattern.findall(text)
+    return matches[-1] if matches else None
 
 
 def keys(reward: str, metadata: Sequence[dict[str, Any]], key: str, prompts: Sequence[str],
-         read: Callable[[Any], T]) -> list[T | None]:
+         read: Callable[[object], T]) -> list[T | None]:
     """Return `read` of each prompt's entry under `key`; None where there is none.
 
     Raises UserError that names the reward, the key and the prompt if `read` raises ValueError.
     """
-    found: list[T | None] = []
+    result: list[T | None] = []
     for entry, prompt in zip(metadata, prompts):
         value = entry.get(key)
         try:
-            found.append(None if value is None else read(value))
+            result.append(None if value is None else read(value))
         except UserError:
             raise
         except ValueError as error:
             raise UserError(f"reward {reward!r}: metadata.{key} is {one_line(repr(value)[:120])}, {one_line(error)} "
                             f"(prompt: {one_line(prompt[:80])!r})") from None
-    return found
+    return result
 
 
-def several(value: Any) -> list[str]:
+def several(value: object) -> list[str]:
     """Return an answer key as the texts that it accepts: a text, a number, or a list of these.
     Raises ValueError for any other."""
-    found = value if isinstance(value, list) else [value]
-    if not found or not all(type(each) in (str, int, float) and str(each).strip() for each in found):
+    accepted = value if isinstance(value, list) else [value]
+    if not accepted or not all(type(answer) in (str, int, float) and str(answer).strip() for answer in accepted):
         raise ValueError("expected a text, a number, or a list of these")
-    return [str(each) for each in found]
+    return [str(answer) for answer in accepted]

@@ -33,7 +33,7 @@ def code_of(text: str) -> str:
     return blocks[-1] if blocks else text
 
 
-def read_tests(value: Any) -> Checks:
+def read_tests(value: object) -> Checks:
     """Parse the tests in metadata: a list of texts, Python that raises on an error, or of {input, output}.
     Raises ValueError for anything else, and for invalid Python."""
     value = [value] if isinstance(value, str) else value
@@ -94,22 +94,25 @@ class CodeRun:
         if importlib.util.find_spec("resource") is None:
             raise UserError("reward 'code_run' needs the limits of a Unix system: run it there, behind "
                             "`flowgrpo serve-reward code_run`")
-        if (found := isolation()) is None:
+        if (granted := isolation()) is None:
             raise UserError("reward 'code_run' cannot start a Python process under its limits on this machine: run it "
                             "on another, behind `flowgrpo serve-reward code_run`")
-        if self.isolation == "namespace" and found != "namespace":
+        if self.isolation == "namespace" and granted != "namespace":
             raise UserError("reward 'code_run': this system grants no network namespace: allow unprivileged user "
                             "namespaces, or set isolation: any")
 
     def __call__(self, completions: Sequence[str], prompts: Sequence[str],
-                 metadata: Sequence[dict]) -> list[float | None]:
+                 metadata: Sequence[dict[str, Any]]) -> list[float | None]:
         tests = keys("code_run", metadata, self.key, prompts, read_tests)
-        rows = [row for row, each in enumerate(tests) if each is not None]
-        parts = [range(place, place + 1) for place in range(len(rows))]
-        shares = side_by_side(lambda part: self._share(code_of(completions[rows[part[0]]]), tests[rows[part[0]]]),
-                              parts, self.workers)
-        found = dict(zip(rows, shares))
-        return [found.get(row) for row in range(len(prompts))]
+        jobs = [(row, checks) for row, checks in enumerate(tests) if checks is not None]
+
+        def share(part: range) -> float:
+            row, checks = jobs[part.start]
+            return self._share(code_of(completions[row]), checks)
+
+        shares = side_by_side(share, [range(place, place + 1) for place in range(len(jobs))], self.workers)
+        scores = {row: value for (row, _), value in zip(jobs, shares)}
+        return [scores.get(row) for row in range(len(prompts))]
 
     def _share(self, code: str, tests: Checks) -> float:
         bounds = Bounds(self.seconds, self.memory, self.files)
@@ -117,6 +120,7 @@ class CodeRun:
             passed = run(code, tests.asserts, "", bounds).passed
             share = sum(passed[:len(tests.asserts)]) / len(tests.asserts)
         else:
-            done = [(run(code, None, given, bounds), wanted) for given, wanted in tests.pairs]
-            share = sum(each.status == 0 and printed(each.out) == printed(wanted) for each, wanted in done) / len(done)
+            done = [(run(code, None, given, bounds), expected) for given, expected in tests.pairs]
+            passed = [outcome.status == 0 and printed(outcome.out) == printed(expected) for outcome, expected in done]
+            share = sum(passed) / len(done)
         return float(share == 1) if self.strict else share

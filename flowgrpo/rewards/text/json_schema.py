@@ -43,7 +43,7 @@ def _loaded(text: str) -> Any:
         raise ValueError("nested too deeply") from None
 
 
-def validator(schema: Any) -> Any:
+def validator(schema: object) -> Any:
     """Return a schema's validator; references lead nowhere outside it.
     Raises ValueError for an invalid schema."""
     from jsonschema import SchemaError, validators
@@ -59,7 +59,7 @@ def validator(schema: Any) -> Any:
     return kind(schema, registry=Registry())
 
 
-def graded(value: Any, check: Any) -> float:
+def graded(value: object, check: Any) -> float:
     """Return 1 if a value fits; else k / (n + 1) if k of the n keys that the schema requires at its top are present and
     fit separately."""
     if check.is_valid(value):
@@ -94,11 +94,11 @@ class JsonSchema:
         try:
             object.__setattr__(self, "checked", None if self.schema is None else validator(_read(self.schema)))
         except (OSError, ValueError) as error:
-            told = one_line(repr(self.schema)[:120])
-            raise UserError(f"reward 'json_schema': schema is {told}, {one_line(error)}") from None
+            shown = one_line(repr(self.schema)[:120])
+            raise UserError(f"reward 'json_schema': schema is {shown}, {one_line(error)}") from None
 
     def __call__(self, completions: Sequence[str], prompts: Sequence[str],
-                 metadata: Sequence[dict]) -> list[float | None]:
+                 metadata: Sequence[dict[str, Any]]) -> list[float | None]:
         checks = ([self.checked] * len(prompts) if self.checked is not None else
                   keys("json_schema", metadata, self.key, prompts, validator))
         return [None if check is None else self._one(text, check) for text, check in zip(completions, checks)]
@@ -107,13 +107,13 @@ class JsonSchema:
         from referencing.exceptions import Unresolvable
 
         try:
-            found = graded(held(completion), check)
+            score = graded(held(completion), check)
         except Unresolvable as error:
             raise UserError(f"reward 'json_schema': the schema refers to {one_line(error)}, expected references "
                             "within it") from None
         except (ValueError, RecursionError):
             return 0.0
-        return found if self.graded else float(found == 1)
+        return score if self.graded else float(score == 1)
 
 
 def _read(schema: Any) -> Any:

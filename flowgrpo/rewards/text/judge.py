@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flowgrpo.rewards.about import About
 from flowgrpo.rewards.failures import Failed
 from flowgrpo.rewards.judges.judge import LICENCE, Asking, Judge, JudgeRubric
 from flowgrpo.rewards.text.answer_keys import keys, several, spoken
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -22,7 +25,8 @@ class GroupLoss(Asking):
 
     thoughts: bool = False
 
-    def _parts(self, output: Any) -> list[dict[str, Any]]:
+    def _parts(self, output: Tensor | str) -> list[dict[str, Any]]:
+        assert isinstance(output, str)  # completions alone
         shown = (output if self.thoughts else spoken(output)).strip().replace("</completion>", "< /completion>")
         return super()._parts(f"<completion>\n{shown}\n</completion>")
 
@@ -41,11 +45,13 @@ class TextJudge(GroupLoss, Judge):
     key: str = "answer"
     about = About(modality="text", range=(None, None), needs="server", licence=LICENCE)
 
-    def __call__(self, completions: Any, prompts: Sequence[str], metadata: Sequence[dict]) -> list[float | Failed]:
+    def __call__(  # type: ignore[override]  # the metadata may hold a reference
+            self, completions: Sequence[str], prompts: Sequence[str], metadata: Sequence[dict[str, Any]],
+    ) -> list[float | Failed]:
         known = keys("text_judge", metadata, self.key, prompts, several)
-        asked = [prompt if answers is None else f"{prompt}\nA right answer, for comparison: {' or '.join(answers)}"
-                 for prompt, answers in zip(prompts, known)]
-        return super().__call__(completions, asked)
+        questions = [prompt if answers is None else f"{prompt}\nA right answer, for comparison: {' or '.join(answers)}"
+                     for prompt, answers in zip(prompts, known)]
+        return super().__call__(completions, questions)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

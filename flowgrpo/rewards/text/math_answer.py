@@ -14,7 +14,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from flowgrpo.errors import UserError
 from flowgrpo.extras import needed
@@ -35,7 +35,7 @@ class Worker:
         self._process: subprocess.Popen[str] | None = None
         self._answers: queue.Queue[str] = queue.Queue()
 
-    def ask(self, question: Any, seconds: float) -> Any | None:
+    def ask(self, question: Sequence[str | None], seconds: float) -> str | None:
         """Return the answer to a question; None if none comes within the time, or the process dies of it.
         Raises Failed if the process does not start."""
         with self._lock:
@@ -45,19 +45,23 @@ class Worker:
                 self._process.stdin.write(json.dumps(question) + "\n")
                 self._process.stdin.flush()
             except OSError:
-                return self._end()
-            return self._answer(seconds) or self._end()
+                self._end()
+                return None
+            answer = self._answer(seconds)
+            if not answer:
+                self._end()
+            return answer or None
 
     def _start(self) -> None:
         self._answers = queue.Queue()
         self._process = subprocess.Popen(self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
                                          encoding="utf-8", stderr=subprocess.DEVNULL)
         threading.Thread(target=_read, args=(self._process.stdout, self._answers), daemon=True).start()
-        if (told := self._answer(START)) != "ready":
+        if (answer := self._answer(START)) != "ready":
             self._end()
-            raise Failed(f"the process {' '.join(self._command[1:])[:200]} does not start ({told})")
+            raise Failed(f"the process {' '.join(self._command[1:])[:200]} does not start ({answer})")
 
-    def _answer(self, seconds: float) -> Any | None:
+    def _answer(self, seconds: float) -> str | None:
         try:
             line = self._answers.get(timeout=seconds)
         except queue.Empty:
@@ -72,7 +76,7 @@ class Worker:
         self._process = None
 
 
-def _read(lines: Any, answers: queue.Queue[str]) -> None:
+def _read(lines: IO[str], answers: queue.Queue[str]) -> None:
     """Put each line into the queue, and "" at the end."""
     with lines:
         for line in lines:
@@ -96,6 +100,7 @@ class MathAnswer:
     timeout: float = 5.0
     memory: int = 2048
     worker: Worker = field(init=False, repr=False)
+    _readable: set[str] = field(init=False, repr=False)
     about = About(modality="text", range=(0, 1), needs="text", licence="Apache-2.0, MIT packages")
 
     def __post_init__(self) -> None:
@@ -108,12 +113,12 @@ class MathAnswer:
         object.__setattr__(self, "_readable", set())
 
     def __call__(self, completions: Sequence[str], prompts: Sequence[str],
-                 metadata: Sequence[dict]) -> list[float | None]:
-        wanted = keys("math_answer", metadata, self.key, prompts, self._accepted)
+                 metadata: Sequence[dict[str, Any]]) -> list[float | None]:
+        references = keys("math_answer", metadata, self.key, prompts, self._accepted)
         return [None if accepted is None else self._one(completion, accepted)
-                for completion, accepted in zip(completions, wanted)]
+                for completion, accepted in zip(completions, references)]
 
-    def _accepted(self, value: Any) -> list[str]:
+    def _accepted(self, value: object) -> list[str]:
         """Return an answer key as LaTeX.
         Raises ValueError if math-verify cannot read it."""
         accepted = [latex(text) for text in several(value)]
@@ -125,8 +130,8 @@ class MathAnswer:
 
     def _one(self, completion: str, accepted: Sequence[str]) -> float:
         text = spoken(completion)[-LONGEST:]
-        found = marked(text)
-        answer = text if found is None else latex(found)
+        statement = marked(text)
+        answer = text if statement is None else latex(statement)
         return float(any(self.worker.ask([key, answer], self.timeout) == "yes" for key in accepted))
 
 

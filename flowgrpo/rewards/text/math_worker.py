@@ -17,10 +17,10 @@ def answered(key: str, answer: str | None) -> bool:
     """True if an answer equals the key, or, for None, if the key is readable."""
     from math_verify import parse, verify
 
-    wanted = parse(key, fallback_mode="no_fallback", parsing_timeout=None)
-    if answer is None or not wanted:
-        return bool(wanted)
-    return verify(wanted, parse(answer, parsing_timeout=None), timeout_seconds=None)
+    reference = parse(key, fallback_mode="no_fallback", parsing_timeout=None)
+    if answer is None or not reference:
+        return bool(reference)
+    return verify(reference, parse(answer, parsing_timeout=None), timeout_seconds=None)
 
 
 def main(memory: int, seconds: float) -> None:
@@ -36,11 +36,11 @@ def main(memory: int, seconds: float) -> None:
     for line in sys.stdin:
         _end_after(seconds + 10)
         try:
-            found = answered(*json.loads(line))
+            right = answered(*json.loads(line))
         except Exception:  # untrusted text can raise anything
-            found = False
+            right = False
         _end_after(0)
-        print(json.dumps("yes" if found else "no"), file=say, flush=True)
+        print(json.dumps("yes" if right else "no"), file=say, flush=True)
 
 
 def _limit(size: int) -> None:

@@ -8,6 +8,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import Any
 
 from flowgrpo.errors import UserError
 from flowgrpo.rewards.about import About
@@ -30,7 +31,7 @@ _LATEX = (("\\times", "*"), ("\\cdot", "*"), ("\\div", "/"), ("\\left", ""), ("\
 
 @dataclass(frozen=True)
 class Number:
-    """A number, and whether a percent sign followed it; `value` then is a hundredth of the written number."""
+    """Number, and whether a percent sign followed it; `value` then is a hundredth of the written number."""
 
     value: Fraction
     percent: bool = False
@@ -39,8 +40,9 @@ class Number:
         """True if within the tolerance of `key`, scaled by its size if that is above 1. If only one of the two has a
         percent sign, 50 % equals 50 as well as 0.5."""
         once = self.percent != key.percent
-        factors = (1, 100 if self.percent else Fraction(1, 100)) if once else (1,)
-        return any(abs(self.value * factor - key.value) <= tolerance * max(1, abs(key.value)) for factor in factors)
+        factors: tuple[int | Fraction, ...] = (1, 100 if self.percent else Fraction(1, 100)) if once else (1,)
+        size = max(Fraction(1), abs(key.value))
+        return any(abs(self.value * factor - key.value) <= tolerance * size for factor in factors)
 
 
 def plain(text: str) -> str:
@@ -49,27 +51,27 @@ def plain(text: str) -> str:
     text = text.translate(_SIGNS)
     for latex, sign in _LATEX:
         text = text.replace(latex, sign)
-    return _FRAC.sub(lambda found: "{}/{}".format(*(part if re.fullmatch(r"[\d.]+", part) else f"({part})"
-                                                    for part in found.groups())), text)
+    return _FRAC.sub(lambda match: "{}/{}".format(*(part if re.fullmatch(r"[\d.]+", part) else f"({part})"
+                                                    for part in match.groups())), text)
 
 
 def last_number(text: str) -> Number | None:
     """Return the last number in a text: 1,234.5, -7, $18, 2e3, 3/4, 2 1/2, 50 %; None if there is none. The minus of a
     difference, as in 10-3, is not a sign."""
-    found = None
-    for found in _NUMBER.finditer(plain(text)):
+    match = None
+    for match in _NUMBER.finditer(plain(text)):
         pass
-    return None if found is None else _number(found)
+    return None if match is None else _number(match)
 
 
-def _number(found: re.Match[str]) -> Number | None:
+def _number(match: re.Match[str]) -> Number | None:
     try:
-        value = (int(found["whole"]) + _fraction(*found["part"].split("/")) if found["whole"] else
-                 _fraction(found["over"], found["under"] or "1"))
+        value = (int(match["whole"]) + _fraction(*match["part"].split("/")) if match["whole"] else
+                 _fraction(match["over"], match["under"] or "1"))
     except (ValueError, ZeroDivisionError):
         return None
-    value = -value if found["sign"] == "-" else value
-    return Number(value / 100, True) if found["percent"] else Number(value)
+    value = -value if match["sign"] == "-" else value
+    return Number(value / 100, True) if match["percent"] else Number(value)
 
 
 def _fraction(over: str, under: str) -> Fraction:
@@ -153,30 +155,30 @@ class NumericMatch:
             raise UserError(f"reward 'numeric_match': tolerance is {self.tolerance}, expected from 0 to below 1")
 
     def __call__(self, completions: Sequence[str], prompts: Sequence[str],
-                 metadata: Sequence[dict]) -> list[float | None]:
-        wanted = keys("numeric_match", metadata, self.key, prompts, answer_key)
+                 metadata: Sequence[dict[str, Any]]) -> list[float | None]:
+        references = keys("numeric_match", metadata, self.key, prompts, answer_key)
         return [None if accepted is None else self._one(completion, accepted)
-                for completion, accepted in zip(completions, wanted)]
+                for completion, accepted in zip(completions, references)]
 
     def answer(self, completion: str) -> Number | None:
         """Return the number that a completion answers; None if there is none."""
-        found = stated(completion)
-        answer = spoken(completion) if found is None else found
+        statement = stated(completion)
+        answer = spoken(completion) if statement is None else statement
         return (expression(answer) if self.expressions else None) or last_number(answer)
 
     def _one(self, completion: str, accepted: Sequence[Number]) -> float:
-        told, tolerance = self.answer(completion), Fraction(self.tolerance)
-        return float(told is not None and any(told.equals(key, tolerance) for key in accepted))
+        answer, tolerance = self.answer(completion), Fraction(self.tolerance)
+        return float(answer is not None and any(answer.equals(key, tolerance) for key in accepted))
 
 
 def answer_key(value: object) -> list[Number]:
     """Return an answer key as its numbers.
     Raises ValueError for a text that is neither a number nor arithmetic."""
-    found = []
+    numbers = []
     for text in several(value):
         whole = _NUMBER.fullmatch(plain(text).strip())
         number = (whole and _number(whole)) or expression(text)
         if number is None:
             raise ValueError("expected a number, arithmetic, or a list of these")
-        found.append(number)
-    return found
+        numbers.append(number)
+    return numbers

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -14,6 +14,9 @@ from flowgrpo.rewards.about import About
 from flowgrpo.rewards.images.vision import placed, precision, pretrained
 from flowgrpo.rewards.judges.judge import filled
 from flowgrpo.rewards.text.answer_keys import LICENCE, spoken
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,11 +72,11 @@ class RewardModel:
         """Return B scores; None for a text without any token, which a template may produce."""
         rows = [self._tokens(prompt, completion) for prompt, completion in zip(prompts, completions)]
         order = sorted((row for row in range(len(rows)) if rows[row]), key=lambda row: len(rows[row]))
-        found: dict[int, float] = {}
+        scores: dict[int, float] = {}
         for start in range(0, len(order), self.batch):  # sorted by length: little padding
             some = order[start:start + self.batch]
-            found |= zip(some, self._scores([rows[row] for row in some]).tolist())
-        return [found.get(row) for row in range(len(rows))]
+            scores |= zip(some, self._scores([rows[row] for row in some]).tolist())
+        return [scores.get(row) for row in range(len(rows))]
 
     def _tokens(self, prompt: str, completion: str) -> list[int]:
         """Return a prompt with its completion as tokens, the last `longest` of them."""
@@ -100,12 +103,12 @@ class RewardModel:
             config.pad_token_id = before
 
 
-def unused(rows: Sequence[list[int]], config: Any) -> int:
+def unused(rows: Sequence[list[int]], config: PretrainedConfig) -> int:
     """Return a padding token: the model's own, or, if one of the rows holds that, the lowest that none holds.
 
     Models read the score at the last token that differs from the padding token. In many chat models that is also the
     token that ends a turn, so the score would be read at the one before it.
     """
     held = {token for row in rows for token in row}
-    wanted = [config.pad_token_id] if config.pad_token_id is not None else []
-    return next(token for token in (*wanted, *range(config.vocab_size)) if token not in held)
+    preferred = [config.pad_token_id] if config.pad_token_id is not None else []
+    return next(token for token in (*preferred, *range(config.vocab_size)) if token not in held)

@@ -27,21 +27,21 @@ class Item:
     needed: bool
 
 
-def _contains(wanted: Any) -> Check:
-    words = [word.casefold() for word in (wanted if isinstance(wanted, list) else [wanted])]
+def _contains(texts: Any) -> Check:
+    words = [word.casefold() for word in (texts if isinstance(texts, list) else [texts])]
     if not words or not all(words):
         raise ValueError("empty")
     return lambda text: any(word in text.casefold() for word in words)
 
 
 def _excludes(unwanted: Any) -> Check:
-    found = _contains(unwanted)
-    return lambda text: not found(text)
+    contained = _contains(unwanted)
+    return lambda text: not contained(text)
 
 
 def _matches(pattern: Any) -> Check:
-    found = re.compile(pattern)
-    return lambda text: found.search(text) is not None
+    regex = re.compile(pattern)
+    return lambda text: regex.search(text) is not None
 
 
 def _words(bounds: Any) -> Check:
@@ -54,21 +54,21 @@ def _words(bounds: Any) -> Check:
 CHECKS = {"contains": _contains, "excludes": _excludes, "matches": _matches, "words": _words}
 
 
-def items(value: Any) -> list[Item]:
+def items(value: object) -> list[Item]:
     """Parse a rubric in metadata.
     Raises ValueError for anything else."""
     if not isinstance(value, list) or not value:
         raise ValueError("expected a list of items such as {contains: text, weight: 1}")
-    found = [_item(each) for each in value]
-    if not any(item.weight > 0 for item in found):
+    rubric = [_item(entry) for entry in value]
+    if not any(item.weight > 0 for item in rubric):
         raise ValueError("expected an item with a weight above 0")
-    return found
+    return rubric
 
 
-def _item(value: Any) -> Item:
-    told = f"the item {value!r}: expected one of {', '.join(CHECKS)}, with `weight` and `needed` where wanted"
+def _item(value: object) -> Item:
+    message = f"the item {value!r}: expected one of {', '.join(CHECKS)}, with `weight` and `needed` where wanted"
     if not isinstance(value, dict) or len(value.keys() & CHECKS) != 1 or value.keys() - CHECKS - {"weight", "needed"}:
-        raise ValueError(told)
+        raise ValueError(message)
     [kind] = value.keys() & CHECKS
     weight, needed = value.get("weight", 1), value.get("needed", False)
     if type(weight) not in (int, float) or not 0 < abs(weight) < 1e9 or type(needed) is not bool:
@@ -76,7 +76,7 @@ def _item(value: Any) -> Item:
     try:
         return Item(CHECKS[kind](value[kind]), float(weight), needed)
     except (ValueError, TypeError, AttributeError, re.error):
-        raise ValueError(f"{told}; `{kind}` is not what it can be") from None
+        raise ValueError(f"{message}; `{kind}` is not what it can be") from None
 
 
 def share(text: str, rubric: Sequence[Item]) -> float:
@@ -103,6 +103,6 @@ class Rubric:
     about = About(modality="text", range=(0, 1), needs="", licence=LICENCE)
 
     def __call__(self, completions: Sequence[str], prompts: Sequence[str],
-                 metadata: Sequence[dict]) -> list[float | None]:
+                 metadata: Sequence[dict[str, Any]]) -> list[float | None]:
         rubrics = keys("rubric", metadata, self.key, prompts, items)
         return [None if rubric is None else share(spoken(text), rubric) for text, rubric in zip(completions, rubrics)]

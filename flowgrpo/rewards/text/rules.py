@@ -40,10 +40,10 @@ class ExactMatch:
     about = About(modality="text", range=(0, 1), needs="", licence=LICENCE)
 
     def __call__(self, completions: Sequence[str], prompts: Sequence[str],
-                 metadata: Sequence[dict]) -> list[float | None]:
-        wanted = keys("exact_match", metadata, self.key, prompts, several)
+                 metadata: Sequence[dict[str, Any]]) -> list[float | None]:
+        references = keys("exact_match", metadata, self.key, prompts, several)
         return [None if accepted is None else self._one(completion, accepted)
-                for completion, accepted in zip(completions, wanted)]
+                for completion, accepted in zip(completions, references)]
 
     def answer(self, completion: str) -> str:
         """Return a completion's answer, normalised."""
@@ -51,7 +51,7 @@ class ExactMatch:
         return normalised(spoken(completion) if answer is None else answer, self.case)
 
     def _one(self, completion: str, accepted: Sequence[str]) -> float:
-        return float(self.answer(completion) in {normalised(each, self.case) for each in accepted})
+        return float(self.answer(completion) in {normalised(text, self.case) for text in accepted})
 
 
 @dataclass(frozen=True)
@@ -163,9 +163,9 @@ def sizes(reward: str, completions: Sequence[str], prompts: Sequence[str], metad
     if unit == "characters":
         return [len(text) for text in completions]
     for entry, prompt in zip(metadata, prompts):
-        told = entry.get(TOKENS)
-        if type(told) not in (int, float) or not told >= 0:
-            raise UserError(f"reward {reward!r}: metadata.{TOKENS} is {one_line(repr(told)[:80])}, expected how many "
+        count: Any = entry.get(TOKENS)
+        if type(count) not in (int, float) or not count >= 0:
+            raise UserError(f"reward {reward!r}: metadata.{TOKENS} is {one_line(repr(count)[:80])}, expected how many "
                             f"tokens the completion has; or set unit: words (prompt: {one_line(prompt[:80])!r})")
     return [entry[TOKENS] for entry in metadata]
 
@@ -208,7 +208,8 @@ class Length:
         _require("text_length", 0 <= self.low <= self.high and self.margin >= 0, self.unit,
                  f"0 <= low <= high and a margin of 0 or more, got {self.low}, {self.high}, {self.margin}")
 
-    def __call__(self, completions: Sequence[str], prompts: Sequence[str], metadata: Sequence[dict]) -> list[float]:
+    def __call__(self, completions: Sequence[str], prompts: Sequence[str],
+                 metadata: Sequence[dict[str, Any]]) -> list[float]:
         return [window(size, self.low, self.high, self.margin)
                 for size in sizes("text_length", completions, prompts, metadata, self.unit)]
 
@@ -229,6 +230,7 @@ class Overlong:
         _require("overlong", 0 <= self.buffer <= self.longest and self.longest > 0, self.unit,
                  f"0 <= buffer <= longest, above 0, got buffer {self.buffer}, longest {self.longest}")
 
-    def __call__(self, completions: Sequence[str], prompts: Sequence[str], metadata: Sequence[dict]) -> list[float]:
+    def __call__(self, completions: Sequence[str], prompts: Sequence[str],
+                 metadata: Sequence[dict[str, Any]]) -> list[float]:
         return [overlong(size, self.longest, self.buffer)
                 for size in sizes("overlong", completions, prompts, metadata, self.unit)]

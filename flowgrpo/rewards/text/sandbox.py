@@ -17,6 +17,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 CHILD = Path(__file__).with_name("sandbox_child.py")
 THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
@@ -71,7 +72,7 @@ def run(code: str, tests: Sequence[str] | None, given: str, bounds: Bounds) -> D
             return Done(status, _read(out, bounds), *_reported(_read(report, bounds), word))
 
 
-def _ended(job: Path, work: Path, seconds: float, stdin: object, out: object, report: object) -> int | None:
+def _ended(job: Path, work: Path, seconds: float, stdin: BinaryIO, out: BinaryIO, report: BinaryIO) -> int | None:
     """Return the exit status of the process; None if it was killed after a time-out."""
     environment = {"PATH": os.defpath, "LANG": "C.UTF-8", "HOME": str(work), "TMPDIR": str(work)} | dict.fromkeys(
         THREADS, "1")
@@ -89,14 +90,14 @@ def _ended(job: Path, work: Path, seconds: float, stdin: object, out: object, re
             process.wait()
 
 
-def _read(file: object, bounds: Bounds) -> str:
+def _read(file: BinaryIO, bounds: Bounds) -> str:
     file.seek(0)
     return file.read(bounds.files * 2**20).decode("utf-8", "replace")
 
 
 def _reported(text: str, word: str) -> tuple[list[bool], str | None]:
-    told = [line.removeprefix(word).strip() for line in text.split("\n") if line.startswith(word)]
-    return [line == "1" for line in told[1:]], told[0] if told else None
+    lines = [line.removeprefix(word).strip() for line in text.split("\n") if line.startswith(word)]
+    return [line == "1" for line in lines[1:]], lines[0] if lines else None
 
 
 @functools.cache

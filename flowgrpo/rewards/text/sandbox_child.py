@@ -51,11 +51,11 @@ def guard(folder: str) -> None:
     """Block, for good, the network, processes and threads, and changes to files outside the folder."""
     allowed = os.path.realpath(folder) + os.sep
 
-    def outside(path: Any) -> bool:
+    def outside(path: object) -> bool:
         if not isinstance(path, (str, bytes, os.PathLike)):
             return False
-        found = os.path.realpath(os.fsdecode(path))
-        return found != os.devnull and not (found + os.sep).startswith(allowed)
+        resolved = os.path.realpath(os.fsdecode(path))
+        return resolved != os.devnull and not (resolved + os.sep).startswith(allowed)
 
     def watch(event: str, args: tuple[Any, ...]) -> None:
         if event.startswith(REFUSED):
@@ -97,7 +97,7 @@ def passes(test: str, number: int, module: types.ModuleType) -> bool:
 
 
 if __name__ == "__main__":
-    with open(sys.argv[1], encoding="utf-8") as told:
-        given = json.load(told)
+    with open(sys.argv[1], encoding="utf-8") as file:
+        given = json.load(file)
     os.remove(sys.argv[1])
     main(given, int(sys.argv[2]))

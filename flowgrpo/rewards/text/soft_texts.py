@@ -45,9 +45,9 @@ def letters(texts: SoftTexts | Sequence[str], alphabet: Sequence[str]) -> Tensor
             raise UserError(f"{missing[0]!r} is none of the model's {len(texts.tokens)} tokens: a reward whose "
                             "gradient is followed reads whole tokens")
         return texts.weights[..., [texts.tokens.index(letter) for letter in alphabet]]
-    found = torch.zeros(len(texts), max((len(text) for text in texts), default=0), len(alphabet))
+    weights = torch.zeros(len(texts), max((len(text) for text in texts), default=0), len(alphabet))
     for row, text in enumerate(texts):
         for place, character in enumerate(text):
             if character in alphabet:
-                found[row, place, alphabet.index(character)] = 1
-    return found
+                weights[row, place, alphabet.index(character)] = 1
+    return weights

@@ -9,11 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flowgrpo.errors import UserError
-from flowgrpo.rewards.about import About, about
+from flowgrpo.rewards.about import About, Reward, about
 from flowgrpo.rewards.failures import Failed, first_failed
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 LIFTS = ("mean", "min")
 
@@ -29,7 +32,7 @@ class Frames:
     Raises UserError as `rewards.find` does, and if the reward does not judge pictures one by one.
     """
 
-    reward: Any
+    reward: str | Reward
     frames: str = "mean"
     args: dict[str, Any] = field(default_factory=dict)
     every: int = 1
@@ -49,23 +52,25 @@ class Frames:
         object.__setattr__(self, "reward", function)
 
     @property
-    def made_of(self) -> list[Any]:
+    def made_of(self) -> list[str | Reward]:
         return [self.reward]
 
-    def __call__(self, videos: Any, prompts: Sequence[str], metadata: Sequence[dict]
+    def __call__(self, videos: Tensor, prompts: Sequence[str], metadata: Sequence[dict[str, Any]]
                  ) -> list[float | None | Failed]:
         from flowgrpo.rewards.score import columns
 
         videos = videos[:, ::self.every]
         count = videos.shape[1]
-        prompts, metadata = ([each for each in row for _ in range(count)] for row in (prompts, metadata))
-        [found] = columns({"of frames": self.reward}, videos.flatten(0, 1), prompts, metadata)
-        return [self._lifted(found[at:at + count]) for at in range(0, len(found), count)]
+        prompts = [prompt for prompt in prompts for _ in range(count)]
+        metadata = [entry for entry in metadata for _ in range(count)]
+        assert not isinstance(self.reward, str)  # found by its name at the start
+        [scores] = columns({"of frames": self.reward}, videos.flatten(0, 1), prompts, metadata)
+        return [self._lifted(scores[at:at + count]) for at in range(0, len(scores), count)]
 
     def _lifted(self, values: list[float | Failed]) -> float | None | Failed:
         if failed := first_failed(values):
             return failed
-        values = [value for value in values if not math.isnan(value)]
-        if not values:
+        scores = [value for value in values if not isinstance(value, Failed) and not math.isnan(value)]
+        if not scores:
             return None
-        return min(values) if self.frames == "min" else sum(values) / len(values)
+        return min(scores) if self.frames == "min" else sum(scores) / len(scores)

@@ -13,14 +13,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from flowgrpo.rewards.about import About
+from flowgrpo.rewards.about import About, described
 from flowgrpo.rewards.images.scene import FLOOR, Reading, read
 from flowgrpo.starter.motion import MOTIONS, Clip, parse
 from flowgrpo.starter.scenes import SIZE
+
+ABOUT = About(modality="video", range=(0, 1), needs="", licence="Apache-2.0")
 
 # Ramps: (0 at, 1 from). Velocities in pixels per frame; growth is that of the logarithm of the square root
 # of the area, per frame. Both are means over the clip; their unevenness is the largest deviation of a single step.
@@ -42,7 +46,7 @@ def _ramp(x, ramp: tuple[float, float]):
 
 @dataclass(frozen=True)
 class Track:
-    """A clip's object.
+    """Object of a clip, frame by frame.
 
     centres: [F, 2], centroids in pixels (x, y).
     sizes: [F], logarithms.
@@ -77,7 +81,7 @@ def track(frames: Sequence[Reading]) -> Track | None:
                  float(np.mean(whole * _ramp(extra, EXTRA)) * (FLOOR + (1 - FLOOR) * same)))
 
 
-def read_clips(videos) -> tuple[tuple[Reading, ...], ...]:
+def read_clips(videos: Tensor | np.ndarray) -> tuple[tuple[Reading, ...], ...]:
     """Read every frame of videos, float [B, F, 3, 64, 64] in [0, 1].
     Raises ValueError for other videos."""
     videos = torch.as_tensor(videos).detach().to("cpu", torch.float32)
@@ -94,7 +98,7 @@ def _remembered(data: bytes, shape: tuple[int, ...]) -> tuple[tuple[Reading, ...
     return tuple(tuple(read(frame) for frame in clip) for clip in videos)
 
 
-def _paired(videos, prompts: Sequence[str]) -> list[tuple[tuple[Reading, ...], Clip]]:
+def _paired(videos: Tensor | np.ndarray, prompts: Sequence[str]) -> list[tuple[tuple[Reading, ...], Clip]]:
     """Pair the readings of each video with its prompt's claims."""
     claims, seen = [parse(prompt) for prompt in prompts], read_clips(videos)
     if len(seen) != len(claims):
@@ -103,7 +107,9 @@ def _paired(videos, prompts: Sequence[str]) -> list[tuple[tuple[Reading, ...], C
     return list(zip(seen, claims))
 
 
-def motion_graded(videos, prompts: Sequence[str], metadata=None) -> list[float]:
+@described(ABOUT)
+def motion_graded(videos: Tensor | np.ndarray, prompts: Sequence[str],
+                  metadata: Sequence[dict[str, Any]] | None = None) -> list[float]:
     """Degree in [0, 1] to which each clip moves as its prompt claims; 1 exactly where `motion` is 1.
 
     legibility * course * size * evenness; the last three keep a quarter at their worst.
@@ -115,7 +121,9 @@ def motion_graded(videos, prompts: Sequence[str], metadata=None) -> list[float]:
     return [_grade(track(frames), MOTIONS[clip.motion]) for frames, clip in _paired(videos, prompts)]
 
 
-def motion(videos, prompts: Sequence[str], metadata=None) -> list[float]:
+@described(ABOUT)
+def motion(videos: Tensor | np.ndarray, prompts: Sequence[str],
+           metadata: Sequence[dict[str, Any]] | None = None) -> list[float]:
     """1.0 if a clip moves at an even pace as its prompt claims, otherwise 0.0.
 
     Arguments and errors are those of `motion_graded`.
@@ -123,7 +131,9 @@ def motion(videos, prompts: Sequence[str], metadata=None) -> list[float]:
     return [float(grade == 1.0) for grade in motion_graded(videos, prompts)]
 
 
-def appearance(videos, prompts: Sequence[str], metadata=None) -> list[float]:
+@described(ABOUT)
+def appearance(videos: Tensor | np.ndarray, prompts: Sequence[str],
+               metadata: Sequence[dict[str, Any]] | None = None) -> list[float]:
     """1.0 if every frame shows the claimed shape in the claimed colour and nothing else, otherwise 0.0.
 
     This is `scene` of every frame. Arguments and errors are those of `motion_graded`.
@@ -131,24 +141,20 @@ def appearance(videos, prompts: Sequence[str], metadata=None) -> list[float]:
     return [float(all(_shows(frame, clip) for frame in frames)) for frames, clip in _paired(videos, prompts)]
 
 
-motion.about = motion_graded.about = appearance.about = About(modality="video", range=(0, 1), needs="",
-                                                              licence="Apache-2.0")
-
-
 def _shows(frame: Reading, clip: Clip) -> bool:
     return frame.ground == 1 and [(blob.shape, blob.colour) for blob in frame.objects] == [(clip.shape, clip.colour)]
 
 
-def _grade(found: Track | None, claim: tuple[int, int, int]) -> float:
+def _grade(trail: Track | None, claim: tuple[int, int, int]) -> float:
     """Return the credit of a track for a claim: the signs of (x, y, size)."""
-    if found is None:
+    if trail is None:
         return 0.0
-    velocity, growth = found.velocities.mean(0), found.growths.mean()
+    velocity, growth = trail.velocities.mean(0), trail.growths.mean()
     course = _course(velocity, np.array(claim[:2]))
     size = _ramp(growth * claim[2], GROWTH) if claim[2] else _ramp(abs(growth), SWELL)
-    uneven = np.linalg.norm(found.velocities - velocity, axis=1).max()
-    evenness = _ramp(uneven, UNEVEN) * _ramp(np.abs(found.growths - growth).max(), PULSE)
-    return float(found.legible * np.prod(FLOOR + (1 - FLOOR) * np.array([course, size, evenness])))
+    uneven = np.linalg.norm(trail.velocities - velocity, axis=1).max()
+    evenness = _ramp(uneven, UNEVEN) * _ramp(np.abs(trail.growths - growth).max(), PULSE)
+    return float(trail.legible * np.prod(FLOOR + (1 - FLOOR) * np.array([course, size, evenness])))
 
 
 def _course(velocity: np.ndarray, claimed: np.ndarray) -> float:

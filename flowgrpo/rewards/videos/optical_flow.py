@@ -55,7 +55,7 @@ class FlowAmount:
     def __post_init__(self) -> None:
         needed("cv2", "video", "reward 'flow_amount'")
 
-    def __call__(self, videos: Any, prompts: Sequence[str]) -> list[float]:
+    def __call__(self, videos: Tensor, prompts: Sequence[str]) -> list[float]:
         side = min(videos.shape[-2:])
         return [float(np.linalg.norm(fastest(flow), axis=-1).mean() / side) for flow in flows(videos)]
 
@@ -76,15 +76,16 @@ class FlowDirection:
     def __post_init__(self) -> None:
         needed("cv2", "video", "reward 'flow_direction'")
 
-    def __call__(self, videos: Any, prompts: Sequence[str], metadata: Sequence[dict]) -> list[float | None]:
-        wanted = [entry.get("direction", self.direction) for entry in metadata]
-        if wrong := set(wanted) - {None, *DIRECTIONS}:
+    def __call__(self, videos: Tensor, prompts: Sequence[str],
+                 metadata: Sequence[dict[str, Any]]) -> list[float | None]:
+        directions: list[Any] = [entry.get("direction", self.direction) for entry in metadata]
+        if wrong := set(directions) - {None, *DIRECTIONS}:
             raise UserError(f"reward 'flow_direction': the direction is {wrong.pop()!r}, expected "
                             f"{', '.join(DIRECTIONS)}")
-        rows = [i for i, way in enumerate(wanted) if way is not None]
-        scores: list[float | None] = [None] * len(wanted)
+        rows = [i for i, way in enumerate(directions) if way is not None]
+        scores: list[float | None] = [None] * len(directions)
         for i, flow in zip(rows, flows(videos[rows]) if rows else ()):
-            scores[i] = _along(fastest(flow), np.array(DIRECTIONS[wanted[i]]))
+            scores[i] = _along(fastest(flow), np.array(DIRECTIONS[directions[i]]))
         return scores
 
 
@@ -105,7 +106,7 @@ class TemporalConsistency:
     def __post_init__(self) -> None:
         needed("cv2", "video", "reward 'temporal_consistency'")
 
-    def __call__(self, videos: Any, prompts: Sequence[str]) -> list[float]:
+    def __call__(self, videos: Tensor, prompts: Sequence[str]) -> list[float]:
         return [float(1 - np.mean([_difference(*step) for step in zip(clip, clip[1:], flow)]))
                 for clip, flow in zip(eight_bit(videos), flows(videos))]
 
@@ -116,6 +117,6 @@ def _difference(one: np.ndarray, other: np.ndarray, flow: np.ndarray) -> float:
 
     h, w = flow.shape[:2]
     target = flow + np.stack(np.meshgrid(np.arange(w), np.arange(h)), -1).astype(np.float32)
-    warped = cv2.remap(other.astype(np.float32), target, None, cv2.INTER_LINEAR)
+    warped = cv2.remap(other.astype(np.float32), target, None, cv2.INTER_LINEAR)  # type: ignore[call-overload]
     inside = ((target >= 0) & (target <= [w - 1, h - 1])).all(-1)
     return float(np.abs(warped - one)[inside].mean() / 255) if inside.any() else 1.0
