@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def score(
-    rewards: Mapping[str, Reward | Composed], outputs: Tensor | list[str], prompts: Sequence[str],
+    rewards: Mapping[str, Reward | Composed], outputs: Tensor | Sequence[str], prompts: Sequence[str],
     metadata: Sequence[dict[str, Any]], group: int = 1, tally: Tally | None = None, base: Tensor | None = None,
 ) -> Tensor:
     """Score a batch of B outputs with each of R rewards -> [B, R] float32. Transforms are not applied here.
@@ -49,7 +49,7 @@ def score(
 
 
 def columns(
-    rewards: Mapping[str, Reward | Composed], outputs: Tensor | list[str], prompts: Sequence[str],
+    rewards: Mapping[str, Reward | Composed], outputs: Tensor | Sequence[str], prompts: Sequence[str],
     metadata: Sequence[dict[str, Any]], group: int = 1, tally: Tally | None = None, base: Tensor | None = None,
 ) -> list[list[float | Failed]]:
     """Return R columns of B numbers as `score` does, but with failures in place.
@@ -75,7 +75,7 @@ class Batch:
     outputs: a tensor or a list. prompts, metadata: a list each. base: the base model's outputs, a tensor, or None.
     """
 
-    outputs: Tensor | list[str]
+    outputs: Tensor | Sequence[str]
     prompts: list[str]
     metadata: list[dict[str, Any]]
     base: Tensor | None = None

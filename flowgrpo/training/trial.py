@@ -233,7 +233,8 @@ def _require_real_scores(trainer: state.Run) -> None:
     functions = {name: tried(reward) if isinstance(reward, Composed) else reward for name, reward in functions.items()}
     prompts = spread(trainer.prompts, min(REAL, trainer.config.train.prompts))
     result = measure(
-        cast(Generating, trainer.policy), prompts, functions, steps=settings.steps, guidance=settings.guidance, samples=1,
+        cast(Generating, trainer.policy), prompts, functions, steps=settings.steps, guidance=settings.guidance,
+        samples=1,
         micro_batch=trainer.config.train.micro_batch, negative=trainer.config.negative_prompt, title="trial",
         encode=cast(Any, trainer.rollouts).encode)
     scored = any(score == score for scores in result.scores.values() for score in scores)

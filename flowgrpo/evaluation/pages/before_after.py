@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -20,9 +20,10 @@ def captions(functions: dict[str, Any], samples: torch.Tensor | Sequence[str], p
              base: torch.Tensor | Sequence[str] | None = None) -> torch.Tensor:
     """Return `rewards.score` [N, R] of N samples; NaN for a reward that fails on them, with a printed line."""
     texts, metadata, columns = [p.text for p in prompts], [p.metadata for p in prompts], []
+    pictures = cast("torch.Tensor | None", base)  # a reward that reads the base is one of pictures
     for name, function in functions.items():
         try:
-            columns.append(rewards.score({name: function}, samples, texts, metadata, base=base))
+            columns.append(rewards.score({name: function}, samples, texts, metadata, base=pictures))
         except UserError as error:
             print(f"left out: {error}", file=sys.stderr)
             columns.append(torch.full((len(texts), 1), torch.nan))
