@@ -55,9 +55,9 @@ class GroupDraw(Protocol):
     def leaves(self) -> int:
         """The size of a group is a multiple of it."""
 
-    def __call__(self, policy: Any, asked: TokenizedPrompts, kernel: Decoding, generators: Sequence[Generator],
+    def __call__(self, policy: Any, tokenized: TokenizedPrompts, decoding: Decoding, generators: Sequence[Generator],
                  greedy: Tensor, group: int, micro_batch: int) -> list[SampledCompletions]:
-        """Return completions of the prompts `asked`, [B] in whole groups. greedy: bool [B]."""
+        """Return completions of the prompts `tokenized`, [B] in whole groups. greedy: bool [B]."""
 
 
 # --- targets ---------------------------------------------------------------------------------------------------------
