@@ -204,7 +204,7 @@ class PolicyScheduler:
         time_shift: Callable[[float, float, torch.Tensor], torch.Tensor]
 
     @staticmethod
-    def over(stock: Any) -> Any:
+    def over(stock: Any) -> PolicyScheduler:
         """Return a policy scheduler with the class and the configuration of `stock` (some pipelines test the class)."""
         name = type(stock).__name__
         attributes = {"process": process(stock), "quirk": QUIRKS.get(name, Quirk()),
