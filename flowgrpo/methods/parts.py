@@ -55,9 +55,9 @@ class GroupDraw(Protocol):
     def leaves(self) -> int:
         """Return the number whose multiple the size of a group is."""
 
-    def __call__(self, policy: Any, prompts: TokenizedPrompts, /, kernel: Decoding, generators: Sequence[Generator],
+    def __call__(self, policy: Any, tokenized: TokenizedPrompts, decoding: Decoding, generators: Sequence[Generator],
                  greedy: Tensor, group: int, micro_batch: int) -> list[SampledCompletions]:
-        """Return completions of tokenised prompts, [B] in whole groups. greedy: bool [B]."""
+        """Return completions of the prompts `tokenized`, [B] in whole groups. greedy: bool [B]."""
 
 
 # --- targets ---------------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flowgrpo.config.parse import read_yaml
 from flowgrpo.config.schema import Config
@@ -15,6 +15,12 @@ from flowgrpo.errors import UserError
 from flowgrpo.methods import overlay, reads, validate
 from flowgrpo.methods.targets import LatentEdits
 from flowgrpo.starter import FOLDERS
+
+if TYPE_CHECKING:
+    import torch
+
+    from flowgrpo.policies.language.causal_lm import CausalLM
+    from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
 
 PIPELINE, CAUSAL_LM, VISION_LM, MASKED_LM = "pipeline", "causal_lm", "vision_lm", "masked_lm"
 DIFFUSION = ("llada", "dream")  # families of masked language models whose classes are not called ForMaskedLM
@@ -38,9 +44,9 @@ def kind(config: Config, loaded: Any = None) -> str:
     if (folder / "config.json").is_file():
         return _of_language(_described(folder))
     if (folder / "config.yaml").is_file():
-        own = read_yaml(folder / "config.yaml").get("model")
+        base = read_yaml(folder / "config.yaml").get("model")
         raise UserError(f"{config.model} is a run, not a model: give the model that it trained, and its weights with "
-                        f"--lora, as in `flowgrpo sample {own} --lora {config.model}`")
+                        f"--lora, as in `flowgrpo sample {base} --lora {config.model}`")
     raise UserError(f"cannot load the model {config.model!r}: the folder has neither a model_index.json (a diffusers "
                     "pipeline) nor a config.json (a language model)")
 
@@ -52,7 +58,7 @@ def _require_no_slip(model: str) -> None:
     """
     inside = Path(model).parent if "/" in model else None
     if inside and inside.is_dir():
-        others = [each.name for each in inside.iterdir() if each.is_dir()]
+        others = [path.name for path in inside.iterdir() if path.is_dir()]
         near = difflib.get_close_matches(Path(model).name, others, n=1, cutoff=0.85)
         if near or len(Path(model).parts) > 2:
             raise UserError(f"no model or run {model!r}: {inside} has no folder of that name"
@@ -81,10 +87,10 @@ def process(kind: str) -> str:
 def _described(folder: Path) -> dict[str, Any]:
     """Read a model's config.json. Raises UserError if it is broken."""
     try:
-        found = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        described = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except ValueError as error:
         raise UserError(f"cannot load the model {folder}: its config.json is not JSON ({error})") from None
-    return found if isinstance(found, dict) else {}
+    return described if isinstance(described, dict) else {}
 
 
 def _of_language(described: dict[str, Any]) -> str:
@@ -108,9 +114,12 @@ def reads_images(described: dict[str, Any]) -> bool:
 
 
 def load(config: Config) -> Any:
-    """The pipeline of a configuration, or its (model, tokenizer or processor). UserError where it does not load."""
-    if (found := kind(config)) != PIPELINE:
-        reads.require_keys(config, found)
+    """Load the pipeline of a configuration, or its (model, tokenizer or processor).
+
+    Raises UserError if it does not load.
+    """
+    if (kind_of_model := kind(config)) != PIPELINE:
+        reads.require_keys(config, kind_of_model)
         return load_language(config)
     from flowgrpo.policies.pipelines.load import load_pipeline
 
@@ -126,8 +135,11 @@ def modality(loaded: Any) -> str:
     return pipeline.modality(loaded)
 
 
-def make_policy(config: Config, device: Any, loaded: Any = None):
-    """The policy of a configuration, of a loaded pipeline or (model, tokenizer or processor) where one is given."""
+def make_policy(config: Config, device: str | torch.device, loaded: Any = None) -> PipelinePolicy | CausalLM:
+    """Return the policy of a configuration.
+
+    loaded: its pipeline or (model, tokenizer or processor), if it is loaded already.
+    """
     pipe = load(config) if loaded is None else loaded
     if isinstance(pipe, tuple):
         reads.require_keys(config, kind(config, pipe))
@@ -135,8 +147,9 @@ def make_policy(config: Config, device: Any, loaded: Any = None):
     from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
 
     method = overlay.with_parts(overlay.preset(config.method), config.parts)
-    options = dict(device=device, precision=config.precision, guidance=config.train.guidance, call=config.call,
-                   checkpointing=config.train.checkpointing, memory=config.memory, compiled=config.train.compile)
+    options: dict[str, Any] = dict(
+        device=device, precision=config.precision, guidance=config.train.guidance, call=config.call,
+        checkpointing=config.train.checkpointing, memory=config.memory, compiled=config.train.compile)
     if isinstance(method.target, LatentEdits):
         from flowgrpo.policies.pipelines.edit_policy import EditPolicy
 
@@ -144,21 +157,21 @@ def make_policy(config: Config, device: Any, loaded: Any = None):
     return PipelinePolicy(pipe, config.adapter, adapted=method.rollout.adapted, **options)
 
 
-def load_language(config: Config) -> tuple:
-    """A language model with its tokenizer, or with its processor where it reads images. UserError where it does not
-    load."""
+def load_language(config: Config) -> tuple[Any, Any]:
+    """Load a language model with its tokenizer, or with its processor if it reads images. Raises UserError if it does
+    not load."""
     provenance.require_place(config.model)
-    asked = config.model, config.precision, config.trust_remote_code
-    found = kind(config)
-    if found == MASKED_LM:
+    source = config.model, config.precision, config.trust_remote_code
+    kind_of_model = kind(config)
+    if kind_of_model == MASKED_LM:
         from flowgrpo.policies.language.masked_lm import load_masked_lm
 
-        return load_masked_lm(*asked)
+        return load_masked_lm(*source)
     from flowgrpo.policies.language.load import load_causal_lm
 
-    both = found == VISION_LM or not Path(FOLDERS.get(config.model, config.model)).is_dir() and _hub_reads_images(
-        config.model)
-    return load_causal_lm(*asked, *([("AutoModelForImageTextToText", "AutoProcessor")] if both else []))
+    folder = Path(FOLDERS.get(config.model, config.model))
+    both = kind_of_model == VISION_LM or not folder.is_dir() and _hub_reads_images(config.model)
+    return load_causal_lm(*source, *([("AutoModelForImageTextToText", "AutoProcessor")] if both else []))
 
 
 def _hub_reads_images(model: str) -> bool:
@@ -175,14 +188,18 @@ def _on_hub(model: str) -> dict[str, Any]:
         return {}
 
 
-def language_policy(config: Config, loaded: tuple, adapter: Adapter | None, device: Any = "cpu"):
-    """The policy of a loaded language model and its tokenizer or processor; adapter: what is trained of it, None for
-    nothing."""
-    settings = dict(device=device, precision=config.precision, checkpointing=config.train.checkpointing)
+def language_policy(config: Config, loaded: tuple[Any, Any], adapter: Adapter | None,
+                    device: str | torch.device = "cpu") -> CausalLM:
+    """Return the policy of a loaded language model and its tokenizer or processor.
+
+    adapter: what is trained of it, None for nothing.
+    """
+    settings: dict[str, Any] = dict(device=device, precision=config.precision, checkpointing=config.train.checkpointing)
     if kind(config, loaded) == MASKED_LM:
         from flowgrpo.policies.language.masked_lm import MaskedLM
 
-        return MaskedLM(*loaded, adapter, config.text, validate.resolve(config, "masks").rollout.decoding, **settings)
+        unmasking: Any = validate.resolve(config, "masks").rollout.decoding
+        return MaskedLM(*loaded, adapter, config.text, unmasking, **settings)
     if hasattr(loaded[1], "image_processor"):
         from flowgrpo.policies.language.vision_lm import VisionLM
 

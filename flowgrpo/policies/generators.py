@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,13 +12,13 @@ import torch
 
 
 def generators(seeds: Iterable[int]) -> list[torch.Generator]:
-    """One CPU generator per row, so that what is drawn does not depend on device, process or micro-batch."""
+    """Return one CPU generator per row, so that what is drawn does not depend on device, process or micro-batch."""
     return [torch.Generator().manual_seed(int(seed)) for seed in seeds]
 
 
 @contextlib.contextmanager
-def seeded(scheduler: Any, generator: Any) -> Iterator[None]:
-    """Inside, `scheduler.step` reads `generator`, one or one per row, unless it is called with another.
+def seeded(scheduler: Any, generator: torch.Generator | Sequence[torch.Generator] | None) -> Iterator[None]:
+    """Context manager: `scheduler.step` reads `generator`, one or one per row, unless it is called with another.
 
     A FlowMatchLCMScheduler in a StableDiffusion3Pipeline, which passes no generator to it, would take torch's own: its
     pictures would depend on what else was drawn before.

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from flowgrpo.config.schema import Config
 from flowgrpo.errors import UserError
 from flowgrpo.methods import validate
+from flowgrpo.methods.method import Method
 from flowgrpo.methods.targets import JointDensity, RewardGradient
 from flowgrpo.objectives import references
 from flowgrpo.policies.weights.memory_options import require_package, require_quantiser
 
 
-def require_options(config: Config, method: Any, device: Any, loaded: bool = False) -> None:
+def require_options(config: Config, method: Method, device: str | torch.device, loaded: bool = False) -> None:
     """Raise UserError for options that conflict with each other or the device. loaded: the model is an object."""
     require_memory(config, method, device, loaded)
     require_shardable(config, method)
@@ -22,7 +21,7 @@ def require_options(config: Config, method: Any, device: Any, loaded: bool = Fal
     validate.require_adapted(config, method)
 
 
-def require_memory(config: Config, method: Any, device: str | torch.device, loaded: bool = False) -> None:
+def require_memory(config: Config, method: Method, device: str | torch.device, loaded: bool = False) -> None:
     """Raise UserError for conflicting options of the sections `memory`, `adapter` and `train`.
 
     Also for options that the device lacks or whose package is absent. loaded: the pipeline is given as an object.
@@ -40,23 +39,24 @@ def require_memory(config: Config, method: Any, device: str | torch.device, load
         require_package("train.optimizer is 'adamw8bit'", "bitsandbytes")
 
 
-def _require_quantisable(config: Config, method: Any, device: torch.device, loaded: bool) -> None:
-    told = f"memory.weights is {config.memory.weights!r}"
+def _require_quantisable(config: Config, method: Method, device: torch.device, loaded: bool) -> None:
+    setting = f"memory.weights is {config.memory.weights!r}"
     require_quantiser(config.memory.weights)
     if loaded:
-        raise UserError(f"{told}, but the pipeline is loaded already: quantise it when you load it, with 'full' here")
+        raise UserError(f"{setting}, but the pipeline is loaded already: quantise it when you load it, with 'full' "
+                        "here")
     if not config.adapter.rank:
-        raise UserError(f"{told}, but adapter.rank is 0: quantised weights cannot be trained, only a LoRA on them")
+        raise UserError(f"{setting}, but adapter.rank is 0: quantised weights cannot be trained, only a LoRA on them")
     if config.adapter.dora:
-        raise UserError(f"{told}, but adapter.dora reads the lengths of whole weights: set one of them back")
+        raise UserError(f"{setting}, but adapter.dora reads the lengths of whole weights: set one of them back")
     preview = method.rollout.preview
     if preview and preview.precision != "full":
-        raise UserError(f"{told}, and parts.preview.precision {preview.precision!r}: weights are quantised once")
+        raise UserError(f"{setting}, and parts.preview.precision {preview.precision!r}: weights are quantised once")
     if config.memory.weights == "nf4" and device.type == "cpu":
-        raise UserError(f"{told}, which diffusers loads onto a GPU alone: use int8 here")
+        raise UserError(f"{setting}, which diffusers loads onto a GPU alone: use int8 here")
 
 
-def require_shardable(config: Config, method) -> None:
+def require_shardable(config: Config, method: Method) -> None:
     """Raise UserError for options that conflict with `memory.shard`."""
     if not config.memory.shard:
         return
@@ -70,5 +70,5 @@ def require_shardable(config: Config, method) -> None:
              isinstance(method.target, (JointDensity, RewardGradient)),
              "train.pack, whose replays are batched by what each process has: use false": config.train.pack,
              "cache, from which some processes would read what others compute: leave it out": config.cache is not None}
-    for told in (told for told, found in wrong.items() if found):
-        raise UserError(f"memory.shard is true, which does not go with {told}, or memory.shard: false")
+    for option in (option for option, conflicts in wrong.items() if conflicts):
+        raise UserError(f"memory.shard is true, which does not go with {option}, or memory.shard: false")

@@ -33,7 +33,7 @@ class Policy(Protocol):
 
     @property
     def turns(self) -> Lockstep | None:
-        """The steps in which processes meet where weights are shared out; None: they are not."""
+        """Return the steps in which processes meet if weights are sharded; None: they are not."""
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradient of a loss, 0-d."""

@@ -13,7 +13,7 @@ from flowgrpo.policies.pipelines.load import denoisers
 
 def settle(config: Config, device: str | torch.device, loaded: Any = None, begun: str | None = None
            ) -> tuple[Config, str]:
-    """The configuration with a precision in place of `auto`, and that precision in words, with the reason.
+    """Return the configuration with a precision in place of `auto`, and that precision in words, with the reason.
 
     loaded: a pipeline, or the tuple of a language model, which keeps its own; begun: the precision in which a resumed
     run began, which it keeps on another machine too.
@@ -21,9 +21,9 @@ def settle(config: Config, device: str | torch.device, loaded: Any = None, begun
     if config.precision != AUTO:
         return config, config.precision
     chosen, reason = choose(arithmetic(device))
-    own = None if loaded is None else _precision_of(loaded)
-    if own is not None:
-        chosen, reason = own, "that of the loaded model"
+    present = None if loaded is None else _precision_of(loaded)
+    if present is not None:
+        chosen, reason = present, "that of the loaded model"
     elif begun is not None:
         here = "" if begun == chosen else f"; a new run would take {chosen} here: {reason}"
         chosen, reason = begun, f"as the run began{here}"
@@ -31,6 +31,6 @@ def settle(config: Config, device: str | torch.device, loaded: Any = None, begun
 
 
 def _precision_of(loaded: Any) -> str | None:
-    """The precision of a loaded model; None for a dtype that is no precision of a configuration."""
+    """Return the precision of a loaded model; None for a dtype that is no precision of a configuration."""
     modules = [loaded[0]] if isinstance(loaded, tuple) else list(denoisers(loaded).values())
     return next((name for name, dtype in DTYPES.items() if modules and modules[0].dtype == dtype), None)

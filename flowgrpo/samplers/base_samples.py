@@ -3,34 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Generic
 
 import torch
 
+from flowgrpo.samplers.denoiser import C, Denoiser
 from flowgrpo.samplers.rollout import Part
 from flowgrpo.samplers.scheduler import Segment
 
 
-class BasePictures:
+class BasePictures(Generic[C]):
     """The base's samples [b,...] of a part's seeds, on the CPU; called with the part and its prompts' conditioning.
 
     They use the rollout's grid [T+1] (and timesteps [T]) and no noise but the first. Samples that share an initial
     noise, in this part or the previous one, are drawn once. decode: a function of finals and their conditioning.
     """
 
-    def __init__(self, policy, grid: torch.Tensor, timesteps: torch.Tensor | None, micro_batch: int, decode: Callable):
+    def __init__(self, policy: Denoiser[C], grid: torch.Tensor, timesteps: torch.Tensor | None, micro_batch: int,
+                 decode: Callable[[torch.Tensor, C], torch.Tensor]):
         self.policy, self.micro_batch, self.decode = policy, micro_batch, decode
         self.task = Segment(grid, range(len(grid) - 1), timesteps=timesteps)
         self.known: dict[int, torch.Tensor] = {}
 
-    def __call__(self, part: Part, conditioning) -> torch.Tensor:
+    def __call__(self, part: Part, conditioning: C) -> torch.Tensor:
         prompts = dict(zip(part.seeds.tolist(), part.prompts.tolist()))
         missing = [seed for seed in prompts if seed not in self.known]
         known, self.known = self.known, {}
         with self.policy.reference():
             for start in range(0, len(missing), self.micro_batch):
                 seeds = missing[start:start + self.micro_batch]
-                own = conditioning.rows(torch.tensor([prompts[seed] for seed in seeds]))
-                finals, _ = self.policy.run(self.task, own, None, self.policy.generators(seeds))
-                known |= zip(seeds, self.decode(finals, own))
+                rows = conditioning.rows(torch.tensor([prompts[seed] for seed in seeds]))
+                finals, _ = self.policy.run(self.task, rows, None, self.policy.generators(seeds))
+                known |= zip(seeds, self.decode(finals, rows))
         self.known = {seed: known[seed] for seed in prompts}
         return torch.stack([self.known[seed] for seed in part.seeds.tolist()])

@@ -14,9 +14,9 @@ from flowgrpo.samplers.rollout import RolloutSpec
 
 def rollout(explorations: Sequence[RolloutSpec], prompts: int) -> int:
     """Return the evaluations of the rollout of `prompts` groups in each exploration; their trunks run once."""
-    shared = [each for each in explorations if each.roots < each.group]
-    trunk = max((each.trunk * each.roots for each in shared), default=0)
-    return prompts * (trunk + sum(_grown(each) for each in explorations))
+    shared = [spec for spec in explorations if spec.roots < spec.group]
+    trunk = max((spec.trunk * spec.roots for spec in shared), default=0)
+    return prompts * (trunk + sum(_grown(spec) for spec in explorations))
 
 
 def preview(looked: Preview | None, prompts: int) -> int:
@@ -26,22 +26,22 @@ def preview(looked: Preview | None, prompts: int) -> int:
 
 def alone(explorations: Sequence[RolloutSpec], prompts: int) -> int:
     """Return the evaluations of the same samples without sharing: each runs the whole grid."""
-    return prompts * sum(each.group * sum(tail.steps for tail in each.tails()) for each in explorations)
+    return prompts * sum(spec.group * sum(tail.steps for tail in spec.tails()) for spec in explorations)
 
 
 def update(explorations: Sequence[RolloutSpec], prompts: int, passes: int) -> int:
     """Return the evaluations of `passes` replays of all trained steps: one with gradients, one of the reference, and so
     on."""
-    return passes * prompts * sum(states(each)[step] for each in explorations for step in each.schedule.trained)
+    return passes * prompts * sum(states(spec)[step] for spec in explorations for step in spec.schedule.trained)
 
 
 def states(exploration: RolloutSpec) -> list[int]:
     """Return the number of states of one prompt that each step starts from, [T]."""
-    found, nodes = [], exploration.roots
+    counts, nodes = [], exploration.roots
     for step in range(exploration.steps):
-        found.append(nodes)
+        counts.append(nodes)
         nodes *= exploration.splits.get(step, 1)
-    return found
+    return counts
 
 
 def _grown(exploration: RolloutSpec) -> int:

@@ -6,16 +6,18 @@ A variance-preserving process has T+1 rising alpha-bars instead, and the timeste
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from flowgrpo.errors import UserError
 from flowgrpo.samplers.predictions import prediction, process
+from flowgrpo.types import required
 
 
-def make_grid(kind: str, steps: int, shift: float, scheduler, strength: float = 1.0,
-              stock: Callable[[int], Tensor] | None = None):
+def make_grid(kind: str, steps: int, shift: float, scheduler: Any, strength: float = 1.0,
+              stock: Callable[[int], Tensor] | None = None) -> tuple[Tensor, Tensor | None]:
     """Return the grid [T+1] and its timesteps [T], with T = int(steps * strength).
 
     A pipeline that starts from an image or a video skips the first steps. stock: the pipeline's own sigmas [steps+1],
@@ -29,7 +31,7 @@ def make_grid(kind: str, steps: int, shift: float, scheduler, strength: float = 
     return whole[skipped:], None if timesteps is None else timesteps[skipped:]
 
 
-def _whole_grid(kind: str, steps: int, shift: float, scheduler, stock: Callable[[int], Tensor] | None
+def _whole_grid(kind: str, steps: int, shift: float, scheduler: Any, stock: Callable[[int], Tensor] | None
                 ) -> tuple[Tensor, Tensor | None]:
     """Return the grid [steps+1] and its timesteps.
 
@@ -42,7 +44,7 @@ def _whole_grid(kind: str, steps: int, shift: float, scheduler, stock: Callable[
             return alpha_bars(scheduler, steps)
         except ValueError as error:
             raise UserError(str(error)) from None
-    return (shifted(steps, shift) if kind == "shifted" else stock(steps)), None
+    return (shifted(steps, shift) if kind == "shifted" else required(stock)(steps)), None
 
 
 def shifted(steps: int, shift: float) -> Tensor:
@@ -56,7 +58,7 @@ def shifted(steps: int, shift: float) -> Tensor:
     return _shift(torch.linspace(1, 0, steps + 1, dtype=torch.float64), shift)
 
 
-def stock(scheduler: object, steps: int) -> Tensor:
+def stock(scheduler: Any, steps: int) -> Tensor:
     """Return the grid that a diffusers flow scheduler has set, unchanged (float32 [steps+1]).
 
     If its pipeline set it, it is the pipeline's sampling grid: many pass their scheduler separate sigmas (FLUX,
@@ -76,7 +78,7 @@ def stock(scheduler: object, steps: int) -> Tensor:
     return grid.detach().cpu().clone()
 
 
-def alpha_bars(scheduler: object, steps: int) -> tuple[Tensor, Tensor]:
+def alpha_bars(scheduler: Any, steps: int) -> tuple[Tensor, Tensor]:
     """Return the grid of a variance-preserving process: (alpha-bars [steps+1] rising, float32; timesteps [steps],
     int64).
 
@@ -104,7 +106,7 @@ def alpha_bars(scheduler: object, steps: int) -> tuple[Tensor, Tensor]:
     return torch.cat([table[timesteps].clamp(min=2.0**-24), last]), timesteps
 
 
-def _timesteps(scheduler: object, steps: int) -> Tensor:
+def _timesteps(scheduler: Any, steps: int) -> Tensor:
     from diffusers import DDIMScheduler
 
     config = scheduler.config

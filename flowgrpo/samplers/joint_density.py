@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from flowgrpo import gaussian
+from flowgrpo.samplers.denoiser import C, Replayer
+from flowgrpo.samplers.replay import recorded
 from flowgrpo.samplers.rollout import Part, RolloutSpec
-from flowgrpo.types import Gaussian, Scored, Transitions
+from flowgrpo.types import Gaussian, Scored, Transitions, required
 
 
 def log_prob(first: Tensor | None, steps: Sequence[Tensor]) -> Tensor:
@@ -42,31 +44,34 @@ class JointTransitions(Transitions):
     def kept(self, keep: Tensor) -> JointTransitions | None:
         if keep.all():
             return self
-        links = tuple(link.kept(keep) for link in self.links)
-        return None if links[0] is None else merge(links, self.old.rows(keep.to(self.old.logp.device)))
+        links = tuple(left for link in self.links if (left := link.kept(keep)) is not None)
+        return merge(links, self.old.rows(keep.to(self.old.logp.device))) if links else None
 
 
 def joined(part: Part) -> Part:
     """Return the part with one chain per sample in place of its transitions."""
-    links = part.transitions
-    old = log_prob(_first(part.exploration, links[0], slice(None)), [link.old.logp[:, 0] for link in links])
+    links = tuple(recorded(part))
+    first = _first(required(part.exploration), links[0], slice(None))
+    old = log_prob(first, [link.old.logp[:, 0] for link in links])
     return replace(part, transitions=(merge(links, scored(old)),))
 
 
-def replay(policy, conditioning, part: Part, micro_batch: int) -> Iterator[tuple[int, slice, Scored]]:
+def replay(policy: Replayer[C], conditioning: C, part: Part, micro_batch: int) -> Iterator[tuple[int, slice, Scored]]:
     """Score a part's chains under the policy's present weights, one batch at a time, as `replay.replay`.
 
     Yields (0, rows, Scored [b,1]). Scores have gradients where they are enabled, in one graph of all steps.
     """
-    [chain] = part.transitions
+    [chain], exploration = recorded(part), required(part.exploration)
+    assert isinstance(chain, JointTransitions), "a chain that is not `joined`"
     for start in range(0, len(chain.x), micro_batch):
         rows = slice(start, start + micro_batch)
-        own = conditioning.rows(chain.prompts[rows])
-        steps = [step_log_prob(policy, own, part.exploration, link, rows) for link in chain.links]
-        yield 0, rows, scored(log_prob(_first(part.exploration, chain, rows), steps))
+        encoded = conditioning.rows(chain.prompts[rows])
+        steps = [step_log_prob(policy, encoded, exploration, link, rows) for link in chain.links]
+        yield 0, rows, scored(log_prob(_first(exploration, chain, rows), steps))
 
 
-def step_log_prob(policy, conditioning, exploration: RolloutSpec, link: Transitions, rows: slice) -> Tensor:
+def step_log_prob(policy: Replayer[C], conditioning: C, exploration: RolloutSpec, link: Transitions, rows: slice
+                  ) -> Tensor:
     """Return the log-density [b] of one step."""
     x, x_next = (state[rows].to(policy.device) for state in (link.x, link.x_next))
     v = policy.replay(conditioning, x, exploration.grid, link.step, exploration.timesteps)

@@ -11,12 +11,16 @@ nothing waits for an accelerator; a grid kept on the CPU gives a std on the CPU.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from flowgrpo.types import Gaussian, wide
+
+Kernel = Callable[[Tensor, Tensor, Tensor, int], Gaussian]
 
 
 @dataclass(frozen=True)
@@ -140,14 +144,15 @@ class VPCPS:
         return Gaussian(mean, deviation * math.sin(angle))
 
 
-def scaled(kernel: object, factor: float) -> object:
+def scaled(kernel: Kernel, factor: float) -> Kernel:
     """Return the kernel with its noise, its one field (`level` or `eta`), multiplied by `factor`.
 
     Raises ValueError if the product is out of the field's range.
     """
-    [noise] = fields(kernel)
+    parts: Any = kernel  # a dataclass
+    [noise] = fields(parts)
     try:
-        return replace(kernel, **{noise.name: getattr(kernel, noise.name) * factor})
+        return replace(parts, **{noise.name: getattr(kernel, noise.name) * factor})
     except ValueError as error:
         raise ValueError(f"{error}: it is the kernel's times {factor:g}, the plan's factor on the noise of a step; "
                          f"lower the plan's growth or the kernel's {noise.name}") from None
@@ -181,7 +186,7 @@ def _at(x: Tensor, v: Tensor, grid: Tensor, i: int) -> tuple[Tensor, Tensor, Ten
 
 
 def _euler_maruyama(x: Tensor, v: Tensor, sigma: Tensor, after: Tensor, g: Tensor | float) -> Gaussian:
-    """One step of the SDE with the ODE's marginals and diffusion g: dx = (v + g^2/(2s) x1) ds + g dw."""
+    """Return one step of the SDE with the ODE's marginals and diffusion g: dx = (v + g^2/(2s) x1) ds + g dw."""
     delta = sigma - after
     return _pulled(x, v, sigma, after, pull=g**2 * delta / (2 * sigma), std=g * delta.sqrt())
 

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from flowgrpo import gaussian
+from flowgrpo.samplers.denoiser import C, Replayer
 from flowgrpo.samplers.plans import Schedule
 from flowgrpo.samplers.replay import replay, rescored
 from flowgrpo.samplers.rollout import Part, RolloutSpec, Seed
@@ -80,21 +81,34 @@ class Edits(Transitions):
     rewards: Tensor | None = None
 
     def kept(self, keep: Tensor) -> Edits | None:
-        found = super().kept(keep)
-        if found is None or found is self:
-            return found
-        return Edits(**vars(found), rewards=None if self.rewards is None else self.rewards[keep])
+        left = super().kept(keep)
+        if left is None or left is self:
+            return None if left is None else self
+        return Edits(**vars(left), rewards=None if self.rewards is None else self.rewards[keep])
 
 
-def edited(editor: Any, conditioning: Any, part: Part, exploration: RolloutSpec, micro_batch: int, seed: Seed) -> Part:
+class Editor(Replayer[C], Protocol[C]):
+    """Networks of an `Edit`: `replay` gives the mean of a decision, `value` the worth of a final state."""
+
+    edit: Edit
+
+    def replay(self, conditioning: C, x: Tensor, grid: Tensor | None = None, step: int | Tensor | None = None,
+               timesteps: Tensor | None = None) -> Tensor:
+        """Return the means [B,*D] of the decisions at final states x [B,*D]."""
+
+    def value(self, conditioning: C, x: Tensor) -> Tensor:
+        """Return the critic's value [B] of final states x [B,*D]."""
+
+
+def edited(editor: Editor[C], conditioning: C, part: Part, exploration: RolloutSpec, micro_batch: int, seed: Seed
+           ) -> Part:
     """Return the part with two samples for each of its finals: the final, and its edit by the present weights.
 
-    editor: `edit_networks.Editor`.
     seed: seeds of the leaves, as in the rollout; the noise of an edit is a separate draw.
     """
     (x0,), of = part.finals, range(exploration.group // 2)
     seeds = (_forked(seed(int(p), leaf)) for p, leaf in zip(part.prompts, (*of,) * (len(x0) // len(of)), strict=True))
-    noise = noise_like(x0, [torch.Generator().manual_seed(each) for each in seeds])
+    noise = noise_like(x0, [torch.Generator().manual_seed(number) for number in seeds])
     with torch.no_grad():
         means = torch.cat([editor.replay(conditioning.rows(part.prompts[rows]), x0[rows.to(x0.device)])
                            for rows in torch.arange(len(x0)).split(micro_batch)])
@@ -114,11 +128,12 @@ def edited(editor: Any, conditioning: Any, part: Part, exploration: RolloutSpec,
 def rewarded(part: Part, rewards: Tensor) -> Part:
     """Return the part with the rewards [b] of its samples, the targets of the critic."""
     [taken] = part.transitions
+    assert isinstance(taken, Edits), "a part without edits"
     return replace(part, transitions=(replace(taken, rewards=rewards),))
 
 
 @torch.no_grad()
-def on_the_fly(editor: Any, conditioning: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+def on_the_fly(editor: Editor[C], conditioning: C, x: Tensor) -> tuple[Tensor, Tensor]:
     """EXPO's acting policy: of n bases of each prompt and their n edits, choose the one with the highest critic value.
 
     x: [P, n, *D] -> (the chosen [P, *D], the values [P, 2n] of bases, then edits). Ties go to the first, so edits of 0
@@ -127,7 +142,7 @@ def on_the_fly(editor: Any, conditioning: Any, x: Tensor) -> tuple[Tensor, Tenso
     rows = conditioning.rows(torch.arange(len(x)).repeat_interleave(x.shape[1]))
     flat = x.flatten(0, 1)
     both = torch.stack([flat, editor.edit.applied(flat, editor.replay(rows, flat))])
-    values = torch.stack([editor.value(rows, each) for each in both]).unflatten(1, x.shape[:2])
+    values = torch.stack([editor.value(rows, states) for states in both]).unflatten(1, x.shape[:2])
     values, both = values.transpose(0, 1).flatten(1), both.unflatten(1, x.shape[:2]).transpose(0, 1).flatten(1, 2)
     return both[torch.arange(len(x)), values.argmax(1).cpu()], values
 

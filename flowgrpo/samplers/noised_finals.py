@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from flowgrpo.samplers.denoiser import C, Denoiser
 from flowgrpo.samplers.plans import Schedule
 from flowgrpo.samplers.replay import replay, rescored
 from flowgrpo.samplers.rollout import Part, RolloutSpec, Seed
@@ -110,8 +111,8 @@ def matching(x: Tensor, v: Tensor, grid: Tensor, i: int) -> Gaussian:
     return Gaussian(v, torch.ones((), dtype=v.dtype))
 
 
-def noised(policy, conditioning, part: Part, exploration: RolloutSpec, micro_batch: int, seed: Seed, shared: bool,
-           pack: bool = False) -> Part:
+def noised(policy: Denoiser[C], conditioning: C, part: Part, exploration: RolloutSpec, micro_batch: int, seed: Seed,
+           shared: bool, pack: bool = False) -> Part:
     """Return the part with its finals noised at the times of `exploration` in place of its recorded steps.
 
     The times are the grid without its last entry. The old scores are those of the policy's present weights.
@@ -135,8 +136,8 @@ def _states(x0: Tensor, noise: Tensor, t: float, device: torch.device, vp: bool)
     t: sigma, or the alpha-bar of a variance-preserving process.
     """
     clean = x0.float()
-    states = (t**0.5 * clean + (1 - t)**0.5 * noise, noise) if vp else ((1 - t) * clean + t * noise, noise - clean)
-    return tuple(state.to(x0.dtype).to(device) for state in states)
+    x, target = (t**0.5 * clean + (1 - t)**0.5 * noise, noise) if vp else ((1 - t) * clean + t * noise, noise - clean)
+    return x.to(x0.dtype).to(device), target.to(x0.dtype).to(device)
 
 
 def _noised(k: int, x: Tensor, target: Tensor, prompts: Tensor, rows: Tensor, means: bool) -> Transitions:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -38,16 +39,26 @@ class Lag:
         return min(self.start + self.slope * max(updates - self.after, 0), self.most)
 
 
+class Weights(Protocol):
+    """Trained weights, of which snapshots can be taken."""
+
+    def snapshot(self) -> Snapshot:
+        """Return a copy of the weights on the CPU."""
+
+    def reference(self, held: Sequence[Snapshot] = ()) -> AbstractContextManager[None]:
+        """Return a context in which forwards are those of snapshots, averaged, or of the base model without any."""
+
+
 class OldPolicy:
     """Old weights of a policy, `held` on the CPU as they are in `epoch`; None without a lag.
 
-    weights: `trainable.Weights`, the present ones. The factors A and B of a LoRA are averaged separately.
+    weights: the present ones. The factors A and B of a LoRA are averaged separately.
     updates: the number of optimiser updates of the run, set by the trainer.
     """
 
     updates = 0
 
-    def __init__(self, lag: Lag, weights: Any):
+    def __init__(self, lag: Lag, weights: Weights):
         self.lag, self.weights = lag, weights
         self.held: Snapshot | None = None
         self.epoch = 0

@@ -311,9 +311,9 @@ class TreeWindow:
     growth: float = 0.0
 
     def __call__(self, steps: int, epoch: int, seed: int) -> Schedule:
-        steps = self.window(steps, epoch, seed).stochastic
-        noise = tuple(1 + self.growth * depth / len(steps) for depth in range(len(steps)))
-        return Schedule(steps, steps, (self.branch,) * len(steps), noise)
+        window = self.window(steps, epoch, seed).stochastic
+        noise = tuple(1 + self.growth * depth / len(window) for depth in range(len(window)))
+        return Schedule(window, window, (self.branch,) * len(window), noise)
 
 
 def _trainable(steps: int) -> int:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from flowgrpo.errors import UserError
+from flowgrpo.samplers.denoiser import C, Denoiser
 from flowgrpo.samplers.rollout import RolloutSpec, Seed
 from flowgrpo.samplers.scheduler import Segment
 
@@ -42,8 +43,8 @@ class Preview:
             raise ValueError(f"Preview: pool is {self.pool} and steps {self.steps}, expected 2 or more and 1 or more")
 
 
-def previews(policy, conditioning, grid: torch.Tensor, timesteps: torch.Tensor | None, pool: int, micro_batch: int,
-             seed: Seed) -> torch.Tensor:
+def previews(policy: Denoiser[C], conditioning: C, grid: torch.Tensor, timesteps: torch.Tensor | None, pool: int,
+             micro_batch: int, seed: Seed) -> torch.Tensor:
     """Return the final states [P*pool,*D] of deterministic runs from the noises seed(prompt, 0) to seed(prompt,
     pool-1).
 

@@ -10,11 +10,21 @@ import torch
 
 from flowgrpo import gaussian
 from flowgrpo.device import queued
+from flowgrpo.samplers.denoiser import C, Replayer
 from flowgrpo.samplers.rollout import Part, cat
-from flowgrpo.types import Gaussian, Scored, Transitions
+from flowgrpo.types import Gaussian, Scored, Transitions, required
 
 
-def replay(policy, conditioning, part: Part, micro_batch: int, pack: bool = False
+def recorded(part: Part) -> list[Transitions]:
+    """Return the recorded steps of a part whose samples are no texts."""
+    steps = []
+    for taken in part.transitions:
+        assert isinstance(taken, Transitions), "completions have no steps of a sampler"
+        steps.append(taken)
+    return steps
+
+
+def replay(policy: Replayer[C], conditioning: C, part: Part, micro_batch: int, pack: bool = False
            ) -> Iterator[tuple[int, slice, Scored]]:
     """Score a part's recorded transitions under the policy's present weights, one batch of one step at a time.
 
@@ -25,14 +35,14 @@ def replay(policy, conditioning, part: Part, micro_batch: int, pack: bool = Fals
     The gradient of a packed batch reaches the weights once, when its last scores are consumed. So call `backward` on
     each yielded score before asking for the next, and exhaust the iterator.
     """
-    for batch in _batches([len(taken.x) for taken in part.transitions], micro_batch, pack):
+    for batch in _batches([len(taken.x) for taken in recorded(part)], micro_batch, pack):
         x, v = _evaluated(policy, conditioning, part, batch)
         # Scores of several steps share one graph of the denoiser, and a graph allows one backward: their gradients are
         # accumulated at its output first.
         gathered = v.detach().requires_grad_() if len(batch) > 1 and v.requires_grad else v
         sizes = [len(states) for _, states in batch]
-        for (k, states), *own in zip(batch, x.split(sizes), gathered.split(sizes), strict=True):
-            yield k, *_scored(part, part.transitions[k], states, *own)
+        for (k, states), *pair in zip(batch, x.split(sizes), gathered.split(sizes), strict=True):
+            yield k, *_scored(part, recorded(part)[k], states, *pair)
         if gathered is not v and gathered.grad is not None:
             v.backward(gathered.grad)
 
@@ -47,16 +57,17 @@ def _batches(sizes: list[int], micro_batch: int, pack: bool) -> list[list[tuple[
                 for at in range(0, size, micro_batch)]
     every = [(k, state) for k, size in enumerate(sizes) for state in range(size)]
     batches = [every[at:at + micro_batch] for at in range(0, len(every), micro_batch)]
-    steps = [[list(of) for _, of in itertools.groupby(batch, key=lambda each: each[0])] for batch in batches]
+    steps = [[list(of) for _, of in itertools.groupby(batch, key=lambda state: state[0])] for batch in batches]
     return [[(of[0][0], range(of[0][1], of[-1][1] + 1)) for of in batch] for batch in steps]
 
 
-def _evaluated(policy, conditioning, part: Part, batch: list[tuple[int, range]]) -> tuple[torch.Tensor, torch.Tensor]:
+def _evaluated(policy: Replayer[C], conditioning: C, part: Part, batch: list[tuple[int, range]]
+               ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the states [b,*D] of a batch and the model's output [b,*D]."""
-    exploration, taken = part.exploration, [(part.transitions[k], states) for k, states in batch]
-    x = queued(cat([each.x[states.start:states.stop] for each, states in taken]), policy.device)
-    prompts = torch.cat([each.prompts[states.start:states.stop] for each, states in taken])
-    step = taken[0][0].step if len(taken) == 1 else torch.tensor([each.step for each, states in taken for _ in states])
+    exploration, taken = required(part.exploration), [(recorded(part)[k], states) for k, states in batch]
+    x = queued(required(cat([left.x[states.start:states.stop] for left, states in taken])), policy.device)
+    prompts = torch.cat([left.prompts[states.start:states.stop] for left, states in taken])
+    step = taken[0][0].step if len(taken) == 1 else torch.tensor([left.step for left, states in taken for _ in states])
     return x, policy.replay(conditioning.rows(prompts), x, exploration.grid, step, exploration.timesteps)
 
 
@@ -65,7 +76,7 @@ def _scored(part: Part, taken: Transitions, states: range, x: torch.Tensor, v: t
 
     x: the states [b,*D]; v: the model output [b,*D].
     """
-    exploration, device = part.exploration, x.device
+    exploration, device = required(part.exploration), x.device
     low, high = torch.searchsorted(taken.parent, torch.tensor([states.start, states.stop])).tolist()
     of = queued(taken.parent[low:high] - states.start, device)
     transition = exploration.transition(x, v, exploration.grid, taken.step).rows(of)
@@ -79,13 +90,13 @@ def rescored(part: Part, replayed: Iterator[tuple[int, slice, Scored]]) -> Part:
 
     The new scores are stored on the device of the old ones.
     """
-    found: list[list[Scored]] = [[] for _ in part.transitions]
+    scores: list[list[Scored]] = [[] for _ in part.transitions]
     for k, _, new in replayed:
         # Detach one by one: never hold two graphs.
         old = part.transitions[k].old
         mean = None if new.mean is None else new.mean.detach().to(old.mean.device)
-        found[k].append(Scored(new.logp.detach(), new.mask, mean, new.std))
-    transitions = tuple(replace(taken, old=_joined(scores)) for taken, scores in zip(part.transitions, found))
+        scores[k].append(Scored(new.logp.detach(), new.mask, mean, new.std))
+    transitions = tuple(replace(taken, old=_joined(of)) for taken, of in zip(part.transitions, scores))
     return replace(part, transitions=transitions)
 
 
@@ -97,6 +108,6 @@ def score(transition: Gaussian, x_next: torch.Tensor, keep_means: bool, slope: t
 
 
 def _joined(scores: list[Scored]) -> Scored:
-    mean = None if scores[0].mean is None else torch.cat([each.mean for each in scores])
-    return Scored(torch.cat([each.logp for each in scores]), torch.cat([each.mask for each in scores]), mean,
+    mean = None if scores[0].mean is None else torch.cat([required(old.mean) for old in scores])
+    return Scored(torch.cat([old.logp for old in scores]), torch.cat([old.mask for old in scores]), mean,
                   scores[0].std)

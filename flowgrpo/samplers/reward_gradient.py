@@ -11,14 +11,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Protocol
 
 import torch
 
 from flowgrpo.config.geometry import prompts_per_part
+from flowgrpo.samplers.denoiser import C, Denoiser
 from flowgrpo.samplers.rollout import Part, RolloutSpec, Seed
 from flowgrpo.samplers.scheduler import Segment
-from flowgrpo.types import Scored, Transitions
+from flowgrpo.types import Scored, Transitions, required
+
+
+class Ending(Protocol):
+    """Data [b,*D] of states x [b,*D] at a step, from which `generators` draw the noise."""
+
+    def __call__(self, policy: Denoiser[C], conditioning: C, x: torch.Tensor, exploration: RolloutSpec, step: int,
+                 generators: Sequence[torch.Generator]) -> torch.Tensor: ...
+
 
 # Return the reward [b] of pictures [b,...] of the prompts `rows` [b], differentiable in the pictures.
 Value = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -33,9 +42,9 @@ class Unroll:
 
     checkpointing: bool = False
 
-    def __call__(self, policy, conditioning, x: torch.Tensor, exploration: RolloutSpec, step: int,
+    def __call__(self, policy: Denoiser[C], conditioning: C, x: torch.Tensor, exploration: RolloutSpec, step: int,
                  generators: Sequence[torch.Generator]) -> torch.Tensor:
-        task = _task(exploration, step, exploration.steps, [each.clone_state() for each in generators])
+        task = _task(exploration, step, exploration.steps, [generator.clone_state() for generator in generators])
         return policy.unroll(task, conditioning, x, self.checkpointing)
 
 
@@ -46,7 +55,7 @@ class OneStep:
     Rollouts end there too.
     """
 
-    def __call__(self, policy, conditioning, x: torch.Tensor, exploration: RolloutSpec, step: int,
+    def __call__(self, policy: Denoiser[C], conditioning: C, x: torch.Tensor, exploration: RolloutSpec, step: int,
                  generators: Sequence[torch.Generator]) -> torch.Tensor:
         v = policy.replay(conditioning, x, exploration.grid, step, exploration.timesteps)
         return exploration.task(step, step + 1).predict_x0(x, v, step).to(x.dtype)
@@ -65,11 +74,11 @@ class ResumableStates(Transitions):
     generators: tuple[torch.Generator, ...] = ()
 
     def kept(self, keep: torch.Tensor) -> ResumableStates | None:
-        found = super().kept(keep)
-        if found is None or found is self:
-            return found
-        own = tuple(each for each, kept in zip(self.generators, keep.tolist(), strict=True) if kept)
-        return ResumableStates(**vars(found), generators=own)
+        left = super().kept(keep)
+        if left is None or left is self:
+            return None if left is None else self
+        generators = tuple(generator for generator, kept in zip(self.generators, keep.tolist(), strict=True) if kept)
+        return ResumableStates(**vars(left), generators=generators)
 
 
 @dataclass(frozen=True)
@@ -79,8 +88,8 @@ class RewardGradientRollout(Part):
     value: Value | None = None
 
 
-def explore(policy, conditioning, exploration: RolloutSpec, ending: Any, micro_batch: int, seed: Seed
-            ) -> Iterator[Part]:
+def explore(policy: Denoiser[C], conditioning: C, exploration: RolloutSpec, ending: Ending, micro_batch: int,
+            seed: Seed) -> Iterator[Part]:
     """Sample each prompt of `conditioning`; yield whole groups, whose rewards `valued` has to fill in.
 
     The arguments are those of `rollout.explore`. Every sample starts from a separate noise.
@@ -88,11 +97,11 @@ def explore(policy, conditioning, exploration: RolloutSpec, ending: Any, micro_b
     group = exploration.group
     for prompts in torch.arange(len(conditioning.prompts)).split(prompts_per_part(group, micro_batch)):
         generators = policy.generators(seed(int(p), leaf) for p in prompts for leaf in range(group))
-        of, found = prompts.repeat_interleave(group), []
+        of, sampled = prompts.repeat_interleave(group), []
         for rows in torch.arange(len(of)).split(micro_batch):
-            own = generators[rows[0]:rows[-1] + 1]
-            found.append(_sampled(policy, conditioning.rows(of[rows]), exploration, ending, own))
-        x, finals = map(torch.cat, zip(*found))
+            drawn = generators[rows[0]:rows[-1] + 1]
+            sampled.append(_sampled(policy, conditioning.rows(of[rows]), exploration, ending, drawn))
+        x, finals = map(torch.cat, zip(*sampled))
         unknown = torch.full((len(of), 1), torch.nan)
         [step] = exploration.schedule.trained
         taken = ResumableStates(step, x.to(policy.states), of, torch.arange(len(of)), finals,
@@ -100,8 +109,8 @@ def explore(policy, conditioning, exploration: RolloutSpec, ending: Any, micro_b
         yield Part(range(int(prompts[0]), int(prompts[-1]) + 1), of, exploration, (taken,), (finals,))
 
 
-def _sampled(policy, conditioning, exploration: RolloutSpec, ending: Any, generators: list[torch.Generator]
-             ) -> tuple[torch.Tensor, torch.Tensor]:
+def _sampled(policy: Denoiser[C], conditioning: C, exploration: RolloutSpec, ending: Ending,
+             generators: list[torch.Generator]) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the states at the start of the graph and their final data, each [b,*D].
 
     The generators keep their state at the start of the graph.
@@ -116,25 +125,25 @@ def valued(part: Part, pictures: torch.Tensor, value: Value, device: torch.devic
            ) -> RewardGradientRollout:
     """Return the part with the rewards of its pictures [b,...] as old scores, computed in the batches of its replay."""
     with torch.no_grad():
-        found = [value(part.prompts[at], pictures[at].to(device))
-                 for at in torch.arange(len(pictures)).split(micro_batch)]
+        rewards = [value(part.prompts[at], pictures[at].to(device))
+                   for at in torch.arange(len(pictures)).split(micro_batch)]
     [taken] = part.transitions
-    taken = replace(taken, old=_scored(torch.cat(found)))
+    taken = replace(taken, old=_scored(torch.cat(rewards)))
     return RewardGradientRollout(part.groups, part.prompts, part.exploration, (taken,), part.finals, value=value)
 
 
-def replay(policy, conditioning, part: RewardGradientRollout, ending: Any, micro_batch: int
+def replay(policy: Denoiser[C], conditioning: C, part: RewardGradientRollout, ending: Ending, micro_batch: int
            ) -> Iterator[tuple[int, slice, Scored]]:
     """Yield (0, rows, rewards as Scored [b,1]) of a part's states under the present weights, batch by batch.
 
     Rewards have gradients where they are enabled. The interface is that of `replay.replay`.
     """
-    [taken] = part.transitions
+    [taken], exploration, value = part.transitions, required(part.exploration), required(part.value)
     for start in range(0, len(taken.x), micro_batch):
         rows = slice(start, start + micro_batch)
-        own, x = conditioning.rows(taken.prompts[rows]), taken.x[rows].to(policy.device)
-        made = ending(policy, own, x, part.exploration, taken.step, taken.generators[rows])
-        yield 0, rows, _scored(part.value(taken.prompts[rows], policy.picture(made, own)))
+        encoded, x = conditioning.rows(taken.prompts[rows]), taken.x[rows].to(policy.device)
+        data = ending(policy, encoded, x, exploration, taken.step, taken.generators[rows])
+        yield 0, rows, _scored(value(taken.prompts[rows], policy.picture(data, encoded)))
 
 
 def _scored(reward: torch.Tensor) -> Scored:

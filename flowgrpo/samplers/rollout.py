@@ -12,6 +12,7 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Generic
 
 import numpy as np
 import torch
@@ -20,10 +21,11 @@ from flowgrpo import gaussian
 from flowgrpo.config.geometry import prompts_per_part
 from flowgrpo.device import queued
 from flowgrpo.samplers import grids
-from flowgrpo.samplers.kernels import scaled
+from flowgrpo.samplers.denoiser import C, Denoiser
+from flowgrpo.samplers.kernels import Kernel, scaled
 from flowgrpo.samplers.plans import Schedule
 from flowgrpo.samplers.scheduler import Segment, StepRecord, noise_like
-from flowgrpo.types import Completions, Gaussian, Scored, Transitions
+from flowgrpo.types import Completions, Gaussian, Scored, Transitions, required
 
 Seed = Callable[[int, int], int]
 
@@ -46,7 +48,7 @@ class RolloutSpec:
 
     grid: torch.Tensor
     schedule: Schedule
-    kernel: Callable
+    kernel: Kernel
     solver: Callable
     group: int
     roots: int = 1
@@ -138,12 +140,12 @@ class Part:
         logp = torch.stack(self._per_leaf(lambda old: (old.logp * old.mask).sum(1) / old.mask.sum(1).clamp(min=1)))
         lengths = torch.stack(self._per_leaf(lambda old: old.mask.sum(1)))
         deducted = torch.zeros(len(self.prompts)) if self.deducted is None else self.deducted
-        return torch.stack([each.cpu().double() for each in (logp.mean(0), lengths.sum(0), deducted)], 1)
+        return torch.stack([column.cpu().double() for column in (logp.mean(0), lengths.sum(0), deducted)], 1)
 
     def advantage(self, k: int, rows: slice | torch.Tensor) -> torch.Tensor:
         """Return the advantage of rows of the k-th trained step: [b, 1], or one per decision, [b, N]."""
-        found = self.advantages[k][rows]
-        return found[:, None] if found.ndim == 1 else found
+        advantage = self.advantages[k][rows]
+        return advantage[:, None] if advantage.ndim == 1 else advantage
 
     def _per_leaf(self, value: Callable[[Scored], torch.Tensor]) -> list[torch.Tensor]:
         """Return a value [m] of each step's transitions, gathered by leaf: [b] each."""
@@ -155,8 +157,8 @@ class Part:
 
         Both sequences have one entry per trained step. None if nothing is kept.
         """
-        kept = [(found, advantage[at]) for taken, advantage, at in zip(self.transitions, advantages, keep, strict=True)
-                if (found := taken.kept(at)) is not None]
+        kept = [(left, advantage[at]) for taken, advantage, at in zip(self.transitions, advantages, keep, strict=True)
+                if (left := taken.kept(at)) is not None]
         transitions, advantages = zip(*kept) if kept else ((), ())
         return replace(self, transitions=transitions, advantages=advantages) if kept else None
 
@@ -177,7 +179,8 @@ class _Nodes:
     x0: torch.Tensor | None = None
 
 
-def explore(policy, conditioning, explorations: Sequence[RolloutSpec], micro_batch: int, seed: Seed) -> Iterator[Part]:
+def explore(policy: Denoiser[C], conditioning: C, explorations: Sequence[RolloutSpec], micro_batch: int, seed: Seed
+            ) -> Iterator[Part]:
     """Sample each prompt of `conditioning` in each of the explorations; yield whole groups as soon as they are done.
 
     seed(prompt, sample) is the seed of a leaf; sample -1, -2, ... are the initial noises that leaves share.
@@ -186,16 +189,17 @@ def explore(policy, conditioning, explorations: Sequence[RolloutSpec], micro_bat
     for prompts in torch.arange(len(conditioning.prompts)).split(prompts_per_part(explorations[0].group, micro_batch)):
         trunks: dict[int, _Nodes] = {}
         # A trunk continues from a shorter one, so the shortest comes first.
-        for number, exploration in sorted(enumerate(explorations), key=lambda each: each[1].trunk):
+        for number, exploration in sorted(enumerate(explorations), key=lambda pair: pair[1].trunk):
             grower = _Grower(policy, conditioning, exploration, micro_batch, seed, number)
             yield grower.grow(range(first, first + len(prompts)), prompts, trunks)
             first += len(prompts)
 
 
-class _Grower:
+class _Grower(Generic[C]):
     """Tree grower for some prompts in one exploration."""
 
-    def __init__(self, policy, conditioning, exploration: RolloutSpec, micro_batch: int, seed: Seed, number: int):
+    def __init__(self, policy: Denoiser[C], conditioning: C, exploration: RolloutSpec, micro_batch: int, seed: Seed,
+                 number: int):
         self.policy, self.conditioning, self.exploration = policy, conditioning, exploration
         self.micro_batch, self.seed, self.offset = micro_batch, seed, number * exploration.group
         self.of_leaf: dict[tuple[int, int], torch.Generator] = {}
@@ -210,7 +214,7 @@ class _Grower:
             at = step + 1
         if len(exploration.strides) > 1:  # noise behind the last split is drawn once for all granularities
             nodes, at = self._advance(nodes, at, exploration.settled), exploration.settled
-        finals = tuple(self._advance(nodes, at, tail.steps, tail).x for tail in exploration.tails())
+        finals = tuple(required(self._advance(nodes, at, tail.steps, tail).x) for tail in exploration.tails())
         transitions = tuple(self.found[step] for step in exploration.schedule.trained)
         seeds = torch.tensor(self._seeds(prompts)).repeat_interleave(exploration.group // exploration.roots)
         return Part(groups, nodes.prompts, exploration, transitions, finals, seeds=seeds)
@@ -257,10 +261,10 @@ class _Grower:
         exploration = exploration or self.exploration
         states, records = [], []
         for rows in torch.arange(len(nodes.prompts)).split(self.micro_batch):
-            own = nodes.generators[rows[0]:rows[-1] + 1]
-            task = exploration.task(start, stop, own)
+            generators = nodes.generators[rows[0]:rows[-1] + 1]
+            task = exploration.task(start, stop, generators)
             x, x0 = (None if value is None else value[queued(rows, value.device)] for value in (nodes.x, nodes.x0))
-            state, record = self.policy.run(task, self.conditioning.rows(nodes.prompts[rows]), x, own, x0)
+            state, record = self.policy.run(task, self.conditioning.rows(nodes.prompts[rows]), x, generators, x0)
             states.append(state)
             records.append(record)
         for step in records[0].x:
@@ -271,9 +275,9 @@ class _Grower:
         """Draw `children` transitions from each state, with one evaluation per state."""
         grid = self.exploration.grid
         width = math.prod(n for later, n in self.exploration.splits.items() if later > step)  # leaves below a child
-        drawn, records = [], []
+        drawn, records, at = [], [], required(nodes.x)
         for rows in torch.arange(len(nodes.prompts)).split(self.micro_batch):
-            x = nodes.x[queued(rows, nodes.x.device)]
+            x = at[queued(rows, at.device)]
             with self.policy.sampling():
                 v = self.policy.replay(self.conditioning.rows(nodes.prompts[rows]), x, grid, step,
                                        self.exploration.timesteps).detach()
@@ -303,7 +307,7 @@ class _Grower:
         if self.exploration.keep_means:
             means = torch.cat([record.transition[step].mean for record in records])[:, None].to(self.policy.states)
             std = records[0].transition[step].std.reshape(1)
-        x, x_next = (self._put(cat([side[step] for side in sides]))
+        x, x_next = (self._put(required(cat([side[step] for side in sides])))
                      for sides in ([record.x for record in records], [record.x_next for record in records]))
         self.found[step] = Transitions(step, x, prompts, parent, x_next,
                                        Scored(logp, torch.ones_like(logp, dtype=torch.bool), means, std))
@@ -318,9 +322,9 @@ class _Grower:
         return self.put[1]
 
 
-def cat(values: list[torch.Tensor | None]) -> torch.Tensor | None:
+def cat(values: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
     """Concatenate values [n,...] along rows; a single one is not copied, so x_next of one step stays x of the next."""
-    return values[0] if len(values) == 1 or values[0] is None else torch.cat(values)
+    return values[0] if len(values) == 1 or values[0] is None else torch.cat([required(value) for value in values])
 
 
 def seeder(run_seed: int, epoch: int, first: int = 0) -> Seed:

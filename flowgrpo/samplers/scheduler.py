@@ -10,16 +10,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from diffusers.utils.torch_utils import randn_tensor
 
 from flowgrpo import gaussian, types
 from flowgrpo.device import queued
-from flowgrpo.samplers.kernels import DDIM, denoised, predict_x0
+from flowgrpo.samplers.kernels import DDIM, Kernel, denoised, predict_x0
 from flowgrpo.samplers.predictions import as_noise, process
 from flowgrpo.samplers.solvers import Euler
+from flowgrpo.types import required
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ QUIRKS = {
 }
 
 
-def noise_like(x: torch.Tensor, generators: list[torch.Generator]) -> torch.Tensor:
+def noise_like(x: torch.Tensor, generators: list[torch.Generator] | None) -> torch.Tensor:
     """Return standard normal noise for the states x [B,*D], in float32, each row from its own generator: [B,*D]."""
     drawn = randn_tensor(x.shape, generator=generators, device=torch.device("cpu"), dtype=torch.float32)
     return queued(drawn, x.device)
@@ -66,7 +67,7 @@ class Segment:
 
     grid: torch.Tensor
     steps: range
-    kernel: Callable | None = None
+    kernel: Kernel | None = None
     solver: Callable = Euler()
     stochastic: frozenset[int] = frozenset()
     recorded: frozenset[int] = frozenset()
@@ -104,7 +105,7 @@ class Segment:
 
     @property
     def multistep(self) -> bool:
-        """True if the solver reads the data predicted at the step before; a solver that does not say so does."""
+        """Return True if the solver reads the data predicted at the step before; a solver that does not say so does."""
         return getattr(self.solver, "multistep", True)
 
     def predict_x0(self, x: torch.Tensor, v: torch.Tensor, i: int) -> torch.Tensor:
@@ -140,41 +141,48 @@ class StepRecord:
         if len(records) == 1:
             return records[0]
 
-        def flat(values: list[torch.Tensor | None]) -> torch.Tensor | None:
-            return None if values[0] is None else torch.cat([value.flatten(1) for value in values], 1)
+        def flat(values: list[torch.Tensor]) -> torch.Tensor:
+            return torch.cat([value.flatten(1) for value in values], 1)
 
-        found = StepRecord(**{name: flat([getattr(each, name) for each in records])
-                              for name in ("output", "x0", "first", "last")})
+        def flat_or_none(values: list[torch.Tensor | None]) -> torch.Tensor | None:
+            return None if values[0] is None else flat([required(value) for value in values])
+
+        merged = StepRecord(output=flat_or_none([record.output for record in records]),
+                            x0=flat_or_none([record.x0 for record in records]),
+                            first=flat_or_none([record.first for record in records]),
+                            last=flat_or_none([record.last for record in records]))
         for step in records[0].transition:
-            own = [each.transition[step] for each in records]
-            found.add(step, flat([each.x[step] for each in records]), flat([each.x_next[step] for each in records]),
-                      types.Gaussian(flat([one.mean for one in own]), _deviation(own, flat)))
-        return found
+            gaussians = [record.transition[step] for record in records]
+            merged.add(step, flat([record.x[step] for record in records]),
+                       flat([record.x_next[step] for record in records]),
+                       types.Gaussian(flat([one.mean for one in gaussians]), _deviation(gaussians, flat)))
+        return merged
 
     @staticmethod
     def joined(records: Sequence[StepRecord]) -> StepRecord:
         """Return one record of all rows."""
         first = records[0]
-        found = {name: _cat([getattr(each, name) for each in records]) for name in ("output", "x0", "first", "last")}
-        for name in ("x", "x_next", "logp"):
-            found[name] = {step: torch.cat([getattr(each, name)[step] for each in records]) for step in first.x}
-        own = {step: [each.transition[step] for each in records] for step in first.transition}
-        transition = {step: types.Gaussian(torch.cat([one.mean for one in each]), _deviation(each, torch.cat))
-                      for step, each in own.items()}
-        return StepRecord(**found, transition=transition)
+        x, x_next, logp = ({step: torch.cat([getattr(record, name)[step] for record in records]) for step in first.x}
+                           for name in ("x", "x_next", "logp"))
+        drawn = {step: [record.transition[step] for record in records] for step in first.transition}
+        transition = {step: types.Gaussian(torch.cat([one.mean for one in gaussians]), _deviation(gaussians, torch.cat))
+                      for step, gaussians in drawn.items()}
+        return StepRecord(x, x_next, transition, logp, *(_cat([getattr(record, name) for record in records])
+                                                         for name in ("output", "x0", "first", "last")))
 
     def add(self, step: int, x: torch.Tensor, x_next: torch.Tensor, transition: types.Gaussian) -> None:
         self.x[step], self.x_next[step], self.transition[step] = x, x_next, transition
         self.logp[step] = gaussian.log_prob(transition, x_next)
 
 
-def _deviation(own: list[types.Gaussian], joined: Callable) -> torch.Tensor:
+def _deviation(gaussians: list[types.Gaussian], joined: Callable[[list[torch.Tensor]], torch.Tensor]) -> torch.Tensor:
     """Return the deviation of several transitions of one step: a common number, or one per value of each."""
-    return own[0].std if own[0].std.ndim < own[0].mean.ndim else joined([one.std for one in own])
+    std, mean = gaussians[0].std, gaussians[0].mean
+    return std if std.ndim < mean.ndim else joined([one.std for one in gaussians])
 
 
 def _cat(values: list[torch.Tensor | None]) -> torch.Tensor | None:
-    return None if values[0] is None else torch.cat(values)
+    return None if values[0] is None else torch.cat([required(value) for value in values])
 
 
 class PolicyScheduler:
@@ -184,14 +192,24 @@ class PolicyScheduler:
     quirk = Quirk()
     halved = False  # the pipeline skips the first half of its timesteps (see policies/pipelines/call.py)
     init_noise_sigma = 1.0  # the state is that of the process, for any scaling of the stock class
+    process: str
+    inverted: bool
+    idle: int
+    companions: list[PolicyScheduler]
+    leader: PolicyScheduler | None
+    if TYPE_CHECKING:  # of the stock class
+        config: Any
+        alphas_cumprod: torch.Tensor
+        from_config: Callable[..., PolicyScheduler]
+        time_shift: Callable[[float, float, torch.Tensor], torch.Tensor]
 
     @staticmethod
-    def over(stock: Any) -> Any:
+    def over(stock: Any) -> PolicyScheduler:
         """Return a policy scheduler with the class and the configuration of `stock` (some pipelines test the class)."""
         name = type(stock).__name__
-        own = {"process": process(stock), "quirk": QUIRKS.get(name, Quirk()),
-               "inverted": bool(stock.config.get("invert_sigmas"))}
-        cls = type(f"Policy{name}", (PolicyScheduler, type(stock)), own)
+        attributes = {"process": process(stock), "quirk": QUIRKS.get(name, Quirk()),
+                      "inverted": bool(stock.config.get("invert_sigmas"))}
+        cls: Any = type(f"Policy{name}", (PolicyScheduler, type(stock)), attributes)
         return cls.from_config(stock.config)
 
     def follow(self, task: Segment, x0: torch.Tensor | None = None, state: torch.Tensor | None = None) -> StepRecord:
@@ -206,7 +224,7 @@ class PolicyScheduler:
         self.task, self.record = task, StepRecord(x0=x0)
         return self.record
 
-    def __deepcopy__(self, memo: dict) -> PolicyScheduler:
+    def __deepcopy__(self, memo: dict[int, Any]) -> PolicyScheduler:
         """Return a companion, for a second state that the pipeline denoises in parallel (LTX-2's sound)."""
         twin = type(self).from_config(self.config)
         twin.quirk, twin.halved = self.quirk, self.halved
@@ -217,7 +235,7 @@ class PolicyScheduler:
 
     def taken(self) -> StepRecord:
         """Return the record of the call; with companions, of all states in one [B,N]."""
-        return StepRecord.merged([self.record, *(each.record for each in self.companions)])
+        return StepRecord.merged([self.record, *(twin.record for twin in self.companions)])
 
     def _own(self, value: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor | None:
         """Return this scheduler's part of `value`, which holds the states of all companions, in the shape of x."""
@@ -226,10 +244,11 @@ class PolicyScheduler:
         before = 0
         if self.leader is not None:
             ahead = self.leader.companions[:self.leader.companions.index(self)]
-            before = sum(each.record.first[0].numel() for each in (self.leader, *ahead))
+            before = sum(required(scheduler.record.first)[0].numel() for scheduler in (self.leader, *ahead))
         return value[:, before:before + x[0].numel()].view_as(x)
 
-    def set_timesteps(self, num_inference_steps=None, device=None, timesteps=None, sigmas=None, mu=None, **_):
+    def set_timesteps(self, num_inference_steps: int | None = None, device: str | torch.device | None = None,
+                      timesteps: Any = None, sigmas: Any = None, mu: float | None = None, **_: Any) -> None:
         """Set the task's steps, whatever the pipeline asks for."""
         task, first = self.task, self.task.steps.start
         self._pending = [None] * self.idle + list(task.steps)
@@ -254,13 +273,14 @@ class PolicyScheduler:
 
     @property
     def idling(self) -> bool:
-        """True if the next step is an idle one."""
+        """Return True if the next step is an idle one."""
         return bool(self._pending) and self._pending[0] is None
 
-    def scale_model_input(self, sample, *_, **__):
+    def scale_model_input(self, sample: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         return sample
 
-    def add_noise(self, original_samples, noise, timesteps):
+    def add_noise(self, original_samples: torch.Tensor, noise: torch.Tensor, timesteps: torch.Tensor | float
+                  ) -> torch.Tensor:
         """Return the state [B,*D] at `timesteps` (one, or one per row) with the data `original_samples`."""
         at = torch.as_tensor(timesteps, device=noise.device).reshape(-1, *[1] * (noise.ndim - 1))
         if self.process == "vp":
@@ -270,10 +290,14 @@ class PolicyScheduler:
         sigma = 1 - sigma if self.inverted else sigma
         return (1 - sigma) * original_samples + sigma * noise
 
-    def scale_noise(self, sample, timestep=None, noise=None):
+    def scale_noise(self, sample: torch.Tensor, timestep: torch.Tensor | float | None = None,
+                    noise: torch.Tensor | None = None) -> torch.Tensor:
+        assert noise is not None and timestep is not None
         return self.add_noise(sample, noise, timestep)
 
-    def step(self, model_output, *args, sample=None, per_token_timesteps=None, return_dict=True, **__):
+    def step(self, model_output: torch.Tensor, *args: Any, sample: torch.Tensor | None = None,
+             per_token_timesteps: torch.Tensor | None = None, return_dict: bool = True, **__: Any
+             ) -> SimpleNamespace | tuple[torch.Tensor, torch.Tensor]:
         """Advance the state [B,*D] by one step of the task. The next state keeps its dtype, as the network sees it."""
         x = args[self.quirk.state] if sample is None else sample
         i = self._pending.pop(0)
@@ -284,17 +308,18 @@ class PolicyScheduler:
         if self.inverted or per_token_timesteps is not None:
             model_output = -model_output  # these velocities point towards the data
         if i is None:
-            x_next = x if self.state is None else self._own(self.state, x).to(x)
+            x_next = x if self.state is None else required(self._own(self.state, x)).to(x)
         else:
             x_next = self._advanced(model_output, x, i)
         self.record.last = x_next
         # Schedulers also return the predicted data, and some pipelines end with it (LCM; one-step PixArt).
         return SimpleNamespace(prev_sample=x_next, pred_original_sample=x_next) if return_dict else (x_next, x_next)
 
-    def _advanced(self, output, x, i):
+    def _advanced(self, output: torch.Tensor, x: torch.Tensor, i: int) -> torch.Tensor:
         task = self.task
         if self.process == "vp":
-            output = as_noise(self, output, x, *(task.of_state(each, x, i) for each in (task.grid, task.timesteps)))
+            alpha, timestep = (task.of_state(values, x, i) for values in (task.grid, required(task.timesteps)))
+            output = as_noise(self, output, x, alpha, timestep)
         if task.replay:
             self.record.output = output
             return x
@@ -306,9 +331,10 @@ class PolicyScheduler:
             self.record.x0 = task.predict_x0(x, output, i)
         return x_next
 
-    def _draw(self, x, v, i):
+    def _draw(self, x: torch.Tensor, v: torch.Tensor, i: int) -> torch.Tensor:
+        kernel = required(self.task.kernel)
         with torch.set_grad_enabled(self.task.unrolled and torch.is_grad_enabled()):  # a kernel may be learned
-            transition = self.task.kernel(x, v, self.task.grid, i)
+            transition = kernel(x, v, self.task.grid, i)
         # Round first: the density is that of the state that the network will see.
         x_next = gaussian.sample(transition, noise_like(x, self.task.generators)).to(x.dtype)
         if i in self.task.recorded:

@@ -22,7 +22,7 @@ from flowgrpo.policies.language.load import load_causal_lm, plain_generation, sp
 from flowgrpo.policies.language.teacher import Teachers
 from flowgrpo.policies.language.text_weights import TextWeights
 from flowgrpo.policies.weights.checkpointing import recompute
-from flowgrpo.samplers.text.decoding import Decoding, Draw, decided, score, uniforms
+from flowgrpo.samplers.text.decoding import Decoding, Draw, TokenDistribution, decided, score, uniforms
 from flowgrpo.samplers.text.records import SampledCompletions, TokenizedPrompts
 from flowgrpo.types import Completion, Completions, Scored, wide
 
@@ -42,8 +42,8 @@ class CausalLM:
     process, modality, unit, turns = "tokens", "text", "tokens", None
     generators = staticmethod(generators)
 
-    def __init__(self, model, tokenizer, adapter: Adapter | None, text: Text, *, device="cpu", precision="fp32",
-                 checkpointing=False):
+    def __init__(self, model: Any, tokenizer: Any, adapter: Adapter | None, text: Text, *,
+                 device: str | torch.device = "cpu", precision: str = "fp32", checkpointing: bool = False):
         self.model, self.tokenizer, self.text = model, tokenizer, text
         self.device, self.dtype = torch.device(device), DTYPES[precision]
         self.states, self.exact = torch.device("cpu"), EXACT if precision == "fp32" else None
@@ -61,10 +61,12 @@ class CausalLM:
             recompute(model)
         self.checkpointing = checkpointing
         model.base_model.register_forward_pre_hook(self._count, with_kwargs=True)
-        self._head_alone = self._shares = None  # determined by a trial: logits are the head's, prefixes shareable
+        # Determined by a trial: logits are the head's, prefixes shareable.
+        self._head_alone: bool | None = None
+        self._shares: bool | None = None
         self.precision, self.teacher = precision, Teachers(self)
 
-    def _count(self, _module, args, kwargs) -> None:
+    def _count(self, _module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.evaluations += (args[0] if args else kwargs["input_ids"]).numel()
 
     # --- prompts and samples -----------------------------------------------------------------------------------------
@@ -82,13 +84,13 @@ class CausalLM:
         if has and text.template is not False:
             said = [{"role": "system", "content": text.system}] if text.system else []
             try:
-                found = self.tokenizer.apply_chat_template([*said, {"role": "user", "content": prompt}],
-                                                           tokenize=False, add_generation_prompt=True)
+                written = self.tokenizer.apply_chat_template([*said, {"role": "user", "content": prompt}],
+                                                             tokenize=False, add_generation_prompt=True)
             except Exception as error:  # a template can raise anything, such as for a system prompt
                 raise UserError(f"the chat template of {type(self.tokenizer).__name__} fails on the prompt {prompt!r} "
                                 f"({' '.join(str(error).split())[:200]}): set text.template: false, or leave out "
                                 "what it refuses, such as text.system") from error
-            ids = self.tokenizer(found, add_special_tokens=False)["input_ids"]
+            ids = self.tokenizer(written, add_special_tokens=False)["input_ids"]
         else:
             ids = self.tokenizer(f"{text.system}\n{prompt}" if text.system else prompt)["input_ids"]
         if not ids:
@@ -108,8 +110,8 @@ class CausalLM:
                                 "text.max_tokens, or shorten the prompt")
 
     @torch.no_grad()
-    def sample(self, asked: TokenizedPrompts, decoding: Decoding, generators: Sequence[torch.Generator], greedy: Tensor
-               ) -> SampledCompletions:
+    def sample(self, tokenized: TokenizedPrompts, decoding: Decoding, generators: Sequence[torch.Generator],
+               greedy: Tensor) -> SampledCompletions:
         """Sample a completion of each row from its own generator; greedy: bool [B], rows of most likely tokens.
 
         The tokens of a row depend on its generator alone, not on other rows.
@@ -118,135 +120,140 @@ class CausalLM:
 
         most = self.text.max_tokens
         draw = Draw(decoding, uniforms(generators, most).to(self.device), greedy.to(self.device))
-        ids, mask = self._left_padded(asked)
+        ids, mask = self._left_padded(tokenized)
         with self._arithmetic():
-            made = self.model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=most, do_sample=False,
-                                       logits_processor=LogitsProcessorList([draw]),
-                                       **self._beside(asked, ids.shape[1], before=True))[:, ids.shape[1]:]
-        mask, cut = decided(made, self.ends)
-        texts = self.written(made, mask)
-        short = 0, most - made.shape[1]
+            tokens = self.model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=most, do_sample=False,
+                                         logits_processor=LogitsProcessorList([draw]),
+                                         **self._beside(tokenized, ids.shape[1], before=True))[:, ids.shape[1]:]
+        mask, cut = decided(tokens, self.ends)
+        texts = self.written(tokens, mask)
+        short = 0, most - tokens.shape[1]
         logp = draw.log_probs().masked_fill(~mask, 0.0)
-        return SampledCompletions(*(pad(each, short).cpu() for each in (made, logp, mask)), cut.cpu(), texts)
+        ids, logp, mask = (pad(values, short).cpu() for values in (tokens, logp, mask))
+        return SampledCompletions(ids, logp, mask, cut.cpu(), texts)
 
     def written(self, ids: Tensor, mask: Tensor) -> list[Completion]:
         """Return the texts of ids [B,L] where mask is true."""
         texts = self.tokenizer.batch_decode([row[at] for row, at in zip(ids, mask)], skip_special_tokens=True)
         return [Completion(text, count) for text, count in zip(texts, mask.sum(1).tolist())]
 
-    def generate(self, asked: TokenizedPrompts, generators: Sequence[torch.Generator], *_) -> list[Completion]:
+    def generate(self, tokenized: TokenizedPrompts, generators: Sequence[torch.Generator], *_: Any
+                 ) -> list[Completion]:
         """Return completions for evaluation: at `text.eval_temperature`."""
         warm = self.text.eval_temperature
-        greedy = torch.full((len(asked.ids),), not warm)
-        return self.sample(asked, Decoding(warm or 1.0), generators, greedy).texts
+        greedy = torch.full((len(tokenized.ids),), not warm)
+        return self.sample(tokenized, Decoding(warm or 1.0), generators, greedy).texts
 
-    def _left_padded(self, asked: TokenizedPrompts) -> tuple[Tensor, Tensor]:
+    def _left_padded(self, tokenized: TokenizedPrompts) -> tuple[Tensor, Tensor]:
         """Return ids and mask, int64 [B,S] both, padded on the left, since a completion follows the prompt."""
-        longest = max(len(ids) for ids in asked.ids)
-        ids = torch.stack([pad(each, (longest - len(each), 0), value=self.padding) for each in asked.ids])
-        mask = torch.stack([pad(torch.ones_like(each), (longest - len(each), 0)) for each in asked.ids])
+        longest = max(len(ids) for ids in tokenized.ids)
+        ids = torch.stack([pad(row, (longest - len(row), 0), value=self.padding) for row in tokenized.ids])
+        mask = torch.stack([pad(torch.ones_like(row), (longest - len(row), 0)) for row in tokenized.ids])
         return ids.to(self.device), mask.to(self.device)
 
-    def _beside(self, asked: TokenizedPrompts, length: int, before: bool = False) -> dict[str, Tensor]:
+    def _beside(self, tokenized: TokenizedPrompts, length: int, before: bool = False) -> dict[str, Tensor]:
         """Return the model's inputs besides tokens [B,length], padded before or behind the prompts; none for texts."""
         return {}
 
     # --- replay ------------------------------------------------------------------------------------------------------
 
-    def log_probs(self, asked: TokenizedPrompts, prompts: Tensor, ids: Tensor, mask: Tensor, decoding: Decoding,
-                  entropy: bool = False) -> Scored:
-        """Return the score [B,L] of completions ids [B,L] of the prompts [B] (indices in `asked`), 0 where mask is
+    def log_probs(self, tokenized: TokenizedPrompts, prompts: Tensor, ids: Tensor, mask: Tensor,
+                  decoding: TokenDistribution, entropy: bool = False) -> Scored:
+        """Return the score [B,L] of completions ids [B,L] of the prompts [B] (indices in `tokenized`), 0 where mask is
         false, with gradients where they are enabled; with `entropy`, the entropies too."""
         most = ids.shape[1]
         length = int((mask * torch.arange(1, most + 1, device=mask.device)).max().clamp(min=1))  # to the last one
         ids, kept = ids[:, :length].to(self.device), mask[:, :length].to(self.device)
-        own, of = prompts.unique(return_inverse=True)
+        unique, of = prompts.unique(return_inverse=True)
         with self._arithmetic():
-            if self.text.shared_prefix and len(own) < len(of) and self.shares(asked):
-                hidden = self._behind_prefixes(asked.rows(own), of.to(self.device), ids)
+            if self.text.shared_prefix and len(unique) < len(of) and self.shares(tokenized):
+                hidden = self._behind_prefixes(tokenized.rows(unique), of.to(self.device), ids)
             else:
-                hidden = self._whole(asked.rows(prompts), ids)
-            found = score(hidden[kept], self.model.get_output_embeddings(), ids[kept], decoding, entropy=entropy) \
-                if self.head_alone(asked) else self._by_logits(asked.rows(prompts), ids, kept, decoding, entropy)
-        logp, *rest = (pad(torch.zeros(kept.shape, device=self.device).masked_scatter(kept, each), (0, most - length))
-                       for each in (found.unbind(1) if entropy else [found]))
+                hidden = self._whole(tokenized.rows(prompts), ids)
+            if self.head_alone(tokenized):
+                head = self.model.get_output_embeddings()
+                scores = score(hidden[kept], head, ids[kept], decoding, entropy=entropy)
+            else:
+                scores = self._by_logits(tokenized.rows(prompts), ids, kept, decoding, entropy)
+        logp, *rest = (pad(torch.zeros(kept.shape, device=self.device).masked_scatter(kept, values), (0, most - length))
+                       for values in (scores.unbind(1) if entropy else [scores]))
         return Scored(logp, mask.to(self.device), entropy=rest[0] if rest else None)
 
-    def states_before(self, asked: TokenizedPrompts, ids: Tensor) -> Tensor:
+    def states_before(self, tokenized: TokenizedPrompts, ids: Tensor) -> Tensor:
         """Return the states [B,L,H] before each token of the completions ids [B,L], the inputs of its distribution."""
         with self._arithmetic():
-            return self._whole(asked, ids)
+            return self._whole(tokenized, ids)
 
-    def _whole(self, asked: TokenizedPrompts, ids: Tensor) -> Tensor:
+    def _whole(self, tokenized: TokenizedPrompts, ids: Tensor) -> Tensor:
         """Return the states [B,L,H] before each token of the completions ids [B,L], every row read from its start."""
-        inputs, places = self._joined(asked, ids)
+        inputs, places = self._joined(tokenized, ids)
         states = self.model.base_model(input_ids=inputs, use_cache=False,
-                                       **self._beside(asked, inputs.shape[1])).last_hidden_state
+                                       **self._beside(tokenized, inputs.shape[1])).last_hidden_state
         return states.gather(1, places[..., None].expand(-1, -1, states.shape[2]))
 
     @torch.no_grad()
-    def hidden(self, asked: TokenizedPrompts, taken: Completions, decoding: Decoding, together: int
+    def hidden(self, tokenized: TokenizedPrompts, taken: Completions, decoding: Decoding, together: int
                ) -> tuple[Tensor, Tensor]:
         """Return the last hidden states [k,H], float32 or wider, of the k counted tokens, row by row, and the steps of
         all tokens, int64 [m,L]: every place is one."""
-        found = []
+        hidden = []
         for rows in torch.arange(len(taken.ids)).split(together):
             with self._arithmetic():
-                (states,) = wide(self._whole(asked.rows(taken.prompts[rows]), taken.ids[rows].to(self.device)))
-            found.append(states[taken.old.mask[rows].to(self.device)])
-        return torch.cat(found), torch.arange(taken.ids.shape[1]).expand(taken.ids.shape)
+                (states,) = wide(self._whole(tokenized.rows(taken.prompts[rows]), taken.ids[rows].to(self.device)))
+            hidden.append(states[taken.old.mask[rows].to(self.device)])
+        return torch.cat(hidden), torch.arange(taken.ids.shape[1]).expand(taken.ids.shape)
 
     @property
     def width(self) -> int:
         """H, the size of a hidden state."""
         return self.model.get_input_embeddings().weight.shape[1]
 
-    def _joined(self, asked: TokenizedPrompts, ids: Tensor) -> tuple[Tensor, Tensor]:
+    def _joined(self, tokenized: TokenizedPrompts, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Return prompts and completions [B,S], padded on the right, where it has no effect, and the indices [B,L] of
         the states that predict the completions' tokens."""
-        lengths = torch.tensor([len(each) for each in asked.ids], device=self.device)
-        rows = [torch.cat([each.to(self.device), own[:-1]]) for each, own in zip(asked.ids, ids)]
+        lengths = torch.tensor([len(prompt) for prompt in tokenized.ids], device=self.device)
+        rows = [torch.cat([prompt.to(self.device), completion[:-1]]) for prompt, completion in zip(tokenized.ids, ids)]
         inputs = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=self.padding)
         return inputs, lengths[:, None] - 1 + torch.arange(ids.shape[1], device=self.device)
 
-    def _behind_prefixes(self, asked: TokenizedPrompts, of: Tensor, ids: Tensor) -> Tensor:
+    def _behind_prefixes(self, tokenized: TokenizedPrompts, of: Tensor, ids: Tensor) -> Tensor:
         """`_whole` for completions [B,L] of the prompts `of` [B], each read once: a group's shared prefix is computed
         once, and its gradient is the sum of theirs (Prefix Grouper, 2506.05433)."""
-        inputs, mask = self._left_padded(asked)
-        positions, next_position = self._positions(asked, inputs, mask)
+        inputs, mask = self._left_padded(tokenized)
+        positions, next_position = self._positions(tokenized, inputs, mask)
         body = self.model.base_model
         read = body(input_ids=inputs, attention_mask=mask, position_ids=positions, use_cache=True,
-                    **self._beside(asked, inputs.shape[1], before=True))
+                    **self._beside(tokenized, inputs.shape[1], before=True))
         first = read.last_hidden_state[:, -1:][of]
         if ids.shape[1] == 1:
             return first
         cache = read.past_key_values
         cache.batch_select_indices(of)
-        told = torch.cat([mask[of], torch.ones_like(ids[:, :-1])], 1)
+        visible = torch.cat([mask[of], torch.ones_like(ids[:, :-1])], 1)
         behind = next_position[of] + torch.arange(ids.shape[1] - 1, device=self.device)
-        states = body(input_ids=ids[:, :-1], attention_mask=told, position_ids=behind, past_key_values=cache,
+        states = body(input_ids=ids[:, :-1], attention_mask=visible, position_ids=behind, past_key_values=cache,
                       use_cache=True).last_hidden_state
         return torch.cat([first, states], 1)
 
-    def _positions(self, asked: TokenizedPrompts, inputs: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    def _positions(self, tokenized: TokenizedPrompts, inputs: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
         """Return positions of the left-padded prompts' tokens [P,S], and of the first one behind each prompt [P,1]."""
         positions = (mask.cumsum(1) - 1).clamp(min=0)
         return positions, positions[:, -1:] + 1
 
-    def _by_logits(self, asked: TokenizedPrompts, ids: Tensor, kept: Tensor, decoding: Decoding, entropy: bool
-                   ) -> Tensor:
+    def _by_logits(self, tokenized: TokenizedPrompts, ids: Tensor, kept: Tensor, decoding: TokenDistribution,
+                   entropy: bool) -> Tensor:
         """Return log p [n] from the model's own logits, all held in memory: for models that do more than their head."""
-        inputs, places = self._joined(asked, ids)
-        logits = self.model(input_ids=inputs, use_cache=False, **self._beside(asked, inputs.shape[1])).logits
+        inputs, places = self._joined(tokenized, ids)
+        logits = self.model(input_ids=inputs, use_cache=False, **self._beside(tokenized, inputs.shape[1])).logits
         rows = torch.arange(len(ids), device=self.device)[:, None].expand_as(places)
         return score(logits[rows[kept], places[kept]], lambda logits: logits, ids[kept], decoding, entropy=entropy)
 
     @torch.no_grad()
-    def head_alone(self, asked: TokenizedPrompts) -> bool:
-        """True if the model's logits are its head applied to its states: determined by a trial, once."""
+    def head_alone(self, tokenized: TokenizedPrompts) -> bool:
+        """Return True if the model's logits are its head applied to its states: determined by a trial, once."""
         if self._head_alone is None:
-            before, ids = self.evaluations, asked.ids[0][None].to(self.device)
-            beside = self._beside(asked.rows(torch.tensor([0])), ids.shape[1])
+            before, ids = self.evaluations, tokenized.ids[0][None].to(self.device)
+            beside = self._beside(tokenized.rows(torch.tensor([0])), ids.shape[1])
             states = self.model.base_model(input_ids=ids, use_cache=False, **beside).last_hidden_state
             logits = self.model(input_ids=ids, use_cache=False, **beside).logits
             self._head_alone = torch.allclose(self.model.get_output_embeddings()(states), logits, CLOSE, CLOSE)
@@ -254,24 +261,26 @@ class CausalLM:
         return self._head_alone
 
     @torch.no_grad()
-    def shares(self, asked: TokenizedPrompts) -> bool:
-        """True if completions can be read behind a prompt's cache, by a trial, once; not with gradient
-        checkpointing."""
+    def shares(self, tokenized: TokenizedPrompts) -> bool:
+        """Return True if completions can be read behind a prompt's cache: determined by a trial, once.
+
+        They cannot with gradient checkpointing.
+        """
         if self._shares is None:
-            self._shares = not self.checkpointing and self._try_prefixes(asked.rows(torch.tensor([0])),
-                                                                         asked.ids[0][:3])
+            self._shares = not self.checkpointing and self._try_prefixes(tokenized.rows(torch.tensor([0])),
+                                                                         tokenized.ids[0][:3])
         return self._shares
 
-    def _try_prefixes(self, asked: TokenizedPrompts, text: Tensor) -> bool:
+    def _try_prefixes(self, tokenized: TokenizedPrompts, text: Tensor) -> bool:
         """Try one prompt, and twice the tokens `text` behind it."""
         before, ids = self.evaluations, text.repeat(2, 1).to(self.device)
         try:
-            shared = self._behind_prefixes(asked, torch.tensor([0, 0], device=self.device), ids)
+            shared = self._behind_prefixes(tokenized, torch.tensor([0, 0], device=self.device), ids)
         except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):  # another kind of cache
             return False
         finally:
             self.evaluations = before
-        whole = self._whole(asked.rows(torch.tensor([0, 0])), ids)
+        whole = self._whole(tokenized.rows(torch.tensor([0, 0])), ids)
         self.evaluations = before
         tolerance = CLOSE if self.dtype == torch.float32 else 0.1
         return torch.allclose(shared, whole, tolerance, tolerance)
@@ -287,11 +296,11 @@ class CausalLM:
         with self.weights.reference(held), torch.no_grad():
             yield
 
-    def another(self, model: str) -> tuple:
+    def another(self, model: str) -> tuple[Any, Any]:
         """Load another model of this kind, and its tokenizer."""
         return load_causal_lm(model, self.precision)
 
-    def _arithmetic(self):
+    def _arithmetic(self) -> contextlib.AbstractContextManager[Any]:
         if self.dtype == torch.float32:
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, self.dtype)

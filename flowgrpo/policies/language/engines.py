@@ -27,16 +27,17 @@ from flowgrpo.policies.language.causal_lm import CausalLM
 from flowgrpo.samplers.text.decoding import Decoding
 from flowgrpo.samplers.text.records import SampledCompletions, TokenizedPrompts
 from flowgrpo.starter import FOLDERS
+from flowgrpo.types import required
 
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # supported by vLLM
 
 
 def wanted(config: Config) -> bool:
-    """True if completions are drawn by another program, or in another precision, than is trained."""
+    """Return True if completions are drawn by another program, or in another precision, than is trained."""
     return config.text.engine == "vllm" or config.text.engine_precision not in (None, config.precision)
 
 
-def make(config: Config, policy: CausalLM, processes: int = 1) -> Any:
+def make(config: Config, policy: CausalLM, processes: int = 1) -> Copy | VLLM:
     """Create the engine of a configuration.
 
     Raises UserError if it cannot sample for this policy, or if vLLM is missing.
@@ -45,7 +46,7 @@ def make(config: Config, policy: CausalLM, processes: int = 1) -> Any:
         raise UserError("text.engine and text.engine_precision: are for models that write one token after the other; "
                         "leave them out for a masked language model")
     if config.text.engine == "transformers":
-        return Copy(policy, config.text.engine_precision, config.train.micro_batch)
+        return Copy(policy, required(config.text.engine_precision), config.train.micro_batch)
     return VLLM(config, policy, processes)
 
 
@@ -65,10 +66,10 @@ class Copy:
         """Take over the weights, rounded."""
         self.own.weights.load({key: parameter.detach() for key, parameter in policy.weights.named.items()})
 
-    def sample(self, asked: TokenizedPrompts, decoding: Decoding, generators: Sequence[torch.Generator], greedy: Tensor
-               ) -> SampledCompletions:
+    def sample(self, tokenized: TokenizedPrompts, decoding: Decoding, generators: Sequence[torch.Generator],
+               greedy: Tensor) -> SampledCompletions:
         """As in `CausalLM`, with the copy's log-probabilities."""
-        return self.own.sample(asked, decoding, generators, greedy)
+        return self.own.sample(tokenized, decoding, generators, greedy)
 
 
 class VLLM:
@@ -104,19 +105,19 @@ class VLLM:
         shutil.rmtree(folder.parent / str(self.number - 1), ignore_errors=True)
         self.request = LoRARequest(lora_name=f"epoch-{self.number}", lora_int_id=self.number, lora_path=str(folder))
 
-    def sample(self, asked: TokenizedPrompts, decoding: Decoding, generators: Sequence[torch.Generator], greedy: Tensor
-               ) -> SampledCompletions:
+    def sample(self, tokenized: TokenizedPrompts, decoding: Decoding, generators: Sequence[torch.Generator],
+               greedy: Tensor) -> SampledCompletions:
         """As in `CausalLM`, with vLLM's tokens and log-probabilities; a row is drawn from its generator's seed."""
-        prompts = [{"prompt_token_ids": ids.tolist()} for ids in asked.ids]
+        prompts = [{"prompt_token_ids": ids.tolist()} for ids in tokenized.ids]
         settings = [self._settings(decoding, generator.initial_seed(), bool(first))
                     for generator, first in zip(generators, greedy)]
         self.llm.wake_up()
         try:
-            made = self.llm.generate(prompts, settings, lora_request=self.request, use_tqdm=False)
+            requests = self.llm.generate(prompts, settings, lora_request=self.request, use_tqdm=False)
         finally:
             self.llm.sleep(level=1)
-        rows = drawn(made)
-        self.evaluations += sum(len(ids) for ids in asked.ids) + sum(len(ids) for ids, _ in rows)
+        rows = drawn(requests)
+        self.evaluations += sum(len(ids) for ids in tokenized.ids) + sum(len(ids) for ids, _ in rows)
         return packed(self.policy, rows)
 
     def _settings(self, decoding: Decoding, seed: int, greedy: bool) -> Any:
@@ -142,13 +143,14 @@ def _require(config: Config, policy: CausalLM, processes: int) -> None:
         raise UserError(f"text.engine is vllm, which does not draw for {cannot[0]} here: {cannot[1]}")
 
 
-def drawn(made: Sequence[Any]) -> list[tuple[list[int], list[float]]]:
+def drawn(requests: Sequence[Any]) -> list[tuple[list[int], list[float]]]:
     """Return the tokens of vLLM's requests, the end included, and their log-probabilities."""
-    found = []
-    for request in made:
-        [own] = request.outputs
-        found.append((list(own.token_ids), [step[token].logprob for step, token in zip(own.logprobs, own.token_ids)]))
-    return found
+    rows = []
+    for request in requests:
+        [output] = request.outputs
+        tokens = list(output.token_ids)
+        rows.append((tokens, [step[token].logprob for step, token in zip(output.logprobs, tokens)]))
+    return rows
 
 
 def packed(policy: CausalLM, rows: Sequence[tuple[Sequence[int], Sequence[float]]]) -> SampledCompletions:

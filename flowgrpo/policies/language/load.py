@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from flowgrpo.device import DTYPES
 from flowgrpo.errors import UserError
@@ -11,7 +12,7 @@ from flowgrpo.starter import FOLDERS
 
 
 def load_causal_lm(model: str, precision: str = "fp32", trust_remote_code: bool = False,
-                   classes: Sequence[str] = ("AutoModelForCausalLM", "AutoTokenizer")):
+                   classes: Sequence[str] = ("AutoModelForCausalLM", "AutoTokenizer")) -> tuple[Any, Any]:
     """Load (model, tokenizer): a starter's name, a directory or a hub id; classes: of transformers. Raises UserError if
     it does not load."""
     import transformers
@@ -30,10 +31,10 @@ def load_causal_lm(model: str, precision: str = "fp32", trust_remote_code: bool 
                         "a config.json and a tokenizer, or a hub id") from error
 
 
-def special_tokens(model, tokenizer) -> tuple[list[int], int]:
+def special_tokens(model: Any, tokenizer: Any) -> tuple[list[int], int]:
     """Return the tokens that end a completion, and the padding token. Raises UserError if none ends one."""
-    own = getattr(model, "generation_config", None)  # a model without `generate` has none
-    ends = own.eos_token_id if own else None
+    config = getattr(model, "generation_config", None)  # a model without `generate` has none
+    ends = config.eos_token_id if config else None
     ends = tokenizer.eos_token_id if ends is None else ends
     if ends is None:
         raise UserError("neither the model nor its tokenizer says which token ends a completion: set the tokenizer's "
@@ -42,7 +43,7 @@ def special_tokens(model, tokenizer) -> tuple[list[int], int]:
     return ends, ends[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id
 
 
-def plain_generation(model, ends: list[int], padding: int) -> None:
+def plain_generation(model: Any, ends: list[int], padding: int) -> None:
     """Drop a model's own temperature, cuts and penalties, which a replay would not apply."""
     from transformers import GenerationConfig
 

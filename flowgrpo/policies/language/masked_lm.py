@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,10 +23,10 @@ from flowgrpo.errors import UserError
 from flowgrpo.log import quiet
 from flowgrpo.policies.language import causal_lm
 from flowgrpo.policies.language.causal_lm import CausalLM
-from flowgrpo.samplers.text.decoding import Unmasking, decided, drawn, score, uniforms
+from flowgrpo.samplers.text.decoding import Decoding, Unmasking, decided, drawn, score, uniforms
 from flowgrpo.samplers.text.gumbel_softmax import GumbelSoftmax, walk
 from flowgrpo.samplers.text.records import SampledCompletions, TokenizedPrompts
-from flowgrpo.types import Completion, Scored, Traces, wide
+from flowgrpo.types import Completion, Completions, Scored, Traces, wide
 
 # Names in the Llama family and Dream, LLaDA (its `ff_out` is its head too), BERT and ModernBERT.
 TARGETS = [*causal_lm.TARGETS, "attn_out", "ff_proj", "query", "key", "value", "dense", "Wqkv", "Wo", "Wi"]
@@ -48,40 +49,42 @@ class MaskedLM(CausalLM):
 
     process = "masks"
 
-    def __init__(self, model, tokenizer, adapter: Adapter | None, text: Text, unmasking: Unmasking = Unmasking(), *,
-                 device="cpu", precision="fp32", checkpointing=False):
+    def __init__(self, model: Any, tokenizer: Any, adapter: Adapter | None, text: Text,
+                 unmasking: Unmasking = Unmasking(), *, device: str | torch.device = "cpu", precision: str = "fp32",
+                 checkpointing: bool = False):
         if adapter and adapter.targets == Adapter().targets:
             adapter = adapter.model_copy(update={"targets": TARGETS})
         super().__init__(model, tokenizer, adapter, text, device=device, precision=precision,
                          checkpointing=checkpointing)
-        found = getattr(model.config, "mask_token_id", None)
-        self.mask = tokenizer.mask_token_id if found is None else found
+        token = getattr(model.config, "mask_token_id", None)
+        self.mask = tokenizer.mask_token_id if token is None else token
         if self.mask is None:
             raise UserError("neither the model's config nor its tokenizer says which token is a mask: set the "
                             "tokenizer's mask_token")
         self.unmasking, self.shift = unmasking, int(model.config.model_type.lower() in SHIFTED)
 
-    def _count(self, _module, args, kwargs) -> None:
+    def _count(self, _module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Do nothing: `_logits` counts, since a model with its own code may call its body without the hooks."""
 
     # --- samples -----------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def sample(self, asked: TokenizedPrompts, unmasking: Unmasking, generators: Sequence[torch.Generator],
+    def sample(self, tokenized: TokenizedPrompts, unmasking: Decoding, generators: Sequence[torch.Generator],
                greedy: Tensor) -> SampledTrace:
         """Sample an answer to each row from its own generator; greedy: bool [B], rows that take the most likely
         tokens."""
-        count, most = len(asked.ids), self.text.max_tokens
+        assert isinstance(unmasking, Unmasking), type(unmasking)
+        count, most = len(tokenized.ids), self.text.max_tokens
         draws, lots = uniforms(generators, 2 * most).to(self.device).split(most, 1)
         ids, greedy = torch.full((count, most), self.mask, device=self.device), greedy.to(self.device)
         steps, logp = torch.zeros_like(ids), self._zeros(ids)
-        for rows in self._by_length(asked, torch.arange(count)):
-            prompts, at = self._together(asked, rows), rows.to(self.device)
+        for rows in self._by_length(tokenized, torch.arange(count)):
+            prompts, at = self._together(tokenized, rows), rows.to(self.device)
             ids[at], steps[at], logp[at] = self._unmask(prompts, unmasking, draws[at], lots[at], greedy[at])
         mask, cut = decided(ids, self.ends)
         texts = self.written(ids, mask)
         if unmasking.shrink > 1:
-            logp = self.log_probs(asked, torch.arange(count), ids, mask, unmasking, steps, count).logp
+            logp = self.log_probs(tokenized, torch.arange(count), ids, mask, unmasking, steps, count).logp
         return SampledTrace(ids.cpu(), logp.masked_fill(~mask, 0.0).cpu(), mask.cpu(), cut.cpu(), texts, steps.cpu())
 
     def _unmask(self, prompts: Tensor, unmasking: Unmasking, draws: Tensor, lots: Tensor, greedy: Tensor
@@ -93,9 +96,9 @@ class MaskedLM(CausalLM):
             with self._arithmetic():
                 logits = self._allowed(self._logits(prompts, ids)[:, first:end])
             at = unmasking.chosen(logits, ids[:, first:end] == self.mask, lots[:, first:end], count)
-            own = logits.gather(1, at[..., None].expand(-1, -1, logits.shape[2])).flatten(0, 1)
-            log_probs, at = unmasking(own), at + first
-            taken = torch.where(greedy.repeat_interleave(count), own.argmax(-1),
+            chosen = logits.gather(1, at[..., None].expand(-1, -1, logits.shape[2])).flatten(0, 1)
+            log_probs, at = unmasking(chosen), at + first
+            taken = torch.where(greedy.repeat_interleave(count), chosen.argmax(-1),
                                 drawn(log_probs, draws.gather(1, at).flatten()))
             ids.scatter_(1, at, taken.view_as(at))
             steps.scatter_(1, at, step)
@@ -106,39 +109,42 @@ class MaskedLM(CausalLM):
         """Return zero log-probabilities, shaped as ids."""
         return torch.zeros(ids.shape, dtype=torch.promote_types(self.model.dtype, torch.float32), device=self.device)
 
-    def generate(self, asked: TokenizedPrompts, generators: Sequence[torch.Generator], *_) -> list[str]:
+    def generate(self, tokenized: TokenizedPrompts, generators: Sequence[torch.Generator], *_: Any
+                 ) -> list[Completion]:
         """Return answers for evaluation: at `text.eval_temperature`, without cuts."""
-        warm, own = self.text.eval_temperature, self.unmasking
-        greedy = torch.full((len(asked.ids),), not warm)
-        plain = Unmasking(warm or 1.0, per_step=own.per_step, block=own.block, order=own.order)
-        return self.sample(asked, plain, generators, greedy).texts
+        warm, unmasking = self.text.eval_temperature, self.unmasking
+        greedy = torch.full((len(tokenized.ids),), not warm)
+        plain = Unmasking(warm or 1.0, per_step=unmasking.per_step, block=unmasking.block, order=unmasking.order)
+        return self.sample(tokenized, plain, generators, greedy).texts
 
     # --- replay ------------------------------------------------------------------------------------------------------
 
-    def log_probs(self, asked: TokenizedPrompts, prompts: Tensor, ids: Tensor, mask: Tensor, unmasking: Unmasking,
-                  steps: Tensor, together: int, entropy: bool = False) -> Scored:
-        """Return the score [b,L] of traces (ids, steps [b,L]) of the prompts [b] (indices in `asked`), 0 where mask is
-        false.
+    def log_probs(self, tokenized: TokenizedPrompts, prompts: Tensor, ids: Tensor,  # type: ignore[override]
+                  mask: Tensor, unmasking: Unmasking, steps: Tensor, together: int, entropy: bool = False) -> Scored:
+        """Return the score [b,L] of traces (ids, steps [b,L]) of the prompts [b] (indices in `tokenized`), 0 where mask
+        is false.
 
         It has gradients where they are enabled, and with `entropy` the entropies. A state has the tokens of earlier
         evaluations and masks for the others. Only states with a counted token are evaluated, `together` at once. Beyond
         that number, earlier states are recomputed in the backward pass, so no more activations are held.
         """
-        tokens = self._in_states(partial(self._score, entropy=entropy), asked, prompts, ids, mask, unmasking, steps,
+        tokens = self._in_states(partial(self._score, entropy=entropy), tokenized, prompts, ids, mask, unmasking, steps,
                                  together)
         mask = mask.to(self.device)
-        logp, *rest = (tokens.new_zeros(mask.shape).masked_scatter(mask, each)
-                       for each in (tokens.unbind(1) if entropy else [tokens]))
+        logp, *rest = (tokens.new_zeros(mask.shape).masked_scatter(mask, values)
+                       for values in (tokens.unbind(1) if entropy else [tokens]))
         return Scored(logp, mask, entropy=rest[0] if rest else None)
 
     @torch.no_grad()
-    def hidden(self, asked: TokenizedPrompts, taken: Traces, unmasking: Unmasking, together: int
+    def hidden(self, tokenized: TokenizedPrompts, taken: Completions, unmasking: Decoding, together: int
                ) -> tuple[Tensor, Tensor]:
         """`CausalLM.hidden`, each token's in its own state."""
-        return (self._in_states(self._hidden, asked, taken.prompts, taken.ids, taken.old.mask, unmasking, taken.steps,
-                                together), unmasking.scorings(taken.steps, taken.ids.shape[1]))
+        assert isinstance(taken, Traces) and isinstance(unmasking, Unmasking), (type(taken), type(unmasking))
+        states = self._in_states(self._hidden, tokenized, taken.prompts, taken.ids, taken.old.mask, unmasking,
+                                 taken.steps, together)
+        return states, unmasking.scorings(taken.steps, taken.ids.shape[1])
 
-    def _in_states(self, evaluate: Callable[..., Tensor], asked: TokenizedPrompts, prompts: Tensor, ids: Tensor,
+    def _in_states(self, evaluate: Callable[..., Tensor], tokenized: TokenizedPrompts, prompts: Tensor, ids: Tensor,
                    mask: Tensor, unmasking: Unmasking, steps: Tensor, together: int) -> Tensor:
         """Return `evaluate`, called as `_score`, of the k tokens where mask is true, each in its own state: [k,...],
         row by row."""
@@ -146,17 +152,17 @@ class MaskedLM(CausalLM):
         turns, where = unmasking.scorings(steps.to(self.device), ids.shape[1]), mask.nonzero()
         states, of = torch.stack([where[:, 0], turns[mask]], 1).unique(dim=0, return_inverse=True)
         row, turn = states[:, 0], states[:, 1:]
-        answers, own = ids[row].where(turns[row] < turn, self.mask), prompts[row.cpu()]
-        pieces = [piece for same in self._by_length(asked, own) for piece in same.split(together)]
-        again, found, places = torch.is_grad_enabled() and len(pieces) > 1, [], []
+        answers, of_states = ids[row].where(turns[row] < turn, self.mask), prompts[row.cpu()]
+        pieces = [piece for same in self._by_length(tokenized, of_states) for piece in same.split(together)]
+        again, results, places = torch.is_grad_enabled() and len(pieces) > 1, [], []
         for piece in pieces:
             here = piece.to(self.device)
             at = torch.isin(of, here).nonzero()[:, 0]
-            given = (self._together(asked, own[piece]), answers[here], torch.searchsorted(here, of[at]), where[at, 1],
-                     ids[mask][at], unmasking)
-            found.append(checkpoint(evaluate, *given, use_reentrant=False) if again else evaluate(*given))
+            given = (self._together(tokenized, of_states[piece]), answers[here], torch.searchsorted(here, of[at]),
+                     where[at, 1], ids[mask][at], unmasking)
+            results.append(checkpoint(evaluate, *given, use_reentrant=False) if again else evaluate(*given))
             places.append(at)
-        return torch.cat(found)[torch.cat(places).argsort()]
+        return torch.cat(results)[torch.cat(places).argsort()]
 
     def _score(self, prompts: Tensor, answers: Tensor, row: Tensor, place: Tensor, ids: Tensor, unmasking: Unmasking,
                entropy: bool) -> Tensor:
@@ -164,10 +170,10 @@ class MaskedLM(CausalLM):
         with self._arithmetic():
             return score(self._logits(prompts, answers)[row, place], self._allowed, ids, unmasking, entropy=entropy)
 
-    def another(self, model: str) -> tuple:
+    def another(self, model: str) -> tuple[Any, Any]:
         return load_masked_lm(model, self.precision)
 
-    def _hidden(self, prompts: Tensor, answers: Tensor, row: Tensor, place: Tensor, *_) -> Tensor:
+    def _hidden(self, prompts: Tensor, answers: Tensor, row: Tensor, place: Tensor, *_: Any) -> Tensor:
         """Return the last hidden states [k,H], float32 or wider, that are the inputs of `_score`'s logits."""
         inputs = torch.cat([prompts, answers], 1)
         self.evaluations += inputs.numel()
@@ -177,24 +183,25 @@ class MaskedLM(CausalLM):
 
     # --- a reward's gradient -----------------------------------------------------------------------------------------
 
-    def relaxed(self, asked: TokenizedPrompts, prompts: Tensor, generators: Sequence[torch.Generator],
+    def relaxed(self, tokenized: TokenizedPrompts, prompts: Tensor, generators: Sequence[torch.Generator],
                 unmasking: Unmasking, part: GumbelSoftmax, base: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Return answers [b,L,V], one-hot, of the prompts [b] (indices in `asked`), and the KL [b] of their process to
-        that of the weights `base`, by name as in `weights.named`.
+        """Return answers [b,L,V], one-hot, of the prompts [b] (indices in `tokenized`), and the KL [b] of their process
+        to that of the weights `base`, by name as in `weights.named`.
 
         Both have gradients where they are enabled. generators: of each row's noise.
         """
-        shape, groups, found = (self.text.max_tokens, self._table()[1].shape[0]), self._by_length(asked, prompts), []
+        shape, results = (self.text.max_tokens, self._table()[1].shape[0]), []
+        groups = self._by_length(tokenized, prompts)
         lots = uniforms(generators, shape[0]).to(self.device, torch.promote_types(self.model.dtype, torch.float32))
-        gumbels = torch.stack([-torch.empty(shape).exponential_(generator=each).log() for each in generators])
+        gumbels = torch.stack([-torch.empty(shape).exponential_(generator=generator).log() for generator in generators])
         blank = one_hot(torch.full(shape[:1], self.mask, device=self.device), shape[1]).to(lots)
         for rows in groups:
-            told, at = self._together(asked, prompts[rows]), rows.to(self.device)
-            found.append(walk(partial(self._of_weights, told, None), partial(self._of_weights, told, base),
-                              blank.expand(len(rows), -1, -1), unmasking, part, lots[at],
-                              gumbels[rows].to(self.device)))
+            read, at = self._together(tokenized, prompts[rows]), rows.to(self.device)
+            results.append(walk(partial(self._of_weights, read, None), partial(self._of_weights, read, base),
+                                blank.expand(len(rows), -1, -1), unmasking, part, lots[at],
+                                gumbels[rows].to(self.device)))
         back = torch.cat(groups).argsort().to(self.device)
-        answers, kl = (torch.cat(each)[back] for each in zip(*found))
+        answers, kl = (torch.cat(values)[back] for values in zip(*results))
         return answers, kl
 
     def _of_weights(self, prompts: Tensor, base: dict[str, Tensor] | None, x: Tensor) -> Tensor:
@@ -208,7 +215,7 @@ class MaskedLM(CausalLM):
 
     def _soft_logits(self, prompts: Tensor, base: dict[str, Tensor] | None, x: Tensor) -> Tensor:
         name, table = self._table()
-        held = {key.removeprefix("model."): each for key, each in (base or {}).items()}
+        held = {key.removeprefix("model."): value for key, value in (base or {}).items()}
         table = held.get(name, table)
         inputs = torch.cat([table[prompts], x.to(table.dtype) @ table], 1)
         self.evaluations += inputs.shape[0] * inputs.shape[1]
@@ -220,7 +227,7 @@ class MaskedLM(CausalLM):
     def _table(self) -> tuple[str, Tensor]:
         """Return the name and the weights [V,H] of the embedding."""
         table = self.model.get_input_embeddings().weight
-        return next(key for key, each in self.model.named_parameters() if each is table), table
+        return next(key for key, parameter in self.model.named_parameters() if parameter is table), table
 
     def texts(self, ids: Tensor) -> list[Completion]:
         """Return the texts of answers ids [b,L], each up to its first end."""
@@ -243,18 +250,18 @@ class MaskedLM(CausalLM):
         """Return logits without the mask token, which is not an answer."""
         return logits.index_fill(-1, torch.tensor([self.mask], device=logits.device), -torch.inf)
 
-    def _together(self, asked: TokenizedPrompts, rows: Tensor) -> Tensor:
+    def _together(self, tokenized: TokenizedPrompts, rows: Tensor) -> Tensor:
         """Return the prompts `rows` [n], all of one length: [n,S]."""
-        return torch.stack([asked.ids[i] for i in rows.tolist()]).to(self.device)
+        return torch.stack([tokenized.ids[i] for i in rows.tolist()]).to(self.device)
 
     @staticmethod
-    def _by_length(asked: TokenizedPrompts, prompts: Tensor) -> list[Tensor]:
+    def _by_length(tokenized: TokenizedPrompts, prompts: Tensor) -> list[Tensor]:
         """Return the indices in `prompts` (int64 [n]), grouped by their prompts' lengths."""
-        lengths = torch.tensor([len(asked.ids[i]) for i in prompts.tolist()])
+        lengths = torch.tensor([len(tokenized.ids[i]) for i in prompts.tolist()])
         return [(lengths == length).nonzero()[:, 0] for length in lengths.unique().tolist()]
 
 
-def load_masked_lm(model: str, precision: str = "fp32", trust_remote_code: bool = False):
+def load_masked_lm(model: str, precision: str = "fp32", trust_remote_code: bool = False) -> tuple[Any, Any]:
     """Load (model, tokenizer) from a directory or a hub id: a masked LM of transformers, or one with custom code, if
     allowed.
 

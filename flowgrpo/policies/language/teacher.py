@@ -4,21 +4,38 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from flowgrpo.errors import UserError
 
 
+class Taught(Protocol):
+    """Language policy whose model can be replaced, with the results of its trials."""
+
+    model: Any
+    tokenizer: Any
+    device: torch.device
+    _head_alone: bool | None
+    _shares: bool | None
+
+    def another(self, model: str) -> tuple[Any, Any]:
+        """Load another model of its kind, and its tokenizer."""
+
+    def _count(self, _module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Count the tokens of a forward."""
+
+
 class Teachers:
     """Teachers of a policy by name, a directory or a hub id, each loaded at its first use.
 
-    policy: a `CausalLM`, whose `another(name)` loads a model of its kind, with its tokenizer.
+    policy: its `another(name)` loads a model of its kind, with its tokenizer.
     """
 
-    def __init__(self, policy: Any):
-        self.policy, self.known = policy, {}
+    def __init__(self, policy: Taught):
+        self.policy = policy
+        self.known: dict[str, tuple[Any, bool | None, bool | None]] = {}
 
     @contextlib.contextmanager
     def __call__(self, name: str) -> Iterator[None]:
@@ -26,16 +43,16 @@ class Teachers:
 
         Raises UserError if it does not load or has another tokenizer.
         """
-        own = self._state()
+        state = self._state()
         self._set(*self.known.get(name) or (self._loaded(name), None, None))
         try:
             with torch.no_grad():
                 yield
         finally:
             self.known[name] = self._state()
-            self._set(*own)
+            self._set(*state)
 
-    def _state(self) -> tuple:
+    def _state(self) -> tuple[Any, bool | None, bool | None]:
         """Return the model, and the results of its trials."""
         return self.policy.model, self.policy._head_alone, self.policy._shares
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -20,7 +21,7 @@ class TextWeights(TrainableWeights):
     def save(self, folder: Path) -> str:
         """Write `adapter_model.safetensors` and `adapter_config.json`, or all weights as a model folder, read them back
         and compare. Returns a sentence for the log."""
-        module = self.modules["model"]
+        module: Any = self.modules["model"]
         if not self.adapter.rank:
             module.save_pretrained(folder / "model")
             paths.readable(folder / "model")
@@ -32,7 +33,8 @@ class TextWeights(TrainableWeights):
             module.load_adapter(str(folder), adapter_name="check")
         try:
             for key, layer in self._layers().items():
-                parts = [layer.lora_A, layer.lora_B, *([layer.lora_magnitude_vector] if self.adapter.dora else [])]
+                parts: list[Any] = [layer.lora_A, layer.lora_B]
+                parts += [layer.lora_magnitude_vector] if self.adapter.dora else []
                 if layer.scaling["check"] != layer.scaling["default"] or not all(
                         torch.equal(part["check"].weight, part["default"].weight.to(part["check"].weight))
                         for part in parts):  # inputs take the model's dtype

@@ -19,7 +19,7 @@ from flowgrpo.config.sections import Adapter, Text
 from flowgrpo.errors import UserError
 from flowgrpo.policies.language.causal_lm import TARGETS, CausalLM
 from flowgrpo.policies.language.load import load_causal_lm
-from flowgrpo.samplers.text.decoding import Decoding
+from flowgrpo.samplers.text.decoding import TokenDistribution
 from flowgrpo.samplers.text.records import TokenizedPrompts
 from flowgrpo.types import Scored
 
@@ -40,7 +40,7 @@ class Shown(TokenizedPrompts):
 
     def rows(self, index: Tensor) -> Shown:
         """Return the rows `index` (int64 [B]); a row may be taken several times."""
-        return Shown(*([each[i] for i in index.tolist()] for each in
+        return Shown(*([values[i] for i in index.tolist()] for values in
                        (self.prompts, self.ids, self.by_token, self.pictures)))
 
 
@@ -48,7 +48,7 @@ class Shown(TokenizedPrompts):
 class Permitted:
     """A Decoding without the tokens `barred` (int64 [n]): their logits are -inf."""
 
-    decoding: Decoding
+    decoding: TokenDistribution
     barred: Tensor
 
     def __call__(self, logits: Tensor, taken: Tensor | None = None) -> Tensor:
@@ -63,15 +63,15 @@ class VisionLM(CausalLM):
     in the replay.
     """
 
-    def __init__(self, model, processor, adapter: Adapter | None, text: Text, **options: Any):
+    def __init__(self, model: Any, processor: Any, adapter: Adapter | None, text: Text, **options: Any):
         if adapter and adapter.targets == Adapter().targets:
             adapter = adapter.model_copy(update={"targets": _language_layers(model)})
         super().__init__(model, processor.tokenizer, adapter, text, **options)
         self.processor = processor
         if self.weights:
             self.weights.pipe = processor
-        self.placeholders = sorted({found for name in PLACEHOLDERS
-                                    if isinstance(found := getattr(model.config, name, None), int)})
+        self.placeholders = sorted({token for name in PLACEHOLDERS
+                                    if isinstance(token := getattr(model.config, name, None), int)})
         model.generation_config.suppress_tokens = self.placeholders or None
         self._tried = False  # `shares` has seen an image
 
@@ -89,10 +89,10 @@ class VisionLM(CausalLM):
                 raise UserError("a prompt brings an image, which needs the processor's chat template: leave "
                                 "text.template out, or take a processor that has one")
             return self._tokens(prompt), {}, {}
-        found = self._templated(prompt, image)
-        ids = found.pop("input_ids")[0]
-        by_token = {name: value[0] for name, value in found.items() if value.shape[:2] == (1, len(ids))}
-        return ids, by_token, {name: value for name, value in found.items() if name not in by_token}
+        inputs = self._templated(prompt, image)
+        ids = inputs.pop("input_ids")[0]
+        by_token = {name: value[0] for name, value in inputs.items() if value.shape[:2] == (1, len(ids))}
+        return ids, by_token, {name: value for name, value in inputs.items() if name not in by_token}
 
     def _stand_in(self, ids: Tensor) -> Tensor:
         """Return the mask of placeholder ids, bool."""
@@ -104,45 +104,47 @@ class VisionLM(CausalLM):
         if self.text.system:  # a list, as for the prompt: not every template takes a text
             turns.insert(0, {"role": "system", "content": [{"type": "text", "text": self.text.system}]})
         try:
-            found = self.processor.apply_chat_template(turns, add_generation_prompt=True, tokenize=True,
-                                                       return_dict=True, return_tensors="pt")
+            inputs = self.processor.apply_chat_template(turns, add_generation_prompt=True, tokenize=True,
+                                                        return_dict=True, return_tensors="pt")
         except Exception as error:  # a template or a processor can raise anything
             raise UserError(f"{type(self.processor).__name__} cannot read the prompt {prompt!r} "
                             f"({' '.join(str(error).split())[:200]})") from error
-        return {name: value for name, value in found.items() if torch.is_tensor(value) and name != "attention_mask"}
+        return {name: value for name, value in inputs.items() if torch.is_tensor(value) and name != "attention_mask"}
 
-    def _beside(self, asked: Shown, length: int, before: bool = False) -> dict[str, Tensor]:
-        return _by_token(asked, length, before, self.device) | _pictures(asked, self.device, self.dtype)
+    def _beside(self, tokenized: TokenizedPrompts, length: int, before: bool = False) -> dict[str, Tensor]:
+        assert isinstance(tokenized, Shown), type(tokenized)
+        return _by_token(tokenized, length, before, self.device) | _pictures(tokenized, self.device, self.dtype)
 
-    def another(self, model: str) -> tuple:
-        found, processor = load_causal_lm(model, self.precision,
-                                          classes=("AutoModelForImageTextToText", "AutoProcessor"))
-        return found, processor.tokenizer
+    def another(self, model: str) -> tuple[Any, Any]:
+        body, processor = load_causal_lm(model, self.precision,
+                                         classes=("AutoModelForImageTextToText", "AutoProcessor"))
+        return body, processor.tokenizer
 
     # --- replay ------------------------------------------------------------------------------------------------------
 
-    def log_probs(self, asked: Shown, prompts: Tensor, ids: Tensor, mask: Tensor, decoding: Decoding,
-                  entropy: bool = False) -> Scored:
+    def log_probs(self, tokenized: TokenizedPrompts, prompts: Tensor, ids: Tensor, mask: Tensor,
+                  decoding: TokenDistribution, entropy: bool = False) -> Scored:
         """As in `CausalLM`, of the tokens that are no image placeholders."""
         barred = torch.tensor(self.placeholders, dtype=torch.int64, device=self.device)
-        return super().log_probs(asked, prompts, ids, mask, Permitted(decoding, barred), entropy)
+        return super().log_probs(tokenized, prompts, ids, mask, Permitted(decoding, barred), entropy)
 
-    def _positions(self, asked: Shown, inputs: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    def _positions(self, tokenized: TokenizedPrompts, inputs: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
         """Return positions [3,P,S] for a family whose image tokens have rows and columns (M-RoPE, 2409.12191)."""
         index = getattr(self.model.base_model, "get_rope_index", None)
         if index is None:
-            return super()._positions(asked, inputs, mask)
-        positions, offset = index(inputs, attention_mask=mask, **self._beside(asked, inputs.shape[1], before=True))
+            return super()._positions(tokenized, inputs, mask)
+        positions, offset = index(inputs, attention_mask=mask, **self._beside(tokenized, inputs.shape[1], before=True))
         return positions, mask.sum(1, keepdim=True) + offset
 
     @torch.no_grad()
-    def shares(self, asked: Shown) -> bool:
+    def shares(self, tokenized: TokenizedPrompts) -> bool:
         """As in `CausalLM`; tried with the longest prompt, and once more with the first image, which may not be
         shareable."""
-        seen = any(asked.pictures)
+        assert isinstance(tokenized, Shown), type(tokenized)
+        seen = any(tokenized.pictures)
         if self._shares is None or seen and not self._tried:
-            hardest = max(range(len(asked.ids)), key=lambda i: (bool(asked.pictures[i]), len(asked.ids[i])))
-            row = asked.rows(torch.tensor([hardest]))
+            hardest = max(range(len(tokenized.ids)), key=lambda i: (bool(tokenized.pictures[i]), len(tokenized.ids[i])))
+            row = tokenized.rows(torch.tensor([hardest]))
             text = row.ids[0][~self._stand_in(row.ids[0])][:3]
             self._shares, self._tried = not self.checkpointing and self._try_prefixes(row, text), seen
         return self._shares
@@ -160,38 +162,38 @@ def _opened(image: Any) -> Any:
             from None
 
 
-def _by_token(asked: Shown, length: int, before: bool, device: torch.device) -> dict[str, Tensor]:
+def _by_token(tokenized: Shown, length: int, before: bool, device: torch.device) -> dict[str, Tensor]:
     """Return the values of tokens [B,length,...], padded with 0 as the tokens are; 0 too for completions."""
-    made = {}
-    for name, like in {name: value for row in asked.by_token for name, value in row.items()}.items():
+    inputs = {}
+    for name, like in {name: value for row in tokenized.by_token for name, value in row.items()}.items():
         rows = []
-        for ids, values in zip(asked.ids, asked.by_token):
+        for ids, values in zip(tokenized.ids, tokenized.by_token):
             value, short = values.get(name, like.new_zeros(len(ids), *like.shape[1:])), length - len(ids)
             rows.append(pad(value, (0, 0) * (value.ndim - 1) + ((short, 0) if before else (0, short))))
-        made[name] = torch.stack(rows).to(device)
-    return made
+        inputs[name] = torch.stack(rows).to(device)
+    return inputs
 
 
-def _pictures(asked: Shown, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
+def _pictures(tokenized: Shown, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
     """Return the image inputs, concatenated; further dimensions are padded with 0, as processors do it."""
-    made = {}
-    for name in sorted({name for row in asked.pictures for name in row}):
-        values = [row[name] for row in asked.pictures if name in row]
+    inputs = {}
+    for name in sorted({name for row in tokenized.pictures for name in row}):
+        values = [row[name] for row in tokenized.pictures if name in row]
         most = torch.tensor([value.shape[1:] for value in values]).amax(0).tolist()
         padded = [pad(value, [size for at in range(value.ndim - 1, 0, -1)
                               for size in (0, int(most[at - 1]) - value.shape[at])]) for value in values]
         joined = torch.cat(padded).to(device)
-        made[name] = joined.to(dtype) if joined.is_floating_point() else joined
-    return made
+        inputs[name] = joined.to(dtype) if joined.is_floating_point() else joined
+    return inputs
 
 
-def _language_layers(model) -> list[str]:
+def _language_layers(model: Any) -> list[str]:
     """Return the names of the language model's layers that get an adapter.
 
     If it is not a separate module, these are their last names alone.
     """
     decoder = model.get_decoder()
     root = next(name for name, module in model.named_modules() if module is decoder)
-    found = [f"{root}.{name}" for name, module in decoder.named_modules()
-             if isinstance(module, torch.nn.Linear) and name.split(".")[-1] in TARGETS]
-    return found if root and decoder is not model.base_model else TARGETS
+    layers = [f"{root}.{name}" for name, module in decoder.named_modules()
+              if isinstance(module, torch.nn.Linear) and name.split(".")[-1] in TARGETS]
+    return layers if root and decoder is not model.base_model else TARGETS

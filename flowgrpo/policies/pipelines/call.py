@@ -101,23 +101,27 @@ class PipelineCall:
         if self.loads and not self.scheduler.quirk.idle:
             self.scheduler.quirk = replace(self.scheduler.quirk, idle=1)
 
-    def __call__(self, conditioning: Conditioning, task: Segment | None, guidance: float, **options):
-        """Call the pipeline, once, or for each row where it takes one alone, or their pictures differ in size: (what it
-        returns, the task's record)."""
+    def __call__(self, conditioning: Conditioning, task: Segment | None, guidance: float, **options: Any
+                 ) -> tuple[Any, StepRecord | None]:
+        """Call the pipeline, once, or for each row if it takes one alone, or if their pictures differ in size.
+
+        Returns what it returns, and the task's record.
+        """
         if not conditioning.apart and not (conditioning.inputs and conditioning.mixed):
             return self.once(conditioning, task, _cached(conditioning), guidance, **options)
-        found = []
+        results = []
         for i in range(len(conditioning.prompts)):
             row = conditioning.rows(torch.tensor([i]))
-            own = {key: value[i:i + 1] if torch.is_tensor(value) or isinstance(value, list) else value
-                   for key, value in options.items()}
-            found.append(self.once(row, task and task.row(i), _cached(row), guidance, **own))
-        outs, records = zip(*found)
-        return torch.cat(outs), task and StepRecord.joined(records)
+            row_options: dict[str, Any] = {
+                key: value[i:i + 1] if torch.is_tensor(value) or isinstance(value, list) else value
+                for key, value in options.items()}
+            results.append(self.once(row, task and task.row(i), _cached(row), guidance, **row_options))
+        outs, records = zip(*results)
+        return torch.cat(outs), None if task is None else StepRecord.joined(records)
 
-    def once(self, conditioning: Conditioning, task: Segment | None, encode: Callable, guidance: float, *, x0=None,
-             **options):
-        """One call of the pipeline with our scheduler (without a task: its own) and with `encode` for the prompts."""
+    def once(self, conditioning: Conditioning, task: Segment | None, encode: Callable, guidance: float, *,
+             x0: torch.Tensor | None = None, **options: Any) -> tuple[Any, StepRecord | None]:
+        """Call the pipeline once with our scheduler (without a task: its own) and with `encode` for the prompts."""
         pipe, record = self.pipe, None
         pipe.scheduler = self.stock if task is None else self.scheduler
         if task is not None:
@@ -177,13 +181,13 @@ class PipelineCall:
             return {"num_inference_steps": 2 * steps, "strength": 0.5}
         return {"num_inference_steps": max(steps, 2)}  # some pipelines divide by one less
 
-    def arithmetic(self):
+    def arithmetic(self) -> contextlib.AbstractContextManager[Any]:
         """Context manager: arithmetic of the denoisers, autocast below fp32."""
         if self.dtype == torch.float32:
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, self.dtype)
 
-    def attention(self):
+    def attention(self) -> contextlib.AbstractContextManager[None]:
         """Context manager: attention of the denoisers. A recomputation in backward needs it too."""
         return plain_on_cpu(self.device)
 
@@ -199,12 +203,14 @@ def _texts(conditioning: Conditioning) -> dict[str, Any]:
     texts = {"prompt": conditioning.prompts, "negative_prompt": conditioning.negatives}
     # Copies of the prompts: some pipelines (Z-Image) write into the list.
     alone = conditioning.apart and not conditioning.listed
-    return {name: own[0] if alone else list(own) for name, own in texts.items()}
+    return {name: values[0] if alone else list(values) for name, values in texts.items()}
 
 
 def guidance_argument(accepted: Collection[str], call: Collection[str], denoisers: Iterable[torch.nn.Module]) -> str:
-    """The name of the argument: `true_cfg_scale` where the pipeline has it, no denoiser has its guidance embedded, and
-    `call`, the arguments that a person gives, does not set it; else `guidance_scale`.
+    """Return the name of the argument that sets a pipeline's guidance scale.
+
+    It is `true_cfg_scale` if the pipeline has it, no denoiser has its guidance embedded, and `call`, the arguments that
+    a person gives, does not set it; else `guidance_scale`.
 
     accepted: the names of the arguments that the pipeline's call takes.
     """
@@ -221,11 +227,11 @@ class _Set(Exception):
 def until_set(scheduler: Any) -> Iterator[None]:
     """Context manager: a pipeline call ends silently once it has set the steps of `scheduler`, which keeps them."""
     @functools.wraps(scheduler.set_timesteps)  # pipelines look at the arguments that it takes
-    def set_timesteps(*args, **kwargs):
-        own(*args, **kwargs)
+    def set_timesteps(*args: Any, **kwargs: Any) -> None:
+        stock(*args, **kwargs)
         raise _Set
 
-    own, scheduler.set_timesteps = scheduler.set_timesteps, set_timesteps
+    stock, scheduler.set_timesteps = scheduler.set_timesteps, set_timesteps
     try:
         with contextlib.suppress(_Set):
             yield
@@ -242,8 +248,13 @@ FUSED = F.scaled_dot_product_attention
 LARGEST = 2**28  # scores of one call; above, the fused kernel's smaller memory counts for more
 
 
-def plain(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
-    """softmax(q k^T * scale + mask) v, [..., N, D], as `F.scaled_dot_product_attention`; what it lacks goes there."""
+def plain(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = None,
+          dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False
+          ) -> torch.Tensor:
+    """Return softmax(q k^T * scale + mask) v, [..., N, D], as `F.scaled_dot_product_attention`.
+
+    What it lacks goes there.
+    """
     size = query.shape[:-1].numel() * key.shape[-2]
     boolean = attn_mask is not None and attn_mask.dtype == torch.bool
     if dropout_p or enable_gqa or is_causal or boolean or size > LARGEST:
@@ -256,7 +267,10 @@ def plain(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, sca
 
 @contextlib.contextmanager
 def plain_on_cpu(device: torch.device) -> Iterator[None]:
-    """Inside, attention is `plain` if `device` is a CPU; rollout and replay both run inside, so that they agree."""
+    """Context manager: attention is `plain` if `device` is a CPU.
+
+    Rollout and replay both run inside, so that they agree.
+    """
     if device.type != "cpu":
         yield
         return

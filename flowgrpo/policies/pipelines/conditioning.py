@@ -13,7 +13,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 from uuid import uuid4
 
 import numpy as np
@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_map_only
 
 from flowgrpo.device import queued
 from flowgrpo.errors import UserError
-from flowgrpo.policies.pipelines.reference_images import pictures_of
+from flowgrpo.policies.pipelines.reference_images import Pictured, pictures_of
 from flowgrpo.storage import paths
 
 
@@ -50,7 +50,7 @@ class Conditioning:
     listed: bool = False
 
     def rows(self, index: torch.Tensor) -> Conditioning:
-        """The rows `index` (int64 [B]); a row may be taken several times."""
+        """Return the rows `index` (int64 [B]); a row may be taken several times."""
         picked = index.tolist()
         places: dict[torch.device, torch.Tensor] = {}  # by device: the index is brought to each once
 
@@ -61,22 +61,25 @@ class Conditioning:
                 places[value.device] = index if value.device == index.device else queued(index, value.device)
             return value[places[value.device]]
 
-        calls = tuple(tuple(taken(value) if own else value for value, own in zip(values, owns, strict=True))
-                      for values, owns in zip(self.calls, self.per_prompt, strict=True))
+        calls = tuple(tuple(taken(value) if per_row else value for value, per_row in zip(values, flags, strict=True))
+                      for values, flags in zip(self.calls, self.per_prompt, strict=True))
         return replace(self, prompts=taken(self.prompts), negatives=taken(self.negatives), calls=calls,
                        inputs={name: taken(values) for name, values in self.inputs.items()})
 
     @property
     def mixed(self) -> bool:
-        """True if pictures differ in size: some pipelines (Flux Kontext) resize all of a call to the first one's."""
+        """Return True if pictures differ in size.
+
+        Some pipelines (Flux Kontext) resize all of a call to the first one's.
+        """
         return any(len(set(map(_size, values))) > 1 for values in self.inputs.values())
 
     def to(self, device: torch.device | str) -> Conditioning:
-        """The same with all tensors on the device."""
+        """Return the same with all tensors on the device."""
         return self.mapped(lambda tensor: tensor.to(device))
 
     def mapped(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Conditioning:
-        """The same with every tensor changed."""
+        """Return the same with every tensor changed."""
         return replace(self, calls=tree_map_only(torch.Tensor, change, self.calls))
 
     def shapes(self) -> tuple[tuple[int, ...] | None, ...]:
@@ -90,10 +93,24 @@ def _size(picture: Any) -> Any:
     return tuple(picture.shape) if hasattr(picture, "shape") else getattr(picture, "size", None)
 
 
+class PromptEncoder(Pictured, Protocol):
+    """Policy that encodes prompts by its pipeline; call: arguments of every call of it."""
+
+    call: dict[str, Any]
+    device: torch.device
+    dtype: torch.dtype
+
+    def encode(self, prompts: list[str], negatives: list[str], images: Sequence[Any] | None) -> Conditioning:
+        """Encode prompts together; images: of each prompt a reference picture, its file, or None."""
+
+    def settle(self, conditioning: Conditioning) -> None:
+        """Find out, once, whether the scheduler sees the state that is given as `latents`."""
+
+
 class PromptCache:
     """policy.encode with a memory, on disk with a `folder`: `encoder(prompts, negatives) -> Conditioning`."""
 
-    def __init__(self, policy, folder: Path | None = None):
+    def __init__(self, policy: PromptEncoder, folder: Path | None = None):
         self.policy = policy
         self.folder = folder / fingerprint(policy) if folder else None
         self._known: dict[tuple[str, str, str | None], Conditioning] = {}
@@ -107,9 +124,9 @@ class PromptCache:
         if len({part.shapes() for part in parts}) > 1:
             # Some pipelines (Qwen-Image) pad to the longest prompt of a batch: other lengths are encoded together.
             return self.policy.encode(prompts, negatives, images)
-        found = join(parts).to(self.policy.device)
-        self.policy.settle(found)
-        return found
+        conditioning = join(parts).to(self.policy.device)
+        self.policy.settle(conditioning)
+        return conditioning
 
     def _one(self, prompt: str, negative: str, image: str | None) -> Conditioning:
         """Return the cached or computed conditioning of one prompt, on the CPU."""
@@ -121,25 +138,29 @@ class PromptCache:
         path = self.folder / f"{name}.safetensors" if self.folder else None
         if path and path.exists():
             return replace(_read(path, prompt, negative), inputs=pictures)
-        found = self.policy.encode([prompt], [negative], [image]).to("cpu")
-        if not path or not _write(path, found):
-            self._known[key] = found = found.mapped(lambda tensor: self._values.setdefault(digest(tensor), tensor))
-        return found
+        conditioning = self.policy.encode([prompt], [negative], [image]).to("cpu")
+        if not path or not _write(path, conditioning):
+            conditioning = conditioning.mapped(lambda tensor: self._values.setdefault(digest(tensor), tensor))
+            self._known[key] = conditioning
+        return conditioning
 
 
 def join(parts: list[Conditioning]) -> Conditioning:
-    """One Conditioning with the rows of all; what has no row per prompt is the first one's. UserError where some bring
-    a reference picture and others do not."""
+    """Return one Conditioning with the rows of all; what has no row per prompt is the first one's.
+
+    Raises UserError if some bring a reference picture and others do not.
+    """
     first = parts[0]
     if len({frozenset(part.inputs) for part in parts}) > 1:
         raise UserError("some prompts of a batch bring a reference picture and others do not: give all an `image`, or "
                         "none")
     calls = tuple(
-        tuple(_stack([part.calls[c][v] for part in parts]) if own else first.calls[c][v] for v, own in enumerate(owns))
-        for c, owns in enumerate(first.per_prompt))
+        tuple(_stack([part.calls[c][v] for part in parts]) if per_row else first.calls[c][v]
+              for v, per_row in enumerate(flags))
+        for c, flags in enumerate(first.per_prompt))
     return Conditioning([p for part in parts for p in part.prompts], [n for part in parts for n in part.negatives],
                         calls, first.per_prompt,
-                        {name: [each for part in parts for each in part.inputs[name]] for name in first.inputs},
+                        {name: [picture for part in parts for picture in part.inputs[name]] for name in first.inputs},
                         first.apart, first.bare, first.listed)
 
 
@@ -147,15 +168,15 @@ def _stack(values: list) -> torch.Tensor | list:
     return torch.cat(values) if torch.is_tensor(values[0]) else [item for value in values for item in value]
 
 
-def fingerprint(policy) -> str:
-    """Key of the encoded prompts: the pipeline, its arguments, its precision, and its encoders' weights."""
-    pipe, told = policy.pipe, hashlib.sha256()
-    told.update(f"form 2 {type(pipe).__name__} {policy.dtype} {sorted(policy.call.items())}".encode())
+def fingerprint(policy: PromptEncoder) -> str:
+    """Return the key of the encoded prompts: the pipeline, its arguments, its precision, and its encoders' weights."""
+    pipe, content = policy.pipe, hashlib.sha256()
+    content.update(f"form 2 {type(pipe).__name__} {policy.dtype} {sorted(policy.call.items())}".encode())
     for name, module in sorted(pipe.components.items()):
         if isinstance(module, torch.nn.Module) and name.startswith("text_encoder"):
             for key, parameter in module.named_parameters():
-                told.update(f"{name}.{key} {tuple(parameter.shape)} {parameter.flatten()[:16].tolist()}".encode())
-    return told.hexdigest()[:16]
+                content.update(f"{name}.{key} {tuple(parameter.shape)} {parameter.flatten()[:16].tolist()}".encode())
+    return content.hexdigest()[:16]
 
 
 def _digest(text: str) -> str:
@@ -169,7 +190,7 @@ def digest(value: Any) -> str:
     return content.hexdigest()
 
 
-def _tell(value: Any, content) -> None:
+def _tell(value: Any, content: hashlib.blake2b) -> None:
     from PIL.Image import Image
 
     if isinstance(value, (list, tuple)):
@@ -179,7 +200,8 @@ def _tell(value: Any, content) -> None:
         _tell(sorted(value.items()), content)
     elif torch.is_tensor(value):
         content.update(f"{value.dtype}{tuple(value.shape)}".encode())
-        content.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+        raw: Any = value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+        content.update(raw)
     elif isinstance(value, (Image, np.ndarray)):
         array = np.ascontiguousarray(value)
         content.update(f"{array.dtype}{array.shape}".encode() + array.tobytes())
@@ -189,8 +211,10 @@ def _tell(value: Any, content) -> None:
 
 
 def _write(path: Path, conditioning: Conditioning) -> bool:
-    """Tensors as `call.value`, of lists their one element; False for what is neither tensor nor None, which is not kept
-    on disk."""
+    """Write tensors as `call.value`, of lists their one element.
+
+    Returns False for what is neither tensor nor None, which is not kept on disk.
+    """
     values = {f"{c}.{v}": value for c, call in enumerate(conditioning.calls) for v, value in enumerate(call)}
     lists = [key for key, value in values.items() if isinstance(value, list)]
     values |= {key: values[key][0] for key in lists}
@@ -211,5 +235,5 @@ def _read(path: Path, prompt: str, negative: str) -> Conditioning:
         per_prompt, lists, apart, bare = json.loads(file.metadata()["form"])
         values = {key: file.get_tensor(key) for key in file.keys()}
     values |= {key: [values.get(key)] for key in lists}
-    calls = tuple(tuple(values.get(f"{c}.{v}") for v in range(len(owns))) for c, owns in enumerate(per_prompt))
+    calls = tuple(tuple(values.get(f"{c}.{v}") for v in range(len(flags))) for c, flags in enumerate(per_prompt))
     return Conditioning([prompt], [negative], calls, tuple(map(tuple, per_prompt)), {}, apart, bare)

@@ -9,7 +9,6 @@ import json
 import math
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -27,23 +26,25 @@ FILE = "edit.safetensors"
 
 
 def tokens(x: Tensor) -> Tensor:
-    """A latent as tokens [B, L, C]: of [B, C], [B, L, C] (packed), [B, C, H, W] or [B, C, F, H, W]."""
+    """Return a latent as tokens [B, L, C]: of [B, C], [B, L, C] (packed), [B, C, H, W] or [B, C, F, H, W]."""
     if x.ndim == 2:
         return x[:, None]
     return x if x.ndim == 3 else x.flatten(2).transpose(1, 2)
 
 
-def untokens(found: Tensor, x: Tensor) -> Tensor:
-    """Tokens [B, L, C] in the shape of x; the inverse of `tokens`."""
-    return (found if x.ndim <= 3 else found.transpose(1, 2)).reshape(x.shape)
+def untokens(latent: Tensor, x: Tensor) -> Tensor:
+    """Return tokens [B, L, C] in the shape of x; the inverse of `tokens`."""
+    return (latent if x.ndim <= 3 else latent.transpose(1, 2)).reshape(x.shape)
 
 
 def prompt_tokens(conditioning: Conditioning) -> Tensor:
-    """The encoded prompts [P, T, E]: the first value of the first `encode_prompt` that has a row for each of them.
-    UserError where there is none, or the pipeline takes one prompt per call."""
-    for values, owns in zip(conditioning.calls, conditioning.per_prompt):
-        for value, own in zip(values, owns):
-            if own and torch.is_tensor(value) and value.is_floating_point() and value.ndim in (2, 3):
+    """Return the encoded prompts [P, T, E]: the first value of `encode_prompt` that has a row for each of them.
+
+    Raises UserError if there is none, or if the pipeline takes one prompt per call.
+    """
+    for values, flags in zip(conditioning.calls, conditioning.per_prompt):
+        for value, per_row in zip(values, flags):
+            if per_row and torch.is_tensor(value) and value.is_floating_point() and value.ndim in (2, 3):
                 return value if value.ndim == 3 else value[:, None]
     raise UserError("a method with an edit reads encoded prompts, tensors with a row per prompt, and this pipeline has "
                     "none: use another method")
@@ -60,9 +61,9 @@ class Trunk(nn.Module):
         self.blocks = nn.TransformerEncoder(layer, depth, nn.LayerNorm(width), enable_nested_tensor=False)
 
     def forward(self, x: Tensor, prompts: Tensor) -> Tensor:
-        own = self.enter(tokens(x))
-        own = own + _places(own.shape[1], own.shape[2]).to(own)
-        return self.blocks(torch.cat([own, self.read(prompts)], 1))[:, :own.shape[1]]
+        hidden = self.enter(tokens(x))
+        hidden = hidden + _places(hidden.shape[1], hidden.shape[2]).to(hidden)
+        return self.blocks(torch.cat([hidden, self.read(prompts)], 1))[:, :hidden.shape[1]]
 
 
 class EditNetwork(nn.Module):
@@ -105,13 +106,13 @@ class Editor:
         sizes = channels, prompt, edit.width, edit.depth
         self.networks = nn.ModuleDict({"edit": EditNetwork(*sizes), "critic": Critic(*sizes)}).to(self.device)
 
-    def replay(self, conditioning: Conditioning, x: Tensor, grid: Any = None, step: Any = None,
-               timesteps: Any = None) -> Tensor:
-        """The mean of the decision at final states x [B,*D], called as a policy's replay."""
+    def replay(self, conditioning: Conditioning, x: Tensor, grid: Tensor | None = None,
+               step: int | Tensor | None = None, timesteps: Tensor | None = None) -> Tensor:
+        """Return the mean of the decision at final states x [B,*D], called as a policy's replay."""
         return self._asked("edit", conditioning, x)
 
     def value(self, conditioning: Conditioning, x: Tensor, frozen: bool = False) -> Tensor:
-        """The critic's value [B] of final states x [B,*D]. frozen: its gradient reaches x and not the critic."""
+        """Return the critic's value [B] of final states x [B,*D]. frozen: its gradient reaches x and not the critic."""
         return self._asked("critic", conditioning, x, frozen)
 
     def _asked(self, name: str, conditioning: Conditioning, x: Tensor, frozen: bool = False) -> Tensor:
@@ -134,8 +135,8 @@ class EditWeights(TrainableWeights):
     def save(self, folder: Path) -> str:
         """Write the networks and how they are made, read them back and compare. Returns a sentence for the log."""
         folder.mkdir(parents=True, exist_ok=True)
-        made = {"edit": json.dumps(asdict(self.editor.edit)), "sizes": json.dumps(self.editor.sizes)}
-        save_file({key: value.contiguous() for key, value in self.snapshot().items()}, folder / FILE, made)
+        metadata = {"edit": json.dumps(asdict(self.editor.edit)), "sizes": json.dumps(self.editor.sizes)}
+        save_file({key: value.contiguous() for key, value in self.snapshot().items()}, folder / FILE, metadata)
         paths.readable(folder / FILE)
         again = dict(load_editor(folder).networks.named_parameters())
         if not all(torch.equal(again[key], value) for key, value in self.snapshot().items()):
@@ -144,21 +145,21 @@ class EditWeights(TrainableWeights):
 
 
 def load_editor(folder: Path, device: torch.device | str = "cpu") -> Editor:
-    """The editor that a run saved. UserError where there is none, or it cannot be read."""
+    """Return the editor that a run saved. Raises UserError if there is none, or if it cannot be read."""
     try:
         with safe_open(folder / FILE, "pt") as file:
-            made = {key: json.loads(value) for key, value in file.metadata().items()}
-        editor = Editor(Edit(**made["edit"]), **made["sizes"], device=device, states=device)
+            settings = {key: json.loads(value) for key, value in file.metadata().items()}
+        editor = Editor(Edit(**settings["edit"]), **settings["sizes"], device=device, states=device)
         editor.networks.load_state_dict(load_file(folder / FILE, device=str(device)))
     except Exception as error:
-        told = " ".join(str(error).split())[:120]
-        raise UserError(f"no edit policy at {folder / FILE} ({told}): expected the folder of a finished run that "
+        message = " ".join(str(error).split())[:120]
+        raise UserError(f"no edit policy at {folder / FILE} ({message}): expected the folder of a finished run that "
                         "trained one") from None
     return editor
 
 
 def _places(count: int, width: int) -> Tensor:
-    """The sinusoidal code of places 0 to count - 1: [count, width]."""
+    """Return the sinusoidal code of places 0 to count - 1: [count, width]."""
     rates = torch.exp(torch.arange(0, width, 2) * (-math.log(10_000.0) / width))
     angles = torch.arange(count)[:, None] * rates
     return torch.stack([angles.sin(), angles.cos()], 2).flatten(1)

@@ -36,7 +36,7 @@ class EditPolicy(PipelinePolicy):
         self.weights = EditWeights(self.editor)
 
     def _sizes(self) -> tuple[int, int]:
-        """The channels of a final latent's tokens and of the prompts'."""
+        """Return the channels of a final latent's tokens and of the prompts'."""
         before, conditioning = self.evaluations, self.encode([""])
         grid, timesteps = make_grid("shifted", 4, 1.0, self.stock, self.strength)
         x, _ = self.run(Segment(grid, range(1), timesteps=timesteps), conditioning, None, self.generators([0]))
@@ -46,17 +46,19 @@ class EditPolicy(PipelinePolicy):
     @torch.no_grad()
     def generate(self, conditioning: Conditioning, generators: list[torch.Generator], steps: int, guidance: float,
                  output_type: str = "pt") -> torch.Tensor:
-        """Pictures on the CPU: of `candidates` bases of the stock pipeline and their edits those that the critic values
-        most. The first base is drawn from the row's own generator."""
+        """Return pictures on the CPU: of `candidates` bases and their edits those that the critic values most.
+
+        The bases are the stock pipeline's; the first is drawn from the row's own generator.
+        """
         assert output_type == "pt", output_type
-        drawn = [super(EditPolicy, self).generate(conditioning, each, steps, guidance, "latent")
-                 for each in self._candidates(generators)]
+        drawn = [super(EditPolicy, self).generate(conditioning, candidate, steps, guidance, "latent")
+                 for candidate in self._candidates(generators)]
         bases = torch.stack(drawn, 1).to(self.device, self.dtype)
         chosen, _ = latent_edits.on_the_fly(self.editor, conditioning, bases)
         return self.decode(chosen, conditioning).cpu()
 
     def _candidates(self, generators: list[torch.Generator]) -> list[list[torch.Generator]]:
-        seeds = [each.initial_seed() for each in generators]
+        seeds = [generator.initial_seed() for generator in generators]
         return [generators, *(self.generators(int(np.random.SeedSequence((seed, 3, k)).generate_state(1, np.uint64)[0]
                                                   >> 1) for seed in seeds)
                               for k in range(1, self.editor.edit.candidates))]

@@ -30,21 +30,22 @@ class EncoderCache:
     def __call__(self) -> Iterator[None]:
         from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 
-        sample = DiagonalGaussianDistribution.sample
+        distribution: Any = DiagonalGaussianDistribution
+        sample = distribution.sample
         methods = {name: "encode" if name in self.rowwise else "forward" for name in self.modules}
         for name, method in methods.items():
             # On the instance, beside the class's own method, which comes back when this one is deleted.
             setattr(self.modules[name], method, self._once(name, getattr(self.modules[name], method)))
-        DiagonalGaussianDistribution.sample = lambda self, generator=None: self.mode()
+        distribution.sample = lambda self, generator=None: self.mode()
         try:
             yield
         finally:
-            DiagonalGaussianDistribution.sample = sample
+            distribution.sample = sample
             for name, method in methods.items():
                 delattr(self.modules[name], method)
 
     def _once(self, name: str, method: Callable) -> Callable:
-        def one(*args, **kwargs):
+        def one(*args: Any, **kwargs: Any) -> Any:
             key = digest((name, args, kwargs))
             if key not in self._known:
                 self._known[key] = method(*args, **kwargs)
@@ -53,7 +54,7 @@ class EncoderCache:
                 self._known.popitem(last=False)
             return self._known[key]
 
-        def remembered(*args, **kwargs):
+        def remembered(*args: Any, **kwargs: Any) -> Any:
             # Row by row, so that a picture is encoded once whatever the batch that it comes in.
             if name in self.rowwise and args and torch.is_tensor(args[0]) and len(args[0]) > 1:
                 return join([one(row, *args[1:], **kwargs) for row in args[0].split(1)])

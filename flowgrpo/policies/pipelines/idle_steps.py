@@ -27,8 +27,8 @@ class IdleSteps:
 
     @contextlib.contextmanager
     def __call__(self) -> Iterator[None]:
-        """Inside, the denoisers look at the scheduler before they run."""
-        kept = {name: vars(module).get("forward") for name, module in self.denoisers.items()}
+        """Context manager: the denoisers look at the scheduler before they run."""
+        kept: dict[str, Any] = {name: vars(module).get("forward") for name, module in self.denoisers.items()}
         for name, module in self.denoisers.items():
             module.forward = self._asked(name, module.forward)
         try:
@@ -42,7 +42,7 @@ class IdleSteps:
     def _asked(self, name: str, forward: Callable) -> Callable:
         states = next(iter(inspect.signature(forward).parameters))
 
-        def answer(*args, **kwargs):
+        def answer(*args: Any, **kwargs: Any) -> Any:
             rows = len(args[0] if args else kwargs[states])
             if self.scheduler.idling and name in self._known:
                 self.skipped(rows)
@@ -51,7 +51,7 @@ class IdleSteps:
             if isinstance(out, tuple):
                 self._known.setdefault(name, (rows, tuple(map(_shape, out))))
             return out
-        answer.__signature__ = inspect.signature(forward)  # some pipelines look whether an argument is there
+        vars(answer)["__signature__"] = inspect.signature(forward)  # some pipelines look whether an argument is there
         return answer
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -12,6 +12,9 @@ from torch import Tensor
 from flowgrpo.errors import UserError
 from flowgrpo.policies.pipelines.conditioning import Conditioning
 from flowgrpo.samplers.scheduler import Segment
+
+if TYPE_CHECKING:
+    from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
 
 START = Segment(torch.ones(1), range(0))  # no step: what comes is the initial noise
 WITHIN = {torch.float32: 1e-4}  # how far the two decodings of a latent may be apart in the mean
@@ -28,7 +31,7 @@ class ImageEncoder:
     far, on the CPU. UserError for a picture that cannot be read, and for a pipeline whose latents are others.
     """
 
-    def __init__(self, policy: Any):
+    def __init__(self, policy: PipelinePolicy):
         self.policy, self.vae = policy, getattr(policy.pipe, "vae", None)
         self.known: dict[str, Tensor] = {}
         self.noise: Tensor | None = None
@@ -52,23 +55,25 @@ class ImageEncoder:
 
     @torch.no_grad()
     def _encoded(self, picture: Tensor, row: Conditioning) -> Tensor:
-        """The latent [1,*D] of a picture [1,3,H,W]."""
+        """Return the latent [1,*D] of a picture [1,3,H,W]."""
         plain = mode(self.vae, (2 * picture - 1).to(self.policy.device, self.vae.dtype))
         latent = self._packed(scaled(plain, self.vae.config))
-        told = f"preferences: the pictures of {type(self.policy.pipe).__name__} cannot be encoded"
+        message = f"preferences: the pictures of {type(self.policy.pipe).__name__} cannot be encoded"
         if latent.shape[1:] != self.noise.shape[1:]:
-            raise UserError(f"{told}: its latents are {list(self.noise.shape[1:])}, and those of its autoencoder "
+            raise UserError(f"{message}: its latents are {list(self.noise.shape[1:])}, and those of its autoencoder "
                             f"{list(latent.shape[1:])}; use a method that draws its pictures")
         latent = latent.to(self.noise.dtype)
         apart = 0.0 if self.known else self._apart(latent, plain, row)
         if apart > WITHIN.get(self.policy.dtype, ROUNDED):
-            raise UserError(f"{told}: it decodes what its autoencoder gives to another picture ({apart:.2g} apart in "
-                            "the mean); use a method that draws its pictures")
+            raise UserError(f"{message}: it decodes what its autoencoder gives to another picture ({apart:.2g} apart "
+                            "in the mean); use a method that draws its pictures")
         return latent
 
     def _packed(self, latent: Tensor) -> Tensor:
-        """The latent in the shape that the pipeline works in, by its own function where it has one that takes a latent
-        and its shape, as those of Flux and Qwen-Image do."""
+        """Return the latent in the shape that the pipeline works in.
+
+        That is by its own function if it has one that takes a latent and its shape, as Flux and Qwen-Image have.
+        """
         pack = getattr(self.policy.pipe, "_pack_latents", None)
         if latent.ndim == 5 and self.noise.ndim != 5:
             latent = latent[:, :, 0]
@@ -77,37 +82,40 @@ class ImageEncoder:
         return pack(latent, *latent.shape)
 
     def _apart(self, latent: Tensor, plain: Tensor, row: Conditioning) -> float:
-        """By how much the pipeline's own decoding of a latent differs from the autoencoder's, in the mean."""
+        """Return the mean difference between the pipeline's decoding of a latent and the autoencoder's."""
         shown = self.vae.decode(plain, return_dict=False)[0]
         shown = shown[:, :, 0] if shown.ndim == 5 else shown
         return (self.policy.decode(latent, row) - (shown.float() / 2 + 0.5).clamp(0, 1)).abs().mean().item()
 
 
 def read(path: str | Path, size: tuple[int, int]) -> Tensor:
-    """The picture of a file, filling the size (height, width): [3,H,W] in [0, 1]. UserError where it is none."""
+    """Return the picture of a file, filling the size (height, width): [3,H,W] in [0, 1].
+
+    Raises UserError if it is none.
+    """
     from PIL import Image, ImageOps
     from torchvision.transforms.functional import to_tensor
 
     try:
-        with Image.open(path) as found:
-            return to_tensor(ImageOps.fit(found.convert("RGB"), size[::-1], Image.Resampling.LANCZOS))
+        with Image.open(path) as picture:
+            return to_tensor(ImageOps.fit(picture.convert("RGB"), size[::-1], Image.Resampling.LANCZOS))
     except OSError as error:
         raise UserError(f"preferences: {path} cannot be read as a picture ({' '.join(str(error).split())})") from None
 
 
 def mode(vae: Any, pictures: Tensor) -> Tensor:
-    """The likeliest latents of pictures [B,3,H,W] in [-1, 1]; those of videos get pictures of one frame."""
+    """Return the likeliest latents of pictures [B,3,H,W] in [-1, 1]; those of videos get pictures of one frame."""
     try:
-        found = vae.encode(pictures)
+        encoded = vae.encode(pictures)
     except (RuntimeError, ValueError):  # an autoencoder of videos
-        found = vae.encode(pictures[:, :, None])
-    if hasattr(found, "latent_dist"):
-        return found.latent_dist.mode()
-    return found.latents if hasattr(found, "latents") else found.latent
+        encoded = vae.encode(pictures[:, :, None])
+    if hasattr(encoded, "latent_dist"):
+        return encoded.latent_dist.mode()
+    return encoded.latents if hasattr(encoded, "latents") else encoded.latent
 
 
 def scaled(latents: Tensor, config: Any) -> Tensor:
-    """The latents of an autoencoder as a denoiser sees them: by its channels' means and deviations, shift and scale."""
+    """Return an autoencoder's latents as a denoiser sees them: by channels' means and deviations, shift and scale."""
     mean, deviation = config.get("latents_mean"), config.get("latents_std")
     if mean is not None and deviation is not None:
         shape = 1, -1, *[1] * (latents.ndim - 2)

@@ -20,31 +20,34 @@ from flowgrpo.starter import FOLDERS, MERGED
 TIMES = {"timestep", "timesteps", "t", "timestep_ratio"}
 
 
-def denoisers(pipe) -> dict[str, torch.nn.Module]:
-    """The modules that a pipeline's loop calls: those whose forward takes a time. A ControlNet only steers one."""
+def denoisers(pipe: Any) -> dict[str, torch.nn.Module]:
+    """Return the modules that a pipeline's loop calls: those whose forward takes a time.
+
+    A ControlNet only steers one.
+    """
     return {name: module for name, module in sorted(pipe.components.items())
             if isinstance(module, torch.nn.Module) and "ControlNet" not in type(module).__name__
             and TIMES & set(inspect.signature(module.forward).parameters)}
 
 
-def text_encoders(pipe) -> dict[str, torch.nn.Module]:
-    """The modules that read a pipeline's prompts."""
+def text_encoders(pipe: Any) -> dict[str, torch.nn.Module]:
+    """Return the modules that read a pipeline's prompts."""
     return {name: module for name, module in sorted(pipe.components.items())
             if isinstance(module, torch.nn.Module) and name.startswith("text_encoder")}
 
 
 def trained_modules(pipe: Any, adapted: Adapted) -> dict[str, torch.nn.Module]:
-    """Modules of a pipeline that are trained, by name. UserError for encoders of a pipeline that has none."""
-    found = denoisers(pipe) if adapted.denoisers else {}
+    """Return the trained modules of a pipeline, by name. Raises UserError for encoders if it has none."""
+    modules = denoisers(pipe) if adapted.denoisers else {}
     encoders = text_encoders(pipe) if adapted.encoders else {}
     if adapted.encoders and not encoders:
         raise UserError(f"{type(pipe).__name__} has no text encoder to be trained: set parts: {{adapted: "
                         "{encoders: false, denoisers: true}}")
-    return found | encoders
+    return modules | encoders
 
 
 def _named_denoisers(index: dict[str, Any]) -> list[str]:
-    """The denoisers of a pipeline that is not loaded yet, by its model_index.json."""
+    """Return the denoisers of a pipeline that is not loaded yet, by its model_index.json."""
     import diffusers
 
     classes = {name: getattr(diffusers, value[1], None) for name, value in index.items()
@@ -53,7 +56,7 @@ def _named_denoisers(index: dict[str, Any]) -> list[str]:
             and TIMES & set(inspect.signature(getattr(cls, "forward", lambda: None)).parameters)]
 
 
-def load_pipeline(model: str, precision: str = "fp32", trust_remote_code: bool = False, weights: str = "full"):
+def load_pipeline(model: str, precision: str = "fp32", trust_remote_code: bool = False, weights: str = "full") -> Any:
     """Load a diffusers pipeline: a starter's name, a directory or a hub id. UserError where it does not load.
 
     weights: of its denoisers, "full", or quantised as `memory_options.quantisation` says.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -19,11 +19,16 @@ from flowgrpo.samplers.rollout import RolloutSpec
 from flowgrpo.samplers.scheduler import Segment, StepRecord
 from flowgrpo.types import Gaussian
 
+if TYPE_CHECKING:
+    from flowgrpo.methods.method import Method
+    from flowgrpo.policies.pipelines.conditioning import Conditioning
+    from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
+
 SEED = 1  # of the initial noise: not one of those that an idle step's call draws with
 LARGEST, LARGEST_ROUNDED = 1e-4, 0.01  # of a state or a model output: what may differ, in fp32 and in less
 
 
-def require(policy: Any, conditioning: Any, segments: bool = True) -> None:
+def require(policy: PipelinePolicy, conditioning: Conditioning, segments: bool = True) -> None:
     """Raise UserError if a pipeline's second step differs when a call starts with it.
 
     conditioning: of one prompt or more, of which the first is asked with. segments: whether calls go on from where
@@ -47,26 +52,27 @@ def require(policy: Any, conditioning: Any, segments: bool = True) -> None:
                     "a model that reads mask and picture as channels")
 
 
-def goes_on(method: Any, explorations: Sequence[RolloutSpec]) -> bool:
+def goes_on(method: Method, explorations: Sequence[RolloutSpec]) -> bool:
     """Return True if a method's calls resume where others ended, as they do if samples share steps."""
-    return method.target.follows_reward or any(each.splits or len(each.strides) > 1 for each in explorations)
+    return method.target.follows_reward or any(exploration.splits or len(exploration.strides) > 1
+                                               for exploration in explorations)
 
 
-def _task(policy: Any, steps: range) -> Segment:
-    """A task of a grid of three steps whose second one records its state and, as its mean, the model output."""
+def _task(policy: PipelinePolicy, steps: range) -> Segment:
+    """Return a task of a grid of three steps whose second one records its state and, as its mean, the model output."""
     grid, timesteps = few_steps(policy, 3)  # of two, the second one may see next to no noise
     second = frozenset({1})
     return Segment(grid, steps, lambda x, v, grid, i: Gaussian(v, torch.ones(())), stochastic=second, recorded=second,
                    generators=policy.generators([SEED]), timesteps=timesteps)
 
 
-def _run(policy: Any, row: Any, steps: range, x: torch.Tensor | None = None, x0: torch.Tensor | None = None
-         ) -> StepRecord:
+def _run(policy: PipelinePolicy, row: Conditioning, steps: range, x: torch.Tensor | None = None,
+         x0: torch.Tensor | None = None) -> StepRecord:
     with torch.no_grad():
         return policy.run(_task(policy, steps), row, x, policy.generators([SEED]) if x is None else None, x0)[1]
 
 
-def _replayed(policy: Any, row: Any, whole: StepRecord) -> float:
+def _replayed(policy: PipelinePolicy, row: Conditioning, whole: StepRecord) -> float:
     task = _task(policy, range(2))
     with torch.no_grad():
         output = policy.replay(row, whole.x[1], task.grid, 1, task.timesteps)
@@ -78,16 +84,16 @@ def _difference(one: StepRecord, two: StepRecord) -> float:
 
 
 def _apart(one: torch.Tensor, two: torch.Tensor) -> float:
-    """The norm of the difference, relative; infinite where one is not finite."""
-    found = ((one.float() - two.float()).norm() / one.float().norm()).item()
-    return found if found == found else float("inf")
+    """Return the relative norm of the difference; infinite where one is not finite."""
+    difference = ((one.float() - two.float()).norm() / one.float().norm()).item()
+    return difference if difference == difference else float("inf")
 
 
-def _most(policy: Any) -> float:
+def _most(policy: PipelinePolicy) -> float:
     return LARGEST if policy.exact else LARGEST_ROUNDED
 
 
-def few_steps(policy, steps: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """A grid of that many steps with its timesteps, of a pipeline whose strength leaves out the first ones too."""
+def few_steps(policy: PipelinePolicy, steps: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return a grid of that many steps and its timesteps, also if the pipeline's strength leaves out the first ones."""
     whole = next(n for n in itertools.count(steps) if int(n * policy.strength) == steps)
     return make_grid("shifted", whole, 3.0, policy.stock, policy.strength)

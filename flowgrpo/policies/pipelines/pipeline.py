@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from flowgrpo.config.sections import Memory
+from flowgrpo.config.sections import Adapter, Memory
 from flowgrpo.device import DTYPES
 from flowgrpo.distributed import lockstep
 from flowgrpo.errors import UserError, nearest
@@ -35,6 +35,7 @@ from flowgrpo.policies.weights.trainable import TrainableWeights
 from flowgrpo.samplers import grids
 from flowgrpo.samplers.scheduler import Segment, StepRecord
 from flowgrpo.starter import FOLDERS
+from flowgrpo.types import required
 
 STARTER = FOLDERS["starter"]
 # Arguments of calls that go by the place in the pipeline's loop, and how they do nothing.
@@ -63,8 +64,10 @@ class PipelinePolicy:
 
     generators = staticmethod(generators)
 
-    def __init__(self, pipe, adapter, *, device="cpu", precision="fp32", guidance=1.0, call=None, checkpointing=False,
-                 memory=Memory(), compiled=False, adapted=Adapted()):
+    def __init__(self, pipe: Any, adapter: Adapter | None, *, device: str | torch.device = "cpu",
+                 precision: str = "fp32", guidance: float = 1.0, call: dict[str, Any] | None = None,
+                 checkpointing: bool = False, memory: Memory = Memory(), compiled: bool = False,
+                 adapted: Adapted = Adapted()):
         self.pipe, self.guidance = pipe, guidance
         self.call = {key: value for key, value in (call or {}).items() if key not in PICTURES}
         self.given = {key: value for key, value in (call or {}).items() if key in PICTURES}
@@ -119,7 +122,7 @@ class PipelinePolicy:
                             f"{self.dtype}: load the pipeline with that dtype, or set precision")
         states = next(iter(inspect.signature(module.forward).parameters))
 
-        def count(_module, args, kwargs):
+        def count(_module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             self.evaluations += len(args[0] if args else kwargs[states])
 
         module.register_forward_pre_hook(count, with_kwargs=True)
@@ -135,12 +138,12 @@ class PipelinePolicy:
         """
         brought = any(image is not None for image in images or ())
         pictures = pictures_of(self, len(prompts), images) if brought or self.given else {}
-        asked = Conditioning(prompts, negatives or [""] * len(prompts), inputs=pictures)
+        plain = Conditioning(prompts, negatives or [""] * len(prompts), inputs=pictures)
         try:
-            if not self.encode_prompt.knows(asked):
-                twice = asked.rows(torch.tensor([0, 0]))
+            if not self.encode_prompt.knows(plain):
+                twice = plain.rows(torch.tensor([0, 0]))
                 self.encode_prompt.learn(twice, self.guidance, lambda: stay_apart(self, twice))
-            conditioning = self.encode_prompt(asked, self.guidance)
+            conditioning = self.encode_prompt(plain, self.guidance)
         except (TypeError, ValueError) as error:
             raise UserError(f"{type(self.pipe).__name__} refuses its arguments: {error}") from error
         if self.turns and self.encode_prompt.apart:
@@ -158,14 +161,20 @@ class PipelinePolicy:
         if self.driver.loads is not None:
             return
         before, row = self.evaluations, conditioning.rows(torch.tensor([0]))
-        self.driver.try_loading(lambda **options: self._drive(row, self._trial, self.guidance, **options)[1].first)
+
+        def first(**options: Any) -> torch.Tensor:
+            return required(required(self._drive(row, self._trial, self.guidance, **options)[1]).first)
+
+        self.driver.try_loading(first)
         self.evaluations = before
 
-    def sampling(self):
-        """The grad mode of rollouts: compiled blocks compute as in a replay, and only the graph is dropped."""
+    def sampling(self) -> contextlib.AbstractContextManager[Any]:
+        """Return the grad mode of rollouts: compiled blocks compute as in a replay, and only the graph is dropped."""
         return torch.set_grad_enabled(self.compiled)
 
-    def run(self, task: Segment, conditioning: Conditioning, latents=None, generators=None, x0=None):
+    def run(self, task: Segment, conditioning: Conditioning, latents: torch.Tensor | None = None,
+            generators: list[torch.Generator] | None = None, x0: torch.Tensor | None = None
+            ) -> tuple[torch.Tensor, StepRecord]:
         """Run a segment of the grid from `latents` [B,*D], or from noise drawn with `generators` (one per row).
 
         Returns (the last state [B,*D], the record of the task).
@@ -175,27 +184,29 @@ class PipelinePolicy:
             last, record = self._drive(conditioning, task, self.guidance, latents=latents, generator=generators, x0=x0)
         if self.turns:
             self._row = conditioning.rows(torch.tensor([0])), last[:1].detach(), task
-        return last, record
+        return last, required(record)
 
     def vector(self, conditioning: Conditioning) -> bool:
         """Return True if one call can replay rows of different steps at the present guidance; tried once."""
         if self.guidance not in self._copies:
             before, twice = self.evaluations, conditioning.rows(torch.tensor([0, 0]))
 
-            def driven(task: Segment, **options) -> StepRecord:
-                return self._drive(twice, task, self.guidance, **options)[1]
+            def driven(task: Segment, **options: Any) -> StepRecord:
+                return required(self._drive(twice, task, self.guidance, **options)[1])
 
             with self.sampling():
                 state = driven(self._trial, latents=None, generator=generators([0, 1])).first
                 self._copies[self.guidance] = 0 if self.encode_prompt.apart else copies(
-                    lambda task: driven(task, latents=state).output, self.process, self.dtype == torch.float32)
+                    lambda task: required(driven(task, latents=state).output), self.process,
+                    self.dtype == torch.float32)
             self.evaluations = before
         return self._copies[self.guidance] > 0
 
     def replay(self, conditioning: Conditioning, x: torch.Tensor, grid: torch.Tensor, step: int | torch.Tensor,
                timesteps: torch.Tensor | None = None) -> torch.Tensor:
-        """The model output [B,*D] at one step, through the pipeline's own call, with gradients where enabled: a
-        velocity, or of a variance-preserving process, which needs its timesteps [T], the noise.
+        """Return the model output [B,*D] at one step, through the pipeline's own call, with gradients where enabled.
+
+        It is a velocity or, of a variance-preserving process, which needs its timesteps [T], the noise.
 
         step: or one per row, int64 [B], where the pipeline takes a `vector`."""
         if self._row:  # who accompanies this step elsewhere does so on its grid
@@ -211,20 +222,21 @@ class PipelinePolicy:
             task = task.at_rows(step, self._copies[self.guidance])
         else:
             task = task.at_step(step)
-        return self._drive(conditioning, task, self.guidance, latents=x)[1].output
+        return required(required(self._drive(conditioning, task, self.guidance, latents=x)[1]).output)
 
     def backward(self, loss: torch.Tensor) -> None:
         """Add the gradient of a loss of the last replay."""
         self._announce(lockstep.BACKWARD)
         loss.backward()
 
-    def _announce(self, kind: int, step: int = 0) -> None:
+    def _announce(self, kind: int, step: int | torch.Tensor = 0) -> None:
         if self.turns:
+            assert isinstance(step, int), "sharded weights do not go with packed replays"
             self.turns.take(kind, step)
 
     def _accompany(self, kind: int, step: int) -> torch.Tensor:
-        """A replay of one row at a step that other processes replay: it counts nowhere."""
-        (conditioning, x, task), before = self._row, self.evaluations
+        """Replay one row at a step that other processes replay: it counts nowhere."""
+        (conditioning, x, task), before = required(self._row), self.evaluations
         with torch.set_grad_enabled(kind == lockstep.TRAIN):
             output = self._replay(conditioning, x, task.grid, step, task.timesteps)
         self.evaluations = before
@@ -232,20 +244,25 @@ class PipelinePolicy:
 
     def unroll(self, task: Segment, conditioning: Conditioning, latents: torch.Tensor, checkpointing: bool = False
                ) -> torch.Tensor:
-        """The last state [B,*D] of a segment of the grid, as `run` gives it, in one graph of all its steps where
-        gradients are enabled. checkpointing: the backward computes every forward of a denoiser again."""
+        """Return the last state [B,*D] of a segment of the grid, as `run` gives it.
+
+        Where gradients are enabled, all its steps are in one graph.
+        checkpointing: the backward computes every forward of a denoiser again.
+        """
         kept = recomputed(self.denoisers.values(), self.driver.attention) if checkpointing else contextlib.nullcontext()
         with kept:
             return self._drive(conditioning, replace(task, unrolled=True), self.guidance, latents=latents)[0]
 
     @torch.no_grad()
     def decode(self, latents: torch.Tensor, conditioning: Conditioning) -> torch.Tensor:
-        """`picture` without gradients."""
+        """Return `picture` without gradients."""
         return self.picture(latents, conditioning)
 
     def picture(self, latents: torch.Tensor, conditioning: Conditioning) -> torch.Tensor:
-        """Pictures [B,3,H,W] (or frames [B,F,3,H,W]) in [0, 1], not rounded, with gradients where enabled: the pipeline
-        with no steps left to do."""
+        """Return pictures [B,3,H,W] (or frames [B,F,3,H,W]) in [0, 1], not rounded, with gradients where enabled.
+
+        The pipeline draws them with no steps left to do.
+        """
         task = Segment(torch.zeros(1), range(0))
         return self._drive(conditioning, task, self.guidance, latents=latents, output_type="pt")[0].float()
 
@@ -259,8 +276,9 @@ class PipelinePolicy:
         return self._drive(conditioning, task, self.guidance, generator=generators, output_type="pt")[0].float().cpu()
 
     @torch.no_grad()
-    def generate(self, conditioning: Conditioning, generators, steps: int, guidance: float, output_type="pt"):
-        """Pictures on the CPU as a user of the stock pipeline gets them: its own scheduler, steps and guidance."""
+    def generate(self, conditioning: Conditioning, generators: list[torch.Generator], steps: int, guidance: float,
+                 output_type: str = "pt") -> torch.Tensor:
+        """Return pictures on the CPU as the stock pipeline draws them: by its own scheduler, steps and guidance."""
         self._announce(lockstep.RUN, steps)
         return self._drive(conditioning, None, guidance, generator=generators, num_inference_steps=steps,
                            output_type=output_type)[0].float().cpu()
@@ -280,7 +298,8 @@ class PipelinePolicy:
             raise UserError(f"train.grid 'stock': {error} (train.grid: shifted asks nothing of the scheduler)"
                             ) from None
 
-    def _drive(self, conditioning: Conditioning, task: Segment | None, guidance: float, **options):
+    def _drive(self, conditioning: Conditioning, task: Segment | None, guidance: float, **options: Any
+               ) -> tuple[Any, StepRecord | None]:
         """Call the pipeline, whose prompts are encoded anew where that is trained: (what it returns, the record)."""
         if self.encoders.away is not None:
             self.encoders.leave()

@@ -32,9 +32,9 @@ class EncodePrompt:
         self._learned: dict[frozenset[str], tuple[bool, tuple[tuple[bool, ...], ...]]] = {}  # by kinds of pictures
         self._bare = False
 
-    def knows(self, asked: Conditioning) -> bool:
+    def knows(self, plain: Conditioning) -> bool:
         """Return True once it has learned from prompts with such pictures, or from prompts without any."""
-        return frozenset(asked.inputs) in self._learned
+        return frozenset(plain.inputs) in self._learned
 
     def learn(self, twice: Conditioning, guidance: float, stay_apart: Callable[[], bool]) -> None:
         """Find out which values serve all prompts, and whether a call may bring several prompts with their pictures.
@@ -53,53 +53,53 @@ class EncodePrompt:
             self.apart = True
         self._learned[frozenset(twice.inputs)] = self.apart, self._shared
 
-    def __call__(self, asked: Conditioning, guidance: float) -> Conditioning:
+    def __call__(self, plain: Conditioning, guidance: float) -> Conditioning:
         """Return the prompts' conditioning, with the values of `encode_prompt`."""
-        self.apart, self._shared = self._learned.get(frozenset(asked.inputs), (self.apart, self._shared))
-        if not self.apart and not (asked.inputs and asked.mixed):
-            calls = self._calls(asked, guidance)
+        self.apart, self._shared = self._learned.get(frozenset(plain.inputs), (self.apart, self._shared))
+        if not self.apart and not (plain.inputs and plain.mixed):
+            calls = self._calls(plain, guidance)
             per_prompt = tuple(tuple(value is not None and not shared for value, shared in zip(values, shares))
                                for values, shares in zip(calls, self._shared, strict=True))
-            return replace(asked, calls=calls, per_prompt=per_prompt, bare=self._bare)
-        asked = replace(asked, apart=True, listed=not self.apart)
-        each = [self._calls(asked.rows(torch.tensor([i])), guidance) for i in range(len(asked.prompts))]
-        calls = tuple(tuple(map(list, zip(*values))) for values in zip(*each, strict=True))
-        return replace(asked, calls=calls, per_prompt=tuple((True,) * len(values) for values in calls), bare=self._bare)
+            return replace(plain, calls=calls, per_prompt=per_prompt, bare=self._bare)
+        plain = replace(plain, apart=True, listed=not self.apart)
+        rows = [self._calls(plain.rows(torch.tensor([i])), guidance) for i in range(len(plain.prompts))]
+        calls = tuple(tuple(map(list, zip(*values))) for values in zip(*rows, strict=True))
+        return replace(plain, calls=calls, per_prompt=tuple((True,) * len(values) for values in calls), bare=self._bare)
 
     def anew(self, conditioning: Conditioning, guidance: float) -> Conditioning:
-        """The same rows, as the present text encoders encode them, with gradients where they are enabled.
+        """Return the same rows as the present text encoders encode them, with gradients where they are enabled.
 
         Every prompt is encoded once, however many rows it has, and by itself where the results fit together: rollout
         and replay so compute the same numbers, whatever their batches. UserError where no gradient gets through.
         """
         rows = list(zip(conditioning.prompts, conditioning.negatives,
-                        zip(*([id(each) for each in values] for values in conditioning.inputs.values()))
+                        zip(*([id(picture) for picture in values] for values in conditioning.inputs.values()))
                         if conditioning.inputs else [()] * len(conditioning.prompts), strict=True))
         first = {row: rows.index(row) for row in rows}
-        asked = replace(conditioning, calls=(), per_prompt=()).rows(torch.tensor(list(first.values())))
-        each = [self(asked.rows(torch.tensor([at])), guidance) for at in range(len(first))]
-        found = join(each) if len({one.shapes() for one in each}) == 1 else self(asked, guidance)
-        if torch.is_grad_enabled() and not any(_in_graph(value) for call in found.calls for value in call):
+        plain = replace(conditioning, calls=(), per_prompt=()).rows(torch.tensor(list(first.values())))
+        parts = [self(plain.rows(torch.tensor([at])), guidance) for at in range(len(first))]
+        encoded = join(parts) if len({one.shapes() for one in parts}) == 1 else self(plain, guidance)
+        if torch.is_grad_enabled() and not any(_in_graph(value) for call in encoded.calls for value in call):
             raise UserError(f"encode_prompt of {type(self.driver.pipe).__name__} gives no gradient of its text "
                             "encoders: train the denoiser alone, parts: {adapted: {encoders: false, denoisers: true}}")
         places = {row: place for place, row in enumerate(first)}
-        return found.rows(torch.tensor([places[row] for row in rows]))
+        return encoded.rows(torch.tensor([places[row] for row in rows]))
 
-    def _calls(self, asked: Conditioning, guidance: float) -> tuple[tuple[Any, ...], ...]:
+    def _calls(self, plain: Conditioning, guidance: float) -> tuple[tuple[Any, ...], ...]:
         """Return the values of each call of `encode_prompt` during a pipeline call without steps."""
         calls: list[tuple[Any, ...]] = []
 
-        def remember(*args, **kwargs):
+        def remember(*args: Any, **kwargs: Any) -> Any:
             if not self.encoders.here:
                 self.encoders.come()
-            found = self._encode(*args, **kwargs)
-            self._bare = not isinstance(found, tuple)
-            calls.append((found,) if self._bare else found)
-            return found
+            values = self._encode(*args, **kwargs)
+            self._bare = not isinstance(values, tuple)
+            calls.append((values,) if self._bare else values)
+            return values
 
         # Under guidance in either phase the negative embeddings have to be there.
-        self.driver.once(asked, Segment(torch.ones(1), range(0)), remember, max(guidance, 2.0),
-                         generator=generators(range(len(asked.prompts))))
+        self.driver.once(plain, Segment(torch.ones(1), range(0)), remember, max(guidance, 2.0),
+                         generator=generators(range(len(plain.prompts))))
         if not calls:
             raise UserError(f"{type(self.driver.pipe).__name__} does not call its encode_prompt: its conditioning "
                             "cannot be cached")

@@ -24,20 +24,20 @@ def copies(output: Callable[[Segment], torch.Tensor], process: str, exact: bool)
     grid, times = torch.tensor([0.9, 0.1, 0.0]), torch.tensor([900, 100])
     whole = Segment(grid, range(1), replay=True, timesteps=times if process == "vp" else None)
     early, late = output(whole), output(whole.at_step(1))
-    wanted, wrong = torch.stack([early[0], late[1]]), torch.stack([late[0], early[1]])
+    expected, wrong = torch.stack([early[0], late[1]]), torch.stack([late[0], early[1]])
     for count in COPIES:
         try:
-            found = output(whole.at_rows(torch.tensor([0, 1]), count))
+            mixed = output(whole.at_rows(torch.tensor([0, 1]), count))
         except torch.OutOfMemoryError:
             raise
         except REFUSALS:
             continue
-        if found.shape == wanted.shape and _agree(found, wanted, wrong, EXACT if exact else HALF):
+        if mixed.shape == expected.shape and _agree(mixed, expected, wrong, EXACT if exact else HALF):
             return count
     return 0
 
 
-def _agree(found: torch.Tensor, wanted: torch.Tensor, wrong: torch.Tensor, tolerance: float) -> bool:
-    found, wanted, wrong = (value.detach().double().flatten(1) for value in (found, wanted, wrong))
-    error, effect = ((value - wanted).abs().amax(1) for value in (found, wrong))
-    return bool(((error <= tolerance * wanted.abs().max()) & (error <= SHARE * effect)).all())
+def _agree(mixed: torch.Tensor, expected: torch.Tensor, wrong: torch.Tensor, tolerance: float) -> bool:
+    mixed, expected, wrong = (value.detach().double().flatten(1) for value in (mixed, expected, wrong))
+    error, effect = ((value - expected).abs().amax(1) for value in (mixed, wrong))
+    return bool(((error <= tolerance * expected.abs().max()) & (error <= SHARE * effect)).all())

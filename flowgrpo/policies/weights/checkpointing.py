@@ -32,14 +32,15 @@ def checkpoint_blocks(module: torch.nn.Module, context: Context, compiled: bool 
     """
     if getattr(module, "_supports_gradient_checkpointing", False) and type(module).__name__ not in WRONG:
         # By its call, not its forward: a compiled block runs compiled, and a sharded one is collected.
-        module.enable_gradient_checkpointing(lambda block, *args: _again(block.__call__, context, block)(*args))
+        denoiser: Any = module
+        denoiser.enable_gradient_checkpointing(lambda block, *args: _again(block.__call__, context, block)(*args))
         return
-    found, told = blocks(module), f"train.checkpointing is true, but {type(module).__name__}"
-    if not found:
-        raise UserError(f"{told} has no list of blocks: use false")
+    parts, message = blocks(module), f"train.checkpointing is true, but {type(module).__name__}"
+    if not parts:
+        raise UserError(f"{message} has no list of blocks: use false")
     if compiled:
-        raise UserError(f"{told} has it not by diffusers, and then not with train.compile: set one of them to false")
-    for block in found:
+        raise UserError(f"{message} has it not by diffusers, and then not with train.compile: set one of them to false")
+    for block in parts:
         block.forward = _again(block.forward, context, block)
 
 
@@ -63,18 +64,19 @@ def recomputed(modules: Iterable[torch.nn.Module], context: Context) -> Iterator
 
 def _again(forward: Callable, context: Context, block: torch.nn.Module | None = None) -> Callable:
     """Return `forward` of the block, checkpointed where gradients are recorded."""
-    def answer(*args, **kwargs):
+    def answer(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         # Some pipelines (PAG) change attention processors during their call, which ends before the backward pass.
-        processors = {each: each.processor for each in (block.modules() if block else ()) if "processor" in vars(each)}
+        processors = {module: module.processor for module in (block.modules() if block else ())
+                      if "processor" in vars(module)}
 
-        def run(*values):  # by position: hooks that measure the memory see the stored values
+        def run(*values: Any) -> Any:  # by position: hooks that measure the memory see the stored values
             return forward(*values[:len(args)], **dict(zip(kwargs, values[len(args):], strict=True)))
 
         return checkpoint(run, *args, *kwargs.values(), use_reentrant=False, preserve_rng_state=False,
                           context_fn=lambda: (contextlib.nullcontext(), _as_then(processors, context)))
-    answer.__signature__ = inspect.signature(forward)  # some pipelines test for an argument
+    vars(answer)["__signature__"] = inspect.signature(forward)  # some pipelines test for an argument
     return answer
 
 

@@ -13,7 +13,7 @@ KINDS = 64  # most graphs per block: one per shape, grad mode, adapter on or off
 
 def blocks(module: torch.nn.Module) -> list[torch.nn.Module]:
     """Return a denoiser's blocks, the entries of its module lists."""
-    return [block for each in module.children() if isinstance(each, torch.nn.ModuleList) for block in each]
+    return [block for part in module.children() if isinstance(part, torch.nn.ModuleList) for block in part]
 
 
 def compile_blocks(module: torch.nn.Module, backend: str = "inductor") -> int:
@@ -24,7 +24,7 @@ def compile_blocks(module: torch.nn.Module, backend: str = "inductor") -> int:
     """
     limit = "recompile_limit" if hasattr(torch._dynamo.config, "recompile_limit") else "cache_size_limit"
     setattr(torch._dynamo.config, limit, max(KINDS, getattr(torch._dynamo.config, limit)))
-    found = blocks(module) or [module]
-    for block in found:
+    parts = blocks(module) or [module]
+    for block in parts:
         block.compile(backend=backend)
-    return len(found)
+    return len(parts)

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import inspect
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import load_file, save_file
 
 from flowgrpo.errors import UserError
 
+if TYPE_CHECKING:
+    from peft import LoraConfig
+
 LORA_FILE = "pytorch_lora_weights.safetensors"
 PIPELINE, EXPERT, PEFT = "load_lora_weights", "load_lora_weights(load_into_transformer_2=True)", \
     "peft.inject_adapter_in_model"
 
 
-def loader(pipe, name: str) -> str:
+def loader(pipe: Any, name: str) -> str:
     """Return the loader of a LoRA of the denoiser or text encoder `name` of a stock pipeline: PIPELINE, EXPERT (Wan
     2.2) or PEFT."""
     writes = inspect.signature(getattr(pipe, "save_lora_weights", lambda: None)).parameters
@@ -28,17 +31,18 @@ def loader(pipe, name: str) -> str:
     return EXPERT if second and "transformer_lora_layers" in writes else PEFT
 
 
-def add_adapter(module: torch.nn.Module, config, name: str) -> None:
+def add_adapter(module: torch.nn.Module, config: LoraConfig, name: str) -> None:
     """Add an adapter to a module, also if its class does not support adapters."""
     from peft import inject_adapter_in_model
 
+    adaptable: Any = module
     if hasattr(module, "add_adapter"):
-        module.add_adapter(config, name)
+        adaptable.add_adapter(config, name)
     else:
         inject_adapter_in_model(config, module, name)
 
 
-def load_lora(pipe, modules: dict[str, torch.nn.Module], folder: Path, adapter: str = "default") -> list[str]:
+def load_lora(pipe: Any, modules: dict[str, torch.nn.Module], folder: Path, adapter: str = "default") -> list[str]:
     """Load the LoRA that `Weights.save` wrote into a stock pipeline; return the loaders used, none without a LoRA.
 
     modules: those of the pipeline that may have one, by name.
@@ -58,7 +62,7 @@ def load_lora(pipe, modules: dict[str, torch.nn.Module], folder: Path, adapter: 
     return used
 
 
-def save_stock(pipe, folder: Path, modules: dict[str, str]) -> None:
+def save_stock(pipe: Any, folder: Path, modules: dict[str, str]) -> None:
     """Write the format of `load_lora_weights`; modules: the component name by the name in the file."""
     from peft.utils import get_peft_model_state_dict
 
@@ -70,7 +74,7 @@ def save_stock(pipe, folder: Path, modules: dict[str, str]) -> None:
     type(pipe).save_lora_weights(folder, **arguments)
 
 
-def save_peft(module: torch.nn.Module, folder: Path) -> None:
+def save_peft(module: Any, folder: Path) -> None:
     """Write the format of `inject_adapter_in_model` and `set_peft_model_state_dict`."""
     from peft.utils import get_peft_model_state_dict
 
@@ -84,7 +88,7 @@ def merge(module: torch.nn.Module) -> None:
     """Merge a module's LoRA into its weights and remove it; a module without one is unchanged."""
     from peft.tuners.lora import LoraLayer
 
-    for layer in [each for each in module.modules() if isinstance(each, LoraLayer)]:
+    for layer in [part for part in module.modules() if isinstance(part, LoraLayer)]:
         layer.merge()
     take_off(module)
 
@@ -94,16 +98,17 @@ def take_off(module: torch.nn.Module) -> None:
     from diffusers.utils import recurse_remove_peft_layers
 
     recurse_remove_peft_layers(module)
+    adapted: Any = module
     if hasattr(module, "peft_config"):  # otherwise the module would be saved as an adapter
-        del module.peft_config
-        module._hf_peft_config_loaded = False
+        del adapted.peft_config
+        adapted._hf_peft_config_loaded = False
 
 
 def _load_peft(module: torch.nn.Module, folder: Path, adapter: str) -> None:
     from peft import LoraConfig, inject_adapter_in_model
     from peft.utils import set_peft_model_state_dict
 
-    inject_adapter_in_model(LoraConfig.from_pretrained(folder), module, adapter)
-    found = set_peft_model_state_dict(module, load_file(folder / "adapter_model.safetensors"), adapter)
-    if found.unexpected_keys:
-        raise UserError(f"{folder} was trained on another model: it has {found.unexpected_keys[0]}")
+    inject_adapter_in_model(LoraConfig.from_pretrained(str(folder)), module, adapter)
+    loaded: Any = set_peft_model_state_dict(module, load_file(folder / "adapter_model.safetensors"), adapter)
+    if loaded.unexpected_keys:
+        raise UserError(f"{folder} was trained on another model: it has {loaded.unexpected_keys[0]}")

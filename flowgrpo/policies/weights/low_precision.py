@@ -9,13 +9,19 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from flowgrpo.errors import UserError
 
 NVFP4_UNIT = 16  # torchao requires both sides of an NVFP4 weight to be multiples of it
+
+
+class Denoising(Protocol):
+    """Policy with denoisers, by name."""
+
+    denoisers: dict[str, torch.nn.Module]
 
 
 def require_torchao(precision: str) -> None:
@@ -26,7 +32,7 @@ def require_torchao(precision: str) -> None:
 
 
 @contextlib.contextmanager
-def quantised(policy, precision: str) -> Iterator[None]:
+def quantised(policy: Denoising, precision: str) -> Iterator[None]:
     """Context manager: the policy's denoisers use weights quantised from their present ones.
 
     precision: "int8" (a scale per row of the weight), "fp8" (e4m3, likewise) or "nvfp4" (e2m1 with a scale per 16
@@ -47,14 +53,14 @@ def quantised(policy, precision: str) -> Iterator[None]:
         yield
 
 
-def _layers(policy, precision: str) -> list[torch.nn.Linear]:
+def _layers(policy: Denoising, precision: str) -> list[torch.nn.Linear]:
     """Return the linear layers of the denoisers that this precision can quantise, without those of a LoRA."""
-    found = [layer for module in policy.denoisers.values() for name, layer in module.named_modules()
-             if isinstance(layer, torch.nn.Linear) and "lora_" not in name]
-    return [layer for layer in found if precision != "nvfp4" or not any(n % NVFP4_UNIT for n in layer.weight.shape)]
+    layers = [layer for module in policy.denoisers.values() for name, layer in module.named_modules()
+              if isinstance(layer, torch.nn.Linear) and "lora_" not in name]
+    return [layer for layer in layers if precision != "nvfp4" or not any(n % NVFP4_UNIT for n in layer.weight.shape)]
 
 
-def _quantised(weight: torch.nn.Parameter, precision: str) -> torch.nn.Parameter:
+def _quantised(weight: torch.Tensor, precision: str) -> torch.nn.Parameter:
     """Return a quantised copy of a weight [out, in]."""
     from torchao.quantization import quantize_
 

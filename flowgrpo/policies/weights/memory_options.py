@@ -24,9 +24,9 @@ def require_quantiser(weights: str) -> None:
         require_package(f"memory.weights is {weights!r}", PACKAGES[weights])
 
 
-def require_package(told: str, package: str) -> None:
+def require_package(setting: str, package: str) -> None:
     if importlib.util.find_spec(package) is None:
-        raise UserError(f"{told}, which needs {package}: pip install 'flowgrpo[{package}]'")
+        raise UserError(f"{setting}, which needs {package}: pip install 'flowgrpo[{package}]'")
 
 
 def quantisation(names: Iterable[str], weights: str, dtype: torch.dtype) -> Any:
@@ -39,6 +39,7 @@ def quantisation(names: Iterable[str], weights: str, dtype: torch.dtype) -> Any:
         return None
     from diffusers import BitsAndBytesConfig, PipelineQuantizationConfig, TorchAoConfig
 
+    form: Any
     if weights == "int8":
         from torchao.quantization import Int8WeightOnlyConfig
 
@@ -73,7 +74,7 @@ class Encoders:
         encode = pipe.encode_prompt
 
         @functools.wraps(encode)
-        def attended(*args, **kwargs):
+        def attended(*args: Any, **kwargs: Any) -> Any:
             self.come()
             try:
                 return encode(*args, **kwargs)
@@ -103,8 +104,8 @@ def decode_in_parts(pipe: Any, how: str) -> None:
     """
     if how == "whole":
         return
-    vaes = [part for name, part in pipe.components.items() if isinstance(part, torch.nn.Module)
-            and ("vae" in name or name == "vqgan")]
+    vaes: list[Any] = [part for name, part in pipe.components.items() if isinstance(part, torch.nn.Module)
+                       and ("vae" in name or name == "vqgan")]
     for option in ["slicing"] + ["tiling"] * (how == "tiled"):
         able = [vae for vae in vaes if hasattr(vae, f"use_{option}")]  # all have the method, but some raise in it
         if not able:

@@ -19,8 +19,8 @@ def as_before(loaded: Any) -> Iterator[None]:
     None: the run loaded the model itself. At failure the added LoRA, hooks and forwards are removed, so another run can
     use the model. The trained weights are in the run's checkpoints; with adapter.rank 0 the trained ones stay.
     """
-    found = () if loaded is None else loaded if isinstance(loaded, tuple) else loaded.components.values()
-    parts = [part for part in found if isinstance(part, torch.nn.Module)]
+    components = () if loaded is None else loaded if isinstance(loaded, tuple) else loaded.components.values()
+    parts = [part for part in components if isinstance(part, torch.nn.Module)]
     bare = [part for part in parts if not lora_layers(part)]
     before = {module: ({*module._forward_pre_hooks}, vars(module).get("forward"))
               for part in parts for module in part.modules()}

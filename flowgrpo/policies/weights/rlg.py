@@ -12,13 +12,16 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from flowgrpo.errors import UserError
 from flowgrpo.policies.weights.trainable import lora_layers, switched_off
 from flowgrpo.types import wide
+
+if TYPE_CHECKING:
+    from peft.tuners.lora import LoraLayer
 
 Forward = Callable[..., Any]
 
@@ -30,7 +33,8 @@ def blended(base: Any, tuned: Any, weight: float) -> Any:
     diffusers' output classes) that hold them; other values are those of `tuned`.
     """
     if torch.is_tensor(tuned) and tuned.is_floating_point():
-        return torch.lerp(*wide(base, tuned), weight).to(tuned.dtype)
+        start, end = wide(base, tuned)
+        return torch.lerp(start, end, weight).to(tuned.dtype)
     if isinstance(tuned, dict):
         return type(tuned)(**{key: blended(base[key], value, weight) for key, value in tuned.items()})
     if isinstance(tuned, (tuple, list)):
@@ -59,7 +63,7 @@ def guided(bases: dict[torch.nn.Module, Forward], weight: float) -> Iterator[Non
 
 def _blending(base: Forward, tuned: Forward, weight: float) -> Forward:
     @functools.wraps(tuned)  # some pipelines test for an argument
-    def answer(*args, **kwargs):
+    def answer(*args: Any, **kwargs: Any) -> Any:
         first = base(*args, **kwargs)
         return first if weight == 0 else blended(first, tuned(*args, **kwargs), weight)
     return answer
@@ -68,7 +72,7 @@ def _blending(base: Forward, tuned: Forward, weight: float) -> Forward:
 def inside(state: Callable[[], contextlib.AbstractContextManager], forward: Forward) -> Forward:
     """Return the forward, run inside `with state():`."""
     @functools.wraps(forward)
-    def run(*args, **kwargs):
+    def run(*args: Any, **kwargs: Any) -> Any:
         with state():
             return forward(*args, **kwargs)
     return run
@@ -98,11 +102,11 @@ class Branches:
                             "the same embeddings: expected 0, 1, or weights of the denoisers alone")
         return guided(self._bases(), weight)
 
-    def _layers(self) -> dict[str, list[torch.nn.Module]]:
+    def _layers(self) -> dict[str, list[LoraLayer]]:
         """Return the LoRA layers of each of the pipeline's modules that has any."""
-        found = {name: list(lora_layers(part).values()) for name, part in self.pipe.components.items()
-                 if isinstance(part, torch.nn.Module)}
-        return {name: layers for name, layers in found.items() if layers}
+        by_module = {name: list(lora_layers(part).values()) for name, part in self.pipe.components.items()
+                     if isinstance(part, torch.nn.Module)}
+        return {name: layers for name, layers in by_module.items() if layers}
 
     def _bases(self) -> dict[torch.nn.Module, Forward]:
         bases: dict[torch.nn.Module, Forward] = {}

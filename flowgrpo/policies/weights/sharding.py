@@ -19,7 +19,7 @@ from flowgrpo.policies.weights.compiled import blocks
 
 
 def asked(shard: bool) -> bool:
-    """True if weights are sharded: `shard` is set and there are several processes."""
+    """Return True if weights are sharded: `shard` is set and there are several processes."""
     return shard and distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from flowgrpo.config.sections import Adapter
 from flowgrpo.errors import UserError
 from flowgrpo.log import quiet
 from flowgrpo.policies.weights.lora_files import (
@@ -24,8 +26,11 @@ from flowgrpo.policies.weights.lora_files import (
 )
 from flowgrpo.storage import paths
 
+if TYPE_CHECKING:
+    from peft.tuners.lora import LoraLayer
 
-def lora_layers(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
+
+def lora_layers(module: torch.nn.Module) -> dict[str, LoraLayer]:
     """Return the layers of a module that have an adapter, by key."""
     from peft.tuners.lora import LoraLayer
 
@@ -33,7 +38,7 @@ def lora_layers(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
 
 
 @contextlib.contextmanager
-def switched_off(layers: Collection[torch.nn.Module]) -> Iterator[None]:
+def switched_off(layers: Collection[LoraLayer]) -> Iterator[None]:
     """Context manager: disable the adapters of the layers."""
     for layer in layers:
         layer.enable_adapters(False)
@@ -52,7 +57,7 @@ class TrainableWeights:
     the CPU as the reference.
     """
 
-    def __init__(self, pipe, modules: dict[str, torch.nn.Module], adapter):
+    def __init__(self, pipe: Any, modules: dict[str, torch.nn.Module], adapter: Adapter):
         self.pipe, self.modules, self.adapter = pipe, modules, adapter
         for name, module in modules.items():
             self._add_lora(name, module) if adapter.rank else module.float().requires_grad_(True)
@@ -60,7 +65,7 @@ class TrainableWeights:
                       for key, parameter in module.named_parameters() if parameter.requires_grad}
         self._first = {} if adapter.rank else self.snapshot()
 
-    def _add_lora(self, name: str, module: torch.nn.Module) -> None:
+    def _add_lora(self, name: str, module: Any) -> None:
         from peft import LoraConfig
 
         if getattr(module, "peft_config", None):
@@ -69,20 +74,20 @@ class TrainableWeights:
         take_off(module)  # peft leaves empty layers of a deleted adapter
         option = "encoder_targets" if name.startswith("text_encoder") else "targets"
         rank, targets = self.adapter.rank, getattr(self.adapter, option)
-        found = sorted(key for key, m in module.named_modules() if isinstance(m, (torch.nn.Linear, torch.nn.Conv2d))
-                       and any(key == t or key.endswith("." + t) for t in targets))
-        if not found:
+        keys = sorted(key for key, m in module.named_modules() if isinstance(m, (torch.nn.Linear, torch.nn.Conv2d))
+                      and any(key == t or key.endswith("." + t) for t in targets))
+        if not keys:
             names = sorted({key.split(".")[-1] for key, m in module.named_modules() if isinstance(m, torch.nn.Linear)})
             raise UserError(f"adapter.{option} {targets} match no module of the {name}: its linear layers are called "
                             f"{', '.join(names)}")
-        alpha = self.adapter.alpha or (2 * rank**0.5 if self.adapter.rslora else 2 * rank)  # a scale of 2
-        add_adapter(module, LoraConfig(r=rank, lora_alpha=alpha, target_modules=found, init_lora_weights="gaussian",
+        alpha: Any = self.adapter.alpha or (2 * rank**0.5 if self.adapter.rslora else 2 * rank)  # a scale of 2
+        add_adapter(module, LoraConfig(r=rank, lora_alpha=alpha, target_modules=keys, init_lora_weights="gaussian",
                                        use_dora=self.adapter.dora, use_rslora=self.adapter.rslora), "default")
         for parameter in module.parameters():
             if parameter.requires_grad:
                 parameter.data = parameter.data.float()
 
-    def _way_off(self, name: str, module: torch.nn.Module) -> str:
+    def _way_off(self, name: str, module: Any) -> str:
         """Return the instruction for removing the adapters of a module."""
         if name in getattr(self.pipe, "_lora_loadable_modules", ()):
             return "pipe.unload_lora_weights() takes it off (and pipe.fuse_lora() before that keeps what it does)"
@@ -128,10 +133,10 @@ class TrainableWeights:
         is not the product of the means.
         """
         def joined(key: str) -> torch.Tensor:
-            each = [snapshot[key] for snapshot in snapshots]
+            values = [snapshot[key] for snapshot in snapshots]
             if ".lora_" not in key:
-                return torch.stack(each).mean(0)
-            return torch.cat(each, 0) if ".lora_A." in key else torch.cat(each, 1) / len(each)
+                return torch.stack(values).mean(0)
+            return torch.cat(values, 0) if ".lora_A." in key else torch.cat(values, 1) / len(values)
 
         return {key: joined(key) for key in self.named} if len(snapshots) > 1 else snapshots[0]
 
@@ -162,7 +167,8 @@ class TrainableWeights:
         `loader`), it goes to a folder per module in peft's own format. All weights go to a folder per module.
         """
         if not self.adapter.rank:
-            for name, module in self.modules.items():
+            modules: dict[str, Any] = self.modules
+            for name, module in modules.items():
                 module.save_pretrained(folder / name, safe_serialization=True)
                 paths.readable(folder / name)
             return f"saved all weights of {', '.join(self.modules)} to {folder}"
@@ -180,7 +186,7 @@ class TrainableWeights:
         where = folder / LORA_FILE if named else folder
         return f"saved {where}; read back by {', '.join(sorted(set(by.values())))}: same weights, same scale"
 
-    def _layers(self) -> dict[str, torch.nn.Module]:
+    def _layers(self) -> dict[str, LoraLayer]:
         """Return the layers with an adapter, by module and key."""
         return {f"{name}.{key}": layer for name, module in self.modules.items()
                 for key, layer in lora_layers(module).items()}
@@ -195,14 +201,16 @@ class TrainableWeights:
                 load_lora(self.pipe, self.modules, folder, "check")
             for key, layer in self._layers().items():
                 # diffusers casts loaded weights, and the live adapter of a text encoder, to the module's dtype.
-                parts = [layer.lora_A, layer.lora_B, *([layer.lora_magnitude_vector] if self.adapter.dora else [])]
+                parts: list[Any] = [layer.lora_A, layer.lora_B]
+                parts += [layer.lora_magnitude_vector] if self.adapter.dora else []
                 sides = [(part["check"].weight, part["default"].weight) for part in parts if "check" in part]
                 if len(sides) < len(parts) or layer.scaling["check"] != layer.scaling["default"] or \
                         not all(torch.equal(loaded, live.to(loaded.dtype)) for loaded, live in sides):
                     raise RuntimeError(f"{folder} does not give {key} back as it was saved")
         finally:
             with quiet():
-                for module in self.modules.values():
+                modules: dict[str, Any] = self.modules
+                for module in modules.values():
                     if "check" in module.peft_config:
                         delete_adapter_layers(module, "check")
             for layer in self._layers().values():

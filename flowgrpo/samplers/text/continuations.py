@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,11 +12,12 @@ from torch.nn.functional import pad
 from flowgrpo.errors import UserError
 from flowgrpo.samplers.rollout import Seed
 from flowgrpo.samplers.text.decoding import Decoding, decided
+from flowgrpo.samplers.text.language_model import CausalModel
 from flowgrpo.samplers.text.records import SampledCompletions, TokenizedPrompts
 from flowgrpo.types import Completions, Segmented
 
 
-def continued(policy: Any, asked: TokenizedPrompts, prefixes: Sequence[Tensor], decoding: Decoding,
+def continued(policy: CausalModel, tokenized: TokenizedPrompts, prefixes: Sequence[Tensor], decoding: Decoding,
               generators: Sequence[torch.Generator]) -> SampledCompletions:
     """Return one completion per row that begins with its prefix: B whole completions of at most `text.max_tokens`
     tokens.
@@ -25,22 +25,23 @@ def continued(policy: Any, asked: TokenizedPrompts, prefixes: Sequence[Tensor], 
     A prefix is int64, shorter than `text.max_tokens`, without an end. At its tokens logp is 0 and mask is true.
     Raises UserError for prompts with images.
     """
-    if type(asked) is not TokenizedPrompts:
+    if type(tokenized) is not TokenizedPrompts:
         raise UserError("the method continues completions from the middle, for which prompts with pictures are not "
                         "made: use another method")
-    ids = [torch.cat(both) for both in zip(asked.ids, prefixes)]
-    made = policy.sample(replace(asked, ids=ids), decoding, generators, torch.zeros(len(ids), dtype=torch.bool))
+    begun = [torch.cat(both) for both in zip(tokenized.ids, prefixes)]
+    sampled = torch.zeros(len(begun), dtype=torch.bool)
+    rests = policy.sample(replace(tokenized, ids=begun), decoding, generators, sampled)
     most = policy.text.max_tokens
-    behind = [(each, torch.zeros(len(each))) for each in prefixes]
+    behind = [(prefix, torch.zeros(len(prefix))) for prefix in prefixes]
     whole = [(torch.cat([first, rest])[:most], torch.cat([none, logp])[:most])
-             for (first, none), rest, logp in zip(behind, made.ids, made.logp)]
-    ids, logp = (torch.stack([pad(each, (0, most - len(each))) for each in column]) for column in zip(*whole))
+             for (first, none), rest, logp in zip(behind, rests.ids, rests.logp)]
+    ids, logp = (torch.stack([pad(row, (0, most - len(row))) for row in column]) for column in zip(*whole))
     mask, cut = decided(ids, policy.ends)
     return SampledCompletions(ids, logp.masked_fill(~mask, 0.0), mask, cut, policy.written(ids, mask))
 
 
 @torch.no_grad()
-def alternatives(policy: Any, asked: TokenizedPrompts, ids: Tensor, mask: Tensor, decoding: Decoding
+def alternatives(policy: CausalModel, tokenized: TokenizedPrompts, ids: Tensor, mask: Tensor, decoding: Decoding
                  ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the most likely other token at each place of completions [B,L], its log-probability, and the largest one.
 
@@ -48,21 +49,21 @@ def alternatives(policy: Any, asked: TokenizedPrompts, ids: Tensor, mask: Tensor
     nothing else could be drawn.
     Raises UserError for a model whose logits are not those of its head alone.
     """
-    if not policy.head_alone(asked):
+    if not policy.head_alone(tokenized):
         raise UserError(f"{type(policy.model).__name__} does more to its logits than its head: use a method that does "
                         "not look for other tokens")
-    states, head = policy.states_before(asked, ids.to(policy.device)), policy.model.get_output_embeddings()
+    states, head = policy.states_before(tokenized, ids.to(policy.device)), policy.model.get_output_embeddings()
     tokens, logp, likeliest = torch.zeros_like(ids), *(torch.full(ids.shape, -torch.inf) for _ in range(2))
     for row in range(len(ids)):  # row by row: the vocabulary may be large
-        own = mask[row]
-        found = decoding(head(states[row, :ids.shape[1]][own.to(states.device)])).cpu()
-        likeliest[row, own] = found.amax(1)
-        best = found.scatter(1, ids[row, own][:, None], -torch.inf).max(1)
-        logp[row, own], tokens[row, own] = best.values, best.indices
+        counted = mask[row]
+        log_probs = decoding(head(states[row, :ids.shape[1]][counted.to(states.device)])).cpu()
+        likeliest[row, counted] = log_probs.amax(1)
+        best = log_probs.scatter(1, ids[row, counted][:, None], -torch.inf).max(1)
+        logp[row, counted], tokens[row, counted] = best.values, best.indices
     return tokens, logp, likeliest
 
 
-def segmented(policy: Any, asked: TokenizedPrompts, taken: Completions, segments: Tensor,
+def segmented(policy: CausalModel, tokenized: TokenizedPrompts, taken: Completions, segments: Tensor,
               starts: Sequence[tuple[int, int, int]], samples: int, decoding: Decoding, seed: Seed, group: int,
               micro_batch: int, judge: Callable[[list[str], int, Tensor], Tensor]) -> Segmented:
     """Return the completions, whole groups, with the values of the states before their segments.
@@ -77,12 +78,12 @@ def segmented(policy: Any, asked: TokenizedPrompts, taken: Completions, segments
     rows = [(row, place, number) for row, _, place in starts for number in range(samples)]
     texts: list[str] = []
     for at in range(0, len(rows), micro_batch):
-        own = rows[at:at + micro_batch]
-        prompts = taken.prompts[[row for row, _, _ in own]]
+        batch = rows[at:at + micro_batch]
+        prompts = taken.prompts[[row for row, _, _ in batch]]
         generators = policy.generators(seed(int(p), group + ((row % group) * length + place) * samples + number)
-                                       for p, (row, place, number) in zip(prompts, own))
-        texts += continued(policy, asked.rows(prompts), [taken.ids[row, :place] for row, place, _ in own], decoding,
-                           generators).texts
+                                       for p, (row, place, number) in zip(prompts, batch))
+        prefixes = [taken.ids[row, :place] for row, place, _ in batch]
+        texts += continued(policy, tokenized.rows(prompts), prefixes, decoding, generators).texts
     if starts:
         row, segment, _ = torch.tensor(list(starts)).unbind(1)
         totals = judge(texts, samples, taken.prompts[row].repeat_interleave(samples))

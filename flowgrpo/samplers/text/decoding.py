@@ -8,12 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from flowgrpo.types import wide
+
+
+class TokenDistribution(Protocol):
+    """Distribution of tokens under a model's logits."""
+
+    def __call__(self, logits: Tensor, taken: Tensor | None = None) -> Tensor:
+        """Return log-probabilities [n,V] of logits [n,V]; taken: int64 [n], tokens that are never cut."""
 
 
 @dataclass(frozen=True)
@@ -105,11 +113,12 @@ class Unmasking(Decoding):
 
     def schedule(self, length: int) -> list[tuple[int, int, int]]:
         """Return (first, end, count) of every step of an answer: of the places first to end, `count` become tokens."""
-        size, found = self.block or length, []
+        size = self.block or length
+        steps: list[tuple[int, int, int]] = []
         for first in range(0, length, size):
             end = min(first + size, length)
-            found += [(first, end, min(self.per_step, left)) for left in range(end - first, 0, -self.per_step)]
-        return found
+            steps += [(first, end, min(self.per_step, left)) for left in range(end - first, 0, -self.per_step)]
+        return steps
 
     def chosen(self, logits: Tensor, masked: Tensor, lots: Tensor, count: int) -> Tensor:
         """Return the places [n,count] that become tokens; ties go to the first.
@@ -119,7 +128,8 @@ class Unmasking(Decoding):
         lots: [n,L], numbers that decide a random order.
         """
         rank = lots if self.order == "random" else torch.stack(
-            [row.amax(-1) - row.logsumexp(-1) for each in logits for row in wide(each)])  # row by row: V may be large
+            # row by row: V may be large
+            [row.amax(-1) - row.logsumexp(-1) for answer in logits for row in wide(answer)])
         return rank.masked_fill(~masked, -torch.inf).argsort(dim=1, descending=True, stable=True)[:, :count]
 
     def scorings(self, steps: Tensor, length: int) -> Tensor:
@@ -148,7 +158,8 @@ class Draw:
     """
 
     def __init__(self, decoding: Decoding, uniforms: Tensor, greedy: Tensor):
-        self.decoding, self.uniforms, self.greedy, self.found = decoding, uniforms, greedy, []
+        self.decoding, self.uniforms, self.greedy = decoding, uniforms, greedy
+        self.found: list[Tensor] = []
 
     def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
         log_probs, step = self.decoding(scores), len(self.found)
@@ -175,8 +186,8 @@ def decided(ids: Tensor, ends: Sequence[int]) -> tuple[Tensor, Tensor]:
     return end.long().cumsum(1) - end.long() == 0, ~end.any(1)
 
 
-def score(hidden: Tensor, head: Callable[[Tensor], Tensor], ids: Tensor, decoding: Decoding, chunk: int = 1024,
-          entropy: bool = False) -> Tensor:
+def score(hidden: Tensor, head: Callable[[Tensor], Tensor], ids: Tensor, decoding: TokenDistribution,
+          chunk: int = 1024, entropy: bool = False) -> Tensor:
     """Return log p of the tokens ids [n] under states hidden [n,H], float32 [n], `chunk` tokens at a time.
 
     With `entropy`, [n,2]: the second column is the entropy of each distribution. head: maps states to logits. Logits of

@@ -1,10 +1,11 @@
-"""Group samplers of completions: `draw(policy, asked, kernel, generators, greedy, group, micro_batch)`.
+"""Group samplers of completions: `draw(policy, tokenized, decoding, generators, greedy, group, micro_batch)`.
 
-asked: the prompts of B rows, whole groups of `group`.
+tokenized: the prompts of B rows, whole groups of `group`.
 generators: one per row.
 greedy: bool [B], rows that take the most likely token.
 
-The result is a list of Sampled, B rows together in their order. `causal`: tokens are drawn one after the other.
+The result is a list of SampledCompletions, B rows together in their order.
+`causal`: tokens are drawn one after the other.
 `leaves`: the size of a group must be a multiple of it.
 """
 
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -20,6 +21,8 @@ from torch import Tensor
 from flowgrpo.errors import UserError
 
 if TYPE_CHECKING:
+    from flowgrpo.samplers.text.decoding import Decoding
+    from flowgrpo.samplers.text.language_model import CausalModel, LanguageModel
     from flowgrpo.samplers.text.records import SampledCompletions, TokenizedPrompts
 
 
@@ -29,9 +32,10 @@ class Independent:
 
     causal, leaves = False, 1
 
-    def __call__(self, policy: Any, asked: TokenizedPrompts, kernel: Any, generators: Sequence[torch.Generator],
-                 greedy: Tensor, group: int, micro_batch: int) -> list[SampledCompletions]:
-        return [policy.sample(asked.rows(at), kernel, [generators[i] for i in at], greedy[at])
+    def __call__(self, policy: LanguageModel, tokenized: TokenizedPrompts, decoding: Decoding,
+                 generators: Sequence[torch.Generator], greedy: Tensor, group: int, micro_batch: int
+                 ) -> list[SampledCompletions]:
+        return [policy.sample(tokenized.rows(at), decoding, [generators[i] for i in at], greedy[at])
                 for at in torch.arange(len(generators)).split(micro_batch)]
 
 
@@ -48,18 +52,19 @@ class EarlyExits:
     close: str = "</think>"
     causal, leaves = True, 1
 
-    def __call__(self, policy: Any, asked: TokenizedPrompts, kernel: Any, generators: Sequence[torch.Generator],
-                 greedy: Tensor, group: int, micro_batch: int) -> list[SampledCompletions]:
+    def __call__(self, policy: CausalModel, tokenized: TokenizedPrompts, decoding: Decoding,
+                 generators: Sequence[torch.Generator], greedy: Tensor, group: int, micro_batch: int
+                 ) -> list[SampledCompletions]:
         exit, most = self._exit(policy), policy.text.max_tokens
         whole = torch.arange(group - 1, len(generators), group)
-        leaders = joined([policy.sample(asked.rows(at), kernel, [generators[i] for i in at], greedy[at])
+        leaders = joined([policy.sample(tokenized.rows(at), decoding, [generators[i] for i in at], greedy[at])
                           for at in whole.split(micro_batch)])
         places = torch.cat([self.places(thought(policy, ids[mask], self.close), group - 1, most - len(exit) - 1,
                                         generators[row])
                             for ids, mask, row in zip(leaders.ids, leaders.mask, whole.tolist())])
         of = torch.arange(len(whole)).repeat_interleave(group - 1)
         rows = whole[of] - (group - 1) + torch.arange(group - 1).repeat(len(whole))
-        exits = joined([self._left(policy, asked.rows(rows[at]), kernel, [generators[i] for i in rows[at]],
+        exits = joined([self._left(policy, tokenized.rows(rows[at]), decoding, [generators[i] for i in rows[at]],
                                    leaders.ids[of[at]], leaders.logp[of[at]], places[at], exit)
                         for at in torch.arange(len(rows)).split(micro_batch)])
         return [ordered(joined([exits, leaders]), torch.cat([rows, whole]).argsort())]
@@ -68,7 +73,7 @@ class EarlyExits:
         """Return the exits of a thought of `length` tokens, int64 [count], ascending, at most `most`."""
         return torch.randint(1, max(min(length, most), 1) + 1, (count,), generator=generator).sort()[0]
 
-    def _exit(self, policy: Any) -> Tensor:
+    def _exit(self, policy: CausalModel) -> Tensor:
         """Return the tokens of `exit`.
 
         Raises UserError if they leave no room for an answer.
@@ -80,36 +85,37 @@ class EarlyExits:
         return ids
 
     @staticmethod
-    def _left(policy: Any, asked: TokenizedPrompts, kernel: Any, generators: Sequence[torch.Generator], ids: Tensor,
-              logp: Tensor, places: Tensor, exit: Tensor) -> SampledCompletions:
+    def _left(policy: CausalModel, tokenized: TokenizedPrompts, decoding: Decoding,
+              generators: Sequence[torch.Generator], ids: Tensor, logp: Tensor, places: Tensor, exit: Tensor
+              ) -> SampledCompletions:
         """Return answers of thoughts ids [b,L], with their logp [b,L], that exit at `places` [b]."""
         from flowgrpo.samplers.text.continuations import continued
 
-        made = continued(policy, asked, [torch.cat([row[:place], exit]) for row, place in zip(ids, places)], kernel,
-                         generators)
+        prefixes = [torch.cat([row[:place], exit]) for row, place in zip(ids, places)]
+        answers = continued(policy, tokenized, prefixes, decoding, generators)
         at = torch.arange(ids.shape[1])
         before, behind = at < places[:, None], at >= places[:, None] + len(exit)
-        return replace(made, logp=torch.where(before, logp, made.logp), mask=made.mask & (before | behind))
+        return replace(answers, logp=torch.where(before, logp, answers.logp), mask=answers.mask & (before | behind))
 
 
-def thought(policy: Any, ids: Tensor, close: str) -> int:
+def thought(policy: CausalModel, ids: Tensor, close: str) -> int:
     """Return the number of a completion's tokens [n] in its thought: those before the text `close`, or before its
     end."""
     ends = torch.isin(ids, torch.tensor(policy.ends)).nonzero().flatten().tolist()
     length = ends[0] if ends else len(ids)
     mark = policy.tokenizer(close, add_special_tokens=False)["input_ids"]
-    own = ids.tolist()
-    return next((at for at in range(length) if own[at:at + len(mark)] == mark), length) if mark else length
+    tokens = ids.tolist()
+    return next((at for at in range(length) if tokens[at:at + len(mark)] == mark), length) if mark else length
 
 
 def joined(pieces: Sequence[SampledCompletions]) -> SampledCompletions:
     """Concatenate samples."""
-    ids, logp, mask, cut = (torch.cat([getattr(each, name) for each in pieces]) for name in ("ids", "logp", "mask",
+    ids, logp, mask, cut = (torch.cat([getattr(piece, name) for piece in pieces]) for name in ("ids", "logp", "mask",
                                                                                               "cut"))
-    return type(pieces[0])(ids, logp, mask, cut, [text for each in pieces for text in each.texts])
+    return type(pieces[0])(ids, logp, mask, cut, [text for piece in pieces for text in piece.texts])
 
 
-def ordered(made: SampledCompletions, order: Tensor) -> SampledCompletions:
+def ordered(samples: SampledCompletions, order: Tensor) -> SampledCompletions:
     """Return the samples at the indices `order`, int64 [n], which may repeat or omit some."""
-    return type(made)(made.ids[order], made.logp[order], made.mask[order], made.cut[order],
-                      [made.texts[i] for i in order.tolist()])
+    return type(samples)(samples.ids[order], samples.logp[order], samples.mask[order], samples.cut[order],
+                         [samples.texts[i] for i in order.tolist()])

@@ -94,8 +94,8 @@ def walk(logits: Logits, reference: Logits, x: Tensor, unmasking: Unmasking, par
         with torch.set_grad_enabled(with_grad and (counts or step >= begin)):
             log_probs = unmasking(logits(x)[:, first:end])
             if counts:
-                each = divergence(log_probs, unmasking(reference(x)[:, first:end]))
-                total = total + (each * here).sum(1) * count / here[0].sum()
+                divergences = divergence(log_probs, unmasking(reference(x)[:, first:end]))
+                total = total + (divergences * here).sum(1) * count / here[0].sum()
             at = unmasking.chosen(log_probs, here, lots[:, first:end], count)
             x = _drawn(x, log_probs, gumbels[:, first:end], at, first, part)
         x = x if step >= begin else x.detach()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -13,6 +13,8 @@ from torch import Tensor
 from flowgrpo.samplers.text.groups import joined, ordered
 
 if TYPE_CHECKING:
+    from flowgrpo.samplers.text.decoding import Decoding
+    from flowgrpo.samplers.text.language_model import CausalModel
     from flowgrpo.samplers.text.records import SampledCompletions, TokenizedPrompts
 
 
@@ -41,49 +43,54 @@ class BranchingLookahead:
             raise ValueError(f"BranchingLookahead: likely is {self.likely}, gap {self.gap}, apart {self.apart}, share "
                              f"{self.share} and ahead {self.ahead}, expected 0 to 1 each, and 1 or more")
 
-    def __call__(self, policy: Any, asked: TokenizedPrompts, kernel: Any, generators: Sequence[torch.Generator],
-                 greedy: Tensor, group: int, micro_batch: int) -> list[SampledCompletions]:
+    def __call__(self, policy: CausalModel, tokenized: TokenizedPrompts, decoding: Decoding,
+                 generators: Sequence[torch.Generator], greedy: Tensor, group: int, micro_batch: int
+                 ) -> list[SampledCompletions]:
         def drawn(rows: Tensor) -> list[SampledCompletions]:
-            return [policy.sample(asked.rows(at), kernel, [generators[i] for i in at], greedy[at])
+            return [policy.sample(tokenized.rows(at), decoding, [generators[i] for i in at], greedy[at])
                     for at in rows.split(micro_batch)]
 
         rows, most = list(range(0, len(generators), group)), max(round(self.share * group), 1)
-        made = joined(drawn(torch.tensor(rows)))
-        new = self.branches(policy, asked.rows(torch.tensor(rows)), made, kernel, [0] * len(rows), 0)
+        completions = joined(drawn(torch.tensor(rows)))
+        new = self.branches(policy, tokenized.rows(torch.tensor(rows)), completions, decoding, [0] * len(rows), 0)
         waiting, grown = dict(zip(rows, map(deque, new))), dict.fromkeys(rows, 1)
         while asking := [row for row in grown if waiting[row] and grown[row] < most][:micro_batch]:
-            tries, own = [waiting[row].popleft() for row in asking], torch.tensor([row + grown[row] for row in asking])
-            found = branched(policy, asked.rows(own), made, kernel, [generators[i] for i in own], tries)
+            tries = [waiting[row].popleft() for row in asking]
+            numbers = torch.tensor([row + grown[row] for row in asking])
+            tried = branched(policy, tokenized.rows(numbers), completions, decoding, [generators[i] for i in numbers],
+                             tries)
             for number, (row, branch) in enumerate(zip(asking, tries)):
-                if not self.apart_from(made, found, branch, number):
+                if not self.apart_from(completions, tried, branch, number):
                     continue
                 at = torch.tensor([number])
-                [more] = self.branches(policy, asked.rows(own[at]), ordered(found, at), kernel, [branch.place + 1],
-                                       len(rows))
-                made, rows, grown[row] = joined([made, ordered(found, at)]), [*rows, int(own[number])], grown[row] + 1
+                [more] = self.branches(policy, tokenized.rows(numbers[at]), ordered(tried, at), decoding,
+                                       [branch.place + 1], len(rows))
+                completions, rows = joined([completions, ordered(tried, at)]), [*rows, int(numbers[number])]
+                grown[row] += 1
                 waiting[row] += more
         missing = [row + number for row in grown for number in range(grown[row], group)]
-        made = joined([made, *drawn(torch.tensor(missing))]) if missing else made
-        return [ordered(made, torch.tensor(rows + missing).argsort())]
+        completions = joined([completions, *drawn(torch.tensor(missing))]) if missing else completions
+        return [ordered(completions, torch.tensor(rows + missing).argsort())]
 
-    def branches(self, policy: Any, asked: TokenizedPrompts, made: SampledCompletions, kernel: Any,
-                 after: Sequence[int], first: int) -> list[list[Branch]]:
+    def branches(self, policy: CausalModel, tokenized: TokenizedPrompts, completions: SampledCompletions,
+                 decoding: Decoding, after: Sequence[int], first: int) -> list[list[Branch]]:
         """Return the possible branches of each of the completions [b] from the place `after` on, numbered from
         `first`."""
         from flowgrpo.samplers.text.continuations import alternatives
 
-        tokens, logp, likeliest = alternatives(policy, asked, made.ids, made.mask, kernel)
-        fits = made.mask & (logp.exp() > self.likely) & (likeliest.exp() - logp.exp() <= self.gap)
+        tokens, logp, likeliest = alternatives(policy, tokenized, completions.ids, completions.mask, decoding)
+        fits = completions.mask & (logp.exp() > self.likely) & (likeliest.exp() - logp.exp() <= self.gap)
         fits &= ~torch.isin(tokens, torch.tensor(policy.ends))
         fits[:, -1] = False  # a branch needs room behind it
         return [[Branch(first + row, at, int(tokens[row, at]), logp[row, at].item())
                  for at in fits[row].nonzero().flatten().tolist() if at >= after[row]] for row in range(len(tokens))]
 
-    def apart_from(self, made: SampledCompletions, found: SampledCompletions, branch: Branch, number: int) -> bool:
-        """True if the found completion differs enough from the one it left."""
+    def apart_from(self, completions: SampledCompletions, tried: SampledCompletions, branch: Branch, number: int
+                   ) -> bool:
+        """Return True if the tried completion differs enough from the one it left."""
         window = slice(branch.place, branch.place + self.ahead)
-        one, other = (each.ids[at, window][each.mask[at, window]].tolist() for each, at in ((made, branch.parent),
-                                                                                           (found, number)))
+        one, other = (samples.ids[at, window][samples.mask[at, window]].tolist()
+                      for samples, at in ((completions, branch.parent), (tried, number)))
         return edit_distance(one, other) >= self.apart * max(len(one), len(other))
 
 
@@ -103,18 +110,19 @@ class Branch:
     logp: float
 
 
-def branched(policy: Any, asked: TokenizedPrompts, made: SampledCompletions, kernel: Any,
+def branched(policy: CausalModel, tokenized: TokenizedPrompts, completions: SampledCompletions, decoding: Decoding,
              generators: Sequence[torch.Generator], branches: Sequence[Branch]) -> SampledCompletions:
     """Return the completions of these branches, drawn to their end."""
     from flowgrpo.samplers.text.continuations import continued
 
-    prefixes = [torch.cat([made.ids[each.parent, :each.place], torch.tensor([each.token])]) for each in branches]
-    found = continued(policy, asked, prefixes, kernel, generators)
-    logp = found.logp.clone()
-    for row, each in enumerate(branches):
-        logp[row, :each.place] = made.logp[each.parent, :each.place]
-        logp[row, each.place] = each.logp
-    return replace(found, logp=logp)
+    prefixes = [torch.cat([completions.ids[branch.parent, :branch.place], torch.tensor([branch.token])])
+                for branch in branches]
+    drawn = continued(policy, tokenized, prefixes, decoding, generators)
+    logp = drawn.logp.clone()
+    for row, branch in enumerate(branches):
+        logp[row, :branch.place] = completions.logp[branch.parent, :branch.place]
+        logp[row, branch.place] = branch.logp
+    return replace(drawn, logp=logp)
 
 
 def edit_distance(one: Sequence[int], other: Sequence[int]) -> int:

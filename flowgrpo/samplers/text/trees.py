@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -13,6 +13,8 @@ from torch import Tensor
 from flowgrpo.samplers.text.groups import joined, ordered
 
 if TYPE_CHECKING:
+    from flowgrpo.samplers.text.decoding import Decoding
+    from flowgrpo.samplers.text.language_model import CausalModel
     from flowgrpo.samplers.text.records import SampledCompletions, TokenizedPrompts
 
 
@@ -38,36 +40,37 @@ class Tree:
     def leaves(self) -> int:
         return math.prod(self.children)
 
-    def __call__(self, policy: Any, asked: TokenizedPrompts, kernel: Any, generators: Sequence[torch.Generator],
-                 greedy: Tensor, group: int, micro_batch: int) -> list[SampledCompletions]:
+    def __call__(self, policy: CausalModel, tokenized: TokenizedPrompts, decoding: Decoding,
+                 generators: Sequence[torch.Generator], greedy: Tensor, group: int, micro_batch: int
+                 ) -> list[SampledCompletions]:
         rows = torch.arange(0, len(generators), self.leaves)
-        made = joined([policy.sample(asked.rows(at), kernel, [generators[i] for i in at], greedy[at])
-                       for at in rows.split(micro_batch)])
+        completions = joined([policy.sample(tokenized.rows(at), decoding, [generators[i] for i in at], greedy[at])
+                              for at in rows.split(micro_batch)])
         for depth, count in enumerate(self.children):
             width = math.prod(self.children[depth + 1:])
             parents = torch.arange(len(rows)).repeat_interleave(count - 1)
             new = rows[parents] + width * (torch.arange(count - 1) + 1).repeat(len(rows))
-            grown = [regrown(policy, asked.rows(new[at]), kernel, [generators[i] for i in new[at]],
-                             ordered(made, parents[at]), torch.full((len(at),), (depth + 1) * self.tokens))
+            grown = [regrown(policy, tokenized.rows(new[at]), decoding, [generators[i] for i in new[at]],
+                             ordered(completions, parents[at]), torch.full((len(at),), (depth + 1) * self.tokens))
                      for at in torch.arange(len(new)).split(micro_batch)]
-            made, rows = joined([made, *grown]), torch.cat([rows, new])
-        return [ordered(made, rows.argsort())]
+            completions, rows = joined([completions, *grown]), torch.cat([rows, new])
+        return [ordered(completions, rows.argsort())]
 
 
-def regrown(policy: Any, asked: TokenizedPrompts, kernel: Any, generators: Sequence[torch.Generator],
-            made: SampledCompletions, places: Tensor) -> SampledCompletions:
+def regrown(policy: CausalModel, tokenized: TokenizedPrompts, decoding: Decoding, generators: Sequence[torch.Generator],
+            completions: SampledCompletions, places: Tensor) -> SampledCompletions:
     """Return the completions, each kept up to its place and drawn anew from there.
 
     places: int64 [b], in tokens. A completion that ends before its place stays unchanged.
     """
     from flowgrpo.samplers.text.continuations import continued
 
-    open_ = (made.mask.sum(1) > places).nonzero().flatten()
+    open_ = (completions.mask.sum(1) > places).nonzero().flatten()
     if not len(open_):
-        return made
-    anew = continued(policy, asked.rows(open_), [made.ids[i, :places[i]] for i in open_], kernel,
+        return completions
+    anew = continued(policy, tokenized.rows(open_), [completions.ids[i, :places[i]] for i in open_], decoding,
                      [generators[i] for i in open_])
-    before = torch.arange(made.ids.shape[1]) < places[open_, None]
-    anew = replace(anew, logp=torch.where(before, made.logp[open_], anew.logp))
-    closed = (made.mask.sum(1) <= places).nonzero().flatten()
-    return ordered(joined([anew, ordered(made, closed)]), torch.cat([open_, closed]).argsort())
+    before = torch.arange(completions.ids.shape[1]) < places[open_, None]
+    anew = replace(anew, logp=torch.where(before, completions.logp[open_], anew.logp))
+    closed = (completions.mask.sum(1) <= places).nonzero().flatten()
+    return ordered(joined([anew, ordered(completions, closed)]), torch.cat([open_, closed]).argsort())
