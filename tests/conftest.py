@@ -7,7 +7,7 @@ import os
 import random
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # workers that share a machine leave each other its cores
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported, here and in subprocesses
+    os.environ["OMP_NUM_THREADS"] = "1"  # whatever the shell says; torch reads it when it is imported
 
 
 def pytest_addoption(parser) -> None:

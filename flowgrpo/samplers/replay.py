@@ -64,8 +64,10 @@ def _batches(sizes: list[int], micro_batch: int, pack: bool) -> list[list[tuple[
 def _evaluated(policy: Replayer[C], conditioning: C, part: Part, batch: list[tuple[int, range]]
                ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the states [b,*D] of a batch and the model's output [b,*D]."""
-    exploration, taken = required(part.exploration), [(recorded(part)[k], states) for k, states in batch]
-    x = queued(required(cat([left.x[states.start:states.stop] for left, states in taken])), policy.device)
+    exploration, steps = part.exploration, recorded(part)
+    assert exploration is not None
+    taken = [(steps[k], states) for k, states in batch]
+    x = queued(cat([left.x[states.start:states.stop] for left, states in taken]), policy.device)
     prompts = torch.cat([left.prompts[states.start:states.stop] for left, states in taken])
     step = taken[0][0].step if len(taken) == 1 else torch.tensor([left.step for left, states in taken for _ in states])
     return x, policy.replay(conditioning.rows(prompts), x, exploration.grid, step, exploration.timesteps)
@@ -76,7 +78,8 @@ def _scored(part: Part, taken: Transitions, states: range, x: torch.Tensor, v: t
 
     x: the states [b,*D]; v: the model output [b,*D].
     """
-    exploration, device = required(part.exploration), x.device
+    exploration, device = part.exploration, x.device
+    assert exploration is not None
     low, high = torch.searchsorted(taken.parent, torch.tensor([states.start, states.stop])).tolist()
     of = queued(taken.parent[low:high] - states.start, device)
     transition = exploration.transition(x, v, exploration.grid, taken.step).rows(of)

@@ -24,8 +24,8 @@ from flowgrpo.samplers import grids
 from flowgrpo.samplers.denoiser import C, Denoiser
 from flowgrpo.samplers.kernels import Kernel, scaled
 from flowgrpo.samplers.plans import Schedule
-from flowgrpo.samplers.scheduler import Segment, StepRecord, noise_like
-from flowgrpo.types import Completions, Gaussian, Scored, Transitions, required
+from flowgrpo.samplers.scheduler import Segment, StepRecord, cat_known, noise_like
+from flowgrpo.types import Completions, Gaussian, Scored, Transitions
 
 Seed = Callable[[int, int], int]
 
@@ -84,8 +84,7 @@ class RolloutSpec:
 
     @property
     def trunk(self) -> int:
-        """Return the number of steps before the first split and before all noise: the same for every schedule of a
-        prompt."""
+        """Return the number of steps before all splits and noise, the same for every schedule of a prompt."""
         return min((next(iter(self.splits), 0), *self.schedule.stochastic[:1]))
 
     @property
@@ -214,7 +213,8 @@ class _Grower(Generic[C]):
             at = step + 1
         if len(exploration.strides) > 1:  # noise behind the last split is drawn once for all granularities
             nodes, at = self._advance(nodes, at, exploration.settled), exploration.settled
-        finals = tuple(required(self._advance(nodes, at, tail.steps, tail).x) for tail in exploration.tails())
+        ends = (self._advance(nodes, at, tail.steps, tail).x for tail in exploration.tails())
+        finals = tuple(end for end in ends if end is not None)
         transitions = tuple(self.found[step] for step in exploration.schedule.trained)
         seeds = torch.tensor(self._seeds(prompts)).repeat_interleave(exploration.group // exploration.roots)
         return Part(groups, nodes.prompts, exploration, transitions, finals, seeds=seeds)
@@ -269,13 +269,14 @@ class _Grower(Generic[C]):
             records.append(record)
         for step in records[0].x:
             self._keep(step, nodes.prompts, torch.arange(len(nodes.prompts)), records)
-        return replace(nodes, x=cat(states), x0=cat([record.x0 for record in records]))
+        return replace(nodes, x=cat(states), x0=cat_known([record.x0 for record in records]))
 
     def _split(self, nodes: _Nodes, step: int, children: int) -> _Nodes:
         """Draw `children` transitions from each state, with one evaluation per state."""
         grid = self.exploration.grid
         width = math.prod(n for later, n in self.exploration.splits.items() if later > step)  # leaves below a child
-        drawn, records, at = [], [], required(nodes.x)
+        assert nodes.x is not None, "a split before the first noise"
+        drawn, records, at = [], [], nodes.x
         for rows in torch.arange(len(nodes.prompts)).split(self.micro_batch):
             x = at[queued(rows, at.device)]
             with self.policy.sampling():
@@ -299,7 +300,7 @@ class _Grower(Generic[C]):
         if step in self.exploration.schedule.trained:
             self._keep(step, nodes.prompts, parent, records)
         return _Nodes(cat([record.x_next[step] for record in records]), nodes.prompts[parent], drawn,
-                      cat([record.x0 for record in records]))
+                      cat_known([record.x0 for record in records]))
 
     def _keep(self, step: int, prompts: torch.Tensor, parent: torch.Tensor, records: list[StepRecord]) -> None:
         logp = torch.cat([record.logp[step] for record in records])[:, None]
@@ -307,7 +308,7 @@ class _Grower(Generic[C]):
         if self.exploration.keep_means:
             means = torch.cat([record.transition[step].mean for record in records])[:, None].to(self.policy.states)
             std = records[0].transition[step].std.reshape(1)
-        x, x_next = (self._put(required(cat([side[step] for side in sides])))
+        x, x_next = (self._put(cat([side[step] for side in sides]))
                      for sides in ([record.x for record in records], [record.x_next for record in records]))
         self.found[step] = Transitions(step, x, prompts, parent, x_next,
                                        Scored(logp, torch.ones_like(logp, dtype=torch.bool), means, std))
@@ -322,9 +323,9 @@ class _Grower(Generic[C]):
         return self.put[1]
 
 
-def cat(values: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+def cat(values: Sequence[torch.Tensor]) -> torch.Tensor:
     """Concatenate values [n,...] along rows; a single one is not copied, so x_next of one step stays x of the next."""
-    return values[0] if len(values) == 1 or values[0] is None else torch.cat([required(value) for value in values])
+    return values[0] if len(values) == 1 else torch.cat(list(values))
 
 
 def seeder(run_seed: int, epoch: int, first: int = 0) -> Seed:

@@ -167,7 +167,7 @@ class StepRecord:
         drawn = {step: [record.transition[step] for record in records] for step in first.transition}
         transition = {step: types.Gaussian(torch.cat([one.mean for one in gaussians]), _deviation(gaussians, torch.cat))
                       for step, gaussians in drawn.items()}
-        return StepRecord(x, x_next, transition, logp, *(_cat([getattr(record, name) for record in records])
+        return StepRecord(x, x_next, transition, logp, *(cat_known([getattr(record, name) for record in records])
                                                          for name in ("output", "x0", "first", "last")))
 
     def add(self, step: int, x: torch.Tensor, x_next: torch.Tensor, transition: types.Gaussian) -> None:
@@ -181,7 +181,8 @@ def _deviation(gaussians: list[types.Gaussian], joined: Callable[[list[torch.Ten
     return std if std.ndim < mean.ndim else joined([one.std for one in gaussians])
 
 
-def _cat(values: list[torch.Tensor | None]) -> torch.Tensor | None:
+def cat_known(values: list[torch.Tensor | None]) -> torch.Tensor | None:
+    """Concatenate values [n,...] along rows; None if they are."""
     return None if values[0] is None else torch.cat([required(value) for value in values])
 
 
@@ -332,7 +333,8 @@ class PolicyScheduler:
         return x_next
 
     def _draw(self, x: torch.Tensor, v: torch.Tensor, i: int) -> torch.Tensor:
-        kernel = required(self.task.kernel)
+        kernel = self.task.kernel
+        assert kernel is not None, "a stochastic step without a kernel"
         with torch.set_grad_enabled(self.task.unrolled and torch.is_grad_enabled()):  # a kernel may be learned
             transition = kernel(x, v, self.task.grid, i)
         # Round first: the density is that of the state that the network will see.
