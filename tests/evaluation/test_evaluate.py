@@ -167,7 +167,7 @@ def test_what_is_written(found):
 
 def test_a_reward_is_added_without_drawing_again(found, world, tmp_path):
     _, [bright, dark], folder = found
-    config = load(world / "run" / "config.yaml")
+    folder, config = shutil.copytree(folder, tmp_path / "out"), load(world / "run" / "config.yaml")
     drawn = {file: file.stat().st_mtime_ns for file in folder.rglob("0*.png")}
     more = evaluate(str(world / "run"), str(world / "suite.jsonl"), [bright, f"{world}/fragile.py:fragile"], folder,
                     base=True, samples=2)
