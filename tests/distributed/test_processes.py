@@ -319,7 +319,9 @@ def test_only_the_first_process_speaks_and_writes(folder):
 
 @pytest.mark.parametrize("resumed", [False, True])
 def test_one_process_makes_the_same_run_and_goes_on_with_that_of_two(resumed, folder):
-    name = "stopped" if resumed else "one"
+    name = "resumed" if resumed else "one"
+    if resumed:
+        shutil.copytree(folder / "stopped", folder / name)
     assert main([*arguments(folder, name), *(["--resume"] if resumed else [])]) == 0
     one, two = (folder / each / "run" for each in (name, "two"))
     weights = [load_file(run / LORA_FILE) for run in (one, two)]
