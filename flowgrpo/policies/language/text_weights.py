@@ -32,7 +32,7 @@ class TextWeights(TrainableWeights):
             paths.readable(folder / "adapter_model.safetensors")
             module.load_adapter(str(folder), adapter_name="check")
         try:
-            for key, layer in self._layers().items():
+            for key, layer in self.layers().items():
                 parts: list[Any] = [layer.lora_A, layer.lora_B]
                 parts += [layer.lora_magnitude_vector] if self.adapter.dora else []
                 if layer.scaling["check"] != layer.scaling["default"] or not all(

@@ -85,6 +85,7 @@ class PipelineCall:
                                    if isinstance(part, torch.nn.Module) and name not in self.denoisers
                                    and name not in trained})
         self._idle = IdleSteps(self.scheduler, self.denoisers, skipped)
+        self.casts = dtype != torch.float32  # autocast surrounds calls
         self.loads: bool | None = None  # whether a state has to be put in place by an idle step; known once it is tried
 
     def try_loading(self, first: Callable[..., torch.Tensor]) -> None:
@@ -182,10 +183,8 @@ class PipelineCall:
         return {"num_inference_steps": max(steps, 2)}  # some pipelines divide by one less
 
     def arithmetic(self) -> contextlib.AbstractContextManager[Any]:
-        """Context manager: arithmetic of the denoisers, autocast below fp32."""
-        if self.dtype == torch.float32:
-            return contextlib.nullcontext()
-        return torch.autocast(self.device.type, self.dtype)
+        """Context manager: arithmetic of the denoisers, autocast where weights of several precisions meet."""
+        return torch.autocast(self.device.type, self.dtype) if self.casts else contextlib.nullcontext()
 
     def attention(self) -> contextlib.AbstractContextManager[None]:
         """Context manager: attention of the denoisers. A recomputation in backward needs it too."""

@@ -29,6 +29,7 @@ from flowgrpo.policies.pipelines.timestep_vector import copies
 from flowgrpo.policies.weights import sharding
 from flowgrpo.policies.weights.checkpointing import checkpoint_blocks, recomputed
 from flowgrpo.policies.weights.compiled import compile_blocks
+from flowgrpo.policies.weights.lora_forward import without_casts
 from flowgrpo.policies.weights.memory_options import Encoders, decode_in_parts
 from flowgrpo.policies.weights.rlg import guided, inside
 from flowgrpo.policies.weights.trainable import TrainableWeights
@@ -98,6 +99,8 @@ class PipelinePolicy:
         for name, module in self.denoisers.items():
             self._prepare(name, module)
         self.weights: Any = TrainableWeights(pipe, trained, adapter) if adapter is not None else None
+        if adapter is None or driver.casts and adapter.rank:  # all frozen weights are in `precision`
+            driver.casts = adapter is not None and not without_casts(self.weights.layers().values())
         for module in self.denoisers.values() if shared_out else ():
             sharding.shard(module, self.device, self.weights.parameters())
         self.turns = lockstep.Lockstep(self.device, self._accompany) if shared_out else None

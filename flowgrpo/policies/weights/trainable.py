@@ -107,7 +107,7 @@ class TrainableWeights:
     @contextlib.contextmanager
     def base(self) -> Iterator[None]:
         """Context manager: use the base model."""
-        with switched_off(self._layers().values()), self.swapped(self._first):
+        with switched_off(self.layers().values()), self.swapped(self._first):
             yield
 
     @contextlib.contextmanager
@@ -186,7 +186,7 @@ class TrainableWeights:
         where = folder / LORA_FILE if named else folder
         return f"saved {where}; read back by {', '.join(sorted(set(by.values())))}: same weights, same scale"
 
-    def _layers(self) -> dict[str, LoraLayer]:
+    def layers(self) -> dict[str, LoraLayer]:
         """Return the layers with an adapter, by module and key."""
         return {f"{name}.{key}": layer for name, module in self.modules.items()
                 for key, layer in lora_layers(module).items()}
@@ -199,7 +199,7 @@ class TrainableWeights:
         try:
             with quiet():  # a second adapter, and none for the text encoders, are intended here
                 load_lora(self.pipe, self.modules, folder, "check")
-            for key, layer in self._layers().items():
+            for key, layer in self.layers().items():
                 # diffusers casts loaded weights, and the live adapter of a text encoder, to the module's dtype.
                 parts: list[Any] = [layer.lora_A, layer.lora_B]
                 parts += [layer.lora_magnitude_vector] if self.adapter.dora else []
@@ -213,7 +213,7 @@ class TrainableWeights:
                 for module in modules.values():
                     if "check" in module.peft_config:
                         delete_adapter_layers(module, "check")
-            for layer in self._layers().values():
+            for layer in self.layers().values():
                 layer.set_adapter("default")
             for key, parameter in self.named.items():
                 parameter.data = live[key]

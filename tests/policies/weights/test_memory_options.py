@@ -393,7 +393,7 @@ def test_reference_predictions_are_computed_once_for_all_inner_epochs():
     ({"rslora": True}, 2.0), ({"rslora": True, "alpha": 8.0}, 4.0)])
 def test_dora_and_rslora_load_in_stock_diffusers(options, scale, tmp_path):
     policy = tiny.stir(PipelinePolicy(tiny.sd3(), Adapter(rank=4, **options), call=tiny.CALL))
-    assert {each for layer in policy.weights._layers().values() for each in layer.scaling.values()} == {scale}
+    assert {each for layer in policy.weights.layers().values() for each in layer.scaling.values()} == {scale}
     assert any("magnitude" in key for key in policy.weights.named) == bool(options.get("dora"))
     policy.weights.save(tmp_path)
     stock = tiny.sd3()

@@ -1,0 +1,102 @@
+"""The forward of LoRA layers without casts, beside peft's own and beside autocast."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from peft import LoraConfig, inject_adapter_in_model
+from torch import nn
+
+from flowgrpo.config.sections import Adapter
+from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
+from flowgrpo.policies.weights.lora_forward import without_casts
+from flowgrpo.policies.weights.trainable import lora_layers
+from tests.helpers import tiny
+
+PROMPTS = ["red", "blue"]
+
+
+def net(dtype: torch.dtype = torch.float32, **options) -> nn.Module:
+    """Two linear layers with LoRAs in fp32 whose B is not zero."""
+    torch.manual_seed(0)
+    made = nn.Sequential(nn.Linear(8, 12), nn.GELU(), nn.Linear(12, 4, bias=False)).to(dtype).requires_grad_(False)
+    inject_adapter_in_model(LoraConfig(r=3, lora_alpha=5, target_modules=["0", "2"], **options), made, "default")
+    for name, parameter in made.named_parameters():
+        if "lora_" in name:
+            parameter.data = torch.randn(parameter.shape) / 4
+    return made
+
+
+def gradients(made: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    made.zero_grad()
+    y = made(x)
+    y.float().square().sum().backward()
+    return y.detach(), {name: p.grad for name, p in made.named_parameters() if p.requires_grad}
+
+
+@pytest.mark.parametrize("shape", [(5, 8), (2, 5, 8), (2, 3, 5, 8)])
+def test_in_fp32_it_is_pefts(shape):
+    theirs, ours, x = net(), net(), torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    assert without_casts(lora_layers(ours).values())
+    (expected, wanted), (found, grads) = gradients(theirs, x), gradients(ours, x)
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+    assert grads.keys() == wanted.keys() and len(grads) == 4
+    for key, grad in grads.items():
+        torch.testing.assert_close(grad, wanted[key], rtol=1e-6, atol=1e-6 * wanted[key].abs().max().item())
+
+
+def test_in_bf16_it_is_autocasts_with_gradients_in_fp32():
+    theirs, ours = net(torch.bfloat16), net(torch.bfloat16)
+    x = torch.randn(64, 8, generator=torch.Generator().manual_seed(1)).bfloat16()
+    assert without_casts(lora_layers(ours).values())
+    found, grads = gradients(ours, x)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected, wanted = gradients(theirs, x)
+    assert found.dtype == expected.dtype == torch.bfloat16
+    exact, true = gradients(net().double(), x.double())
+    for (ours_of, theirs_of), of in [((found, expected), exact), *(((grads[k], wanted[k]), true[k]) for k in true)]:
+        size = of.abs().max()
+        errors = [(value.double() - of).abs().max() / size for value in (ours_of, theirs_of)]
+        assert errors[0] <= max(1.5 * errors[1], 2**-7), errors  # no further from the truth than autocast's
+    assert all(grad.dtype == torch.float32 for grad in grads.values())
+
+
+def test_switched_off_layers_are_the_base():
+    made, x = net(), torch.randn(3, 8)
+    assert without_casts(lora_layers(made).values())
+    for layer in lora_layers(made).values():
+        layer.enable_adapters(False)
+    bare = nn.Sequential(made[0].base_layer, nn.GELU(), made[2].base_layer)
+    assert torch.equal(made(x), bare(x))
+
+
+@pytest.mark.parametrize("options", [{"use_dora": True}, {"lora_dropout": 0.1}, {"lora_bias": True}])
+def test_layers_of_another_kind_keep_their_forward(options):
+    made = net(**options)
+    assert not without_casts(lora_layers(made).values())
+    assert all("forward" not in vars(layer) for layer in lora_layers(made).values())
+
+
+def test_convolutions_keep_their_forward():
+    made = nn.Sequential(nn.Conv2d(3, 4, 3))
+    inject_adapter_in_model(LoraConfig(r=2, target_modules=["0"]), made, "default")
+    assert not without_casts(lora_layers(made).values()) and not without_casts([])
+
+
+@pytest.mark.parametrize("adapter, casts", [({}, False), ({"dora": True}, True), ({"rank": 0}, True)])
+def test_autocast_is_left_out_where_all_frozen_weights_have_the_runs_precision(adapter, casts):
+    pipe = tiny.sd3().to(torch.bfloat16)
+    policy = PipelinePolicy(pipe, Adapter(**{"rank": 2} | adapter), call=tiny.call_of(pipe), precision="bf16")
+    assert policy.driver.casts == casts and not tiny.policy().driver.casts
+
+
+def test_a_soup_of_other_ranks_is_the_mean_of_its_parts():
+    policy = tiny.stir(tiny.policy(tiny.sd3().to(torch.bfloat16), precision="bf16"))
+    first = policy.weights.snapshot()
+    tiny.stir(policy)
+    conditioning, outputs = policy.encode(PROMPTS), []
+    for held in ([first], [policy.weights.snapshot()], [first, policy.weights.snapshot()]):
+        with policy.reference(held):
+            assert next(iter(policy.weights.named.values())).shape[0] == len(held) * Adapter(rank=2).rank
+            outputs.append(policy.generate(conditioning, policy.generators([1, 2]), 2, 1.0, "latent"))
+    assert not torch.equal(outputs[0], outputs[1]) and outputs[2].isfinite().all()
