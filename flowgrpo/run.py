@@ -21,6 +21,7 @@ from flowgrpo.device import described, pick_device
 from flowgrpo.distributed.processes import PATIENCE, require_replicated
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation import held_out
+from flowgrpo.evaluation.nouns import SAMPLE
 from flowgrpo.evaluation.report import snapshots
 from flowgrpo.methods import reads
 from flowgrpo.methods.validate import resolve
@@ -103,7 +104,8 @@ def _train(ready: Ready, loaded: Any, listed: str | None) -> dict[str, Any]:
             prepare(config, trainer.epoch, ready.last is not None, ready.changes, stack)
             if listed is not None:
                 (folder / provenance.PROMPTS).write_text(listed, encoding="utf-8")
-            snapshots.begin(folder, trainer.epoch, ready.device, trainer.processes.count, ready.precision)
+            snapshots.begin(folder, trainer.epoch, ready.device, trainer.processes.count, ready.precision,
+                            SAMPLE[policy.modality], policy.unit)
         tracker.start(ready.accelerator, config)
         stack.callback(ready.accelerator.end_training)
         before = held_out.before(trainer, ready.measured, folder, reuse=ready.last is not None)

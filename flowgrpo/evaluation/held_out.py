@@ -166,7 +166,7 @@ def print_report(summary: dict[str, Any], said: str, folder: Path) -> None:
                           style="bold" if task == "all" else "")
         console.print(table)
     first = "-" if summary["max_first_log_ratio"] is None else f"{summary['max_first_log_ratio']:.1e}"
-    console.print(f"{summary['seconds']:.0f} s, {summary['denoiser_evaluations']:,} {summary['unit']} "
+    console.print(f"{summary['seconds']:.0f} s of training, {summary['denoiser_evaluations']:,} {summary['unit']} "
                   f"({summary['rollout_evaluations_per_picture']:.2f} per sample in the rollout; shared "
                   f"prefixes saved {summary['rollout_evaluations_saved_by_sharing']:,}), "
                   f"largest first |log ratio| {first}", highlight=False)

@@ -16,13 +16,16 @@ from tqdm import tqdm
 from flowgrpo import rewards
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.distributed.processes import Processes
+from flowgrpo.evaluation.nouns import SAMPLE
 from flowgrpo.samplers.rollout import seeder
 
 EVAL_SEED = 20_000  # independent of the run's seed, so that runs are compared on the same pictures
 
 
 class Generating(Protocol):
-    """Pipeline or language model that generates samples from encoded prompts."""
+    """Pipeline or language model that generates samples from encoded prompts; modality: image, video or text."""
+
+    modality: str
 
     @property
     def encode(self) -> Callable[..., Any]:
@@ -101,7 +104,8 @@ def measure(policy: Generating, prompts: list[Prompt], functions: dict[str, Any]
     rows = [(i, k) for i in range(len(prompts)) for k in range(samples)]
     local, scores, pictures, tally = processes.own(rows), [torch.empty(0, len(functions))], [], rewards.Tally()
     hidden, compared = None if processes.first else True, any(map(rewards.sees_base, functions.values()))
-    with processes.together(), tqdm(total=len(local), desc=title, unit="picture", leave=False, disable=hidden) as bar:
+    bar = tqdm(total=len(local), desc=title, unit=SAMPLE[policy.modality], leave=False, disable=hidden)
+    with processes.together(), bar:
         for start in range(0, len(local) if processes.turns is None else processes.most(rows), micro_batch):
             local_batch = local[start:start + micro_batch]
             batch = local_batch or rows[:1]  # sharded weights are gathered by all processes or by none

@@ -16,7 +16,7 @@ from flowgrpo.config.parse import load
 from flowgrpo.config.schema import Config
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation.report import snapshots
-from flowgrpo.evaluation.report.verdict import changes, mean, sentences
+from flowgrpo.evaluation.report.verdict import Nouns, changes, mean, sentences
 from flowgrpo.storage.json_files import read_lines, read_object
 
 if TYPE_CHECKING:
@@ -69,8 +69,10 @@ def data(run: Path) -> dict[str, Any]:
     last = _read(run / snapshots.FOLDER / "last.json", first_ratio=dict, best=list, worst=list)
     finished = bool(stages) and stages[-1]["name"] == "after"
     reward_changes, summary = changes(config, stages), _read(run / "summary.json") if finished else {}
+    nouns = Nouns(**_read(run / snapshots.FOLDER / "nouns.json"))
     return {"title": config.name, "finished": finished,
-            "sentences": sentences(config, lines, reward_changes, last, finished, summary.get("kept")),
+            "sentences": sentences(config, lines, reward_changes, last, finished, summary.get("kept"), nouns),
+            "sample": nouns.sample,
             "changes": [vars(change) | {"way": change.way, "digits": change.digits} for change in reward_changes],
             "tasks": summary.get("tasks", {}),
             "metrics": columns(lines), "charts": charts(config, lines, stages), "stages": thinned(stages),
@@ -93,7 +95,7 @@ def columns(lines: list[dict[str, Any]]) -> dict[str, list[Any]]:
 
 def read_stages(run: Path) -> list[dict[str, Any]]:
     """Return the stages of the held-out prompts, in order: before, epochs, after."""
-    files = [file for file in (run / snapshots.FOLDER).glob("*.json") if file.stem not in ("machine", "last")]
+    files = [file for file in (run / snapshots.FOLDER).glob("*.json") if file.stem not in ("machine", "nouns", "last")]
     stages = [_read(file, name=str, epoch=int, scores=dict, cards=list) for file in files]
     return sorted(stages, key=lambda stage: (stage["name"] == "after", stage["epoch"]))
 

@@ -109,14 +109,19 @@ def data_url(output: torch.Tensor) -> str:
     return "data:image/webp;base64," + base64.b64encode(file.getvalue()).decode("ascii")
 
 
-def begin(run: Path, epoch: int, device: str | torch.device, processes: int, precision: str) -> None:
-    """Record the run's machine, and delete snapshots of an earlier run, or of this one after that epoch."""
+def begin(run: Path, epoch: int, device: str | torch.device, processes: int, precision: str,
+          sample: str = "picture", unit: str = "denoiser evaluations") -> None:
+    """Record the run's machine, and delete snapshots of an earlier run, or of this one after that epoch.
+
+    sample: name of a sample; unit: what evaluations are.
+    """
     if not epoch:
         shutil.rmtree(run / FOLDER, ignore_errors=True)
     for file in (run / FOLDER).glob("*.json"):
         if file.stem in ("after", "last") or read_object(file, MEND).get("epoch", 0) > epoch:
             file.unlink()
     write(run / FOLDER / "machine.json", machine(device, processes, precision))
+    write(run / FOLDER / "nouns.json", {"sample": sample, "unit": unit})
 
 
 def machine(device: str | torch.device, processes: int, precision: str) -> dict[str, str]:

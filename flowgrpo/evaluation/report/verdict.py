@@ -18,7 +18,7 @@ class Change:
 
     weight: in training; None if only watched.
     error: standard error of the change, over prompts; None for fewer than two.
-    count: pictures that have a score at both times.
+    count: samples that have a score at both times.
     """
 
     name: str
@@ -42,6 +42,14 @@ class Change:
         return min(max(1 - math.floor(math.log10(abs(self.change))), 3), 6) if self.change else 3
 
 
+@dataclass(frozen=True)
+class Nouns:
+    """Names of a sample, and of what evaluations are."""
+
+    sample: str = "picture"
+    unit: str = "denoiser evaluations"
+
+
 def mean(values: list[float | None]) -> float | None:
     """Return the mean of the scores that apply; None if none does."""
     known = [value for value in values if value is not None]
@@ -49,8 +57,8 @@ def mean(values: list[float | None]) -> float | None:
 
 
 def changes(config: Config, stages: list[dict[str, Any]]) -> list[Change]:
-    """Return the rewards' changes from the first stage to the last; empty before any measurement."""
-    if not stages:
+    """Return the rewards' changes from the first stage to the last; empty before a second measurement."""
+    if len(stages) < 2:
         return []
     was, now = stages[0]["scores"], stages[-1]["scores"]
     samples = config.eval.samples
@@ -71,44 +79,44 @@ def _change(name: str, weight: float | None, was: list[float | None], now: list[
 
 
 def sentences(config: Config, lines: list[dict[str, Any]], reward_changes: list[Change], last: dict[str, Any],
-              finished: bool, kept: str | None = None) -> list[dict[str, str]]:
+              finished: bool, kept: str | None = None, nouns: Nouns = Nouns()) -> list[dict[str, str]]:
     """Return the summary: {text, tone}, with tone plain, good or warn. kept: `kept` of summary.json."""
     goal = _listed([name if weight == 1 else f"{name} (weight {weight:g})" for name, weight in
                     config.rewards.items()])
     line = lines[-1] if lines else {"epoch": 0, "evaluations": 0, "seconds": 0.0}
     toned = [("plain", f"{config.model} {'was' if finished else 'is being'} aligned to {goal} with {config.method}: "
-                       f"{line['epoch']} of {config.train.epochs} epochs, {line['evaluations']:,} denoiser "
-                       f"evaluations, {_duration(line['seconds'])}.")]
+                       f"{line['epoch']} of {config.train.epochs} epochs, {line['evaluations']:,} {nouns.unit}, "
+                       f"{_duration(line['seconds'])} of training.")]
     toned += [("plain", f"{kept[0].upper()}{kept[1:]}.")] if kept else []
     if any(change.change is not None for change in reward_changes) and lines:
-        toned += [_moved(change) for change in reward_changes if change.change is not None]
-        toned += _hacking(reward_changes)
+        toned += [_moved(change, nouns.sample) for change in reward_changes if change.change is not None]
+        toned += _hacking(reward_changes, nouns.sample)
     toned += _first_ratio(last.get("first_ratio", {}))
     return [{"tone": tone, "text": text} for tone, text in toned]
 
 
-def _moved(change: Change) -> tuple[str, str]:
+def _moved(change: Change, sample: str) -> tuple[str, str]:
     """Describe one reward's change in a sentence."""
     assert change.change is not None
     kind = "trained on" if change.weight is not None else "only watched"
     verb = {1: "rose", -1: "fell"}.get((change.change > 0) - (change.change < 0) if change.way else 0)
     before, now = (f"{value:.{change.digits}f}" for value in (change.before, change.now))
-    ends = f"from {before} to {now} on {change.count} held-out pictures"
+    ends = f"from {before} to {now} on {change.count} held-out {sample}s"
     if verb is None:
         return "plain", f"{change.name}, {kind}, went {ends}, which may be chance."
     return {1: "good", -1: "warn"}[change.way], f"{change.name}, {kind}, {verb} {ends}."
 
 
-def _hacking(reward_changes: list[Change]) -> list[tuple[str, str]]:
+def _hacking(reward_changes: list[Change], sample: str) -> list[tuple[str, str]]:
     """Warn of possible reward hacking: a trained reward rose while a watched one fell."""
     risen = [change.name for change in reward_changes if change.weight is not None and change.way > 0]
     fallen = [change.name for change in reward_changes if change.weight is None and change.way < 0]
     if risen and fallen:
         return [("warn", f"Possible reward hacking: {_listed(risen)} got better, while {_listed(fallen)}, which was "
-                         "only watched, fell. Look at the pictures.")]
+                         f"only watched, fell. Look at the {sample}s.")]
     if all(change.weight is not None for change in reward_changes):
         return [("plain", "No reward was only watched, so reward hacking would not show in these numbers: name one or "
-                          "two under eval.rewards, and look at the pictures.")]
+                          f"two under eval.rewards, and look at the {sample}s.")]
     return []
 
 

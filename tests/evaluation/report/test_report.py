@@ -203,11 +203,29 @@ def test_the_summary_in_words(tmp_path):
     snapshots.write(run / "report" / "last.json", last)
     told = [each["text"] for each in report.data(run)["sentences"]]
     assert told[0] == ("starter was aligned to scene (weight 2) with mix_grpo: 4 of 4 epochs, 40 denoiser evaluations, "
-                       "6 s.")
+                       "6 s of training.")
     assert told[1] == "scene, trained on, rose from 0.125 to 0.875 on 2 held-out pictures."
     assert told[2] == "piqe, only watched, fell from 0.500 to 0.250 on 3 held-out pictures."
     assert told[3].startswith("Possible reward hacking")
     assert "was 2.0e-08 (at most 1.0e-06 is right)" in told[4]
+
+
+def test_a_report_of_texts_speaks_of_completions_and_tokens(tmp_path):
+    run = make_run(tmp_path / "run")
+    snapshots.begin(run, 4, "cpu", 1, "fp32", "completion", "tokens")
+    found = report.data(run)
+    told = [each["text"] for each in found["sentences"]]
+    assert " 40 tokens, " in told[0] and found["sample"] == "completion"
+    assert any("held-out completions" in text for text in told) and not any("picture" in text for text in told)
+
+
+def test_one_measurement_is_no_change(tmp_path):
+    run = make_run(tmp_path / "run")
+    for file in (run / "report").glob("*.json"):
+        if file.stem not in ("before", "machine", "nouns"):
+            file.unlink()
+    found = report.data(run)
+    assert found["changes"] == [] and len(found["sentences"]) == 1 and len(found["stages"]) == 1
 
 
 def test_a_run_that_has_just_begun_has_a_report(tmp_path):
@@ -277,9 +295,9 @@ def test_what_an_earlier_run_has_kept_is_dropped(tmp_path):
     run = make_run(tmp_path / "run")
     snapshots.begin(run, 2, "cpu", 1, "fp32")
     assert sorted(file.name for file in (run / "report").iterdir()) == [
-        "before.json", "epoch-00002.json", "machine.json"]
+        "before.json", "epoch-00002.json", "machine.json", "nouns.json"]
     snapshots.begin(run, 0, "cpu", 2, "fp32")
-    assert [file.name for file in (run / "report").iterdir()] == ["machine.json"]
+    assert sorted(file.name for file in (run / "report").iterdir()) == ["machine.json", "nouns.json"]
     assert report.data(run)["machine"]["processes"] == "2"
 
 
