@@ -302,7 +302,8 @@ class Trainer:
                 self.say(f"stopped after epoch {self.epoch}, saved in {folder}; --resume goes on")
             raise
         except UserError:
-            self.save_whole(folder)
+            if self.save_whole(folder):
+                self.say(f"epoch {self.epoch} is saved in {folder}; --resume goes on from it")
             raise
         finally:
             log.close()

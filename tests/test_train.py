@@ -493,7 +493,7 @@ def test_align_from_python(tmp_path):
     assert (tmp_path / "run" / LORA_FILE).exists()
 
 
-def test_align_goes_on_where_it_failed(tmp_path):
+def test_align_goes_on_where_it_failed(tmp_path, capsys):
     given = dict(prompts=["red", "blue", "green", "old"], **small(tmp_path))
     whole = flowgrpo.align(tiny.sd3(), bluish, **given | {"name": "whole"})
     pipe, calls = tiny.sd3(), []
@@ -507,6 +507,7 @@ def test_align_goes_on_where_it_failed(tmp_path):
     with pytest.raises(UserError, match="unreachable"):
         flowgrpo.align(pipe, {failing: 1.0}, **given)
     assert checkpoint.latest(tmp_path / "run" / "checkpoints").name == "epoch-00001"
+    assert "epoch 1 is saved in" in "".join(capsys.readouterr())
     again = flowgrpo.align(pipe, {failing: 1.0}, resume=True, **given)
     assert again["updates"] == whole["updates"] == 2
     saved = [load_file(tmp_path / name / LORA_FILE) for name in ("run", "whole")]

@@ -65,7 +65,8 @@ def refusal(error: Exception) -> str | None:
     number = getattr(error, "errno", None) or (int(match[1]) if match else None)
     if number not in FULL:
         return None
-    return f"a file cannot be written whole ({os.strerror(number)}): make room for it; `train` goes on with --resume"
+    return (f"a file cannot be written whole ({os.strerror(number)}): make room for it; `train --resume` goes on "
+            "from the last checkpoint, if there is one")
 
 
 def readable(place: Path) -> None:
