@@ -41,7 +41,7 @@ def _forward(layer: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Te
         return y
     for name in layer.active_adapters:
         if name in layer.lora_A:
-            down, up = layer.lora_A[name].weight.to(x.dtype), (layer.lora_B[name].weight * layer.scaling[name]).to(x.dtype)
-            hidden = F.linear(x, down)
+            up = (layer.lora_B[name].weight * layer.scaling[name]).to(x.dtype)
+            hidden = F.linear(x, layer.lora_A[name].weight.to(x.dtype))
             y = torch.addmm(y.flatten(0, -2), hidden.flatten(0, -2), up.t()).view(y.shape)
     return y
