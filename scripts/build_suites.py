@@ -1,4 +1,4 @@
-"""Write the suite that ships: flowgrpo/evaluation/suites/geneval_coco.jsonl.
+"""Write the suite that ships: flowgrpo/data/packaged/geneval_coco.jsonl. `train` makes training prompts of its kind.
 
     python scripts/build_suites.py
 
@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from flowgrpo.evaluation.suites import SHIPPED
+from flowgrpo.data.suites import SHIPPED
 from flowgrpo.rewards.images.colours import NAMES
 from flowgrpo.rewards.images.detectors import OBJECTS
 from flowgrpo.rewards.images.geneval import RELATIONS
@@ -28,6 +28,8 @@ PAIRS = ("skis", "scissors")  # plural words for one thing
 UNCOUNTED = (*PAIRS, "broccoli", "person")  # no sound plural, or none that a detector would count one by one
 IRREGULAR = {"knife": "knives", "sheep": "sheep", "mouse": "mice", "computer mouse": "computer mice"}
 NUMBERS = {2: "two", 3: "three", 4: "four"}
+OPPOSITE = {"right of": "left of", "below": "above"}
+MOST = 500  # training prompts of a task
 
 
 def one(name: str, colour: str = "") -> str:
@@ -89,9 +91,39 @@ def build() -> list[dict[str, Any]]:
     return [*single, *two, *counting, *colours, *position, *attribution]
 
 
+def train(held_out: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Training prompts of the five tasks that combine something, none with the scene of a held-out record.
+
+    A task has at most `MOST`. A single object makes 80 prompts in all, every one of which GenEval measures.
+    """
+    rng, taken = np.random.default_rng(1), {scene(record) for record in held_out}
+    coloured = [name for name in OBJECTS if name != "person"]
+    tasks = [
+        [record("two_object", [clause(a), clause(b)], f"{one(a)} and {one(b)}") for a, b in pairs(rng, OBJECTS, 1000)],
+        [record("counting", [clause(name, n)], f"{NUMBERS[n]} {many(name)}", exclude=[clause(name, n + 1)])
+         for name in OBJECTS if name not in UNCOUNTED for n in NUMBERS],
+        [record("colors", [clause(name, color=shade)], one(name, shade)) for name in coloured for shade in NAMES],
+        [record("position", [clause(b), clause(a, position=[place, 0])], f"{one(a)} {place} {one(b)}")
+         for (a, b), place in zip(pairs(rng, OBJECTS, 1000), endless(rng, RELATIONS))],
+        [record("color_attr", [clause(a, color=c), clause(b, color=d)], f"{one(a, c)} and {one(b, d)}")
+         for (a, b), (c, d) in zip(pairs(rng, tuple(coloured), 1000),
+                                   chain.from_iterable(pairs(rng, NAMES, 40) for _ in range(25)))],
+    ]
+    free = [[each for each in task if scene(each) not in taken] for task in tasks]
+    return [task[place] for task in free for place in sorted(rng.permutation(len(task))[:MOST])]
+
+
+def scene(record: dict[str, Any]) -> tuple[Any, ...]:
+    """What a record asks for, whatever the order of its words: `a left of b` is `b right of a`."""
+    include = record["include"]
+    if record["tag"] == "position":
+        place, pair = include[1]["position"][0], (include[1]["class"], include[0]["class"])
+        return "position", *((OPPOSITE[place], *pair[::-1]) if place in OPPOSITE else (place, *pair))
+    return record["tag"], *sorted(json.dumps(each, sort_keys=True) for each in include)
+
+
 def main() -> None:
     records = build()
-    FILE.parent.mkdir(exist_ok=True)
     FILE.write_text("".join(json.dumps(each) + "\n" for each in records))
     tags = [each["tag"] for each in records]
     print(f"{FILE.name}: {len(records)} prompts, {({tag: tags.count(tag) for tag in dict.fromkeys(tags)})}")

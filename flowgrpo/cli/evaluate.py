@@ -14,9 +14,9 @@ from flowgrpo.cli.root import app
 @app.command("eval")
 def evaluate(
     source: Annotated[str, typer.Argument(metavar="MODEL_OR_RUN", help="A model as for sample, or a finished run.")],
-    suite: Annotated[str, typer.Option(metavar="NAME|PATH", help="starter, starter_video, starter_text, "
-                                       "geneval_coco, a published suite's file or folder, a hub dataset's id, or one "
-                                       "of its files (OWNER/NAME/FILE).")],
+    suite: Annotated[str, typer.Option(metavar="NAME|PATH", help="A set that `flowgrpo prompts` lists, a "
+                                       "published suite's file or folder, a hub dataset's id, or one of its files "
+                                       "(OWNER/NAME/FILE).")],
     output: Annotated[Path, typer.Option(help="The folder of samples, scores and tables; the same again goes on.")],
     rewards: Annotated[str, typer.Option(metavar="A,B|FILE.yaml", help="Rewards, or a file of them with their args, as "
                                          "under eval.rewards; without: those of the run.")] = "",

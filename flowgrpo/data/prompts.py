@@ -19,7 +19,7 @@ import csv
 import io
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import date, time
 from decimal import Decimal
@@ -32,8 +32,6 @@ from flowgrpo.errors import UserError, nearest
 KEYS = ("prompt", "negative_prompt", "metadata", "image", "weight")
 GSM8K, GENEVAL = {"question", "answer"}, {"prompt", "tag", "include"}
 STARTER = Path(__file__).parents[1] / "starter"
-# Prefixes of their file names.
-PACKAGED = {"starter": "", "starter_video": "video_", "starter_text": "text_"}
 
 
 @dataclass(frozen=True)
@@ -191,7 +189,17 @@ def _plain(value: Any) -> Any:
 
 
 def _read_parquet(_: str, path: Path) -> Records:
-    for line, row in enumerate(rows(path), 1):
+    return _of_columns(rows(path), path)
+
+
+def of_rows(table: Iterable[dict[str, Any]], path: Path) -> list[Prompt]:
+    """Return the prompts of a table's rows, as of a .parquet file; path: the table's name in messages."""
+    records = _of_columns((_plain(row) for row in table), path)
+    return [_prompt(record, path, line) for line, record in records]
+
+
+def _of_columns(table: Iterable[dict[str, Any]], path: Path) -> Records:
+    for line, row in enumerate(table, 1):
         if "prompt" not in row and row.keys() != GSM8K:
             raise _wrong(path, line, f"expected the column 'prompt', got {', '.join(row)}")
         yield line, _gsm8k(row, path, line) if row.keys() == GSM8K else _with_facts(_known(row), path, line)

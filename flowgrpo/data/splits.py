@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from flowgrpo.config.schema import Config
-from flowgrpo.data.prompts import PACKAGED, STARTER, Prompt, load_prompts
+from flowgrpo.data import sets
+from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
 
 LEAST = 1e-9  # share of the largest factor that replaces a factor of 0
@@ -23,7 +24,7 @@ def split(prompts: list[Prompt], held_out: float | str, seed: int) -> tuple[list
     Raises UserError if a side is left empty.
     """
     if isinstance(held_out, str):
-        held = load_prompts(held_out)
+        held = sets.load(held_out)
         keys = {prompt.key for prompt in held}
     else:
         keys = _share(sorted({prompt.key for prompt in prompts}), held_out, seed)
@@ -86,12 +87,12 @@ def _walk(n: int, count: int, epoch: int, seed: int) -> np.ndarray:
 
 
 def require_no_share(config: Config) -> None:
-    """Raise UserError for packaged prompts and a held-out share, which would have no effect.
+    """Raise UserError for a held-out share of a set that brings held-out prompts, where it would have no effect.
 
     The default share is accepted: a run's saved configuration has it.
     """
     usual = config.held_out == Config.model_fields["held_out"].default
-    if config.prompts in PACKAGED and isinstance(config.held_out, float) and not usual:
+    if _held_out_of(config.prompts) and isinstance(config.held_out, float) and not usual:
         raise UserError(f"held_out: got {config.held_out!r}, but prompts: {config.prompts} brings held-out prompts of "
                         "its own: leave it out, or name a file")
 
@@ -99,11 +100,15 @@ def require_no_share(config: Config) -> None:
 def resolve(config: Config) -> tuple[list[Prompt], list[Prompt]]:
     """Return the (training, held-out) prompts of a configuration.
 
-    `prompts: starter`, `starter_video` and `starter_text` mean packaged files: their own held-out file replaces a
-    share.
+    `prompts` names a set of `sets.SETS`, a file, or a dataset of the hub. The held-out side of a set replaces a share.
     """
-    if config.prompts not in PACKAGED:
-        return split(load_prompts(config.prompts), config.held_out, SPLIT_SEED)
-    train, held_out = (STARTER / f"{PACKAGED[config.prompts]}{side}.jsonl" for side in ("train", "held_out"))
-    return split(load_prompts(train), config.held_out if isinstance(config.held_out, str) else str(held_out),
-                 SPLIT_SEED)
+    named = sets.SETS.get(config.prompts)
+    prompts = sets.load(named.train if named else config.prompts)
+    share = isinstance(config.held_out, float)
+    return split(prompts, (_held_out_of(config.prompts) if share else None) or config.held_out, SPLIT_SEED)
+
+
+def _held_out_of(prompts: str) -> str | None:
+    """Return the file, or the hub's name, of a set's own held-out side."""
+    side = sets.SETS[prompts].held_out if prompts in sets.SETS else None
+    return None if side is None else str(side)

@@ -23,6 +23,7 @@ from tqdm import tqdm
 from flowgrpo import rewards
 from flowgrpo.config.reward_rules import WatchRule
 from flowgrpo.config.schema import Config
+from flowgrpo.data.suites import Suite, load_suite
 from flowgrpo.distributed.processes import Processes
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation import draw, findings, held_out, images, measured, texts
@@ -32,7 +33,6 @@ from flowgrpo.evaluation.pages import rlg_sweep
 from flowgrpo.evaluation.pages.grid import Row, draw_grid
 from flowgrpo.evaluation.pass_at_k import tries, verdicts
 from flowgrpo.evaluation.plan import BASE, TUNED, Medium, Plan, digest
-from flowgrpo.evaluation.suites import Suite, load_suite
 from flowgrpo.policies import build
 from flowgrpo.rewards import Failed, pairwise
 from flowgrpo.rewards.remote import exchange

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from flowgrpo.data.suites import Suite
 from flowgrpo.evaluation.statistics import CONFIDENCE, drift, interval, wins
-from flowgrpo.evaluation.suites import Suite
 from flowgrpo.log import plain_console
 
 ALL = "all prompts"

@@ -16,17 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flowgrpo.data import prompts
+from flowgrpo.data import hub, prompts, sets
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
 
-SHIPPED = {"starter": prompts.STARTER / "held_out.jsonl", "starter_video": prompts.STARTER / "video_held_out.jsonl",
-           "starter_text": prompts.STARTER / "text_held_out.jsonl",
-           "geneval_coco": Path(__file__).parent / "suites" / "geneval_coco.jsonl"}
-PUBLISHED = {"geneval": "evaluation_metadata.jsonl", "drawbench": "its .csv, or a .txt of its prompts",
-             "partiprompts": "PartiPrompts.tsv", "t2i_compbench": "the folder of its *_val.txt files",
-             "unigenbench": "test_prompts_en.csv", "dpg": "its folder of .txt files, or dpg_bench.csv",
-             "ocr": "Flow-GRPO's dataset/ocr/test.txt"}
+SHIPPED = {name: named.suite for name, named in sets.SETS.items() if named.suite}
 ENDINGS = (".jsonl", ".csv", ".tsv", ".txt", ".parquet")
 ABOUT = re.compile(r"(licen[cs]es?|copying|notice|readme|citation)([-.]\w+)*", re.IGNORECASE)  # not prompts
 TRAINING = re.compile(r"(^|[-_])train(-\d+-of-\d+)?$")
@@ -72,15 +66,17 @@ class Suite:
 def load_suite(name: str) -> Suite:
     """Load a suite by name, path or hub dataset id.
     Raises UserError if there is none, or none that can be read."""
+    name = name.lower() if name.lower() in sets.SETS else name
     path = SHIPPED.get(name) or Path(name)
+    fetched = sets.SETS[name].held_out or sets.SETS[name].train if name in sets.SETS else name
+    if name not in SHIPPED and hub.named(fetched):
+        return Suite(name, "hub", tuple(Case(prompt, _own_category(prompt)) for prompt in sets.load(fetched)))
     if not path.exists():
-        if name.lower() in PUBLISHED:
-            raise UserError(f"the suite {name!r} does not come with flowgrpo: give the path of "
-                            f"{PUBLISHED[name.lower()]}, or a hub dataset's id")
         match = HUB.fullmatch(name)
         if not match or (path.suffix in ENDINGS) != bool(match[2]):
-            raise UserError(f"no suite {name!r}: expected {', '.join(SHIPPED)}, a file ({', '.join(ENDINGS)}), a "
-                            f"folder of such files, or a hub dataset's id, alone or with one of its files behind it")
+            raise UserError(f"no suite {name!r}: expected one that `flowgrpo "
+                            f"prompts` lists, a file ({', '.join(ENDINGS)}), a folder of such files, or a hub "
+                            "dataset's id, alone or with one of its files behind it")
         path = _download(name, match[1], match[2])
     form, cases = _folder(path) if path.is_dir() else _file(path)
     if not cases:
@@ -287,4 +283,6 @@ def _source(name: Any) -> str:
 
 def _own_category(prompt: Prompt) -> tuple[str, ...]:
     known = [prompt.metadata[key] for key in ("category", "task", "tag") if key in prompt.metadata]
+    if known and isinstance(known[0], list):  # one prompt in several categories
+        return tuple(map(str, known[0]))
     return (str(known[0]),) if known else ()

@@ -12,8 +12,8 @@ import pytest
 from pyarrow import parquet
 
 from flowgrpo.data import prompts
+from flowgrpo.data.suites import SHIPPED, load_suite
 from flowgrpo.errors import UserError
-from flowgrpo.evaluation.suites import SHIPPED, load_suite
 from flowgrpo.rewards.images.colours import NAMES
 from flowgrpo.rewards.images.detectors import OBJECTS
 from flowgrpo.rewards.images.geneval import require_judgeable
@@ -114,11 +114,10 @@ def test_a_broken_suite_is_told(tmp_path, name, text, told):
 
 
 @pytest.mark.parametrize("name, told", [
-    ("GenEval", "does not come with flowgrpo: give the path of evaluation_metadata.jsonl, or a hub dataset's id"),
-    ("nothing", "no suite 'nothing': expected starter, starter_video, starter_text, geneval_coco, a file"),
-    ("./no/such/file.csv", "no suite './no/such/file.csv': expected starter"),
+    ("nothing", "no suite 'nothing': expected one that `flowgrpo prompts` lists, a file"),
+    ("./no/such/file.csv", "no suite './no/such/file.csv': expected one"),
     ("some/birds/folder", "no suite 'some/birds/folder': expected .* alone or with one of its files behind it"),
-    ("no/file.csv", "no suite 'no/file.csv': expected starter"),
+    ("no/file.csv", "no suite 'no/file.csv': expected one"),
 ])
 def test_a_suite_that_is_not_there_is_told(name, told):
     with pytest.raises(UserError, match=told):

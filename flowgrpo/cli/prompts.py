@@ -1,0 +1,109 @@
+"""`flowgrpo prompts` and `flowgrpo write-prompts`: prompt sets that training and evaluation take, and new ones."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from flowgrpo.cli.root import app
+from flowgrpo.cli.show import print_table
+from flowgrpo.errors import UserError, nearest
+
+AT_ONCE = 25  # prompts of one request
+EMPTY = 5  # requests without a new prompt after which a language model is taken to have no more
+
+
+@app.command()
+def prompts(
+    name: Annotated[str | None, typer.Argument(metavar="[NAME|FILE|hub:OWNER/NAME]", help="A set, a prompt file or a "
+                                               "dataset of the hub, to preview.")] = None,
+    count: Annotated[int, typer.Option(min=1, help="Prompts of a preview.")] = 8,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """List the prompt sets that --prompts and --suite take by name, or preview one."""
+    from flowgrpo.data.sets import SETS
+
+    if name is None:
+        heads = ["name", "kind", "where", "licence", "about"]
+        rows = [[known, one.kind, "packaged" if one.packaged else "hub", one.licence, one.about]
+                for known, one in SETS.items()]
+        if as_json:
+            typer.echo(json.dumps([dict(zip(heads, row)) for row in rows], indent=2))
+        else:
+            print_table(heads, rows)
+        return
+    facts, shown = _preview(name, count)
+    if as_json:
+        typer.echo(json.dumps(facts | {"prompts": shown}, indent=2, ensure_ascii=False))
+        return
+    for key, value in facts.items():
+        typer.echo(f"{key.replace('_', ' '):<10}  {value}")
+    for line in shown:
+        typer.echo(json.dumps(line, ensure_ascii=False))
+
+
+def _preview(name: str, count: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Return facts of a set, and some of its training prompts, spread evenly over it."""
+    from flowgrpo.data import sets
+    from flowgrpo.data.hub import named
+    from flowgrpo.data.prompts import as_line
+
+    one = sets.SETS.get(name)
+    if one is None and not named(name) and not Path(name).suffix:
+        raise UserError(f"prompts {name!r}: no such set{nearest(name, list(sets.SETS))}; `flowgrpo prompts` lists them")
+    train = sets.load(one.train if one else name)
+    facts: dict[str, Any] = {"training": len(train)}
+    if one:
+        facts |= {"held out": len(sets.load(one.held_out)) if one.held_out else "a share of them (held_out)",
+                  "licence": one.licence, "source": one.source, "rewards": ", ".join(one.rewards) or "any"}
+    places = range(0, len(train), max(1, len(train) // count))
+    return facts, [as_line(train[place]) for place in places[:count]]
+
+
+@app.command("write-prompts")
+def write_prompts(
+    output: Annotated[Path, typer.Option(help="The .jsonl file to write; it must not exist.")],
+    templates: Annotated[Path | None, typer.Argument(metavar="[TEMPLATES.yaml]", help="`templates`, such as \"a photo "
+                                                     "of {count} {animal}\", and the words of their `slots`.")] = None,
+    count: Annotated[int, typer.Option(min=1, help="Prompts at most; none is written twice.")] = 200,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+    about: Annotated[str | None, typer.Option(help="A subject, in place of templates: a language model writes prompts "
+                                              "about it.")] = None,
+    url: Annotated[str, typer.Option(help="With --about: an OpenAI-compatible endpoint.")] = "http://127.0.0.1:8000/v1",
+    model: Annotated[str | None, typer.Option(help="With --about: the model, where several are served.")] = None,
+    key_env: Annotated[str | None, typer.Option(help="With --about: the environment variable with the key.")] = None,
+) -> None:
+    """Write a prompt file from templates with slots, or by a language model."""
+    from flowgrpo.data.prompt_writer import load_templates
+    from flowgrpo.data.prompts import as_line
+
+    if (templates is None) == (about is None):
+        raise UserError("write-prompts: expected a file of templates, or --about SUBJECT")
+    if output.exists() or output.suffix != ".jsonl":
+        raise UserError(f"--output: got {output}, expected a .jsonl file that does not exist yet")
+    if templates is not None:
+        lines = [as_line(prompt) for prompt in load_templates(templates).write(count, seed)]
+    else:
+        lines = [{"prompt": text} for text in _asked(str(about), count, url, model, key_env)]
+    output.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines), encoding="utf-8")
+    fewer = f", all that there are of the {count}" if len(lines) < count else ""
+    typer.echo(f"{output}: {len(lines)} prompts{fewer}")
+
+
+def _asked(about: str, count: int, url: str, model: str | None, key_env: str | None) -> list[str]:
+    """Return prompts of a language model, each once. Raises UserError if the endpoint does not answer."""
+    from flowgrpo.data.prompt_writer import of_answer, request
+    from flowgrpo.rewards.judges.judge_client import Endpoint
+
+    endpoint = Endpoint(url=url, model=model, key_env=key_env, temperature=1.0, max_tokens=4096)
+    texts: dict[str, None] = {}
+    empty = 0
+    while len(texts) < count and empty < EMPTY:
+        messages = request(about, min(AT_ONCE, count - len(texts)), list(texts)[-AT_ONCE:])
+        before = len(texts)
+        texts |= dict.fromkeys(of_answer(endpoint.ask(lambda _: messages, 1)[0].text))
+        empty = empty + 1 if len(texts) == before else 0
+    return list(texts)[:count]

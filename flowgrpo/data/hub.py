@@ -1,0 +1,117 @@
+"""Prompts from datasets of the hub: `hub:OWNER/NAME[:CONFIG][?column=..&split=..&revision=..&limit=..&streaming=true]`.
+
+Columns named `negative_prompt`, `weight` and `metadata` are what they are in a prompt file; other columns of texts,
+numbers, lists and structures become metadata. The library `datasets` (extra `datasets`) downloads once and caches.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qsl
+
+from flowgrpo.data.prompts import GSM8K, Prompt, of_rows
+from flowgrpo.errors import UserError, nearest
+
+PREFIX = "hub:"
+NAME = re.compile(r"(?P<id>\w[\w.-]*/\w[\w.-]*)(?::(?P<config>[\w.-]+))?")
+OPTIONS = ("column", "split", "revision", "limit", "streaming")
+COLUMNS = ("prompt", "Prompt", "prompts", "Prompts", "caption", "text", "question")  # of the prompt, the first there is
+
+
+@dataclass(frozen=True)
+class HubPrompts:
+    """Dataset of the hub.
+
+    id: OWNER/NAME, or a folder of that form. config: its configuration.
+    column: of the prompts; None takes the first of `COLUMNS` that the dataset has. limit: number of rows, None for all.
+    streaming: read rows as they arrive, in place of downloading the whole dataset first.
+    """
+
+    id: str
+    config: str | None = None
+    column: str | None = None
+    split: str = "train"
+    revision: str | None = None
+    limit: int | None = None
+    streaming: bool = False
+
+
+def named(source: Path | str) -> bool:
+    """Return True for a dataset of the hub."""
+    return isinstance(source, str) and source.startswith(PREFIX)
+
+
+def parse(source: str) -> HubPrompts:
+    """Parse `hub:OWNER/NAME[:CONFIG][?OPTION=VALUE&...]`. Raises UserError with the part that is wrong."""
+    name, _, query = source.removeprefix(PREFIX).partition("?")
+    match = NAME.fullmatch(name)
+    if not match:
+        raise UserError(f"prompts {source!r}: expected hub:OWNER/NAME or hub:OWNER/NAME:CONFIG, got {name!r}")
+    given = dict(parse_qsl(query, keep_blank_values=True))
+    for key in given:
+        if key not in OPTIONS:
+            raise UserError(f"prompts {source!r}: unknown option {key!r}{nearest(key, list(OPTIONS))}; there are "
+                            f"{', '.join(OPTIONS)}")
+    return HubPrompts(match["id"], match["config"], given.get("column"), given.get("split", "train"),
+                      given.get("revision"), _count(source, given.get("limit")),
+                      _flag(source, given.get("streaming", "false")))
+
+
+def _count(source: str, text: str | None) -> int | None:
+    if text is not None and not (text.isdecimal() and int(text)):
+        raise UserError(f"prompts {source!r}: limit is {text!r}, expected a number of rows above 0")
+    return None if text is None else int(text)
+
+
+def _flag(source: str, text: str) -> bool:
+    if text not in ("true", "false"):
+        raise UserError(f"prompts {source!r}: streaming is {text!r}, expected true or false")
+    return text == "true"
+
+
+def load(source: str) -> list[Prompt]:
+    """Return the prompts of a dataset. Raises UserError if it cannot be loaded or has no such column."""
+    wanted = parse(source)
+    rows = _rows(source, wanted)
+    first = next(rows, None)
+    if first is None:
+        raise UserError(f"prompts {source}: the split {wanted.split!r} holds no row")
+    column = _column(source, wanted.column, first)
+    whole = itertools.chain([first], rows)
+    return of_rows((_renamed(row, column) for row in itertools.islice(whole, wanted.limit)), Path(source))
+
+
+def _rows(source: str, dataset: HubPrompts) -> Iterator[dict[str, Any]]:
+    from flowgrpo.extras import needed
+
+    datasets = needed("datasets", "datasets", source)
+    try:
+        rows: Iterable[dict[str, Any]] = datasets.load_dataset(
+            dataset.id, dataset.config, split=dataset.split, revision=dataset.revision, streaming=dataset.streaming)
+    except Exception as error:  # of the hub, the file system, a parser
+        raise UserError(f"prompts {source}: the dataset does not load ({' '.join(str(error).split())[:200]}): expected "
+                        "a public dataset, or `hf auth login` before, and a network for the first time") from None
+    features = getattr(rows, "features", None) or {}
+    media = {name for name, feature in features.items() if type(feature).__name__ in ("Image", "Audio", "Video")}
+    for row in rows.remove_columns([*media]) if media else rows:  # type: ignore[attr-defined]
+        yield row
+
+
+def _column(source: str, wanted: str | None, row: dict[str, Any]) -> str:
+    column = wanted or next((name for name in COLUMNS if name in row), None)
+    if column is None or column not in row:
+        raise UserError(f"prompts {source}: there is no column {wanted or 'prompt'!r}; there are {', '.join(row)}: "
+                        "name one by ?column=NAME")
+    return column
+
+
+def _renamed(row: dict[str, Any], column: str) -> dict[str, Any]:
+    """Return the row with its prompt under `prompt`. A row of GSM8K stays; a picture's column is left out."""
+    if row.keys() == GSM8K:
+        return row
+    return {key: value for key, value in row.items() if key not in (column, "image")} | {"prompt": row[column]}

@@ -1,0 +1,118 @@
+"""Prompts from templates with slots, and from the lines of a language model's answer."""
+
+from __future__ import annotations
+
+import math
+import re
+import string
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from flowgrpo.config.base import Loader
+from flowgrpo.data.prompts import Prompt
+from flowgrpo.errors import UserError, nearest
+
+BULLET = re.compile(r"^\s*(?:[-*•]|\(?\d+[.):])\s+")
+
+
+@dataclass(frozen=True)
+class Templates:
+    """Templates such as "a photo of {count} {animal}" with the words of their slots.
+
+    slots: by slot its words with the value that the metadata gets. metadata: of every prompt.
+    """
+
+    templates: tuple[str, ...]
+    slots: Mapping[str, Mapping[str, Any]]
+    metadata: Mapping[str, Any]
+
+    def write(self, count: int, seed: int) -> list[Prompt]:
+        """Return at most `count` different prompts, drawn evenly over the templates."""
+        rng = np.random.default_rng(seed)
+        drawn = [self._filled(template, rng) for template in self.templates]
+        prompts: dict[str, Prompt] = {}
+        while drawn and len(prompts) < count:
+            for filled in list(drawn):
+                prompt = next((prompt for prompt in filled if prompt.text not in prompts), None)
+                if prompt is None:
+                    drawn.remove(filled)
+                elif len(prompts) < count:
+                    prompts[prompt.text] = prompt
+        return list(prompts.values())
+
+    def _filled(self, template: str, rng: np.random.Generator) -> Iterator[Prompt]:
+        """Yield all prompts of a template in a random order: a walk through its combinations by a coprime stride."""
+        names = slots_of(template)
+        sizes = [len(self.slots[name]) for name in names]
+        whole = math.prod(sizes)
+        start, stride = int(rng.integers(whole)), int(rng.integers(1, whole + 1))
+        while math.gcd(stride, whole) > 1:
+            stride += 1
+        for step in range(whole):
+            place = (start + step * stride) % whole
+            words = {}
+            for name, size in zip(names, sizes):
+                place, index = divmod(place, size)
+                words[name] = list(self.slots[name])[index]
+            facts = {name: self.slots[name][word] for name, word in words.items()}
+            yield Prompt(template.format(**words), metadata={**self.metadata, **facts})
+
+
+def slots_of(template: str) -> list[str]:
+    """Return the names of a template's slots, each once."""
+    return list(dict.fromkeys(name for _, name, _, _ in string.Formatter().parse(template) if name is not None))
+
+
+def load_templates(path: Path) -> Templates:
+    """Read a YAML file with `templates`, `slots` and maybe `metadata`. Raises UserError with the key of a mistake."""
+    try:
+        given = yaml.load(path.read_text(encoding="utf-8"), Loader)
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise UserError(f"{path}: not a YAML file that can be read ({' '.join(str(error).split())[:200]})") from None
+    if not isinstance(given, dict) or not isinstance(given.get("templates"), list) or not given["templates"]:
+        raise UserError(f"{path}: expected a list under 'templates', such as [\"a photo of {{animal}}\"]")
+    for key in given:
+        if key not in ("templates", "slots", "metadata"):
+            raise UserError(f"{path}: unknown key {key!r}{nearest(str(key), ['templates', 'slots', 'metadata'])}")
+    slots = {name: _words(path, name, words) for name, words in (given.get("slots") or {}).items()}
+    for template in given["templates"]:
+        _require_slots(path, template, slots)
+    return Templates(tuple(given["templates"]), slots, given.get("metadata") or {})
+
+
+def _words(path: Path, name: str, words: Any) -> dict[str, Any]:
+    """Return a slot's words with their values: a list's words stand for themselves."""
+    if not isinstance(words, (list, dict)) or not words:
+        raise UserError(f"{path}: slots.{name}: got {words!r}, expected a list of words, or words with values")
+    return {str(word): words[word] if isinstance(words, dict) else word for word in words}
+
+
+def _require_slots(path: Path, template: Any, slots: Mapping[str, Any]) -> None:
+    try:
+        names = slots_of(template)
+    except (ValueError, TypeError, AttributeError) as error:
+        raise UserError(f"{path}: the template {template!r} is not one ({error})") from None
+    for name in names:
+        if name not in slots:
+            raise UserError(f"{path}: the template {template!r} has the slot {name!r}{nearest(name, list(slots))}, "
+                            f"which 'slots' does not have")
+
+
+def of_answer(text: str) -> list[str]:
+    """Return the prompts of a language model's answer: its lines, without numbers, bullets and quotes around."""
+    lines = (BULLET.sub("", line).strip().strip('"') for line in text.splitlines())
+    return [line for line in lines if line and not line.endswith(":")]
+
+
+def request(about: str, count: int, known: Sequence[str]) -> list[dict[str, Any]]:
+    """Return the messages that ask a language model for prompts; known: some that it is not to repeat."""
+    text = (f"Write {count} prompts for a text-to-image model about: {about}. Vary subjects, wording and length. One "
+            "prompt per line, without numbers, quotes or comments.")
+    if known:
+        text += " Do not repeat any of these:\n" + "\n".join(known)
+    return [{"role": "user", "content": text}]

@@ -1,0 +1,75 @@
+"""`flowgrpo prompts` and `flowgrpo write-prompts`."""
+
+from __future__ import annotations
+
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from flowgrpo.cli import main
+from flowgrpo.data.prompts import load_prompts
+from flowgrpo.data.sets import SETS
+
+
+def test_all_sets_are_listed(capsys):
+    assert main(["prompts", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [row["name"] for row in rows] == list(SETS)
+    assert main(["prompts"]) == 0
+    assert "CC-BY-4.0" in capsys.readouterr().out
+
+
+def test_a_preview_is_spread_over_the_set(capsys):
+    assert main(["prompts", "t2i_compbench", "--count", "8", "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["training"] == 5557 and shown["held out"] == 2400
+    assert len({line["metadata"]["category"] for line in shown["prompts"]}) >= 7
+
+
+def test_a_misspelt_set_is_one_line(capsys):
+    assert main(["prompts", "genevl"]) == 2
+    assert "no such set: did you mean 'geneval'?" in capsys.readouterr().err
+
+
+def test_templates_become_a_prompt_file_once(tmp_path, capsys):
+    (tmp_path / "t.yaml").write_text("templates: ['a {colour} owl']\nslots: {colour: [red, blue]}\n")
+    command = ["write-prompts", str(tmp_path / "t.yaml"), "--output", str(tmp_path / "p.jsonl")]
+    assert main(command) == 0
+    assert {prompt.text for prompt in load_prompts(tmp_path / "p.jsonl")} == {"a red owl", "a blue owl"}
+    assert "2 prompts, all that there are of the 200" in capsys.readouterr().out
+    assert main(command) == 2
+    assert "expected a .jsonl file that does not exist yet" in capsys.readouterr().err
+    assert main(["write-prompts", "--output", str(tmp_path / "q.jsonl")]) == 2
+
+
+@pytest.fixture
+def endpoint():
+    """URL of an endpoint whose second answer repeats the first."""
+    answers = iter(["1. a red hat\n2. two owls", "two owls\na bell"])
+
+    class Answering(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            message = {"role": "assistant", "content": next(answers)}
+            body = json.dumps({"choices": [{"message": message, "finish_reason": "stop"}]}).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Answering)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}/v1"
+    server.shutdown()
+
+
+def test_a_language_model_is_asked_until_there_are_enough(tmp_path, endpoint):
+    output = tmp_path / "p.jsonl"
+    assert main(["write-prompts", "--about", "things", "--url", endpoint, "--model", "m", "--count", "3",
+                 "--output", str(output)]) == 0
+    assert [prompt.text for prompt in load_prompts(output)] == ["a red hat", "two owls", "a bell"]
