@@ -59,8 +59,8 @@ def _preview(name: str, count: int) -> tuple[dict[str, Any], list[dict[str, Any]
     if one:
         facts |= {"held out": len(sets.load(one.held_out)) if one.held_out else "a share of them (held_out)",
                   "licence": one.licence, "source": one.source, "rewards": ", ".join(one.rewards) or "any"}
-    places = range(0, len(train), max(1, len(train) // count))
-    return facts, [as_line(train[place]) for place in places[:count]]
+    shown = min(count, len(train))
+    return facts, [as_line(train[(2 * place + 1) * len(train) // (2 * shown)]) for place in range(shown)]
 
 
 @app.command("write-prompts")

@@ -25,7 +25,7 @@ def test_a_preview_is_spread_over_the_set(capsys):
     assert main(["prompts", "t2i_compbench", "--count", "8", "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
     assert shown["training"] == 5557 and shown["held out"] == 2400
-    assert len({line["metadata"]["category"] for line in shown["prompts"]}) >= 7
+    assert len({line["metadata"]["category"] for line in shown["prompts"]}) == 8
 
 
 def test_a_misspelt_set_is_one_line(capsys):
