@@ -103,7 +103,8 @@ class Memory(Section):
                                                      "picture, or tile by tile too")
     states: Literal["device", "cpu"] = Field("device", description="where a rollout's recorded states wait for their "
                                              "replay")
-    shard: bool = Field(False, description="the denoiser's frozen weights shared out over the processes, by FSDP2")
+    shard: bool | Literal["nodes"] = Field(False, description="the denoiser's weights sharded over all processes, by "
+                                           "FSDP2, or over those of each node (`nodes`)")
 
 
 class EarlyStop(Section):

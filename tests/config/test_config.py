@@ -84,6 +84,7 @@ def test_unknown_keys_name_the_nearest(raw, told):
     ({"reward": {"scene": "much"}}, "reward.scene: got 'much', expected a valid number"),
     ({"precision": "fp64"}, "precision: got 'fp64', expected 'auto', 'fp32', 'bf16' or 'fp16'"),
     ({"train": {"checkpointing": "perhaps"}}, "train.checkpointing: got 'perhaps', expected a valid boolean"),
+    ({"memory": {"shard": "hosts"}}, "memory.shard: got 'hosts', expected a valid boolean or 'nodes'"),
     ({"train": {"betas": [0.9]}}, "train.betas.1: got [0.9], expected one more value"),
 ])
 def test_wrong_types_have_their_path(raw, told):
