@@ -30,6 +30,7 @@ from flowgrpo.methods.validate import resolve
 from flowgrpo.policies import build, options
 from flowgrpo.policies.pipelines import prompt_lengths
 from flowgrpo.policies.precision import settle
+from flowgrpo.policies.weights import sharding
 from flowgrpo.policies.weights.restore import as_before
 from flowgrpo.rewards import pairwise
 from flowgrpo.storage import checkpoint, paths
@@ -150,6 +151,7 @@ def check(config: Config, resume: bool = False, pipe: Any = None,
     config, precision = settled(config, accelerator, device, resume, pipe)
     geometry(config.train, accelerator.num_processes)
     options.require_options(config, method, device, loaded=pipe is not None)
+    sharding.require(config.memory.shard, not config.adapter.rank, accelerator.num_processes, os.environ)
     if accelerator.is_main_process:
         run_folder.require_free(config.folder)
         if not resume:

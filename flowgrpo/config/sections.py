@@ -109,7 +109,8 @@ class Memory(Section):
     attention: Literal["auto", "native", "cudnn", "flash", "flash3", "xformers"] = Field(
         "auto", description="attention kernel of the denoiser: diffusers' default, torch's, cuDNN's, FlashAttention's "
                             "(packages flash_attn, or kernels for 3) or xformers'")
-    shard: bool = Field(False, description="the denoiser's frozen weights shared out over the processes, by FSDP2")
+    shard: bool | Literal["nodes"] = Field(False, description="the denoiser's weights sharded over all processes, by "
+                                           "FSDP2, or over those of each node (`nodes`)")
 
 
 class EarlyStop(Section):

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, distributed
 
 from flowgrpo.distributed.lockstep import DONE, Lockstep
+from flowgrpo.distributed.shards import is_shard
 from flowgrpo.distributed.signals import Stopped
 from flowgrpo.errors import UserError
 
@@ -140,9 +141,11 @@ class Processes:
     def add_gradients(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         """Sum the gradients of all processes, in one flat tensor.
 
-        A parameter without a gradient here counts as zeros; one that got none anywhere keeps none.
+        A parameter without a gradient here counts as zeros; one that got none anywhere keeps none. FSDP2 has summed
+        those of sharded parameters in the backward pass.
         """
-        if self.count == 1:
+        parameters = [parameter for parameter in parameters if not is_shard(parameter)]
+        if self.count == 1 or not parameters:
             return
         with self.together():
             present = torch.tensor([float(p.grad is not None) for p in parameters], device=self.device)
@@ -155,9 +158,10 @@ class Processes:
 
     @torch.no_grad()
     def agree(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        """Copy the first process's values to every process."""
+        """Copy the first process's values to every process, except those of sharded parameters."""
         for parameter in parameters if self.count > 1 else ():
-            distributed.broadcast(parameter.data, 0)
+            if not is_shard(parameter):
+                distributed.broadcast(parameter.data, 0)
 
 
 def require_replicated(environment: Mapping[str, str]) -> None:

@@ -99,7 +99,7 @@ def finish(trainer: Trainer, functions: dict[str, Any], folder: Path, base: Meas
     config, policy, first = trainer.config, trainer.policy, trainer.processes.first
     [evaluations] = trainer.processes.total([policy.evaluations])
     with policy.weights.swapped(trainer.best.weights or trainer.evaluated_weights()):
-        said = policy.weights.save(folder) if first else ""
+        said = policy.weights.save(folder) if first or policy.weights.sharded else ""
         after = _measure(trainer, functions, "held-out prompts, after", policy.reference)
     summary = {
         "name": config.name, "model": config.model, "method": config.method, "seed": config.seed,

@@ -8,7 +8,7 @@ from flowgrpo.config.schema import Config
 from flowgrpo.errors import UserError
 from flowgrpo.methods import validate
 from flowgrpo.methods.method import Method
-from flowgrpo.methods.targets import JointDensity, RewardGradient
+from flowgrpo.methods.targets import JointDensity, LatentEdits, RewardGradient
 from flowgrpo.objectives import references
 from flowgrpo.policies.pipelines.attention import require_attention
 from flowgrpo.policies.weights.memory_options import require_package, require_quantiser
@@ -63,14 +63,19 @@ def require_shardable(config: Config, method: Method) -> None:
     if not config.memory.shard:
         return
     preview = method.rollout.preview.precision if method.rollout.preview else "full"
-    wrong = {"adapter.rank: 0, which trains what is shared out: set a rank": not config.adapter.rank,
+    trained, setting = not config.adapter.rank, f"memory.shard is {str(config.memory.shard).lower()}"
+    wrong = {"adapter.rank: 0 and train.optimizer: adamw8bit, which takes no shards: use adamw":
+             trained and config.train.optimizer == "adamw8bit",
+             "adapter.rank: 0 and precision: fp16: use bf16, or set a rank": trained and config.precision == "fp16",
              f"memory.weights: {config.memory.weights}: use full": config.memory.weights != "full",
              f"parts.preview.precision: {preview}: use full": preview != "full",
              "adapter.dora, which reads whole weights: use false": config.adapter.dora,
              "train.compile: use false": config.train.compile,
              f"method {config.method}, whose graph has many steps: use another":
              isinstance(method.target, (JointDensity, RewardGradient)),
+             f"method {config.method}, which trains nothing of the pipeline: use another":
+             isinstance(method.target, LatentEdits),
              "train.pack, whose replays are batched by what each process has: use false": config.train.pack,
              "cache, from which some processes would read what others compute: leave it out": config.cache is not None}
     for option in (option for option, conflicts in wrong.items() if conflicts):
-        raise UserError(f"memory.shard is true, which does not go with {option}, or memory.shard: false")
+        raise UserError(f"{setting}, which does not go with {option}, or memory.shard: false")

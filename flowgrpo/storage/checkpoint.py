@@ -2,17 +2,22 @@
 
 A checkpoint is a folder of safetensors and JSON, never a pickle. Sampling, windows and data order are pure functions of
 (seed, epoch). So weights, optimiser, moving average and a few counters are the whole state of a run.
+
+Sharded tensors are in one file per shard: the rows (dimension 0) of a tensor in the order of the files' names. They are
+read row by row, so a run can be resumed with another number of shards, or whole.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 from flowgrpo.errors import UserError
 from flowgrpo.storage import paths
@@ -31,15 +36,35 @@ class Stateful(Protocol):
         """Restore what `state` returned; without any, start anew."""
 
 
-def save(folder: Path, epoch: int, tensors: dict[str, torch.Tensor], state: dict[str, Any], keep: int) -> Path:
-    """Write `folder/epoch-00042` and delete all but the newest `keep` checkpoints."""
-    target = folder / f"epoch-{epoch:05d}"
-    temporary = folder / f".{target.name}.tmp"
+def begin(folder: Path, epoch: int) -> Path:
+    """Make the temporary folder of a checkpoint and return it, empty."""
+    temporary = _temporary(folder, epoch)
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
-    save_file({key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()},
-              temporary / STATE)
-    paths.readable(temporary)
+    return temporary
+
+
+def save_shard(folder: Path, epoch: int, tensors: Tensors, index: int, count: int) -> None:
+    """Write one of `count` shards of tensors into the folder that `begin` made: their rows in it.
+
+    Raises UserError if that folder is not there.
+    """
+    temporary = _temporary(folder, epoch)
+    if not temporary.is_dir():
+        raise UserError(f"{folder} is not the folder that the first process writes to: with memory.shard, put `output` "
+                        "on a disk that all nodes share")
+    _write(temporary / f"shard-{index:05d}-of-{count:05d}.safetensors", tensors)
+
+
+def save(folder: Path, epoch: int, tensors: Tensors, state: dict[str, Any], keep: int, begun: bool = False) -> Path:
+    """Write `folder/epoch-00042` and delete all but the newest `keep` checkpoints.
+
+    begun: `begin` was called, and the shards are written.
+    """
+    target, temporary = folder / f"epoch-{epoch:05d}", _temporary(folder, epoch)
+    if not begun:
+        begin(folder, epoch)
+    _write(temporary / STATE, tensors)
     (temporary / "state.json").write_text(json.dumps(state, indent=1))
     shutil.rmtree(target, ignore_errors=True)
     temporary.rename(target)
@@ -48,21 +73,80 @@ def save(folder: Path, epoch: int, tensors: dict[str, torch.Tensor], state: dict
     return target
 
 
+def _temporary(folder: Path, epoch: int) -> Path:
+    return folder / f".epoch-{epoch:05d}.tmp"
+
+
+def _write(file: Path, tensors: Tensors) -> None:
+    save_file({key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}, file)
+    paths.readable(file)
+
+
 def latest(folder: Path) -> Path | None:
     """Return the checkpoint with the highest epoch; None without one."""
     return max(folder.glob("epoch-*"), default=None)
 
 
-def load(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Return the (tensors, state) that `save` wrote.
+class Reader:
+    """Tensors of a checkpoint, read one by one.
+
+    shapes: of the whole tensors, by key.
+    """
+
+    def __init__(self, folder: Path):
+        shards = sorted(folder.glob("shard-*.safetensors"))
+        if shards and not shards[0].stem.endswith(f"-of-{len(shards):05d}"):
+            raise FileNotFoundError(f"{shards[0].name} is one of {len(shards)} shards")
+        files = [safe_open(file, "pt") for file in (folder / STATE, *shards)]
+        self.parts: dict[str, list[Any]] = {}
+        for file in files:
+            for key in file.keys():  # noqa: SIM118 it is no dictionary
+                self.parts.setdefault(key, []).append(file)
+        self.shapes = {key: self._shape(key) for key in self.parts}
+
+    def _shape(self, key: str) -> torch.Size:
+        shapes = [file.get_slice(key).get_shape() for file in self.parts[key]]
+        return torch.Size(shapes[0] if len(shapes) == 1 else [sum(shape[0] for shape in shapes), *shapes[0][1:]])
+
+    def read(self, key: str, rows: slice | None = None) -> torch.Tensor:
+        """Return a tensor, or its `rows` with a start and a stop."""
+        if len(self.parts[key]) == 1 and rows is None:
+            return self.parts[key][0].get_tensor(key)
+        if rows is None:
+            rows = slice(0, self.shapes[key][0])
+        pieces, first = [], 0
+        for file in self.parts[key]:
+            part = file.get_slice(key)
+            size = part.get_shape()[0]
+            low, high = max(rows.start - first, 0), min(rows.stop - first, size)
+            pieces += [part[low:high]] if low < high else []
+            first += size
+        return torch.cat(pieces) if pieces else self.parts[key][0].get_tensor(key).new_empty(0, *self.shapes[key][1:])
+
+
+def load(folder: Path, rows: Callable[[str], slice | None] = lambda key: None) -> tuple[Tensors, dict[str, Any]]:
+    """Return the (tensors, state) that `save` wrote; whole tensors, or those rows of a key that `rows` names.
 
     Raises UserError if they cannot be read.
     """
     try:
-        return load_file(folder / STATE), json.loads((folder / "state.json").read_text())
+        reader = Reader(folder)
+        return {key: reader.read(key, rows(key)) for key in reader.shapes}, \
+            json.loads((folder / "state.json").read_text())
     except Exception as error:
-        raise UserError(f"the checkpoint {folder} cannot be read ({error}): remove it to resume from the one "
-                        "before") from None
+        raise _unreadable(folder, error) from None
+
+
+def shapes(folder: Path) -> dict[str, torch.Size]:
+    """Return the shapes of a checkpoint's whole tensors. Raises UserError if they cannot be read."""
+    try:
+        return Reader(folder).shapes
+    except Exception as error:
+        raise _unreadable(folder, error) from None
+
+
+def _unreadable(folder: Path, error: Exception) -> UserError:
+    return UserError(f"the checkpoint {folder} cannot be read ({error}): remove it to resume from the one before")
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:

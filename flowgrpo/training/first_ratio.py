@@ -63,7 +63,7 @@ class FirstRatio:
         return parts
 
     def _again(self, parts: list[Part], conditioning: Encoded) -> list[Part]:
-        with self.processes.together(), self.rollouts.old_policy.old():
+        with self.rollouts.old_policy.old(), self.processes.together():  # all have the old weights till all are done
             return [rescored(part, self.rollouts.replay(part, conditioning)) for part in parts]
 
     def _largest(self, parts: list[Part], conditioning: Encoded) -> float:

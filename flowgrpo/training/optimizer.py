@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 from typing import Any
 
 import torch
+from torch import distributed
 
 from flowgrpo.config.sections import Train
+from flowgrpo.distributed.shards import is_shard, local
 
 
 def make_optimizer(train: Train, parameters: Sequence[torch.nn.Parameter]) -> torch.optim.Optimizer:
@@ -21,7 +24,39 @@ def make_optimizer(train: Train, parameters: Sequence[torch.nn.Parameter]) -> to
         from bitsandbytes.optim import AdamW8bit
 
         return AdamW8bit(parameters, **options)
-    return torch.optim.AdamW(parameters, fused=parameters[0].device.type == "cuda", **options)
+    # One kernel takes either sharded tensors or whole ones.
+    groups = [{"params": list(alike)} for _, alike in groupby(parameters, is_shard)]
+    return torch.optim.AdamW(groups, fused=parameters[0].device.type == "cuda", **options)
+
+
+@torch.no_grad()
+def clip_gradients(parameters: Sequence[torch.nn.Parameter], most: float) -> torch.Tensor:
+    """Scale the gradients so that their norm, over all parameters and shards, is at most `most`.
+
+    Returns the norm before, 0-d, equal on all processes.
+    """
+    sharded = [parameter for parameter in parameters if is_shard(parameter)]
+    if not sharded:
+        return torch.nn.utils.clip_grad_norm_(parameters, most)
+    gradients = [[local(parameter.grad) for parameter in parameters
+                  if parameter.grad is not None and is_shard(parameter) == kind] for kind in (True, False)]
+    mesh: Any = sharded[0].device_mesh  # type: ignore[attr-defined]
+    of_shards, of_whole = (torch.nn.utils.get_total_norm(of_kind) ** 2 for of_kind in gradients)
+    of_shards = of_shards.to(local(sharded[0]).device)
+    distributed.all_reduce(of_shards, group=mesh.get_group(mesh.ndim - 1))
+    norm = (of_shards + of_whole.to(of_shards.device)).sqrt()
+    for gradient in gradients[0] + gradients[1]:
+        gradient.mul_((most / (norm + 1e-6)).clamp(max=1.0))
+    return norm
+
+
+def update_average(average: dict[str, torch.Tensor], named: dict[str, torch.nn.Parameter], decay: float) -> None:
+    """Move an average on the CPU towards the present parameters: decay * average + (1 - decay) * parameters.
+
+    Of sharded parameters it holds this process's rows.
+    """
+    for key, parameter in named.items():
+        average[key].lerp_(local(parameter).detach().cpu(), 1 - decay)
 
 
 def make_scaler(precision: str, device: torch.device) -> torch.amp.GradScaler:

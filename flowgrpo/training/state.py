@@ -12,6 +12,7 @@ import torch
 from flowgrpo.config.geometry import BatchShape
 from flowgrpo.config.schema import Config
 from flowgrpo.data.prompts import Prompt
+from flowgrpo.distributed import shards
 from flowgrpo.distributed.processes import Processes
 from flowgrpo.errors import UserError
 from flowgrpo.methods.method import Method
@@ -25,6 +26,7 @@ from flowgrpo.training.kl_reference import KLReference
 from flowgrpo.training.replay_buffer import Recalling
 from flowgrpo.training.scoring import Scoring
 
+SNAPSHOTS = ("weights", "ema", "old", "best", "reference")  # parts of a checkpoint that have the weights' names
 COUNTERS = ("epoch", "update", "skipped", "sampled", "seconds", "reward_wait_seconds")
 SAMPLING = ("rollout_evaluations", "saved_evaluations")
 
@@ -70,21 +72,61 @@ def stateful(trainer: Run) -> dict[str, checkpoint.Stateful]:
     return parts if trainer.critic is None else parts | {"critic": trainer.critic}
 
 
-def save(trainer: Run, folder: Path, wait: bool = True) -> None:
-    """Write a checkpoint of everything, as of the end of the last whole epoch; the first process writes it.
+def contents(trainer: Run) -> tuple[checkpoint.Tensors, dict[str, Any]]:
+    """Return the (tensors, values) of a checkpoint as of the end of the last whole epoch; of shards, this process's."""
+    tensors: checkpoint.Tensors = {f"weights/{k}": v for k, v in trainer.policy.weights.named.items()}
+    tensors |= {f"ema/{k}": v for k, v in (trainer.ema or {}).items()}
+    states = {name: part.state() for name, part in stateful(trainer).items()}
+    tensors |= {f"{name}/{k}": v for name, (kept, _) in states.items() for k, v in kept.items()}
+    tensors |= {f"optimizer/{k}": v for k, v in checkpoint.optimizer_tensors(trainer.optimizer).items()}
+    return tensors, trainer.marked | {name: values for name, (_, values) in states.items()}
 
-    wait: until all processes are here.
+
+def save(trainer: Run, folder: Path, wait: bool = True) -> None:
+    """Write a checkpoint of everything, as of the end of the last whole epoch.
+
+    The first process writes it, and every process the shards that it holds.
+    wait: until all processes are here; without them, sharded weights cannot be saved, and nothing is written.
     """
-    if trainer.processes.first:
-        tensors: dict[str, torch.Tensor] = {f"weights/{k}": v for k, v in trainer.policy.weights.named.items()}
-        tensors |= {f"ema/{k}": v for k, v in (trainer.ema or {}).items()}
-        states = {name: part.state() for name, part in stateful(trainer).items()}
-        tensors |= {f"{name}/{k}": v for name, (kept, _) in states.items() for k, v in kept.items()}
-        tensors |= {f"optimizer/{k}": v for k, v in checkpoint.optimizer_tensors(trainer.optimizer).items()}
-        state = trainer.marked | {name: values for name, (_, values) in states.items()}
-        checkpoint.save(folder / "checkpoints", trainer.epoch, tensors, state, trainer.config.train.keep)
+    processes, place, keep = trainer.processes, folder / "checkpoints", trainer.config.train.keep
+    if trainer.policy.weights.sharded:
+        if wait:
+            _save_shards(trainer, place, keep)
+        return
+    if processes.first:
+        checkpoint.save(place, trainer.epoch, *contents(trainer), keep)
     if wait:
-        trainer.processes.wait()  # a process that left would have the others ended, in the midst of writing
+        processes.wait()  # a process that left would have the others ended, in the midst of writing
+
+
+def _save_shards(trainer: Run, place: Path, keep: int) -> None:
+    """Write a checkpoint with one file per shard; if a process fails, all leave, and it is not one."""
+    processes, (tensors, values) = trainer.processes, contents(trainer)
+    owners = {key: owner(trainer, key, tensor.ndim) for key, tensor in tensors.items()}
+    parts = {key: shards.local(tensors[key]) for key, parameter in owners.items() if parameter is not None}
+    [index, count, writes] = shards.place(next(parameter for parameter in owners.values() if parameter is not None))
+    with processes.together():
+        if processes.first:
+            checkpoint.begin(place, trainer.epoch)
+    with processes.together():
+        if writes:
+            checkpoint.save_shard(place, trainer.epoch, parts, index, count)
+    with processes.together():
+        if processes.first:
+            whole = {key: tensor for key, tensor in tensors.items() if owners[key] is None}
+            checkpoint.save(place, trainer.epoch, whole, values, keep, begun=True)
+
+
+def owner(trainer: Run, key: str, dimensions: int) -> torch.Tensor | None:
+    """Return the sharded parameter whose rows a checkpoint's tensor has; None for a tensor that is not sharded."""
+    weights, (room, name) = trainer.policy.weights, key.split("/", 1)
+    if room == "optimizer" and dimensions:
+        parameter = weights.parameters()[int(name.split(".")[0])]
+    elif room in SNAPSHOTS and (last := name.rsplit("/", 1)[-1]) in weights.named:
+        parameter = weights.named[last]
+    else:
+        return None
+    return parameter if shards.is_shard(parameter) else None
 
 
 def room(trainer: Run) -> int:
@@ -107,16 +149,23 @@ def restore(trainer: Run, folder: Path) -> None:
 
     Raises UserError if it is of other weights.
     """
-    tensors, state = checkpoint.load(folder)
+    weights, shapes = trainer.policy.weights, checkpoint.shapes(folder)
+    live = {f"weights/{key}": parameter.shape for key, parameter in weights.named.items()}
+    if live != {key: shape for key, shape in shapes.items() if key.startswith("weights/")}:
+        raise UserError(f"--resume: {folder} holds other weights than are trained now: keep model and adapter as "
+                        "in the run's config.yaml, or give the run another name")
+    owners = {key: owner(trainer, key, len(shape)) for key, shape in shapes.items()}
+
+    def rows(key: str) -> slice | None:
+        parameter = owners[key]
+        return None if parameter is None else shards.rows(parameter)
+
+    tensors, state = checkpoint.load(folder, rows)
     taken: dict[str, dict[str, torch.Tensor]] = defaultdict(dict)
     for name, tensor in tensors.items():
         room, key = name.split("/", 1)
-        taken[room][key] = tensor
-    weights = trainer.policy.weights
-    shapes = {key: parameter.shape for key, parameter in weights.named.items()}
-    if shapes != {key: tensor.shape for key, tensor in taken["weights"].items()}:
-        raise UserError(f"--resume: {folder} holds other weights than are trained now: keep model and adapter as "
-                        "in the run's config.yaml, or give the run another name")
+        parameter = owners[name] if room == "optimizer" else None
+        taken[room][key] = tensor if parameter is None else shards.like(tensor, parameter)
     weights.load(taken["weights"])
     checkpoint.load_optimizer(trainer.optimizer, taken["optimizer"])
     if trainer.ema is not None:

@@ -87,6 +87,7 @@ def test_unknown_keys_name_the_nearest(raw, told):
      "train.checkpointing: got 'perhaps', expected a valid boolean or a valid number"),
     ({"train": {"checkpointing": 1.5}},
      "train.checkpointing: got 1.5, expected a valid boolean or a number less than or equal to 1"),
+    ({"memory": {"shard": "hosts"}}, "memory.shard: got 'hosts', expected a valid boolean or 'nodes'"),
     ({"train": {"betas": [0.9]}}, "train.betas.1: got [0.9], expected one more value"),
 ])
 def test_wrong_types_have_their_path(raw, told):

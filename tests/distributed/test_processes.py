@@ -365,7 +365,7 @@ def test_sharding_is_refused_in_one_line(kind):
 
 
 @pytest.mark.parametrize("options", [
-    {"adapter.rank": 0}, {"memory.weights": "int8"}, {"adapter.dora": True}, {"train.compile": True}, {"cache": "k"}])
+    {"memory.weights": "int8"}, {"adapter.dora": True}, {"train.compile": True}, {"cache": "k"}])
 def test_what_does_not_go_with_sharing_out_is_refused_in_one_line(options):
     chosen = load(None, {"memory.shard": True} | options)
     with pytest.raises(UserError, match=f"memory.shard is true, which does not go with {[*options][0]}"):

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from flowgrpo.errors import UserError
 from flowgrpo.policies.pipelines.conditioning import Conditioning
 from flowgrpo.policies.pipelines.edit_networks import Editor, EditWeights, load_editor, prompt_tokens, tokens
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
@@ -25,9 +24,6 @@ class EditPolicy(PipelinePolicy):
     """
 
     def __init__(self, pipe: Any, edit: Edit | Path, **options: Any):
-        if getattr(options.get("memory"), "shard", False):
-            raise UserError("memory.shard is true, but a method with an edit trains nothing of the pipeline: set it to "
-                            "false")
         super().__init__(pipe, None, **options)
         if isinstance(edit, Edit):
             self.editor = Editor(edit, *self._sizes(), self.device, self.states)

@@ -88,10 +88,10 @@ class PipelinePolicy:
         self._trial = Segment(torch.tensor([0.9, 0.5]), range(1), replay=True,  # to find out what the pipeline does
                               timesteps=torch.tensor([900, 500]) if self.process == "vp" else None)
         self.evaluations = 0  # rows that went through a denoiser
-        shared_out = sharding.asked(memory.shard)
-        # What is shared out comes to the device block by block, and never as a whole.
+        mesh = sharding.mesh(memory.shard, self.device)
+        # Sharded weights come to the device block by block, and never as a whole.
         self.encoders = Encoders(pipe, self.device, None if memory.encoders == "keep" else "cpu",
-                                 later=self.denoisers if shared_out else ())
+                                 later=self.denoisers if mesh is not None else ())
         decode_in_parts(pipe, memory.vae)
         use_attention(memory.attention, self.denoisers.values())
         if checkpointing and getattr(getattr(pipe, "vae", None), "_supports_gradient_checkpointing", False):
@@ -101,12 +101,15 @@ class PipelinePolicy:
                 part.eval().requires_grad_(False)
         for name, module in self.denoisers.items():
             self._prepare(name, module)
-        self.weights: Any = TrainableWeights(pipe, trained, adapter) if adapter is not None else None
+        self.weights: Any = TrainableWeights(pipe, trained, adapter, mesh is None) if adapter is not None else None
         if adapter is None or driver.casts and adapter.rank:  # all frozen weights are in `precision`
             driver.casts = adapter is not None and not without_casts(self.weights.layers().values())
-        for module in self.denoisers.values() if shared_out else ():
-            sharding.shard(module, self.device, self.weights.parameters())
-        self.turns = lockstep.Lockstep(self.device, self._accompany) if shared_out else None
+        if mesh is not None:
+            for module in self.denoisers.values():
+                sharding.shard(module, mesh, self.device, self.weights.parameters(), self.dtype)
+            if not self.weights.adapter.rank:
+                self.weights.hold()
+        self.turns = lockstep.Lockstep(self.device, self._accompany) if mesh is not None else None
         self._row: tuple[Conditioning, torch.Tensor, Segment] | None = None  # one that was sampled last, and how
         for module in self.denoisers.values() if compiled else ():
             compile_blocks(module)

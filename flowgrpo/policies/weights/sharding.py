@@ -1,8 +1,11 @@
-"""Sharding of a denoiser's frozen weights over the processes, by FSDP2 (torch.distributed.fsdp.fully_shard).
+"""Sharding of a denoiser's weights over the processes, by FSDP2 (torch.distributed.fsdp.fully_shard).
 
-Every process holds a part of each block and collects the rest while the block runs. The LoRA is not sharded. It is
-small, in fp32 over weights of any precision, and whole on every process. So its gradients, averages, snapshots and
-files are those of an unsharded run.
+Every process holds a part of each block and collects the rest while the block runs. Frozen weights stay in their
+precision. A LoRA is not sharded. It is small, in fp32 over weights of any precision, and whole on every process. So its
+gradients, averages, snapshots and files are those of an unsharded run.
+
+Trained weights (`adapter.rank: 0`) are sharded in fp32, as are their gradients, moments, averages and snapshots. Blocks
+are collected in the run's precision, and gradients are summed in fp32.
 
 A block can be collected only if all processes run it. A process with less to replay runs an extra row with the others
 and discards its output: `Lockstep`.
@@ -10,32 +13,147 @@ and discards its output: `Lockstep`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import inspect
+import os
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import distributed
 
+from flowgrpo.distributed.shards import is_shard
+from flowgrpo.errors import UserError
 from flowgrpo.policies.weights.compiled import blocks
 
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
-def asked(shard: bool) -> bool:
-    """Return True if weights are sharded: `shard` is set and there are several processes."""
-    return shard and distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
+NODES = "nodes"  # the value of memory.shard that shards within each node
 
 
-def shard(module: torch.nn.Module, device: torch.device, whole: Iterable[torch.nn.Parameter]) -> None:
+def require(shard: bool | str, trained: bool, count: int, environment: Mapping[str, str]) -> None:
+    """Raise UserError if weights are to be sharded, but not by these processes or not by this torch.
+
+    shard: `memory.shard`; trained: all weights are, without a LoRA; count: of processes.
+    """
+    if not shard:
+        return
+    setting = f"memory.shard is {shard if isinstance(shard, str) else 'true'}"
+    if count == 1:
+        raise UserError(f"{setting}, but the run has one process: launch several (accelerate launch --multi_gpu "
+                        "--num_processes N -m flowgrpo train RECIPE), or use memory.shard: false")
+    if shard == NODES:
+        of_node(count, environment)
+    from torch.distributed.fsdp import FSDPModule, fully_shard
+
+    summing = hasattr(FSDPModule, "set_force_sum_reduction_for_comms")
+    if "ignored_params" not in inspect.signature(fully_shard).parameters or trained and not summing:
+        wanted = "sum gradients, as adapter.rank: 0 needs" if trained else "leave a LoRA whole"
+        raise UserError(f"{setting}, but the FSDP2 of torch {torch.__version__} cannot {wanted}: install a later torch,"
+                        " or use memory.shard: false")
+
+
+def of_node(count: int, environment: Mapping[str, str]) -> int:
+    """Return the number of processes of each node, from the launcher's LOCAL_WORLD_SIZE; count: of all nodes.
+
+    Raises UserError if nodes differ in it, or have one process each.
+    """
+    size = int(environment.get("LOCAL_WORLD_SIZE", count))
+    if size < 2 or count % size:
+        raise UserError(f"memory.shard is nodes, but of {count} processes this node has {size} (LOCAL_WORLD_SIZE): "
+                        "expected two or more, and as many on every node; memory.shard: true shards over all processes")
+    return size
+
+
+def mesh(shard: bool | str, device: torch.device) -> DeviceMesh | None:
+    """Return the mesh of processes over which weights are sharded; None if they are not.
+
+    It is [processes], or with `nodes` [nodes, processes of a node]: shards are copied along the first dimension.
+    """
+    if not shard or not distributed.is_available() or not distributed.is_initialized():
+        return None
+    count = distributed.get_world_size()
+    if count == 1:
+        return None
+    from torch.distributed.device_mesh import init_device_mesh
+
+    size = of_node(count, os.environ) if shard == NODES else count
+    if size == count:
+        return init_device_mesh(device.type, (count,))
+    return init_device_mesh(device.type, (count // size, size), mesh_dim_names=("node", "process"))
+
+
+def shard(module: torch.nn.Module, over: DeviceMesh, device: torch.device, whole: Iterable[torch.nn.Parameter],
+          precision: torch.dtype) -> None:
     """Shard the weights of a denoiser in place, block by block, except those in `whole`; all of it moves to the device.
 
-    Blocks are the entries of its module lists; weights outside of them are collected at once.
+    Blocks are the entries of its module lists; weights outside of them are collected at once. Trained weights become
+    fp32, block by block, and are collected in `precision`. Also left whole: scalars, and the weights of a block that
+    are in another precision than most (norms that diffusers keeps in fp32), which older FSDP2 cannot collect together.
     """
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     kept = set(whole) & set(module.parameters())
-    for parameter in kept:
-        parameter.data = parameter.data.to(device)
-    mesh = init_device_mesh(device.type, (distributed.get_world_size(),))
+    trained = any(parameter.requires_grad for parameter in set(module.parameters()) - kept)
+    options: dict[str, Any] = {"mp_policy": MixedPrecisionPolicy(
+        param_dtype=precision, reduce_dtype=torch.float32, cast_forward_inputs=False)} if trained else {}
     for part in [*blocks(module), module]:
+        if trained:
+            _widen(part)
+        kept |= _apart(part, kept)
         # Nothing stays collected between calls, not even the root: reading a state dict, as the saving process does
         # alone, frees it, and the next call would find it on some processes only.
-        fully_shard(part, mesh=mesh, ignored_params=kept, reshard_after_forward=True)
+        fully_shard(part, mesh=over, ignored_params=kept, reshard_after_forward=True, **options)
+        if trained:
+            _sum(part)
+    for parameter in kept:
+        parameter.data = parameter.data.to(device)
+
+
+def _widen(part: torch.nn.Module) -> None:
+    """Turn a part's weights and buffers into fp32."""
+    for tensor in (*part.parameters(), *part.buffers()):
+        if tensor.is_floating_point() and tensor.dtype != torch.float32:
+            tensor.data = tensor.data.float()
+
+
+def _apart(part: torch.nn.Module, kept: set[torch.nn.Parameter]) -> set[torch.nn.Parameter]:
+    """Return the weights of a part that cannot be collected with its others."""
+    left = {parameter for parameter in part.parameters() if parameter not in kept and not is_shard(parameter)}
+    values: Counter[torch.dtype] = Counter()
+    for parameter in left:
+        values[parameter.dtype] += parameter.numel()
+    most = max(values, key=lambda dtype: values[dtype], default=None)
+    return {parameter for parameter in left if parameter.ndim == 0 or parameter.dtype != most}
+
+
+def _sum(part: Any) -> None:
+    """Let FSDP2 add the gradients of all processes, whose losses have one divisor already, instead of averaging."""
+    part.set_force_sum_reduction_for_comms(True)
+    part.set_gradient_divide_factor(1.0)
+
+
+def state_dict(module: torch.nn.Module, keep: bool) -> dict[str, torch.Tensor]:
+    """Return the whole weights of a sharded module on the CPU; every process calls it, and those with `keep` get them.
+
+    One tensor at a time is whole on the device.
+    """
+    values: dict[str, torch.Tensor] = {}
+    for key, tensor in module.state_dict().items():
+        value = tensor.full_tensor() if is_shard(tensor) else tensor
+        if keep:
+            values[key] = value.detach().cpu()
+    return values
+
+
+def twin(module: Any, values: dict[str, torch.Tensor]) -> Any:
+    """Return an unsharded module of diffusers with the same configuration as a sharded one, and these weights."""
+    from accelerate import init_empty_weights
+    from torch.distributed.fsdp import FSDPModule
+
+    [kind] = [base for base in type(module).__mro__[1:] if base is not FSDPModule][:1]
+    with init_empty_weights():
+        made = kind.from_config(module.config)
+    made.load_state_dict(values, assign=True)
+    return made

@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from flowgrpo.config.sections import Adapter
+from flowgrpo.distributed.shards import is_shard, local
 from flowgrpo.errors import UserError
 from flowgrpo.log import quiet
+from flowgrpo.policies.weights import sharding
 from flowgrpo.policies.weights.lora_files import (
     EXPERT,
     LORA_FILE,
@@ -55,15 +57,33 @@ class TrainableWeights:
     With `adapter.rank` >= 1 a LoRA by peft, in fp32, its A gaussian and its B zero, so it starts as the base. With rank
     0 all of the modules' weights, in fp32. The first weights of parameters that no adapter can switch off are kept on
     the CPU as the reference.
+
+    unsharded: False if the caller shards the modules afterwards, and calls `hold` for all weights.
+    Sharded weights have snapshots, averages and a reference of this process's rows only.
     """
 
-    def __init__(self, pipe: Any, modules: dict[str, torch.nn.Module], adapter: Adapter):
+    def __init__(self, pipe: Any, modules: dict[str, torch.nn.Module], adapter: Adapter, unsharded: bool = True):
         self.pipe, self.modules, self.adapter = pipe, modules, adapter
         for name, module in modules.items():
-            self._add_lora(name, module) if adapter.rank else module.float().requires_grad_(True)
-        self.named = {f"{name}.{key}": parameter for name, module in modules.items()
+            if adapter.rank:
+                self._add_lora(name, module)
+            else:
+                (module.float() if unsharded else module).requires_grad_(True)
+        self.named: dict[str, torch.nn.Parameter] = {}
+        self._first: dict[str, torch.Tensor] = {}
+        if adapter.rank or unsharded:
+            self.hold()
+
+    def hold(self) -> None:
+        """Take the trainable parameters that the modules have now; without a LoRA their values are the reference."""
+        self.named = {f"{name}.{key}": parameter for name, module in self.modules.items()
                       for key, parameter in module.named_parameters() if parameter.requires_grad}
-        self._first = {} if adapter.rank else self.snapshot()
+        self._first = {} if self.adapter.rank else self.snapshot()
+
+    @property
+    def sharded(self) -> bool:
+        """Return True if each process holds only some rows of the weights."""
+        return any(is_shard(parameter) for parameter in self.named.values())
 
     def _add_lora(self, name: str, module: Any) -> None:
         from peft import LoraConfig
@@ -113,8 +133,8 @@ class TrainableWeights:
     @contextlib.contextmanager
     def reference(self, held: Sequence[dict[str, torch.Tensor]] = ()) -> Iterator[None]:
         """Context manager: use the average of the snapshots `held`, or the base model without any."""
-        if not held:
-            with self.base():
+        if not held or self.sharded:  # FSDP2 collects from memory of its own
+            with self.swapped(self.averaged(held)) if held else self.base():
                 yield
             return
         kept, average = {key: parameter.data for key, parameter in self.named.items()}, self.averaged(held)
@@ -144,7 +164,7 @@ class TrainableWeights:
     def swapped(self, values: dict[str, torch.Tensor]) -> Iterator[None]:
         """Context manager: set the parameters that `values` names to these values (a moving average, the first
         weights)."""
-        kept = {key: self.named[key].detach().clone() for key in values}
+        kept = {key: local(self.named[key]).detach().clone() for key in values}
         self.load(values)
         try:
             yield
@@ -154,23 +174,23 @@ class TrainableWeights:
     @torch.no_grad()
     def load(self, values: dict[str, torch.Tensor]) -> None:
         for key, value in values.items():
-            self.named[key].copy_(value)
+            local(self.named[key]).copy_(value)
 
     def snapshot(self) -> dict[str, torch.Tensor]:
-        return {key: parameter.detach().cpu().clone() for key, parameter in self.named.items()}
+        return {key: local(parameter).detach().cpu().clone() for key, parameter in self.named.items()}
 
     def save(self, folder: Path) -> str:
         """Write the files that stock diffusers loads, read them back and compare. Returns a sentence for the log.
 
         A LoRA goes to `pytorch_lora_weights.safetensors` with rank, alpha and targets in its metadata. Without them
         `load_lora_weights` would rebuild it with a wrong scale, silently. If stock diffusers has no loader (see
-        `loader`), it goes to a folder per module in peft's own format. All weights go to a folder per module.
+        `loader`), it goes to a folder per module in peft's own format. All weights go to a folder per module. Sharded
+        ones are gathered: every process calls this, and the first one writes.
         """
         if not self.adapter.rank:
             modules: dict[str, Any] = self.modules
             for name, module in modules.items():
-                module.save_pretrained(folder / name, safe_serialization=True)
-                paths.readable(folder / name)
+                self._save_all(module, folder / name)
             return f"saved all weights of {', '.join(self.modules)} to {folder}"
         by = {name: loader(self.pipe, name) for name in self.modules}
         if named := [name for name, how in by.items() if how == PIPELINE]:
@@ -185,6 +205,17 @@ class TrainableWeights:
         self._verify(folder)
         where = folder / LORA_FILE if named else folder
         return f"saved {where}; read back by {', '.join(sorted(set(by.values())))}: same weights, same scale"
+
+    def _save_all(self, module: Any, folder: Path) -> None:
+        """Write all weights of a module, which are gathered if they are sharded, and check that they can be read."""
+        if self.sharded:
+            first = torch.distributed.get_rank() == 0
+            values = sharding.state_dict(module, keep=first)
+            if not first:
+                return
+            module = sharding.twin(module, values)
+        module.save_pretrained(folder, safe_serialization=True)
+        paths.readable(folder)
 
     def layers(self) -> dict[str, LoraLayer]:
         """Return the layers with an adapter, by module and key."""
