@@ -25,7 +25,7 @@ from flowgrpo.evaluation import held_out
 from flowgrpo.evaluation.nouns import SAMPLE
 from flowgrpo.evaluation.report import snapshots
 from flowgrpo.log import silence
-from flowgrpo.methods import reads
+from flowgrpo.methods import reads, split_groups
 from flowgrpo.methods.validate import resolve
 from flowgrpo.policies import build, options
 from flowgrpo.policies.pipelines import prompt_lengths
@@ -149,7 +149,7 @@ def check(config: Config, resume: bool = False, pipe: Any = None,
     if accelerator.num_processes > 1:
         device = accelerator.device
     config, precision = settled(config, accelerator, device, resume, pipe)
-    geometry(config.train, accelerator.num_processes)
+    shape = geometry(config.train, accelerator.num_processes)
     options.require_options(config, method, device, loaded=pipe is not None)
     sharding.require(config.memory.shard, not config.adapter.rank, accelerator.num_processes, os.environ)
     if accelerator.is_main_process:
@@ -158,6 +158,8 @@ def check(config: Config, resume: bool = False, pipe: Any = None,
             run_folder.require_outside(config)
     trained = rewards.compose(config.trained, config.cache, functions)
     pairwise.require(trained, config.train.group, *([method.rollout.preview.pool] if method.rollout.preview else []))
+    together = [name for name, reward in trained.items() if pairwise.sees_groups(reward)]
+    split_groups.require(config, method, shape, accelerator.num_processes, together)
     if method.target.follows_reward:
         rewards.require_gradient(trained)
     further = rewards.compose(config.watched, config.cache, functions)
