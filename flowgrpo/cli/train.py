@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from typing import Annotated, Any
 
 import typer
 
 from flowgrpo.cli.root import app
 from flowgrpo.errors import UserError
+
+
+ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"  # its settings; every torch reads the first name
 
 
 @app.command(context_settings={"ignore_unknown_options": True}, no_args_is_help=False)
@@ -34,9 +39,19 @@ def train(
                  **{"eval.best": select_best})
     settings = parse.load(recipe, options | {key: value for key, value in named.items() if value is not None})
     _check_inputs(settings)
+    _grow_segments(settings)
     from flowgrpo.run import run
 
     run(settings, resume=resume)
+
+
+def _grow_segments(settings: Any) -> None:
+    """Let segments of CUDA's allocator grow, since phases of a run need blocks of different sizes.
+
+    Settings of the user stay. vLLM, which sleeps during training, refuses such segments.
+    """
+    if sys.platform == "linux" and settings.text.engine != "vllm" and not any(name in os.environ for name in ALLOCATOR):
+        os.environ[ALLOCATOR[0]] = "expandable_segments:True"
 
 
 def _parse(arguments: list[str]) -> tuple[str | None, dict[str, str]]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
 import pytest
 
 from flowgrpo.cli import about, main
-from flowgrpo.cli.train import _parse
+from flowgrpo.cli.train import ALLOCATOR, _parse
 
 
 def told(capsys, *arguments: object) -> str:
@@ -109,6 +110,27 @@ def test_a_reward_file_that_does_not_import_is_told(tmp_path, capsys):
     file.write_text("import nothing_of_that_name\n")
     line = told(capsys, "train", "--reward", f"{file}:f")
     assert f"reward file {file} does not import: ModuleNotFoundError" in line and "(mine_for_cli.py, line 1)" in line
+
+
+TEXT = "--model=starter_text", "--method=grpo", "--prompts=starter_text", "--reward=exact_match"
+
+
+@pytest.mark.parametrize("arguments, given, expected", [
+    ([], {}, {ALLOCATOR[0]: "expandable_segments:True"}),
+    ([], {ALLOCATOR[0]: "max_split_size_mb:64"}, {ALLOCATOR[0]: "max_split_size_mb:64"}),
+    ([], {ALLOCATOR[1]: ""}, {ALLOCATOR[1]: ""}),
+    ([*TEXT, "--text.engine=vllm"], {}, {}),
+])
+def test_training_lets_segments_grow_unless_you_set_the_allocator(arguments, given, expected, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "platform", "linux")
+    for name in ALLOCATOR:
+        monkeypatch.setenv(name, "to restore")
+        monkeypatch.delenv(name)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    assert main(["train", *arguments, "--train.group=2", "--device=mps"]) == 2  # after the options, before a model
+    assert "device" in capsys.readouterr().err
+    assert {name: os.environ[name] for name in ALLOCATOR if name in os.environ} == expected
 
 
 def test_an_interruption_exits_with_130(tmp_path):
