@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    import torch
     from rich.console import Console
 
 
@@ -33,24 +34,49 @@ def quiet() -> Iterator[None]:
 
 
 class PhaseTimer:
-    """Seconds per phase of an epoch: `with clock("rollout"): ...`."""
+    """Seconds per phase of an epoch: `with clock("rollout"): ...`.
+
+    In a process that uses CUDA these are seconds between two events of the GPU, its waits for the host included.
+    Elsewhere they are the host's.
+    """
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
+        self._spans: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
+        from flowgrpo.device import current_gpu
+
+        begun = None if current_gpu() is None else _recorded()
         start = time.perf_counter()
         try:
             yield
         finally:
-            self.seconds[phase] += time.perf_counter() - start
+            if begun is None:
+                self.seconds[phase] += time.perf_counter() - start
+            else:
+                self._spans.append((phase, begun, _recorded()))
 
     def take(self) -> dict[str, float]:
-        """Return the seconds by phase, as metrics, and begin anew."""
+        """Return the seconds by phase, as metrics, and begin anew. Waits for the GPU's last event."""
+        if self._spans:
+            self._spans[-1][2].synchronize()
+        for phase, begun, ended in self._spans:
+            self.seconds[phase] += begun.elapsed_time(ended) / 1000  # it is in milliseconds
         taken = {f"seconds/{phase}": round(value, 4) for phase, value in self.seconds.items()}
         self.seconds.clear()
+        self._spans.clear()
         return taken
+
+
+def _recorded() -> torch.cuda.Event:
+    """Return an event at the end of the work that is queued on this thread's GPU."""
+    import torch
+
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
 
 
 def plain_console() -> Console:
