@@ -7,10 +7,11 @@ as in Flow-GRPO (2505.05470, its reward "ocr").
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from flowgrpo.extras import needed
 from flowgrpo.rewards.about import About
 from flowgrpo.rewards.pixels import eight_bit
 
+MOST = 16  # engines of a process: each holds its own copy of the weights and its workspace
 QUOTED = re.compile(r'["“”„«]([^"“”„«»]+)["“”»]')
 
 
@@ -85,27 +87,45 @@ class Ocr:
     def __post_init__(self) -> None:
         if self.score not in SCORES:
             raise UserError(f"reward 'ocr': score is {self.score!r}, expected {', '.join(SCORES)}")
-        reader()
+        _package()
 
     def __call__(self, images: Tensor, prompts: Sequence[str],
                  metadata: Sequence[dict[str, Any]]) -> list[float | None]:
         texts = [asked(prompt, entry) for prompt, entry in zip(prompts, metadata)]
-        pictures = eight_bit(images)
-        return [None if text is None else SCORES[self.score](read(picture), text)
-                for picture, text in zip(pictures, texts)]
+        lines = iter(read([picture for picture, text in zip(eight_bit(images), texts) if text is not None]))
+        return [None if text is None else SCORES[self.score](next(lines), text) for text in texts]
 
 
-def read(picture: np.ndarray) -> str:
-    """Return the lines of text in a picture, bytes [H, W, 3], from top to bottom.
+def read(pictures: Sequence[np.ndarray]) -> list[str]:
+    """Return the lines of text in each picture, bytes [H, W, 3], from top to bottom.
 
-    Upside-down text is not turned, as in Flow-GRPO.
+    Pictures are read by several engines at a time, each on one core. Upside-down text is not turned, as in Flow-GRPO.
     """
-    lines, _ = reader()(picture[..., ::-1], use_cls=False)  # the reader takes blue, green, red
+    with ThreadPoolExecutor(engines()) as pool:
+        return list(pool.map(_read, pictures))
+
+
+def engines() -> int:
+    """Return how many pictures are read at a time: this process's share of the cores, at most MOST."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(MOST, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
+
+
+_IDLE: list[Any] = []  # engines that read nothing now
+
+
+def _read(picture: np.ndarray) -> str:
+    try:
+        engine = _IDLE.pop()
+    except IndexError:
+        engine = _package().RapidOCR(intra_op_num_threads=1, inter_op_num_threads=1)
+    try:
+        lines, _ = engine(picture[..., ::-1], use_cls=False)  # it takes blue, green, red
+    finally:
+        _IDLE.append(engine)
     return " ".join(text for _, text, _ in lines or ())
 
 
-@lru_cache(maxsize=1)
-def reader() -> Any:
-    """Return the engine: detector and recogniser.
-    Raises UserError if its package is missing."""
-    return needed("rapidocr_onnxruntime", "ocr", "reward 'ocr'").RapidOCR()
+def _package() -> Any:
+    """Import the package of the engine, a detector and a recogniser. Raises UserError if it is missing."""
+    return needed("rapidocr_onnxruntime", "ocr", "reward 'ocr'")

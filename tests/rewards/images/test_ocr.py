@@ -14,6 +14,7 @@ from torchvision.transforms.functional import to_tensor
 from flowgrpo import rewards
 from flowgrpo.errors import UserError
 from flowgrpo.rewards.images import ocr
+from flowgrpo.rewards.pixels import eight_bit
 
 
 def drawn(*lines: str, size: int = 256, height: int = 34) -> torch.Tensor:
@@ -99,13 +100,36 @@ def test_pictures_are_read():
     assert scores("partial", images[2:3], prompts[2:3]) == pytest.approx([1 - 1 / 9])
 
 
+def test_several_engines_read_what_one_does_in_the_same_order(monkeypatch):
+    """Each on one core. Without a share of the cores there is still one engine."""
+    words = ["OPEN", "HELLO WORLD", "", "42", "Sale"]
+    pictures = list(eight_bit(torch.stack([drawn(word) for word in words])))
+    monkeypatch.setattr(ocr, "_IDLE", [])
+    monkeypatch.setattr(ocr, "engines", lambda: 1)
+    alone = ocr.read(pictures)
+    assert len(ocr._IDLE) == 1 and [line.replace(" ", "") for line in alone] == [w.replace(" ", "") for w in words]
+    monkeypatch.setattr(ocr, "engines", lambda: 3)
+    assert ocr.read(pictures) == alone and ocr.read([]) == [] and len(ocr._IDLE) <= 3
+    options = [engine.text_rec.session.session.get_session_options() for engine in ocr._IDLE]
+    assert {(each.intra_op_num_threads, each.inter_op_num_threads) for each in options} == {(1, 1)}
+
+
+@pytest.mark.parametrize("cores, processes, expected", [(8, None, 8), (8, "2", 4), (8, "3", 2), (2, "4", 1),
+                                                         (128, None, 16)])
+def test_engines_share_the_cores_with_the_processes_of_the_machine(cores, processes, expected, monkeypatch):
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(cores), raising=False)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    if processes:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", processes)
+    assert ocr.engines() == expected
+
+
 def test_other_scores_are_refused():
     with pytest.raises(UserError, match="reward 'ocr': score is 'exat', expected edit, exact, partial"):
         rewards.find("ocr", {"score": "exat"})
 
 
 def test_a_missing_package_names_its_extra(monkeypatch):
-    ocr.reader.cache_clear()
     monkeypatch.setitem(sys.modules, "rapidocr_onnxruntime", None)
     with pytest.raises(UserError, match=r"^reward 'ocr' needs rapidocr_onnxruntime .*: pip install 'flowgrpo\[ocr\]'$"):
         rewards.find("ocr")
