@@ -22,7 +22,7 @@ from flowgrpo.methods.method import Method
 from flowgrpo.policies.pipelines import mid_loop_check
 from flowgrpo.policies.pipelines.conditioning import Conditioning, PromptCache
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
-from flowgrpo.policies.weights.low_precision import quantised, require_torchao
+from flowgrpo.policies.weights.low_precision import quantised, require_low_precision
 from flowgrpo.rollouts.base import GroupSampler
 from flowgrpo.rollouts.loss_inputs import EditInputs, NoisedInputs
 from flowgrpo.rollouts.targets import Replayed, target
@@ -57,7 +57,7 @@ class DenoisingRollouts(GroupSampler[Conditioning]):
         if self.network is not None:
             policy.weights.add(learned_noise.NAME, self.network)
         if method.denoising.preview:
-            require_torchao(method.denoising.preview.precision)
+            require_low_precision(method.denoising.preview.precision, policy.device)
         self.target, self.planned = target(self), dict[int, list[RolloutSpec]]()
         # Only what is given pictures can put them back in; edits replay nothing of the pipeline.
         if not isinstance(method.target, targets.LatentEdits) and (policy.given or first.image is not None):

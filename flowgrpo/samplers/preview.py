@@ -17,7 +17,7 @@ from flowgrpo.samplers.denoiser import C, Denoiser
 from flowgrpo.samplers.rollout import RolloutSpec, Seed
 from flowgrpo.samplers.scheduler import Segment
 
-PRECISIONS = ("full", "int8", "fp8", "nvfp4")
+PRECISIONS = ("full", "auto", "int8", "fp8", "nvfp4")
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,8 @@ class Preview:
 
     pool: noises per prompt.
     steps: steps of the deterministic preview grid.
-    precision: of the denoiser's linear weights in a preview: "full" or, by torchao, "int8", "fp8" or "nvfp4"
-        (policies/weights/low_precision.py).
+    precision: of the products of the denoiser's linear layers in a preview: "full" or, by torchao, "int8", "fp8",
+        "nvfp4", or "auto", which is the one that suits the GPU (policies/weights/low_precision.py).
 
     Raises ValueError for an unknown precision, a pool below 2 or steps below 1.
     """

@@ -1,7 +1,7 @@
-"""Temporary low precision of a denoiser: weight-only quantisation by torchao, for preview samples.
+"""Temporary low precision of a denoiser, for preview samples: products of low-precision weights and activations.
 
-The linear layers hold quantised copies of their weights and compute in the precision of their inputs. A LoRA is not
-part of the copy: it is added in full precision. Layers of other kinds are unchanged.
+torchao quantises the weights of linear layers once, and their inputs in every call. A LoRA is not part of the copy: it
+is added in full precision. Layers of other kinds are unchanged.
 """
 
 from __future__ import annotations
@@ -15,37 +15,57 @@ import torch
 
 from flowgrpo.errors import UserError
 
-NVFP4_UNIT = 16  # torchao requires both sides of an NVFP4 weight to be multiples of it
+UNIT = 16  # both sides of a weight are multiples of it: the products of every low precision need that
+# By precision, the lowest compute capability of a GPU whose products are faster in it; (0, 0) is any device.
+LOWEST = {"nvfp4": (10, 0), "fp8": (8, 9), "int8": (0, 0)}
 
 
 class Denoising(Protocol):
-    """Policy with denoisers, by name."""
+    """Policy with denoisers, by name, on a device."""
 
     denoisers: dict[str, torch.nn.Module]
+    device: torch.device
 
 
-def require_torchao(precision: str) -> None:
-    """Raise UserError if a low precision is requested and torchao is missing."""
-    if precision != "full" and importlib.util.find_spec("torchao") is None:
+def suited(capability: tuple[int, int]) -> str:
+    """Return the lowest precision whose products a GPU of this compute capability computes; (0, 0): another device."""
+    return next(precision for precision, lowest in LOWEST.items() if capability >= lowest)
+
+
+def capability(device: torch.device) -> tuple[int, int]:
+    """Return the compute capability of a CUDA device, (0, 0) of another one."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+
+
+def require_low_precision(precision: str, device: torch.device) -> None:
+    """Raise UserError if previews in this precision need torchao or a GPU that is not here."""
+    if precision == "full":
+        return
+    if importlib.util.find_spec("torchao") is None:
         raise UserError(f"previews in {precision} need torchao: pip install 'flowgrpo[torchao]', or set "
                         "parts: {preview: {precision: full}}")
+    if (here := capability(device)) < LOWEST.get(precision, here):
+        lowest, of = ".".join(map(str, LOWEST[precision])), ".".join(map(str, here)) if any(here) else "none"
+        raise UserError(f"previews in {precision} need a GPU of compute capability {lowest}, and {device} has {of}: "
+                        "set parts: {preview: {precision: auto}}")
 
 
 @contextlib.contextmanager
 def quantised(policy: Denoising, precision: str) -> Iterator[None]:
-    """Context manager: the policy's denoisers use weights quantised from their present ones.
+    """Context manager: the policy's denoisers use weights quantised from their present ones, and quantise their inputs.
 
-    precision: "int8" (a scale per row of the weight), "fp8" (e4m3, likewise) or "nvfp4" (e2m1 with a scale per 16
-    values); "full" changes nothing.
+    precision: "int8" or "fp8" (e4m3), with a scale per row of the weight and of the input; "nvfp4" (e2m1), with a scale
+    per 16 values; "auto": the one that suits the device; "full" changes nothing.
     At exit the original weights are restored bit for bit, and the copies are freed. Gradients are not recorded inside.
-    Linear layers whose sides are not multiples of 16 keep their precision under NVFP4.
+    Linear layers whose sides are not multiples of 16 keep their precision.
     """
     if precision == "full":
         yield
         return
-    require_torchao(precision)
+    require_low_precision(precision, policy.device)
+    precision = suited(capability(policy.device)) if precision == "auto" else precision
     with contextlib.ExitStack() as restored, torch.no_grad():
-        for layer in _layers(policy, precision):
+        for layer in _layers(policy):
             weight = _quantised(layer.weight, precision)
             restored.callback(setattr, layer, "weight", layer.weight)
             restored.callback(layer.register_forward_pre_hook(_contiguous).remove)
@@ -53,11 +73,11 @@ def quantised(policy: Denoising, precision: str) -> Iterator[None]:
         yield
 
 
-def _layers(policy: Denoising, precision: str) -> list[torch.nn.Linear]:
-    """Return the linear layers of the denoisers that this precision can quantise, without those of a LoRA."""
+def _layers(policy: Denoising) -> list[torch.nn.Linear]:
+    """Return the linear layers of the denoisers that can be quantised, without those of a LoRA."""
     layers = [layer for module in policy.denoisers.values() for name, layer in module.named_modules()
               if isinstance(layer, torch.nn.Linear) and "lora_" not in name]
-    return [layer for layer in layers if precision != "nvfp4" or not any(n % NVFP4_UNIT for n in layer.weight.shape)]
+    return [layer for layer in layers if not any(side % UNIT for side in layer.weight.shape)]
 
 
 def _quantised(weight: torch.Tensor, precision: str) -> torch.nn.Parameter:
@@ -66,7 +86,7 @@ def _quantised(weight: torch.Tensor, precision: str) -> torch.nn.Parameter:
 
     alone = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
     alone.weight = torch.nn.Parameter(weight.detach(), requires_grad=False)
-    quantize_(alone, _config(precision))
+    quantize_(alone, form(precision, weight.dtype))
     return alone.weight
 
 
@@ -76,12 +96,21 @@ def _contiguous(_layer: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> tu
     return tuple(value.contiguous() for value in inputs)
 
 
-def _config(precision: str) -> Any:
+def form(precision: str, dtype: torch.dtype) -> Any:
+    """Return torchao's configuration of a low precision for weights of this dtype."""
     if precision == "nvfp4":
-        from torchao.prototype.mx_formats import NVFP4WeightOnlyConfig
+        from torchao.prototype.mx_formats import NVFP4DynamicActivationNVFP4WeightConfig
 
-        return NVFP4WeightOnlyConfig()
-    from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig
+        return NVFP4DynamicActivationNVFP4WeightConfig(use_triton_kernel=False)  # that one needs a further package
+    from torchao.quantization import (
+        Float8DynamicActivationFloat8WeightConfig,
+        Int8DynamicActivationInt8WeightConfig,
+        PerRow,
+        PerTensor,
+    )
 
     # The settings of torch's compiler are global to the process.
-    return {"int8": Int8WeightOnlyConfig, "fp8": Float8WeightOnlyConfig}[precision](set_inductor_config=False)
+    if precision == "int8":
+        return Int8DynamicActivationInt8WeightConfig(set_inductor_config=False)
+    granularity = PerRow() if dtype == torch.bfloat16 else PerTensor()  # rows are for bf16 alone
+    return Float8DynamicActivationFloat8WeightConfig(granularity=granularity, set_inductor_config=False)
