@@ -103,6 +103,9 @@ class Memory(Section):
                                                      "picture, or tile by tile too")
     states: Literal["device", "cpu"] = Field("device", description="where a rollout's recorded states wait for their "
                                              "replay")
+    attention: Literal["auto", "native", "cudnn", "flash", "flash3", "xformers"] = Field(
+        "auto", description="attention kernel of the denoiser: diffusers' default, torch's, cuDNN's, FlashAttention's "
+                            "(packages flash_attn, or kernels for 3) or xformers'")
     shard: bool = Field(False, description="the denoiser's frozen weights shared out over the processes, by FSDP2")
 
 

@@ -10,6 +10,7 @@ from flowgrpo.methods import validate
 from flowgrpo.methods.method import Method
 from flowgrpo.methods.targets import JointDensity, RewardGradient
 from flowgrpo.objectives import references
+from flowgrpo.policies.pipelines.attention import require_attention
 from flowgrpo.policies.weights.memory_options import require_package, require_quantiser
 
 
@@ -27,6 +28,7 @@ def require_memory(config: Config, method: Method, device: str | torch.device, l
     Also for options that the device lacks or whose package is absent. loaded: the pipeline is given as an object.
     """
     weights, adapter = config.memory.weights, config.adapter
+    require_attention(config.memory.attention, torch.device(device), config.precision)
     if weights != "full":
         _require_quantisable(config, method, torch.device(device), loaded)
     if not adapter.rank and (adapter.dora or adapter.rslora):

@@ -20,6 +20,7 @@ from flowgrpo.distributed import lockstep
 from flowgrpo.errors import UserError, nearest
 from flowgrpo.methods.adapted import Adapted
 from flowgrpo.policies.generators import generators
+from flowgrpo.policies.pipelines.attention import use_attention
 from flowgrpo.policies.pipelines.call import PipelineCall, unlogged, until_set
 from flowgrpo.policies.pipelines.conditioning import Conditioning
 from flowgrpo.policies.pipelines.load import trained_modules
@@ -91,6 +92,7 @@ class PipelinePolicy:
         self.encoders = Encoders(pipe, self.device, None if memory.encoders == "keep" else "cpu",
                                  later=self.denoisers if shared_out else ())
         decode_in_parts(pipe, memory.vae)
+        use_attention(memory.attention, self.denoisers.values())
         if checkpointing and getattr(getattr(pipe, "vae", None), "_supports_gradient_checkpointing", False):
             checkpoint_blocks(pipe.vae, driver.attention)  # of pictures in a graph
         for part in pipe.components.values():

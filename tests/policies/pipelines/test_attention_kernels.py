@@ -1,0 +1,81 @@
+"""Attention kernels by name: torch's own computes as before, and what is missing is told before a model loads."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+import torch
+from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
+
+from flowgrpo.config import load
+from flowgrpo.config.sections import Memory
+from flowgrpo.errors import UserError
+from flowgrpo.methods import validate
+from flowgrpo.policies.options import require_memory
+from flowgrpo.policies.pipelines.attention import KERNELS, require_attention
+from flowgrpo.samplers.grids import shifted
+from flowgrpo.samplers.scheduler import Segment
+from tests.helpers import tiny
+
+
+def backends(policy) -> set:
+    """What the attention processors of the denoiser have been set to."""
+    return {part.processor._attention_backend for part in policy.denoisers["transformer"].modules()
+            if hasattr(getattr(part, "processor", None), "_attention_backend")}
+
+
+def drawn(policy) -> torch.Tensor:
+    return policy.run(Segment(shifted(2, 3.0), range(2)), policy.encode(["red"]), None, policy.generators([3]))[0]
+
+
+def test_torchs_kernel_by_name_draws_what_the_default_draws():
+    plain = tiny.policy(tiny.flux())
+    named = tiny.policy(tiny.flux(), memory=Memory(attention="native"))
+    assert backends(plain) == {None} and backends(named) == {AttentionBackendName.NATIVE}
+    assert torch.equal(drawn(named), drawn(plain))
+
+
+def test_another_kernel_is_that_of_the_denoiser_alone():
+    """diffusers has a kernel for all models besides; it stays."""
+    before = _AttentionBackendRegistry._active_backend
+    policy = tiny.policy(tiny.flux(), memory=Memory(attention="cudnn"))
+    assert backends(policy) == {AttentionBackendName._NATIVE_CUDNN}
+    assert _AttentionBackendRegistry._active_backend == before
+
+
+def test_a_denoiser_that_calls_torchs_attention_itself_takes_no_other():
+    tiny.policy(tiny.sd3(), memory=Memory(attention="native"))
+    with pytest.raises(UserError, match="memory.attention is 'cudnn', but the attention of SD3Transformer2DModel calls "
+                       "torch's scaled_dot_product_attention itself: use auto"):
+        tiny.policy(tiny.sd3(), memory=Memory(attention="cudnn"))
+
+
+def test_a_kernel_that_diffusers_refuses_is_told():
+    with pytest.raises(UserError, match="memory.attention is 'flash', which diffusers refuses .*flash-attn.*: use auto"):
+        tiny.policy(tiny.flux(), memory=Memory(attention="flash"))
+
+
+@pytest.mark.parametrize("name, capability, precision, refusal", [
+    ("flash", (9, 0), "bf16", "needs the package flash_attn: install it, or use auto"),
+    ("flash3", (8, 9), "bf16", "needs a GPU of compute capability 9.0, and cuda has 8.9: use auto"),
+    ("cudnn", (7, 5), "bf16", "needs a GPU of compute capability 8.0, and cuda has 7.5: use auto"),
+    ("cudnn", (9, 0), "fp32", "computes in bf16 and fp16, and precision is 'fp32': use auto, or precision: bf16"),
+    ("cudnn", (0, 0), "bf16", "needs a GPU of compute capability 8.0, and cpu has none: use auto"),
+])
+def test_what_a_kernel_lacks_is_told_before_a_model_loads(name, capability, precision, refusal, monkeypatch):
+    here = {"flash3": "kernels"}.get(name)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda package: object() if package == here else None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    config = load(None, {"memory.attention": name, "precision": precision})
+    with pytest.raises(UserError) as told:
+        require_memory(config, validate.resolve(config), "cuda" if any(capability) else "cpu")
+    assert str(told.value) == f"memory.attention is {name!r}, which {refusal}"
+
+
+def test_a_gpu_with_the_package_takes_every_kernel(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda package: object())
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    for name in ("auto", *KERNELS):
+        require_attention(name, torch.device("cuda"), "bf16")
+    assert ("auto", *KERNELS) == Memory.model_fields["attention"].annotation.__args__
