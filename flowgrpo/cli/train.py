@@ -11,7 +11,6 @@ import typer
 from flowgrpo.cli.root import app
 from flowgrpo.errors import UserError
 
-
 ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"  # its settings; every torch reads the first name
 
 
