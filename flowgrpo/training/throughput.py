@@ -41,7 +41,9 @@ class FlopMeter:
         self.backward, self.total = backward, 0.0
         self._per_row: dict[torch.nn.Module, float] = {}
         self._counting = ExitStack()
+        self._states: dict[torch.nn.Module, str] = {}  # names of the first arguments
         for module in modules:
+            self._states[module] = next(iter(inspect.signature(module.forward).parameters))
             module.register_forward_pre_hook(self._begin)
             module.register_forward_hook(self._end, with_kwargs=True, always_call=True)
 
@@ -56,7 +58,7 @@ class FlopMeter:
         self._counting.close()
         if out is None:  # it raised
             return
-        rows = len(args[0] if args else kwargs[next(iter(inspect.signature(module.forward).parameters))])
+        rows = len(args[0] if args else kwargs[self._states[module]])
         if module not in self._per_row:
             self._per_row[module] = self.counter.get_total_flops() / rows
         flops = rows * self._per_row[module]
@@ -74,10 +76,11 @@ class Throughput:
 
     def __init__(self, config: Config, policy: Policy, processes: Processes):
         self.policy, self.processes, self.device = policy, processes, policy.device
-        cuda, denoisers = self.device.type == "cuda", getattr(policy, "denoisers", {})
+        cuda, modules = self.device.type == "cuda", list(getattr(policy, "denoisers", {}).values())
         self.peak = peak(torch.cuda.get_device_name(self.device), DTYPES[config.precision]) if cuda else None
-        counted = self.peak and config.memory.weights == "full"  # products of quantised weights are not counted
-        self.meter = FlopMeter(denoisers.values(), 1 if config.adapter.rank else 2) if counted and denoisers else None
+        # Products of quantised weights are not counted, and a module that is compiled as a whole runs no counter.
+        counted = config.memory.weights == "full" and not any(module._compiled_call_impl for module in modules)
+        self.meter = FlopMeter(modules, 1 if config.adapter.rank else 2) if self.peak and modules and counted else None
 
     def epoch(self, run: Callable[[], dict[str, Any]], sampled: Callable[[], int]) -> dict[str, Any]:
         """Run an epoch, to the end of its work on the device; return its metrics, with those of all processes' speed.
