@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -145,6 +147,24 @@ def drawing(recorded: str, device: str | torch.device, requested: str | None = N
     """
     kept = recorded == "fp32" or torch.device(device).type != "cpu"
     return concrete(requested or (recorded if kept else AUTO), device)
+
+
+@contextlib.contextmanager
+def rounded_products(precision: str, device: str | torch.device) -> Iterator[None]:
+    """Context manager: a GPU may round the inputs of fp32 matrix products to TF32, unless the precision is fp32.
+
+    These are products of reward models above all. torch has one setting for all threads, and a reward is computed while
+    the next samples are drawn: it must not change in between.
+    """
+    before = torch.get_float32_matmul_precision()
+    if precision == "fp32" or torch.device(device).type != "cuda" or before != "highest":
+        yield
+        return
+    torch.set_float32_matmul_precision("high")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def queued(tensor: torch.Tensor, device: torch.device | str | None) -> torch.Tensor:

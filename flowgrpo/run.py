@@ -18,7 +18,7 @@ from flowgrpo.config.parse import validate
 from flowgrpo.config.schema import Config
 from flowgrpo.data import provenance, recorded_pairs, splits
 from flowgrpo.data.prompts import Prompt, of_records
-from flowgrpo.device import described, pick_device
+from flowgrpo.device import described, pick_device, rounded_products
 from flowgrpo.distributed.processes import PATIENCE, require_replicated
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation import held_out
@@ -91,7 +91,7 @@ def run(config: Config, resume: bool = False, *, pipe: Any = None,
     rewards.require_modality(ready.trained | ready.measured, modality)
     rewards.require_base(ready.trained | ready.measured, modality)
     listed = provenance.prompt_lines(config, prompts) if ready.accelerator.is_main_process else None
-    with as_before(pipe):
+    with as_before(pipe), rounded_products(config.precision, ready.device):
         return _train(ready, loaded, listed)
 
 

@@ -43,6 +43,7 @@ from flowgrpo.training.metrics import Log, UpdateStats
 from flowgrpo.training.optimizer import clip_gradients, make_optimizer, make_scaler, update_average
 from flowgrpo.training.scoring import Functions, Scoring
 from flowgrpo.training.shares import moved, shares, slices, whole_groups
+from flowgrpo.training.throughput import Throughput
 from flowgrpo.types import Context, Scored, required
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ class Trainer:
         self.processes.turns = policy.turns
         self.geometry = geometry(config.train, self.processes.count)
         self.scoring = Scoring(train_rewards, config.rewards, self.geometry.group, self.processes)
-        self.clock, self.stop = PhaseTimer(), Stop()
+        self.clock, self.stop, self.throughput = PhaseTimer(), Stop(), Throughput(config, policy, self.processes)
         self.say: Callable[[str], None] = print
         self.rollouts = make_rollouts(config, policy, self.method, self.geometry, self.processes, self.clock,
                                       first=self.prompts[0])
@@ -272,7 +273,7 @@ class Trainer:
         try:
             with self.stop:
                 while self.epoch < train.epochs and not self.best.stopped:
-                    metrics = self.run_epoch() | self.clock.take()
+                    metrics = self.throughput.epoch(lambda: self.run_epoch() | self.clock.take(), lambda: self.sampled)
                     self.reward_wait_seconds += metrics["seconds/reward"]
                     self.seconds = earlier_seconds + time.perf_counter() - start
                     self.epoch += 1

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from flowgrpo.device import queued
+from flowgrpo.device import queued, rounded_products
 from flowgrpo.samplers.grids import shifted
 from flowgrpo.samplers.scheduler import PolicyScheduler, Segment
 from flowgrpo.types import RegressionTarget, Scored
@@ -61,3 +61,19 @@ def test_values_are_those_that_were_there():
     with Gpu():
         assert torch.equal(queued(values, "cuda"), values)
     assert queued(values, "cpu") is values and queued(values, None) is values
+
+
+@pytest.mark.parametrize("precision, name, before, inside", [
+    ("bf16", "cuda:1", "highest", "high"), ("fp16", "cuda", "highest", "high"), ("fp32", "cuda", "highest", "highest"),
+    ("bf16", "cpu", "highest", "highest"), ("bf16", "cuda", "medium", "medium")])
+def test_fp32_products_are_rounded_on_a_gpu_below_fp32_alone(precision, name, before, inside):
+    """A coarser setting of the user stays; every one is restored, after an error too."""
+    first = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(before)
+    try:
+        with pytest.raises(ArithmeticError), rounded_products(precision, name):
+            assert torch.get_float32_matmul_precision() == inside
+            raise ArithmeticError
+        assert torch.get_float32_matmul_precision() == before
+    finally:
+        torch.set_float32_matmul_precision(first)

@@ -142,6 +142,8 @@ def test_every_epoch_is_logged_once_with_finite_numbers(whole_run):
         assert all(torch.tensor(float(value)).isfinite() for value in line.values() if isinstance(value, (int, float)))
         assert {"loss", "grad_norm", "log_ratio_max", "clip_fraction", "reward/red/std", "seconds", "evaluations",
                 "seconds/rollout", "seconds/update", "skipped_updates"} <= set(line)
+        assert "mfu" not in line and line["memory/host"] > 10 * 2**20  # on a CPU
+        assert line["samples_per_second"] > 0 and line["evaluations_per_second"] > line["samples_per_second"]
     assert lines[0]["log_ratio_max"] <= 1e-6
     assert {line["epoch"] for line in lines if "held_out/red" in line} == {10, 20, 30}
 

@@ -1,0 +1,83 @@
+"""Throughput of an epoch: its arithmetic by hand, and FLOPs that are counted once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from flowgrpo.training import throughput
+from flowgrpo.training.throughput import FlopMeter, peak
+from tests.helpers import tiny
+
+
+@pytest.mark.parametrize("name, half, single", [
+    ("NVIDIA A100-SXM4-80GB", 312, 19.5), ("NVIDIA H100 80GB HBM3", 989, 67), ("NVIDIA H100 PCIe", 756, 51),
+    ("NVIDIA H200", 989, 67), ("NVIDIA B200", 2250, 75), ("NVIDIA GeForce RTX 4090", 165, 82.6),
+    ("NVIDIA GeForce RTX 5090", 210, 105)])
+def test_peaks_are_found_by_the_devices_name(name, half, single):
+    found = [peak(name, dtype) for dtype in (torch.bfloat16, torch.float16, torch.float32)]
+    assert found == [half * 1e12, half * 1e12, single * 1e12]
+
+
+@pytest.mark.parametrize("name", ["Tesla T4", "NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA GeForce RTX 4090 D",
+                                  "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "NVIDIA A10"])
+def test_other_devices_have_no_peak(name):
+    assert peak(name, torch.bfloat16) is None
+
+
+class Net(torch.nn.Module):
+    """A frozen layer of 4 x 8 between trained scales: 64 FLOPs a row."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale, self.layer = torch.nn.Parameter(torch.ones(4)), torch.nn.Linear(4, 8).requires_grad_(False)
+
+    def forward(self, states, fails=False):
+        if fails:
+            raise ArithmeticError
+        return (self.layer(states * self.scale),)
+
+
+def test_flops_of_a_row_are_counted_once_and_backwards_are_forwards():
+    net = Net()
+    meter = FlopMeter([net], backward=1)
+    with pytest.raises(ArithmeticError):
+        net(torch.ones(2, 4), fails=True)
+    with torch.no_grad():
+        net(torch.ones(3, 4))
+        assert meter.total == 3 * 64
+        net(states=torch.ones(5, 4))
+    assert meter.total == 8 * 64
+    net(torch.ones(2, 4))  # its graph is dropped
+    net(torch.ones(2, 4))[0].sum().backward()
+    assert meter.total == (8 + 2 + 2 + 2) * 64
+
+
+def test_an_epochs_throughput_by_hand(monkeypatch):
+    """4 seconds: 16 samples, 96 evaluations in this process, and a half of the peak."""
+    now = iter([10.0, 14.0])
+    monkeypatch.setattr(throughput, "perf_counter", lambda: next(now))
+    trainer, sampled = tiny.trainer(), iter([8, 24])
+    measured = trainer.throughput
+    measured.meter, measured.peak = FlopMeter([], 1), 500.0
+
+    def run() -> dict:
+        trainer.policy.evaluations += 96
+        measured.meter.total += 1000
+        return {"loss": 1.0}
+
+    found = measured.epoch(run, lambda: next(sampled))
+    assert found.pop("memory/host") > 0
+    assert found == {"loss": 1.0, "samples_per_second": 4, "evaluations_per_second": 24, "mfu": 0.5}
+
+
+def test_a_gpus_peaks_are_those_of_the_epoch(monkeypatch):
+    calls = []
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", calls.append)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 5)
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 7)
+    measured = tiny.trainer().throughput
+    measured.device = torch.device("cuda:0")
+    found = measured.epoch(lambda: calls.append("run") or {}, lambda: 0)
+    assert calls == [torch.device("cuda:0"), "run"]
+    assert (found["memory/allocated"], found["memory/reserved"]) == (5, 7) and "memory/host" not in found
