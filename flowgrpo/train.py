@@ -70,7 +70,7 @@ class Trainer:
         self.processes.agree(policy.weights.parameters())
         self.optimizer = make_optimizer(config.train, policy.weights.parameters())
         self.scaler = make_scaler(config.precision, policy.device)
-        self.ema = policy.weights.snapshot() if config.train.ema else None
+        self.ema = policy.weights.kept() if config.train.ema else None
         self.best = BestWeights(config.eval)
         self.memory: dict[str, Any] = {}  # state of the method's parts between epochs
         self.kl_reference = KLReference(self.method, policy, self.memory, keep=config.train.inner_epochs > 1)
@@ -184,7 +184,8 @@ class Trainer:
             parts = self.critic(parts, conditioning)
         weights = self.rollouts.step_weights(parts, self.epoch)
         self.kl_reference.begin(self.epoch, self.config.train.epochs)
-        self.kl_reference.ahead(parts, lambda part: self.rollouts.replay(part, conditioning), self.processes)
+        with self.clock("update"):
+            self.kl_reference.ahead(parts, lambda part: self.rollouts.replay(part, conditioning), self.processes)
         for inner in range(self.config.train.inner_epochs):
             for share, count in shares(parts, self.geometry, self.processes, self.method.loss.reduction):
                 with self.clock("update"):

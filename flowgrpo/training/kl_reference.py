@@ -43,9 +43,13 @@ class KLReference:
         return bool(self.kl.weight) or self.method.compares_with_reference
 
     def ahead(self, parts: list[Part], replay: Replay, processes: Processes) -> None:
-        """Score all parts of an epoch, if trained weights are sharded: all processes then have the reference in place
-        until the last one is done with it."""
-        if self.read and self.policy.weights.sharded:
+        """Score all parts of an epoch at once if the reference's weights are large, or sharded.
+
+        Large ones take long to put in place. Of sharded ones all processes have the reference in place until the last
+        one is done with it.
+        """
+        weights = self.policy.weights
+        if self.read and (weights.large or weights.sharded) and not self._teacher:
             with self.policy.reference(self.held), processes.together():
                 self.known = {id(part): self._kept(replay(part)) for part in parts}
 
@@ -61,9 +65,12 @@ class KLReference:
                 return self.known[id(part)]
             return [score for _, _, score in replay(part)]
 
+    @property
+    def _teacher(self) -> str:
+        return getattr(self.method.loss.reference, "model", "")
+
     def _in_place(self) -> AbstractContextManager[None]:
-        teacher = getattr(self.method.loss.reference, "model", "")
-        return cast(Any, self.policy).teacher(teacher) if teacher else self.policy.reference(self.held)
+        return cast(Any, self.policy).teacher(self._teacher) if self._teacher else self.policy.reference(self.held)
 
     def _kept(self, replayed: Iterator[tuple[int, slice, Scored]]) -> list[Scored]:
         return [score.to(self.policy.states) for _, _, score in replayed]

@@ -51,12 +51,12 @@ def clip_gradients(parameters: Sequence[torch.nn.Parameter], most: float) -> tor
 
 
 def update_average(average: dict[str, torch.Tensor], named: dict[str, torch.nn.Parameter], decay: float) -> None:
-    """Move an average on the CPU towards the present parameters: decay * average + (1 - decay) * parameters.
+    """Move an average towards the present parameters, on its device: decay * average + (1 - decay) * parameters.
 
     Of sharded parameters it holds this process's rows.
     """
     for key, parameter in named.items():
-        average[key].lerp_(local(parameter).detach().cpu(), 1 - decay)
+        average[key].lerp_(local(parameter).detach().to(average[key].device), 1 - decay)
 
 
 def make_scaler(precision: str, device: torch.device) -> torch.amp.GradScaler:

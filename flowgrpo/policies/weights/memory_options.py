@@ -112,7 +112,8 @@ class Encoders:
     def _tensors(self) -> Iterator[tuple[dict[str, Any], str, torch.Tensor]]:
         """Yield the plain parameters and buffers that wait, with the dictionary that holds each and its name there."""
         for part in (part for module in self.modules for part in module.modules()):
-            for place in (part._parameters, part._buffers):
+            places: tuple[dict[str, Any], ...] = part._parameters, part._buffers
+            for place in places:
                 for name, tensor in place.items():
                     if type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.device != self.device:
                         yield place, name, tensor
