@@ -56,16 +56,19 @@ class PhaseTimer:
 
     In a process that uses CUDA these are seconds between two events of the GPU, its waits for the host included.
     Elsewhere they are the host's.
+    phase: the last one that began.
     """
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
+        self.phase = ""
         self._spans: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
         from flowgrpo.device import current_gpu
 
+        self.phase = phase
         begun = None if current_gpu() is None else _recorded()
         start = time.perf_counter()
         try:

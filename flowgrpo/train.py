@@ -11,17 +11,16 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from flowgrpo.config.geometry import geometry
 from flowgrpo.config.schema import Config
-from flowgrpo.config.sections import Train
 from flowgrpo.curriculum.epoch_batch import EpochBatch
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.device import current_gpu, queued, use_gpu
-from flowgrpo.distributed.processes import Processes
+from flowgrpo.distributed.processes import OutOfMemoryElsewhere, Processes
 from flowgrpo.distributed.signals import Stop, Stopped
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation import held_out
@@ -40,7 +39,8 @@ from flowgrpo.training.critic import make_critic
 from flowgrpo.training.first_ratio import ROUNDED, FirstRatio
 from flowgrpo.training.kl_reference import KLReference
 from flowgrpo.training.metrics import Log, UpdateStats
-from flowgrpo.training.optimizer import clip_gradients, make_optimizer, make_scaler, update_average
+from flowgrpo.training.optimizer import clip_gradients, make_optimizer, make_scaler, rate, update_average
+from flowgrpo.training.out_of_memory import fitted
 from flowgrpo.training.scoring import Functions, Scoring
 from flowgrpo.training.shares import moved, shares, slices, whole_groups
 from flowgrpo.training.throughput import Throughput
@@ -48,6 +48,8 @@ from flowgrpo.types import Context, Scored, required
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
+
+T = TypeVar("T")
 
 
 class Trainer:
@@ -107,9 +109,8 @@ class Trainer:
                                        self.memory, train.group)
         while batch:
             earlier_groups = len(epoch_batch.own())
-            with self.processes.together():
-                local = self.processes.own(self.geometry.sliced(batch))
-                new_parts, conditioning, scores = self.sample(local, epoch_batch.turn)
+            local, turn = self.processes.own(self.geometry.sliced(batch)), epoch_batch.turn
+            new_parts, conditioning, scores = self.fitted(partial(self.sample, local, turn))
             parts += [moved(part, earlier_groups) if earlier_groups else part for part in new_parts]
             scores = whole_groups(self.processes.gather(scores), train.group)
             self.sampled += 0 if self.config.preferences else scores[..., 0].numel()
@@ -133,11 +134,12 @@ class Trainer:
         Returns (the parts, the prompts' conditioning, scores [groups,G,R]); samples finished in several granularities
         have R scores in each.
         """
-        conditioning, parts, pending, scoring = self.rollouts.conditioning(batch), [], [], self.scoring
+        parts, pending, scoring = [], [], self.scoring
         self.rollouts.old_policy.updates = self.update
-        if not turn:
-            scoring.begin()
-        with ThreadPoolExecutor(1, initializer=use_gpu, initargs=(current_gpu(),)) as pool:
+        scoring.begin(turn)
+        self.geometry.begin()
+        with self.processes.together(), ThreadPoolExecutor(1, initializer=use_gpu, initargs=(current_gpu(),)) as pool:
+            conditioning = self.rollouts.conditioning(batch)
             for part, outputs in self.rollouts.sample(conditioning, self.epoch, partial(scoring.total, batch),
                                                       partial(scoring.value, batch), turn):
                 self.stop.check()
@@ -179,21 +181,18 @@ class Trainer:
         stats = UpdateStats()
         parts = [part for part in credited if part is not None]
         if self.first_ratio.found is None or self.first_ratio.rescore:
-            parts = self.first_ratio(parts, conditioning, self.say)
+            parts = self.fitted(partial(self.first_ratio, parts, conditioning, self.say), "update")
         if self.critic is not None:
             parts = self.critic(parts, conditioning)
         weights = self.rollouts.step_weights(parts, self.epoch)
         self.kl_reference.begin(self.epoch, self.config.train.epochs)
         with self.clock("update"):
-            self.kl_reference.ahead(parts, lambda part: self.rollouts.replay(part, conditioning), self.processes)
+            self.fitted(partial(self.kl_reference.ahead, parts, partial(self.rollouts.replay, conditioning=conditioning),
+                                self.processes))
         for inner in range(self.config.train.inner_epochs):
             for share, count in shares(parts, self.geometry, self.processes, self.method.loss.reduction):
                 with self.clock("update"):
-                    self.optimizer.zero_grad()
-                    self.rollouts.meet(share, conditioning, partial(self.reference, conditioning=conditioning))
-                    with self.processes.together():
-                        for part in share:
-                            self.backward(part, conditioning, weights, count, stats)
+                    stats.decisions += self.fitted(partial(self.gradient, share, conditioning, weights, count))
                     self.processes.add_gradients(self.policy.weights.parameters())
                     with self.processes.together():
                         self.step_optimizer(stats)
@@ -202,6 +201,29 @@ class Trainer:
             with self.clock("update"):
                 metrics |= self.critic.fit()
         return metrics | {"skipped_updates": self.skipped} | self.kl_reference.end(self.epoch, metrics.get("kl"))
+
+    def gradient(self, share: list[Part], conditioning: Encoded, weights: dict[int, float], count: int
+                 ) -> list[torch.Tensor]:
+        """Compute the gradient of one optimiser step's parts anew; return the statistics of their decisions."""
+        stats = UpdateStats()
+        self.optimizer.zero_grad()
+        self.rollouts.meet(share, conditioning, partial(self.reference, conditioning=conditioning))
+        with self.processes.together():
+            for part in share:
+                self.backward(part, conditioning, weights, count, stats)
+        return stats.decisions
+
+    def fitted(self, work: Callable[[], T], phase: str = "") -> T:
+        """Return work(), repeated with half the micro-batch each time that memory runs out.
+
+        phase: its name; without one the clock's.
+        """
+        def say(text: str) -> None:
+            self.kl_reference.known = {}  # scores of larger batches
+            if self.processes.first:
+                self.say(text)
+
+        return fitted(work, self.geometry, self.processes, lambda: phase or self.clock.phase, say)
 
     def backward(self, part: Part, conditioning: Encoded, weights: dict[int, float], count: int, stats: UpdateStats
                  ) -> None:
@@ -293,9 +315,11 @@ class Trainer:
                         state.save(self, folder)
         except torch.OutOfMemoryError as error:
             self.save_whole(folder, self.processes.parted)
+            if isinstance(error, OutOfMemoryElsewhere):
+                raise Stopped(str(error)) from None
             raise UserError(f"out of memory ({str(error).splitlines()[0]}): lower train.micro_batch (now "
-                            f"{train.micro_batch}) or set train.checkpointing: true; --resume goes on from the last "
-                            "checkpoint") from None
+                            f"{self.geometry.micro_batch}) or set train.checkpointing: true; --resume goes on from the "
+                            "last checkpoint") from None
         except Stopped:
             if self.save_whole(folder):
                 self.say(f"stopped after epoch {self.epoch}, saved in {folder}; --resume goes on")
@@ -318,14 +342,6 @@ class Trainer:
         if whole:
             state.save(self, folder, wait)
         return whole
-
-
-def rate(update: int, total: int, train: Train) -> float:
-    """Return the factor of the learning rate: linear warm-up, then the schedule down to 0 at the last update."""
-    if update < train.warmup:
-        return (update + 1) / train.warmup
-    left = 1 - (update - train.warmup) / max(total - train.warmup, 1)
-    return {"constant": 1.0, "linear": left, "cosine": 0.5 - 0.5 * math.cos(math.pi * left)}[train.schedule]
 
 
 def shown(metrics: dict[str, Any], config: Config) -> dict[str, str]:

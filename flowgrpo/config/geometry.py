@@ -14,17 +14,18 @@ from flowgrpo.errors import UserError
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
+@dataclass
 class BatchShape:
     """Batch sizes of one process.
 
     prompts: P of each process; where groups are split over processes, its number of slices.
     group: G; where groups are split, samples per slice.
     rows: B = P*G.
-    micro_batch: rows that go through the denoiser at once.
+    micro_batch: rows that go through the denoiser at once; a run that is out of memory lowers it.
     parts: the number of whole groups sampled together, as many as a micro-batch holds and at least one.
     updates: optimiser steps per pass over them.
     slices: slices of every group, each of consecutive samples; 1 if groups are whole.
+    sampled: the micro-batch with which the epoch's parts were sampled.
     """
 
     prompts: int
@@ -32,6 +33,14 @@ class BatchShape:
     micro_batch: int
     updates: int
     slices: int = 1
+    sampled: int = 0
+
+    def __post_init__(self) -> None:
+        self.begin()
+
+    def begin(self) -> None:
+        """Sample parts with the present micro-batch from here on."""
+        self.sampled = self.micro_batch
 
     @property
     def rows(self) -> int:
@@ -52,7 +61,7 @@ class BatchShape:
         """
         if self.slices == 1:
             return (rank << 32) + first
-        together = prompts_per_part(self.group * self.slices, self.micro_batch)
+        together = prompts_per_part(self.group * self.slices, self.sampled)
         return (rank * self.prompts + first) // (together * self.slices)
 
     def sampled_together(self, rank: int, count: int) -> list[int]:
@@ -60,7 +69,7 @@ class BatchShape:
 
         A slice is sampled with others of the part that one process would make of their groups.
         """
-        together = prompts_per_part(self.group, self.micro_batch)
+        together = prompts_per_part(self.group, self.sampled)
         if self.slices == 1:
             return [min(together, count - first) for first in range(0, count, together)]
         return [*Counter(self.part_of(rank, first) for first in range(count)).values()]
