@@ -187,8 +187,8 @@ class Trainer:
         weights = self.rollouts.step_weights(parts, self.epoch)
         self.kl_reference.begin(self.epoch, self.config.train.epochs)
         with self.clock("update"):
-            self.fitted(partial(self.kl_reference.ahead, parts, partial(self.rollouts.replay, conditioning=conditioning),
-                                self.processes))
+            replay = partial(self.rollouts.replay, conditioning=conditioning)
+            self.fitted(partial(self.kl_reference.ahead, parts, replay, self.processes))
         for inner in range(self.config.train.inner_epochs):
             for share, count in shares(parts, self.geometry, self.processes, self.method.loss.reduction):
                 with self.clock("update"):
