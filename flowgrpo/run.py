@@ -36,7 +36,7 @@ from flowgrpo.policies.weights.restore import as_before
 from flowgrpo.rewards import pairwise
 from flowgrpo.storage import checkpoint, paths
 from flowgrpo.train import Trainer
-from flowgrpo.training import announcement, best, run_folder, state, tracker, trial
+from flowgrpo.training import announcement, best, hints, run_folder, state, tracker, trial
 from flowgrpo.user_code import reading
 
 if TYPE_CHECKING:
@@ -82,16 +82,18 @@ def run(config: Config, resume: bool = False, *, pipe: Any = None,
     """
     ready = check(config, resume, pipe, functions, prompts)
     with Watch(Processes(ready.accelerator)):
-        return _checked(ready, pipe, prompts)
+        return _checked(ready, pipe, prompts, config.precision)
 
 
-def _checked(ready: Ready, pipe: Any, prompts: list[Prompt] | None) -> dict[str, Any]:
-    """Load the model of a checked configuration, and run it."""
+def _checked(ready: Ready, pipe: Any, prompts: list[Prompt] | None, asked: str) -> dict[str, Any]:
+    """Load the model of a checked configuration, and run it. asked: the precision before `auto` was settled."""
     from accelerate.utils import set_seed
 
     config = ready.config
     if ready.accelerator.is_main_process:
         print(f"device: {described(ready.device)}\nprecision: {ready.precision}", flush=True)
+        for line in hints.of_machine(asked, ready.device):
+            print(line, flush=True)
     set_seed(config.seed)
     loaded = _load(ready) if pipe is None else pipe
     modality = build.modality(loaded)
