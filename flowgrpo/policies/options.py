@@ -67,7 +67,8 @@ def require_shardable(config: Config, method: Method) -> None:
     wrong = {"adapter.rank: 0 and train.optimizer: adamw8bit, which takes no shards: use adamw":
              trained and config.train.optimizer == "adamw8bit",
              "adapter.rank: 0 and precision: fp16: use bf16, or set a rank": trained and config.precision == "fp16",
-             f"memory.weights: {config.memory.weights}: use full": config.memory.weights != "full",
+             f"memory.weights: {config.memory.weights}, whose packed weights are not sharded: use full":
+             config.memory.weights != "full",
              f"parts.preview.precision: {preview}: use full": preview != "full",
              "adapter.dora, which reads whole weights: use false": config.adapter.dora,
              "train.compile: use false": config.train.compile,

@@ -284,6 +284,18 @@ def test_an_older_torch_is_refused_in_one_line(monkeypatch):
         sharding.require(True, False, 2, {})
 
 
+def test_scalars_and_weights_of_another_precision_than_most_stay_whole():
+    """Older FSDP2 collects weights of one precision together, and diffusers keeps norms in fp32 beside bf16."""
+    block = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.LayerNorm(8)).bfloat16()
+    block[1].float()
+    block.scale = torch.nn.Parameter(torch.tensor(1.0, dtype=torch.bfloat16))
+    lora = block.lora = torch.nn.Parameter(torch.ones(2))
+    whole = sharding._apart(block, {lora})
+    assert {name for name, parameter in block.named_parameters() if parameter in whole} == {
+        "1.weight", "1.bias", "scale"}
+    assert sharding._apart(torch.nn.GELU(), set()) == set()
+
+
 @pytest.mark.parametrize(("shard", "option"), [
     ("nodes", {"train.optimizer": "adamw8bit"}), (True, {"precision": "fp16"})])
 def test_what_does_not_go_with_shards_of_all_weights_is_refused_in_one_line(shard, option):

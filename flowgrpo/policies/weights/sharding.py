@@ -152,7 +152,7 @@ def twin(module: Any, values: dict[str, torch.Tensor]) -> Any:
     from accelerate import init_empty_weights
     from torch.distributed.fsdp import FSDPModule
 
-    [kind] = [base for base in type(module).__mro__[1:] if base is not FSDPModule][:1]
+    kind: Any = next(base for base in type(module).__mro__[1:] if base is not FSDPModule)
     with init_empty_weights():
         made = kind.from_config(module.config)
     made.load_state_dict(values, assign=True)
