@@ -27,7 +27,7 @@ from flowgrpo.evaluation.nouns import SAMPLE
 from flowgrpo.evaluation.report import snapshots
 from flowgrpo.log import silence
 from flowgrpo.methods import reads, split_groups
-from flowgrpo.methods.validate import resolve
+from flowgrpo.methods.validate import resolve, substituted
 from flowgrpo.policies import build, options
 from flowgrpo.policies.pipelines import prompt_lengths
 from flowgrpo.policies.precision import settle
@@ -123,6 +123,8 @@ def _train(ready: Ready, loaded: Any, listed: str | None) -> dict[str, Any]:
     if ready.last:
         state.restore(trainer, ready.last)
     trial.require(trainer, ready.measured)
+    if policy.modality != "text" and trainer.processes.first and (line := substituted(config, trainer.method)):
+        print(line, flush=True)
     if policy.modality != "text" and trainer.processes.first:
         texts = [prompt.text for side in ready.split for prompt in side]
         if line := prompt_lengths.cut(policy.pipe, config.call, texts):

@@ -22,6 +22,7 @@ from flowgrpo.evaluation.batched import Together
 from flowgrpo.evaluation.ledger import Ledger, Place, TextLedger
 from flowgrpo.evaluation.plan import Medium
 from flowgrpo.policies.language.causal_lm import CausalLM
+from flowgrpo.policies.pipelines.load import unchecked
 from flowgrpo.policies.weights.rlg import Branches
 from flowgrpo.rewards.images import guards
 from flowgrpo.samplers.rollout import seeder
@@ -52,7 +53,7 @@ class Painter:
         if weight and not self.tuned:
             self._tune()
         assert weight or not self.tuned or self.branches, "what was loaded into the pipeline does not leave it"
-        with self.branches.at(weight) if self.branches else contextlib.nullcontext():
+        with self.branches.at(weight) if self.branches else contextlib.nullcontext(), unchecked(self.pipe):
             seeds = [self.seed_of(place.prompt, place.sample) for place in places]
             return self.together.draw(self.pipe, prompts, seeds, self.plan.asked, self.plan.negative)
 

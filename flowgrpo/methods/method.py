@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,6 +26,10 @@ from flowgrpo.samplers.text import decoding
 OF_TEXT = ("tokens", "masks")  # the processes of language models: causal, masked
 # Of a flow and of a variance-preserving process.
 _FORMS: dict[Any, Any] = {kernels.FlowDDIM: kernels.DDIM, kernels.CPS: kernels.VPCPS}
+# On a variance-preserving process in place of a part of flow matching alone: the part, and how a recipe writes it.
+FOR_VP: dict[str, tuple[Any, str]] = {
+    "kernel": (kernels.FlowDDIM(1.0), "{type: FlowDDIM, eta: 1.0}"), "solver": (solvers.Euler(), "{type: Euler}"),
+    "tail": (1.0, "1.0"), "strides": ((1,), "[1]"), "step_weight": (objectives.Uniform(), "{type: Uniform}")}
 
 
 @dataclass(frozen=True)
@@ -98,12 +102,14 @@ class Method:
             return not (spread and spread.causal) and not rollout.draws.causal and not rollout.decoding.expert
         return not isinstance(rollout.decoding, decoding.Unmasking)
 
-    def on(self, process: str) -> Method:
+    def on(self, process: str, given: Collection[str] = ()) -> Method:
         """Return the method as a process samples it: a "flow", a variance-preserving one ("vp"), "tokens" one after
         the other, or "masks" that become tokens.
 
         FlowDDIM and DDIM are one formula in two coordinates, so are CPS and VPCPS, and Euler stands for the
-        deterministic step of either; Decoding unmasks as Unmasking does.
+        deterministic step of either; Decoding unmasks as Unmasking does. What else is of flow matching alone has a
+        substitute on a variance-preserving process (`FOR_VP`).
+        given: names of parts that the user set; they are refused in place of being substituted.
         Raises UserError for what is of another process alone.
         """
         if not self.fits(process):
@@ -123,7 +129,7 @@ class Method:
         if process == "flow":
             return self._with_form({there: here for here, there in _FORMS.items()})
         if not isinstance(self.target, NoisedFinals):
-            return self._on_vp()
+            return self._on_vp(given)
         for part, kind in ((self.target.times, noised_finals.Stratified),
                            (self.loss.surrogate, forward_process.Preference)):
             if not isinstance(part, kind):
@@ -132,24 +138,23 @@ class Method:
                                 "it is, or a method that trains recorded steps, such as ddpo")
         # A rollout that draws nothing on its way has no use for a kernel.
         silent = isinstance(self.denoising.plan, plans.NoSteps)
-        return (self.having(kernel=kernels.DDIM(0.0)) if silent else self)._on_vp()
+        return (self.having(kernel=kernels.DDIM(0.0)) if silent else self)._on_vp(given)
 
-    def _on_vp(self) -> Method:
+    def _on_vp(self, given: Collection[str]) -> Method:
         denoising, step_weight = self.denoising, self.loss.step_weight
-        takes = {"kernel": (type(denoising.kernel) in (*_FORMS, *_FORMS.values()), "{type: FlowDDIM, eta: 1.0}"),
-                 "solver": (isinstance(denoising.solver, solvers.Euler), "{type: Euler}"),
-                 "tail": (denoising.tail == 1, "1.0"), "strides": (max(denoising.strides) == 1, "[1]"),
+        takes = {"kernel": type(denoising.kernel) in (*_FORMS, *_FORMS.values()),
+                 "solver": isinstance(denoising.solver, solvers.Euler),
+                 "tail": denoising.tail == 1, "strides": max(denoising.strides) == 1,
                  # 1 / (grid[i] - grid[i+1]) is negative on alpha-bars, which are no sigmas
-                 "step_weight": (not isinstance(step_weight, (objectives.InverseDelta, objectives.Sigma)),
-                                 "{type: Uniform}")}
-        cures = {name: cure for name, (fits, cure) in takes.items() if not fits}
-        if cures:
+                 "step_weight": not isinstance(step_weight, (objectives.InverseDelta, objectives.Sigma))}
+        wrong = [name for name, fits in takes.items() if not fits]
+        if refused := [name for name in wrong if name in given]:
             parts = self.parts()
-            got = ", ".join(f"{name} {parts[name]}" for name in cures)
-            cure = ", ".join(f"{name}: {cure}" for name, cure in cures.items())
+            got = ", ".join(f"{name} {parts[name]}" for name in refused)
+            cure = ", ".join(f"{name}: {FOR_VP[name][1]}" for name in refused)
             raise UserError(f"this model is variance-preserving (it predicts noise or v), but {got} is for flow "
-                            f"matching alone: set parts: {{{cure}}}")
-        return self._with_form(_FORMS)
+                            f"matching alone: leave it out, or set parts: {{{cure}}}")
+        return self.having(**{name: FOR_VP[name][0] for name in wrong})._with_form(_FORMS)
 
     def _with_form(self, forms: dict[Any, Any]) -> Method:
         kernel: Any = self.denoising.kernel

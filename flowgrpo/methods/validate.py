@@ -10,7 +10,7 @@ from flowgrpo.config.schema import Config
 from flowgrpo.errors import UserError
 from flowgrpo.gaussian import log_prob
 from flowgrpo.methods import reads
-from flowgrpo.methods.method import OF_TEXT, Method
+from flowgrpo.methods.method import FOR_VP, OF_TEXT, Method
 from flowgrpo.methods.overlay import overlays, preset, with_parts
 from flowgrpo.methods.targets import NoisedFinals, RecordedPairs, RewardGradient
 from flowgrpo.samplers import plans
@@ -27,7 +27,7 @@ def resolve(config: Config, process: str = "flow") -> Method:
     """
     host, train = preset(config.method), config.train
     requested = with_parts(host, config.parts)
-    method = requested.on(process)
+    method = requested.on(process, given=config.parts)
     if config.preferences is not None and isinstance(method.target, NoisedFinals):
         method = method.having(target=RecordedPairs(method.target.times))
     reads.require_set(host, requested, method, overlays(config.method))
@@ -42,6 +42,14 @@ def resolve(config: Config, process: str = "flow") -> Method:
         raise UserError(f"method {config.method} with {steps}train.group {train.group} and parts {config.parts}: "
                         f"{error}") from None
     return method
+
+
+def substituted(config: Config, method: Method) -> str | None:
+    """Return a line on the parts that a variance-preserving process has in place of the requested ones, or None."""
+    requested = with_parts(preset(config.method), config.parts).parts()
+    changes = [f"{name} {requested[name]} -> {part}" for name, part in method.parts().items()
+               if name in FOR_VP and name not in config.parts and part != requested.get(name, part)]
+    return f"the model is variance-preserving: {', '.join(changes)}" if changes else None
 
 
 def _explorations(method: Method, config: Config, process: str) -> list[RolloutSpec]:

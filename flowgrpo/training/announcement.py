@@ -11,6 +11,8 @@ from flowgrpo.config.schema import Config
 from flowgrpo.starter import FOLDERS
 from flowgrpo.version import __version__
 
+SAFETY = "; its safety checker is off in training and evaluation, where a blackened picture would be scored"
+
 
 def announce(config: Config, loaded: bool = False) -> None:
     """Print what a run does and where, once among the processes of a launcher. loaded: the model is an object."""
@@ -44,4 +46,6 @@ def described(loaded: Any) -> str:
     parts = [loaded[0]] if isinstance(loaded, tuple) else [part for part in loaded.components.values()
                                                            if hasattr(part, "parameters")]
     count = sum(parameter.numel() for part in parts for parameter in part.parameters())
-    return f"{type(parts[0] if isinstance(loaded, tuple) else loaded).__name__}, {count / 1e6:,.3g} million parameters"
+    name = type(parts[0] if isinstance(loaded, tuple) else loaded).__name__
+    checked = getattr(loaded, "safety_checker", None) is not None
+    return f"{name}, {count / 1e6:,.3g} million parameters" + SAFETY * checked

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+import yaml
 from diffusers import (
     DDIMScheduler,
     DPMSolverMultistepScheduler,
@@ -22,9 +23,9 @@ from flowgrpo.check import report
 from flowgrpo.check.tiny.unets import lcm
 from flowgrpo.errors import UserError
 from flowgrpo.methods import preset
-from flowgrpo.methods.method import Method
+from flowgrpo.methods.method import FOR_VP, Method
 from flowgrpo.methods.overlay import with_parts
-from flowgrpo.methods.validate import resolve
+from flowgrpo.methods.validate import resolve, substituted
 from flowgrpo.objectives import InverseDelta
 from flowgrpo.samplers.grids import alpha_bars, make_grid
 from flowgrpo.samplers.kernels import CPS, DDIM, VPCPS, DanceSDE, FlowDDIM, FlowSDE, denoised
@@ -376,24 +377,29 @@ def test_ddim_and_cps_have_a_form_in_either_process(flow, vp):
     (preset("ddpo").having(strides=(1, 2)), "strides: [1]"),
     (preset("ddpo").having(step_weight=InverseDelta()), "step_weight: {type: Uniform}"),
 ])
-def test_what_is_of_flows_alone_is_refused_with_its_cure(method, cure):
+def test_what_a_user_sets_of_flows_alone_is_refused_with_its_cure(method, cure):
     with pytest.raises(UserError) as caught:
-        method.on("vp")
+        method.on("vp", given=FOR_VP)
     told = str(caught.value)
-    assert told.endswith(f"set parts: {{{cure}}}") and "\n" not in told
+    assert told.endswith(f"leave it out, or set parts: {{{cure}}}") and "\n" not in told
     assert all(f"{key} {method.parts()[key]}" in told for key in ("kernel", "tail") if f"{key}: " in cure)
+    cures = yaml.safe_load(f"{{{cure}}}")
+    assert with_parts(method, cures).on("vp", given=cures) == method.on("vp"), "what the method itself has is replaced"
 
 
-def test_the_cure_works():
-    cures = {"kernel": {"type": "FlowDDIM", "eta": 1.0}, "solver": {"type": "Euler"}, "tail": 1.0, "strides": [1],
-             "step_weight": {"type": "Uniform"}}
-    for name in ("mix_grpo_flash+grpo_guard", "granular_grpo", "flow_grpo"):
-        assert with_parts(preset(name), cures).on("vp").rollout.kernel == DDIM(1.0)
+@pytest.mark.parametrize("name", ["mix_grpo_flash+grpo_guard", "granular_grpo", "flow_grpo", "dance_grpo", "tree_rpo"])
+def test_a_method_of_flows_takes_ddim_and_says_so(name):
+    settings = tiny.config(method=name, train__steps=11, train__group=16)
+    method = resolve(settings, "vp")
+    assert method.rollout.kernel == DDIM(1.0)
+    assert "kernel FlowSDE" in substituted(settings, method) or "kernel DanceSDE" in substituted(settings, method)
+    assert substituted(settings, resolve(settings, "flow")) is None
+    assert substituted(tiny.config(method="ddpo"), resolve(tiny.config(method="ddpo"), "vp")) is None
 
 
 def test_a_run_is_refused_before_it_starts():
     with pytest.raises(UserError, match=r"kernel FlowSDE\(level=0.7\) is for flow matching alone"):
-        tiny.trainer(vp_policy(), method="mix_grpo")
+        tiny.trainer(vp_policy(), method="mix_grpo", parts__kernel={"type": "FlowSDE"})
     with pytest.raises(UserError, match="this transition has std 0, so it has no density"):
         resolve(tiny.config(method="ddpo", parts={"kernel": {"eta": 0.0}}), "vp")
 

@@ -21,7 +21,7 @@ from flowgrpo.policies.generators import generators, seeded
 from flowgrpo.policies.pipelines.conditioning import Conditioning
 from flowgrpo.policies.pipelines.encoder_cache import EncoderCache
 from flowgrpo.policies.pipelines.idle_steps import IdleSteps
-from flowgrpo.policies.pipelines.load import denoisers
+from flowgrpo.policies.pipelines.load import denoisers, unchecked
 from flowgrpo.samplers.scheduler import PolicyScheduler, Segment, StepRecord
 
 
@@ -162,6 +162,7 @@ class PipelineCall:
                   ) -> Iterator[contextlib.AbstractContextManager]:
         """Yield what surrounds a call, in order: each is there only where it changes something."""
         yield _on_device(self.pipe, self._kind)
+        yield unchecked(self.pipe)
         yield self.arithmetic()
         if self.casts:
             yield _decoding(self.pipe)

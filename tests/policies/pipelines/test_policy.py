@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from safetensors import safe_open
+from transformers import CLIPImageProcessor
 
 from flowgrpo.config.sections import Adapter
 from flowgrpo.errors import UserError
@@ -24,6 +25,7 @@ from flowgrpo.samplers.replay import replay
 from flowgrpo.samplers.rollout import RolloutSpec, explore, seeder
 from flowgrpo.samplers.scheduler import Segment
 from flowgrpo.samplers.solvers import Euler
+from flowgrpo.training import announcement
 from tests.helpers import tiny
 from tests.helpers.tables import near
 
@@ -365,3 +367,26 @@ def test_the_pipeline_is_left_as_it_was():
     with pytest.raises(RuntimeError):
         policy.run(Segment(shifted(2, 3.0), range(2)), policy.encode(["red"]), torch.ones(1, 4, 3, 3))
     assert pipe.scheduler is scheduler and "encode_prompt" not in vars(pipe)
+
+
+class Blackening(torch.nn.Module):
+    """Safety checker that flags every picture."""
+
+    dtype, device = torch.float32, torch.device("cpu")
+
+    def forward(self, clip_input, images):
+        return torch.zeros_like(images), [True] * len(images)
+
+
+def test_a_safety_checker_does_not_blacken_what_is_scored():
+    pipe = tiny.sd15()
+    pipe.register_modules(safety_checker=Blackening(), feature_extractor=CLIPImageProcessor(size=16, crop_size=16))
+    policy = tiny.policy(pipe)
+    latents = torch.randn(2, *tiny.LATENTS, generator=torch.Generator().manual_seed(0))
+    conditioning = policy.encode(["red", "blue"])
+    pictures = policy.decode(latents, conditioning)
+    assert pictures.abs().sum() > 0
+    assert policy.generate(conditioning, policy.generators([0, 1]), 2, 1.0).abs().sum() > 0
+    assert isinstance(pipe.safety_checker, Blackening) and pipe.config["safety_checker"][1] == "Blackening"
+    assert pipe("red", num_inference_steps=2, output_type="pt").images.abs().sum() == 0, "the stock pipeline keeps it"
+    assert announcement.described(pipe).endswith(announcement.SAFETY)
