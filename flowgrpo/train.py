@@ -39,7 +39,7 @@ from flowgrpo.training.critic import make_critic
 from flowgrpo.training.first_ratio import ROUNDED, FirstRatio
 from flowgrpo.training.hints import RewardHints
 from flowgrpo.training.kl_reference import KLReference
-from flowgrpo.training.metrics import Log, UpdateStats
+from flowgrpo.training.metrics import Log, UpdateStats, shown
 from flowgrpo.training.optimizer import clip_gradients, make_optimizer, make_scaler, rate, update_average
 from flowgrpo.training.out_of_memory import fitted
 from flowgrpo.training.scoring import Functions, Scoring
@@ -344,9 +344,3 @@ class Trainer:
         if whole:
             state.save(self, folder, wait)
         return whole
-
-
-def shown(metrics: dict[str, Any], config: Config) -> dict[str, str]:
-    """Return the metrics of an epoch for the progress bar."""
-    rewards_now = {name: f"{metrics[f'reward/{name}/mean']:.3f}" for name in config.rewards}
-    return rewards_now | {"clip": f"{metrics.get('clip_fraction', 0):.2f}", "grad": f"{metrics['grad_norm']:.2g}"}

@@ -113,9 +113,9 @@ def modality(loaded: Any) -> str:
     """Return the modality of a loaded model: "image", "video" or "text"."""
     if isinstance(loaded, tuple):
         return "text"
-    from flowgrpo.policies.pipelines import pipeline
+    from flowgrpo.policies.pipelines import load
 
-    return pipeline.modality(loaded)
+    return load.modality(loaded)
 
 
 def make_policy(config: Config, device: str | torch.device, loaded: Any = None) -> PipelinePolicy | CausalLM:

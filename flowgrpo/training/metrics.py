@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from flowgrpo.config.schema import Config
 from flowgrpo.distributed.processes import Processes
 from flowgrpo.storage.json_files import finite
 
@@ -71,3 +72,9 @@ class UpdateStats:
                 **({} if kl.isnan().all() else {"kl": kl.nanmean().item()}),
                 **{f"ratio/step_{step}": log_ratio[of == step].exp().mean().item() for step in steps},
                 **{f"clip_fraction/step_{step}": clipped[of == step].mean().item() for step in steps}}
+
+
+def shown(metrics: dict[str, Any], config: Config) -> dict[str, str]:
+    """Return the metrics of an epoch for the progress bar."""
+    rewards_now = {name: f"{metrics[f'reward/{name}/mean']:.3f}" for name in config.rewards}
+    return rewards_now | {"clip": f"{metrics.get('clip_fraction', 0):.2f}", "grad": f"{metrics['grad_norm']:.2g}"}

@@ -12,6 +12,7 @@ from flowgrpo.gaussian import log_prob
 from flowgrpo.policies.build import make_policy
 from flowgrpo.train import Trainer
 from flowgrpo.training.metrics import UpdateStats
+from flowgrpo.training.shares import shares
 from flowgrpo.types import Gaussian
 from tests.helpers import tiny
 from tests.helpers.syncs import META, HostSyncs
@@ -58,10 +59,11 @@ def test_no_step_of_a_rollout_and_no_replayed_micro_batch_waits(method):
         host.waits.clear()
         trainer.kl_reference.begin(0, 1)
         weights = trainer.rollouts.step_weights(parts, 0)
-        shares = trainer.shares([part for part in credited if part is not None])
+        parts = [part for part in credited if part is not None]
+        steps = shares(parts, trainer.geometry, trainer.processes, trainer.method.loss.reduction)
         host.waits.clear()
         stats = UpdateStats()
-        for share, count in shares:
+        for share, count in steps:
             for part in share:
                 trainer.backward(part, conditioning, weights, count, stats)
         assert len(stats.decisions) > 2 and not host.waits, host.waits

@@ -23,6 +23,12 @@ from flowgrpo.starter import FOLDERS, MERGED
 TIMES = {"timestep", "timesteps", "t", "timestep_ratio"}
 
 
+def modality(pipe: Any) -> str:
+    """Return the modality of a pipeline, "video" or "image", from the arguments of its call."""
+    accepts = inspect.signature(inspect.unwrap(type(pipe).__call__)).parameters
+    return "video" if any("frame" in name or "video" in name for name in accepts) else "image"
+
+
 def denoisers(pipe: Any) -> dict[str, torch.nn.Module]:
     """Return the modules that a pipeline's loop calls: those whose forward takes a time.
 

@@ -23,7 +23,7 @@ from flowgrpo.policies.generators import generators
 from flowgrpo.policies.pipelines.attention import use_attention
 from flowgrpo.policies.pipelines.call import PipelineCall, unlogged, until_set
 from flowgrpo.policies.pipelines.conditioning import Conditioning
-from flowgrpo.policies.pipelines.load import trained_modules
+from flowgrpo.policies.pipelines.load import modality, trained_modules
 from flowgrpo.policies.pipelines.prompt_encoding import EncodePrompt
 from flowgrpo.policies.pipelines.reference_images import PICTURES, pictures_of, stay_apart
 from flowgrpo.policies.pipelines.timestep_vector import copies
@@ -43,12 +43,6 @@ STARTER = FOLDERS["starter"]
 # Arguments of calls that go by the place in the pipeline's loop, and how they do nothing.
 PLACED = {"skip_guidance_layers": None, "cfg_trunc_ratio": 1.0, "use_dynamic_cfg": False, "control_guidance_start": 0.0,
           "control_guidance_end": 1.0}
-
-
-def modality(pipe: Any) -> str:
-    """Return the modality of a pipeline, "video" or "image", from the arguments of its call."""
-    accepts = inspect.signature(inspect.unwrap(type(pipe).__call__)).parameters
-    return "video" if any("frame" in name or "video" in name for name in accepts) else "image"
 
 
 class PipelinePolicy:
