@@ -37,7 +37,7 @@ def memory(policy: PipelinePolicy, config: Config, conditioning: Conditioning) -
     held = _weights(policy) | {"trained": trained}
     x, activations = _one_row(policy, conditioning)
     kept_here = policy.states == policy.device
-    states = {"recorded states": tensor_bytes([x]) * _recorded(policy, config, conditioning) if kept_here else 0}
+    states = {"recorded states": _recorded(policy, config, conditioning, x) if kept_here else 0}
     rows = geometry(config.train).micro_batch
     moments = {"adamw": 2 * trained, "adamw8bit": trained // 2}[config.train.optimizer]
     update = {"gradients and optimiser": trained + moments, "activations": activations * rows}
@@ -144,9 +144,9 @@ class Peak(TorchDispatchMode):
         return output
 
 
-def _recorded(policy: PipelinePolicy, config: Config, conditioning: Conditioning) -> int:
-    """Return bytes of the states that an epoch's rollout keeps: around every trained step, with its mean if the loss
-    reads it, and at the end."""
+def _recorded(policy: PipelinePolicy, config: Config, conditioning: Conditioning, x: torch.Tensor) -> int:
+    """Return bytes of what an epoch's rollout keeps: the states around every trained step and at the end, each in the
+    dtype of x, one state, and fp32 means of the old policy if the loss reads them."""
     train = config.train
     method = validate.resolve(config, policy.process)
     grid, timesteps = make_grid(train.grid, train.steps, train.shift, policy.stock, policy.strength,
@@ -154,17 +154,21 @@ def _recorded(policy: PipelinePolicy, config: Config, conditioning: Conditioning
     explorations = method.explorations(grid, train.group, train.shift, 0, config.seed, timesteps)
     noised = method.noised(grid, train.group, 0, config.seed)
     if noised is not None:  # states, targets, old velocities, and finals of the sampled part
-        return train.prompts * train.group * (len(noised.schedule.trained) * (2 + noised.keep_means) + 1)
-    return train.prompts * sum(_per_group(exploration) for exploration in explorations)
+        times = len(noised.schedule.trained)
+        counts = [(train.group * (2 * times + 1), train.group * times * noised.keep_means)]
+    else:
+        counts = [_per_group(exploration) for exploration in explorations]
+    return train.prompts * sum(states * tensor_bytes([x]) + means * 4 * x.numel() for states, means in counts)
 
 
-def _per_group(exploration: RolloutSpec) -> int:
-    """Return the states of one prompt; x_next of one step is x of the next."""
-    nodes, count, before = exploration.roots, 0, None
+def _per_group(exploration: RolloutSpec) -> tuple[int, int]:
+    """Return the number of recorded states and means of one prompt; x_next of one step is x of the next."""
+    nodes, count, means, before = exploration.roots, 0, 0, None
     for step in range(exploration.steps):
         children = exploration.splits.get(step, 1)
         if step in exploration.schedule.trained:
-            count += nodes * (step - 1 != before) + nodes * children * (1 + exploration.keep_means)
+            count += nodes * (step - 1 != before) + nodes * children
+            means += nodes * children * exploration.keep_means
             before = step
         nodes *= children
-    return count + len(exploration.strides) * exploration.group * (before != exploration.steps - 1)
+    return count + len(exploration.strides) * exploration.group * (before != exploration.steps - 1), means

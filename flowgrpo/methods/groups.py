@@ -117,5 +117,9 @@ class Loss:
     @property
     def reads_means(self) -> bool:
         """True where it needs the transitions' means, not their log-probabilities alone."""
-        return (self.log_ratio.reads_means or self.surrogate.reads_means
-                or self.kl.reads_means and objectives.is_active(self.kl))
+        return self.reads_old_means or self.kl.reads_means and objectives.is_active(self.kl)
+
+    @property
+    def reads_old_means(self) -> bool:
+        """True where it needs the old policy's means too; a KL reads those of the present one and of the reference."""
+        return self.log_ratio.reads_means or self.surrogate.reads_means

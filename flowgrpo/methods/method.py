@@ -170,7 +170,7 @@ class Method:
             # Where the schedule says how states split, what is missing to the group are initial noises of their own.
             roots = denoising.roots or max(1, group // math.prod(schedule.children))
             specs.append(RolloutSpec(kept, schedule, denoising.kernel, denoising.solver, group, roots,
-                                     denoising.strides, self.reads_means, timesteps))
+                                     denoising.strides, self.reads_means, self.reads_old_means, timesteps))
         return specs
 
     def noised(self, grid: torch.Tensor, group: int, epoch: int, seed: int, alphas: torch.Tensor | None = None
@@ -182,7 +182,8 @@ class Method:
         if not isinstance(self.target, NoisedFinals):
             return None
         times = self.target.times(grid, epoch, seed)
-        return noised_finals.exploration(times, group, self.denoising.solver, self.reads_means, alphas)
+        return noised_finals.exploration(times, group, self.denoising.solver, self.reads_means, self.reads_old_means,
+                                         alphas)
 
     @property
     def denoising(self) -> Denoising:
@@ -220,6 +221,11 @@ class Method:
     def reads_means(self) -> bool:
         """True where the loss needs the transitions' means, not their log-probabilities alone."""
         return self.loss.reads_means or self.tuning.weight > 0
+
+    @property
+    def reads_old_means(self) -> bool:
+        """True where the loss needs the means of the old policy too, which a rollout records."""
+        return self.loss.reads_old_means or self.tuning.weight > 0
 
 
 _GROUPS = ("rollout", "target", "credit", "loss")

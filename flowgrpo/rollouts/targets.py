@@ -151,7 +151,7 @@ class LatentEdits(RecordedSteps):
 
     def record(self, part: Part, conditioning: Conditioning, epoch: int, seed: Seed) -> Part:
         exploration = self.own.edit.exploration(self.rollouts.config.train.group, self.method.denoising.solver,
-                                                self.method.reads_means)
+                                                self.method.reads_means, self.method.reads_old_means)
         return latent_edits.edited(self.editor, conditioning, part, exploration, self.micro_batch, seed)
 
     def replay(self, part: Part, conditioning: Conditioning) -> Replayed:

@@ -63,10 +63,10 @@ class Edit:
         (mean,) = wide(mean)
         return Gaussian(mean, torch.tensor(self.std, dtype=mean.dtype))
 
-    def exploration(self, group: int, solver: Callable, keep_means: bool) -> RolloutSpec:
+    def exploration(self, group: int, solver: Callable, score_means: bool, keep_means: bool) -> RolloutSpec:
         """Return edits as an exploration in which every state has one step."""
         return RolloutSpec(torch.tensor([1.0, 0.0]), Schedule((0,), (0,)), self.transition, solver, group, group,
-                           keep_means=keep_means)
+                           score_means=score_means, keep_means=keep_means)
 
 
 @dataclass(frozen=True, eq=False)

@@ -147,8 +147,8 @@ def _noised(k: int, x: Tensor, target: Tensor, prompts: Tensor, rows: Tensor, me
     return Transitions(k, x, prompts, rows, target, unscored)
 
 
-def exploration(times: Tensor, group: int, solver: Callable, keep_means: bool, alphas: Tensor | None = None
-                ) -> RolloutSpec:
+def exploration(times: Tensor, group: int, solver: Callable, score_means: bool, keep_means: bool,
+                alphas: Tensor | None = None) -> RolloutSpec:
     """Return noised finals as an exploration: its grid holds the times, with one transition per leaf at each.
 
     alphas: [N], the alpha-bars of a variance-preserving process's timesteps; a time t is then timestep int(t N).
@@ -158,7 +158,7 @@ def exploration(times: Tensor, group: int, solver: Callable, keep_means: bool, a
         timesteps = (times * len(alphas)).long().clamp(max=len(alphas) - 1)
         times = alphas[timesteps]
     return RolloutSpec(torch.cat([times, times.new_zeros(1)]), Schedule(every, every), matching, solver, group, group,
-                       keep_means=keep_means, timesteps=timesteps)
+                       score_means=score_means, keep_means=keep_means, timesteps=timesteps)
 
 
 def _forked(seed: int) -> int:

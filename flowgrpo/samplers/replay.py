@@ -11,7 +11,8 @@ import torch
 from flowgrpo import gaussian
 from flowgrpo.device import queued
 from flowgrpo.samplers.denoiser import C, Replayer
-from flowgrpo.samplers.rollout import Part, cat
+from flowgrpo.samplers.recording import cat
+from flowgrpo.samplers.rollout import Part
 from flowgrpo.types import Gaussian, Scored, Transitions, required
 
 
@@ -83,9 +84,10 @@ def _scored(part: Part, taken: Transitions, states: range, x: torch.Tensor, v: t
     low, high = torch.searchsorted(taken.parent, torch.tensor([states.start, states.stop])).tolist()
     of = queued(taken.parent[low:high] - states.start, device)
     transition = exploration.transition(x, v, exploration.grid, taken.step).rows(of)
-    slope = exploration.slope(taken.step) if exploration.keep_means else None
+    means = exploration.score_means or exploration.keep_means
+    slope = exploration.slope(taken.step) if means else None
     x_next = queued(taken.x_next[low:high], device)
-    return slice(low, high), score(transition, x_next, exploration.keep_means, slope)
+    return slice(low, high), score(transition, x_next, means, slope)
 
 
 def rescored(part: Part, replayed: Iterator[tuple[int, slice, Scored]]) -> Part:
@@ -97,16 +99,16 @@ def rescored(part: Part, replayed: Iterator[tuple[int, slice, Scored]]) -> Part:
     for k, _, new in replayed:
         # Detach one by one: never hold two graphs.
         old = part.transitions[k].old
-        mean = None if new.mean is None else new.mean.detach().to(old.mean.device)
-        scores[k].append(Scored(new.logp.detach(), new.mask, mean, new.std))
+        mean = None if old.mean is None else required(new.mean).detach().to(old.mean.device)
+        scores[k].append(Scored(new.logp.detach(), new.mask, mean, None if mean is None else new.std))
     transitions = tuple(replace(taken, old=_joined(of)) for taken, of in zip(part.transitions, scores))
     return replace(part, transitions=transitions)
 
 
-def score(transition: Gaussian, x_next: torch.Tensor, keep_means: bool, slope: torch.Tensor | None = None) -> Scored:
+def score(transition: Gaussian, x_next: torch.Tensor, means: bool, slope: torch.Tensor | None = None) -> Scored:
     """Return the log-density of the next states x_next [b,*D] under the transition, as Scored [b,1]."""
     logp = gaussian.log_prob(transition, x_next)[:, None]
-    kept = (transition.mean[:, None], transition.std.reshape(1), slope) if keep_means else (None, None)
+    kept = (transition.mean[:, None], transition.std.reshape(1), slope) if means else (None, None)
     return Scored(logp, torch.ones_like(logp, dtype=torch.bool), *kept)
 
 

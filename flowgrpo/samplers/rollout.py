@@ -24,6 +24,7 @@ from flowgrpo.samplers import grids
 from flowgrpo.samplers.denoiser import C, Denoiser
 from flowgrpo.samplers.kernels import Kernel, scaled
 from flowgrpo.samplers.plans import Schedule
+from flowgrpo.samplers.recording import Recorder
 from flowgrpo.samplers.scheduler import Segment, StepRecord, cat_known, noise_like
 from flowgrpo.types import Completions, Gaussian, Scored, Transitions
 
@@ -40,7 +41,8 @@ class RolloutSpec:
     roots: initial noises per prompt, from 1 (shared) to G (one per sample).
     strides: granularities of the grid after the last noise (G2RPO): with (1, 2) every leaf is finished twice, once on
         the whole grid and once on every second sigma.
-    keep_means: the loss reads means and deviations.
+    score_means: the loss reads means and deviations: those of the present policy and of the reference.
+    keep_means: it reads those of the old policy too, which are recorded.
     timesteps: [T], of a variance-preserving process only.
 
     Raises ValueError if roots and splits do not make the group, or a stride is below 1.
@@ -53,6 +55,7 @@ class RolloutSpec:
     group: int
     roots: int = 1
     strides: tuple[int, ...] = (1,)
+    score_means: bool = False
     keep_means: bool = False
     timesteps: torch.Tensor | None = None
 
@@ -202,8 +205,7 @@ class _Grower(Generic[C]):
         self.policy, self.conditioning, self.exploration = policy, conditioning, exploration
         self.micro_batch, self.seed, self.offset = micro_batch, seed, number * exploration.group
         self.of_leaf: dict[tuple[int, int], torch.Generator] = {}
-        self.found: dict[int, Transitions] = {}
-        self.put: tuple[torch.Tensor, torch.Tensor] | None = None  # the last stored state
+        self.recorder = Recorder(policy.states, exploration.keep_means)
 
     def grow(self, groups: range, prompts: torch.Tensor, trunks: dict[int, _Nodes]) -> Part:
         exploration = self.exploration
@@ -215,7 +217,7 @@ class _Grower(Generic[C]):
             nodes, at = self._advance(nodes, at, exploration.settled), exploration.settled
         ends = (self._advance(nodes, at, tail.steps, tail).x for tail in exploration.tails())
         finals = tuple(end for end in ends if end is not None)
-        transitions = tuple(self.found[step] for step in exploration.schedule.trained)
+        transitions = tuple(self.recorder.taken[step] for step in exploration.schedule.trained)
         seeds = torch.tensor(self._seeds(prompts)).repeat_interleave(exploration.group // exploration.roots)
         return Part(groups, nodes.prompts, exploration, transitions, finals, seeds=seeds)
 
@@ -267,9 +269,12 @@ class _Grower(Generic[C]):
             state, record = self.policy.run(task, self.conditioning.rows(nodes.prompts[rows]), x, generators, x0)
             states.append(state)
             records.append(record)
+        recorder = self.recorder
         for step in records[0].x:
-            self._keep(step, nodes.prompts, torch.arange(len(nodes.prompts)), records)
-        return replace(nodes, x=cat(states), x0=cat_known([record.x0 for record in records]))
+            x = recorder.joined([record.x[step] for record in records], nodes.x if step == start else None)
+            recorder.keep(step, nodes.prompts, torch.arange(len(nodes.prompts)), x,
+                          recorder.joined([record.x_next[step] for record in records]), records)
+        return replace(nodes, x=recorder.joined(states), x0=cat_known([record.x0 for record in records]))
 
     def _split(self, nodes: _Nodes, step: int, children: int) -> _Nodes:
         """Draw `children` transitions from each state, with one evaluation per state."""
@@ -297,35 +302,10 @@ class _Grower(Generic[C]):
             records.append(record)
             drawn += generators
         parent = torch.arange(len(nodes.prompts)).repeat_interleave(children)
+        x_next = self.recorder.joined([record.x_next[step] for record in records])
         if step in self.exploration.schedule.trained:
-            self._keep(step, nodes.prompts, parent, records)
-        return _Nodes(cat([record.x_next[step] for record in records]), nodes.prompts[parent], drawn,
-                      cat_known([record.x0 for record in records]))
-
-    def _keep(self, step: int, prompts: torch.Tensor, parent: torch.Tensor, records: list[StepRecord]) -> None:
-        logp = torch.cat([record.logp[step] for record in records])[:, None]
-        means, std = None, None
-        if self.exploration.keep_means:
-            means = torch.cat([record.transition[step].mean for record in records])[:, None].to(self.policy.states)
-            std = records[0].transition[step].std.reshape(1)
-        x, x_next = (self._put(cat([side[step] for side in sides]))
-                     for sides in ([record.x for record in records], [record.x_next for record in records]))
-        self.found[step] = Transitions(step, x, prompts, parent, x_next,
-                                       Scored(logp, torch.ones_like(logp, dtype=torch.bool), means, std))
-
-    def _put(self, state: torch.Tensor) -> torch.Tensor:
-        """Return the state on the device of recorded states.
-
-        The last stored state is not copied again: x_next of one step is x of the next.
-        """
-        if self.put is None or self.put[0] is not state:
-            self.put = state, state.to(self.policy.states)
-        return self.put[1]
-
-
-def cat(values: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Concatenate values [n,...] along rows; a single one is not copied, so x_next of one step stays x of the next."""
-    return values[0] if len(values) == 1 else torch.cat(list(values))
+            self.recorder.keep(step, nodes.prompts, parent, nodes.x, x_next, records)
+        return _Nodes(x_next, nodes.prompts[parent], drawn, cat_known([record.x0 for record in records]))
 
 
 def seeder(run_seed: int, epoch: int, first: int = 0) -> Seed:

@@ -38,11 +38,11 @@ def test_parts_of_a_run_by_hand():
 
 
 @pytest.mark.parametrize("roots, trained, keep_means, expected", [
-    (1, (1, 2), False, 1 + 4 + 4 + 4),  # x of the split, its four draws, theirs, the ends
-    (4, (1, 2), False, 4 + 4 + 4 + 4),
-    (4, (1, 2), True, 4 + 2 * 4 + 2 * 4 + 4),  # a mean for every draw
-    (4, (0, 2), False, 4 + 4 + 4 + 4 + 4),  # steps that do not follow on each other share no state
-    (4, (2, 3), False, 4 + 4 + 4),  # the last draw is the end
+    (1, (1, 2), False, (1 + 4 + 4 + 4, 0)),  # x of the split, its four draws, theirs, the ends
+    (4, (1, 2), False, (4 + 4 + 4 + 4, 0)),
+    (4, (1, 2), True, (4 + 4 + 4 + 4, 4 + 4)),  # a mean for every draw
+    (4, (0, 2), False, (4 + 4 + 4 + 4 + 4, 0)),  # steps that do not follow on each other share no state
+    (4, (2, 3), False, (4 + 4 + 4, 0)),  # the last draw is the end
 ])
 def test_states_of_a_group_by_hand(roots, trained, keep_means, expected):
     schedule = Schedule(trained if roots == 4 else (1, 2), trained)

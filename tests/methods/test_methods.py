@@ -198,6 +198,12 @@ def test_means_are_read_by_a_kl_by_guard_and_by_layer_tuning_only():
     assert not preset("mix_grpo").reads_means and not preset("dance_grpo").reads_means
 
 
+def test_means_of_the_old_policy_are_read_by_all_of_these_but_a_kl():
+    reads = {"flow_grpo": False, "mix_grpo": False, "mix_grpo+grpo_guard": True, "tree_rpo": True,
+             "diffusion_nft": True}
+    assert {name: preset(name).reads_old_means for name in reads} == reads
+
+
 @pytest.mark.parametrize("name, told", [
     ("mixgrpo", "unknown method 'mixgrpo': did you mean 'mix_grpo'?"),
     ("mix_grpo+guard", "unknown method 'guard': did you mean 'grpo_guard'?"),

@@ -58,7 +58,7 @@ def sampled(editor: Editor, method, prompts: int, group: int, seed: int = 0) -> 
     of = torch.arange(prompts).repeat_interleave(group // 2)
     x0 = torch.randn(len(of), 2, generator=torch.Generator().manual_seed(seed)).to(editor.networks.edit.leave.weight)
     bases = Part(range(prompts), of, None, (), (x0,))
-    explored = method.target.edit.exploration(group, Euler(), method.reads_means)
+    explored = method.target.edit.exploration(group, Euler(), method.reads_means, method.reads_old_means)
     return latent_edits.edited(editor, asked(prompts), bases, explored, 64, seeder(seed, 0))
 
 

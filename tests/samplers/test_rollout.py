@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from flowgrpo.check.memory import _per_group
 from flowgrpo.config.sections import Adapter
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
 from flowgrpo.samplers import cost
@@ -435,12 +436,32 @@ def test_a_random_subset_trains_part_of_the_stochastic_steps(policy, conditionin
 
 
 def test_means_are_kept_only_where_they_are_read(policy, conditioning):
-    for keep in (True, False):
-        [part] = explore(policy, conditioning, [exploration(BINARY, keep_means=keep)], 24, seeder(0, 0))
+    for keep, score in ((True, False), (False, True), (False, False)):
+        [part] = explore(policy, conditioning, [exploration(BINARY, score_means=score, keep_means=keep)], 24,
+                         seeder(0, 0))
+        new = [new for _, _, new in replay(policy, conditioning, part, 24)]
+        assert all((each.mean is not None) is (keep or score) is (each.slope is not None) for each in new)
         for taken in (*part.transitions, *rescored(part, replay(policy, conditioning, part, 24)).transitions):
             assert (taken.old.mean is not None) is keep is (taken.old.std is not None)
             if keep:
                 assert taken.old.mean.shape == (len(taken.x_next), 1, *tiny.LATENTS) and taken.old.std.shape == (1,)
+
+
+@pytest.mark.parametrize("plan, keep_means, states, means", [
+    (exploration(roots=4), False, 4 + 4 + 4 + 4, 0),  # before steps 2 and 3, after step 3, and at the end
+    (exploration(roots=4), True, 4 + 4 + 4 + 4, 4 + 4),
+    (exploration(), False, 1 + 4 + 4 + 4, 0),  # one state before the split
+    (exploration(Schedule((4, 5), (4, 5)), roots=4), False, 4 + 4 + 4, 0),  # the last draw is the end
+])
+def test_a_state_of_several_micro_batches_is_stored_once(policy, conditioning, plan, keep_means, states, means):
+    plan = replace(plan, keep_means=keep_means)
+    [part, *_] = explore(policy, conditioning, [plan], 2, seeder(0, 0))
+    kept = [*part.finals, *(tensor for taken in part.transitions for tensor in (taken.x, taken.x_next, taken.old.mean))]
+    size = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in kept
+            if tensor is not None}
+    one = 4 * math.prod(tiny.LATENTS)  # in fp32
+    assert len(part.prompts) == GROUP > 2 and sum(size.values()) == one * (states + means)
+    assert _per_group(plan) == (states, means)
 
 
 def test_a_credited_part_keeps_transitions_with_their_states_and_advantages(policy, conditioning):
