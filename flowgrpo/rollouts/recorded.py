@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields, replace
-from typing import cast
+from dataclasses import dataclass, field, fields
 
 import torch
 
@@ -29,8 +28,14 @@ class Paired(Conditioning):
 
     pairs: list[tuple[str, str]] = field(default_factory=list)
 
+    @classmethod
+    def of(cls, encoded: Conditioning, pairs: list[tuple[str, str]]) -> Paired:
+        """Return encoded prompts with their pairs."""
+        values = {entry.name: getattr(encoded, entry.name) for entry in fields(Conditioning)}
+        return cls(**values, pairs=pairs)
+
     def rows(self, index: torch.Tensor) -> Paired:
-        return replace(cast(Paired, super().rows(index)), pairs=[self.pairs[i] for i in index.tolist()])
+        return Paired.of(super().rows(index), [self.pairs[i] for i in index.tolist()])
 
 
 class RecordedRollouts(DenoisingRollouts):
@@ -45,9 +50,8 @@ class RecordedRollouts(DenoisingRollouts):
 
     def conditioning(self, batch: list[Prompt]) -> Paired:
         """Encode prompts of `recorded_pairs`, together with their pairs."""
-        encoded = super().conditioning(batch)
-        return Paired(**{entry.name: getattr(encoded, entry.name) for entry in fields(encoded)},
-                      pairs=[(prompt.metadata["chosen"], prompt.metadata["rejected"]) for prompt in batch])
+        return Paired.of(super().conditioning(batch),
+                         [(prompt.metadata["chosen"], prompt.metadata["rejected"]) for prompt in batch])
 
     def sample(self, conditioning: Conditioning, epoch: int, judge: Judge, value: Value | None = None,
                turn: int = 0) -> Iterator[tuple[Part, list[torch.Tensor]]]:

@@ -91,9 +91,10 @@ class Segment:
         x."""
         return values[i] if self.rows is None else queued(values[self.rows], x.device).view(-1, *[1] * (x.ndim - 1))
 
-    def row(self, i: int) -> Segment:
-        """Return the task of the i-th row alone."""
-        return self if self.generators is None else replace(self, generators=self.generators[i:i + 1])
+    def of_rows(self, at: slice) -> Segment:
+        """Return the task of some rows."""
+        task = self if self.generators is None else replace(self, generators=self.generators[at])
+        return task if self.rows is None else task.at_rows(self.rows[at], self.copies)
 
     def advanced(self, x: torch.Tensor, v: torch.Tensor, i: int, previous: torch.Tensor | None) -> torch.Tensor:
         """Return the state [B,*D] after the deterministic step i; previous: the x0 predicted at the step before."""

@@ -104,19 +104,24 @@ class PipelineCall:
 
     def __call__(self, conditioning: Conditioning, task: Segment | None, guidance: float, **options: Any
                  ) -> tuple[Any, StepRecord | None]:
-        """Call the pipeline, once, or for each row if it takes one alone, or if their pictures differ in size.
+        """Call the pipeline, once, or for each row if it takes one alone, or if their pictures differ in size, or for
+        each run of rows whose prompts differ in length and cannot be padded.
 
         Returns what it returns, and the task's record.
         """
-        if not conditioning.apart and not (conditioning.inputs and conditioning.mixed):
+        if conditioning.parts:
+            conditioning = conditioning.rows(torch.arange(len(conditioning.prompts)))  # padded, if that is possible
+        runs = conditioning.runs()
+        if len(runs) == 1 and not conditioning.apart:
             return self.once(conditioning, task, _cached(conditioning), guidance, **options)
         results = []
-        for i in range(len(conditioning.prompts)):
-            row = conditioning.rows(torch.tensor([i]))
+        for run in runs:
+            at = slice(run.start, run.stop)
+            row = conditioning.rows(torch.arange(run.start, run.stop))
             row_options: dict[str, Any] = {
-                key: value[i:i + 1] if torch.is_tensor(value) or isinstance(value, list) else value
+                key: value[at] if torch.is_tensor(value) or isinstance(value, list) else value
                 for key, value in options.items()}
-            results.append(self.once(row, task and task.row(i), _cached(row), guidance, **row_options))
+            results.append(self.once(row, task and task.of_rows(at), _cached(row), guidance, **row_options))
         outs, records = zip(*results)
         return torch.cat(outs), None if task is None else StepRecord.joined(records)
 

@@ -1,20 +1,25 @@
 """Encoded prompts, kept: every prompt is encoded once per run, or once for all runs that share a folder.
 
-They wait in the CPU's memory, or in the folder alone, and only those of a batch are on the device.
+They wait in the CPU's memory, those read last up to LIMIT bytes, or in the folder alone. Only those of a batch are on
+the device.
 
 Prompts are encoded one at a time, so that the values do not depend on which prompts happened to be drawn together; a
-resumed run, or one with another batch, sees the same numbers.
+resumed run, or one with another batch, sees the same numbers. Prompts of different lengths are kept apart: a call for
+rows of one length is the pipeline's own call for that prompt, and padding is added where a call mixes lengths.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 from uuid import uuid4
+from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
@@ -24,8 +29,11 @@ from torch.utils._pytree import tree_map_only
 
 from flowgrpo.device import queued
 from flowgrpo.errors import UserError
+from flowgrpo.policies.pipelines import padding
 from flowgrpo.policies.pipelines.reference_images import Pictured, pictures_of
 from flowgrpo.storage import paths
+
+LIMIT = 8 * 2**30  # bytes of encoded prompts in the CPU's memory
 
 
 @dataclass(frozen=True)
@@ -38,6 +46,8 @@ class Conditioning:
     apart: the pipeline takes one prompt per call; then every value is a list of what the calls of the prompts returned.
     bare: its `encode_prompt` returns one value, and no tuple.
     listed: of those apart: each prompt is given as a list of one, since the pipeline would take several.
+    parts: of prompts that differ in length, one Conditioning each, in place of `calls`. masks: how they are padded
+    (`padding.learn`); None: rows of different lengths need calls of their own.
     """
 
     prompts: list[str]
@@ -48,10 +58,17 @@ class Conditioning:
     apart: bool = False
     bare: bool = False
     listed: bool = False
+    parts: tuple[Conditioning, ...] = ()
+    masks: padding.Masks | None = None
 
     def rows(self, index: torch.Tensor) -> Conditioning:
-        """Return the rows `index` (int64 [B]); a row may be taken several times."""
+        """Return the rows `index` (int64 [B]); a row may be taken several times.
+
+        Rows that differ in length are padded, or stay `parts`.
+        """
         picked = index.tolist()
+        if self.parts:
+            return gathered([self.parts[i] for i in picked], self.masks)
         places: dict[torch.device, torch.Tensor] = {}  # by device: the index is brought to each once
 
         def taken(value: Any) -> Any:
@@ -65,6 +82,15 @@ class Conditioning:
                       for values, flags in zip(self.calls, self.per_prompt, strict=True))
         return replace(self, prompts=taken(self.prompts), negatives=taken(self.negatives), calls=calls,
                        inputs={name: taken(values) for name, values in self.inputs.items()})
+
+    def runs(self) -> list[range]:
+        """Return the rows that one call of the pipeline may bring, call by call."""
+        count = len(self.prompts)
+        if self.apart or self.inputs and self.mixed:
+            return [range(i, i + 1) for i in range(count)]
+        shapes = [part.shapes() for part in self.parts] or [()] * count
+        cuts = [i for i in range(count) if not i or shapes[i] != shapes[i - 1]] + [count]
+        return [range(start, stop) for start, stop in itertools.pairwise(cuts)]
 
     @property
     def mixed(self) -> bool:
@@ -80,7 +106,8 @@ class Conditioning:
 
     def mapped(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Conditioning:
         """Return the same with every tensor changed."""
-        return replace(self, calls=tree_map_only(torch.Tensor, change, self.calls))
+        return replace(self, calls=tree_map_only(torch.Tensor, change, self.calls),
+                       parts=tuple(part.mapped(change) for part in self.parts))
 
     def shapes(self) -> tuple[tuple[int, ...] | None, ...]:
         """Apply to the tensors among the values of all calls; None for other values."""
@@ -108,30 +135,60 @@ class PromptEncoder(Pictured, Protocol):
 
 
 class PromptCache:
-    """policy.encode with a memory, on disk with a `folder`: `encoder(prompts, negatives) -> Conditioning`."""
+    """policy.encode with a memory, on disk with a `folder`: `encoder(prompts, negatives) -> Conditioning`.
 
-    def __init__(self, policy: PromptEncoder, folder: Path | None = None):
-        self.policy = policy
+    limit: bytes of the memory. The prompt that was not read for the longest time is dropped first.
+    """
+
+    def __init__(self, policy: PromptEncoder, folder: Path | None = None, limit: int = LIMIT):
+        self.policy, self.limit = policy, limit
         self.folder = folder / fingerprint(policy) if folder else None
-        self._known: dict[tuple[str, str, str | None], Conditioning] = {}
-        self._values: dict[str, torch.Tensor] = {}  # by content: what prompts share, a negative one, is there once
+        self._known: OrderedDict[tuple[str, str, str | None], Conditioning] = OrderedDict()
+        # By content: what prompts share, a negative one, is there once.
+        self._values: WeakValueDictionary[str, torch.Tensor] = WeakValueDictionary()
+        self._masks: list[padding.Masks | None] = []  # how the pipeline pads, once prompts have differed in length
 
     def __call__(self, prompts: list[str], negatives: list[str],
                  images: Sequence[str | None] | None = None) -> Conditioning:
         """images: the file of each prompt's reference picture, or None."""
         images = images or [None] * len(prompts)
         parts = [self._one(*row) for row in zip(prompts, negatives, images, strict=True)]
-        if len({part.shapes() for part in parts}) > 1:
-            # Some pipelines (Qwen-Image) pad to the longest prompt of a batch: other lengths are encoded together.
-            return self.policy.encode(prompts, negatives, images)
-        conditioning = join(parts).to(self.policy.device)
+        if len({part.shapes() for part in parts}) > 1 and not self._masks:
+            self._masks = [self._padding(parts)]
+        conditioning = gathered(parts, self._masks[0] if self._masks else None, pad=False).to(self.policy.device)
         self.policy.settle(conditioning)
         return conditioning
+
+    def prepare(self, prompts: list[str], negatives: list[str], images: Sequence[str | None]) -> None:
+        """Encode prompts into the memory, one after the other, until it is full."""
+        rows = [*zip(prompts, negatives, images, strict=True)]
+        kept = False
+        for row in rows:
+            self._one(*row)
+            if kept and rows[0] not in self._known:
+                return
+            kept = rows[0] in self._known
+
+    def _padding(self, parts: list[Conditioning]) -> padding.Masks | None:
+        """Find out how the pipeline pads prompts of different lengths; of those with pictures it is not known."""
+        if any(part.inputs or part.apart for part in parts):
+            return None
+        path = self.folder / "padding.json" if self.folder else None
+        if path and path.exists():
+            return padding.read(path.read_text())
+        masks = padding.learn(lambda texts: self.policy.encode(texts, texts, None).to("cpu").calls)
+        if path:
+            temporary = path.with_name(f"{path.name}.{uuid4().hex}.tmp")
+            temporary.write_text(padding.written(masks))
+            paths.readable(temporary)
+            temporary.replace(path)
+        return masks
 
     def _one(self, prompt: str, negative: str, image: str | None) -> Conditioning:
         """Return the cached or computed conditioning of one prompt, on the CPU."""
         key = prompt, negative, image
         if key in self._known:
+            self._known.move_to_end(key)
             return self._known[key]
         pictures = pictures_of(self.policy, 1, [image]) if image is not None or self.policy.given else {}
         name = _digest(json.dumps([prompt, negative, digest(pictures)] if pictures else [prompt, negative]))
@@ -142,10 +199,29 @@ class PromptCache:
         if not path or not _write(path, conditioning):
             conditioning = conditioning.mapped(lambda tensor: self._values.setdefault(digest(tensor), tensor))
             self._known[key] = conditioning
+            while len(self._known) > 1 and sum(tensor.nbytes for tensor in self._values.values()) > self.limit:
+                self._known.popitem(last=False)
         return conditioning
 
 
-def join(parts: list[Conditioning]) -> Conditioning:
+def gathered(parts: Sequence[Conditioning], masks: padding.Masks | None = None, pad: bool = True) -> Conditioning:
+    """Return one Conditioning with the rows of all, one each.
+
+    Those that differ in length are padded with `masks`, or, without any, or with pad false, stay `parts`.
+    """
+    if len({part.shapes() for part in parts}) == 1:
+        return join(parts)
+    if masks is not None and pad:
+        calls = padding.padded([part.calls for part in parts], masks)
+        flags = [tuple(tuple(flag or value is not None and mask is not None for flag, value, mask in zip(*of))
+                       for of in zip(part.per_prompt, values, masks)) for part, values in zip(parts, calls)]
+        rows = [replace(part, calls=values, per_prompt=flags[0]) for part, values in zip(parts, calls)]
+        return replace(join(rows), masks=masks)
+    whole = join([replace(part, calls=(), per_prompt=()) for part in parts])
+    return replace(whole, parts=tuple(parts), masks=masks)
+
+
+def join(parts: Sequence[Conditioning]) -> Conditioning:
     """Return one Conditioning with the rows of all; what has no row per prompt is the first one's.
 
     Raises UserError if some bring a reference picture and others do not.

@@ -42,6 +42,10 @@ def prompt_tokens(conditioning: Conditioning) -> Tensor:
 
     Raises UserError if there is none, or if the pipeline takes one prompt per call.
     """
+    if conditioning.parts:
+        rows = [prompt_tokens(part) for part in conditioning.parts]
+        most = max(row.shape[1] for row in rows)
+        return torch.cat([nn.functional.pad(row, (0, 0, 0, most - row.shape[1])) for row in rows])
     for values, flags in zip(conditioning.calls, conditioning.per_prompt):
         for value, per_row in zip(values, flags):
             if per_row and torch.is_tensor(value) and value.is_floating_point() and value.ndim in (2, 3):

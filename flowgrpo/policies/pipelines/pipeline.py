@@ -149,9 +149,6 @@ class PipelinePolicy:
             conditioning = self.encode_prompt(plain, self.guidance)
         except (TypeError, ValueError) as error:
             raise UserError(f"{type(self.pipe).__name__} refuses its arguments: {error}") from error
-        if self.turns and self.encode_prompt.apart:
-            raise UserError(f"memory.shard is true, but {type(self.pipe).__name__} takes one prompt per call, so that "
-                            "processes would not call it alike: use memory.shard: false")
         self.settle(conditioning)
         return conditioning
 
@@ -160,7 +157,13 @@ class PipelinePolicy:
 
     @torch.no_grad()
     def settle(self, conditioning: Conditioning) -> None:
-        """Find out, once, whether the scheduler sees the state that is given as `latents`."""
+        """Find out, once, whether the scheduler sees the state that is given as `latents`.
+
+        Raises UserError for prompts of which sharded weights cannot take several in a call.
+        """
+        if self.turns and (conditioning.apart or conditioning.parts and conditioning.masks is None):
+            raise UserError(f"memory.shard is true, but {type(self.pipe).__name__} takes one prompt per call, so that "
+                            "processes would not call it alike: use memory.shard: false")
         if self.driver.loads is not None:
             return
         before, row = self.evaluations, conditioning.rows(torch.tensor([0]))

@@ -12,7 +12,7 @@ import torch
 from flowgrpo.errors import UserError
 from flowgrpo.policies.generators import generators
 from flowgrpo.policies.pipelines.call import PipelineCall
-from flowgrpo.policies.pipelines.conditioning import Conditioning, join
+from flowgrpo.policies.pipelines.conditioning import Conditioning, gathered
 from flowgrpo.policies.weights.memory_options import Encoders
 from flowgrpo.samplers.scheduler import Segment
 
@@ -69,20 +69,20 @@ class EncodePrompt:
     def anew(self, conditioning: Conditioning, guidance: float) -> Conditioning:
         """Return the same rows as the present text encoders encode them, with gradients where they are enabled.
 
-        Every prompt is encoded once, however many rows it has, and by itself where the results fit together: rollout
-        and replay so compute the same numbers, whatever their batches. UserError where no gradient gets through.
+        Every prompt is encoded once, however many rows it has, and by itself: rollout and replay so compute the same
+        numbers, whatever their batches. UserError where no gradient gets through.
         """
         rows = list(zip(conditioning.prompts, conditioning.negatives,
                         zip(*([id(picture) for picture in values] for values in conditioning.inputs.values()))
                         if conditioning.inputs else [()] * len(conditioning.prompts), strict=True))
         first = {row: rows.index(row) for row in rows}
-        plain = replace(conditioning, calls=(), per_prompt=()).rows(torch.tensor(list(first.values())))
+        plain = replace(conditioning, calls=(), per_prompt=(), parts=()).rows(torch.tensor(list(first.values())))
         parts = [self(plain.rows(torch.tensor([at])), guidance) for at in range(len(first))]
-        encoded = join(parts) if len({one.shapes() for one in parts}) == 1 else self(plain, guidance)
-        if torch.is_grad_enabled() and not any(_in_graph(value) for call in encoded.calls for value in call):
+        if torch.is_grad_enabled() and not any(_in_graph(call) for one in parts for call in one.calls):
             raise UserError(f"encode_prompt of {type(self.driver.pipe).__name__} gives no gradient of its text "
                             "encoders: train the denoiser alone, parts: {adapted: {encoders: false, denoisers: true}}")
         places = {row: place for place, row in enumerate(first)}
+        encoded = gathered(parts, conditioning.masks, pad=False)
         return encoded.rows(torch.tensor([places[row] for row in rows]))
 
     def _calls(self, plain: Conditioning, guidance: float) -> tuple[tuple[Any, ...], ...]:

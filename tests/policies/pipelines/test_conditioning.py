@@ -1,12 +1,16 @@
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest
 import torch
 from diffusers import StableDiffusion3Pipeline
 
 from flowgrpo.check import tiny as pipelines
 from flowgrpo.config.sections import Adapter
-from flowgrpo.policies.pipelines.conditioning import Conditioning, PromptCache, _write, fingerprint, join
+from flowgrpo.policies.pipelines import padding
+from flowgrpo.policies.pipelines.conditioning import Conditioning, PromptCache, _write, digest, fingerprint, join
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
+from flowgrpo.samplers.grids import shifted
+from flowgrpo.samplers.scheduler import Segment
 from tests.helpers.tiny import CALL, sd3
 
 
@@ -37,12 +41,72 @@ class Ragged(StableDiffusion3Pipeline):
         return tuple(value[:, : max(map(len, prompt))] if value.ndim == 3 else value for value in found)
 
 
-def test_prompts_that_are_padded_to_each_other_are_encoded_together():
+def qwen():
+    """A policy of Qwen-Image, which pads to the longest prompt of a batch with zeros and a mask."""
+    pipe, call = pipelines.make("QwenImagePipeline")
+    return PipelinePolicy(pipe, Adapter(rank=2), call=call, guidance=3.0)
+
+
+def same(one, two, atol=1e-6):
+    """Compares all values of two conditionings."""
+    values = [[value for call in each.calls for value in call] for each in (one, two)]
+    assert [value is None for value in values[0]] == [value is None for value in values[1]]
+    for ours, theirs in zip(*([value for value in each if value is not None] for each in values), strict=True):
+        assert ours.dtype == theirs.dtype
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=atol)
+
+
+def test_rows_of_one_prompt_are_the_pipelines_own_call_whatever_the_batch():
+    live = qwen()
+    encoded = PromptCache(live)(["ab", "a dog", "three small green frogs"], ["", "", "blur"])
+    for place, (prompt, negative) in enumerate([("ab", ""), ("a dog", ""), ("three small green frogs", "blur")]):
+        rows, own = encoded.rows(torch.tensor([place] * 2)), live.encode([prompt] * 2, [negative] * 2)
+        same(rows, own)
+        assert [call[1] for call in rows.calls] == [None, None]  # no mask
+
+
+def test_rows_of_prompts_that_differ_in_length_are_padded_as_the_pipeline_pads_them():
+    live, prompts = qwen(), ["ab", "three small green frogs", "a dog"]
+    encoded = PromptCache(live)(prompts, ["", "", ""])
+    rows, own = encoded.rows(torch.tensor([0, 2])), live.encode(["ab", "a dog"], ["", ""])
+    same(rows, own, atol=1e-5)
+    assert rows.calls[0][1].sum(1).tolist() == [encoded.rows(torch.tensor([i])).calls[0][0].shape[1] for i in (0, 2)]
+    same(encoded.rows(torch.arange(3)), live.encode(prompts), atol=1e-5)
+
+
+def test_prompts_of_different_lengths_that_cannot_be_padded_have_calls_of_their_own():
     live = PipelinePolicy(Ragged(**sd3().components), Adapter(rank=2), call=CALL, guidance=3.0)
-    encoder = PromptCache(live)
-    together, direct = (call(["ab", "a dog"], ["", ""]) for call in (encoder, live.encode))
-    assert together.calls[0][0].shape[:2] == (2, 5) and encoder(["ab"], [""]).calls[0][0].shape[:2] == (1, 2)
-    assert all(torch.equal(a, b) for a, b in zip(tensors(together), tensors(direct), strict=True))
+    encoder, task = PromptCache(live), Segment(shifted(3, 3.0), range(3))
+    together = encoder(["ab", "ab", "a dog"], [""] * 3)
+    found, _ = live.run(task, together, None, live.generators([1, 2, 3]))
+    for i, prompt in enumerate(["ab", "ab", "a dog"]):
+        own, _ = live.run(task, live.encode([prompt], [""]), None, live.generators([i + 1]))
+        torch.testing.assert_close(found[i:i + 1], own, rtol=0, atol=1e-5)
+    assert [list(run) for run in together.runs()] == [[0, 1], [2]]
+    assert encoder(["a dog"], [""]).calls[0][0].shape[:2] == (1, 5)
+
+
+@pytest.mark.parametrize("together", [
+    (torch.tensor([[[1.0], [0.0]], [[2.0], [3.0]]]), torch.tensor([[0, 1], [1, 1]])),  # masked on the left
+    (torch.tensor([[[1.0], [9.0]], [[2.0], [3.0]]]), torch.tensor([[1, 0], [1, 1]])),  # not padded with zeros
+    (torch.tensor([[[1.0], [0.0]], [[2.0], [3.0]]]),),  # of another number of values
+])
+def test_other_paddings_are_recognised(together):
+    values = (torch.tensor([[[1.0]]]), None), (torch.tensor([[[2.0], [3.0]]]), None)
+    alone = dict(zip(padding.TEXTS, values))
+    as_expected = (torch.tensor([[[1.0], [0.0]], [[2.0], [3.0]]]), torch.tensor([[1, 0], [1, 1]]))
+    masks = padding.learn(lambda texts: (alone[texts[0]] if len(texts) == 1 else as_expected,))
+    assert masks == ((None, torch.int64),) == padding.read(padding.written(masks))
+    assert padding.learn(lambda texts: (alone[texts[0]] if len(texts) == 1 else together,)) is None
+
+
+def test_with_all_prompts_on_disk_no_encoder_runs(tmp_path):
+    for run in range(2):
+        live = qwen()
+        counted = []
+        live.pipe.text_encoder.register_forward_hook(lambda *_, counted=counted: counted.append(1))
+        encoded = PromptCache(live, tmp_path)(["ab", "three small green frogs"], ["", ""])
+        assert encoded.masks and encoded.rows(torch.arange(2)).calls[0][1].shape[0] == 2 and bool(counted) == (run == 0)
 
 
 def encoder_rows(live):
@@ -59,6 +123,45 @@ def test_each_prompt_is_encoded_once():
     encoder(["a", "b", "a"], ["", "", ""])
     encoder(["b"], [""])
     assert counted == [1, 1] * 2  # two prompts, each with its negative
+
+
+def test_each_prompt_of_another_length_is_encoded_once():
+    live = qwen()
+    encoder = PromptCache(live)
+    encoder(["warm", "a longer one"], ["", ""])  # finds out how prompts are padded
+    counted = []
+    live.pipe.text_encoder.register_forward_hook(lambda _module, _inputs, kwargs, output: counted.append(
+        len(kwargs["input_ids"])), with_kwargs=True)
+    for _ in range(2):
+        encoder(["a", "three small green frogs", "a"], ["", "", ""])
+    assert counted == [1, 1] * 2  # two prompts, each with its negative
+
+
+def test_the_memory_of_prompts_drops_the_one_that_was_read_longest_ago():
+    live = policy()
+    live.encode(["warm"], [""])
+    size = sum(value.nbytes for value in {digest(each): each for each in tensors(live.encode(["a"], [""]))}.values())
+    shared = sum(value.nbytes for value in tensors(live.encode(["a"], [""]))[1::2])  # the negative prompt's
+    encoder, counted = PromptCache(live, limit=shared + 2 * (size - shared)), encoder_rows(live)
+    encoder(["a"], [""]), encoder(["b"], [""]), encoder(["a"], [""])
+    assert len(counted) == 4
+    encoder(["c"], [""])  # in place of b
+    encoder(["a"], [""])
+    assert len(counted) == 6
+    encoder(["b"], [""])
+    assert len(counted) == 8 and sum(value.nbytes for value in encoder._values.values()) <= encoder.limit
+
+
+def test_prompts_are_prepared_until_the_memory_is_full():
+    live = policy()
+    live.encode(["warm"], [""])
+    encoder, counted = PromptCache(live, limit=1), encoder_rows(live)
+    encoder.prepare(["a", "b", "c"], [""] * 3, [None] * 3)
+    assert len(counted) == 4  # a, and b in its place
+    encoder = PromptCache(live)
+    encoder.prepare(["a", "b", "a"], [""] * 3, [None] * 3)
+    encoder(["b", "a"], ["", ""])
+    assert len(counted) == 8
 
 
 def test_a_second_run_reads_the_first_ones_from_disk_bit_for_bit(tmp_path):

@@ -1,0 +1,100 @@
+"""Padding of encoded prompts that differ in length, as a pipeline does it: zeros on the right, and a mask.
+
+A pipeline that pads the prompts of a call to the longest gives a single prompt no padding, and often no mask. So
+prompts are encoded one by one, and padded where a call mixes lengths. `learn` compares this with what the pipeline
+gives for two texts at once. Where that is something else, prompts of different lengths have calls of their own.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import torch
+
+Calls: TypeAlias = tuple[tuple[Any, ...], ...]  # values of each call of `encode_prompt`
+# Of each value the dtype of the mask that it is where prompts are padded; None: it is no mask, or always there.
+Masks: TypeAlias = tuple[tuple[torch.dtype | None, ...], ...]
+
+TEXTS = "a", "a red fox on a green hill, under a sky of many colours"  # of which `learn` learns
+CLOSE = 0.05  # largest relative difference of values encoded together and one by one, in half precision
+
+
+def learn(encode: Callable[[list[str]], Calls]) -> Masks | None:
+    """Return the masks that pad prompts as the pipeline pads them; None if it does not pad with zeros on the right.
+
+    encode: the values for some prompts, each of which is its own negative prompt too.
+    """
+    prompts, together = [encode([text]) for text in TEXTS], encode([*TEXTS])
+    if any([*map(len, calls)] != [*map(len, together)] for calls in prompts):
+        return None
+    masks = tuple(tuple(value.dtype if torch.is_tensor(value) and any(calls[c][v] is None for calls in prompts)
+                        else None for v, value in enumerate(call)) for c, call in enumerate(together))
+    try:
+        rows = padded(prompts, masks)
+        same = all(_close([calls[c][v] for calls in rows], value)
+                   for c, call in enumerate(together) for v, value in enumerate(call))
+    except (IndexError, RuntimeError, StopIteration, TypeError):  # values that cannot be padded or joined
+        return None
+    return masks if same and all(map(_mixed, zip(*prompts, strict=True))) else None
+
+
+def padded(prompts: Sequence[Calls], masks: Masks) -> list[Calls]:
+    """Return the values of prompts, [1, L, ...] each, with zeros up to the longest of each call that mixes lengths, and
+    masks where it has none."""
+    calls = [_padded(rows, masks[c]) if _mixed(rows) else rows for c, rows in enumerate(zip(*prompts, strict=True))]
+    return [*zip(*calls)]
+
+
+def written(masks: Masks | None) -> str:
+    """Return what was learned as JSON."""
+    return json.dumps(masks and [[kind and str(kind).removeprefix("torch.") for kind in kinds] for kinds in masks])
+
+
+def read(text: str) -> Masks | None:
+    """Return what was learned, from its JSON."""
+    masks = json.loads(text)
+    return masks and tuple(tuple(kind and getattr(torch, kind) for kind in kinds) for kinds in masks)
+
+
+def _mixed(rows: Sequence[tuple[Any, ...]]) -> bool:
+    return len({tuple(value.shape if torch.is_tensor(value) else None for value in row) for row in rows}) > 1
+
+
+def _padded(rows: Sequence[tuple[Any, ...]], kinds: tuple[torch.dtype | None, ...]) -> list[tuple[Any, ...]]:
+    """Return the rows of one call with a length per value."""
+    filled = [tuple(_mask(row[:v]).to(kind) if value is None and kind is not None else value
+                    for v, (value, kind) in enumerate(zip(row, kinds, strict=True))) for row in rows]
+    sizes = [max(map(_length, values)) for values in zip(*filled)]
+    return [tuple(map(_longer, row, sizes)) for row in filled]
+
+
+def _length(value: Any) -> int:
+    return value.shape[1] if torch.is_tensor(value) and value.ndim > 1 else 0
+
+
+def _mask(before: tuple[Any, ...]) -> torch.Tensor:
+    """Return a mask [1, L] of ones for the last of the values before it that has tokens, [1, L, E]."""
+    tokens = next(value for value in reversed(before) if torch.is_tensor(value) and value.ndim > 2)
+    return torch.ones(tokens.shape[:2], device=tokens.device)
+
+
+def _longer(value: Any, size: int) -> Any:
+    """Return a value [1, L, ...] with zeros up to `size` in place of L; a value without an L as it is."""
+    if _length(value) in (0, size):
+        return value
+    return torch.cat([value, value.new_zeros(len(value), size - value.shape[1], *value.shape[2:])], 1)
+
+
+def _close(rows: list[Any], theirs: Any) -> bool:
+    """Return True if the values of rows are those of a call with all of them, up to rounding."""
+    if not torch.is_tensor(theirs):
+        return theirs is None and all(value is None for value in rows)
+    ours = torch.cat(rows)
+    if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
+        return False
+    if not ours.is_floating_point() or ours.ndim < 3:
+        return torch.equal(ours, theirs)
+    empty = (ours == 0).all(-1)
+    return not theirs[empty].any() and bool((ours - theirs).float().norm() <= CLOSE * theirs.float().norm())
