@@ -38,7 +38,7 @@ def _measure(trainer: Trainer, functions: dict[str, Any], title: str,
     return measure(policy, spread(trainer.held_out, settings.prompts), functions, steps=settings.steps,
                    guidance=settings.guidance, samples=settings.samples, micro_batch=config.train.micro_batch,
                    negative=config.negative_prompt, keep=settings.grid, title=title, encode=trainer.rollouts.encode,
-                   processes=trainer.processes, reference=reference)
+                   prepare=trainer.rollouts.prepare, processes=trainer.processes, reference=reference)
 
 
 def before(trainer: Trainer, functions: dict[str, Any], folder: Path, reuse: bool) -> Measured:

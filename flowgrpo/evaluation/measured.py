@@ -89,12 +89,13 @@ def evenly(total: int, count: int) -> list[int]:
 
 def measure(policy: Generating, prompts: list[Prompt], functions: dict[str, Any], *, steps: int, guidance: float,
             samples: int, micro_batch: int, negative: str = "", keep: int = 0, title: str = "evaluating",
-            encode: Callable[..., Any] | None = None, processes: Processes = Processes(),
+            encode: Callable[..., Any] | None = None, prepare: Callable[[list[Prompt]], None] | None = None,
+            processes: Processes = Processes(),
             reference: Callable[[], AbstractContextManager[None]] | None = None) -> Measured:
     """Generate `samples` pictures per prompt with the pipeline's own scheduler, or texts, and score them.
 
     keep: number of prompts, evenly spaced, whose first picture is kept.
-    encode: encodes prompts in place of `policy.encode`.
+    encode: encodes prompts in place of `policy.encode`. prepare: is given all prompts before the first is encoded.
     processes: share the work; all get the whole result.
     reference: returns a context manager in which the policy is its base. Rewards that compare with the base get its
     pictures from the same seeds. None: the policy is its base already.
@@ -106,6 +107,8 @@ def measure(policy: Generating, prompts: list[Prompt], functions: dict[str, Any]
     hidden, compared = None if processes.first else True, any(map(rewards.sees_base, functions.values()))
     bar = tqdm(total=len(local), desc=title, unit=SAMPLE[policy.modality], leave=False, disable=hidden)
     with processes.together(), bar:
+        if prepare is not None:
+            prepare([prompts[i] for i in dict.fromkeys(i for i, _ in local or rows[:1])])
         for start in range(0, len(local) if processes.turns is None else processes.most(rows), micro_batch):
             local_batch = local[start:start + micro_batch]
             batch = local_batch or rows[:1]  # sharded weights are gathered by all processes or by none

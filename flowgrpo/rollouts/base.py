@@ -88,6 +88,9 @@ class GroupSampler(Generic[C]):
         """Encode prompts, each once; rows of the result are chosen by its `rows`."""
         raise NotImplementedError
 
+    def prepare(self, batch: list[Prompt]) -> None:
+        """Encode prompts that are read in small batches later, all at once where encoders have to come for that."""
+
     def sample(self, conditioning: C, epoch: int, judge: TotalReward, value: RewardValue | None = None,
                turn: int = 0) -> Iterator[tuple[Part, Sequence[Outputs]]]:
         """Sample a group per prompt: the parts as they are finished, each with its outputs per granularity.

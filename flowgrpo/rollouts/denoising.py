@@ -71,9 +71,8 @@ class DenoisingRollouts(GroupSampler[Conditioning]):
 
     def conditioning(self, batch: list[Prompt]) -> Conditioning:
         """Encode prompts, each once."""
-        negatives = [self.config.negative_prompt if p.negative is None else p.negative for p in batch]
         with self.clock("encode"):
-            encoded = self.encode([p.text for p in batch], negatives, [p.image for p in batch])
+            encoded = self.encode([p.text for p in batch], self._negatives(batch), [p.image for p in batch])
             if self.config.train.pack and encoded.mixed:
                 raise UserError("train.pack is true, but the prompts' pictures differ in size, so that every row is a "
                                 "call of its own: set it to false, or bring the pictures to one size")
@@ -81,6 +80,13 @@ class DenoisingRollouts(GroupSampler[Conditioning]):
                 raise UserError(f"train.pack is true, but {type(self.policy.pipe).__name__} takes one timestep per "
                                 f"call at guidance {self.policy.guidance:g}: set it to false")
         return encoded
+
+    def prepare(self, batch: list[Prompt]) -> None:
+        """Encode prompts into the memory of prompts, as many as it holds."""
+        self.encode.prepare([p.text for p in batch], self._negatives(batch), [p.image for p in batch])
+
+    def _negatives(self, batch: list[Prompt]) -> list[str]:
+        return [self.config.negative_prompt if p.negative is None else p.negative for p in batch]
 
     def explorations(self, epoch: int) -> list[RolloutSpec]:
         """Return an epoch's grids, windows, kernels and solvers; the last epoch's are kept."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -53,13 +53,15 @@ def quantisation(names: Iterable[str], weights: str, dtype: torch.dtype) -> Any:
 class Encoders:
     """Text encoders of a pipeline, offloaded to the device `away` unless a prompt is encoded; with None they stay.
 
-    They come when a prompt is encoded and leave before other work, so a series of prompts moves them once.
+    They come when a prompt is encoded and leave before other work, so a series of prompts moves them once. They are
+    frozen: their weights stay in the CPU's memory, pinned for a GPU, and to leave drops the copies on the device.
     """
 
     def __init__(self, pipe: Any, device: torch.device, away: str | None, later: Iterable[str] = ()):
         """later: the components that come to the device in another way."""
         self.device, self.away, self.here = device, away, away is None
         later = set(later)
+        self._waiting: list[tuple[dict[str, Any], str, torch.Tensor]] = []  # of each copy on the device, its original
         named = {name: part for name, part in pipe.components.items() if isinstance(part, torch.nn.Module)
                  and name not in later}
         self.modules = [part for name, part in named.items() if name.startswith("text_encoder")]
@@ -84,17 +86,43 @@ class Encoders:
         pipe.encode_prompt = attended
 
     def come(self) -> None:
-        if not self.here:
-            self._move(self.device, True)
+        """Copy the encoders to the device; the host does not wait for the copies."""
+        if self.here:
+            return
+        self.here = True
+        copies: dict[int, torch.Tensor] = {}  # tied weights have one
+        for place, name, tensor in [*self._tensors()]:
+            if id(tensor) not in copies:
+                copies[id(tensor)] = self._copy(tensor)
+            self._waiting.append((place, name, tensor))
+            place[name] = copies[id(tensor)]
+        for module in self.modules:
+            module.to(self.device)  # quantised weights, which know how they are moved
 
     def leave(self) -> None:
-        if self.here and self.away is not None:
-            self._move(self.away, False)
-
-    def _move(self, device: torch.device | str, here: bool) -> None:
+        """Drop the copies on the device; nothing is copied back."""
+        if not self.here or self.away is None:
+            return
+        for place, name, tensor in self._waiting:
+            place[name] = tensor
+        self._waiting, self.here = [], False
         for module in self.modules:
-            module.to(device)
-        self.here = here
+            module.to(self.away)  # what was quantised, or added since
+
+    def _tensors(self) -> Iterator[tuple[dict[str, Any], str, torch.Tensor]]:
+        """Yield the plain parameters and buffers that wait, with the dictionary that holds each and its name there."""
+        for part in (part for module in self.modules for part in module.modules()):
+            places: tuple[dict[str, Any], ...] = part._parameters, part._buffers
+            for place in places:
+                for name, tensor in place.items():
+                    if type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.device != self.device:
+                        yield place, name, tensor
+
+    def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self.device.type == "cuda" and not tensor.is_pinned():
+            tensor.data = tensor.data.pin_memory()
+        copy = tensor.detach().to(self.device, non_blocking=True)
+        return torch.nn.Parameter(copy, tensor.requires_grad) if isinstance(tensor, torch.nn.Parameter) else copy
 
 
 def decode_in_parts(pipe: Any, how: str) -> None:

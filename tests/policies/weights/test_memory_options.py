@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 import dataclasses
+import itertools
 import json
 import types
 
 import pytest
 import torch
 from safetensors import safe_open
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from flowgrpo.check import memory
 from flowgrpo.check import tiny as pipelines
@@ -17,6 +20,7 @@ from flowgrpo.config import load
 from flowgrpo.config.sections import Adapter, Memory, Train
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
+from flowgrpo.evaluation import held_out
 from flowgrpo.methods import validate
 from flowgrpo.policies.options import require_memory
 from flowgrpo.policies.pipelines.conditioning import PromptCache
@@ -166,11 +170,45 @@ def test_a_pipeline_that_is_loaded_already_is_not_quantised():
 
 def test_only_text_encoders_leave():
     pipe = tiny.sd3()
-    encoders = memory_options.Encoders(pipe, torch.device("cpu"), "meta")
+    encoders = memory_options.Encoders(pipe, torch.device("meta"), "cpu")
     encoders.come()
     encoders.leave()
     where = {name: part.device.type for name, part in pipe.components.items() if isinstance(part, torch.nn.Module)}
-    assert where == {"text_encoder": "meta", "text_encoder_2": "meta", "transformer": "cpu", "vae": "cpu"}
+    assert where == {"text_encoder": "cpu", "text_encoder_2": "cpu", "transformer": "meta", "vae": "meta"}
+
+
+class Moves(TorchDispatchMode):
+    """Counts copies from device to device."""
+
+    def __init__(self):
+        super().__init__()
+        self.counted = collections.Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        output = function(*args, **(kwargs or {}))
+        if torch.is_tensor(output) and args and torch.is_tensor(args[0]) and output.device != args[0].device:
+            self.counted[args[0].device.type, output.device.type] += 1
+        return output
+
+
+def test_text_encoders_are_copied_to_the_device_and_not_back():
+    pipe = tiny.sd3()
+    encoders = memory_options.Encoders(pipe, torch.device("meta"), "cpu")
+    pipe.text_encoder.twin = pipe.text_encoder.text_model  # tied weights
+    tensors = {tensor.data_ptr(): tensor.clone() for module in encoders.modules
+               for tensor in [*module.parameters(), *module.buffers()]}
+    with Moves() as moves:
+        for _ in range(2):
+            encoders.come()
+            assert {tensor.device.type for module in encoders.modules
+                    for tensor in [*module.parameters(), *module.buffers()]} == {"meta"}
+            assert pipe.text_encoder.twin.embeddings.token_embedding.weight is \
+                pipe.text_encoder.text_model.embeddings.token_embedding.weight
+            encoders.leave()
+    assert moves.counted == {("cpu", "meta"): 2 * len(tensors)}
+    for module in encoders.modules:
+        for tensor in [*module.parameters(), *module.buffers()]:
+            assert torch.equal(tensor, tensors[tensor.data_ptr()])
 
 
 def test_text_encoders_are_there_whenever_they_run_and_away_otherwise():
@@ -201,15 +239,30 @@ def test_text_encoders_come_for_a_stock_pipelines_own_call():
 
 
 def test_text_encoders_come_once_for_a_row_of_prompts():
-    policy, moves = tiny.policy(memory=Memory(encoders="cpu")), []
+    policy = tiny.policy(memory=Memory(encoders="cpu"))
     policy.encode(["red"])  # looks at the pipeline, too
-    policy.encoders.leave()
-    encoder, move = PromptCache(policy), policy.encoders._move
-    policy.encoders._move = lambda device, here: (moves.append(here), move(device, here))
+    encoder, ran = PromptCache(policy), phases(policy)
     conditioning = encoder(["red", "blue", "a cat"], ["", "", ""])
     rollout(policy, conditioning.rows(torch.tensor([1])))
     rollout(policy, encoder(["blue"], [""]))
-    assert moves == [True, False]
+    assert [phase for phase, _ in itertools.groupby(ran)] == ["encode", "denoise"]
+
+
+def test_text_encoders_come_once_for_an_evaluation_of_several_micro_batches():
+    trainer = tiny.trainer(memory={"encoders": "cpu"}, eval__prompts=6, eval__samples=2, train__micro_batch=4)
+    trainer.rollouts.conditioning(trainer.prompts[:1])  # looks at the pipeline, too
+    trainer.held_out, ran = [Prompt(f"new {i}") for i in range(6)], phases(trainer.policy)
+    measured = held_out._measure(trainer, {"red": tiny.red}, "before")
+    assert len(measured.prompts) == 12 and ran.count("denoise") == 3 * 3 and ran.count("encode") >= 6
+    assert [phase for phase, _ in itertools.groupby(ran)] == ["encode", "denoise"]
+
+
+def phases(policy) -> list[str]:
+    """What runs from now on, call by call: a text encoder, or the denoiser."""
+    ran: list[str] = []
+    for module, phase in ((policy.encoders.modules[0], "encode"), (policy.denoisers["transformer"], "denoise")):
+        module.register_forward_pre_hook(lambda *_, phase=phase: ran.append(phase))
+    return ran
 
 
 @pytest.mark.parametrize("how", ["sliced", "tiled"])
