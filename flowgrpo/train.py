@@ -69,7 +69,7 @@ class Trainer:
         self.processes.agree(policy.weights.parameters())
         self.optimizer = make_optimizer(config.train, policy.weights.parameters())
         self.scaler = make_scaler(config.precision, policy.device)
-        self.ema = policy.weights.snapshot() if config.train.ema else None
+        self.ema = policy.weights.kept() if config.train.ema else None
         self.best = BestWeights(config.eval)
         self.memory: dict[str, Any] = {}  # state of the method's parts between epochs
         self.kl_reference = KLReference(self.method, policy, self.memory, keep=config.train.inner_epochs > 1)
@@ -252,7 +252,7 @@ class Trainer:
         self.update += 1
         if self.ema is not None:
             for key, parameter in self.policy.weights.named.items():
-                self.ema[key].lerp_(parameter.detach().cpu(), 1 - train.ema)
+                self.ema[key].lerp_(parameter.detach().to(self.ema[key].device), 1 - train.ema)
 
     @property
     def total_updates(self) -> int:

@@ -42,15 +42,18 @@ class Lag:
 class Weights(Protocol):
     """Trained weights, of which snapshots can be taken."""
 
-    def snapshot(self) -> Snapshot:
-        """Return a copy of the weights on the CPU."""
+    def kept(self) -> Snapshot:
+        """Return a copy of the weights, on their device if it is small."""
+
+    def placed(self, values: Snapshot) -> Snapshot:
+        """Return values of the weights on the device of `kept`."""
 
     def reference(self, held: Sequence[Snapshot] = ()) -> AbstractContextManager[None]:
         """Return a context in which forwards are those of snapshots, averaged, or of the base model without any."""
 
 
 class OldPolicy:
-    """Old weights of a policy, `held` on the CPU as they are in `epoch`; None without a lag.
+    """Old weights of a policy, `held` as they are in `epoch`, on the device if they are small; None without a lag.
 
     weights: the present ones. The factors A and B of a LoRA are averaged separately.
     updates: the number of optimiser updates of the run, set by the trainer.
@@ -69,10 +72,10 @@ class OldPolicy:
         if not self.lag.most:
             return
         if self.held is None:
-            self.held, self.epoch = self.weights.snapshot(), epoch
+            self.held, self.epoch = self.weights.kept(), epoch
         if epoch > self.epoch:
             decay = self.lag(self.updates)
-            self.held = {key: now.lerp(self.held[key], decay) for key, now in self.weights.snapshot().items()}
+            self.held = {key: now.lerp(self.held[key], decay) for key, now in self.weights.kept().items()}
             self.epoch = epoch
 
     def old(self) -> AbstractContextManager:
@@ -89,4 +92,4 @@ class OldPolicy:
 
     def load_state(self, tensors: Snapshot, values: dict[str, Any]) -> None:
         """Restore the old weights of a checkpoint; without any, start again from the present ones."""
-        self.held, self.epoch = tensors or None, values.get("epoch", 0)
+        self.held, self.epoch = self.weights.placed(tensors) or None, values.get("epoch", 0)

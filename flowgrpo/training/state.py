@@ -120,7 +120,7 @@ def restore(trainer: Run, folder: Path) -> None:
     weights.load(taken["weights"])
     checkpoint.load_optimizer(trainer.optimizer, taken["optimizer"])
     if trainer.ema is not None:
-        trainer.ema = taken["ema"] or weights.snapshot()
+        trainer.ema = weights.placed(taken["ema"]) or weights.kept()
     for name, part in stateful(trainer).items():
         part.load_state(taken[name], {"epoch": state["epoch"]} | state.get(name, {}))
     for key in COUNTERS:

@@ -11,6 +11,7 @@ import torch
 from flowgrpo.advantages.group import Advantage
 from flowgrpo.advantages.selection import BestWorst
 from flowgrpo.check import memory
+from flowgrpo.config.sections import Adapter
 from flowgrpo.errors import UserError
 from flowgrpo.methods import preset
 from flowgrpo.methods.overlay import with_parts
@@ -18,6 +19,8 @@ from flowgrpo.methods.validate import resolve
 from flowgrpo.objectives import Clip, OutputError, Sigma, Uniform
 from flowgrpo.objectives.forward_process import CentredReward, GroupPreference, NegativeAware, Preference
 from flowgrpo.objectives.ratios import Matching
+from flowgrpo.policies.weights import trainable
+from flowgrpo.policies.weights.trainable import TrainableWeights
 from flowgrpo.samplers.grids import shifted
 from flowgrpo.samplers.noised_finals import GridTimes, RandomGridTimes, Stratified, matching
 from flowgrpo.samplers.old_policy import Lag, OldPolicy
@@ -140,6 +143,23 @@ def test_impossible_fields_are_refused(make, told):
 
 # --- the old policy --------------------------------------------------------------------------------------------------
 
+def test_an_old_lora_and_its_average_stay_on_the_device(monkeypatch):
+    pipe = tiny.sd3()
+    pipe.transformer.to("meta")
+    weights = TrainableWeights(pipe, {"transformer": pipe.transformer}, Adapter(rank=2))
+    old = OldPolicy(Lag(0.5, most=0.5), weights)
+    for epoch in range(2):
+        old.begin(epoch)
+    assert {tensor.device.type for tensor in old.held.values()} == {"meta"}
+    loaded = {key: torch.zeros(tensor.shape) for key, tensor in old.held.items()}
+    old.load_state(loaded, {"epoch": 1})
+    assert {tensor.device.type for tensor in old.held.values()} == {"meta"}
+    monkeypatch.setattr(trainable, "KEPT", 1000)
+    assert weights.large
+    old.load_state(loaded, {"epoch": 1})
+    assert {tensor.device.type for tensor in old.held.values()} == {"cpu"}
+
+
 @pytest.mark.parametrize("lag, expected", [
     (Lag(), {0: 0, 500: 0}),
     (Lag(slope=0.001, most=0.5), {0: 0, 1: 0.001, 400: 0.4, 500: 0.5, 900: 0.5}),
@@ -156,7 +176,7 @@ class One:
     def __init__(self, value: float):
         self.value = torch.tensor([value], dtype=torch.float64)
 
-    def snapshot(self) -> dict[str, torch.Tensor]:
+    def kept(self) -> dict[str, torch.Tensor]:
         return {"w": self.value.clone()}
 
 

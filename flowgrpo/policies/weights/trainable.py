@@ -29,6 +29,8 @@ from flowgrpo.storage import paths
 if TYPE_CHECKING:
     from peft.tuners.lora import LoraLayer
 
+KEPT = 2**30  # bytes of trained weights whose averages stay on the device: of a LoRA, not of a whole denoiser
+
 
 def lora_layers(module: torch.nn.Module) -> dict[str, LoraLayer]:
     """Return the layers of a module that have an adapter, by key."""
@@ -158,6 +160,21 @@ class TrainableWeights:
 
     def snapshot(self) -> dict[str, torch.Tensor]:
         return {key: parameter.detach().cpu().clone() for key, parameter in self.named.items()}
+
+    def kept(self) -> dict[str, torch.Tensor]:
+        """Return a copy of the weights for an average of them: on their device if `large` is false, or on the CPU."""
+        if self.large:
+            return self.snapshot()
+        return {key: parameter.detach().clone() for key, parameter in self.named.items()}
+
+    def placed(self, values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return values of the weights on the device of `kept`."""
+        return {key: value.cpu() if self.large else value.to(self.named[key].device) for key, value in values.items()}
+
+    @property
+    def large(self) -> bool:
+        """True if a second copy of the weights has no room on their device: one of more than KEPT bytes."""
+        return sum(parameter.nbytes for parameter in self.named.values()) > KEPT
 
     def save(self, folder: Path) -> str:
         """Write the files that stock diffusers loads, read them back and compare. Returns a sentence for the log.
