@@ -163,6 +163,8 @@ class PipelineCall:
         """Yield what surrounds a call, in order: each is there only where it changes something."""
         yield _on_device(self.pipe, self._kind)
         yield self.arithmetic()
+        if self.casts:
+            yield _decoding(self.pipe)
         if self.device.type == "cpu":
             yield self.attention()
         if conditioning.calls:
@@ -194,6 +196,27 @@ class PipelineCall:
     def attention(self) -> contextlib.AbstractContextManager[None]:
         """Context manager: attention of the denoisers. A recomputation in backward needs it too."""
         return plain_on_cpu(self.device)
+
+
+@contextlib.contextmanager
+def _decoding(pipe: Any) -> Iterator[None]:
+    """Context manager: autoencoders decode in their own precision, as the stock pipeline's do, not under autocast."""
+    def stock(vae: Any, decode: Callable) -> Callable:
+        @functools.wraps(decode)
+        def decoded(latents: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            with torch.autocast(latents.device.type, enabled=False):
+                return decode(latents.to(vae.dtype), *args, **kwargs)
+        return decoded
+
+    vaes: list[Any] = [part for name, part in pipe.components.items() if isinstance(part, torch.nn.Module)
+                       and "vae" in name and hasattr(part, "decode") and "decode" not in vars(part)]
+    for vae in vaes:
+        vae.decode = stock(vae, vae.decode)
+    try:
+        yield
+    finally:
+        for vae in vaes:
+            del vae.decode
 
 
 def _cached(conditioning: Conditioning) -> Callable:

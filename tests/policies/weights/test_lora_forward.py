@@ -90,6 +90,21 @@ def test_autocast_is_left_out_where_all_frozen_weights_have_the_runs_precision(a
     assert policy.driver.casts == casts and not tiny.policy().driver.casts
 
 
+@pytest.mark.parametrize("adapter", [{}, {"dora": True}, {"rank": 0}])
+def test_pictures_are_decoded_as_the_stock_pipeline_does(adapter):
+    pipe, kinds = tiny.sd3().to(torch.bfloat16), []
+    with torch.no_grad():
+        expected = pipe.vae.decode(torch.ones(1, *tiny.LATENTS).bfloat16()).sample
+    policy = PipelinePolicy(pipe, Adapter(**{"rank": 2} | adapter), call=tiny.call_of(pipe), precision="bf16")
+    conditioning = policy.encode(["red"])
+    pipe.vae.decoder.register_forward_pre_hook(lambda *_: kinds.append(torch.is_autocast_enabled("cpu")))
+    policy.generate(conditioning, policy.generators([0]), 1, 1.0)
+    latents = torch.ones(1, *tiny.LATENTS) - (pipe.vae.config.shift_factor or 0.0)
+    found = policy.decode((latents * pipe.vae.config.scaling_factor).bfloat16(), conditioning)
+    torch.testing.assert_close(found, (expected / 2 + 0.5).clamp(0, 1).float(), rtol=0, atol=2**-7)
+    assert kinds == [False, False] and "decode" not in vars(pipe.vae)
+
+
 def test_a_soup_of_other_ranks_is_the_mean_of_its_parts():
     policy = tiny.stir(tiny.policy(tiny.sd3().to(torch.bfloat16), precision="bf16"))
     first = policy.weights.snapshot()
