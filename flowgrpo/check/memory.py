@@ -102,6 +102,7 @@ def kept(modules: Iterable[torch.nn.Module], forward: Callable[[], torch.Tensor]
     alive: list[torch.Tensor] = []  # a freed storage would pass its address on
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
+        tensor = tensor.detach()  # the graph would hold the tensor, and the tensor the graph
         for storage in (part.untyped_storage() for part in _stored(tensor)):
             if storage.data_ptr() not in weights:
                 sizes[storage.data_ptr()] = storage.nbytes()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 
@@ -55,6 +58,23 @@ def test_activations_are_those_that_the_backward_reads():
     x = torch.ones(3, 8, requires_grad=True)
     # Inputs of both layers and of the activation: 3 x (8 + 16 + 16) numbers; weights do not count.
     assert memory.kept([layer], lambda: layer(x)) == 4 * 3 * (8 + 16 + 16)
+
+
+def test_what_the_backward_reads_is_freed_at_once():
+    layer, inner = torch.nn.Linear(8, 8), []
+
+    def forward() -> torch.Tensor:
+        output = layer(torch.ones(3, 8)).exp()
+        inner.append(weakref.ref(output))
+        return output
+
+    collecting = gc.isenabled()
+    gc.disable()  # a cycle would stay
+    try:
+        assert memory.kept([layer], lambda: forward().sum()) > 0 and inner[0]() is None
+    finally:
+        if collecting:
+            gc.enable()
 
 
 def test_guidance_doubles_the_activations():
