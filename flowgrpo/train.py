@@ -41,7 +41,7 @@ from flowgrpo.training.critic import make_critic
 from flowgrpo.training.first_ratio import ROUNDED, FirstRatio
 from flowgrpo.training.kl_reference import KLReference
 from flowgrpo.training.metrics import Log, UpdateStats
-from flowgrpo.training.optimizer import make_optimizer, make_scaler
+from flowgrpo.training.optimizer import make_optimizer, make_scaler, update_average
 from flowgrpo.training.scoring import Functions, Scoring
 from flowgrpo.types import Context, required
 
@@ -181,6 +181,8 @@ class Trainer:
             parts = self.critic(parts, conditioning)
         weights = self.rollouts.step_weights(parts, self.epoch)
         self.kl_reference.begin(self.epoch, self.config.train.epochs)
+        with self.clock("update"):
+            self.kl_reference.ahead(parts, lambda part: self.rollouts.replay(part, conditioning), self.processes)
         for inner in range(self.config.train.inner_epochs):
             for share, count in self.shares(parts):
                 with self.clock("update"):
@@ -251,8 +253,7 @@ class Trainer:
             self.scaler.update()
         self.update += 1
         if self.ema is not None:
-            for key, parameter in self.policy.weights.named.items():
-                self.ema[key].lerp_(parameter.detach().to(self.ema[key].device), 1 - train.ema)
+            update_average(self.ema, self.policy.weights.named, train.ema)
 
     @property
     def total_updates(self) -> int:

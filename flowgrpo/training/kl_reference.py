@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any, cast
 
 import torch
 
+from flowgrpo.distributed.processes import Processes
 from flowgrpo.methods.method import Method
 from flowgrpo.objectives import at_epoch, is_active
 from flowgrpo.policies.policy import Policy
@@ -35,18 +37,38 @@ class KLReference:
         self.kl = at_epoch(self.method.loss.kl, Context(epoch=epoch, epochs=epochs, memory=self.memory))
         self.known = {}
 
+    @property
+    def read(self) -> bool:
+        """Return True if this epoch's KL or the surrogate reads the reference's scores."""
+        return bool(self.kl.weight) or self.method.compares_with_reference
+
+    def ahead(self, parts: list[Part], replay: Replay, processes: Processes) -> None:
+        """Score all parts of an epoch where to put the reference's weights in place takes long: it is done once."""
+        if self.read and self.policy.weights.large and not self._teacher:
+            with self.policy.reference(self.held), processes.together():
+                self.known = {id(part): self._kept(replay(part)) for part in parts}
+
     def scores(self, part: Part, replay: Replay) -> list[Scored]:
         """Return the reference's scores of a part's transitions, if this epoch's KL or the surrogate needs them."""
-        if not self.kl.weight and not self.method.compares_with_reference:
+        if not self.read:
             return []
         if id(part) in self.known:
             return self.known[id(part)]
-        teacher = getattr(self.method.loss.reference, "model", "")
-        with cast(Any, self.policy).teacher(teacher) if teacher else self.policy.reference(self.held):
-            scores = [score for _, _, score in replay(part)]
-        if self.keep:
-            self.known[id(part)] = scores = [score.to(self.policy.states) for score in scores]
-        return scores
+        with self._in_place():
+            if self.keep:
+                self.known[id(part)] = self._kept(replay(part))
+                return self.known[id(part)]
+            return [score for _, _, score in replay(part)]
+
+    @property
+    def _teacher(self) -> str:
+        return getattr(self.method.loss.reference, "model", "")
+
+    def _in_place(self) -> AbstractContextManager[None]:
+        return cast(Any, self.policy).teacher(self._teacher) if self._teacher else self.policy.reference(self.held)
+
+    def _kept(self, replayed: Iterator[tuple[int, slice, Scored]]) -> list[Scored]:
+        return [score.to(self.policy.states) for _, _, score in replayed]
 
     def end(self, epoch: int, measured: float | None) -> dict[str, float]:
         """Store the mean KL after an epoch's last update, if it was `measured`, and set up the next reference.

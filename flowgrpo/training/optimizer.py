@@ -24,6 +24,12 @@ def make_optimizer(train: Train, parameters: Sequence[torch.nn.Parameter]) -> to
     return torch.optim.AdamW(parameters, fused=parameters[0].device.type == "cuda", **options)
 
 
+def update_average(average: dict[str, torch.Tensor], named: dict[str, torch.nn.Parameter], decay: float) -> None:
+    """Move an average towards the present parameters, on its device: decay * average + (1 - decay) * parameters."""
+    for key, parameter in named.items():
+        average[key].lerp_(parameter.detach().to(average[key].device), 1 - decay)
+
+
 def make_scaler(precision: str, device: torch.device) -> torch.amp.GradScaler:
     """Return the loss scaler, active for fp16 only.
 

@@ -173,7 +173,7 @@ class TrainableWeights:
 
     @property
     def large(self) -> bool:
-        """True if a second copy of the weights has no room on their device: one of more than KEPT bytes."""
+        """True if a copy of the weights takes more than KEPT bytes: room on the device, and time to bring it there."""
         return sum(parameter.nbytes for parameter in self.named.values()) > KEPT
 
     def save(self, folder: Path) -> str:

@@ -26,9 +26,10 @@ from flowgrpo.policies.options import require_memory
 from flowgrpo.policies.pipelines.conditioning import PromptCache
 from flowgrpo.policies.pipelines.load import load_pipeline
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
-from flowgrpo.policies.weights import memory_options
+from flowgrpo.policies.weights import memory_options, trainable
 from flowgrpo.policies.weights.compiled import compile_blocks
 from flowgrpo.policies.weights.lora_files import LORA_FILE
+from flowgrpo.policies.weights.trainable import TrainableWeights
 from flowgrpo.run import run
 from flowgrpo.samplers.grids import shifted
 from flowgrpo.samplers.kernels import FlowSDE
@@ -413,11 +414,12 @@ def seeded():
 # --- reference predictions -----------------------------------------------------------------------------------------
 
 
-def epoch_of(again: bool):
-    """(weights, evaluations of the update, KL) of an epoch of two passes with a KL; `again`: nothing is kept."""
-    trainer = tiny.trainer(train__inner_epochs=2, train__lr=1e-2, parts={"kl": {"type": "GaussianKL", "weight": 1.0}})
-    tiny.stir(trainer.policy)
-    assert trainer.kl_reference.keep
+def epoch_of(again: bool, passes: int = 2, **options):
+    """(weights, evaluations of the update, KL) of an epoch of some passes with a KL; `again`: nothing is kept."""
+    trainer = tiny.trainer(train__inner_epochs=passes, train__lr=1e-2,
+                           parts={"kl": {"type": "GaussianKL", "weight": 1.0}}, **options)
+    tiny.stir(trainer.policy, 0.01 if "adapter__rank" in options else 0.1)
+    assert trainer.kl_reference.keep == (passes > 1)
     trainer.kl_reference.keep = not again
     spent, learn = [], trainer.learn
 
@@ -436,6 +438,22 @@ def test_reference_predictions_are_computed_once_for_all_inner_epochs():
     assert all(torch.equal(kept[key], again[key]) for key in kept) and kl == same > 0
     unit = many // 5  # the first ratio's look, and in either pass the policy's forward and the reference's
     assert many == 5 * unit and few == 4 * unit
+
+
+def test_a_large_reference_is_put_in_place_once_per_epoch(monkeypatch):
+    entered, swapped = [], TrainableWeights.swapped
+
+    def counted(self, values):
+        entered.append(len(values))
+        return swapped(self, values)
+
+    monkeypatch.setattr(TrainableWeights, "swapped", counted)
+    few, count = epoch_of(False, 1, adapter__rank=0), len(entered)
+    monkeypatch.setattr(trainable, "KEPT", 1000)
+    once = epoch_of(False, 1, adapter__rank=0)
+    assert count == 2 and len(entered) - count == 1  # of two parts
+    assert all(torch.equal(value, once[0][key]) for key, value in few[0].items()) and few[1:] == once[1:] and few[2] > 0
+
 
 
 # --- other kinds of LoRA -------------------------------------------------------------------------------------------
