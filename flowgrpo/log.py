@@ -54,22 +54,20 @@ def silence() -> None:
 class PhaseTimer:
     """Seconds per phase of an epoch: `with clock("rollout"): ...`.
 
-    In a process that uses CUDA these are seconds between two events of the GPU, its waits for the host included.
-    Elsewhere they are the host's.
-    phase: the last one that began.
+    gpu: they are seconds between two events of this process's CUDA device, its waits for the host included, in place of
+    the host's. phase: the last one that began.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, gpu: bool = False) -> None:
+        self.gpu = gpu
         self.seconds: dict[str, float] = defaultdict(float)
         self.phase = ""
         self._spans: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
-        from flowgrpo.device import current_gpu
-
         self.phase = phase
-        begun = None if current_gpu() is None else _recorded()
+        begun = _recorded() if self.gpu else None
         start = time.perf_counter()
         try:
             yield

@@ -123,7 +123,7 @@ def _train(ready: Ready, loaded: Any, listed: str | None) -> dict[str, Any]:
     if ready.last:
         state.restore(trainer, ready.last)
     trial.require(trainer, ready.measured)
-    if policy.modality != "text" and trainer.processes.first and (line := substituted(config, trainer.method)):
+    if trainer.processes.first and (line := substituted(config, trainer.method)):
         print(line, flush=True)
     if policy.modality != "text" and trainer.processes.first:
         texts = [prompt.text for side in ready.split for prompt in side]

@@ -66,7 +66,8 @@ class Trainer:
         self.processes.turns = policy.turns
         self.geometry = geometry(config.train, self.processes.count)
         self.scoring = Scoring(train_rewards, config.rewards, self.geometry.group, self.processes)
-        self.clock, self.stop, self.hints = PhaseTimer(), Stop(), RewardHints(self.method.credit.advantage)
+        self.clock, self.stop = PhaseTimer(policy.device.type == "cuda"), Stop()
+        self.hints = RewardHints(self.method.credit.advantage)
         self.throughput = Throughput(config, policy, self.processes)
         self.say: Callable[[str], None] = print
         self.rollouts = make_rollouts(config, policy, self.method, self.geometry, self.processes, self.clock,

@@ -146,6 +146,10 @@ class Completion(str):
         self.tokens = tokens
         return self
 
+    def __getnewargs__(self) -> tuple[str, int]:
+        """Return the arguments with which a copy is made."""
+        return str(self), self.tokens
+
 
 @dataclass(frozen=True, eq=False)
 class Completions:

@@ -321,7 +321,7 @@ def test_best_and_worst_are_trained_and_the_others_cost_nothing():
 
 
 def test_the_transitions_that_are_kept_are_the_ones_that_were_chosen():
-    trainer = tiny.trainer(method="flow_grpo", parts__selection={"type": "BestWorst", "n": 2})
+    trainer = tiny.trainer(method="flow_grpo+grpo_guard", parts__selection={"type": "BestWorst", "n": 2})
     parts, conditioning, grouped = trainer.sample(trainer.prompts[:2])
     all_of_them, advantage = parts[1], trainer.method.credit.advantage(grouped, [1.0])[1]
     [_, kept] = trainer.credit(parts, grouped, conditioning.prompts)

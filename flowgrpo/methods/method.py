@@ -140,14 +140,18 @@ class Method:
         silent = isinstance(self.denoising.plan, plans.NoSteps)
         return (self.having(kernel=kernels.DDIM(0.0)) if silent else self)._on_vp(given)
 
-    def _on_vp(self, given: Collection[str]) -> Method:
+    def of_flows_alone(self) -> list[str]:
+        """Return the names of the parts that a variance-preserving process cannot have."""
         denoising, step_weight = self.denoising, self.loss.step_weight
         takes = {"kernel": type(denoising.kernel) in (*_FORMS, *_FORMS.values()),
                  "solver": isinstance(denoising.solver, solvers.Euler),
                  "tail": denoising.tail == 1, "strides": max(denoising.strides) == 1,
                  # 1 / (grid[i] - grid[i+1]) is negative on alpha-bars, which are no sigmas
                  "step_weight": not isinstance(step_weight, (objectives.InverseDelta, objectives.Sigma))}
-        wrong = [name for name, fits in takes.items() if not fits]
+        return [name for name, fits in takes.items() if not fits]
+
+    def _on_vp(self, given: Collection[str]) -> Method:
+        wrong = self.of_flows_alone()
         if refused := [name for name in wrong if name in given]:
             parts = self.parts()
             got = ", ".join(f"{name} {parts[name]}" for name in refused)

@@ -10,7 +10,7 @@ from flowgrpo.config.schema import Config
 from flowgrpo.errors import UserError
 from flowgrpo.gaussian import log_prob
 from flowgrpo.methods import reads
-from flowgrpo.methods.method import FOR_VP, OF_TEXT, Method
+from flowgrpo.methods.method import OF_TEXT, Method
 from flowgrpo.methods.overlay import overlays, preset, with_parts
 from flowgrpo.methods.targets import NoisedFinals, RecordedPairs, RewardGradient
 from flowgrpo.samplers import plans
@@ -46,9 +46,11 @@ def resolve(config: Config, process: str = "flow") -> Method:
 
 def substituted(config: Config, method: Method) -> str | None:
     """Return a line on the parts that a variance-preserving process has in place of the requested ones, or None."""
-    requested = with_parts(preset(config.method), config.parts).parts()
-    changes = [f"{name} {requested[name]} -> {part}" for name, part in method.parts().items()
-               if name in FOR_VP and name not in config.parts and part != requested.get(name, part)]
+    if method.for_tokens or method.of_flows_alone():  # it stayed as it was
+        return None
+    requested = with_parts(preset(config.method), config.parts)
+    before, after = requested.parts(), method.parts()
+    changes = [f"{name} {before[name]} -> {after[name]}" for name in requested.of_flows_alone()]
     return f"the model is variance-preserving: {', '.join(changes)}" if changes else None
 
 

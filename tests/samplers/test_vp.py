@@ -387,7 +387,7 @@ def test_what_a_user_sets_of_flows_alone_is_refused_with_its_cure(method, cure):
     assert with_parts(method, cures).on("vp", given=cures) == method.on("vp"), "what the method itself has is replaced"
 
 
-@pytest.mark.parametrize("name", ["mix_grpo_flash+grpo_guard", "granular_grpo", "flow_grpo", "dance_grpo", "tree_rpo"])
+@pytest.mark.parametrize("name", ["mix_grpo_flash+grpo_guard", "granular_grpo", "flow_grpo", "dance_grpo"])
 def test_a_method_of_flows_takes_ddim_and_says_so(name):
     settings = tiny.config(method=name, train__steps=11, train__group=16)
     method = resolve(settings, "vp")

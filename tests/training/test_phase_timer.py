@@ -37,10 +37,8 @@ def test_on_a_gpu_phases_take_the_seconds_between_its_events_and_wait_once(monke
         def elapsed_time(self, end: Event) -> float:
             return 1000 * (end.at - self.at)
 
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    clock = PhaseTimer()
+    clock = PhaseTimer(gpu=True)
     for phase, seconds in (("rollout", 1), ("decode", 2), ("rollout", 4)):
         with clock(phase):
             gpu[0] += seconds
