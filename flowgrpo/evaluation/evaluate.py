@@ -29,6 +29,7 @@ from flowgrpo.errors import UserError
 from flowgrpo.evaluation import checkpoints, draw, findings, held_out, images, measured, texts
 from flowgrpo.evaluation.ledger import BaseLedger, Place
 from flowgrpo.evaluation.pages import rlg_sweep
+from flowgrpo.evaluation.pages.before_after import means_of
 from flowgrpo.evaluation.pages.grid import Row, draw_grid
 from flowgrpo.evaluation.pass_at_k import tries, verdicts
 from flowgrpo.evaluation.plan import BASE, TUNED, Medium, Plan, digest
@@ -171,7 +172,8 @@ def _make(plan: Plan, suite: Suite, functions: dict[str, Any], ledger: BaseLedge
                     places = missing[first:first + batch]
                     drawn = hand.draw(arm, [suite.cases[place.prompt].prompt for place in places], places)
                     for place, sample in zip(places, drawn):
-                        ledger.save(place, sample)
+                        prompt = suite.cases[place.prompt].prompt
+                        ledger.save(place, sample, hand.facts(arm, prompt, place, sample))
                 with contextlib.nullcontext() if part else exchange.brief():
                     failed += _score(some, suite, functions, ledger, known, plan.unchanged)
                 bar.update(len(some))
@@ -251,4 +253,4 @@ def _page(plan: Plan, suite: Suite, scores: dict[str, dict[str, np.ndarray]], le
     rows = [Row(suite.cases[i].prompt.text, [ledger.load(Place(arm, i, 0)) for arm in plan.arms],
                 [{name: float(values[i, 0]) for name, values in scores[arm].items()} for arm in plan.arms])
             for i in measured.evenly(len(suite.cases), SHOWN)]
-    draw_grid(ledger.folder / "grid.png", list(plan.arms), rows)
+    draw_grid(ledger.folder / "grid.png", list(plan.arms), rows, means_of([scores[arm] for arm in plan.arms]))
