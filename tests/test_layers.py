@@ -35,7 +35,7 @@ LAYERS = [
     ("export",),
     ("training",),
     ("train",),
-    ("run",),
+    ("dry_run", "run"),
     ("__init__",),
     ("cli",),
     ("__main__",),
