@@ -73,7 +73,7 @@ def _options(config: Config, above: list[str]) -> Iterator[tuple[str, Any]]:
         if name == "train.micro_batch":
             smaller = (rows for rows in range(value // 2, 0, -1) if config.train.group % rows == 0)
             yield from ((name, rows) for rows in list(smaller)[:1])
-        elif value == old:
+        elif value == old or name == "train.checkpointing" and value < new:  # a share of the blocks
             yield name, new
 
 
