@@ -54,12 +54,12 @@ def silence() -> None:
 class PhaseTimer:
     """Seconds per phase of an epoch: `with clock("rollout"): ...`.
 
-    gpu: they are seconds between two events of this process's CUDA device, its waits for the host included, in place of
+    events: they are seconds between two events of this process's CUDA device, its waits for the host included, in place of
     the host's. phase: the last one that began.
     """
 
-    def __init__(self, gpu: bool = False) -> None:
-        self.gpu = gpu
+    def __init__(self, events: bool = False) -> None:
+        self.events = events
         self.seconds: dict[str, float] = defaultdict(float)
         self.phase = ""
         self._spans: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
@@ -67,7 +67,7 @@ class PhaseTimer:
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
         self.phase = phase
-        begun = _recorded() if self.gpu else None
+        begun = _recorded() if self.events else None
         start = time.perf_counter()
         try:
             yield

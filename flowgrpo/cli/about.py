@@ -19,12 +19,13 @@ IN_GIB = ("weights", "memory", "memory_parts")  # keys of a `check` report that 
 
 @app.command()
 def check(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="starter, a local directory, a hub id, or the name of a "
-                                         "pipeline's or language model's class, for a tiny random instance.")],
+    model: Annotated[str | None, typer.Argument(
+        metavar="MODEL", show_default=False, help="starter, a local directory, a hub id, or the name of a pipeline's "
+        "or language model's class, for a tiny random instance. With --gpu: the recipe's model unless given.")] = None,
     recipe: Annotated[str | None, typer.Option(help="A YAML recipe, for its adapter, precision and memory.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; without it cuda where it is there.")] = None,
-    gpu: Annotated[str | None, typer.Option(help="A100, H100, H200, B200, RTX4090 or RTX5090: predict memory and seconds "
-                                            "of the recipe's epoch on it, from configuration files alone.")] = None,
+    gpu: Annotated[str | None, typer.Option(help="A100, H100, H200, B200, 4090 or 5090: predict memory and seconds of "
+                                            "the recipe's epoch on it, from configuration files alone.")] = None,
     processes: Annotated[int, typer.Option(min=1, help="With --gpu: processes that share an epoch's prompts.")] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -34,8 +35,12 @@ def check(
     from flowgrpo.config import parse
 
     if gpu is not None:
-        _predict(model, recipe, gpu, processes, as_json)
+        from flowgrpo.cli.dry_run import predict
+
+        predict(model, recipe, gpu, processes, as_json)
         return
+    if model is None:
+        raise UserError("flowgrpo check needs a MODEL; with --recipe and --gpu it takes the recipe's")
     result = report(model, parse.load(recipe) if recipe else None, device)
     if as_json:
         typer.echo(json.dumps(result, indent=2, default=str))
@@ -47,37 +52,6 @@ def check(
         for key, value in lines:
             typer.echo(f"{key:<{width}}  {value}")
     if not result["drivable"]:
-        raise typer.Exit(2)
-
-
-def _predict(model: str, recipe: str | None, gpu: str, processes: int, as_json: bool) -> None:
-    """Print a dry run of the recipe's epoch; exit code 2 if it does not fit."""
-    from dataclasses import asdict
-
-    from flowgrpo.config import parse
-    from flowgrpo.dry_run import estimate
-    from flowgrpo.dry_run.gpus import GIB, named
-
-    if recipe is None:
-        raise UserError("--gpu predicts an epoch of a recipe: name it by --recipe")
-    config = parse.load(recipe)
-    config = config.model_copy(update={"model": model} | ({"precision": "bf16"} if config.precision == "auto" else {}))
-    room = named(gpu).room / GIB
-    phases = estimate.dry_run(config, gpu, processes)
-    whole = sum(phase.seconds for phase in phases.values())
-    if as_json:
-        typer.echo(json.dumps({name: asdict(phase) for name, phase in phases.items()}, indent=2))
-    else:
-        rows = [[name, f"{phase.peak:.1f}", f"{phase.tflops:,.0f}", f"{phase.seconds:.1f}",
-                 f"{phase.seconds / whole:.0%}", f"{phase.kernels:,}", f"{sum(phase.waits.values()):,}"]
-                for name, phase in phases.items()]
-        print_table(["phase", "peak, GiB", "TFLOP", "seconds", "share", "kernels", "waits"], rows)
-        typer.echo(f"{whole:.0f} s an epoch if every kernel is at its roofline; {room:.1f} GiB can be allocated")
-    if not estimate.fits(phases, gpu):
-        worst = max(phases, key=lambda name: phases[name].peak)
-        typer.echo(f"it does not fit: {worst} needs {phases[worst].peak:.1f} GiB of {room:.1f}; try a smaller "
-                   "train.micro_batch, train.checkpointing: true, memory.encoders: cpu, memory.states: cpu or "
-                   "memory.weights: nf4")
         raise typer.Exit(2)
 
 

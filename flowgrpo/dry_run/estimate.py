@@ -1,100 +1,171 @@
-"""Dry run of an epoch: the run's own trainer on a pretended GPU, and what it says by phase."""
+"""Dry run of an epoch: the run's own trainer on a pretended GPU, and what it counts by phase.
+
+`dry_run` is the whole; `peak_bytes` says what has to fit a GPU, and `fit.py` finds settings that do.
+"""
 
 from __future__ import annotations
 
 import random
+import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 
-from flowgrpo.check.memory import tensor_bytes
 from flowgrpo.config.geometry import geometry, prompts_per_part
 from flowgrpo.config.schema import Config
 from flowgrpo.data.prompts import Prompt
-from flowgrpo.device import DTYPES
-from flowgrpo.dry_run import from_configs
-from flowgrpo.dry_run.gpus import GIB, named
-from flowgrpo.dry_run.meta_gpu import META, MetaGPU
+from flowgrpo.device import AUTO, DTYPES
+from flowgrpo.dry_run import from_configs, weights
+from flowgrpo.dry_run.gpus import GIB, GPU, GPUS
+from flowgrpo.dry_run.meta_gpu import META, MetaGPU, Phase
+from flowgrpo.dry_run.repeats import Repeats
+from flowgrpo.dry_run.reward_models import reward_bytes
 from flowgrpo.errors import UserError
 from flowgrpo.log import PhaseTimer
-from flowgrpo.policies.build import make_policy
+from flowgrpo.policies.build import PIPELINE, kind, make_policy
 from flowgrpo.train import Trainer
 
-PHASES = ("encode", "rollout", "decode", "update")
+ORDER = ("encode", "preview", "rollout", "decode", "base", "reward", "update")
+OPTIMIZER = "optimizer"  # a part of the update, which more prompts do not make longer
 PROMPT = "a lighthouse at dusk, two owls on a branch, and a sign that says open"
-STORED = {"full": 1.0, "int8": 0.51, "nf4": 0.28}  # bytes of a weight, as a share of two
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Estimate of a phase, for one process and a whole epoch.
+    """Counts of an epoch on one process.
 
-    peak: GiB that are allocated at most. tflops: FLOPs in 10^12. seconds: of the roofline. kernels: launched.
-    waits: times that the host waits for the GPU, by its reason.
+    phases: by name, in the order of an epoch. rewards: bytes of the reward models, which are not in the phases.
+    steps: denoising steps of the rollouts that were run. replays: micro-batches that were replayed with a backward.
+    step_waits, replay_waits: how often the host waits for the GPU in each of them, by reason; once per call is not.
     """
 
-    peak: float
-    tflops: float
-    seconds: float
-    kernels: int
-    waits: dict[str, int]
+    phases: dict[str, Phase]
+    rewards: float
+    step_waits: dict[str, float] = field(default_factory=dict)
+    replay_waits: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def peak(self) -> float:
+        """Bytes of tensors that are in use at most, reward models included."""
+        return self.rewards + max(phase.allocated for phase in self.phases.values())
+
+    def above(self, room: float) -> list[str]:
+        """Return the phases that need more than `room` bytes."""
+        return [name for name, phase in self.phases.items() if self.rewards + phase.allocated > room]
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of the epoch, if every kernel is at its roofline."""
+        return sum(phase.seconds for phase in self.phases.values())
 
 
-class Phases(PhaseTimer):
-    """Clock of a trainer that tells the pretended GPU which phase it is in; held: bytes when a phase first began."""
+class _Phases(PhaseTimer):
+    """Clock of a trainer that tells the pretended GPU which phase it is in; held: bytes when a phase first began.
 
-    def __init__(self, gpu: MetaGPU):
+    Text encoders leave before the phase after theirs, and not with its first call.
+    """
+
+    def __init__(self, gpu: MetaGPU, encoders: Any):
         super().__init__()
-        self.gpu, self.held = gpu, dict[str, int]()
+        self.gpu, self.encoders, self.held = gpu, encoders, dict[str, int]()
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
-        self.held.setdefault(phase, self.gpu.bytes)
+        if phase != "encode":
+            self.encoders.leave()
+        self.held.setdefault(phase, self.gpu.memory.in_use)
         with super().__call__(phase), self.gpu.during(phase):
             yield
 
 
-def dry_run(config: Config, gpu: str = "H100", processes: int = 1, pipe: Any = None) -> dict[str, Estimate]:
-    """Run an epoch of a pipeline's recipe on a pretended GPU; return estimates by phase.
+def peak_bytes(config: Config, pipe: Any = None, processes: int = 1) -> float:
+    """Return the bytes of tensors that an epoch of a recipe has in use at most on each GPU, reward models included.
 
-    processes: of the run, which share the epoch's prompts. pipe: a pipeline on the meta device; None: of the
-    configuration files of `config.model`. Fewer prompts than the epoch's are run, and the rest is extrapolated.
-    Raises UserError for what a dry run does not cover: all weights, DoRA, and trained text encoders.
+    Compare them with `GPU.room`, which leaves out CUDA's context. Arguments and errors are those of `dry_run`.
     """
-    _require_covered(config)
+    return dry_run(config, pipe=pipe, processes=processes).peak
+
+
+def dry_run(config: Config, gpu: GPU = GPUS["H100"], processes: int = 1, pipe: Any = None) -> Estimate:
+    """Run an epoch of a pipeline's recipe on a pretended GPU; return its counts.
+
+    processes: of the run, which share the epoch's prompts. pipe: a loaded pipeline on any device, which is not changed;
+    None: of the configuration of `config.model`. As few prompts are run as make the epoch's optimiser steps, and the
+    rest is extrapolated. The state is that of a later epoch: the optimiser has its moments.
+    Raises UserError for what a dry run does not cover.
+    """
+    config = _covered(config)
     shape = geometry(config.train, processes)
     few = min(shape.prompts, prompts_per_part(shape.group, shape.micro_batch) * config.train.updates)
-    short = config.model_copy(update={
-        "preferences": None, "train": config.train.model_copy(update={"prompts": few, "compile": False}),
-        "memory": config.memory.model_copy(update={"encoders": "keep", "weights": "full", "shard": False})})
-    meta = MetaGPU(named(gpu))
-    with meta.running():
-        pipe = pipe or from_configs.pipeline(config.model, DTYPES[config.precision])
-        policy: Any = make_policy(short, META, pipe)
-        prompts = [Prompt(f"{PROMPT} {number}") for number in range(few)]
-        trainer = Trainer(short, Accelerator(cpu=True), policy, {"any": _any}, (prompts, []))
-        trainer.clock = trainer.rollouts.clock = clock = Phases(meta)
-        trainer.first_ratio.found = 0.0  # there are no values to compare
-        trainer.run_epoch()
-    per_prompt = max(clock.held["update"] - clock.held["rollout"], 0) / few
-    absent = _absent(config, pipe, policy)
-    found = {}
-    for name in PHASES:
-        phase, times = meta.phases[name], shape.prompts / few
-        peak = phase.peak - absent["weights"] - (0 if name == "encode" else absent["encoders"])
-        peak += 0 if name == "encode" else (shape.prompts - few) * per_prompt
-        found[name] = Estimate(peak / GIB, phase.flops * times / 1e12, phase.seconds * times,
-                               round(phase.kernels * times), dict(phase.waits))
-    return found
+    meta = MetaGPU(gpu)
+    with tempfile.TemporaryDirectory() as folder, torch.random.fork_rng(devices=[]):
+        make = from_configs.pipeline
+        twin = make(config.model, DTYPES[config.precision]) if pipe is None else from_configs.like(pipe)
+        policy: Any = make_policy(_short(config, few), META, twin)
+        encoders = weights.hold(meta, policy, config.memory, processes)
+        calls = Repeats(meta, policy)
+        with meta.running():
+            trainer = _trainer(_short(config, few), policy, _picture(policy, Path(folder)))
+            clock = trainer.clock = trainer.rollouts.clock = _Phases(meta, encoders)
+            replay_waits = _counted_replays(trainer, meta)
+            trainer.run_epoch()
+    return Estimate(_extrapolated(meta, clock, shape.prompts, few), reward_bytes(config),
+                    _each(calls.step_waits, calls.steps), _each(replay_waits, calls.replays))
 
 
-def fits(estimates: dict[str, Estimate], gpu: str) -> bool:
-    """Return True if every phase's peak fits the GPU."""
-    return all(estimate.peak * GIB <= named(gpu).room for estimate in estimates.values())
+def _covered(config: Config) -> Config:
+    """Return the recipe with a precision. Raises UserError for what a dry run does not cover."""
+    if config.precision == AUTO:
+        config = config.model_copy(update={"precision": "bf16"})
+    wrong = {"language models": kind(config) != PIPELINE, "adapter.rank: 0": not config.adapter.rank,
+             "adapter.dora": config.adapter.dora, "trained text encoders": "adapted" in config.parts,
+             "train.pack": config.train.pack, "recorded pairs (preferences)": config.preferences is not None,
+             "precision: fp16 (say bf16)": config.precision == "fp16"}
+    for name in (name for name, applies in wrong.items() if applies):
+        raise UserError(f"a dry run does not cover {name}: leave --gpu out")
+    return config
+
+
+def _short(config: Config, prompts: int) -> Config:
+    """Return the recipe as it is run, with fewer prompts and without what needs values or several processes."""
+    train = {"prompts": prompts, "compile": False, "optimizer": "adamw"}
+    parts = config.parts
+    if "preview" in parts:  # its quantised copies need values
+        parts = parts | {"preview": parts["preview"] | {"precision": "full"}}
+    memory = config.memory.model_copy(update={"shard": False})
+    return config.model_copy(update={"train": config.train.model_copy(update=train), "parts": parts, "cache": None,
+                                     "memory": memory})
+
+
+def _picture(policy: Any, folder: Path) -> str | None:
+    """Write a picture of the call's size, for a pipeline that takes one; return its file."""
+    if "image" not in policy.accepts:
+        return None
+    from PIL import Image
+
+    file = folder / "picture.png"
+    Image.new("RGB", (policy.call.get("width", 512), policy.call.get("height", 512))).save(file)
+    return str(file)
+
+
+def _trainer(config: Config, policy: Any, image: str | None) -> Trainer:
+    """Return a trainer in the state of a later epoch: other prompts than its first, and the optimiser's moments."""
+    first, *later = (Prompt(f"{PROMPT} {number}", image=image) for number in range(config.train.prompts + 1))
+    alone: Any = SimpleNamespace(process_index=0, num_processes=1, device=torch.device("cpu"), is_main_process=True)
+    trainer = Trainer(config, alone, policy, {name: _any for name in config.trained}, ([first, *later[1:]], []))
+    trainer.prompts = later
+    trainer.keys = [prompt.key for prompt in later]
+    for parameter in policy.weights.parameters():
+        parameter.grad = torch.empty_like(parameter)
+    trainer.optimizer.step()
+    trainer.first_ratio.found = 0.0  # there are no values to compare
+    return trainer
 
 
 def _any(images: torch.Tensor, prompts: list[str]) -> list[float]:
@@ -103,21 +174,48 @@ def _any(images: torch.Tensor, prompts: list[str]) -> list[float]:
     return [drawn.random() for _ in prompts]
 
 
-def _absent(config: Config, pipe: Any, policy: Any) -> dict[str, float]:
-    """Return the bytes that the run does not hold and the dry run does: of quantised weights, and of text encoders
-    outside of the encoding."""
-    frozen = sum(tensor_bytes(each for key, each in module.named_parameters() if "lora_" not in key)
-                 for module in policy.denoisers.values())
-    encoders = [part for name, part in pipe.components.items()
-                if name.startswith("text_encoder") and isinstance(part, torch.nn.Module)]
-    away = config.memory.encoders != "keep"
-    return {"weights": frozen * (1 - STORED[config.memory.weights]),
-            "encoders": sum(tensor_bytes(part.parameters()) for part in encoders) if away else 0}
+def _counted_replays(trainer: Trainer, meta: MetaGPU) -> Counter[str]:
+    """Count what makes the host wait while parts are replayed; the counts fill in while the trainer runs.
+
+    Optimiser steps are counted as a phase of their own.
+    """
+    waits, backward, step = Counter[str](), trainer.backward, trainer.step_optimizer
+
+    def counted(*args: Any) -> None:
+        with meta.measured() as work:
+            backward(*args)
+        waits.update(work.waits)
+
+    def stepped(*args: Any) -> None:
+        with meta.during(OPTIMIZER):
+            step(*args)
+
+    observed: Any = trainer
+    observed.backward, observed.step_optimizer = counted, stepped
+    return waits
 
 
-def _require_covered(config: Config) -> None:
-    wrong = {"adapter.rank: 0": not config.adapter.rank, "adapter.dora": config.adapter.dora,
-             "adapter.encoder_targets with trained text encoders": "adapted" in config.parts,
-             "precision: auto or fp16 (say bf16)": config.precision not in ("bf16", "fp32")}
-    for name in (name for name, found in wrong.items() if found):
-        raise UserError(f"a dry run does not cover {name}")
+def _each(waits: Counter[str], times: int) -> dict[str, float]:
+    """Return the counts of a single one of `times`, without what happens less often than each time."""
+    return {reason: count / times for reason, count in waits.items() if count >= times > 0}
+
+
+def _extrapolated(meta: MetaGPU, clock: _Phases, prompts: int, few: int) -> dict[str, Phase]:
+    """Return the phases of an epoch of `prompts`, of which `few` were run with all optimiser steps."""
+    times, phases = prompts / few, {}
+    states = max(clock.held.get("update", 0) - clock.held["encode"], 0) / few * (prompts - few)
+    for name in (name for name in ORDER if name in meta.phases):
+        phase, more = meta.phases[name], meta.spare + (round(states) if name != "encode" else 0)
+        phases[name] = Phase(phase.allocated + more, phase.reserved + more, phase.flops * times,
+                             round(phase.kernels * times), phase.seconds * times,
+                             Counter({reason: round(count * times) for reason, count in phase.waits.items()}))
+    once, update = meta.phases[OPTIMIZER], phases["update"]
+    update.allocated = max(update.allocated, once.allocated + more)
+    update.reserved = max(update.reserved, once.reserved + more)
+    update.add(once)
+    return phases
+
+
+def gib(count: float) -> float:
+    """Return bytes as GiB."""
+    return count / GIB

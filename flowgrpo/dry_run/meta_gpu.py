@@ -1,7 +1,7 @@
 """Pretended GPU: tensors of torch's device "meta" have the shapes of a GPU's tensors, and no values.
 
-`MetaGPU` sees every operation on them. By phase it counts the peak of the bytes alive, FLOPs, kernels, the seconds of a
-roofline, and what makes the host wait: values that it reads, and copies that block. What it reads is 0, 1 or True.
+`MetaGPU` sees every operation on them. By phase it counts bytes, FLOPs, kernels, the seconds of a roofline, and what
+makes the host wait: values that it reads, and copies that block. A value that is unknown reads as 0, 1 or True.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import contextlib
 import sys
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,27 +21,38 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from flowgrpo import device
-from flowgrpo.dry_run.gpus import GPU
+from flowgrpo.dry_run.allocator import Allocator, Block
+from flowgrpo.dry_run.attention import fused
+from flowgrpo.dry_run.gpus import BUS, GPU
+from flowgrpo.dry_run.host_values import HostValues
 
 META = torch.device("meta")
-BLOCK = 512  # bytes to which CUDA's allocator rounds
-SMALL = 2**26  # bytes of a copy to the host that is filled with zeros; a larger one is left as it comes
+FILLED = 2**26  # bytes of a copy to the host that is filled with zeros; a larger one is left as it comes
 # Operations that start no kernel.
 FREE = frozenset("""view _unsafe_view t transpose permute expand slice select unsqueeze squeeze split unbind
     split_with_sizes alias detach as_strided _reshape_alias unsafe_split chunk view_as_real view_as_complex narrow
     diagonal lift_fresh empty empty_like empty_strided new_empty new_empty_strided is_pinned squeeze_ unsqueeze_ set_
-    resize_ _conj detach_ _to_copy_view""".split())
+    resize_ _conj detach_ unfold""".split())
 
 
 @dataclass
 class Phase:
-    """Counts of a phase: bytes at the peak, FLOPs, kernels, seconds of the roofline, reasons for the host to wait."""
+    """Counts of a phase: bytes in use and reserved at the peak, FLOPs, kernels, seconds of the roofline, and how often
+    the host waits, by reason."""
 
-    peak: int = 0
+    allocated: int = 0
+    reserved: int = 0
     flops: float = 0.0
     kernels: int = 0
     seconds: float = 0.0
     waits: Counter[str] = field(default_factory=Counter)
+
+    def add(self, other: Phase) -> None:
+        """Add the counts of a piece of work, whose bytes are above those in use before it."""
+        self.flops += other.flops
+        self.kernels += other.kernels
+        self.seconds += other.seconds
+        self.waits.update(other.waits)
 
 
 class MetaGPU(TorchDispatchMode):
@@ -49,29 +60,54 @@ class MetaGPU(TorchDispatchMode):
 
     def __init__(self, gpu: GPU):
         super().__init__()
-        self.gpu, self.alive, self.bytes = gpu, dict[int, int](), 0
+        self.gpu, self.memory, self.values = gpu, Allocator(), HostValues()
+        self._alive: dict[int, Block] = {}
         self.phases: dict[str, Phase] = defaultdict(Phase)
+        self.spare = 0  # bytes that are needed at times, beside what is counted
         self.phase = self.phases["setup"]
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """Context manager: count; attention is the fused kernel of a GPU."""
-        F.scaled_dot_product_attention, fused = _attention, F.scaled_dot_product_attention
+        F.scaled_dot_product_attention, before = fused, F.scaled_dot_product_attention
         try:
             with torch.autograd.set_multithreading_enabled(False), self:
                 yield
         finally:
-            F.scaled_dot_product_attention = fused
+            F.scaled_dot_product_attention = before
 
     @contextlib.contextmanager
     def during(self, name: str) -> Iterator[None]:
         """Context manager: count for the phase `name`."""
         before, self.phase = self.phase, self.phases[name]
-        self.phase.peak = max(self.phase.peak, self.bytes)
+        self._peak()
         try:
             yield
         finally:
             self.phase = before
+
+    @contextlib.contextmanager
+    def measured(self, since: int | None = None) -> Iterator[Phase]:
+        """Context manager: counts of the work inside, which are the phase's too.
+
+        since: bytes in use before the work, of which its own bytes are counted; None: those at the beginning.
+        """
+        before, work = self.phase, Phase()
+        base = self.memory.in_use if since is None else since
+        self.phase = work
+        try:
+            yield work
+        finally:
+            self.phase = before
+            before.add(work)
+            before.allocated = max(before.allocated, work.allocated)
+            before.reserved = max(before.reserved, work.reserved)
+            work.allocated = max(work.allocated - base, 0)
+
+    def repeat(self, work: Phase) -> None:
+        """Count once more what `measured` counted."""
+        self.phase.add(work)
+        self._peak(work.allocated)
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -80,32 +116,45 @@ class MetaGPU(TorchDispatchMode):
         if not inputs and (made is None or torch.device(made) != META):
             return function(*args, **kwargs)
         name = function._schema.name.partition("::")[2]
-        if name in _READS:
-            self.phase.waits[f"{name}: {_caller()}"] += 1
-            return _READS[name](args[0], *args[1:])
+        if name in ("_local_scalar_dense", "is_nonzero", "equal", "nonzero"):
+            return self._read(function, name, args)
+        if name in ("index", "index_put", "index_put_"):
+            args = self._without_masks(name, args)
         if name in ("_to_copy", "copy_") and (copied := self._copied(name, args, kwargs)) is not None:
             return copied
         result = function(*args, **kwargs)
         outputs = [value for value in tree_leaves(result) if _on_meta(value)]
-        for tensor in outputs:
-            self._hold(tensor)
+        self.hold(outputs)
         if name not in FREE:
             self._launch(function, name, inputs, outputs, result, args, kwargs)
+            self.values.follow(function, name, inputs, outputs, args, kwargs)
         return result
 
-    def _hold(self, tensor: torch.Tensor) -> None:
-        """Count the storage of a tensor for as long as it lives."""
-        storage = tensor.untyped_storage()
-        key = storage._cdata
-        if key in self.alive:
-            return
-        self.alive[key] = size = -(-storage.nbytes() // BLOCK) * BLOCK
-        self.bytes += size
-        weakref.finalize(storage, self._release, key)
-        self.phase.peak = max(self.phase.peak, self.bytes)
+    # --- memory ------------------------------------------------------------------------------------------------------
 
-    def _release(self, key: int) -> None:
-        self.bytes -= self.alive.pop(key, 0)
+    def hold(self, tensors: Iterable[torch.Tensor], share: float = 1.0) -> None:
+        """Count the storages of tensors for as long as they live; share: of their bytes that are stored."""
+        for storage in (tensor.untyped_storage() for tensor in tensors):
+            if storage._cdata not in self._alive:
+                self._alive[storage._cdata] = self.memory.take(round(storage.nbytes() * share))
+                weakref.finalize(storage, self._gone, storage._cdata)
+        self._peak()
+
+    def drop(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Count the storages of tensors no more: they are on the host."""
+        for tensor in tensors:
+            self._gone(tensor.untyped_storage()._cdata)
+
+    def _gone(self, key: int) -> None:
+        block = self._alive.pop(key, None)
+        if block is not None:
+            self.memory.give(block)
+
+    def _peak(self, more: int = 0) -> None:
+        self.phase.allocated = max(self.phase.allocated, self.memory.in_use + more)
+        self.phase.reserved = max(self.phase.reserved, self.memory.reserved, self.phase.allocated)
+
+    # --- time --------------------------------------------------------------------------------------------------------
 
     def _launch(self, function: Any, name: str, inputs: list[torch.Tensor], outputs: list[torch.Tensor], result: Any,
                 args: Any, kwargs: Any) -> None:
@@ -113,24 +162,71 @@ class MetaGPU(TorchDispatchMode):
         traffic = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         count = flop_registry.get(function._overloadpacket)
         flops = float(count(*args, **kwargs, out_val=result)) if count else 0.0
-        half = not any(tensor.dtype in (torch.float32, torch.float64) for tensor in inputs)
+        half = bool(outputs) and outputs[0].element_size() < 4
         self.phase.flops += flops
         self.phase.kernels += 1
         self.phase.seconds += self.gpu.seconds(flops, traffic, half, "attention" in name)
+
+    def bus(self, count: int) -> None:
+        """Count the seconds of a copy of so many bytes between host and GPU."""
+        self.phase.seconds += count / BUS
+
+    # --- what the host waits for -------------------------------------------------------------------------------------
+
+    def _wait(self, reason: str) -> None:
+        self.phase.waits[f"{reason}: {_caller()}"] += 1
+
+    def _read(self, function: Any, name: str, args: Any) -> Any:
+        """Return a value that the host reads, or the places that are not zero, which it counts."""
+        self._wait({"_local_scalar_dense": "item", "is_nonzero": "bool"}.get(name, name))
+        known = [self.values.of(value) if _on_meta(value) else value for value in args]
+        if all(value is not None for value in known):
+            value = function(*known)
+            return value.to(META) if torch.is_tensor(value) else value
+        tensor = args[0]
+        if name == "nonzero":
+            return torch.empty(tensor.numel(), tensor.ndim, dtype=torch.int64, device=META)
+        if name == "equal":
+            return tensor.shape == args[1].shape
+        return True if tensor.dtype == torch.bool or name == "is_nonzero" else 0.0 if tensor.is_floating_point() else 1
+
+    def _without_masks(self, name: str, args: Any) -> Any:
+        """Replace masks among the indices by the places that they select; unknown ones select everything."""
+        indices: list[Any] = []
+        for index in args[1]:
+            if _on_meta(index) and index.dtype == torch.bool:
+                self._wait("mask")
+                known = self.values.of(index)
+                places = (torch.ones(index.shape, dtype=torch.bool) if known is None else known).nonzero()
+                indices += [column.to(META) for column in places.unbind(1)]
+            else:
+                indices.append(index)
+        return args[0], indices, *args[2:]
 
     def _copied(self, name: str, args: Any, kwargs: Any) -> torch.Tensor | None:
         """Return the host's copy of a meta tensor; None for other copies. Copies that block are counted."""
         source = args[1] if name == "copy_" else args[0]
         place = args[0].device if name == "copy_" else torch.device(kwargs.get("device") or source.device)
-        if source.device == META and place.type == "cpu":
-            self.phase.waits[f"to the host: {_caller()}"] += 1
+        if source.device == place:
+            return None
+        self.bus(source.numel() * source.element_size())
+        if source.device == META:
+            self._wait("to the host")
             if name == "copy_":
                 return args[0]
-            dtype = kwargs.get("dtype") or source.dtype
-            make = torch.zeros if source.numel() * source.element_size() <= SMALL else torch.empty
-            return make(source.shape, dtype=dtype, device="cpu")
-        if source.device.type == "cpu" and place == META and source.numel() > 1 and not _queued():
-            self.phase.waits[f"from the host: {_caller()}"] += 1
+            known = self.values.of(source)
+            if known is not None:
+                return known.to(kwargs.get("dtype") or known.dtype, copy=True)
+            make = torch.zeros if source.numel() * source.element_size() <= FILLED else torch.empty
+            return make(source.shape, dtype=kwargs.get("dtype") or source.dtype, device="cpu")
+        if not _queued():
+            self._wait("from the host")
+        if name == "_to_copy" and source.numel() <= FILLED:
+            result = torch.empty_like(source, device=META, dtype=kwargs.get("dtype") or source.dtype)
+            self.hold([result])
+            self.values.set(result, source)
+            return result
+        self.values.forget(args[0]) if name == "copy_" else None
         return None
 
 
@@ -138,57 +234,22 @@ def _on_meta(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.device == META
 
 
-def _scalar(tensor: torch.Tensor, *_: Any) -> bool | int | float:
-    return True if tensor.dtype == torch.bool else 0.0 if tensor.is_floating_point() else 1
-
-
-# What the host reads of tensors.
-_READS: dict[str, Any] = {
-    "_local_scalar_dense": _scalar,
-    "is_nonzero": lambda tensor: True,
-    "equal": lambda tensor, other: tensor.shape == other.shape,
-    "nonzero": lambda tensor: torch.empty(tensor.numel(), tensor.ndim, dtype=torch.int64, device=META)}
+def _frames(first: int) -> Iterator[Any]:
+    frame = sys._getframe(first)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back  # type: ignore[assignment]  # None at the end
 
 
 def _caller() -> str:
     """Return the nearest line outside of torch that the operation came from."""
-    frame = sys._getframe(2)
-    while frame is not None:
+    for frame in _frames(2):
         file = frame.f_code.co_filename
-        if file != __file__ and "/torch/" not in file:
+        if "/dry_run/" not in file.replace("/tests/dry_run/", "/tests/") and "/torch/" not in file:
             return f"{'/'.join(file.split('/')[-2:])}:{frame.f_lineno}"
-        frame = frame.f_back  # type: ignore[assignment]  # None at the end
     return "unknown"
 
 
 def _queued() -> bool:
     """Return True within `device.queued`, whose copies to a GPU do not block."""
-    frame = sys._getframe(2)
-    for _ in range(8):
-        if frame is None:
-            return False
-        if frame.f_code is device.queued.__code__:
-            return True
-        frame = frame.f_back  # type: ignore[assignment]  # None at the end
-    return False
-
-
-def _attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = None,
-               dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False
-               ) -> torch.Tensor:
-    """Return attention by the kernel that a GPU would take: flash attention without a mask, else the efficient one."""
-    if query.device != META:
-        return torch._C._nn.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal,
-                                                         scale=scale, enable_gqa=enable_gqa)
-    if enable_gqa:
-        repeats = query.shape[-3] // key.shape[-3]
-        key, value = key.repeat_interleave(repeats, -3), value.repeat_interleave(repeats, -3)
-    operations: Any = torch.ops.aten
-    if attn_mask is None and query.dtype != torch.float32:
-        return operations._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, False,
-                                                              scale=scale)[0]
-    if attn_mask is not None:
-        mask = torch.zeros_like(attn_mask, dtype=query.dtype) if attn_mask.dtype == torch.bool else attn_mask
-        attn_mask = mask.to(query.dtype).expand(*query.shape[:-1], key.shape[-2])
-    return operations._scaled_dot_product_efficient_attention(query, key, value, attn_mask, torch.is_grad_enabled(),
-                                                              dropout_p, is_causal, scale=scale)[0]
+    return any(frame.f_code is device.queued.__code__ for frame, _ in zip(_frames(2), range(10)))

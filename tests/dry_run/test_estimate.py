@@ -1,4 +1,4 @@
-"""Dry runs of recipes: phases, extrapolation, and that the host never waits in the loop."""
+"""Dry runs of a tiny pipeline: phases, extrapolation, options of memory, and settings that fit."""
 
 from __future__ import annotations
 
@@ -7,57 +7,115 @@ import json
 import pytest
 import torch
 
-from flowgrpo.dry_run import estimate, from_configs
-from flowgrpo.dry_run.estimate import dry_run, fits
+from flowgrpo.cli import main
+from flowgrpo.dry_run import estimate, fit, from_configs
+from flowgrpo.dry_run.estimate import dry_run, peak_bytes
+from flowgrpo.dry_run.gpus import CONTEXT, GIB, GPU, GPUS, SPARE
+from flowgrpo.dry_run.repeats import Repeats
 from flowgrpo.errors import UserError
 from tests.helpers import tiny
 
 
 def config(folder, **options):
-    return tiny.config(folder, model=str(folder / "model"), precision="bf16", **options)
+    return tiny.config(folder, **{"model": str(folder / "model"), "precision": "bf16"} | options)
 
 
-@pytest.fixture
-def model(tmp_path):
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
     """A folder with the configuration files of a pipeline and without weights."""
-    tiny.sd3().save_pretrained(tmp_path / "model")
-    for file in (tmp_path / "model").rglob("*.safetensors"):
+    folder = tmp_path_factory.mktemp("dry")
+    tiny.sd3().save_pretrained(folder / "model")
+    for file in (folder / "model").rglob("*.safetensors"):
         file.unlink()
-    return tmp_path
+    return folder
 
 
-def test_a_pipeline_of_configuration_files_has_all_its_shapes(model):
-    made, real = from_configs.pipeline(str(model / "model"), torch.bfloat16), tiny.sd3()
+def gpu(room):
+    """An H100 on which tensors can take so many bytes."""
+    return GPU((room + CONTEXT) / (1 - SPARE) / GIB, 989, 67, 3.35)
+
+
+@pytest.mark.parametrize("of_files", [True, False])
+def test_a_pipeline_without_weights_has_all_shapes(model, of_files):
+    real = tiny.sd3().to(torch.bfloat16)
+    made = from_configs.pipeline(str(model / "model"), torch.bfloat16) if of_files else from_configs.like(real)
     for name in ("transformer", "vae", "text_encoder"):
         ours, theirs = (dict(getattr(pipe, name).named_parameters()) for pipe in (made, real))
         assert {key: value.shape for key, value in ours.items()} == {key: value.shape for key, value in theirs.items()}
         assert all(value.is_meta and value.dtype == torch.bfloat16 for value in ours.values())
+    assert made.scheduler.config.shift == 3.0 and not real.transformer.proj_out.weight.is_meta
 
 
 def test_phases_of_an_epoch(model):
-    found = dry_run(config(model), "RTX4090")
-    assert list(found) == list(estimate.PHASES) and fits(found, "RTX4090")
-    assert all(phase.peak > 0 and phase.kernels > 0 and phase.seconds > 0 for phase in found.values())
-    assert found["update"].tflops > 0 and found["rollout"].tflops > found["decode"].tflops * 0
+    counts = dry_run(config(model, method="mix_grpo"))
+    assert list(counts.phases) == ["encode", "rollout", "decode", "reward", "update"]
+    assert all(phase.reserved >= phase.allocated > 0 for phase in counts.phases.values())
+    assert counts.peak == max(phase.allocated for phase in counts.phases.values()) and not counts.rewards
+    assert counts.phases["update"].flops > 0 and counts.seconds > counts.phases["rollout"].seconds > 0
+    assert not counts.step_waits
+
+
+def test_repeated_calls_count_what_they_would(model, monkeypatch):
+    options = dict(method="flow_grpo", parts__kl__weight=0.1, train__guidance=2.0, train__micro_batch=2)
+    short = dry_run(config(model, **options))
+    monkeypatch.setattr(Repeats, "_once", lambda self, key, call: call())
+    monkeypatch.setattr(Repeats, "_backward", lambda self, backward: backward)
+    whole = dry_run(config(model, **options))
+    for name, phase in whole.phases.items():
+        assert short.phases[name].flops == phase.flops and short.phases[name].kernels == phase.kernels
+        assert short.phases[name].seconds == pytest.approx(phase.seconds) and short.phases[name].waits == phase.waits
+        assert short.phases[name].allocated == pytest.approx(phase.allocated, rel=0.01)
+    assert (short.step_waits, short.replay_waits) == (whole.step_waits, whole.replay_waits)
+
+
+def test_flops_of_a_rollout_are_those_of_its_evaluations(model):
+    """Twice the rows cost twice, and guidance doubles them; a replay costs its forward and at most two more."""
+    few, many, guided = (dry_run(config(model, method="flow_grpo", parts__kl__weight=0.0, train__group=group,
+                                        train__guidance=guidance)).phases
+                         for group, guidance in ((4, 1.0), (8, 1.0), (4, 2.0)))
+    assert many["rollout"].flops == 2 * few["rollout"].flops and guided["rollout"].flops == 2 * few["rollout"].flops
+    assert many["decode"].flops == 2 * few["decode"].flops == 2 * guided["decode"].flops
+    trained = few["rollout"].flops * 5 / 6  # all steps but the last
+    assert 2 * trained < few["update"].flops < 3 * trained
 
 
 def test_more_prompts_cost_in_proportion(model):
-    few, many = (dry_run(config(model, train__prompts=count), "H100") for count in (4, 8))
+    few, many = (dry_run(config(model, train__prompts=count)).phases for count in (4, 8))
     for name in ("rollout", "update"):
-        assert many[name].tflops == pytest.approx(2 * few[name].tflops, rel=0.02)
-    half = dry_run(config(model, train__prompts=8), "H100", processes=2)
-    assert half["rollout"].tflops == pytest.approx(few["rollout"].tflops, rel=0.02)
+        assert many[name].flops == pytest.approx(2 * few[name].flops, rel=0.02)
+    assert many["update"].allocated > few["update"].allocated  # their states
+    half = dry_run(config(model, train__prompts=8), processes=2).phases
+    assert half["rollout"].flops == few["rollout"].flops
 
 
-def test_the_host_waits_for_nothing_in_rollout_and_replay(model):
-    found = dry_run(config(model, method="mix_grpo"), "H100")
-    assert found["rollout"].waits == {} and found["update"].waits == {}
+def test_options_of_memory_lower_the_phases_they_are_for(model):
+    base = dry_run(config(model)).phases
+    away = dry_run(config(model, memory__encoders="cpu")).phases
+    assert away["encode"].allocated == pytest.approx(base["encode"].allocated, rel=0.02)
+    assert away["rollout"].allocated < base["rollout"].allocated
+    frozen = from_configs.pipeline(str(model / "model"), torch.bfloat16).transformer
+    linear = [part.weight for part in frozen.modules() if isinstance(part, torch.nn.Linear)]
+    for weights, share in (("int8", 0.5), ("nf4", 0.28)):
+        lower = dry_run(config(model, memory__weights=weights)).phases["reward"].allocated
+        saved = sum(2 * weight.numel() for weight in linear) * (1 - share) - max(2 * w.numel() for w in linear)
+        assert base["reward"].allocated - lower == pytest.approx(saved, abs=512 * len(linear))
+    shared = dry_run(config(model, memory__shard=True, train__prompts=4), processes=4).phases
+    assert shared["reward"].allocated < dry_run(config(model, train__prompts=1)).phases["reward"].allocated + 2**18
 
 
-@pytest.mark.parametrize("options, told", [
-    ({"adapter__rank": 0}, "does not cover adapter.rank: 0"), ({"adapter__dora": True}, "adapter.dora")])
-def test_what_is_not_covered_is_refused(model, options, told):
-    with pytest.raises(UserError, match=told):
+def test_reward_models_are_held_beside_every_phase(model):
+    rewards = {"pick_score": 1.0, "first": {"use": "frames", "args": {"reward": "hps_v2"}}}
+    options = config(model, reward=rewards, eval__rewards=["pick_score", "ocr"])
+    assert dry_run(options).rewards == 2 * 4 * 0.986e9
+    assert peak_bytes(options) > 2 * 4 * 0.986e9
+
+
+@pytest.mark.parametrize("options, text", [
+    ({"adapter__rank": 0}, "does not cover adapter.rank: 0"), ({"adapter__dora": True}, "adapter.dora"),
+    ({"train__pack": True}, "train.pack"), ({"model": "starter_text", "method": "grpo", "picture__call": {}},
+                                            "language models")])
+def test_what_is_not_covered_is_refused(model, options, text):
+    with pytest.raises(UserError, match=text):
         dry_run(config(model, **options))
 
 
@@ -65,3 +123,68 @@ def test_a_folder_without_a_pipeline_is_refused(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({}))
     with pytest.raises(UserError, match="no model_index.json in"):
         from_configs.pipeline(str(tmp_path), torch.bfloat16)
+
+
+# --- settings that fit -----------------------------------------------------------------------------------------------
+
+def test_the_nearest_settings_are_the_cheapest_that_fit(model):
+    recipe = config(model, method="flow_grpo", parts__kl__weight=0.0, train__micro_batch=8, train__group=8,
+                    memory__encoders="cpu", memory__vae="sliced")
+    counts = dry_run(recipe)
+    less = dry_run(fit.changed(recipe, {"train.checkpointing": True}))
+    assert less.peak < counts.peak
+    found, estimated = fit.nearest_settings(recipe, gpu((less.peak + counts.peak) / 2), counts)
+    assert found == {"train.checkpointing": True} and estimated.peak == less.peak
+    assert fit.nearest_settings(recipe, gpu(counts.peak), counts) == ({}, counts)
+
+
+def test_what_fits_nowhere_says_so(model):
+    recipe = config(model)
+    found, estimated = fit.nearest_settings(recipe, gpu(2**16), dry_run(recipe))
+    assert found["memory.weights"] == "nf4" and estimated.above(2**16)
+
+
+def test_batch_settings_are_the_largest_that_fit(model):
+    recipe = config(model, method="flow_grpo", parts__kl__weight=0.0, train__group=8, train__prompts=4)
+    peaks = {size: dry_run(fit.changed(recipe, {"train.micro_batch": size})).peak for size in (2, 4, 8)}
+    assert peaks[2] < peaks[4] < peaks[8]
+    assert fit.batch_settings(recipe, peaks[8], micro_batches=(2, 4, 8)) == {"micro_batch": 8, "checkpointing": False}
+    assert fit.batch_settings(recipe, peaks[4], micro_batches=(2, 4, 8), checkpointing=(False,)) == {
+        "micro_batch": 4, "checkpointing": False}
+    assert fit.batch_settings(recipe, 1000, micro_batches=(2,)) is None
+    pipe = tiny.sd3().to(torch.bfloat16)
+    assert fit.batch_settings(recipe, peaks[2], pipe, micro_batches=(2, 4), checkpointing=(False,)) == {
+        "micro_batch": 2, "checkpointing": False}
+    assert not pipe.transformer.proj_out.weight.is_meta and not hasattr(pipe.transformer, "peft_config")
+
+
+# --- the command -----------------------------------------------------------------------------------------------------
+
+@pytest.fixture
+def recipe(model, tmp_path):
+    file = tmp_path / "recipe.yaml"
+    file.write_text(config(model, reward="hps_v2").yaml())
+    return str(file)
+
+
+def test_the_command_prints_phases_and_what_fits(recipe, capsys):
+    assert main(["check", "--recipe", recipe, "--gpu", "h200"]) == 0
+    page = capsys.readouterr().out
+    assert "rollout" in page and "3.7 GiB of reward models" in page and "computed, not measured" in page
+    assert "0 per rollout step" in page and "does not fit" not in page
+
+
+def test_the_command_as_json_names_the_nearest_settings(recipe, model, capsys, monkeypatch):
+    monkeypatch.setitem(GPUS, "4090", gpu(4 * 0.986e9 + 2**16))
+    assert main(["check", str(model / "model"), "--recipe", recipe, "--gpu", "4090", "--json"]) == 2
+    report = json.loads(capsys.readouterr().out)
+    assert report["gpu"] == "4090" and set(report["above"]) == set(report["phases"]) and not report["measured"]
+    assert report["nearest"]["settings"]["memory.weights"] == "nf4" and not report["nearest"]["enough"]
+    assert report["waits_per_step"] == {} and set(report["phases"]) <= set(estimate.ORDER)
+
+
+@pytest.mark.parametrize("arguments, text", [
+    (["--gpu", "H100"], "give --recipe"), ([], "needs a MODEL"), (["--gpu", "H10", "--recipe", "x"], "did you mean")])
+def test_the_command_says_what_is_missing(arguments, text, capsys):
+    assert main(["check", *arguments]) == 2
+    assert text in capsys.readouterr().err

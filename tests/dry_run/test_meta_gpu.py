@@ -9,34 +9,48 @@ import torch
 import torch.nn.functional as F
 
 from flowgrpo.device import queued
-from flowgrpo.dry_run.gpus import GPU, GPUS, named
+from flowgrpo.dry_run.allocator import Allocator
+from flowgrpo.dry_run.gpus import CONTEXT, GIB, GPU, GPUS, gpu_named
 from flowgrpo.dry_run.meta_gpu import META, MetaGPU
 from flowgrpo.errors import UserError
 
 SLOW = GPU(memory=1, half=1e-6, single=1e-6, bandwidth=1e-3)  # 10^6 FLOP/s, 10^9 bytes/s
 
 
-def test_a_products_flops_bytes_and_seconds_by_hand():
+def test_flops_bytes_and_seconds_of_a_product_by_hand():
     meta = MetaGPU(SLOW)
     with meta.running(), meta.during("work"):
         a, b = torch.empty(64, 32, device="meta"), torch.empty(32, 16, device="meta")
-        made = a @ b
+        product = a @ b
     work = meta.phases["work"]
-    assert made.device == META and work.kernels == 1 and work.flops == 2 * 64 * 32 * 16
+    assert product.device == META and work.kernels == 1 and work.flops == 2 * 64 * 32 * 16
     assert work.seconds == pytest.approx(2 * 64 * 32 * 16 / (0.63 * 1e6))
-    assert work.peak == meta.bytes == 4 * (64 * 32 + 32 * 16 + 64 * 16)
-    del a, made
+    assert work.allocated == meta.memory.in_use == 4 * (64 * 32 + 32 * 16 + 64 * 16)
+    del a, product
     gc.collect()
-    assert meta.bytes == 4 * 32 * 16 and work.peak > meta.bytes
+    assert meta.memory.in_use == 4 * 32 * 16 and work.allocated > meta.memory.in_use
+
+
+def test_peak_and_flops_of_a_linear_layers_training_step_by_hand():
+    meta, rows, wide, narrow = MetaGPU(SLOW), 256, 128, 64
+    with meta.running(), meta.during("work"):
+        layer = torch.nn.Linear(wide, narrow, bias=False, device="meta")
+        x = torch.empty(rows, wide, device="meta", requires_grad=True)
+        output = layer(x)
+        output.backward(torch.empty_like(output))
+    work = meta.phases["work"]
+    assert work.flops == 3 * 2 * rows * wide * narrow  # forward, and the gradients of input and weight
+    # weight, input, output, the output's gradient; gradients of input and weight
+    assert work.allocated == 4 * (2 * wide * narrow + 2 * rows * wide + 2 * rows * narrow)
 
 
 def test_views_start_no_kernel_and_hold_no_memory():
     meta = MetaGPU(SLOW)
     with meta.running():
         x = torch.empty(1024, device="meta")
-        before = meta.bytes
+        before = meta.memory.in_use
         x.view(2, 512).transpose(0, 1)[3:]
-    assert meta.bytes == before and meta.phase.kernels == 0
+    assert meta.memory.in_use == before and meta.phase.kernels == 0
 
 
 def test_what_makes_the_host_wait_is_counted_with_its_place():
@@ -46,11 +60,25 @@ def test_what_makes_the_host_wait_is_counted_with_its_place():
         assert x.sum().item() == 0.0 and bool((x > 0).all()) and torch.equal(x, x)
         assert x.cpu().tolist() == [0.0] * 8
         torch.ones(8).to("meta")
-        calm = sum(meta.phases["work"].waits.values())
+        assert len(x[x > 0]) == 8  # an unknown mask takes everything
+        counted = sum(meta.phases["work"].waits.values())
         queued(torch.ones(8), META)
-        torch.empty((), device="meta").copy_(torch.zeros(()))
     waits = meta.phases["work"].waits
-    assert sum(waits.values()) == calm == 5 and all("test_meta_gpu.py" in reason for reason in waits)
+    assert sum(waits.values()) == counted == 6 and all("test_meta_gpu.py" in reason for reason in waits)
+
+
+def test_values_that_come_from_the_host_stay_known():
+    meta = MetaGPU(SLOW)
+    with meta.running():
+        grid = torch.tensor([1.0, 0.8, 0.3]).to("meta")
+        assert (grid[1] * 1000).item() == pytest.approx(800) and bool(grid[2] >= 0.5) is False
+        mask = torch.tensor([True, False, True]).to("meta")
+        assert torch.empty(3, 5, device="meta")[mask].shape == (2, 5) and mask.sum().item() == 2
+        assert torch.arange(4, device="meta").tolist() == [0, 1, 2, 3]
+        grid.mul_(2)
+        assert grid[0].item() == 2
+        grid.add_(torch.empty(3, device="meta"))
+        assert grid[0].item() == 0  # forgotten
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -67,6 +95,16 @@ def test_attention_has_the_flops_of_two_products_and_a_backward(masked):
     assert meta.phases["work"].flops == pytest.approx(3.5 * flops) and query.grad.shape == shape
 
 
+def test_attention_of_other_ranks_and_grouped_heads_keeps_its_shape():
+    with MetaGPU(SLOW).running():
+        three = torch.empty(4, 16, 8, device="meta")
+        assert F.scaled_dot_product_attention(three, three, three).shape == three.shape
+        five = torch.empty(2, 3, 4, 16, 8, device="meta")
+        assert F.scaled_dot_product_attention(five, five, five).shape == five.shape
+        query, key = torch.empty(1, 4, 16, 8, device="meta"), torch.empty(1, 2, 16, 8, device="meta")
+        assert F.scaled_dot_product_attention(query, key, key, enable_gqa=True).shape == query.shape
+
+
 def test_attention_is_itself_again_afterwards():
     before = F.scaled_dot_product_attention
     with MetaGPU(SLOW).running():
@@ -76,7 +114,43 @@ def test_attention_is_itself_again_afterwards():
     assert F.scaled_dot_product_attention is before
 
 
+def test_repeated_work_counts_like_the_first():
+    meta = MetaGPU(SLOW)
+    with meta.running(), meta.during("work"):
+        held = torch.empty(1024, device="meta")
+        with meta.measured() as work:
+            torch.empty(256, device="meta").exp().sum().item()
+        once = sum(meta.phases["work"].waits.values()), meta.phases["work"].kernels, meta.phases["work"].seconds
+        more = torch.empty(4096, device="meta")
+        meta.repeat(work)
+    counts = meta.phases["work"]
+    assert (sum(counts.waits.values()), counts.kernels, counts.seconds) == pytest.approx(tuple(2 * n for n in once))
+    assert work.allocated >= 2 * 256 * 4
+    assert counts.allocated == 4 * (held.numel() + more.numel()) + work.allocated
+
+
+# --- memory ----------------------------------------------------------------------------------------------------------
+
+def test_reserved_memory_by_the_allocators_rules():
+    memory, small, large = Allocator(), 2 * 2**20, 20 * 2**20
+    block = memory.take(1000)
+    assert memory.in_use == 1024 and memory.reserved == small
+    other = memory.take(2**20)  # fits beside it in the small pool
+    assert memory.reserved == small
+    big = memory.take(3 * 2**20)
+    assert memory.reserved == small + large
+    whole = memory.take(11 * 2**20 - 1)  # in the rest of the large segment
+    assert memory.reserved == small + large and whole.size == 11 * 2**20 - 1 + 1
+    memory.take(10 * 2**20 + 1)
+    assert memory.reserved == small + large + 12 * 2**20
+    for freed in (block, other, big, whole):
+        memory.give(freed)
+    assert memory.in_use == 10 * 2**20 + 512 and memory.reserved == small + large + 12 * 2**20
+    memory.take(20 * 2**20)  # the joined large segment
+    assert memory.reserved == small + large + 12 * 2**20
+
+
 def test_gpus_by_name():
-    assert named("h100") is GPUS["H100"] and GPUS["H200"].room > 130e9 / 1.02
+    assert gpu_named("h100") is GPUS["H100"] and GPUS["H200"].room == 139.8 * GIB * 0.96 - CONTEXT
     with pytest.raises(UserError, match="--gpu is 'H10': did you mean 'H100'?"):
-        named("H10")
+        gpu_named("H10")

@@ -38,7 +38,7 @@ def test_on_a_gpu_phases_take_the_seconds_between_its_events_and_wait_once(monke
             return 1000 * (end.at - self.at)
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    clock = PhaseTimer(gpu=True)
+    clock = PhaseTimer(events=True)
     for phase, seconds in (("rollout", 1), ("decode", 2), ("rollout", 4)):
         with clock(phase):
             gpu[0] += seconds

@@ -1,0 +1,167 @@
+"""Configurations of the models that the recipes name, so that a dry run needs no network.
+
+Dimensions are those of the published config.json files and conversion scripts. What could not be confirmed by either is
+marked. Keys that equal a class's default are left out. Of tokenizers only the longest sequence matters.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+Part = tuple[str, dict[str, Any]]  # class of diffusers or transformers, and its configuration
+
+
+@dataclass(frozen=True)
+class Published:
+    """A pipeline: its class, its parts by name, tokenizers by name with their longest sequence, further arguments."""
+
+    pipeline: str
+    parts: dict[str, Part]
+    tokenizers: dict[str, int]
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+# --- text encoders ---------------------------------------------------------------------------------------------------
+
+_CLIP: dict[str, Any] = {"vocab_size": 49408, "max_position_embeddings": 77, "bos_token_id": 0, "eos_token_id": 2}
+_L = _CLIP | {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12,
+              "projection_dim": 768}
+CLIP_L: Part = "CLIPTextModel", _L
+CLIP_L_PROJECTED: Part = "CLIPTextModelWithProjection", _L
+CLIP_G: Part = "CLIPTextModelWithProjection", _CLIP | {
+    "hidden_size": 1280, "intermediate_size": 5120, "num_hidden_layers": 32, "num_attention_heads": 20,
+    "projection_dim": 1280}
+_XXL: dict[str, Any] = {"d_model": 4096, "d_kv": 64, "d_ff": 10240, "num_layers": 24, "num_heads": 64,
+                        "feed_forward_proj": "gated-gelu"}
+T5_XXL: Part = "T5EncoderModel", _XXL | {"vocab_size": 32128}
+UMT5_XXL: Part = "UMT5EncoderModel", _XXL | {"vocab_size": 256384}
+QWEN_VL_7B: Part = "Qwen2_5_VLForConditionalGeneration", {
+    "text_config": {"vocab_size": 152064, "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
+                    "num_attention_heads": 28, "num_key_value_heads": 4, "max_position_embeddings": 128000,
+                    "rope_parameters": {"mrope_section": [16, 24, 24], "rope_type": "default", "rope_theta": 1e6}},
+    "vision_config": {"depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16,
+                      "out_hidden_size": 3584, "fullatt_block_indexes": [7, 15, 23, 31]}}
+QWEN3_4B: Part = "Qwen3Model", {
+    "vocab_size": 151936, "hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 40960}
+LLAMA3_8B: Part = "LlamaModel", {
+    "vocab_size": 128320, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 8192}
+GEMMA2_2B: Part = "Gemma2Model", {
+    "vocab_size": 256000, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
+    "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256}
+
+# --- autoencoders and schedulers -------------------------------------------------------------------------------------
+
+_KL: dict[str, Any] = {"block_out_channels": (128, 256, 512, 512), "layers_per_block": 2,
+                       "down_block_types": ("DownEncoderBlock2D",) * 4, "up_block_types": ("UpDecoderBlock2D",) * 4}
+KL_4: Part = "AutoencoderKL", _KL | {"latent_channels": 4, "sample_size": 512}
+KL_XL: Part = "AutoencoderKL", _KL | {"latent_channels": 4, "sample_size": 1024, "scaling_factor": 0.13025}
+_16 = _KL | {"latent_channels": 16, "sample_size": 1024, "use_quant_conv": False, "use_post_quant_conv": False}
+KL_SD3: Part = "AutoencoderKL", _16 | {"scaling_factor": 1.5305, "shift_factor": 0.0609}
+KL_FLUX: Part = "AutoencoderKL", _16 | {"scaling_factor": 0.3611, "shift_factor": 0.1159}
+_STAGES = ("ResBlock",) * 3 + ("EfficientViTBlock",) * 3
+DC_AE: Part = "AutoencoderDC", {
+    "encoder_block_types": _STAGES, "decoder_block_types": _STAGES, "downsample_block_type": "conv",
+    "upsample_block_type": "interpolate", "encoder_qkv_multiscales": ((), (), (), (5,), (5,), (5,)),
+    "decoder_qkv_multiscales": ((), (), (), (5,), (5,), (5,)), "scaling_factor": 0.41407}
+HUNYUAN_VAE: Part = "AutoencoderKLHunyuanVideo", {}
+WAN_VAE: Part = "AutoencoderKLWan", {}
+
+_SD_BETAS: dict[str, Any] = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear",
+                             "steps_offset": 1}
+FLOW = "FlowMatchEulerDiscreteScheduler"
+FLUX_GRID: Part = FLOW, {"shift": 3.0, "use_dynamic_shifting": True}
+
+
+def _unipc(shift: float) -> Part:
+    return "UniPCMultistepScheduler", {"prediction_type": "flow_prediction", "use_flow_sigmas": True,
+                                       "flow_shift": shift}
+
+
+# --- pipelines -------------------------------------------------------------------------------------------------------
+
+_FLUX_PARTS: dict[str, Part] = {
+    "transformer": ("FluxTransformer2DModel", {"guidance_embeds": True}), "scheduler": FLUX_GRID, "vae": KL_FLUX,
+    "text_encoder": CLIP_L, "text_encoder_2": T5_XXL}
+_WAN_14B: Part = "WanTransformer3DModel", {}
+_WAN_1B: Part = "WanTransformer3DModel", {"num_attention_heads": 12, "ffn_dim": 8960, "num_layers": 30}
+
+
+def _wan(*transformers: Part, shift: float = 3.0, **options: Any) -> Published:
+    named = dict(zip(("transformer", "transformer_2"), transformers))
+    return Published("WanPipeline", named | {"scheduler": _unipc(shift), "vae": WAN_VAE, "text_encoder": UMT5_XXL},
+                     {"tokenizer": 512}, options)
+
+
+def _hunyuan(pipeline: str, **transformer: Any) -> Published:
+    return Published(pipeline, {
+        "transformer": ("HunyuanVideoTransformer3DModel", transformer), "scheduler": (FLOW, {"shift": 7.0}),
+        "vae": HUNYUAN_VAE, "text_encoder": LLAMA3_8B, "text_encoder_2": CLIP_L},
+        {"tokenizer": 1024, "tokenizer_2": 77})
+
+
+MODELS: dict[str, Published] = {
+    "stable-diffusion-v1-5/stable-diffusion-v1-5": Published(
+        "StableDiffusionPipeline", {
+            "unet": ("UNet2DConditionModel", {"sample_size": 64, "cross_attention_dim": 768}), "vae": KL_4,
+            "text_encoder": CLIP_L, "scheduler": ("PNDMScheduler", _SD_BETAS | {"skip_prk_steps": True})},
+        # Its safety checker, a CLIP ViT-L of 0.6 GB, is left out.
+        {"tokenizer": 77}, {"safety_checker": None, "feature_extractor": None, "requires_safety_checker": False}),
+    "stabilityai/stable-diffusion-xl-base-1.0": Published(
+        "StableDiffusionXLPipeline", {
+            "unet": ("UNet2DConditionModel", {
+                "sample_size": 128, "block_out_channels": (320, 640, 1280), "cross_attention_dim": 2048,
+                "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
+                "up_block_types": ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
+                "attention_head_dim": (5, 10, 20), "transformer_layers_per_block": (1, 2, 10),
+                "use_linear_projection": True, "addition_embed_type": "text_time", "addition_time_embed_dim": 256,
+                "projection_class_embeddings_input_dim": 2816}),
+            "vae": KL_XL, "text_encoder": CLIP_L, "text_encoder_2": CLIP_G,
+            "scheduler": ("EulerDiscreteScheduler", _SD_BETAS | {"timestep_spacing": "leading"})},
+        {"tokenizer": 77, "tokenizer_2": 77}),
+    "stabilityai/stable-diffusion-3.5-medium": Published(
+        "StableDiffusion3Pipeline", {
+            "transformer": ("SD3Transformer2DModel", {
+                "num_layers": 24, "num_attention_heads": 24, "caption_projection_dim": 1536, "pos_embed_max_size": 384,
+                "dual_attention_layers": tuple(range(13)), "qk_norm": "rms_norm"}),
+            "scheduler": (FLOW, {"shift": 3.0}), "vae": KL_SD3, "text_encoder": CLIP_L_PROJECTED,
+            "text_encoder_2": CLIP_G, "text_encoder_3": T5_XXL},
+        {"tokenizer": 77, "tokenizer_2": 77, "tokenizer_3": 512}),
+    "black-forest-labs/FLUX.1-dev": Published("FluxPipeline", _FLUX_PARTS, {"tokenizer": 77, "tokenizer_2": 512}),
+    "black-forest-labs/FLUX.1-Kontext-dev": Published(
+        "FluxKontextPipeline", _FLUX_PARTS, {"tokenizer": 77, "tokenizer_2": 512}),
+    "Qwen/Qwen-Image": Published(
+        "QwenImagePipeline", {
+            "transformer": ("QwenImageTransformer2DModel", {}), "vae": ("AutoencoderKLQwenImage", {}),
+            "text_encoder": QWEN_VL_7B,
+            "scheduler": (FLOW, {"use_dynamic_shifting": True, "base_shift": 0.5, "max_shift": 0.9,
+                                 "max_image_seq_len": 8192, "shift_terminal": 0.02})},
+        {"tokenizer": 131072}),
+    "Efficient-Large-Model/Sana_1600M_512px_diffusers": Published(
+        "SanaPipeline", {
+            "transformer": ("SanaTransformer2DModel", {"caption_channels": 2304, "sample_size": 16}), "vae": DC_AE,
+            "text_encoder": GEMMA2_2B,
+            "scheduler": ("DPMSolverMultistepScheduler", {"prediction_type": "flow_prediction",
+                                                          "use_flow_sigmas": True, "flow_shift": 3.0})},
+        {"tokenizer": 8192}),
+    "Tongyi-MAI/Z-Image-Turbo": Published(
+        "ZImagePipeline", {
+            "transformer": ("ZImageTransformer2DModel", {
+                "axes_lens": [1536, 512, 512]}),  # not confirmed; no weight has this size
+            "vae": KL_FLUX, "text_encoder": QWEN3_4B, "scheduler": (FLOW, {"shift": 3.0})},
+        {"tokenizer": 131072}),
+    "Wan-AI/Wan2.1-T2V-1.3B-Diffusers": _wan(_WAN_1B),
+    "Wan-AI/Wan2.1-T2V-14B-Diffusers": _wan(_WAN_14B, shift=5.0),  # not confirmed; the recipe sets its own grid
+    "Wan-AI/Wan2.2-T2V-A14B-Diffusers": _wan(_WAN_14B, _WAN_14B, boundary_ratio=0.875),
+    "hunyuanvideo-community/HunyuanVideo": _hunyuan("HunyuanVideoPipeline"),
+    # The folder that configs/skyreels_i2v.yaml has put together. Not confirmed: guidance_embeds.
+    "skyreels_i2v": _hunyuan("HunyuanSkyreelsImageToVideoPipeline", in_channels=32, guidance_embeds=False),
+}
+
+
+def named(model: str) -> Published | None:
+    """Return the configuration of a hub id, or of the first model of a pipeline's class; None if there is none."""
+    of_class = (published for published in MODELS.values() if published.pipeline == model)
+    return MODELS.get(model) or next(of_class, None)

@@ -1,0 +1,64 @@
+"""Weights on a pretended GPU: as a recipe stores them, shares them out, and sends text encoders away."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from flowgrpo.config.sections import Memory
+from flowgrpo.dry_run.meta_gpu import MetaGPU
+
+STORED = {"full": 1.0, "int8": 0.5, "nf4": 0.28}  # bytes of a linear layer's weight, as a share of two
+
+
+def hold(meta: MetaGPU, policy: Any, memory: Memory, processes: int) -> Any:
+    """Count a policy's weights; return its text encoders, which come and go without copies.
+
+    processes: over which `memory.shard` shares frozen weights of the denoisers.
+    """
+    encoders = policy.encoders
+    for module in policy.denoisers.values():
+        _hold_denoiser(meta, module, STORED[memory.weights], processes if memory.shard else 1)
+    parts = [part for part in policy.pipe.components.values() if isinstance(part, torch.nn.Module)]
+    meta.hold(_tensors(part for part in parts if encoders.here or part not in encoders.modules))
+
+    def come() -> None:
+        if not encoders.here:
+            tensors = _tensors(encoders.modules)
+            meta.hold(tensors)
+            meta.bus(_bytes(tensors))
+            encoders.here = True
+
+    def leave() -> None:
+        if encoders.here and encoders.away is not None:
+            meta.drop(_tensors(encoders.modules))
+            encoders.here = False
+
+    encoders.come, encoders.leave = come, leave
+    return encoders
+
+
+def _hold_denoiser(meta: MetaGPU, module: torch.nn.Module, stored: float, processes: int) -> None:
+    """Count a denoiser's frozen weights: linear layers as they are stored, and all of them shared over processes.
+
+    A quantised layer is restored for its product, and two shared blocks are collected at a time.
+    """
+    linear = [part.weight for key, part in module.named_modules()
+              if isinstance(part, torch.nn.Linear) and "lora_" not in key]
+    if stored < 1:
+        meta.hold(linear, stored / processes)
+        meta.spare = max(meta.spare, *(_bytes([weight]) for weight in linear))
+    if processes > 1:
+        blocks = [block for part in module.modules() if isinstance(part, torch.nn.ModuleList) for block in part]
+        meta.hold((p for p in module.parameters() if not p.requires_grad), 1 / processes)
+        meta.spare = max(meta.spare, *(round(2 * stored * _bytes(_tensors([block]))) for block in blocks))
+
+
+def _tensors(modules: Iterable[torch.nn.Module]) -> list[torch.Tensor]:
+    return [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
+
+
+def _bytes(tensors: Iterable[torch.Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
