@@ -54,7 +54,7 @@ def silence() -> None:
 class PhaseTimer:
     """Seconds per phase of an epoch: `with clock("rollout"): ...`.
 
-    events: they are seconds between two events of this process's CUDA device, its waits for the host included, in place of
+    events: they are seconds between two events of this process's CUDA device, waits for the host included, in place of
     the host's. phase: the last one that began.
     """
 

@@ -59,7 +59,7 @@ def main() -> None:
     parser.add_argument("--pool", type=int, default=24, help="noises per prompt")
     parser.add_argument("--keep", type=int, default=12, help="of them are chosen")
     parser.add_argument("--steps", type=int, nargs="+", default=[2, 4, 6, 10])
-    parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=PRECISIONS)
+    parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=["full", "auto"])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--option", action="append", default=[], metavar="KEY=VALUE", help="override of the recipe")
     args = parser.parse_args()

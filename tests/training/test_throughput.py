@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from flowgrpo.training import throughput
 from flowgrpo.training.throughput import FlopMeter, peak
@@ -51,6 +52,23 @@ def test_flops_of_a_row_are_counted_once_and_backwards_are_forwards():
     net(torch.ones(2, 4))  # its graph is dropped
     net(torch.ones(2, 4))[0].sum().backward()
     assert meter.total == (8 + 2 + 2 + 2) * 64
+
+
+@pytest.mark.parametrize("make", [tiny.sd3, tiny.flux])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_flops_of_an_epoch_are_those_of_its_evaluations_and_backwards(make, checkpointing):
+    """2 rows of a shared first step and 8 of 5 others; the first two are replayed for the first ratio, and trained."""
+    trainer = tiny.trainer(tiny.policy(make(), checkpointing=checkpointing), parts__plan__size=2)
+    [denoiser] = trainer.policy.denoisers.values()
+    conditioning = trainer.policy.encode(["red"])  # its trials of the pipeline are no evaluations
+    meter = FlopMeter([denoiser], backward=1)
+    trainer.run_epoch()
+    assert trainer.policy.evaluations == 42 + 10 + 10
+    per_row, others = meter.total / (62 + 10), meter.total
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        trainer.policy.generate(conditioning, trainer.policy.generators([0]), 2, 1.0, "latent")
+    assert meter.total - others == pytest.approx(2 * per_row)
+    assert counter.get_total_flops() == pytest.approx(2 * per_row, rel=1e-3)
 
 
 def test_an_epochs_throughput_by_hand(monkeypatch):
