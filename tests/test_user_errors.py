@@ -205,9 +205,8 @@ def test_a_misspelt_folder_is_told_without_asking_the_hub(tmp_path, capsys):
 def test_a_run_in_the_place_of_a_model_is_told(tmp_path, capsys):
     (tmp_path / "config.yaml").write_text(tiny.config(model="owner/name").yaml())
     told = f"{tmp_path} is a run, not a model: give the model that it trained"
-    line = refused(capsys, "sample", tmp_path, "--prompt=x")
+    line = refused(capsys, "train", f"--model={tmp_path}")
     assert told in line and f"`flowgrpo sample owner/name --lora {tmp_path}`" in line
-    assert told in refused(capsys, "train", f"--model={tmp_path}")
 
 
 def test_an_interrupted_evaluation_says_how_it_goes_on(tmp_path, capsys):

@@ -7,16 +7,18 @@ from typing import Annotated, Literal
 
 import typer
 
-from flowgrpo.cli.options import PRECISION, RLG, Precision, one_weight
+from flowgrpo.cli.options import EPOCH, PRECISION, RLG, RUN, Precision, one_weight
 from flowgrpo.cli.root import app
 from flowgrpo.errors import UserError
+from flowgrpo.storage import places
 
 ColumnKind = Literal["checkpoints", "runs", "seeds", "guidance", "steps", "rlg"]
 
 
 @app.command()
 def sample(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="starter, a local directory, or a hub id.")],
+    model: Annotated[str, typer.Argument(metavar="MODEL_OR_RUN", help="starter, a local directory, a hub id; or a "
+                                         "finished run or its checkpoint, for its model and weights.")],
     prompt: Annotated[list[str] | None, typer.Option(show_default=False,
                                                      help="What to draw; may be given several times.")] = None,
     prompts: Annotated[Path | None, typer.Option(help="A prompt file in place of --prompt; the folder gets a "
@@ -39,41 +41,39 @@ def sample(
     key: Annotated[str | None, typer.Option(metavar="NAME", help="With --prompts: what prompts.jsonl calls a sample "
                                             "in the metadata. Without: base_image or base_text.")] = None,
     precision: Annotated[Precision | None, typer.Option(help=PRECISION)] = None,
+    epoch: Annotated[int | None, typer.Option(min=0, help=EPOCH)] = None,
 ) -> None:
     """Draw pictures with a model, or write texts, with or without a LoRA."""
     weight = one_weight(rlg)
-    _require_options(prompt, prompts, image, {"batch": batch, "key": key}, weight is not None and lora is None)
+    _require_options(prompt, prompts, image, {"batch": batch, "key": key})
+    model, weights = _source(model, lora, epoch, weight)
     if prompts is not None:
         from flowgrpo.evaluation import prompt_file
 
-        typer.echo(prompt_file.sample(model, prompts, output, lora=lora, count=count, seed=seed, steps=steps,
+        typer.echo(prompt_file.sample(model, prompts, output, lora=weights, count=count, seed=seed, steps=steps,
                                       guidance=guidance, rlg=weight, batch=batch, temperature=temperature, key=key,
                                       precision=precision))
         return
-    if _writes(model, lora):
-        if weight is not None:
-            raise UserError("--rlg: weights the velocities of a denoiser; leave it out for a language model")
+    if _writes(model, weights, weight):
         from flowgrpo.evaluation import texts
 
-        for text in texts.sample(model, Path(lora) if lora else None, prompt or [], count, seed, temperature,
+        for text in texts.sample(model, weights, prompt or [], count, seed, temperature,
                                  str(image) if image else None, precision):
             typer.echo(text)
         return
     from flowgrpo.evaluation import images
 
     given = prompt or []
-    for path in images.sample(model, lora, given, count, seed, steps, guidance, output, weight, image, precision):
+    for path in images.sample(model, weights, given, count, seed, steps, guidance, output, weight, image, precision):
         typer.echo(path)
 
 
-def _require_options(prompt: list[str] | None, prompts: Path | None, image: Path | None, of_files: dict[str, object],
-                     unweighted: bool) -> None:
+def _require_options(prompt: list[str] | None, prompts: Path | None, image: Path | None, of_files: dict[str, object]
+                     ) -> None:
     """Raise UserError for options of `sample` that do not go together.
 
-    of_files: options that --prompts alone reads, by name; unweighted: True where --rlg has no LoRA to weight.
+    of_files: options that --prompts alone reads, by name.
     """
-    if unweighted:
-        raise UserError("--rlg: expected --lora too, whose change of the model it weights")
     if bool(prompt) == (prompts is not None):
         raise UserError(f"got {'both' if prompt else 'neither'}, expected --prompt TEXT or --prompts FILE")
     if prompts is not None and image is not None:
@@ -85,17 +85,33 @@ def _require_options(prompt: list[str] | None, prompts: Path | None, image: Path
         raise UserError("--prompt: expected a text, got an empty one")
 
 
-def _writes(model: str, run: str | Path | None = None) -> bool:
-    """Return True for a language model, judged by the run that trained it, the model's files or the hub."""
+def _source(model: str, lora: str | None, epoch: int | None, weight: float | None) -> tuple[str, Path | None]:
+    """Return (model, weights or None). Raises UserError for a weight of RLG without weights."""
+    from flowgrpo.evaluation import checkpoints
+
+    model, weights = checkpoints.source(model, lora, epoch)
+    if weight is not None and weights is None:
+        raise UserError("--rlg: expected --lora too, whose change of the model it weights")
+    return model, weights
+
+
+def _writes(model: str, run: Path | None = None, weight: float | None = None) -> bool:
+    """Return True for a language model, judged by the run that trained it, the model's files or the hub.
+
+    Raises UserError for a language model with a weight of RLG.
+    """
     from flowgrpo.evaluation.checkpoints import config_of
     from flowgrpo.policies.build import writes
 
-    return writes(model, config_of(Path(run) if run else None))
+    if written := writes(model, config_of(run)):
+        if weight is not None:
+            raise UserError("--rlg: weights the velocities of a denoiser; leave it out for a language model")
+    return written
 
 
 @app.command()
 def grid(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a finished run.")],
+    run: Annotated[Path, typer.Argument(metavar="RUN", help=RUN)],
     prompts: Annotated[Path | None, typer.Option(help="A prompt file; without: the run's held-out prompts.")] = None,
     count: Annotated[int, typer.Option(min=1, help="Number of prompts.")] = 12,
     seed: Annotated[int, typer.Option(min=0)] = 0,
@@ -105,11 +121,11 @@ def grid(
     rlg: Annotated[str | None, typer.Option(metavar="W", help=RLG)] = None,
     output: Annotated[Path | None, typer.Option(help="The PNG file, of texts the .md; without: grid.png in the run's "
                                                "folder.")] = None,
+    epoch: Annotated[int | None, typer.Option(min=0, help=EPOCH)] = None,
 ) -> None:
     """Draw before and after: the base and a run's LoRA on the same prompts and seeds. Or, with --columns, a page of
     several columns as PNG and HTML, of texts as Markdown and HTML."""
-    if not run.is_dir():
-        raise UserError(f"no run at {run}: expected the folder that `flowgrpo train` wrote")
+    run = places.weights_of(run, epoch)
     if output is not None and output.suffix.lower() == ".html":
         raise UserError(f"--output {output}: expected the name of the PNG, or of texts the .md; the HTML page of "
                         "--columns lies beside it")
@@ -119,17 +135,15 @@ def grid(
             raise UserError("--values: expected --columns too, which says what they are of")
         from flowgrpo.evaluation import images, texts
 
-        if not _writes("", run):
-            typer.echo(images.grid(run, prompts, count, seed, output or run / "grid.png", weight))
-            return
-        if weight is not None:
-            raise UserError("--rlg: weights the velocities of a denoiser; leave it out for a text run")
-        typer.echo(texts.grid(run, prompts, count, seed, output or run / "grid.png"))
+        output = output or places.beside(run, "grid.png")
+        typer.echo(texts.grid(run, prompts, count, seed, output) if _writes("", run, weight) else
+                   images.grid(run, prompts, count, seed, output, weight))
         return
     if weight is not None:
         raise UserError("--rlg: goes without --columns; for a column of each weight, --columns rlg --values 0,1,2")
     from flowgrpo.evaluation import columns as pages
 
     given = [value.strip() for value in values.split(",") if value.strip()]
-    for path in pages.columns(run, columns, given, prompts, count, seed, output or run / f"grid-{columns}.png"):
+    page = output or places.beside(run, f"grid-{columns}.png")
+    for path in pages.columns(run, columns, given, prompts, count, seed, page):
         typer.echo(path)

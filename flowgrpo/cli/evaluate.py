@@ -7,13 +7,14 @@ from typing import Annotated
 
 import typer
 
-from flowgrpo.cli.options import PRECISION, RLG, Precision, asked_rewards, weights_of
+from flowgrpo.cli.options import EPOCH, PRECISION, RLG, Precision, asked_rewards, weights_of
 from flowgrpo.cli.root import app
 
 
 @app.command("eval")
 def evaluate(
-    source: Annotated[str, typer.Argument(metavar="MODEL_OR_RUN", help="A model as for sample, or a finished run.")],
+    source: Annotated[str, typer.Argument(metavar="MODEL_OR_RUN", help="A model, or a finished run or its checkpoint, "
+                                          "as for sample.")],
     suite: Annotated[str, typer.Option(metavar="NAME|PATH", help="starter, starter_video, starter_text, "
                                        "geneval_coco, a published suite's file or folder, a hub dataset's id, or one "
                                        "of its files (OWNER/NAME/FILE).")],
@@ -37,6 +38,7 @@ def evaluate(
                                                       "several samples where that is 0.")] = None,
     max_tokens: Annotated[int | None, typer.Option(min=1, help="Of a completion; without: the run's, or 256.")] = None,
     precision: Annotated[Precision | None, typer.Option(help=PRECISION)] = None,
+    epoch: Annotated[int | None, typer.Option(min=0, help=EPOCH)] = None,
 ) -> None:
     """Score a model on a suite of prompts, by several rewards, and against its base."""
     weights = weights_of(rlg)
@@ -47,7 +49,7 @@ def evaluate(
         results = evaluation.evaluate(source, suite, asked_rewards(rewards), output, lora=lora, base=base,
                                       samples=samples, steps=steps, guidance=guidance, seed=seed, features=features,
                                       rlg=weights, batch=batch, temperature=temperature, max_tokens=max_tokens,
-                                      precision=precision)
+                                      precision=precision, epoch=epoch)
     except KeyboardInterrupt:
         typer.echo(f"flowgrpo: interrupted; the same command goes on with what is in {output}", err=True)
         raise

@@ -9,6 +9,8 @@ from flowgrpo.errors import UserError
 
 Precision = Literal["auto", "fp32", "bf16", "fp16"]
 PRECISION = "Of weights and arithmetic, auto for what suits the device. Without: the run's, or auto."
+EPOCH = "Of a run: the checkpoint of this epoch, in place of its result."
+RUN = "The folder of a finished run, or one of its checkpoints, RUN/checkpoints/epoch-N."
 RLG = "Draw with base + W * (tuned - base): 0 the base, 1 the tuned model, above 1 beyond it (RLG). Other weights " \
       "run the denoiser twice as often."
 

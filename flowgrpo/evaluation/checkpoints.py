@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flowgrpo.config.parse import load as load_config
 from flowgrpo.config.schema import Config
 from flowgrpo.data import provenance
+from flowgrpo.device import drawing, pick_device
 from flowgrpo.errors import UserError
 from flowgrpo.methods import overlay
 from flowgrpo.policies import build
@@ -15,14 +20,10 @@ from flowgrpo.policies.language.causal_lm import CausalLM
 from flowgrpo.policies.weights.trainable import TrainableWeights
 from flowgrpo.samplers import learned_noise
 from flowgrpo.storage import checkpoint
+from flowgrpo.storage.places import CONFIG, is_checkpoint, run_of, weights_of
 
 if TYPE_CHECKING:
     import torch
-
-
-def is_checkpoint(path: Path | None) -> bool:
-    """Return True for a folder that a run saved as a checkpoint."""
-    return path is not None and (path / checkpoint.FILE).is_file()
 
 
 def run_config(path: Path) -> Config:
@@ -30,22 +31,38 @@ def run_config(path: Path) -> Config:
 
     Raises UserError if it is none.
     """
-    run = path.parent.parent if is_checkpoint(path) else path
-    if not (run / "config.yaml").is_file():
-        raise UserError(f"{path} is not a run: it has no config.yaml; expected a folder that `flowgrpo train` wrote")
-    config, prompts = load_config(run / "config.yaml"), run / provenance.PROMPTS
+    run = run_of(path)
+    config, prompts = load_config(run / CONFIG), run / provenance.PROMPTS
     moved = Path(config.prompts) == config.folder / provenance.PROMPTS and prompts.is_file()  # moved since, or archived
     return config.model_copy(update={"prompts": str(prompts)}) if moved else config
 
 
 def config_of(path: Path | None) -> Config | None:
     """Return `run_config` of a run or of its checkpoint; None for other weights, and for none."""
-    known = path is not None and (is_checkpoint(path) or (path / "config.yaml").is_file())
+    known = path is not None and (is_checkpoint(path) or (path / CONFIG).is_file())
     return run_config(path) if known and path is not None else None
 
 
-def load(pipe: Any, path: Path) -> None:
-    """Load a checkpoint's weights (their moving average if the run evaluates that) into a stock pipeline.
+def source(model: str, lora: str | Path | None = None, epoch: int | None = None) -> tuple[str, Path | None]:
+    """Return (model, weights or None) of a command's arguments; a run or its checkpoint stands for both.
+
+    epoch: of the checkpoint in place of the run's result.
+    Raises UserError for a run with further weights, and for an epoch without a run or checkpoint.
+    """
+    given, weights = Path(model), None if lora is None else Path(lora)
+    if config_of(given) is not None:
+        if weights is not None:
+            raise UserError(f"{model} is a run, which brings its weights: leave out --lora, or give its model")
+        return run_config(given).model, weights_of(given, epoch)
+    if epoch is None:
+        return model, weights
+    if weights is None:
+        raise UserError(f"--epoch {epoch}: goes with a run, and {model} is none")
+    return model, weights_of(weights, epoch)
+
+
+def load(pipe: Any, path: Path) -> TrainableWeights:
+    """Load a checkpoint's weights (their moving average if the run evaluates that) into a stock pipeline; return them.
 
     Raises UserError if they belong to another model.
     """
@@ -53,7 +70,9 @@ def load(pipe: Any, path: Path) -> None:
 
     config = run_config(path)
     method = overlay.with_parts(overlay.preset(config.method), config.parts)
-    take(TrainableWeights(pipe, trained_modules(pipe, method.rollout.adapted), config.adapter), config, path)
+    weights = TrainableWeights(pipe, trained_modules(pipe, method.rollout.adapted), config.adapter)
+    take(weights, config, path)
+    return weights
 
 
 def language_policy(config: Config, path: Path, device: str | torch.device = "cpu") -> CausalLM:
@@ -72,3 +91,26 @@ def take(live: TrainableWeights, config: Config, path: Path) -> None:
     if live.named.keys() != held.keys():
         raise UserError(f"{path} holds other weights than {config.model!r} with the run's adapter has")
     live.load(held)
+
+
+@contextlib.contextmanager
+def as_finished(path: Path) -> Iterator[Path]:
+    """Context manager: return a temporary folder with a checkpoint's weights in the files of a finished run.
+
+    Raises UserError if they belong to another model.
+    """
+    config, device = run_config(path), pick_device("auto")
+    config = config.model_copy(update={"precision": drawing(config.precision, device)})
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        if writes := build.writes(config.model, config):
+            weights: TrainableWeights = language_policy(config, path).weights
+        else:
+            from flowgrpo.policies.pipelines.load import load_pipeline
+
+            weights = load(load_pipeline(config.model, config.precision, config.trust_remote_code), path)
+        weights.save(folder)
+        (folder / CONFIG).write_text(config.yaml(), encoding="utf-8")
+        summary = {"unit": "tokens" if writes else "denoiser evaluations"}
+        (folder / "summary.json").write_text(json.dumps(summary), encoding="utf-8")
+        yield folder

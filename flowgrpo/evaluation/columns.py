@@ -32,6 +32,7 @@ from flowgrpo.policies.language.causal_lm import CausalLM
 from flowgrpo.rewards import pairwise
 from flowgrpo.samplers.rollout import seeder
 from flowgrpo.storage import paths
+from flowgrpo.storage.places import is_checkpoint, run_of
 from flowgrpo.types import Completion
 
 SEEDS = ("0", "1", "2", "3")
@@ -98,7 +99,7 @@ def _checkpoints(tuned: Column, values: list[str]) -> list[Column]:
     """Columns by epoch, 0 for the base; without values the base and every kept checkpoint."""
     assert tuned.weights is not None
     folders = {int(folder.name.removeprefix("epoch-")): folder
-               for folder in sorted((tuned.weights / "checkpoints").glob("epoch-*"))}
+               for folder in sorted((run_of(tuned.weights) / "checkpoints").glob("epoch-*"))}
     epochs = [_number("checkpoints", value, int) for value in values] or [0, *folders]
     missing = [epoch for epoch in epochs if epoch and epoch not in folders]
     if missing or not folders:
@@ -115,12 +116,13 @@ def _runs(tuned: Column, values: list[str]) -> list[Column]:
         raise UserError("--columns runs: expected --values with the folders of further runs")
     assert tuned.weights is not None
     model, chosen = run_config(tuned.weights).model, [replace(tuned, name="base", weights=None)]
-    for folder in [tuned.weights, *map(Path, values)]:
+    for folder in {path.resolve(): path for path in [tuned.weights, *map(Path, values)]}.values():
         config = run_config(folder)
         if config.model != model:
             raise UserError(f"--columns runs: {folder} tuned {config.model!r}, but {tuned.weights} tuned {model!r}: "
                             "expected runs of one model")
-        chosen.append(replace(tuned, name=config.name, weights=folder))
+        name = f"{config.name}, {folder.name}" if is_checkpoint(folder) else config.name
+        chosen.append(replace(tuned, name=name, weights=folder))
     return chosen
 
 

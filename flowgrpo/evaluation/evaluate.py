@@ -25,8 +25,7 @@ from flowgrpo.config.reward_rules import WatchRule
 from flowgrpo.config.schema import Config
 from flowgrpo.distributed.processes import Processes
 from flowgrpo.errors import UserError
-from flowgrpo.evaluation import draw, findings, held_out, images, measured, texts
-from flowgrpo.evaluation.checkpoints import config_of
+from flowgrpo.evaluation import checkpoints, draw, findings, held_out, images, measured, texts
 from flowgrpo.evaluation.ledger import BaseLedger, Place
 from flowgrpo.evaluation.pages import rlg_sweep
 from flowgrpo.evaluation.pages.grid import Row, draw_grid
@@ -49,7 +48,7 @@ def evaluate(source: str, suite: str, names: Sequence[str] | dict[str, WatchRule
              lora: str | Path | None = None, base: bool = False, samples: int = 1, steps: int | None = None,
              guidance: float | None = None, seed: int = 0, features: str | Callable = "pixels",
              rlg: Sequence[float] = (), batch: int | None = None, temperature: float | None = None,
-             max_tokens: int | None = None, precision: str | None = None) -> dict[str, Any]:
+             max_tokens: int | None = None, precision: str | None = None, epoch: int | None = None) -> dict[str, Any]:
     """Sample a suite, score it, and write samples, `results.json`, `table.md` and `grid.png` to the folder `output`;
     returns the results.
 
@@ -63,12 +62,13 @@ def evaluate(source: str, suite: str, names: Sequence[str] | dict[str, WatchRule
     the rewards over them.
     temperature, max_tokens: of a language model, in place of the run's `text` settings. Several samples default to
     temperature 1.
-    precision: None takes the run's, or the device's default.
+    precision: None takes the run's, or the device's default. epoch: of a run's checkpoint, in place of its result.
     A sample depends only on the seed, its prompt's number and its number within the prompt. With a `batch` of several
     per call (None: 1 picture, 8 texts) this holds up to rounding.
     Raises UserError for what cannot be loaded, and for a folder that holds another evaluation.
     """
-    plan = make_plan(source, lora, base, samples, steps, guidance, seed, rlg, temperature, max_tokens, precision)
+    plan = make_plan(source, lora, base, samples, steps, guidance, seed, rlg, temperature, max_tokens, precision,
+                     epoch)
     processes, apart = _processes(), plan.medium.apart(features)
     if processes.first:
         paths.require_folder(output)
@@ -92,24 +92,18 @@ def evaluate(source: str, suite: str, names: Sequence[str] | dict[str, WatchRule
 
 def make_plan(source: str, lora: str | Path | None, base: bool, samples: int, steps: int | None,
               guidance: float | None, seed: int, rlg: Sequence[float] = (), temperature: float | None = None,
-              max_tokens: int | None = None, precision: str | None = None) -> Plan:
+              max_tokens: int | None = None, precision: str | None = None, epoch: int | None = None) -> Plan:
     """Resolve the source to a run or a model, of pictures or of texts.
     Raises UserError for a run with another LoRA, for a base with nothing to compare, for RLG weights without a tuned
     model or with a base, and for options of the other medium."""
-    run = Path(source)
-    if config_of(run) is not None:
-        if lora is not None:
-            raise UserError(f"{source} is a run, whose result is evaluated: leave out --lora, or give its model")
-        lora = run
-    tuned = None if lora is None else Path(lora)
+    model, tuned = checkpoints.source(source, lora, epoch)
     if tuned is None and base:
         raise UserError("--base compares with a result: give a run, or a model and --lora")
     if tuned is None and rlg:
         raise UserError("--rlg guides a result away from its base: give a run, or a model and --lora")
     if base and len(rlg) > 1:
         raise UserError("--base: several weights of --rlg are told side by side; leave it out, weight 0 is the base")
-    config = config_of(tuned)
-    model = config.model if config is not None and tuned == run else source
+    config = checkpoints.config_of(tuned)
     medium = draw.TEXTS if build.writes(model, config) else draw.PICTURES
     _require_fitting(medium, {"steps": steps, "guidance": guidance, "rlg": rlg or None},
                      {"temperature": temperature, "max-tokens": max_tokens})

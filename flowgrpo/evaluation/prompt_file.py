@@ -23,7 +23,7 @@ KEYS = {draw.PICTURES: "base_image", draw.TEXTS: "base_text"}
 
 
 @images.memory_told()
-def sample(source: str, prompts: str | Path, output: str | Path, *, lora: str | None = None, count: int = 1,
+def sample(source: str, prompts: str | Path, output: str | Path, *, lora: str | Path | None = None, count: int = 1,
            seed: int = 0, steps: int | None = None, guidance: float | None = None, rlg: float | None = None,
            batch: int | None = None, temperature: float | None = None, key: str | None = None,
            precision: str | None = None) -> Path:

@@ -22,6 +22,7 @@ from flowgrpo.policies.pipelines import edit_networks
 from flowgrpo.policies.precision import settle
 from flowgrpo.policies.weights.lora_files import LORA_FILE
 from flowgrpo.storage import paths
+from flowgrpo.storage.places import run_of
 
 SIDES = {".lora_A.weight": ".lora_down.weight", ".lora_B.weight": ".lora_up.weight"}  # peft's names -> kohya's
 CARD = "README.md"
@@ -36,9 +37,7 @@ SECOND = "transformer_2"  # the expert of the low-noise steps
 def finished(run: Path) -> tuple[Config, dict[str, Any]]:
     """Return a run's configuration and summary.
     Raises UserError if the folder is not a finished run."""
-    if not (run / "config.yaml").is_file():
-        raise UserError(f"{run} is not a run: it has no config.yaml; expected a folder that `flowgrpo train` wrote")
-    if not (run / "summary.json").is_file():
+    if not (run_of(run) / "summary.json").is_file():
         raise UserError(f"the run {run} has not finished (it has no summary.json): --resume it")
     return load(run / "config.yaml"), json.loads((run / "summary.json").read_text(encoding="utf-8"))
 

@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 
 from flowgrpo.errors import UserError
 from flowgrpo.storage import paths
+from flowgrpo.storage.places import STATE
 
-FILE = "state.safetensors"
 Tensors = dict[str, torch.Tensor]
 
 
@@ -38,7 +38,7 @@ def save(folder: Path, epoch: int, tensors: dict[str, torch.Tensor], state: dict
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     save_file({key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()},
-              temporary / FILE)
+              temporary / STATE)
     paths.readable(temporary)
     (temporary / "state.json").write_text(json.dumps(state, indent=1))
     shutil.rmtree(target, ignore_errors=True)
@@ -59,7 +59,7 @@ def load(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     Raises UserError if they cannot be read.
     """
     try:
-        return load_file(folder / FILE), json.loads((folder / "state.json").read_text())
+        return load_file(folder / STATE), json.loads((folder / "state.json").read_text())
     except Exception as error:
         raise UserError(f"the checkpoint {folder} cannot be read ({error}): remove it to resume from the one "
                         "before") from None

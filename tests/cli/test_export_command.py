@@ -8,6 +8,7 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import load_file
 
 from flowgrpo.cli import main
@@ -42,6 +43,51 @@ def test_kohya(finished, tmp_path, capsys, monkeypatch, asked):
     [name] = [key for key in own if key.endswith("lora_A.weight")][:1]
     layer = "lora_transformer_" + name.removeprefix("transformer.").removesuffix(".lora_A.weight").replace(".", "_")
     assert torch.equal(layers[f"{layer}.lora_down.weight"], own[name]) and len(layers) == 3 * len(own) / 2
+
+
+def test_a_checkpoint_is_exported_as_the_result_is(finished, tmp_path, capsys):
+    """The last checkpoint holds the result's weights."""
+    result = load_file(exported(capsys, str(finished), "--output", str(tmp_path / "result.safetensors")))
+    file = exported(capsys, str(finished), "--epoch", "1")
+    layers = load_file(file)
+    assert file == finished / "kohya-epoch-00001.safetensors" and layers.keys() == result.keys()
+    assert all(torch.equal(value, result[key]) for key, value in layers.items())
+    checkpoint = finished / "checkpoints" / "epoch-00001"
+    folder = exported(capsys, str(checkpoint), "--form=merged")
+    whole = exported(capsys, str(finished), "--form=merged", "--output", str(tmp_path / "whole"))
+    weights, expected = (load_pipeline(str(each)).transformer.state_dict() for each in (folder, whole))
+    assert folder == finished / "merged-epoch-00001"
+    assert all(torch.equal(value, expected[key]) for key, value in weights.items())
+    assert main(["export", str(checkpoint), "--form=card"]) == 2
+    assert f"--form card: is of a finished run, got the checkpoint {checkpoint}" in capsys.readouterr().err
+
+
+def test_a_run_stands_for_its_model_and_weights_in_every_command(finished, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    checkpoint, pictures = finished / "checkpoints" / "epoch-00001", []
+    for source in ([str(finished)], [str(finished), "--epoch=1"], [str(checkpoint)],
+                   [str(finished.parent / "model"), "--lora", str(checkpoint)]):
+        assert main(["sample", *source, "--prompt=red", "--steps=2"]) == 0
+        pictures.append(Image.open(capsys.readouterr().out.splitlines()[-1]).tobytes())
+    assert len(set(pictures)) == 1
+    assert main(["sample", str(finished.parent / "model"), "--prompt=red", "--steps=2"]) == 0
+    assert Image.open(capsys.readouterr().out.splitlines()[-1]).tobytes() not in pictures
+    assert main(["report", str(checkpoint)]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == str(finished / "report.html")
+
+
+@pytest.mark.parametrize("arguments, line", [
+    (["grid", "{run}", "--epoch=7"], "--epoch 7: {run} has no such checkpoint; there are: 1 (train.keep"),
+    (["eval", "{run}/checkpoints/epoch-00001", "--epoch=1", "--suite=starter", "--output=x"], "is a checkpoint"),
+    (["sample", "starter", "--epoch=1", "--prompt=x"], "--epoch 1: goes with a run, and starter is none"),
+    (["sample", "{run}", "--lora={run}", "--prompt=x"], "{run} is a run, which brings its weights: leave out --lora"),
+    (["report", "{run}/pytorch_lora_weights.safetensorss"], "no run at {run}/pytorch_lora_weights.safetensorss"),
+    (["grid", "{run}/../lora.safetensors"], "lora.safetensors is in no run's folder: expected a run or its")])
+def test_a_place_that_is_of_no_run_or_epoch_is_refused(finished, capsys, arguments, line):
+    (finished.parent / "lora.safetensors").write_bytes(b"")
+    assert main([argument.format(run=finished) for argument in arguments]) == 2
+    message = capsys.readouterr().err
+    assert line.format(run=finished) in message and message.count("\n") == 1
 
 
 def test_merged(finished, tmp_path, capsys):

@@ -149,6 +149,11 @@ def test_runs_stand_beside_each_other(runs, tmp_path):
         assert np.abs(page.pictures[column] - alone(run, 0, lora=lora)).max() <= 1
 
 
+def test_a_run_that_is_named_again_has_one_column(runs, tmp_path):
+    page, _ = drawn(runs[0], "runs", [str(runs[0] / "checkpoints" / ".."), str(runs[1])], tmp_path, count=1)
+    assert len(page.pictures) == 3  # the base and two runs
+
+
 def test_a_page_is_the_same_every_time_and_has_scores(runs, tmp_path):
     for folder in ("a", "b"):
         drawn(runs[0], "seeds", ["0", "1"], tmp_path / folder)
@@ -184,7 +189,7 @@ def test_a_reward_that_compares_with_the_base_sees_that_of_its_column(runs, mode
     ("checkpoints", ["7"], r"has none of epoch 7; there are: 1, 20 \(train.keep"),
     ("checkpoints", ["x"], "got 'x' in --values, expected whole numbers from 0 up"),
     ("runs", [], "expected --values with the folders of further runs"),
-    ("runs", ["nowhere"], "nowhere is not a run"),
+    ("runs", ["nowhere"], "no run at nowhere"),
     ("guidance", [], "expected --values with a number for each column"),
     ("guidance", ["-1"], "got '-1' in --values, expected numbers from 0 up"),
     ("guidance", ["inf"], "got 'inf'"),
@@ -256,5 +261,5 @@ def test_a_checkpoint_stands_for_its_run(runs, model, tmp_path):
     assert np.abs(of_run - of_last).max() <= 1 < np.abs(of_last - of_first).max()
     plan = evaluate.make_plan(str(last), None, True, 1, None, None, 0)
     assert (plan.tuned, plan.model) == (last, str(model))
-    with pytest.raises(UserError, match="is a run, whose result is evaluated: leave out --lora"):
+    with pytest.raises(UserError, match="is a run, which brings its weights: leave out --lora"):
         evaluate.make_plan(str(last), run, False, 1, None, None, 0)

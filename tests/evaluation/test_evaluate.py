@@ -214,7 +214,7 @@ def test_a_folder_of_another_evaluation_is_told(found, world, change, told):
 
 
 @pytest.mark.parametrize("options, told", [
-    ({"lora": "x"}, "is a run, whose result is evaluated: leave out --lora"),
+    ({"lora": "x"}, "is a run, which brings its weights: leave out --lora"),
     ({"source": "starter", "base": True}, "--base compares with a result: give a run"),
     ({"source": "starter", "names": []}, "--rewards: expected the names of rewards"),
     ({"suite": "geneval"}, "does not come with flowgrpo"),

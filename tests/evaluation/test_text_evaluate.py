@@ -184,7 +184,7 @@ def test_a_picture_is_shown_on_the_command_line(tmp_path, capsys):
     ({"steps": 3}, "--steps: is of a denoiser, and the model draws texts"),
     ({"rlg": [2.0]}, "--rlg: is of a denoiser"), ({"features": "x.py:x"}, "--features: are of pictures"),
     ({"names": ["scene"]}, "'scene' judges image, but what is generated here is text"),
-    ({"lora": "x"}, "is a run, whose result is evaluated"),
+    ({"lora": "x"}, "is a run, which brings its weights"),
     ({"source": "starter", "temperature": 1.0}, "--temperature: is of a language model, and the model draws pictures")])
 def test_mistakes_are_told_before_anything_is_drawn(world, tmp_path, options, told):
     given = {"source": str(world / "run"), "suite": str(world / "suite.jsonl"), "names": ["numeric_match"]} | options

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 from flowgrpo.config.parse import load
 from flowgrpo.config.schema import Config
-from flowgrpo.errors import UserError
 from flowgrpo.evaluation.report import snapshots
 from flowgrpo.evaluation.report.verdict import Nouns, changes, mean, sentences
 from flowgrpo.storage.json_files import read_lines, read_object
+from flowgrpo.storage.places import run_of
 
 if TYPE_CHECKING:
     from flowgrpo.evaluation.trainer import Trainer
@@ -63,8 +63,7 @@ def embedded(content: dict[str, Any]) -> str:
 def data(run: Path) -> dict[str, Any]:
     """Return all data of a report.
     Raises UserError for a folder that is not a run."""
-    if not (run / "config.yaml").is_file():
-        raise UserError(f"{run} is not a run: it has no config.yaml; expected a folder that `flowgrpo train` wrote")
+    run = run_of(run)
     config, lines, stages = load(run / "config.yaml"), read_lines(run / "metrics.jsonl", *PLAIN), read_stages(run)
     last = _read(run / snapshots.FOLDER / "last.json", first_ratio=dict, best=list, worst=list)
     finished = bool(stages) and stages[-1]["name"] == "after"

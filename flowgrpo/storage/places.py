@@ -1,0 +1,60 @@
+"""Places of a run by path: its folder, its checkpoints, its LoRA file. Loads no torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from flowgrpo.errors import UserError
+
+STATE = "state.safetensors"  # the file that makes a folder a checkpoint
+CONFIG = "config.yaml"  # the file that makes a folder a run
+
+
+def is_checkpoint(path: Path | None) -> bool:
+    """Return True for a folder that a run saved as a checkpoint."""
+    return path is not None and (path / STATE).is_file()
+
+
+def run_of(path: Path) -> Path:
+    """Return the folder of a run, given that folder, one of its checkpoints or a LoRA file in it.
+
+    Raises UserError if the path is of no run.
+    """
+    if not path.exists():
+        raise UserError(f"no run at {path}: expected the folder that `flowgrpo train` wrote, or one of its checkpoints")
+    run = path.parent.parent if is_checkpoint(path) else path.parent if path.is_file() else path
+    if (run / CONFIG).is_file():
+        return run
+    if path.is_file():
+        raise UserError(f"{path} is in no run's folder: expected a run or its checkpoint; a LoRA file alone goes with "
+                        f"its model, as in `flowgrpo sample MODEL --prompt TEXT --lora {path}`")
+    raise UserError(f"{path} is not a run: it has no {CONFIG}; expected a folder that `flowgrpo train` wrote")
+
+
+def weights_of(path: Path, epoch: int | None = None) -> Path:
+    """Return the place of a run's weights: its folder for the result, or the checkpoint of an epoch.
+
+    path: as of `run_of`. Raises UserError if the path is of no run, or the epoch has no checkpoint.
+    """
+    run = run_of(path)
+    if epoch is None:
+        return path if is_checkpoint(path) else run
+    if is_checkpoint(path):
+        raise UserError(f"--epoch {epoch}: {path} is a checkpoint already; leave one of them out")
+    folders = sorted((run / "checkpoints").glob("epoch-*"))
+    saved = {int(folder.name.removeprefix("epoch-")): folder for folder in folders}
+    if epoch not in saved:
+        raise UserError(f"--epoch {epoch}: {run} has no such checkpoint; there are: "
+                        f"{', '.join(map(str, saved)) or 'none'} (train.keep says how many are kept)")
+    return saved[epoch]
+
+
+def beside(path: Path, name: str) -> Path:
+    """Return the default path of a file made from weights: in the run's folder, of a checkpoint with its epoch.
+
+    Example: kohya.safetensors, kohya-epoch-00010.safetensors.
+    """
+    if not is_checkpoint(path):
+        return path / name
+    stem, dot, ending = name.partition(".")
+    return run_of(path) / f"{stem}-{path.name}{dot}{ending}"
