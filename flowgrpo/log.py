@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
 import warnings
@@ -30,6 +31,23 @@ def quiet() -> Iterator[None]:
     finally:
         for module, level in levels:
             module.set_verbosity(level)
+
+
+# Loggers of libraries, and what they say in every run that no user can change.
+NOISY = (
+    "torch.utils._pytree",  # torchao's enumerations
+    "torchao",
+    "bitsandbytes.backends.cpu.ops",  # a kernel of a package that is not needed
+    "transformers.tokenization_utils_base",  # prompts longer than an encoder's limit, which a run counts itself
+    "diffusers.quantizers.torchao.torchao_quantizer",
+    "huggingface_hub.utils._http",  # each of its trials
+)
+
+
+def silence() -> None:
+    """Let the NOISY loggers print errors alone, in this process."""
+    for name in NOISY:
+        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 class PhaseTimer:

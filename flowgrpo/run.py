@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,15 +24,17 @@ from flowgrpo.errors import UserError
 from flowgrpo.evaluation import held_out
 from flowgrpo.evaluation.nouns import SAMPLE
 from flowgrpo.evaluation.report import snapshots
+from flowgrpo.log import silence
 from flowgrpo.methods import reads
 from flowgrpo.methods.validate import resolve
 from flowgrpo.policies import build, options
+from flowgrpo.policies.pipelines import prompt_lengths
 from flowgrpo.policies.precision import settle
 from flowgrpo.policies.weights.restore import as_before
 from flowgrpo.rewards import pairwise
 from flowgrpo.storage import checkpoint, paths
 from flowgrpo.train import Trainer
-from flowgrpo.training import best, run_folder, state, tracker, trial
+from flowgrpo.training import announcement, best, run_folder, state, tracker, trial
 from flowgrpo.user_code import reading
 
 if TYPE_CHECKING:
@@ -82,13 +85,24 @@ def run(config: Config, resume: bool = False, *, pipe: Any = None,
     if ready.accelerator.is_main_process:
         print(f"device: {described(ready.device)}\nprecision: {ready.precision}", flush=True)
     set_seed(config.seed)
-    loaded = build.load(config) if pipe is None else pipe
+    loaded = _load(ready) if pipe is None else pipe
     modality = build.modality(loaded)
     rewards.require_modality(ready.trained | ready.measured, modality)
     rewards.require_base(ready.trained | ready.measured, modality)
     listed = provenance.prompt_lines(config, prompts) if ready.accelerator.is_main_process else None
     with as_before(pipe):
         return _train(ready, loaded, listed)
+
+
+def _load(ready: Ready) -> Any:
+    """Load the model of a run; the first process prints what and how long."""
+    config, first, start = ready.config, ready.accelerator.is_main_process, time.monotonic()
+    if first:
+        print(f"loading {config.model} ...", flush=True)
+    loaded = build.load(config)
+    if first:
+        print(f"loaded in {time.monotonic() - start:.1f} s: {announcement.described(loaded)}", flush=True)
+    return loaded
 
 
 def _train(ready: Ready, loaded: Any, listed: str | None) -> dict[str, Any]:
@@ -99,6 +113,10 @@ def _train(ready: Ready, loaded: Any, listed: str | None) -> dict[str, Any]:
     if ready.last:
         state.restore(trainer, ready.last)
     trial.require(trainer, ready.measured)
+    if policy.modality != "text" and trainer.processes.first:
+        texts = [prompt.text for side in ready.split for prompt in side]
+        if line := prompt_lengths.cut(policy.pipe, config.call, texts):
+            print(line, flush=True)
     with contextlib.ExitStack() as stack:
         if trainer.processes.first:
             prepare(config, trainer.epoch, ready.last is not None, ready.changes, stack)
@@ -233,6 +251,8 @@ def align(model: Any, rewards: Rewards = "scene_graded", prompts: Prompts = "sta
                        **({} if listed else {"prompts": str(prompts)}), **options})
     if listed:
         config = config.model_copy(update={"prompts": str(config.folder / provenance.PROMPTS)})
+    silence()
+    announcement.announce(config, loaded)
     return run(config, resume, pipe=model if loaded else None, functions=functions,
                prompts=None if isinstance(prompts, (str, Path)) else of_records(prompts))
 

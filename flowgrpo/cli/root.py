@@ -10,6 +10,7 @@ import typer
 
 from flowgrpo import __version__
 from flowgrpo.errors import UserError
+from flowgrpo.log import silence
 from flowgrpo.storage import paths
 
 # Base class of all errors that Typer itself raises; Typer does not export it.
@@ -37,6 +38,7 @@ def _flowgrpo(
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line and return the exit code: 0; 2 after a user or file error; 130 after an interrupt."""
     os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")  # else its import prints notes about optional packages
+    silence()
     try:
         return app(arguments, prog_name="flowgrpo", standalone_mode=False) or 0
     except (KeyboardInterrupt, typer.Abort):

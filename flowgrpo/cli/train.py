@@ -34,6 +34,9 @@ def train(
                  **{"eval.best": select_best})
     settings = parse.load(recipe, options | {key: value for key, value in named.items() if value is not None})
     _check_inputs(settings)
+    from flowgrpo.training.announcement import announce
+
+    announce(settings)
     from flowgrpo.run import run
 
     run(settings, resume=resume)
@@ -70,8 +73,9 @@ def _check_key(option: str, key: str) -> None:
 def _check_inputs(settings: Any) -> None:
     """Validate prompts and rewards before torch or a model is loaded."""
     from flowgrpo import rewards
-    from flowgrpo.data import recorded_pairs, splits
+    from flowgrpo.data import provenance, recorded_pairs, splits
 
+    provenance.require_no_slip(settings.model)
     splits.require_no_share(settings)
     recorded_pairs.in_place(settings, splits.resolve(settings))
     for label, rule in (settings.trained | settings.watched).items():

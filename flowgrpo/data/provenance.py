@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import re
 import sys
@@ -12,6 +13,7 @@ from flowgrpo.config.reward_rules import RewardRule
 from flowgrpo.config.schema import Config
 from flowgrpo.data.prompts import Prompt, as_line
 from flowgrpo.errors import UserError
+from flowgrpo.starter import FOLDERS
 
 PROMPTS = "prompts.jsonl"  # in the run's folder, for a list of prompts
 CLASS = re.compile(r"[A-Z]\w*(Pipeline|Model|ModelLM|For[A-Z]\w*)")
@@ -28,6 +30,25 @@ def require_place(model: str) -> None:
     if CLASS.fullmatch(model) and not Path(model).exists():
         raise UserError(f"cannot load the model {model!r}: that is a class, as a run says that was made from Python "
                         "with an object that has no file; save it (save_pretrained), and set model to its folder")
+
+
+def require_no_slip(model: str) -> None:
+    """Raise UserError for a near miss of a packaged model's or a local folder's name.
+
+    A hub's owner/name is one if a folder of the owner's name here has a similar entry.
+    """
+    if model in FOLDERS or Path(model).is_dir():
+        return
+    inside = Path(model).parent if "/" in model else None
+    if inside and inside.is_dir():
+        others = [path.name for path in inside.iterdir() if path.is_dir()]
+        near = difflib.get_close_matches(Path(model).name, others, n=1, cutoff=0.85)
+        if near or len(Path(model).parts) > 2:
+            raise UserError(f"no model or run {model!r}: {inside} has no folder of that name"
+                            + (f": did you mean {str(inside / near[0])!r}?" if near else ""))
+    near = [] if inside else difflib.get_close_matches(model, FOLDERS, n=1, cutoff=0.75)
+    if near:
+        raise UserError(f"no model {model!r}, and no folder of that name: did you mean {near[0]!r}?")
 
 
 def rule(function: object, given: object) -> object:

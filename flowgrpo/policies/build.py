@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +13,7 @@ from flowgrpo.data import provenance
 from flowgrpo.errors import UserError
 from flowgrpo.methods import overlay, reads, validate
 from flowgrpo.methods.targets import LatentEdits
+from flowgrpo.policies import hub
 from flowgrpo.starter import FOLDERS
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def kind(config: Config, loaded: Any = None) -> str:
             if isinstance(loaded, tuple) else PIPELINE
     folder = Path(FOLDERS.get(config.model, config.model))
     if not folder.is_dir():
-        _require_no_slip(config.model)
+        provenance.require_no_slip(config.model)
         method = overlay.with_parts(overlay.preset(config.method), config.parts)
         return (CAUSAL_LM if method.fits("tokens") else MASKED_LM) if method.for_tokens else PIPELINE
     if (folder / "model_index.json").is_file():
@@ -51,30 +51,13 @@ def kind(config: Config, loaded: Any = None) -> str:
                     "pipeline) nor a config.json (a language model)")
 
 
-def _require_no_slip(model: str) -> None:
-    """Raise UserError for a near miss of a packaged model's or a local folder's name.
-
-    A hub's owner/name is one if a folder of the owner's name here has a similar entry.
-    """
-    inside = Path(model).parent if "/" in model else None
-    if inside and inside.is_dir():
-        others = [path.name for path in inside.iterdir() if path.is_dir()]
-        near = difflib.get_close_matches(Path(model).name, others, n=1, cutoff=0.85)
-        if near or len(Path(model).parts) > 2:
-            raise UserError(f"no model or run {model!r}: {inside} has no folder of that name"
-                            + (f": did you mean {str(inside / near[0])!r}?" if near else ""))
-    near = [] if inside else difflib.get_close_matches(model, FOLDERS, n=1, cutoff=0.75)
-    if near:
-        raise UserError(f"no model {model!r}, and no folder of that name: did you mean {near[0]!r}?")
-
-
 def writes(model: str, config: Config | None = None) -> bool:
     """Return True for a language model, judged by the run that trained it, its files, or the hub.
 
     Raises UserError for a folder that is neither a language model nor a pipeline.
     """
     if config is None and model not in FOLDERS and "/" in model and not Path(model).exists():
-        _require_no_slip(model)
+        provenance.require_no_slip(model)
         return bool(_on_hub(model))
     return kind(Config(model=model) if config is None else config) != PIPELINE
 
@@ -161,6 +144,7 @@ def load_language(config: Config) -> tuple[Any, Any]:
     """Load a language model with its tokenizer, or with its processor if it reads images. Raises UserError if it does
     not load."""
     provenance.require_place(config.model)
+    hub.require(config.model)
     source = config.model, config.precision, config.trust_remote_code
     kind_of_model = kind(config)
     if kind_of_model == MASKED_LM:
@@ -182,6 +166,7 @@ def _on_hub(model: str) -> dict[str, Any]:
     """Return the config.json of a hub id; empty if there is none, as for a pipeline."""
     from transformers import PreTrainedConfig
 
+    hub.require(model)
     try:
         return PreTrainedConfig.get_config_dict(model)[0]
     except OSError:  # as loading will tell

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import subprocess
 import sys
 
@@ -9,6 +10,7 @@ import pytest
 
 from flowgrpo.cli import about, main
 from flowgrpo.cli.train import _parse
+from flowgrpo.log import NOISY
 
 
 def told(capsys, *arguments: object) -> str:
@@ -173,6 +175,31 @@ def test_methods_are_found_by_a_word_and_stand_in_one_group_each(capsys):
 def test_methods_load_no_torch():
     code = "import sys; from flowgrpo.cli import main; main(['methods']); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL).returncode == 0
+
+
+def test_a_run_speaks_before_torch_is_loaded():
+    code = ("import sys; from flowgrpo.config import Config; from flowgrpo.training.announcement import announce; "
+            "announce(Config(reward={'scene': 2.0}, eval={'rewards': ['sharpness']}, parts={'plan': {'size': 2}})); "
+            "sys.exit('torch' in sys.modules)")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[1:] == [
+        "model: starter (packaged)", "method: mix_grpo, parts: {'plan': {'size': 2}}",
+        "rewards: scene (weight 2); only measured: sharpness",
+        "prompts: starter; 100 epochs of 8 prompts with 12 samples each"]
+
+
+def test_the_command_line_silences_what_libraries_say_in_every_run(caplog):
+    from transformers import AutoTokenizer
+
+    from flowgrpo.starter import FOLDERS
+
+    assert main(["--version"]) == 0
+    text = AutoTokenizer.from_pretrained(FOLDERS["starter"] / "tokenizer")
+    assert len(text("a red star " * 40).input_ids) > text.model_max_length
+    for name in NOISY:
+        logging.getLogger(name).warning("a note")
+    assert caplog.records == []
 
 
 def test_rewards_are_listed(capsys):

@@ -88,7 +88,13 @@ def test_a_run_says_what_it_chose_and_keeps_it(recipe, capsys):
     assert main(["train", str(recipe)]) == 0
     folder, out = recipe.parent / "runs" / "run", capsys.readouterr().out.splitlines()
     chosen, reason = choose(arithmetic("cpu"))
-    assert out[:2] == ["device: cpu", f"precision: {chosen} (auto: {reason})"]
+    assert out[0].startswith("flowgrpo ")
+    assert out[0].endswith(f", run: {folder}; to watch it: flowgrpo report {folder} --live")
+    assert out[1] == f"model: {recipe.parent / 'model'} (a folder here)" and out[2] == "method: mix_grpo"
+    assert out[3].startswith("rewards: ") and out[4].startswith("prompts: ")
+    assert out[5:7] == ["device: cpu", f"precision: {chosen} (auto: {reason})"]
+    assert out[7] == f"loading {recipe.parent / 'model'} ..."
+    assert out[8].startswith("loaded in ") and "StableDiffusion3Pipeline, " in out[8]
     assert load(folder / "config.yaml").precision == chosen
     assert json.loads((folder / "report" / "machine.json").read_text())["precision"] == f"{chosen} (auto: {reason})"
     assert main(["grid", str(folder), "--output", str(folder / "grid.png")]) == 0

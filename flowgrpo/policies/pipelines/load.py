@@ -14,6 +14,7 @@ from flowgrpo.device import DTYPES
 from flowgrpo.errors import UserError
 from flowgrpo.log import quiet
 from flowgrpo.methods.adapted import Adapted
+from flowgrpo.policies import hub
 from flowgrpo.policies.weights.memory_options import quantisation
 from flowgrpo.starter import FOLDERS, MERGED
 
@@ -62,6 +63,7 @@ def load_pipeline(model: str, precision: str = "fp32", trust_remote_code: bool =
     weights: of its denoisers, "full", or quantised as `memory_options.quantisation` says.
     """
     provenance.require_place(model)
+    hub.require(model)
     from diffusers import DiffusionPipeline
     from diffusers.utils import logging as diffusers_logging
     from transformers.utils import logging as transformers_logging

@@ -1,0 +1,47 @@
+"""First lines of a run, printed before torch or a model is loaded."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from flowgrpo.config.schema import Config
+from flowgrpo.starter import FOLDERS
+from flowgrpo.version import __version__
+
+
+def announce(config: Config, loaded: bool = False) -> None:
+    """Print what a run does and where, once among the processes of a launcher. loaded: the model is an object."""
+    if int(os.environ.get("RANK", "0")) == 0:
+        for line in lines(config, loaded):
+            print(line, flush=True)
+
+
+def lines(config: Config, loaded: bool = False) -> Iterator[str]:
+    """Return the first lines of a run."""
+    yield f"flowgrpo {__version__}, run: {config.folder}; to watch it: flowgrpo report {config.folder} --live"
+    yield f"model: {config.model} ({'loaded already' if loaded else origin(config.model)})"
+    yield f"method: {config.method}" + (f", parts: {config.parts}" if config.parts else "")
+    rewards = ", ".join(f"{name} (weight {weight:g})" for name, weight in config.rewards.items())
+    measured = ", ".join(name for name in config.watched if name not in config.rewards)
+    yield f"rewards: {rewards}" + (f"; only measured: {measured}" if measured else "")
+    train = config.train
+    yield (f"prompts: {config.prompts}; {train.epochs} epochs of {train.prompts} prompts with {train.group} samples "
+           "each")
+
+
+def origin(model: str) -> str:
+    """Return where a model's files come from."""
+    if model in FOLDERS:
+        return "packaged"
+    return "a folder here" if Path(model).is_dir() else "from the hub, or its cache here"
+
+
+def described(loaded: Any) -> str:
+    """Return the class and the number of parameters of a loaded pipeline, or of a (model, tokenizer or processor)."""
+    parts = [loaded[0]] if isinstance(loaded, tuple) else [part for part in loaded.components.values()
+                                                           if hasattr(part, "parameters")]
+    count = sum(parameter.numel() for part in parts for parameter in part.parameters())
+    return f"{type(parts[0] if isinstance(loaded, tuple) else loaded).__name__}, {count / 1e6:,.3g} million parameters"

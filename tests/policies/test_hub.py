@@ -1,0 +1,48 @@
+"""The hub where nothing answers: one line at once, or the cache."""
+
+from __future__ import annotations
+
+import pytest
+from huggingface_hub import constants
+
+from flowgrpo.cli import main
+from flowgrpo.errors import UserError
+from flowgrpo.policies import hub
+
+
+@pytest.fixture
+def silent(monkeypatch, tmp_path):
+    """A hub at a port where nothing listens, and an empty cache."""
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    return tmp_path
+
+
+def test_a_model_of_a_hub_that_does_not_answer_is_refused_in_one_line(silent, capsys):
+    expected = "not in the hub's cache, and no network (http://127.0.0.1:9 does not answer): `hf download owner/name`"
+    for model in ("owner/name", "name", "no/name/at/all"):
+        with pytest.raises(UserError, match="no network"):
+            hub.require(model)
+    for arguments in (["sample", "owner/name", "--prompt=x"], ["train", "--model=owner/name", f"--output={silent}"]):
+        assert main(arguments) == 2
+        error = capsys.readouterr().err
+        assert expected in error and error.count("\n") == 1
+    assert not constants.HF_HUB_OFFLINE
+
+
+def test_a_cached_model_is_loaded_from_the_cache_then(silent, capsys):
+    place = silent / "models--owner--name"
+    (place / "snapshots" / "abc").mkdir(parents=True)
+    (place / "refs").mkdir()
+    (place / "refs" / "main").write_text("abc")
+    (place / "snapshots" / "abc" / "model_index.json").write_text("{}")
+    hub.require("owner/name")
+    assert constants.HF_HUB_OFFLINE
+    assert "owner/name is loaded from the hub's cache" in capsys.readouterr().err
+
+
+def test_nothing_is_asked_for_a_model_that_is_here(silent, tmp_path):
+    hub.require("starter")
+    hub.require(str(tmp_path))
+    assert not constants.HF_HUB_OFFLINE
