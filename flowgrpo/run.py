@@ -34,7 +34,7 @@ from flowgrpo.policies.weights.restore import as_before
 from flowgrpo.rewards import pairwise
 from flowgrpo.storage import checkpoint, paths
 from flowgrpo.train import Trainer
-from flowgrpo.training import announcement, best, run_folder, state, tracker, trial
+from flowgrpo.training import announcement, best, hints, run_folder, state, tracker, trial
 from flowgrpo.user_code import reading
 
 if TYPE_CHECKING:
@@ -80,10 +80,12 @@ def run(config: Config, resume: bool = False, *, pipe: Any = None,
     """
     from accelerate.utils import set_seed
 
-    ready = check(config, resume, pipe, functions, prompts)
+    ready, asked = check(config, resume, pipe, functions, prompts), config.precision
     config = ready.config
     if ready.accelerator.is_main_process:
         print(f"device: {described(ready.device)}\nprecision: {ready.precision}", flush=True)
+        for line in hints.of_machine(asked, ready.device):
+            print(line, flush=True)
     set_seed(config.seed)
     loaded = _load(ready) if pipe is None else pipe
     modality = build.modality(loaded)

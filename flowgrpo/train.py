@@ -39,6 +39,7 @@ from flowgrpo.training.best import BestWeights
 from flowgrpo.training.credit import credit
 from flowgrpo.training.critic import make_critic
 from flowgrpo.training.first_ratio import ROUNDED, FirstRatio
+from flowgrpo.training.hints import RewardHints
 from flowgrpo.training.kl_reference import KLReference
 from flowgrpo.training.metrics import Log, UpdateStats
 from flowgrpo.training.optimizer import make_optimizer, make_scaler
@@ -62,7 +63,7 @@ class Trainer:
         self.processes.turns = policy.turns
         self.geometry = geometry(config.train, self.processes.count)
         self.scoring = Scoring(train_rewards, config.rewards, self.geometry.group, self.processes)
-        self.clock, self.stop = PhaseTimer(), Stop()
+        self.clock, self.stop, self.hints = PhaseTimer(), Stop(), RewardHints(self.method.credit.advantage)
         self.say: Callable[[str], None] = print
         self.rollouts = make_rollouts(config, policy, self.method, self.geometry, self.processes, self.clock,
                                       first=self.prompts[0])
@@ -91,7 +92,7 @@ class Trainer:
         prompts, scores = epoch_batch.compared()
         metrics = self.scoring.metrics(epoch_batch.first, self.say)
         self.scoring.require_scores(metrics, epoch_batch.prompts[0].text, self.epoch, self.say)
-        self.scoring.tell_agreement(metrics, self.epoch, self.say)
+        self.hints.epoch(metrics, self.scoring.spreads, self.epoch, self.say)
         credited = self.credit(parts, scores, [prompt.key for prompt in prompts])
         return metrics | epoch_batch.metrics() | self.learn(credited, conditioning)
 

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import torch
 
 from flowgrpo import rewards
-from flowgrpo.advantages.group import weighted_sum, zero_variance
+from flowgrpo.advantages.group import group_std, weighted_sum, zero_variance
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.distributed.processes import Processes
 from flowgrpo.errors import UserError
@@ -28,6 +28,7 @@ class Scoring:
     functions: by name, plain or `Composed`.
     weights: theirs, by name.
     extremes: the best and the worst samples of the epoch, for display.
+    spreads: of each in the last epoch, the mean deviation within groups, times its weight.
     reward_failures: samples on which each has failed since the run began, on all processes.
     """
 
@@ -37,9 +38,9 @@ class Scoring:
         self.transforms = any(map(rewards.transforms_of, functions.values()))  # a rule changes scores
         self.paired = [pairing(function) is not None for function in functions.values()]
         self.reward_failures: dict[str, int] = {}
+        self.spreads: dict[str, float] = {}
         self._tally, self._lock = rewards.Tally(), Lock()
         self._unscored = False  # an epoch without any score was reported
-        self._agreed = False  # an epoch whose groups all agree was reported
         self.begin()
 
     def begin(self) -> None:
@@ -98,18 +99,11 @@ class Scoring:
             present = scores[~scores.isnan()]
             spread = present.std().item() if len(present) > 1 else 0.0
             groups = compared[~compared.isnan().all(1)]
+            self.spreads[name] = abs(self.weights[name]) * group_std(groups).mean().item()
             metrics |= {f"reward/{name}/mean": present.mean().item(), f"reward/{name}/std": spread,
                         f"reward/{name}/failed": failed[name],
                         f"reward/{name}/zero_variance_groups": zero_variance(groups).float().mean().item()}
         return metrics
-
-    def tell_agreement(self, metrics: dict[str, float], epoch: int, say: Callable[[str], None]) -> None:
-        """Report, once, that all groups of an epoch agree, so that a comparison within them teaches nothing."""
-        shares = [metrics[f"reward/{name}/zero_variance_groups"] for name in self.functions]
-        if not self._agreed and all(share == 1 for share in shares):
-            self._agreed = True
-            say(f"epoch {epoch + 1}: in every group all samples earn the same, so that nothing is learned: take a "
-                "reward with values in between, prompts of another difficulty, or a larger train.group")
 
     def require_scores(self, metrics: dict[str, float], prompt: str, epoch: int, say: Callable[[str], None]) -> None:
         """Raise UserError if no sample of the first epoch, 0, has a score, though none was left out as a failure.
