@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import difflib
 
+LIKE = 0.6  # likeness from 0 to 1 at which one word is taken for a slip of another
+
 
 class UserError(ValueError):
     """One line with what was got, what was expected and the fix."""
@@ -19,4 +21,5 @@ def nearest(word: str, choices: list[str]) -> str:
         return difflib.SequenceMatcher(None, *ends).ratio(), difflib.SequenceMatcher(None, word, choice).ratio()
 
     best = max(choices, key=likeness, default="")
-    return f": did you mean {best!r}?" if likeness(best)[0] >= 0.5 else f"; there are: {', '.join(choices) or 'none'}"
+    near = likeness(best)[0] >= LIKE
+    return f": did you mean {best!r}?" if near else f"; there are: {', '.join(choices) or 'none'}"

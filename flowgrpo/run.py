@@ -25,13 +25,15 @@ from flowgrpo.evaluation import held_out
 from flowgrpo.evaluation.nouns import SAMPLE
 from flowgrpo.evaluation.report import snapshots
 from flowgrpo.log import silence
-from flowgrpo.methods import reads
+from flowgrpo.methods import naming, reads
+from flowgrpo.methods.method import Method
 from flowgrpo.methods.validate import resolve
 from flowgrpo.policies import build, options
 from flowgrpo.policies.pipelines import prompt_lengths
 from flowgrpo.policies.precision import settle
 from flowgrpo.policies.weights.restore import as_before
 from flowgrpo.rewards import pairwise
+from flowgrpo.rewards.find import place
 from flowgrpo.storage import checkpoint, paths
 from flowgrpo.train import Trainer
 from flowgrpo.training import announcement, best, hints, run_folder, state, tracker, trial
@@ -220,8 +222,8 @@ def prepare(config: Config, epoch: int, resumed: bool, changes: list[str], stack
     run_folder.keep_lines(folder / "metrics.jsonl", epoch)
 
 
-def align(model: Any, rewards: Rewards = "scene_graded", prompts: Prompts = "starter", method: str = "mix_grpo",
-          resume: bool = False, **options: Any) -> dict[str, Any]:
+def align(model: Any, rewards: Rewards = "scene_graded", prompts: Prompts = "starter",
+          method: str | Method = "mix_grpo", resume: bool = False, **options: Any) -> dict[str, Any]:
     """Align `model` to `rewards` on `prompts`: `flowgrpo train` from Python.
 
     model: `starter`, a directory, a hub id, a loaded diffusers pipeline, or a loaded language model with its tokenizer
@@ -230,11 +232,16 @@ def align(model: Any, rewards: Rewards = "scene_graded", prompts: Prompts = "sta
         rules (functions under their own names).
     prompts: a file, or a list of texts or of dictionaries with the keys of a .jsonl file, such as
         {"prompt": "a red star", "metadata": {"count": 1}}.
+    method: presets joined by +, FILE.py:NAME, or a `flowgrpo.methods.Method`, whose parts config.yaml records: the
+        nearest preset and what differs. A class that is in no file has to be given again, as for `resume`.
     resume: resume from the last checkpoint of the run of that `name`; the other arguments are given again.
     options: configuration keys, sections as dictionaries, such as `train={"epochs": 50}`.
 
-    Returns the run's summary, the content of `summary.json`. If the run fails, a loaded pipeline is left without its
-    LoRA. For other commands, the run's config.yaml names the folder or hub id that a model was loaded from, and
+    Returns the run's summary, the content of `summary.json`. A loaded model then has the run's LoRA (adapter
+    "default"), in eval mode: it samples the result. A next `align` on it takes that LoRA off and begins with
+    the base; `pipe.unload_lora_weights()` does so too, and `pipe.fuse_lora()` before it keeps what was learned. With
+    adapter.rank 0 the weights themselves have changed. If the run fails, a loaded model is left without the LoRA. For
+    other commands, the run's config.yaml names the folder or hub id that a model was loaded from, and
     FILE.py:NAME of a function at the top level of a file. A list of prompts is saved in the run's prompts.jsonl.
     """
     if files := reading():
@@ -248,7 +255,12 @@ def align(model: Any, rewards: Rewards = "scene_graded", prompts: Prompts = "sta
     functions = {name: key for name, (key, _) in zip(names, weighted) if callable(key)}
     loaded = not isinstance(model, (str, Path))
     listed = not isinstance(prompts, (str, Path))
-    rules = {name: provenance.rule(reward, rule) for name, (reward, rule) in zip(names, weighted)}
+    rules = {name: provenance.rule(place(reward) if isinstance(reward, str) else provenance.place(reward), rule)
+             for name, (reward, rule) in zip(names, weighted)}
+    if isinstance(method, Method):
+        if "parts" in options:
+            raise UserError("parts: the method is an object, which has its parts: method.having(NAME=PART) changes one")
+        method, options["parts"] = naming.recorded(method)
     config = validate({"method": method, "reward": rules, "model": provenance.model(model) if loaded else str(model),
                        **({} if listed else {"prompts": str(prompts)}), **options})
     if listed:

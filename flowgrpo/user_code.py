@@ -8,7 +8,7 @@ import re
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
@@ -33,8 +33,10 @@ def load(name: str) -> Callable[..., Any]:
     return thing
 
 
-def from_file(name: str, what: str) -> Any:
-    """Return the object NAME of FILE.py, imported once. what: its kind, for errors.
+def from_file(name: str, what: str, further: Callable[[Path], Mapping[str, Any]] = lambda path: {}) -> Any:
+    """Return the object NAME of FILE.py, imported once.
+
+    what: its kind, for errors. further: objects of a file by other names than those at its top level.
 
     Raises UserError if there is no such file or name, or the file does not import.
     """
@@ -45,10 +47,13 @@ def from_file(name: str, what: str) -> Any:
     if not path.is_file():
         raise UserError(f"{what} {name!r}: no file at {file}")
     module = guarded(f"{what} file {file} does not import", _module, path)
-    if not hasattr(module, attribute):
+    if hasattr(module, attribute):
+        return getattr(module, attribute)
+    others = further(path)
+    if attribute not in others:
         names = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
-        raise UserError(f"{what} file {file} has no {attribute!r}{nearest(attribute, names)}")
-    return getattr(module, attribute)
+        raise UserError(f"{what} file {file} has no {attribute!r}{nearest(attribute, [*names, *others])}")
+    return others[attribute]
 
 
 def _module(path: Path) -> ModuleType:

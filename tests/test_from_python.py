@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import importlib
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 import flowgrpo
+from flowgrpo.advantages.shaping import Shaping
 from flowgrpo.cli import main
 from flowgrpo.config import load
 from flowgrpo.data import prompts, provenance, splits
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation import checkpoints
+from flowgrpo.methods import PRESETS, Method, naming, preset, registry
+from flowgrpo.methods.overlay import with_parts
 from flowgrpo.policies.pipelines.load import load_pipeline
 from flowgrpo.rewards import find
+from flowgrpo.samplers import plans
 from tests.helpers import tiny
 
+find_module = importlib.import_module("flowgrpo.rewards.find")
 TEXTS = [*tiny.PROMPTS, " a caf\u00e9 "]
 
 
@@ -91,6 +98,93 @@ def test_a_reward_without_a_file_goes_by_its_name(tmp_path):
     assert config.trained["<lambda>"].use is None
     with pytest.raises(UserError, match="unknown reward '<lambda>'.* from Python in no file is not found again"):
         find("<lambda>")
+
+
+@pytest.fixture
+def decorated(tmp_path):
+    """A file with decorated rewards: a function, and a lambda that stands under no name of the file."""
+    file = tmp_path / "decorated.py"
+    file.write_text("import flowgrpo\n\n\n@flowgrpo.reward('reddish')\ndef anything(images, prompts):\n"
+                    "    return images[:, 0].mean((1, 2))\n\n\n"
+                    "flowgrpo.reward('dark')(lambda images, prompts: -images.mean((1, 2, 3)))\n")
+    yield file
+    for name in ("reddish", "dark"):
+        find_module._registered.pop(name, None)
+        find_module._files.pop(name, None)
+
+
+def test_decorated_rewards_are_found_by_file_and_either_name(decorated):
+    assert find(f"{decorated}:reddish") is find(f"{decorated}:anything") and find("reddish").__name__ == "anything"
+    assert find(f"{decorated}:dark").__name__ == "<lambda>"
+    with pytest.raises(UserError, match="has no 'darc': did you mean 'dark'"):
+        find(f"{decorated}:darc")
+
+
+def test_a_decorated_reward_of_a_run_is_found_again(decorated, tmp_path):
+    find(f"{decorated}:reddish")  # as in a script that has it
+    flowgrpo.align(tiny.sd3(), {"reddish": 0.5, "dark": {"weight": 2.0}}, TEXTS, **small(tmp_path))
+    rules = load(tmp_path / "run" / "config.yaml").trained
+    assert rules["reddish"].use == f"{decorated}:reddish" and rules["reddish"].weight == 0.5
+    assert rules["dark"].use == f"{decorated}:dark" and rules["dark"].weight == 2.0
+
+
+@dataclass(frozen=True)
+class Halves(Shaping):
+    """Rewards times `factor`."""
+
+    factor: float = 0.5
+
+    def __call__(self, rewards, context=None):
+        return rewards * self.factor
+
+
+def local_part() -> type:
+    @dataclass(frozen=True)
+    class Local(Halves):
+        """The same in no file."""
+
+    return Local
+
+
+@pytest.mark.parametrize("method, expected", [
+    (preset("dance_grpo"), ("dance_grpo", {})),
+    (Method(), ("flow_grpo", {"kl": {"type": "GaussianKL", "weight": 0.0}})),
+    (preset("mix_grpo").having(plan=plans.Sliding(size=2)), ("mix_grpo", {"plan": {"type": "Sliding", "size": 2}})),
+    (preset("mix_grpo").having(roots=None), ("mix_grpo", {"roots": None})),
+    (preset("dapo").having(shaping=None), ("dapo", {"shaping": None})),
+    (preset("mix_grpo").having(shaping=Halves(0.25)),
+     ("mix_grpo", {"shaping": {"type": f"{__file__}:Halves", "factor": 0.25}}))])
+def test_a_method_is_recorded_as_a_preset_and_parts(method, expected):
+    name, parts = naming.recorded(method)
+    assert (name, parts) == expected and with_parts(preset(name), parts) == method
+
+
+def test_every_preset_is_recorded_by_its_name():
+    for name, make in PRESETS.items():
+        recorded, parts = naming.recorded(make())
+        assert parts == {} and naming._differing(PRESETS[recorded](), make()) == {}, name
+
+
+def test_a_method_with_a_part_of_no_file_trains_and_is_asked_for_on_resume(tmp_path, capsys):
+    method = preset("mix_grpo").having(plan=plans.Sliding(size=1), shaping=local_part()(0.25))
+    given = dict(rewards=tiny.red, prompts=TEXTS, **small(tmp_path))
+    flowgrpo.align(load_pipeline(str(tiny.save(tiny.sd3(), tmp_path / "model"))), method=method, **given)
+    config = load(tmp_path / "run" / "config.yaml")
+    assert config.method == "mix_grpo"
+    assert config.parts == {"plan": {"type": "Sliding", "size": 1}, "shaping": {"type": "object:Local", "factor": 0.25}}
+    more = given | {"train": given["train"] | {"epochs": 2}}
+    summary = flowgrpo.align(load_pipeline(str(tmp_path / "model")), method=method, resume=True, **more)
+    assert summary["epochs"] == 2
+    registry.GIVEN.clear()  # as in another process
+    line = told(capsys, "train", str(tmp_path / "run" / "config.yaml"), "--resume")
+    assert "parts.shaping.type: object:Local was an object of a Python run, in no file: give it again" in line
+
+
+def test_parts_beside_a_method_and_values_that_no_recipe_holds_are_refused(tmp_path):
+    with pytest.raises(UserError, match="parts: the method is an object, which has its parts"):
+        flowgrpo.align(tiny.sd3(), tiny.red, TEXTS, Method(), parts={"roots": 1}, **small(tmp_path))
+    with pytest.raises(UserError, match=r"method.shaping is a function: expected a frozen dataclass, or a value"):
+        naming.recorded(Method().having(shaping=lambda rewards, context=None: rewards))
 
 
 def test_a_script_that_is_read_for_its_reward_does_not_train_again(tmp_path):

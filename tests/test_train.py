@@ -599,6 +599,30 @@ def test_a_run_that_fails_leaves_the_pipeline_as_it_was(wrong, told, tmp_path):
     assert flowgrpo.align(pipe, **given)["updates"] == 2
 
 
+@pytest.mark.parametrize("options", [{}, {"train": {"checkpointing": True}}])
+def test_a_second_run_on_a_pipeline_begins_with_the_base(options, tmp_path):
+    given = {"rewards": bluish, "prompts": ["red", "blue", "green", "old"]} | small(tmp_path)
+    given["train"] = given["train"] | options.get("train", {})
+    pipe, fresh = tiny.sd3(), tiny.sd3()
+    flowgrpo.align(pipe, **given | {"seed": 5, "name": "first"})
+    hooks = len(pipe.transformer._forward_pre_hooks)
+    assert [*pipe.transformer.peft_config] == ["default"]
+    for each, name in ((pipe, "second"), (fresh, "alone")):
+        flowgrpo.align(each, **given | {"name": name})
+    second, alone = (load_file(tmp_path / name / LORA_FILE) for name in ("second", "alone"))
+    assert second.keys() == alone.keys() and all(torch.equal(value, alone[key]) for key, value in second.items())
+    assert len(pipe.transformer._forward_pre_hooks) == hooks
+
+
+def test_a_lora_that_was_loaded_after_a_run_is_not_taken_off(tmp_path):
+    given, pipe = {"rewards": bluish, "prompts": ["red", "blue", "green", "old"]} | small(tmp_path), tiny.sd3()
+    flowgrpo.align(pipe, **given)
+    pipe.unload_lora_weights()
+    pipe.load_lora_weights(tmp_path / "run", adapter_name="default")
+    with pytest.raises(UserError, match="adapter already"):
+        flowgrpo.align(pipe, **given)
+
+
 def test_how_an_adapter_is_taken_off_is_told_and_true():
     pipe = tiny.sd3()
     count = len(tiny.policy(pipe).weights.named)

@@ -51,16 +51,23 @@ def require_no_slip(model: str) -> None:
         raise UserError(f"no model {model!r}, and no folder of that name: did you mean {near[0]!r}?")
 
 
-def rule(function: object, given: object) -> object:
-    """Return the rule of a reward: a weight or keys; for a function at the top level of a file it adds its location."""
-    module = sys.modules.get(getattr(function, "__module__", None) or "")
-    file, name = getattr(module, "__file__", None) or "", getattr(function, "__name__", "")
-    if not file.endswith(".py") or getattr(module, name, None) is not function \
+def place(thing: object) -> str | None:
+    """Return FILE.py:NAME of a function or class at the top level of a user's file; None for others."""
+    module = sys.modules.get(getattr(thing, "__module__", None) or "")
+    file, name = getattr(module, "__file__", None) or "", getattr(thing, "__name__", "")
+    if not file.endswith(".py") or getattr(module, name, None) is not thing \
             or module.__name__.startswith("flowgrpo."):  # ours are found by name
+        return None
+    return f"{Path(file).resolve()}:{name}"
+
+
+def rule(use: str | None, given: object) -> object:
+    """Return the rule of a reward: a weight or keys, with the place of its function, if it has one."""
+    if use is None:
         return given
     if isinstance(given, RewardRule):
         given = given.model_dump(exclude_unset=True)
-    return {"use": f"{Path(file).resolve()}:{name}"} | (given if isinstance(given, dict) else {"weight": given})
+    return {"use": use} | (given if isinstance(given, dict) else {"weight": given})
 
 
 def prompt_lines(config: Config, prompts: Sequence[Prompt] | None) -> str | None:

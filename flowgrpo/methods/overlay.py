@@ -114,6 +114,11 @@ def _overlay(part: Any, changes: dict[str, Any], path: str) -> Any:
 def _named(part: Any, name: Any, path: str) -> type:
     """Return the type of that name, which goes where `part` stands, or to the place that the path ends with."""
     place = registry.PLACES.get(type(part)) or _place(path)
+    if name in registry.GIVEN:
+        return registry.GIVEN[name]
+    if str(name).startswith(registry.OBJECT):
+        raise UserError(f"{path}.type: {name} was an object of a Python run, in no file: give it again, "
+                        "flowgrpo.align(..., method=METHOD), or put its class at the top level of a file")
     if ".py:" in str(name):
         return _from_file(name, place, path)
     if name not in registry.TYPES:

@@ -97,6 +97,9 @@ assert len(TYPES) == len(PLACES), "two parts have one name"
 BASES: dict[str, type] = {
     "target": targets.Target, "surrogate": Surrogate, "log_ratio": LogRatio, "kl": Penalty, "advantage": AdvantageRule,
     "shaping": Shaping, "spread": TokenCredit}
+# Types of objects that Python gave in this process, by the names that its runs record: FILE.py:NAME, or OBJECT + NAME.
+GIVEN: dict[str, type] = {}
+OBJECT = "object:"
 # Fields that some group of some method has, by which recipes name parts.
 NAMES: set[str] = {"target"} | {field.name for cls in (Denoising, TextGeneration, Credit, Loss, *vars(targets).values())
                                 if dataclasses.is_dataclass(cls) for field in dataclasses.fields(cls)}

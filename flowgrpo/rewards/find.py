@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import importlib
 import inspect
+import sys
 from collections.abc import Callable
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any, TypeVar
 
-from flowgrpo.errors import UserError, nearest
+from flowgrpo.errors import LIKE, UserError, nearest
 from flowgrpo.rewards.about import TRAINED, Reward
 from flowgrpo.rewards.remote import client
 from flowgrpo.user_code import from_file, guarded
@@ -18,6 +20,7 @@ from flowgrpo.user_code import from_file, guarded
 T = TypeVar("T")
 
 GROUP = "flowgrpo.rewards"
+NEAR, SLIP = 5, 0.85  # names that a message lists; likeness at which it names one alone
 BUILT_IN = {
     "scene": "flowgrpo.rewards.images.scene:scene",
     "scene_graded": "flowgrpo.rewards.images.scene:scene_graded",
@@ -81,18 +84,26 @@ BUILT_IN = {
     "reward_model": "flowgrpo.rewards.text.reward_model:RewardModel",
 }
 _registered: dict[str, Any] = {}
+_files: dict[str, str] = {}  # those of Python in which rewards were registered
 
 
 def reward(name: str) -> Callable[[T], T]:
     """Decorator: register a function, an object or a class as the reward `name`, replacing an earlier one."""
     if name in BUILT_IN:
         raise UserError(f"the reward name {name!r} is taken by a built-in reward: choose another")
+    file = sys._getframe(1).f_globals.get("__file__") or ""
 
     def register(thing: T) -> T:
         _registered[name] = thing
+        _files[name] = str(Path(file).resolve()) if file.endswith(".py") else ""
         return thing
 
     return register
+
+
+def place(name: str) -> str | None:
+    """Return FILE.py:NAME of a registered reward, by which other commands load it; None without a file."""
+    return f"{_files[name]}:{name}" if _files.get(name) else None
 
 
 def names() -> list[str]:
@@ -135,10 +146,15 @@ def locate(name: str) -> Any:
         client.addresses(name)
         return functools.partial(client.Remote, name)
     if ".py" in name:
-        return from_file(name, "reward")
+        return from_file(name, "reward", _in_file)
     if name in _entry_points():
         return guarded(f"reward {name!r} does not import", _entry_points()[name].load)
     return _from_folder(name)
+
+
+def _in_file(path: Path) -> dict[str, Any]:
+    """Return the rewards that a file registers, by name."""
+    return {name: _registered[name] for name, file in _files.items() if file == str(path)}
 
 
 def _is_made(thing: object) -> bool:
@@ -177,5 +193,15 @@ def _from_folder(name: str) -> Any:
             return preference.named(Path(folder), aspect)
     if Path(name).is_dir():
         raise UserError(f"reward {name!r}: no {TRAINED} in it: expected one of `flowgrpo train-reward`")
-    raise UserError(f"unknown reward {name!r}{nearest(name, names())} (or path/to/file.py:function; what a "
-                    "run was given from Python in no file is not found again)")
+    raise UserError(f"unknown reward {name!r}{_near(name)} (`flowgrpo rewards` lists all; or path/to/file.py:function; "
+                    "what a run was given from Python in no file is not found again)")
+
+
+def _near(name: str) -> str:
+    """Return the names that are like an unknown one, or have it in them, as the end of a message; at most NEAR."""
+    slips = difflib.get_close_matches(name, names(), NEAR, LIKE)
+    if slips and difflib.SequenceMatcher(None, name, slips[0]).ratio() >= SLIP:
+        return f": did you mean {slips[0]!r}?"
+    parts = [known for known in names() if len(name) > 2 and (name in known or known in name)]
+    near = [*dict.fromkeys([*slips, *parts])][:NEAR]
+    return f": did you mean {' or '.join(map(repr, near))}?" if near else ""

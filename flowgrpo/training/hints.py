@@ -41,9 +41,9 @@ class RewardHints:
         if len(ranked) > 1 and adds(self.advantage) and spreads[ranked[-1]] >= TIMES * spreads[ranked[0]]:
             small, large = ranked[0], ranked[-1]
             self._once("scale", say, f"epoch {epoch + 1}: reward {large!r} varies by {spreads[large]:.3g} within "
-                       f"groups and {small!r} by {spreads[small]:.3g}, weights included, so that {small!r} hardly counts: "
-                       "change their weights, or compare each by itself, parts.advantage: {type: Advantage, scale: "
-                       "group, order: advantages}")
+                       f"groups and {small!r} by {spreads[small]:.3g}, weights included, so that {small!r} hardly "
+                       "counts: change their weights, or compare each by itself, parts.advantage: {type: Advantage, "
+                       "scale: group, order: advantages}")
 
     def _once(self, key: str, say: Callable[[str], None], line: str) -> None:
         if key not in self._printed:

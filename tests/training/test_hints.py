@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from flowgrpo import device
-from flowgrpo.advantages.baselines import NoBaseline
 from flowgrpo.advantages.group import Advantage
 from flowgrpo.advantages.reward_weights import Influence
 from flowgrpo.training import hints
@@ -39,7 +38,7 @@ def test_one_reward_that_never_varies_and_one_of_another_scale_are_named_once(ca
 
 @pytest.mark.parametrize("rule, expected", [
     (Advantage(), False), (Advantage(order="gdpo"), False), (Advantage(order="rewards"), True),
-    (Advantage(scale="none"), True), (Influence(), False), (NoBaseline(), True)])
+    (Advantage(scale="none"), True), (Influence(), False)])
 def test_rules_that_add_rewards_of_any_scale(rule, expected):
     assert hints.adds(rule) is expected
 
