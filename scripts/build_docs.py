@@ -37,9 +37,10 @@ method: mix_grpo
 train: {lr: 1e-4, group: 16}
 ```
 
-On the command line a key is dotted, `--train.lr=1e-4`; `--KEY=VALUE` overrides the recipe. An unknown key, a wrong type
-and a number out of range are errors that name the key. Every run writes its resolved configuration to `config.yaml`,
-which is a recipe itself. `parts` changes fields of the method's parts, such as `parts: {plan: {size: 2}}`: see
+On the command line a key is dotted, `--train.lr=1e-4`; `--KEY=VALUE` overrides the recipe. Paths (of prompts, rewards,
+models, `output`) are relative to the working directory, not to the recipe. An unknown key, a wrong type and a number
+out of range are errors that name the key. Every run writes its resolved configuration to `config.yaml`, which is a
+recipe itself. `parts` changes fields of the method's parts, such as `parts: {plan: {size: 2}}`: see
 [methods/index.md](methods/index.md).
 """
 
@@ -272,7 +273,11 @@ def test_of(name: str, option: str = "") -> str:
     """A preset's test is the first that its page names; a part's the first file that makes one, or that names its
     option, its module's before others."""
     if name in methods.PRESETS:
-        return re.search(r"tests/(?:\w+/)*test_\w+\.py", (METHODS / f"{name}.md").read_text(encoding="utf-8"))[0]
+        page = METHODS / f"{name}.md"
+        if not page.is_file():
+            raise SystemExit(f"the preset {name} has no page: write {page.relative_to(ROOT)} with its formula, a "
+                             "recipe, and the test of it, tests/FOLDER/test_FILE.py::NAME")
+        return re.search(r"tests/(?:\w+/)*test_\w+\.py", page.read_text(encoding="utf-8"))[0]
     own = f"test_{registry.TYPES[name].__module__.rpartition('.')[2]}.py"
     every = sorted((ROOT / "tests").rglob("test_*.py"), key=lambda file: (file.name != own, file.name))
     files = [file for file in every if file.name not in ("test_methods.py", "test_docs.py")]
@@ -310,7 +315,17 @@ def rewards_shipped() -> str:
     return "\n".join([REWARDS_HEAD, *table(heads, rows)])
 
 
-PAGES = {CONFIGURATION: configuration, METHODS / "index.md": methods_index,
+def reward_facts() -> str:
+    """Return the facts of the built-in rewards as JSON, for a listing that imports none of them."""
+    from flowgrpo.rewards import BUILT_IN
+    from flowgrpo.rewards.table import stated
+
+    facts = {name: vars(about) | {"does": does} for name in sorted(BUILT_IN) for about, does, _ in [stated(name)]}
+    return json.dumps(facts, indent=1, ensure_ascii=False) + "\n"
+
+
+PAGES = {ROOT / "flowgrpo" / "rewards" / "built_in.json": reward_facts,  # first: pages are made of it
+         CONFIGURATION: configuration, METHODS / "index.md": methods_index,
          ROOT / "docs" / "rewards_shipped.md": rewards_shipped}
 
 if __name__ == "__main__":

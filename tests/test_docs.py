@@ -32,6 +32,12 @@ def test_generated_pages_are_current(target):
     assert target.read_text(encoding="utf-8") == build_docs.PAGES[target](), "run scripts/build_docs.py"
 
 
+def test_a_preset_without_a_page_is_told_in_one_line(monkeypatch):
+    monkeypatch.setattr(build_docs, "METHODS", ROOT / "docs" / "nowhere")
+    with pytest.raises(SystemExit, match="the preset mix_grpo has no page: write docs/nowhere/mix_grpo.md with its"):
+        build_docs.test_of("mix_grpo")
+
+
 def test_every_part_has_its_place_in_the_index():
     assert registry.MODULES.keys() == build_docs.PLACES.keys()
     assert [name for name in registry.TYPES if f"| `{name}` |" not in PAGES["index"]] == []

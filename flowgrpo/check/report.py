@@ -24,14 +24,17 @@ head's, so only those of sampled tokens are computed).
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from flowgrpo.check import language
+from flowgrpo.check import language, tiny
 from flowgrpo.check.pipelines import Unknown, drive
+from flowgrpo.check.tiny import texts
 from flowgrpo.config.schema import Config
 from flowgrpo.errors import UserError
+from flowgrpo.starter import FOLDERS
 
 # Reported fields of a pipeline; `language.FIELDS` are those of a language model.
 FIELDS = ("precision", "pipeline", "scheduler", "prediction", "weights", "denoisers", "parameters", "lora_parameters",
@@ -72,6 +75,11 @@ def report(model: str | tuple[Any, Any], config: Config | None = None, device: s
         else:
             result["reason"] = message if isinstance(error, UserError) else f"{type(error).__name__}: {message}"
     return dict.fromkeys((*result, *fields)) | result
+
+
+def of_class(model: str) -> bool:
+    """Return True for the name of a class of which a tiny random instance is made."""
+    return model not in FOLDERS and not Path(model).exists() and (model in tiny.factories() or texts.knows(model))
 
 
 def _without_room(error: Exception) -> bool:

@@ -27,15 +27,17 @@ def check(
 ) -> None:
     """Tell whether a pipeline or a language model can be trained, what it needs, and why not; exit code 2 where it
     cannot, or where that is unknown."""
-    from flowgrpo.check.report import report
+    from flowgrpo.check.report import of_class, report
     from flowgrpo.config import parse
 
     result = report(model, parse.load(recipe) if recipe else None, device)
     if as_json:
         typer.echo(json.dumps(result, indent=2, default=str))
     else:
-        known = {key: value for key, value in result.items() if value is not None}
-        known = {"model": result["model"], "drivable": "unknown"} | known
+        tiny = of_class(model)
+        known = {key: value for key, value in result.items() if value is not None and not (tiny and key in IN_GIB)}
+        named = result["model"] + " (a tiny random instance: its sizes are not those of a model)" * tiny
+        known = {"model": named, "drivable": "unknown"} | known | {"model": named}
         lines = [(key.replace("_", " ") + ", GiB" * (key in IN_GIB), _plain(value)) for key, value in known.items()]
         width = max(len(key) for key, _ in lines)
         for key, value in lines:

@@ -9,6 +9,7 @@ import typer
 
 from flowgrpo.cli.options import EPOCH, PRECISION, RLG, Precision, asked_rewards, weights_of
 from flowgrpo.cli.root import app
+from flowgrpo.errors import UserError
 
 
 @app.command("eval")
@@ -42,6 +43,8 @@ def evaluate(
 ) -> None:
     """Score a model on a suite of prompts, by several rewards, and against its base."""
     weights = weights_of(rlg)
+    if base and len(weights) > 1:
+        raise UserError("--base: several weights of --rlg are told side by side; leave it out, weight 0 is the base")
     from flowgrpo.evaluation import evaluate as evaluation
     from flowgrpo.evaluation import findings
 

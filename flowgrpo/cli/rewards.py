@@ -15,16 +15,23 @@ from flowgrpo.errors import UserError
 
 
 @app.command()
-def rewards(as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with what each does.")] = False) -> None:
+def rewards(
+    word: Annotated[str | None, typer.Argument(metavar="[WORD]", show_default=False,
+                                               help="List those alone that have this word.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with what each does.")] = False,
+) -> None:
     """List the rewards that --reward takes by name: what they judge, their range, needs and licence."""
     from flowgrpo.rewards import table
 
-    listed = table.listed()
+    listed = table.listed(word)
+    if not listed:
+        raise UserError(f"no reward has {word!r}: `flowgrpo rewards` lists all")
     if as_json:
         typer.echo(json.dumps(listed, indent=2))
         return
-    print_table(["name", "modality", "range", "needs", "licence", "installed"],
-                [table.cells(reward) for reward in listed])
+    for title, group in table.grouped(listed).items():
+        print_table([f"rewards {title}", "modality", "range", "needs", "licence", "installed"],
+                    [table.cells(reward) for reward in group])
     for reward in listed:
         if reward["broken"]:
             typer.echo(reward["broken"])
@@ -67,8 +74,9 @@ def train_reward(
                                           "`rejected` (pictures, relative to the file), and maybe `aspects`, an object "
                                           "of names with chosen, rejected or tie.")],
     output: Annotated[Path, typer.Option(help="The folder of the reward: --reward FOLDER, or FOLDER:ASPECT.")],
-    held_out: Annotated[str, typer.Option(metavar="SHARE|FILE", help="Pairs to measure with: a share of the prompts, "
-                                          "or another file of pairs.")] = "0.1",
+    held_out: Annotated[str, typer.Option("--held-out", "--held_out", metavar="SHARE|FILE", help=
+                                          "Pairs to measure with: a share of the prompts, or another file of pairs.")
+                        ] = "0.1",
     text: Annotated[str, typer.Option(help="Whose text encoder the network begins with: starter (its little world's "
                                            "words, 16 tokens), or a pipeline's folder or hub id.")] = "starter",
     size: Annotated[int, typer.Option(min=16, help="Pixels per side that the network sees.")] = 128,

@@ -51,6 +51,7 @@ def _parse(arguments: list[str]) -> tuple[str | None, dict[str, str]]:
             recipes.append(argument)
             continue
         key, equals, value = argument.lstrip("-").partition("=")
+        key = key.replace("-", "_")  # the key held_out is the option --held-out too
         _check_key(argument.partition("=")[0], key)
         if not equals:
             value = next(rest, "--")

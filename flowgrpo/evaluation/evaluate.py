@@ -101,8 +101,6 @@ def make_plan(source: str, lora: str | Path | None, base: bool, samples: int, st
         raise UserError("--base compares with a result: give a run, or a model and --lora")
     if tuned is None and rlg:
         raise UserError("--rlg guides a result away from its base: give a run, or a model and --lora")
-    if base and len(rlg) > 1:
-        raise UserError("--base: several weights of --rlg are told side by side; leave it out, weight 0 is the base")
     config = checkpoints.config_of(tuned)
     medium = draw.TEXTS if build.writes(model, config) else draw.PICTURES
     _require_fitting(medium, {"steps": steps, "guidance": guidance, "rlg": rlg or None},

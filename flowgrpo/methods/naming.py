@@ -55,7 +55,7 @@ def _described(value: Any, present: Any, path: str) -> Any:
     """Return a part as a recipe has it: its type, and its fields that differ from the present part's or the default."""
     if not dataclasses.is_dataclass(value):
         return _value(value, path)
-    cls = type(value)
+    cls: Any = type(value)
     if type(present) is not cls:
         required = any(field.default is dataclasses.MISSING for field in dataclasses.fields(cls))
         present = None if required else cls()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,27 +18,53 @@ if TYPE_CHECKING:
 
     from flowgrpo.data.prompts import Prompt
 
+# Facts of the built-in rewards, written by scripts/build_docs.py.
+FACTS = Path(__file__).with_name("built_in.json")
+TITLES = ("of images and videos", "of texts", "of both", "of what the reward does not state")
 AT_ONCE = 16  # files of one size that a reward sees together
 
 
-def listed() -> list[dict[str, Any]]:
+def listed(word: str | None = None) -> list[dict[str, Any]]:
     """Return the facts of every reward that has a name, None where it states none. No reward is instantiated.
 
-    A package's reward that fails to import has its error under "broken", and does not hide the others.
+    word: list the rewards alone whose name, facts or description have it. Facts of built-in rewards are read from a
+    file, since their modules load torch. A package's reward that fails to import has its error under "broken", and does
+    not hide the others.
     """
-    return [_listed(name) for name in names()]
+    built_in = json.loads(FACTS.read_text(encoding="utf-8"))
+    rewards = [_listed(name, *_of_file(built_in[name]) if name in built_in else stated(name)) for name in names()]
+    return [reward for reward in rewards
+            if word is None or word.lower() in " ".join(map(str, reward.values())).lower()]
 
 
-def _listed(name: str) -> dict[str, Any]:
+def stated(name: str) -> tuple[About, str, str | None]:
+    """Return what a reward states of itself, its description, and the error of one that does not import."""
     try:
-        thing, broken = locate(name), None
+        thing = locate(name)
     except UserError as error:
-        thing, broken = None, str(error)
-    known = About() if thing is None else about(thing)
-    doc = (getattr(thing, "__doc__", None) or "").strip().partition("\n")[0].rstrip(".")
+        return About(), "", str(error)
+    return about(thing), (getattr(thing, "__doc__", None) or "").strip().partition("\n")[0].rstrip("."), None
+
+
+def _of_file(facts: dict[str, Any]) -> tuple[About, str, None]:
+    limits = facts["range"] and tuple(facts["range"])
+    return About(facts["modality"], limits, facts["needs"], facts["licence"]), facts["does"], None
+
+
+def _listed(name: str, known: About, does: str, broken: str | None) -> dict[str, Any]:
     return {"name": name, "modality": known.modality, "range": known.range, "needs": known.needs,
-            "licence": known.licence, "installed": False if broken else known.installed, "does": doc,
+            "licence": known.licence, "installed": False if broken else known.installed, "does": does,
             "source": source(name), "broken": broken}
+
+
+def grouped(rewards: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """Return rewards by the title of what they judge, in the order of the titles; no empty groups."""
+    groups: dict[str, list[dict[str, Any]]] = {title: [] for title in TITLES}
+    for reward in rewards:
+        modalities = set((reward["modality"] or "").split("/"))
+        groups[TITLES[3 if not reward["modality"] else 2 if {"text"} < modalities else "text" in modalities]
+               ].append(reward)
+    return {title: group for title, group in groups.items() if group}
 
 
 def cells(reward: dict[str, Any]) -> list[str]:

@@ -83,6 +83,10 @@ def test_options_are_parted_from_the_recipe(arguments, expected):
     (["no.yaml"], "no recipe at no.yaml"),
     (["--prompts", "no.txt"], "prompts no.txt: no such file"),
     (["--held_out", "no.txt"], "prompts no.txt: no such file"),
+    (["--held-out", "no.txt"], "prompts no.txt: no such file"),
+    (["--train.learning_rate=1"], "unknown option --train.learning_rate: did you mean '--train.lr'?"),
+    (["--reward", "nope"], "unknown reward 'nope' (`flowgrpo rewards` lists all; or path/to/file.py:function;"),
+    (["--reward", "hps"], "unknown reward 'hps': did you mean 'hps_v3' or 'hps_v2'? (`flowgrpo rewards` lists all"),
     (["--prompts=starter_text", "--held_out=0.3"], "held_out: got 0.3, but prompts: starter_text brings held-out"),
     (["--reward", "scene_grade"], "unknown reward 'scene_grade': did you mean 'scene_graded'?"),
     (["--reward", "no.py:f"], "reward 'no.py:f': no file at no.py"),
@@ -131,6 +135,9 @@ def test_an_interruption_exits_with_130(tmp_path):
     (["sample", "starter", "--prompt", "x", "--lora", "y", "--rlg", "1,2"], "--rlg: got '1,2', expected one number"),
     (["eval", "x", "--suite", "starter", "--output", "y", "--rlg", "-1"], "--rlg: got '-1', expected numbers from 0"),
     (["eval", "x", "--suite", "starter", "--output", "y", "--rlg", "1,nan"], "--rlg: got '1,nan', expected numbers"),
+    (["eval", "x", "--suite", "starter", "--output", "y", "--base", "--rlg", "0,1"], "--base: several weights"),
+    (["train-reward", "no.jsonl", "--output", "y", "--held_out", "0.2"], "no.jsonl"),
+    (["train-reward", "no.jsonl", "--output", "y", "--held-out", "0.2"], "no.jsonl"),
     (["eval", "starter", "--suite", "starter", "--output", "y", "--rlg", "2"], "--rlg guides a result away from its"),
     (["grid"], "RUN"),
     (["grid", "no/run"], "no run at no/run"),
@@ -172,9 +179,23 @@ def test_methods_are_found_by_a_word_and_stand_in_one_group_each(capsys):
     assert "no method's line has 'nothing_like_it'" in capsys.readouterr().err
 
 
-def test_methods_load_no_torch():
-    code = "import sys; from flowgrpo.cli import main; main(['methods']); sys.exit('torch' in sys.modules)"
+@pytest.mark.parametrize("command", ["methods", "rewards"])
+def test_lists_load_no_torch(command):
+    code = f"import sys; from flowgrpo.cli import main; main([{command!r}]); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL).returncode == 0
+
+
+def test_rewards_are_found_by_a_word_and_stand_in_groups(capsys):
+    assert main(["rewards"]) == 0
+    out = capsys.readouterr().out
+    places = [out.index(text) for text in ("rewards of images and videos", " scene ", "rewards of texts",
+                                           " math_answer ", "rewards of both", " checklist ")]
+    assert places == sorted(places)
+    assert main(["rewards", "warped BACK"]) == 0
+    out = capsys.readouterr().out
+    assert " temporal_consistency " in out and " scene " not in out and "rewards of texts" not in out
+    assert main(["rewards", "nothing_like_it"]) == 2
+    assert "no reward has 'nothing_like_it': `flowgrpo rewards` lists all" in capsys.readouterr().err
 
 
 def test_a_run_speaks_before_torch_is_loaded():

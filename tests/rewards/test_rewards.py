@@ -147,7 +147,7 @@ def test_unknown_names_tell_the_nearest():
     assert "unknown reward 'scen_graded': did you mean 'scene_graded'?" in message(rewards.find, "scen_graded")
     told = message(rewards.find, "zzzzzzzzz")
     assert told.startswith("unknown reward 'zzzzzzzzz' (`flowgrpo rewards` lists all; or path/to/file.py:function;")
-    assert message(rewards.find, "judge_x").count("'") == 2 * (1 + 5)  # itself, and five names at most
+    assert message(rewards.find, "score").count("'") == 2 * (1 + 5)  # itself, and five names at most
 
 
 def test_entry_points_are_found(tmp_path, monkeypatch):
