@@ -122,6 +122,22 @@ def test_models_that_do_not_load(recipe, model, tmp_path, capsys):
     assert not (tmp_path / "runs").exists()
 
 
+def test_a_pipeline_without_one_of_its_parts_and_a_flow_with_another_scheduler(recipe, model, tmp_path, capsys):
+    lacking = tmp_path / "lacking"
+    shutil.copytree(model, lacking)
+    shutil.rmtree(lacking / "vae")
+    line = told(capsys, recipe, f"--model={lacking}")
+    assert f"cannot load the model '{lacking}' (its model_index.json names vae, of which there is no folder)" in line
+    other = tmp_path / "other"
+    shutil.copytree(model, other)
+    index = other / "model_index.json"
+    index.write_text(index.read_text().replace("FlowMatchEulerDiscreteScheduler", "DDIMScheduler"))
+    (other / "scheduler" / "scheduler_config.json").write_text('{"_class_name": "DDIMScheduler"}')
+    line = told(capsys, recipe, f"--model={other}")
+    assert "StableDiffusion3Pipeline is of a flow and expects a FlowMatchEulerDiscreteScheduler, but its" in line
+    assert "scheduler is a DDIMScheduler" in line and not (tmp_path / "runs").exists()
+
+
 def test_a_scheduler_without_a_grid_of_its_own(recipe, model, tmp_path, capsys):
     second = tmp_path / "second_order"
     shutil.copytree(model, second)

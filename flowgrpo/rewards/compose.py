@@ -61,7 +61,8 @@ def _composed(label: str, rule: WatchRule, cache: str | None, given: Reward | No
 
 
 def require_routes(rewards: Mapping[str, Composed], metadata: Iterable[dict[str, Any]]) -> None:
-    """Raise UserError if a reward's `when` matches no prompt's metadata (most likely a typo)."""
+    """Raise UserError if a reward's `when` matches no prompt's metadata (most likely a typo), or if no prompt has the
+    key that the reward compares with (its attributes `keyed` and `key`)."""
     every = list(metadata)
     for label, reward in rewards.items():
         if reward.rule.when and not any(reward.rule.applies(entry) for entry in every):
@@ -69,6 +70,13 @@ def require_routes(rewards: Mapping[str, Composed], metadata: Iterable[dict[str,
             raise UserError(f"reward {label!r} applies to no prompt: its `when` is {reward.rule.when}, and the "
                             f"metadata of the {len(every)} prompts has {', '.join(keys) or 'no keys'}"
                             f"{_values(reward.rule.when, every)}")
+        key = getattr(reward.function, "key", None) if getattr(reward.function, "keyed", False) else None
+        applicable = [entry for entry in every if reward.rule.applies(entry)]
+        if key is not None and applicable and all(entry.get(key) is None for entry in applicable):
+            there = sorted({name for entry in applicable for name in entry})
+            raise UserError(f"reward {label!r} compares with metadata.{key}, which none of the {len(applicable)} "
+                            f"prompts has: their metadata has {', '.join(there) or 'no keys'}; write it into the "
+                            "prompt file, or name another key, args: {key: NAME}")
 
 
 def _values(when: dict[str, Any], every: Sequence[dict[str, Any]]) -> str:

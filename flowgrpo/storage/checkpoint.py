@@ -61,8 +61,10 @@ def load(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     try:
         return load_file(folder / STATE), json.loads((folder / "state.json").read_text())
     except Exception as error:
-        raise UserError(f"the checkpoint {folder} cannot be read ({error}): remove it to resume from the one "
-                        "before") from None
+        earlier = [other.name for other in sorted(folder.parent.glob("epoch-*")) if other.name < folder.name]
+        way = f"remove it to go on from {earlier[-1]}" if earlier else \
+            "no earlier one is there, begin anew without --resume"
+        raise UserError(f"the checkpoint {folder} cannot be read ({error}): {way}") from None
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:

@@ -42,7 +42,7 @@ def logits(model) -> torch.Tensor:
 @pytest.mark.parametrize("rank", [2, 0])
 def test_a_merged_model_says_what_the_policy_says(tmp_path, rank, capsys):
     run, own = finished(tmp_path, rank)
-    assert main(["export", str(run), "--form", "merged"]) == 0
+    assert main(["export", str(run)]) == 0  # the form of a language model
     assert capsys.readouterr().out.splitlines()[-1] == str(run / "merged")
     base, merged = (AutoModelForCausalLM.from_pretrained(run / name) for name in ("base", "merged"))
     assert base.state_dict().keys() == merged.state_dict().keys()

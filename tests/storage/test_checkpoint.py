@@ -50,7 +50,10 @@ def test_where_there_is_none(tmp_path):
 def test_a_broken_one_is_told(tmp_path, file):
     path = save(tmp_path, 5)
     (path / file).write_bytes(b"{")
-    with pytest.raises(UserError, match="epoch-00005 cannot be read.*remove it to resume from the one before"):
+    with pytest.raises(UserError, match="epoch-00005 cannot be read.*: no earlier one is there, begin anew without"):
+        checkpoint.load(path)
+    save(tmp_path, 4)
+    with pytest.raises(UserError, match="epoch-00005 cannot be read.*: remove it to go on from epoch-00004"):
         checkpoint.load(path)
 
 

@@ -16,6 +16,7 @@ from flowgrpo.log import quiet
 from flowgrpo.methods.adapted import Adapted
 from flowgrpo.policies import hub
 from flowgrpo.policies.weights.memory_options import quantisation
+from flowgrpo.samplers.predictions import prediction
 from flowgrpo.starter import FOLDERS, MERGED
 
 TIMES = {"timestep", "timesteps", "t", "timestep_ratio"}
@@ -82,11 +83,35 @@ def load_pipeline(model: str, precision: str = "fp32", trust_remote_code: bool =
             if model in MERGED:
                 _merge(pipe, MERGED[model])
     except Exception as error:  # whatever stands in a stranger's files
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        first = _missing(Path(source)) or str(error).strip() and str(error).strip().splitlines()[0] \
+            or type(error).__name__
         raise UserError(f"cannot load the model {model!r} ({first}): expected {' or '.join(FOLDERS)}, a directory "
                         "with a model_index.json, or a hub id") from error
     pipe.set_progress_bar_config(disable=True)
+    _require_scheduler(model, pipe)
     return pipe
+
+
+def _missing(folder: Path) -> str | None:
+    """Return what a pipeline's folder lacks of the parts in its index; None if it lacks none, or is no such folder."""
+    try:
+        index = json.loads((folder / "model_index.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    parts = [name for name, value in index.items() if isinstance(value, list) and value[0] is not None]
+    lacking = [name for name in parts if not (folder / name).is_dir()]
+    return f"its model_index.json names {', '.join(lacking)}, of which there is no folder" if lacking else None
+
+
+def _require_scheduler(model: str, pipe: Any) -> None:
+    """Raise UserError for a pipeline of a flow with a scheduler of another process."""
+    expected = str(inspect.signature(type(pipe).__init__).parameters["scheduler"].annotation)
+    other = hasattr(pipe.scheduler, "alphas_cumprod") and prediction(pipe.scheduler) not in ("velocity", "consistency")
+    if "FlowMatch" in expected and other:
+        named = expected.rpartition(".")[2].strip("'>")
+        raise UserError(f"the model {model!r}: {type(pipe).__name__} is of a flow and expects a {named}, but its "
+                        f"scheduler is a {type(pipe.scheduler).__name__}: put the right one into model_index.json and "
+                        "the folder scheduler")
 
 
 def _merge(pipe: Any, folder: Path) -> None:

@@ -84,6 +84,7 @@ class CodeRun:
     workers: int = 4
     isolation: str = "any"
     about = About(modality="text", range=(0, 1), needs="", licence=LICENCE)
+    keyed = True  # nothing is scored without the key
 
     def __post_init__(self) -> None:
         if not (self.seconds > 0 and self.memory >= 64 and self.files >= 1 and self.workers >= 1):

@@ -102,6 +102,7 @@ class MathAnswer:
     worker: Worker = field(init=False, repr=False)
     _readable: set[str] = field(init=False, repr=False)
     about = About(modality="text", range=(0, 1), needs="text", licence="Apache-2.0, MIT packages")
+    keyed = True  # nothing is scored without the key
 
     def __post_init__(self) -> None:
         if not (self.timeout > 0 and self.memory > 0):

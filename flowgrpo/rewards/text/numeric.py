@@ -149,6 +149,7 @@ class NumericMatch:
     tolerance: float = 1e-9
     expressions: bool = False
     about = About(modality="text", range=(0, 1), needs="", licence=LICENCE)
+    keyed = True  # nothing is scored without the key
 
     def __post_init__(self) -> None:
         if not 0 <= self.tolerance < 1:

@@ -38,6 +38,7 @@ class ExactMatch:
     extract: bool = True
     case: bool = False
     about = About(modality="text", range=(0, 1), needs="", licence=LICENCE)
+    keyed = True  # nothing is scored without the key
 
     def __call__(self, completions: Sequence[str], prompts: Sequence[str],
                  metadata: Sequence[dict[str, Any]]) -> list[float | None]:
