@@ -146,7 +146,7 @@ class Completion(str):
         self.tokens = tokens
         return self
 
-    def __getnewargs__(self) -> tuple[str, int]:
+    def __getnewargs__(self) -> tuple[str, int]:  # type: ignore[override]
         """Return the arguments with which a copy is made."""
         return str(self), self.tokens
 

@@ -57,9 +57,10 @@ def export(
 def _write(files: Path, place: Path, form: ExportForm | None, output: Path | None) -> None:
     """Write the LoRA or the merged model of a finished run's files. place: the run or checkpoint, for default names."""
     from flowgrpo.export import export as forms
+    from flowgrpo.export.model_card import TOKENS
 
     _, summary = forms.finished(files)
-    if form == "merged" or form is None and summary["unit"] == forms.TOKENS:
+    if form == "merged" or form is None and summary["unit"] == TOKENS:
         typer.echo(forms.merged(files, output or places.beside(place, "merged")))
     else:
         for path in forms.kohya(files, output or places.beside(place, "kohya.safetensors")):

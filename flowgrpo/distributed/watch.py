@@ -75,7 +75,8 @@ class Watch:
         address = os.environ.get("MASTER_ADDR", "127.0.0.1")
         local = address in ("127.0.0.1", "localhost")
         server = socket.create_server(("127.0.0.1" if local else "", 0)) if self.processes.first else None
-        meeting = [(server.getsockname()[1], secrets.token_hex(16), socket.gethostname()) if server else None]
+        listening = server.getsockname()[1] if server else 0
+        meeting = [(listening, secrets.token_hex(16), socket.gethostname())]  # of the first process
         distributed.broadcast_object_list(meeting, 0)
         port, token, host = meeting[0]
         if server is None:

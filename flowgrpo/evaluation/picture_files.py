@@ -18,7 +18,7 @@ from flowgrpo.evaluation.pages.clips import save_clip
 from flowgrpo.policies.pipelines.call import guidance_argument
 from flowgrpo.policies.pipelines.load import denoisers
 from flowgrpo.policies.weights.lora_files import LORA_FILE
-from flowgrpo.storage import checkpoint
+from flowgrpo.storage.places import STATE
 from flowgrpo.version import __version__
 
 ADAPTER_FILE = "adapter_model.safetensors"  # peft's
@@ -88,8 +88,8 @@ def weight_files(run: Path) -> list[tuple[str, Path]]:
     state of a checkpoint."""
     if run.is_file():
         return [(run.parent.name, run)]
-    if (run / checkpoint.FILE).is_file():
-        return [(f"{run.parent.parent.name}-{run.name}", run / checkpoint.FILE)]
+    if (run / STATE).is_file():
+        return [(f"{run.parent.parent.name}-{run.name}", run / STATE)]
     own = [(run.name, file) for file in (run / LORA_FILE, run / ADAPTER_FILE) if file.is_file()]
     parts = [file for name in (LORA_FILE, ADAPTER_FILE, WHOLE) for file in sorted(run.glob(f"*/{name}"))]
     return own + [(f"{run.name}-{file.parent.name}", file) for file in parts]

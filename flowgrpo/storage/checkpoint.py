@@ -147,7 +147,8 @@ def shapes(folder: Path) -> dict[str, torch.Size]:
 
 def _unreadable(folder: Path, error: Exception) -> UserError:
     earlier = [other.name for other in sorted(folder.parent.glob("epoch-*")) if other.name < folder.name]
-    way = f"remove it to go on from {earlier[-1]}" if earlier else "no earlier one is there, begin anew without --resume"
+    way = f"remove it to go on from {earlier[-1]}" if earlier else \
+        "no earlier one is there, begin anew without --resume"
     return UserError(f"the checkpoint {folder} cannot be read ({error}): {way}")
 
 

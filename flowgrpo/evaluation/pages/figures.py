@@ -19,9 +19,11 @@ def styled() -> Iterator[Any]:
     import matplotlib
 
     matplotlib.use("agg")
+    from cycler import cycler
     from matplotlib import pyplot
 
-    with matplotlib.rc_context(dict(_style(), **{"axes.prop_cycle": matplotlib.cycler(color=COLOURS)})):
+    style: Any = _style() | {"axes.prop_cycle": cycler(color=COLOURS)}
+    with matplotlib.rc_context(style):
         yield pyplot
 
 
