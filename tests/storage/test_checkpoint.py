@@ -84,3 +84,36 @@ def test_an_optimiser_without_a_state_stays_so():
     made = optimizer(0)
     checkpoint.load_optimizer(made, checkpoint.optimizer_tensors(made))
     assert made.state_dict()["state"] == {}
+
+
+def sharded(folder):
+    """A checkpoint of a [5, 2] tensor in three shards, the last of which has no row, beside a whole one."""
+    values = torch.arange(10.0).view(5, 2)
+    checkpoint.begin(folder, 1)
+    for index, rows in enumerate((values[:3], values[3:], values[5:])):
+        checkpoint.save_shard(folder, 1, {"weights/a": rows}, index, 3)
+    return values, checkpoint.save(folder, 1, {"step": torch.tensor(7.0)}, {}, 2, begun=True)
+
+
+def test_shards_are_read_whole_or_by_rows(tmp_path):
+    values, path = sharded(tmp_path)
+    tensors, _ = checkpoint.load(path)
+    assert torch.equal(tensors["weights/a"], values) and tensors["step"] == 7
+    assert checkpoint.shapes(path) == {"weights/a": (5, 2), "step": ()}
+    for low, high in ((0, 2), (2, 4), (4, 5), (5, 5)):
+        tensors, _ = checkpoint.load(path, lambda key, rows=slice(low, high): rows if key == "weights/a" else None)
+        assert torch.equal(tensors["weights/a"], values[low:high]) and tensors["step"] == 7
+    assert [file.name for file in tmp_path.iterdir()] == ["epoch-00001"]
+
+
+def test_a_shard_that_is_missing_is_told(tmp_path):
+    _, path = sharded(tmp_path)
+    (path / "shard-00001-of-00003.safetensors").unlink()
+    for read in (checkpoint.load, checkpoint.shapes):
+        with pytest.raises(UserError, match="epoch-00001 cannot be read .*remove it"):
+            read(path)
+
+
+def test_a_shard_that_another_disk_would_get_is_told(tmp_path):
+    with pytest.raises(UserError, match="put `output` on a disk that all nodes share"):
+        checkpoint.save_shard(tmp_path, 1, {"weights/a": torch.ones(1)}, 0, 2)
