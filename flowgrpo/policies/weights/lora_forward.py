@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 
-def without_casts(layers: Iterable[torch.nn.Module]) -> bool:
+def without_casts(layers: Iterable[Any]) -> bool:
     """Give LoRA layers the forward of this module. Return False, and change none, if one is of another kind.
 
     layers: of peft. Of another kind are those with DoRA, dropout, or a base other than a linear layer.
