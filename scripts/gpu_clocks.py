@@ -83,5 +83,5 @@ def waits(work: Callable[[], Any]) -> Counter[str]:
             work()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    return Counter(f"{'/'.join(Path(each.filename).parts[-2:])}:{each.lineno}" for each in caught
-                   if "synchroniz" in str(each.message))
+    return Counter(f"{'/'.join(Path(warning.filename).parts[-2:])}:{warning.lineno}" for warning in caught
+                   if "synchroniz" in str(warning.message))

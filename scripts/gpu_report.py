@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import os
 import platform
 import re
 import time
@@ -44,7 +45,7 @@ class Report:
 
     def __init__(self, folder: Path, seconds: float, about: Line):
         self.folder, self.end = folder, time.monotonic() + seconds
-        self.found: dict[str, Any] = {"about": about, "sections": []}
+        self.results: dict[str, Any] = {"about": about, "sections": []}
         folder.mkdir(parents=True, exist_ok=True)
 
     def left(self) -> float:
@@ -54,7 +55,7 @@ class Report:
     def run(self, section: Section) -> None:
         """Run a section within its budget. An error ends the section, not the report."""
         entry: dict[str, Any] = {"name": section.name, "lines": [], "note": None}
-        self.found["sections"].append(entry)
+        self.results["sections"].append(entry)
         start = time.monotonic()
         if self.left() < section.seconds:
             entry["note"] = f"skipped: {self.left():.0f} s are left, and it may take {section.seconds:.0f} s"
@@ -74,14 +75,14 @@ class Report:
         self.write()
 
     def write(self) -> None:
-        (self.folder / "report.json").write_text(json.dumps(self.found, indent=1) + "\n", encoding="utf-8")
-        (self.folder / "report.md").write_text(page(self.found), encoding="utf-8")
+        (self.folder / "report.json").write_text(json.dumps(self.results, indent=1) + "\n", encoding="utf-8")
+        (self.folder / "report.md").write_text(page(self.results), encoding="utf-8")
 
 
-def page(found: dict[str, Any]) -> str:
+def page(results: dict[str, Any]) -> str:
     """Return the report as Markdown: a table for each section."""
-    text = ["# What a GPU does", "", *(f"- {key}: {value}" for key, value in found["about"].items())]
-    for section in found["sections"]:
+    text = ["# What a GPU does", "", *(f"- {key}: {value}" for key, value in results["about"].items())]
+    for section in results["sections"]:
         text += ["", f"## {section['name']}", ""] + ([section["note"], ""] if section["note"] else [])
         columns = list(dict.fromkeys(key for line in section["lines"] for key in line))
         if columns:
@@ -101,13 +102,13 @@ def packages() -> dict[str, str | None]:
     """Return the version of every package that this program names, None where it is missing."""
     project = (Path(__file__).parent.parent / "pyproject.toml").read_text(encoding="utf-8")
     block = project.split("dependencies = [", 1)[1].split("]", 1)[0]
-    found: dict[str, str | None] = {}
+    versions: dict[str, str | None] = {}
     for name in [*re.findall(r'"([\w-]+)', block), *MORE]:
         try:
-            found[name] = version(name)
+            versions[name] = version(name)
         except PackageNotFoundError:
-            found[name] = None
-    return found
+            versions[name] = None
+    return versions
 
 
 def wheels() -> Iterator[str]:
@@ -161,16 +162,20 @@ def main() -> int:
     if lacking := [name for name, present in packages().items() if present is None and name in CORE]:
         print(f"nothing is measured without {', '.join(lacking)}")
         return 2
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # as `flowgrpo train` does
     import torch
+
+    from flowgrpo.device import rounded_products
 
     if not (args.tiny or torch.cuda.is_available()):
         print("torch sees no GPU: use --tiny for a test of this script on the CPU")
         return 2
     device = "cpu" if args.tiny else "cuda"
     report = Report(args.output, 60 * args.minutes, about(device))
-    for section in sections(device, args.tiny, report.left):
-        if args.only in section.name:
-            report.run(section)
+    with rounded_products("bf16", device):
+        for section in sections(device, args.tiny, report.left):
+            if args.only in section.name:
+                report.run(section)
     print(f"written: {report.folder / 'report.md'}")
     return 0
 

@@ -1,4 +1,4 @@
-"""What gpu_report.py measures: sections that yield lines, of a model with random weights and of the starter."""
+"""Sections of gpu_report.py, which yield lines: of a model with random weights, of one step, and of the starter."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from flowgrpo.check.memory import memory
 from flowgrpo.config import Config, load
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.device import DTYPES
+from flowgrpo.gaussian import log_prob, sample
 from flowgrpo.policies.build import make_policy
 from flowgrpo.policies.weights.checkpointing import checkpoint_blocks
 from flowgrpo.policies.weights.compiled import compile_blocks
@@ -140,7 +141,7 @@ class Bench:
     # --- sections ---
 
     def stock(self) -> Iterator[Line]:
-        """The model without this program: no adapter, no autocast."""
+        """Yield figures of the model without this program: no adapter, no autocast."""
         rows, weights = self.rows, sum(p.numel() for p in self.pipe.transformer.parameters())
         args, kwargs = self.call
         calls = self.config.train.steps
@@ -154,12 +155,17 @@ class Bench:
                "ms per row": 1e3 * seconds / rows, "over its denoiser's calls": seconds / (calls * self.bare)} | line
 
     def epoch(self) -> Iterator[Line]:
-        """Rollout, decoding and update, beside the bare calls and the estimate of `flowgrpo check`."""
+        """Yield rollout, decoding and update, beside the bare calls and the estimate of `flowgrpo check`."""
         trainer, estimate = self.trainer, memory(self.trainer.policy, self.config, self.conditioning)
+        meter, peak = trainer.throughput.meter, trainer.throughput.peak
         for what in ("rollout", "decode", "update"):
             work = getattr(self, f"_{what}")
+            work()  # the first update looks at the first ratio, and makes the optimiser's state
+            before = meter.total if meter else 0.0
             with peaks(self.device) as line:
-                seconds = timed(work, self.device, 2)
+                seconds = timed(work, self.device, 2, warm=0)
+            if meter and peak and what != "decode":
+                line["share of the GPU's peak"] = (meter.total - before) / 2 / seconds / peak
             calls = {"rollout": self.config.train.steps}.get(what, 0)
             yield {"what": what, "rows": self.rows, "seconds": seconds,
                    "ms per row and step": 1e3 * seconds / self.rows / {"update": self.steps}.get(what, calls or 1),
@@ -169,7 +175,7 @@ class Bench:
                "limit": trainer.first_ratio.limit, "old scores computed again": trainer.first_ratio.rescore}
 
     def variants(self) -> Iterator[Line]:
-        """The LoRA's own forward, as a run has it, against peft's under autocast; then the first again."""
+        """Yield the LoRA's own forward, as a run has it, and peft's under autocast; then the first is restored."""
         policy = self.trainer.policy
         layers = list(policy.weights.layers().values())
         for what, casts in (("own LoRA forward", False), ("autocast and peft's", True)):
@@ -184,7 +190,7 @@ class Bench:
         policy.driver.casts = not without_casts(layers)
 
     def host(self) -> Iterator[Line]:
-        """Seconds of the kernels of a call beside those of the call: a share below 1 is the host's."""
+        """Yield the kernels' seconds beside those of a call; what a share lacks to 1 is the host's."""
         for what, work in (("denoiser's call", self._forward), ("rollout", self._rollout), ("update", self._update)):
             seconds = timed(work, self.device, 2)
             line: Line = {"what": what, "seconds": seconds}
@@ -194,7 +200,7 @@ class Bench:
             yield line
 
     def synchronisations(self) -> Iterator[Line]:
-        """Where the host waits for the GPU, as torch's debug mode tells."""
+        """Yield the places where the host waits for the GPU, of torch's debug mode."""
         if self.device.type != "cuda":
             yield {"phase": "none without a GPU"}
             return
@@ -203,7 +209,7 @@ class Bench:
                 yield {"phase": what, "place": place, "times": count}
 
     def sweep(self) -> Iterator[Line]:
-        """One forward, and one replayed step with its backward, by rows and by checkpointing."""
+        """Yield one forward, and one with its backward, by rows and by checkpointing."""
         module, policy = self.pipe.transformer, self.trainer.policy
         args, kwargs = self.call
         of = len(args[0] if args else kwargs["hidden_states"])
@@ -235,7 +241,7 @@ class Bench:
                     parameter.grad = None
 
     def previews(self) -> Iterator[Line]:
-        """A denoiser's call in every precision that the device has."""
+        """Yield a denoiser's call in every precision that the device has."""
         here = capability(self.device)
         for precision in ("full", *(name for name, lowest in LOWEST.items() if here >= lowest)):
             with peaks(self.device) as line, quantised(self.trainer.policy, precision):
@@ -243,7 +249,7 @@ class Bench:
             yield {"precision": precision, "seconds": seconds, "over the bare call": self._over(seconds)} | line
 
     def compiled(self) -> Iterator[Line]:
-        """Blocks compiled in place, so that this section is the last of a model."""
+        """Yield calls of blocks that are compiled in place, so that this section is the last of a model."""
         policy = self.trainer.policy
         compile_blocks(self.pipe.transformer, "eager" if self.tiny else "inductor")
         policy.compiled = True
@@ -268,7 +274,7 @@ class Bench:
 # --- beside the models -----------------------------------------------------------------------------------------------
 
 def beside_flow_grpo(device: str) -> Iterator[Line]:
-    """A stochastic step and its log-probability, as flow_grpo has it, beside this program's; without it, ours alone."""
+    """Yield seconds of a stochastic step, and of flow_grpo's with its log-probability where that is importable."""
     from diffusers import FlowMatchEulerDiscreteScheduler
 
     scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0)
@@ -277,28 +283,27 @@ def beside_flow_grpo(device: str) -> Iterator[Line]:
     x, v = (torch.randn(24, 16, 64, 64, device=device) for _ in range(2))
     kernel, where = FlowSDE(level), torch.device(device)
 
-    def own() -> Any:
+    def drawn() -> torch.Tensor:
         gaussian = kernel(x, v, grid, step)
-        sample = gaussian.mean + gaussian.std.to(device) * torch.randn_like(gaussian.mean)
-        return gaussian, sample
+        after = sample(gaussian, torch.randn_like(x))
+        log_prob(gaussian, after)
+        return gaussian.mean
 
-    seconds = timed(own, where)
-    yield {"what": "this program's step", "ms": 1e3 * seconds}
+    seconds = timed(drawn, where)
+    yield {"what": "this program's step and log-probability", "ms": 1e3 * seconds}
     try:
         theirs = importlib.import_module("flow_grpo.diffusers_patch.sd3_sde_with_logprob").sde_step_with_logprob
     except ImportError:
         yield {"what": "flow_grpo is not importable: no ratio"}
         return
-    times = scheduler.timesteps[[step] * len(x)]
-    gaussian, _ = own()
-    _, _, mean, _ = theirs(scheduler, v, times, x, noise_level=level)[:4]
-    theirs_seconds = timed(lambda: theirs(scheduler, v, times, x, noise_level=level), where)
-    yield {"what": "flow_grpo's step", "ms": 1e3 * theirs_seconds, "ours over theirs": seconds / theirs_seconds,
-           "largest difference of means": (gaussian.mean - mean).abs().max().item()}
+    step_of = partial(theirs, scheduler, v, scheduler.timesteps[[step] * len(x)], x, noise_level=level)
+    mean = step_of()[2]
+    yield {"what": "flow_grpo's", "ms": 1e3 * (other := timed(step_of, where)), "ours over theirs": seconds / other,
+           "largest difference of means": (drawn() - mean).abs().max().item()}
 
 
 def starter(device: str, tiny: bool, limit: float) -> Iterator[Line]:
-    """The demo, `flowgrpo train configs/starter.yaml`, in a process of its own that has `limit` seconds."""
+    """Yield the seconds of `flowgrpo train configs/starter.yaml`, in a process of its own that has `limit` seconds."""
     short = ["--train.epochs=1", "--train.group=4", "--eval.prompts=2", "--eval.steps=2", "--eval.grid=1"]
     with TemporaryDirectory() as folder:
         start = time.perf_counter()

@@ -268,6 +268,31 @@ def test_compiled_blocks_are_measured_apart_from_their_first_call(bench):
     assert "pipe" not in vars(made) and "trainer" not in vars(made)
 
 
+# A step of Flow-GRPO (2505.05470, eq. 9), with the signature of its code.
+STEP = """
+import torch
+
+def sde_step_with_logprob(scheduler, velocity, timestep, x, noise_level=0.7, prev_sample=None):
+    [s], [after] = ({float(scheduler.sigmas[scheduler.index_for_timestep(t) + k]) for t in timestep} for k in (0, 1))
+    g2, d = noise_level**2 * s / (1 - s), after - s
+    mean = x * (1 + g2 / (2 * s) * d) + velocity * (1 + g2 * (1 - s) / (2 * s)) * d
+    std = (-g2 * d) ** 0.5
+    return mean + std * torch.randn_like(x), torch.zeros(len(x)), mean, std
+"""
+
+
+def test_a_step_is_that_of_flow_grpo_where_it_is_importable(monkeypatch, tmp_path):
+    (tmp_path / "flow_grpo" / "diffusers_patch").mkdir(parents=True)
+    (tmp_path / "flow_grpo" / "diffusers_patch" / "sd3_sde_with_logprob.py").write_text(STEP)
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("flow_grpo", "flow_grpo.diffusers_patch", "flow_grpo.diffusers_patch.sd3_sde_with_logprob"):
+        monkeypatch.setitem(sys.modules, name, None)  # to be taken away at the end
+        monkeypatch.delitem(sys.modules, name)
+    own, other = gpu_sections.beside_flow_grpo("cpu")
+    assert other["largest difference of means"] < 1e-5
+    assert other["ours over theirs"] == pytest.approx(own["ms"] / other["ms"])
+
+
 def test_a_step_alone_where_flow_grpo_is_not(monkeypatch):
     monkeypatch.setitem(sys.modules, "flow_grpo", None)
     own, note = gpu_sections.beside_flow_grpo("cpu")
@@ -325,6 +350,7 @@ def test_packages_are_told_in_a_line_each_and_core_ones_are_needed(monkeypatch, 
 
 def test_one_command_writes_the_sections_that_are_named(monkeypatch, capsys, tmp_path):
     monkeypatch.setitem(sys.modules, "flow_grpo", None)
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "")
     monkeypatch.setattr(sys, "argv", ["gpu_report.py", "--output", str(tmp_path), "--tiny", "--only", "flow_grpo"])
     assert gpu_report.main() == 0
     [section] = json.loads((tmp_path / "report.json").read_text())["sections"]
