@@ -38,7 +38,7 @@ from flowgrpo.rewards import pairwise
 from flowgrpo.rewards.find import place
 from flowgrpo.storage import checkpoint, paths
 from flowgrpo.train import Trainer
-from flowgrpo.training import announcement, best, hints, run_folder, state, tracker, trial
+from flowgrpo.training import announcement, batch_size, best, hints, run_folder, state, tracker, trial
 from flowgrpo.user_code import reading
 
 if TYPE_CHECKING:
@@ -123,6 +123,7 @@ def _train(ready: Ready, loaded: Any, listed: str | None) -> dict[str, Any]:
     """Run a loaded model, after all checks that need no model; listed: the content of the run's own prompt file."""
     config, folder = ready.config, ready.config.folder
     policy = build.make_policy(config, ready.device, loaded)
+    config = batch_size.settle(config, policy, ready.split[0][0], Processes(ready.accelerator))
     trainer = Trainer(config, ready.accelerator, policy, ready.trained, ready.split)
     if ready.last:
         state.restore(trainer, ready.last)
@@ -204,6 +205,7 @@ def settled(config: Config, accelerator: Accelerator, device: str | torch.device
     from accelerate.utils import broadcast_object_list
 
     begun = run_folder.precision(config) if resume else None
+    config = run_folder.with_batch(config) if resume else config
     chosen = [settle(config, device, pipe, begun) if accelerator.is_main_process else None]
     return broadcast_object_list(chosen)[0]
 

@@ -89,25 +89,25 @@ def geometry(train: Train, processes: int = 1) -> BatchShape:
                         f" samples that {processes} processes cannot share evenly: use {low} or {low + unit} prompts")
     share = train.prompts * train.group // processes
     size = math.gcd(share, train.group)
-    shape = BatchShape(share // size, size, train.micro_batch, train.updates, train.group // size)
+    shape = BatchShape(share // size, size, train.rows, train.updates, train.group // size)
     _require_updates(train, shape, processes)
     return shape
 
 
 def _require_updates(train: Train, shape: BatchShape, processes: int) -> None:
     """Raise UserError for more optimiser steps than parts, or whole groups that processes part at other places."""
-    together = prompts_per_part(train.group, train.micro_batch)
+    together = prompts_per_part(train.group, train.rows)
     if shape.slices > 1:  # parts are those of one process
-        shape = BatchShape(train.prompts, train.group, train.micro_batch, train.updates)
+        shape = BatchShape(train.prompts, train.group, train.rows, train.updates)
         processes = 1
     if train.updates > shape.parts:
         smaller = f", or a micro_batch of {_fits(shape.prompts // train.updates, shape, processes) * shape.group}"
         raise UserError(f"train.updates is {train.updates}, but {shape.prompts} groups of {shape.group} in "
-                        f"micro-batches of {train.micro_batch} make {shape.parts} parts: use at most {shape.parts} "
+                        f"micro-batches of {train.rows} make {shape.parts} parts: use at most {shape.parts} "
                         f"updates{smaller if train.updates <= shape.prompts else ''}")
     fits = _fits(together, shape, processes)
     if train.updates > 1 and fits < together:
-        raise UserError(f"train.updates is {train.updates}, but micro-batches of {train.micro_batch} take {together} "
+        raise UserError(f"train.updates is {train.updates}, but micro-batches of {train.rows} take {together} "
                         f"groups of {train.group} together, which do not part the {shape.prompts} prompts of each of "
                         f"{processes} processes evenly: use a micro_batch of {fits * train.group}")
 
