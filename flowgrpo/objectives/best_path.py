@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from flowgrpo.objectives.kl import beside
 from flowgrpo.types import RegressionTarget, Scored
 
 
@@ -34,4 +35,4 @@ class LayerTuning:
         assert new.mean is not None and new.slope is not None, "LayerTuning needs means and slopes"
         # A mean is affine in the output: the difference of outputs is that of means over the slope.
         apart = (new.mean - goal.mean).square().flatten(2).mean(dim=2)
-        return self.weight * goal.weight * apart / new.slope.to(apart).square()
+        return self.weight * goal.weight * apart / beside(new.slope, apart).square()

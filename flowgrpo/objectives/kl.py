@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flowgrpo.device import queued
 from flowgrpo.gaussian import kl
 from flowgrpo.objectives.schedules import Schedule
 from flowgrpo.types import Context, Gaussian, Scored, required
@@ -143,7 +144,8 @@ def at_epoch(kl: Penalty, context: Context) -> Penalty:
 def divergence(new: Scored, other: Scored) -> Tensor:
     """Return gaussian.kl of every decision, at the new policy's std: [B, N]."""
     assert new.mean is not None and other.mean is not None, "this part of the method needs recorded means"
-    std = deviations(new).reshape(-1, *[1] * (new.mean.ndim - 2))
+    std = deviations(new)
+    std = std.reshape(-1, *[1] * (new.mean.ndim - 2)) if std.ndim else std
     means = new.mean.flatten(0, 1), other.mean.flatten(0, 1)
     return kl(Gaussian(means[0], std), Gaussian(means[1], std)).view(new.logp.shape)
 
@@ -152,10 +154,19 @@ def output_error(new: Scored, other: Scored) -> Tensor:
     """Return the mean squared difference of the outputs behind two policies' means: [B, N]."""
     assert new.slope is not None, "this part of the method needs recorded slopes"
     apart = (required(new.mean) - required(other.mean)).square().flatten(2).mean(dim=2)
-    return apart / new.slope.to(apart).square()
+    return apart / beside(new.slope, apart).square()
 
 
 def deviations(scored: Scored) -> Tensor:
-    """Return the std of every decision, [B, N], shaped as logp."""
+    """Return the std of every decision, [B, N], shaped as logp; a number that all share is 0-d, as `beside` has it."""
     assert scored.std is not None, "this part of the method needs recorded deviations"
-    return scored.std.to(scored.logp).expand(scored.logp.shape)
+    std = beside(scored.std, scored.logp)
+    return std.expand(scored.logp.shape) if std.ndim else std
+
+
+def beside(values: Tensor, other: Tensor) -> Tensor:
+    """Return a few values, [N] or [B, N], for arithmetic with a tensor of another device, in its dtype.
+
+    A single one becomes 0-d, which torch takes from the CPU without a copy: no host waits for a GPU.
+    """
+    return values.reshape(()).to(other.dtype) if values.numel() == 1 else queued(values, other.device).to(other.dtype)

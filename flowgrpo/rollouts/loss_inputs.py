@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from flowgrpo import objectives
+from flowgrpo.device import queued
 from flowgrpo.methods.method import Method
 from flowgrpo.objectives.actor_critic import Seen
 from flowgrpo.objectives.forward_process import OfNoised
@@ -61,7 +62,8 @@ class NoisedInputs:
     def _noised(self, batch: int, k: int, rows: slice, new: Scored, old: Scored) -> NoisedBatch:
         taken = self.part.transitions[k]
         reference = self.reference[batch].to(self.device) if self.surrogate.reads_reference else None
-        return NoisedBatch(self.part.exploration.grid[taken.step].item(), new, old, taken.x_next[rows].to(self.device),
+        target = queued(taken.x_next[rows], self.device)
+        return NoisedBatch(self.part.exploration.grid[taken.step].item(), new, old, target,
                            torch.arange(rows.start, rows.stop, device=self.device), reference)
 
     def _seen(self, replay: Replay) -> list[GroupStatistics]:
@@ -75,8 +77,8 @@ class NoisedInputs:
     def _peers(self, k: int, statistic: Tensor) -> GroupStatistics:
         taken, advantage = self.part.transitions[k], self.part.advantages[k]
         assert len(statistic) == len(advantage), "the batch holds a part of a group, and there was no first pass"
-        prompts = taken.prompts[taken.parent].to(self.device)
-        return GroupStatistics(statistic.flatten(), advantage.to(self.device), prompts)
+        prompts = queued(taken.prompts[taken.parent], self.device)
+        return GroupStatistics(statistic.flatten(), queued(advantage, self.device), prompts)
 
 
 TextReplay = Callable[[], Iterator[tuple[int, slice, Scored]]]

@@ -101,4 +101,4 @@ def _noisy(x: Tensor, v: Tensor, grid: Tensor, i: int, low: float, high: float, 
     x, v, sigma, after = _at(x, v, grid, i)
     delta = sigma - after
     level = torch.exp(math.log(low) + math.log(high / low) * network(x, sigma).to(x))
-    return Gaussian(x - delta * v, level * delta.sqrt().to(x.device))
+    return Gaussian(x - delta * v, level * delta.sqrt())

@@ -16,6 +16,7 @@ from typing import Protocol
 import torch
 
 from flowgrpo.config.geometry import prompts_per_part
+from flowgrpo.device import queued
 from flowgrpo.samplers.denoiser import C, Denoiser
 from flowgrpo.samplers.rollout import Part, RolloutSpec, Seed
 from flowgrpo.samplers.scheduler import Segment
@@ -141,7 +142,7 @@ def replay(policy: Denoiser[C], conditioning: C, part: RewardGradientRollout, en
     [taken], exploration, value = part.transitions, required(part.exploration), required(part.value)
     for start in range(0, len(taken.x), micro_batch):
         rows = slice(start, start + micro_batch)
-        encoded, x = conditioning.rows(taken.prompts[rows]), taken.x[rows].to(policy.device)
+        encoded, x = conditioning.rows(taken.prompts[rows]), queued(taken.x[rows], policy.device)
         data = ending(policy, encoded, x, exploration, taken.step, taken.generators[rows])
         yield 0, rows, _scored(value(taken.prompts[rows], policy.picture(data, encoded)))
 

@@ -29,10 +29,12 @@ class Quirk:
 
     state: index of the state among the arguments after the output.
     idle: steps that a task without any step takes nevertheless; they leave the state unchanged.
+    host: its sigmas stay on the CPU, as the stock class has them: pipelines read them there (Wan, Cosmos 2.5).
     """
 
     state: int = 1
     idle: int = 0
+    host: bool = False
 
 
 QUIRKS = {
@@ -40,6 +42,7 @@ QUIRKS = {
     "LCMScheduler": Quirk(idle=1),
     # step(output, earlier prediction, timestep, timestep before, state)
     "CogVideoXDPMScheduler": Quirk(state=3),
+    "UniPCMultistepScheduler": Quirk(host=True),
 }
 
 
@@ -255,7 +258,8 @@ class PolicyScheduler:
         self._pending = [None] * self.idle + list(task.steps)
         self.num_inference_steps = len(self._pending)
         grid = 1 - task.grid if self.inverted else task.grid
-        grid = queued(grid.float(), device)
+        host = grid.float()
+        grid = queued(host, device)
         every = grid * self.config.num_train_timesteps
         if self.process == "vp":  # a task without steps comes without timesteps
             every = torch.zeros(1, dtype=torch.int64) if task.timesteps is None else task.timesteps
@@ -264,7 +268,8 @@ class PolicyScheduler:
             every = self.time_shift(back, 1.0, grid) * self.config.num_train_timesteps
         every = queued(every, device)
         # A pipeline that reads sigmas counts its own steps. An idle step has the index of the first.
-        self.sigmas = torch.cat([grid[first:first + 1]] * self.idle + [grid[first:task.steps.stop + 1]])
+        sigmas = host if self.quirk.host else grid
+        self.sigmas = torch.cat([sigmas[first:first + 1]] * self.idle + [sigmas[first:task.steps.stop + 1]])
         self.timesteps = torch.cat([every[first:first + 1]] * self.idle + [every[first:task.steps.stop]])
         if task.rows is not None:
             vector = every[queued(task.rows, every.device)].repeat(task.copies)

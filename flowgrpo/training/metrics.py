@@ -47,18 +47,19 @@ class UpdateStats:
 
     def __init__(self):
         self.norms: list[torch.Tensor] = []
-        self.decisions: list[torch.Tensor] = []  # [n,5]: step, log-ratio, clipped, loss, KL
+        self.decisions: list[torch.Tensor] = []  # [n,6]: step, log-ratio, clipped, loss, KL, mask
 
     def add(self, step: int, mask: Tensor, log_ratio: Tensor, clipped: Tensor, loss: Tensor, kl: Tensor | None = None
             ) -> None:
         """Add a batch, all [B,N]; mask: the decisions that count; kl: to the reference, None if it was not measured."""
         columns = (torch.full_like(log_ratio, step), log_ratio, clipped, loss,
-                   torch.full_like(log_ratio, torch.nan) if kl is None else kl)
-        self.decisions.append(torch.stack([value.detach().float()[mask] for value in columns], 1))
+                   torch.full_like(log_ratio, torch.nan) if kl is None else kl, mask)
+        self.decisions.append(torch.stack([value.detach().float().flatten() for value in columns], 1))
 
     def summary(self, processes: Processes = Processes()) -> dict[str, Any]:
         """Return means over the decisions of all processes, which have the same norms."""
-        decisions = processes.gather(torch.cat(self.decisions).cpu() if self.decisions else torch.empty(0, 5))
+        decisions = torch.cat(self.decisions).cpu() if self.decisions else torch.empty(0, 6)
+        decisions = processes.gather(decisions[decisions[:, 5] > 0, :5])
         if not len(decisions):
             return {"loss": 0.0, "grad_norm": 0.0}
         of, log_ratio, clipped, loss, kl = decisions.unbind(1)

@@ -6,7 +6,7 @@ import inspect
 
 import pytest
 import torch
-from diffusers import CogVideoXDPMScheduler, FlowMatchEulerDiscreteScheduler, LCMScheduler
+from diffusers import CogVideoXDPMScheduler, FlowMatchEulerDiscreteScheduler, LCMScheduler, UniPCMultistepScheduler
 
 from flowgrpo.samplers import grids
 from flowgrpo.samplers.kernels import CPS, DanceSDE, FlowSDE, predict_x0
@@ -176,3 +176,15 @@ def test_a_replay_hands_back_the_output_with_its_graph_and_leaves_the_state():
     x, v = torch.ones(1, 2), torch.ones(1, 2, requires_grad=True)
     out = policy.step(v * 2, policy.timesteps[0], x, return_dict=False)[0]
     assert out is x and record.output.requires_grad and not record.logp
+
+
+@pytest.mark.parametrize("stock, place", [(FlowMatchEulerDiscreteScheduler(), "meta"),
+                                          (UniPCMultistepScheduler(prediction_type="flow_prediction",
+                                                                   use_flow_sigmas=True), "cpu")])
+def test_sigmas_are_where_the_stock_class_has_them(stock, place):
+    scheduler = PolicyScheduler.over(stock)
+    scheduler.follow(Segment(torch.tensor([0.9, 0.5, 0.0]), range(2)))
+    scheduler.set_timesteps(2, device="meta")
+    stock.set_timesteps(2, device="meta")
+    assert scheduler.sigmas.device.type == stock.sigmas.device.type == place
+    assert scheduler.timesteps.device.type == "meta"
