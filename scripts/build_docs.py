@@ -52,7 +52,7 @@ def kind(annotation: Any) -> str:
     if origin is typing.Literal:
         return " or ".join(f"`{value}`" for value in inner)
     if origin is typing.Annotated:
-        return kind(inner[0])
+        return kind(inner[0]) + limits(inner[1])
     if origin in (typing.Union, types.UnionType):
         return " or ".join(dict.fromkeys(map(kind, inner)))
     if isinstance(annotation, type) and issubclass(annotation, Section):
@@ -65,10 +65,10 @@ def kind(annotation: Any) -> str:
     return names[annotation]
 
 
-def limits(field: FieldInfo) -> str:
+def limits(field: Any) -> str:
     """The range of a number, such as ", >= 1"."""
     signs = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
-    found = [f"{sign} {getattr(rule, name)}" for rule in field.metadata for name, sign in signs.items()
+    found = [f"{sign} {getattr(rule, name)}" for rule in getattr(field, "metadata", ()) for name, sign in signs.items()
              if getattr(rule, name, None) is not None]
     return "".join(f", {text}" for text in found)
 

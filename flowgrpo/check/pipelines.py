@@ -60,7 +60,7 @@ def drive(model: str | tuple[Any, dict[str, Any]], recipe: Config | None, device
     refuse(type(pipe))
     torch.manual_seed(0)  # initial adapter weights, so that a report is repeatable
     policy = PipelinePolicy(pipe, config.adapter, device=device, precision=config.precision, call=call,
-                            checkpointing=config.train.checkpointing, memory=config.memory,
+                            checkpointing=float(config.train.checkpointing), memory=config.memory,
                             adapted=method.rollout.adapted)
     if not policy.denoisers:
         raise UserError(f"{type(pipe).__name__} has no denoiser: no module whose forward takes a time")
@@ -197,7 +197,7 @@ def _require_equal(policy: PipelinePolicy, result: dict[str, Any]) -> None:
     if policy.exact and not result["first_log_ratio"] <= policy.exact:
         raise UserError(f"replay and rollout disagree: |log ratio| {result['first_log_ratio']:.1e}, expected at most "
                         f"{policy.exact:.0e}; look for dropout or a random module"
-                        + ", and try without train.checkpointing" * policy.checkpointing)
+                        + ", and try without train.checkpointing" * bool(policy.checkpointing))
 
 
 def _differentiated(policy: PipelinePolicy, conditioning: Conditioning, result: dict[str, Any]) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from flowgrpo.config.base import Section
 from flowgrpo.config.reward_rules import WatchRule
+
+Share = Annotated[float, Field(ge=0, le=1)]
 
 
 class Picture(Section):
@@ -84,7 +86,8 @@ class Train(Section):
     weight_decay: float = Field(1e-4, ge=0, description="of AdamW")
     betas: tuple[float, float] = Field((0.9, 0.999), description="of AdamW")
     clip_grad: float = Field(1.0, gt=0, description="largest norm of the gradient")
-    checkpointing: bool = Field(False, description="gradient checkpointing in the denoiser")
+    checkpointing: bool | Share = Field(False, description="gradient checkpointing: true for all blocks of the "
+                                        "denoiser, or the share of them that recompute, such as 0.5")
     optimizer: Literal["adamw", "adamw8bit"] = Field("adamw", description="`adamw8bit`: its moments in 8 bits, by "
                                                                          "bitsandbytes")
     compile: bool = Field(False, description="torch.compile for the denoiser's blocks")

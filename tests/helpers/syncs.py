@@ -1,4 +1,4 @@
-"""Host syncs without a GPU: tensors of the meta device stand for those of a GPU, and what the host waits for is counted.
+"""Host syncs, counted without a GPU: tensors of the meta device stand for those of a GPU.
 
 Values that the host reads of them are zeros, or True.
 """
@@ -54,7 +54,8 @@ class HostSyncs(TorchDispatchMode):
                 args[0], torch.device(kwargs.get("device") or args[0].device))
             if source.device == META and goal.type == "cpu":
                 self.waits[f"to the host {_line()}"] += 1
-                return args[0] if name == "copy_" else torch.zeros(source.shape, dtype=kwargs.get("dtype") or source.dtype)
+                dtype = kwargs.get("dtype") or source.dtype
+                return args[0] if name == "copy_" else torch.zeros(source.shape, dtype=dtype)
             if source.device.type == "cpu" and goal == META and not _queued():
                 self.waits[f"from the host {_line()}"] += 1
         return function(*args, **kwargs)

@@ -43,7 +43,7 @@ class CausalLM:
     generators = staticmethod(generators)
 
     def __init__(self, model: Any, tokenizer: Any, adapter: Adapter | None, text: Text, *,
-                 device: str | torch.device = "cpu", precision: str = "fp32", checkpointing: bool = False):
+                 device: str | torch.device = "cpu", precision: str = "fp32", checkpointing: float = 0.0):
         self.model, self.tokenizer, self.text = model, tokenizer, text
         self.device, self.dtype = torch.device(device), DTYPES[precision]
         self.states, self.exact = torch.device("cpu"), EXACT if precision == "fp32" else None
@@ -58,7 +58,7 @@ class CausalLM:
             adapter = adapter.model_copy(update={"targets": TARGETS})
         self.weights: Any = TextWeights(tokenizer, {"model": model}, adapter) if adapter else None
         if checkpointing:
-            recompute(model)
+            recompute(model, checkpointing)
         self.checkpointing = checkpointing
         model.base_model.register_forward_pre_hook(self._count, with_kwargs=True)
         # Determined by a trial: logits are the head's, prefixes shareable.

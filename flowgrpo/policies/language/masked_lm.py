@@ -51,7 +51,7 @@ class MaskedLM(CausalLM):
 
     def __init__(self, model: Any, tokenizer: Any, adapter: Adapter | None, text: Text,
                  unmasking: Unmasking = Unmasking(), *, device: str | torch.device = "cpu", precision: str = "fp32",
-                 checkpointing: bool = False):
+                 checkpointing: float = 0.0):
         if adapter and adapter.targets == Adapter().targets:
             adapter = adapter.model_copy(update={"targets": TARGETS})
         super().__init__(model, tokenizer, adapter, text, device=device, precision=precision,

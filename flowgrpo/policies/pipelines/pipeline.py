@@ -59,6 +59,7 @@ class PipelinePolicy:
     (`image`, `video`, ...) are for prompts that bring none of their own.
     guidance: the scale of rollouts and replays; precision: of the frozen weights and of the arithmetic. memory: where
     text encoders and recorded states (`states`) wait, and how pictures are decoded; compiled: the denoisers' blocks.
+    checkpointing: the share of the denoisers' blocks that recompute in the backward pass, 0 to 1.
     adapted: which modules are trained; with text encoders among them the policy is `live`, and prompts are encoded
     whenever they are read.
     """
@@ -67,14 +68,14 @@ class PipelinePolicy:
 
     def __init__(self, pipe: Any, adapter: Adapter | None, *, device: str | torch.device = "cpu",
                  precision: str = "fp32", guidance: float = 1.0, call: dict[str, Any] | None = None,
-                 checkpointing: bool = False, memory: Memory = Memory(), compiled: bool = False,
+                 checkpointing: float = 0.0, memory: Memory = Memory(), compiled: bool = False,
                  adapted: Adapted = Adapted()):
         self.pipe, self.guidance = pipe, guidance
         self.call = {key: value for key, value in (call or {}).items() if key not in PICTURES}
         self.given = {key: value for key, value in (call or {}).items() if key in PICTURES}
         self.device, self.precision, self.dtype = torch.device(device), precision, DTYPES[precision]
         self.exact = 1e-6 if self.dtype == torch.float32 else None  # how closely a replay repeats the rollout
-        self.checkpointing, self.compiled = checkpointing, compiled
+        self.checkpointing, self.compiled = float(checkpointing), compiled
         self.states = self.device if memory.states == "device" else torch.device("cpu")
         trained, self.live = trained_modules(pipe, adapted) if adapter is not None else {}, adapted.encoders
         self.driver = driver = PipelineCall(pipe, self.call, self.device, self.dtype, trained, self._skipped)
@@ -92,7 +93,7 @@ class PipelinePolicy:
                                  later=self.denoisers if shared_out else ())
         decode_in_parts(pipe, memory.vae)
         if checkpointing and getattr(getattr(pipe, "vae", None), "_supports_gradient_checkpointing", False):
-            checkpoint_blocks(pipe.vae, driver.attention)  # of pictures in a graph
+            checkpoint_blocks(pipe.vae, driver.attention, share=self.checkpointing)  # of pictures in a graph
         for part in pipe.components.values():
             if isinstance(part, torch.nn.Module):
                 part.eval().requires_grad_(False)
@@ -130,7 +131,7 @@ class PipelinePolicy:
 
         module.register_forward_pre_hook(count, with_kwargs=True)
         if self.checkpointing:
-            checkpoint_blocks(module, self.driver.attention, self.compiled)
+            checkpoint_blocks(module, self.driver.attention, self.compiled, self.checkpointing)
 
     @torch.no_grad()
     def encode(self, prompts: list[str], negatives: list[str] | None = None,

@@ -1,5 +1,6 @@
 """Gradient checkpointing: recompute blocks, whole denoisers or layers of language models in the backward pass.
 
+A share of the blocks may recompute: half of them keeps about half of the activations, for half of another forward.
 For language models transformers does this in training mode only. That would turn dropout on, and a replay would differ
 from the rollout.
 """
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import math
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
@@ -23,24 +25,40 @@ Context = Callable[[], contextlib.AbstractContextManager]
 WRONG = {"ChromaTransformer2DModel"}
 
 
-def checkpoint_blocks(module: torch.nn.Module, context: Context, compiled: bool = False) -> None:
+class Share:
+    """Choice of a share of blocks, 0 to 1, evenly spread in the order in which they are first called."""
+
+    def __init__(self, share: float):
+        self.share = share
+        self._places: dict[torch.nn.Module, int] = {}
+
+    def __call__(self, block: torch.nn.Module) -> bool:
+        """True if the block is in the share; the first one is in every share above 0."""
+        place = self._places.setdefault(block, len(self._places))
+        before, after = (math.ceil(round(self.share * count, 9)) for count in (place, place + 1))
+        return after > before
+
+
+def checkpoint_blocks(module: torch.nn.Module, context: Context, compiled: bool = False, share: float = 1.0) -> None:
     """Checkpoint the blocks of a denoiser or an autoencoder: recompute them in the backward pass, inside `context()`.
 
     `context()` must restore the state of the forward pass. The blocks are those that diffusers checkpoints, or else the
-    entries of the module lists.
+    entries of the module lists. share: of the blocks that recompute, 0 to 1; the others keep their activations.
     Raises UserError for a module without either, and for the latter if blocks are to be compiled.
     """
     if getattr(module, "_supports_gradient_checkpointing", False) and type(module).__name__ not in WRONG:
         # By its call, not its forward: a compiled block runs compiled, and a sharded one is collected.
         denoiser: Any = module
-        denoiser.enable_gradient_checkpointing(lambda block, *args: _again(block.__call__, context, block)(*args))
+        chosen = Share(share)
+        denoiser.enable_gradient_checkpointing(
+            lambda block, *args: _again(block.__call__, context, block)(*args) if chosen(block) else block(*args))
         return
-    parts, message = blocks(module), f"train.checkpointing is true, but {type(module).__name__}"
+    parts, message = blocks(module), f"train.checkpointing is on, but {type(module).__name__}"
     if not parts:
         raise UserError(f"{message} has no list of blocks: use false")
     if compiled:
         raise UserError(f"{message} has it not by diffusers, and then not with train.compile: set one of them to false")
-    for block in parts:
+    for block in filter(Share(share), parts):
         block.forward = _again(block.forward, context, block)
 
 
@@ -93,20 +111,23 @@ def _as_then(processors: dict[torch.nn.Module, Any], context: Context) -> Iterat
             module.processor = processor
 
 
-def recompute(model: torch.nn.Module) -> None:
-    """Store only the input of every layer where gradients are enabled; the model is then called without a cache.
+def recompute(model: torch.nn.Module, share: float = 1.0) -> None:
+    """Store only the input of a share of the layers where gradients are enabled, and recompute them in the backward.
 
+    The model is then called without a cache.
     Raises UserError for a model whose layers transformers does not know.
     """
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     inside: set[torch.nn.Module] = set()
+    chosen = Share(share)
     for layer in model.modules():  # outer layers come first
         if isinstance(layer, GradientCheckpointingLayer) and layer not in inside:
             inside |= {*layer.modules()}
-            layer.forward = partial(_layer_again, layer.forward)
+            if chosen(layer):
+                layer.forward = partial(_layer_again, layer.forward)
     if not inside:
-        raise UserError(f"train.checkpointing is true, but {type(model).__name__} has no layers that transformers can "
+        raise UserError(f"train.checkpointing is on, but {type(model).__name__} has no layers that transformers can "
                         "compute again: set it to false, or lower train.micro_batch")
 
 

@@ -155,7 +155,7 @@ def test_checkpointing_reads_whole_rows_and_gives_the_same_gradient():
 
 
 def test_a_model_without_layers_to_compute_again_is_told():
-    with pytest.raises(UserError, match="train.checkpointing is true, but Linear has no layers"):
+    with pytest.raises(UserError, match="train.checkpointing is on, but Linear has no layers"):
         recompute(torch.nn.Linear(1, 1))
 
 

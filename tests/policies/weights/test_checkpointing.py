@@ -14,13 +14,14 @@ from flowgrpo.policies.pipelines import mid_loop_check
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
 from flowgrpo.policies.weights import checkpointing
 from flowgrpo.samplers.scheduler import Segment
+from tests.helpers import tiny_text
 
 # HunyuanDiT has no checkpointing in diffusers, Chroma's leaves a mask out, PAG's attention is there for a call alone.
 NAMES = ["StableDiffusion3Pipeline", "StableDiffusionPipeline", "WanPipeline", "HunyuanDiTPipeline", "ChromaPipeline",
          "StableDiffusionPAGPipeline"]
 
 
-def replayed(name: str, checkpointing: bool) -> tuple[torch.Tensor, torch.Tensor, int]:
+def replayed(name: str, checkpointing: float) -> tuple[torch.Tensor, torch.Tensor, int]:
     """(a step's output, the gradient of its size, bytes that were held for it)."""
     pipe, call = tiny.make(name)
     torch.manual_seed(0)
@@ -47,6 +48,35 @@ def test_the_same_gradient_for_less_memory(name):
     assert expected.norm() > 0 and less < 0.2 * held
 
 
+@pytest.mark.parametrize("name", ["WanPipeline", "StableDiffusionPipeline", "HunyuanDiTPipeline"])
+def test_the_larger_the_share_of_blocks_that_recompute_the_less_is_held(name):
+    results = [replayed(name, share) for share in (0.0, 0.5, 1.0)]
+    held = [bytes_held for _, _, bytes_held in results]
+    assert held[0] > held[1] > held[2] > 0, held
+    largest = results[0][1].abs().max().item()
+    torch.testing.assert_close(results[1][1], results[0][1], rtol=1e-5, atol=1e-6 * largest)
+
+
+@pytest.mark.parametrize("share, chosen", [(1.0, 8 * [True]), (0.5, 4 * [True, False]), (0.0, 8 * [False]),
+                                           (0.3, [True, False, False, True, False, False, True, False])])
+def test_a_share_of_the_blocks_is_evenly_spread(share, chosen):
+    blocks = [torch.nn.Identity() for _ in range(8)]
+    choice = checkpointing.Share(share)
+    assert [choice(block) for block in blocks] == chosen == [choice(block) for block in blocks]
+
+
+def test_a_share_of_a_language_models_layers_recomputes():
+    held, gradients = [], []
+    for share in (0.0, 0.5, 1.0):
+        own = tiny_text.stir(tiny_text.policy(checkpointing=share))
+        ids = torch.tensor([[1, 2, 3, 4, 5]])
+        held.append(memory.kept([own.model], lambda: own.model(input_ids=ids, use_cache=False).logits))
+        own.model(input_ids=ids, use_cache=False).logits.square().mean().backward()
+        gradients.append(torch.cat([p.grad.flatten() for p in own.weights.parameters()]))
+    assert held[0] > held[1] > held[2] > 0, held
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("name", ["HunyuanDiTPipeline", "ChromaPipeline", "StableDiffusionXLPAGPipeline"])
 def test_a_check_with_checkpointing_is_of_the_run_with_it(name):
     told = report.report(name, Config(method="ddpo", precision="fp32", adapter={"rank": 4},
@@ -68,5 +98,5 @@ def test_checkpointing_that_computes_something_else_is_found_out(monkeypatch):
     (tiny.make("HunyuanDiTPipeline")[0].transformer, True, "HunyuanDiT2DModel .* not with train.compile: "),
 ])
 def test_a_denoiser_whose_blocks_cannot_be_computed_again_is_refused(module, compiled, told):
-    with pytest.raises(UserError, match=f"^train.checkpointing is true, but {told}"):
+    with pytest.raises(UserError, match=f"^train.checkpointing is on, but {told}"):
         checkpointing.checkpoint_blocks(module, torch.no_grad, compiled)
