@@ -33,13 +33,15 @@ def quiet() -> Iterator[None]:
 
 
 class PhaseTimer:
-    """Seconds per phase of an epoch: `with clock("rollout"): ...`."""
+    """Seconds per phase of an epoch: `with clock("rollout"): ...`; phase: the last one that began."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
+        self.phase = ""
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
+        self.phase = phase
         start = time.perf_counter()
         try:
             yield

@@ -11,25 +11,23 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from flowgrpo.config.geometry import geometry
 from flowgrpo.config.schema import Config
-from flowgrpo.config.sections import Train
 from flowgrpo.curriculum.epoch_batch import EpochBatch
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.device import current_gpu, queued, use_gpu
-from flowgrpo.distributed.processes import Processes
+from flowgrpo.distributed.processes import OutOfMemoryElsewhere, Processes
 from flowgrpo.distributed.signals import Stop, Stopped
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation import held_out
 from flowgrpo.evaluation.report import report
 from flowgrpo.log import PhaseTimer
 from flowgrpo.methods import validate
-from flowgrpo.methods.parts import Reduction
-from flowgrpo.objectives.reductions import TokenMean, reduced
+from flowgrpo.objectives.reductions import reduced
 from flowgrpo.policies.policy import Policy
 from flowgrpo.rollouts.base import Encoded
 from flowgrpo.rollouts.build import make_rollouts
@@ -41,12 +39,16 @@ from flowgrpo.training.critic import make_critic
 from flowgrpo.training.first_ratio import ROUNDED, FirstRatio
 from flowgrpo.training.kl_reference import KLReference
 from flowgrpo.training.metrics import Log, UpdateStats
-from flowgrpo.training.optimizer import make_optimizer, make_scaler
+from flowgrpo.training.optimizer import make_optimizer, make_scaler, rate
+from flowgrpo.training.out_of_memory import fitted
 from flowgrpo.training.scoring import Functions, Scoring
+from flowgrpo.training.shares import chunks, decisions
 from flowgrpo.types import Context, required
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
+
+T = TypeVar("T")
 
 
 class Trainer:
@@ -106,8 +108,8 @@ class Trainer:
                                        self.memory, train.group)
         while batch:
             earlier_groups = len(epoch_batch.own())
-            with self.processes.together():
-                new_parts, conditioning, scores = self.sample(self.processes.own(batch), epoch_batch.turn)
+            own, turn = self.processes.own(batch), epoch_batch.turn
+            new_parts, conditioning, scores = self.fitted(partial(self.sample, own, turn))
             parts += [moved(part, earlier_groups) if earlier_groups else part for part in new_parts]
             scores = self.processes.gather(scores)
             self.sampled += 0 if self.config.preferences else scores[..., 0].numel()
@@ -131,11 +133,11 @@ class Trainer:
         Returns (the parts, the prompts' conditioning, scores [groups,G,R]); samples finished in several granularities
         have R scores in each.
         """
-        conditioning, parts, pending, scoring = self.rollouts.conditioning(batch), [], [], self.scoring
+        parts, pending, scoring = [], [], self.scoring
         self.rollouts.old_policy.updates = self.update
-        if not turn:
-            scoring.begin()
-        with ThreadPoolExecutor(1, initializer=use_gpu, initargs=(current_gpu(),)) as pool:
+        scoring.begin(turn)
+        with self.processes.together(), ThreadPoolExecutor(1, initializer=use_gpu, initargs=(current_gpu(),)) as pool:
+            conditioning = self.rollouts.conditioning(batch)
             for part, outputs in self.rollouts.sample(conditioning, self.epoch, partial(scoring.total, batch),
                                                       partial(scoring.value, batch), turn):
                 self.stop.check()
@@ -176,7 +178,7 @@ class Trainer:
         stats = UpdateStats()
         parts = [part for part in credited if part is not None]
         if self.first_ratio.found is None or self.first_ratio.rescore:
-            parts = self.first_ratio(parts, conditioning, self.say)
+            parts = self.fitted(partial(self.first_ratio, parts, conditioning, self.say), "update")
         if self.critic is not None:
             parts = self.critic(parts, conditioning)
         weights = self.rollouts.step_weights(parts, self.epoch)
@@ -184,10 +186,7 @@ class Trainer:
         for inner in range(self.config.train.inner_epochs):
             for share, count in self.shares(parts):
                 with self.clock("update"):
-                    self.optimizer.zero_grad()
-                    with self.processes.together():
-                        for part in share:
-                            self.backward(part, conditioning, weights, count, stats)
+                    stats.decisions += self.fitted(partial(self.gradient, share, conditioning, weights, count))
                     self.processes.add_gradients(self.policy.weights.parameters())
                     with self.processes.together():
                         self.step_optimizer(stats)
@@ -206,6 +205,28 @@ class Trainer:
         shares = chunks(parts, self.geometry.updates, sum(counts[:self.processes.rank]), sum(counts))
         counts = self.processes.total([decisions(share, self.method.loss.reduction) for share in shares])
         return list(zip(shares, counts))
+
+    def gradient(self, share: list[Part], conditioning: Encoded, weights: dict[int, float], count: int
+                 ) -> list[torch.Tensor]:
+        """Compute the gradient of one optimiser step's parts anew; return the statistics of their decisions."""
+        stats = UpdateStats()
+        self.optimizer.zero_grad()
+        with self.processes.together():
+            for part in share:
+                self.backward(part, conditioning, weights, count, stats)
+        return stats.decisions
+
+    def fitted(self, work: Callable[[], T], phase: str = "") -> T:
+        """Return work(), repeated with half the micro-batch each time that memory runs out.
+
+        phase: its name; without one the clock's.
+        """
+        def say(text: str) -> None:
+            self.kl_reference.known = {}  # scores of larger batches
+            if self.processes.first:
+                self.say(text)
+
+        return fitted(work, self.geometry, self.processes, lambda: phase or self.clock.phase, say)
 
     def backward(self, part: Part, conditioning: Encoded, weights: dict[int, float], count: int, stats: UpdateStats
                  ) -> None:
@@ -294,9 +315,11 @@ class Trainer:
                         state.save(self, folder)
         except torch.OutOfMemoryError as error:
             self.save_whole(folder, self.processes.parted)
+            if isinstance(error, OutOfMemoryElsewhere):
+                raise Stopped(str(error)) from None
             raise UserError(f"out of memory ({str(error).splitlines()[0]}): lower train.micro_batch (now "
-                            f"{train.micro_batch}) or set train.checkpointing: true; --resume goes on from the last "
-                            "checkpoint") from None
+                            f"{self.geometry.micro_batch}) or set train.checkpointing: true; --resume goes on from the "
+                            "last checkpoint") from None
         except Stopped:
             if self.save_whole(folder):
                 self.say(f"stopped after epoch {self.epoch}, saved in {folder}; --resume goes on")
@@ -319,28 +342,6 @@ class Trainer:
         if whole:
             state.save(self, folder, wait)
         return whole
-
-
-def decisions(parts: list[Part], reduction: Reduction = TokenMean()) -> int:
-    """Return the divisor of one optimiser step's loss: its trained decisions, or its rows."""
-    return sum(reduction.count(transitions.old.mask) for part in parts for transitions in part.transitions)
-
-
-def chunks(parts: list[Part], count: int, first: int = 0, total: int | None = None) -> list[list[Part]]:
-    """Distribute `parts` over at most `count` optimiser steps, as evenly as possible.
-
-    Of `total` parts these are those from index `first` on: part i goes to step i % count.
-    """
-    steps = min(count, len(parts) if total is None else total)
-    return [parts[(step - first) % count::count] for step in range(steps)]
-
-
-def rate(update: int, total: int, train: Train) -> float:
-    """Return the factor of the learning rate: linear warm-up, then the schedule down to 0 at the last update."""
-    if update < train.warmup:
-        return (update + 1) / train.warmup
-    left = 1 - (update - train.warmup) / max(total - train.warmup, 1)
-    return {"constant": 1.0, "linear": left, "cosine": 0.5 - 0.5 * math.cos(math.pi * left)}[train.schedule]
 
 
 def shown(metrics: dict[str, Any], config: Config) -> dict[str, str]:

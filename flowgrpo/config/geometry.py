@@ -8,14 +8,14 @@ from flowgrpo.config.sections import Train
 from flowgrpo.errors import UserError
 
 
-@dataclass(frozen=True)
+@dataclass
 class BatchShape:
     """Batch sizes of one process.
 
     prompts: P of each process.
     group: G.
     rows: B = P*G.
-    micro_batch: rows that go through the denoiser at once.
+    micro_batch: rows that go through the denoiser at once; a run that is out of memory lowers it.
     parts: the number of whole groups sampled together, as many as a micro-batch holds and at least one.
     updates: optimiser steps per pass over them.
     """

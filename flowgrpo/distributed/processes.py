@@ -22,6 +22,7 @@ from flowgrpo.errors import UserError
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
+ELSEWHERE = "another process failed or was asked to stop"
 DIMENSIONS = 8  # largest number of dimensions of a gathered tensor
 
 
@@ -32,6 +33,10 @@ class Sliceable(Sized, Protocol):
     """List, range or tensor: a slice of it is one too."""
 
     def __getitem__(self: Rows, rows: slice, /) -> Rows: ...
+
+
+class OutOfMemoryElsewhere(torch.OutOfMemoryError):
+    """Another process ran out of memory, and this one did not."""
 
 
 class Processes:
@@ -123,19 +128,27 @@ class Processes:
         here.
 
         Raises the error of the process that failed, and Stopped on the others, when their own work is done; with
-        sharded weights, before their next call of the denoiser.
+        sharded weights, before their next call of the denoiser. If those that fail are all out of memory, the others
+        raise OutOfMemoryElsewhere, so that all can go on alike.
         """
         try:
             yield
             if self.turns is not None:
                 self.turns.take(DONE)  # go with the others until all are done
-        except (Exception, Stopped):
-            self.any(True) if self.turns is None else self.turns.leave()
+        except (Exception, Stopped) as error:
+            full = isinstance(error, torch.OutOfMemoryError)
+            if self.turns is not None:
+                self.turns.leave()
+            others = self.turns is None and self.total([1, not full])[1]
             self.parted = True
+            if full and others:
+                raise Stopped(ELSEWHERE) from error
             raise
-        if self.turns is None and self.any(False):
-            self.parted = True
-            raise Stopped("another process failed or was asked to stop")
+        if self.turns is None:
+            failed, otherwise = self.total([0, 0])
+            self.parted = self.parted or failed > 0
+            if failed:
+                raise Stopped(ELSEWHERE) if otherwise else OutOfMemoryElsewhere("out of memory on another process")
 
     def add_gradients(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         """Sum the gradients of all processes, in one flat tensor.

@@ -35,10 +35,11 @@ def _measure(trainer: Trainer, functions: dict[str, Any], title: str,
              reference: Callable[[], AbstractContextManager[None]] | None = None) -> Measured:
     settings, config = trainer.config.eval, trainer.config
     policy = cast(Generating, trainer.policy)
-    return measure(policy, spread(trainer.held_out, settings.prompts), functions, steps=settings.steps,
-                   guidance=settings.guidance, samples=settings.samples, micro_batch=config.train.micro_batch,
-                   negative=config.negative_prompt, keep=settings.grid, title=title, encode=trainer.rollouts.encode,
-                   processes=trainer.processes, reference=reference)
+    return trainer.fitted(lambda: measure(
+        policy, spread(trainer.held_out, settings.prompts), functions, steps=settings.steps,
+        guidance=settings.guidance, samples=settings.samples, micro_batch=trainer.geometry.micro_batch,
+        negative=config.negative_prompt, keep=settings.grid, title=title, encode=trainer.rollouts.encode,
+        processes=trainer.processes, reference=reference), "evaluation")
 
 
 def before(trainer: Trainer, functions: dict[str, Any], folder: Path, reuse: bool) -> Measured:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
 
+from flowgrpo.config.geometry import BatchShape
 from flowgrpo.config.schema import Config
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.distributed.processes import Processes
 from flowgrpo.policies.policy import Policy
+
+T = TypeVar("T")
 
 
 class Epoch(Protocol):
@@ -65,6 +69,7 @@ class Trainer(Protocol):
     config: Config
     policy: Policy
     processes: Processes
+    geometry: BatchShape
     held_out: list[Prompt]
     rollouts: Any
     epoch: int
@@ -85,6 +90,9 @@ class Trainer(Protocol):
     @property
     def scoring(self) -> Scoring:
         """Return the state of scoring."""
+
+    def fitted(self, work: Callable[[], T], phase: str = "") -> T:
+        """Return work(), repeated with half the micro-batch each time that memory runs out."""
 
     def evaluated_weights(self) -> dict[str, Tensor]:
         """Return the weights that are measured and saved."""

@@ -51,7 +51,7 @@ class DenoisingRollouts(GroupSampler[Conditioning]):
         self.first = first
         self.encode = PromptCache(policy, Path(config.cache) if config.cache and not policy.live else None)
         self.grid, self.timesteps = self.make_grid(config.train.steps)
-        self.base_pictures = BasePictures(policy, self.grid, self.timesteps, geometry.micro_batch, self.decode)
+        self.base_pictures = BasePictures(policy, self.grid, self.timesteps, geometry, self.decode)
         kernel: Any = method.denoising.kernel
         self.network = kernel.network().to(policy.device) if hasattr(kernel, "network") else None
         if self.network is not None:

@@ -47,7 +47,12 @@ class RecordedSteps:
     def __init__(self, rollouts: Rollouts):
         self.rollouts, self.policy, self.method = rollouts, rollouts.policy, rollouts.method
         self.own: Any = rollouts.method.target
-        self.micro_batch, self.pack = rollouts.geometry.micro_batch, rollouts.config.train.pack
+        self.pack = rollouts.config.train.pack
+
+    @property
+    def micro_batch(self) -> int:
+        """Rows that go through the denoiser at once, now."""
+        return self.rollouts.geometry.micro_batch
 
     @property
     def drawn(self) -> int:

@@ -38,7 +38,12 @@ class CompletionTokens:
 
     def __init__(self, rollouts: Rollouts):
         self.policy, self.method, self.text = rollouts.policy, rollouts.method, rollouts.config.text
-        self.micro_batch = rollouts.geometry.micro_batch
+        self.rollouts = rollouts
+
+    @property
+    def micro_batch(self) -> int:
+        """Rows that go through the model at once, now."""
+        return self.rollouts.geometry.micro_batch
 
     def record(self, groups: range, prompts: torch.Tensor, batches: Sequence[SampledCompletions]) -> Part:
         """Return whole groups of completions as a part.

@@ -7,6 +7,7 @@ from typing import Generic
 
 import torch
 
+from flowgrpo.config.geometry import BatchShape
 from flowgrpo.samplers.denoiser import C, Denoiser
 from flowgrpo.samplers.rollout import Part
 from flowgrpo.samplers.scheduler import Segment
@@ -19,9 +20,9 @@ class BasePictures(Generic[C]):
     noise, in this part or the previous one, are drawn once. decode: a function of finals and their conditioning.
     """
 
-    def __init__(self, policy: Denoiser[C], grid: torch.Tensor, timesteps: torch.Tensor | None, micro_batch: int,
+    def __init__(self, policy: Denoiser[C], grid: torch.Tensor, timesteps: torch.Tensor | None, shape: BatchShape,
                  decode: Callable[[torch.Tensor, C], torch.Tensor]):
-        self.policy, self.micro_batch, self.decode = policy, micro_batch, decode
+        self.policy, self.shape, self.decode = policy, shape, decode
         self.task = Segment(grid, range(len(grid) - 1), timesteps=timesteps)
         self.known: dict[int, torch.Tensor] = {}
 
@@ -30,8 +31,8 @@ class BasePictures(Generic[C]):
         missing = [seed for seed in prompts if seed not in self.known]
         known, self.known = self.known, {}
         with self.policy.reference():
-            for start in range(0, len(missing), self.micro_batch):
-                seeds = missing[start:start + self.micro_batch]
+            for start in range(0, len(missing), self.shape.micro_batch):
+                seeds = missing[start:start + self.shape.micro_batch]
                 rows = conditioning.rows(torch.tensor([prompts[seed] for seed in seeds]))
                 finals, _ = self.policy.run(self.task, rows, None, self.policy.generators(seeds))
                 known |= zip(seeds, self.decode(finals, rows))

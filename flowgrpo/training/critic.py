@@ -39,7 +39,7 @@ class Critic:
 
     def __init__(self, part: ValueHead, policy: CausalLM, kernel: Decoding, geometry: BatchShape, processes: Processes):
         self.part, self.policy, self.kernel = part, policy, kernel
-        self.together, self.processes = geometry.micro_batch, processes
+        self.geometry, self.processes = geometry, processes
         self.head = torch.nn.Linear(policy.width, 1).to(policy.device)
         torch.nn.init.zeros_(self.head.weight)
         torch.nn.init.zeros_(self.head.bias)
@@ -55,7 +55,7 @@ class Critic:
     def _credited(self, part: Part, conditioning: TokenizedPrompts) -> Part:
         [taken], [reward], mask = part.transitions, part.advantages, part.transitions[0].old.mask
         assert isinstance(taken, Completions)
-        hidden, turns = self.policy.hidden(conditioning, taken, self.kernel, self.together)
+        hidden, turns = self.policy.hidden(conditioning, taken, self.kernel, self.geometry.micro_batch)
         values = self.values(hidden).cpu()
         advantages, returns = over_traces(reward.cpu(), torch.zeros(mask.shape).masked_scatter(mask, values), turns,
                                           mask, self.part.gamma, self.part.decay)

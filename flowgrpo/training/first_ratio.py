@@ -46,20 +46,22 @@ class FirstRatio:
             return self._again(parts, conditioning)
         if self.found is not None or not self.processes.any(bool(parts)):
             return parts
-        self.found = left = self._largest(parts, conditioning)
+        found = left = self._largest(parts, conditioning)
         if not self.exact and not left <= max(self.most, self.limit):
             raise UserError(f"the first |log ratio| is {left:.1e}, and rounding makes less than {self.most:.1e} of it: "
                             "replay and rollout disagree; look for an argument of the pipeline's call that goes by the "
                             "place in its loop, and see what a run with precision: fp32 says")
+        rescore = False
         if left > self.limit and not self.exact:
-            self.rescore, parts = True, self._again(parts, conditioning)
-            left = self._largest(parts, conditioning)
-            say(f"first |log ratio| {self.found:.1e} is above a tenth of the clip range ({self.limit:.1e}); old "
+            parts = self._again(parts, conditioning)
+            left, rescore = self._largest(parts, conditioning), True
+            say(f"first |log ratio| {found:.1e} is above a tenth of the clip range ({self.limit:.1e}); old "
                 f"log-probabilities are computed again as the replay does: {left:.1e}")
         if not left <= self.limit:  # true for NaN too
             raise UserError(f"the first |log ratio| is {left:.1e}, expected at most {self.limit:.1e}: replay and "
                             "rollout disagree; look for dropout, a random module or a guidance that differs, and try "
                             "without train.checkpointing")
+        self.found, self.rescore = found, rescore
         return parts
 
     def _again(self, parts: list[Part], conditioning: Encoded) -> list[Part]:

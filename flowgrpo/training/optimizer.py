@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -33,3 +34,11 @@ def make_scaler(precision: str, device: torch.device) -> torch.amp.GradScaler:
     scaler = torch.amp.GradScaler(device.type, enabled=precision == "fp16")
     scaler.scale(torch.zeros((), device=device))  # creates the scale: a process may have nothing to train at first
     return scaler
+
+
+def rate(update: int, total: int, train: Train) -> float:
+    """Return the factor of the learning rate: linear warm-up, then the schedule down to 0 at the last update."""
+    if update < train.warmup:
+        return (update + 1) / train.warmup
+    left = 1 - (update - train.warmup) / max(total - train.warmup, 1)
+    return {"constant": 1.0, "linear": left, "cosine": 0.5 - 0.5 * math.cos(math.pi * left)}[train.schedule]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 from threading import Lock
@@ -37,14 +38,20 @@ class Scoring:
         self.transforms = any(map(rewards.transforms_of, functions.values()))  # a rule changes scores
         self.paired = [pairing(function) is not None for function in functions.values()]
         self.reward_failures: dict[str, int] = {}
-        self._tally, self._lock = rewards.Tally(), Lock()
+        self._lock = Lock()
+        self.extremes, self._tally = Extremes(list(functions)), rewards.Tally()
+        self._before = {0: (self.extremes, self._tally)}  # by the present turn: samples of the turns before it
         self._unscored = False  # an epoch without any score was reported
         self._agreed = False  # an epoch whose groups all agree was reported
-        self.begin()
 
-    def begin(self) -> None:
-        """Start a new epoch without samples."""
-        self.extremes = Extremes(list(self.functions))
+    def begin(self, turn: int = 0) -> None:
+        """Start a turn of an epoch; the first, 0, has no samples before it. A repeated start drops the turn's samples.
+        """
+        if not turn:
+            self._before = {0: (Extremes(list(self.functions)), rewards.Tally())}
+        elif turn not in self._before:
+            self._before = {turn: (self.extremes, self._tally)}
+        self.extremes, self._tally = copy.deepcopy(self._before[turn])
 
     def judge(self, batch: list[Prompt], rows: torch.Tensor, outputs: Outputs, base: torch.Tensor | None = None
               ) -> torch.Tensor:

@@ -59,6 +59,7 @@ def counters(trainer: Run) -> dict[str, Any]:
     return {key: getattr(trainer, key) for key in COUNTERS} | {
         key: getattr(trainer.rollouts, key) for key in SAMPLING} | {
         "reward_failures": trainer.scoring.reward_failures, "evaluations": evaluations,
+        "micro_batch": [trainer.config.train.micro_batch, trainer.geometry.micro_batch],
         "first_log_ratio": trainer.first_ratio.found, "rescore": trainer.first_ratio.rescore,
         "loss_scale": trainer.scaler.state_dict(), "memory": copy.deepcopy(trainer.memory)}
 
@@ -127,6 +128,9 @@ def restore(trainer: Run, folder: Path) -> None:
         setattr(trainer, key, state.get(key, 0))
     for key in SAMPLING:
         setattr(trainer.rollouts, key, state[key])
+    configured, lowered = state.get("micro_batch", (None, None))
+    if configured == trainer.config.train.micro_batch:  # as the run lowered it when it was out of memory
+        trainer.geometry.micro_batch = lowered
     trainer.scoring.reward_failures = state["reward_failures"]
     trainer.policy.evaluations = state["evaluations"] if trainer.processes.first else 0
     trainer.first_ratio.found, trainer.first_ratio.rescore = state["first_log_ratio"], state["rescore"]

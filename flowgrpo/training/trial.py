@@ -235,7 +235,7 @@ def _require_real_scores(trainer: state.Run) -> None:
     result = measure(
         cast(Generating, trainer.policy), prompts, functions, steps=settings.steps, guidance=settings.guidance,
         samples=1,
-        micro_batch=trainer.config.train.micro_batch, negative=trainer.config.negative_prompt, title="trial",
+        micro_batch=trainer.geometry.micro_batch, negative=trainer.config.negative_prompt, title="trial",
         encode=cast(Any, trainer.rollouts).encode)
     scored = any(score == score for scores in result.scores.values() for score in scores)
     if not scored and not any(result.failed.values()):

@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 import socket
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -402,6 +403,37 @@ def out_of_memory_on_the_second(folder: Path, place: str) -> None:
     (folder / f"{place}{processes.rank}").write_text(message)
 
 
+def no_room_on_the_second(folder: Path, place: str) -> None:
+    """Train in two processes, of which the second has no room for more than two rows in its rollouts or updates."""
+    processes = Processes(Accelerator(cpu=True))
+    trainer = tiny.trainer(**SMALL | CASES["mix_grpo"])
+
+    def refuse(module: torch.nn.Module, args: tuple, kwargs: dict) -> None:
+        if len(kwargs["hidden_states"]) > 2 and torch.is_grad_enabled() == (place == "update"):
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    if processes.rank == 1:
+        trainer.policy.pipe.transformer.register_forward_pre_hook(refuse, with_kwargs=True)
+    said = []
+    trainer.say = said.append
+    trainer.run_epoch()
+    save_file(trainer.policy.weights.snapshot(), folder / f"{place}{processes.rank}.safetensors")
+    (folder / f"{place}{processes.rank}.json").write_text(json.dumps([said, trainer.geometry.micro_batch]))
+
+
+@pytest.mark.parametrize("place", ["rollout", "update"])
+def test_when_one_has_no_room_both_take_smaller_micro_batches(place, tmp_path):
+    in_two(no_room_on_the_second, tmp_path, place)
+    told = [json.loads((tmp_path / f"{place}{rank}.json").read_text()) for rank in (0, 1)]
+    assert told == [[["out of memory on another process: train.micro_batch 4 -> 2 from here on"], 2], [[], 2]]
+    alone = tiny.trainer(**SMALL | CASES["mix_grpo"] | {"train__micro_batch": 2})
+    alone.run_epoch()
+    for rank in (0, 1):
+        learned = load_file(tmp_path / f"{place}{rank}.safetensors")
+        for key, tensor in alone.policy.weights.snapshot().items():
+            torch.testing.assert_close(learned[key], tensor, rtol=0, atol=1e-6)
+
+
 class Full(torch.Tensor):
     """A gradient that does not fit a second time."""
 
@@ -412,17 +444,21 @@ class Full(torch.Tensor):
         return super().__torch_function__(function, types, args, kwargs or {})
 
 
-@pytest.mark.parametrize("place", ["step", "sum"])
-def test_when_one_has_no_memory_left_all_end(place, tmp_path):
+def in_two(function: Callable[[Path, str], None], folder: Path, place: str) -> None:
+    """Run a function of this file in two processes."""
     [port] = free_ports(1)
-    both = [Forked(out_of_memory_on_the_second, tmp_path, place, MASTER_ADDR="127.0.0.1", MASTER_PORT=port,
-                   OMP_NUM_THREADS="1", WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", RANK=rank, LOCAL_RANK=rank)
-            for rank in "01"]
+    both = [Forked(function, folder, place, MASTER_ADDR="127.0.0.1", MASTER_PORT=port, OMP_NUM_THREADS="1",
+                   WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", RANK=rank, LOCAL_RANK=rank) for rank in "01"]
     try:
         assert [each.wait(120) for each in both] == [0, 0], [each.streams() for each in both]
     finally:
         for each in both:
             each.kill()
+
+
+@pytest.mark.parametrize("place", ["step", "sum"])
+def test_when_one_has_no_memory_left_all_end(place, tmp_path):
+    in_two(out_of_memory_on_the_second, tmp_path, place)
     first, second = ((tmp_path / f"{place}{rank}").read_text() for rank in (0, 1))
-    assert first == "Stopped: another process failed or was asked to stop"
+    assert first == "Stopped: out of memory on another process"
     assert second.startswith("UserError: out of memory (CUDA out of memory.")
