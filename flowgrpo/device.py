@@ -6,6 +6,7 @@ import functools
 import math
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -156,3 +157,18 @@ def queued(tensor: torch.Tensor, device: torch.device | str | None) -> torch.Ten
     if device is None or tensor.device.type != "cpu" or torch.device(device).type != "cuda":
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def free_memory(device: str | torch.device) -> int:
+    """Return the bytes that this process can have on a device, those that it holds included; on a CPU the host's."""
+    device = torch.device(device)
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
+    if device.type == "mps":
+        return torch.mps.recommended_max_memory()
+    import psutil
+
+    limit = Path("/sys/fs/cgroup/memory.max")  # of a container
+    most = limit.read_text().strip() if limit.is_file() else "max"
+    free = psutil.virtual_memory().available + psutil.Process().memory_info().rss
+    return min(free, int(most)) if most.isdigit() else free

@@ -18,7 +18,7 @@ from flowgrpo.config.schema import Config
 from flowgrpo.data import provenance, recorded_pairs, splits
 from flowgrpo.data.prompts import Prompt, of_records
 from flowgrpo.device import described, pick_device
-from flowgrpo.distributed.processes import PATIENCE, require_replicated
+from flowgrpo.distributed.processes import PATIENCE, Processes, require_replicated
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation import held_out
 from flowgrpo.evaluation.nouns import SAMPLE
@@ -31,7 +31,7 @@ from flowgrpo.policies.weights.restore import as_before
 from flowgrpo.rewards import pairwise
 from flowgrpo.storage import checkpoint, paths
 from flowgrpo.train import Trainer
-from flowgrpo.training import best, run_folder, state, tracker, trial
+from flowgrpo.training import batch_size, best, run_folder, state, tracker, trial
 from flowgrpo.user_code import reading
 
 if TYPE_CHECKING:
@@ -95,6 +95,7 @@ def _train(ready: Ready, loaded: Any, listed: str | None) -> dict[str, Any]:
     """Run a loaded model, after all checks that need no model; listed: the content of the run's own prompt file."""
     config, folder = ready.config, ready.config.folder
     policy = build.make_policy(config, ready.device, loaded)
+    config = batch_size.settle(config, policy, ready.split[0][0], Processes(ready.accelerator))
     trainer = Trainer(config, ready.accelerator, policy, ready.trained, ready.split)
     if ready.last:
         state.restore(trainer, ready.last)
@@ -167,6 +168,7 @@ def settled(config: Config, accelerator: Accelerator, device: str | torch.device
     from accelerate.utils import broadcast_object_list
 
     begun = run_folder.precision(config) if resume else None
+    config = run_folder.with_batch(config) if resume else config
     chosen = [settle(config, device, pipe, begun) if accelerator.is_main_process else None]
     return broadcast_object_list(chosen)[0]
 

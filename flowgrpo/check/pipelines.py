@@ -60,7 +60,7 @@ def drive(model: str | tuple[Any, dict[str, Any]], recipe: Config | None, device
     refuse(type(pipe))
     torch.manual_seed(0)  # initial adapter weights, so that a report is repeatable
     policy = PipelinePolicy(pipe, config.adapter, device=device, precision=config.precision, call=call,
-                            checkpointing=float(config.train.checkpointing), memory=config.memory,
+                            checkpointing=config.train.recomputed, memory=config.memory,
                             adapted=method.rollout.adapted)
     if not policy.denoisers:
         raise UserError(f"{type(pipe).__name__} has no denoiser: no module whose forward takes a time")
@@ -72,7 +72,7 @@ def drive(model: str | tuple[Any, dict[str, Any]], recipe: Config | None, device
     result["guidance"] = _guidance(policy, conditioning)
     policy.guidance = config.train.guidance
     result["timesteps_per_call"] = "one per row" if policy.vector(conditioning) else "one"
-    _replayed(policy, conditioning, result, min(GROUP, config.train.micro_batch))
+    _replayed(policy, conditioning, result, min(GROUP, config.train.rows))
     mid_loop_check.require(policy, conditioning, recipe is None or _goes_on(method, config))
     _require_equal(policy, result)
     if policy.dtype == torch.float32 and not config.adapter.dora:

@@ -45,16 +45,16 @@ def geometry(train: Train, processes: int = 1) -> BatchShape:
         low = max(train.prompts // processes, 1) * processes
         raise UserError(f"train.prompts is {train.prompts}, which {processes} processes cannot share evenly: "
                         f"use {low} or {low + processes}")
-    shape = BatchShape(train.prompts // processes, train.group, train.micro_batch, train.updates)
-    together = prompts_per_part(train.group, train.micro_batch)
+    shape = BatchShape(train.prompts // processes, train.group, train.rows, train.updates)
+    together = prompts_per_part(train.group, train.rows)
     if train.updates > shape.parts:
         smaller = f", or a micro_batch of {_fits(shape.prompts // train.updates, shape, processes) * shape.group}"
         raise UserError(f"train.updates is {train.updates}, but {shape.prompts} groups of {shape.group} in "
-                        f"micro-batches of {train.micro_batch} make {shape.parts} parts: use at most {shape.parts} "
+                        f"micro-batches of {train.rows} make {shape.parts} parts: use at most {shape.parts} "
                         f"updates{smaller if train.updates <= shape.prompts else ''}")
     fits = _fits(together, shape, processes)
     if train.updates > 1 and fits < together:
-        raise UserError(f"train.updates is {train.updates}, but micro-batches of {train.micro_batch} take {together} "
+        raise UserError(f"train.updates is {train.updates}, but micro-batches of {train.rows} take {together} "
                         f"groups of {train.group} together, which do not part the {shape.prompts} prompts of each of "
                         f"{processes} processes evenly: use a micro_batch of {fits * train.group}")
     return shape

@@ -103,7 +103,7 @@ def _explain(errors: Sequence[Any]) -> str:
     return f"{_dotted(tried[0]['loc'])}: got {tried[0]['input']!r}, expected {expected}"
 
 
-_UNION_TAG = re.compile(r"(bool|str|(constrained-)?(int|float))$|<|(dict|list)\[")  # pydantic's branches of a union
+_UNION_TAG = re.compile(r"(bool|str|(constrained-)?(int|float))$|<|(dict|list|literal)\[")  # branches of a union
 _RULES: dict[str, type[Section]] = {"reward": RewardRule, "eval.rewards": WatchRule, "eval.stop": EarlyStop}
 
 

@@ -10,6 +10,7 @@ from flowgrpo.config.base import Section
 from flowgrpo.config.reward_rules import WatchRule
 
 Share = Annotated[float, Field(ge=0, le=1)]
+Rows = Annotated[int, Field(ge=1)]
 
 
 class Picture(Section):
@@ -69,7 +70,8 @@ class Train(Section):
     epochs: int = Field(100, ge=1, description="rollout rounds; each draws prompts, samples groups and updates")
     prompts: int = Field(8, ge=1, description="prompts per epoch, over all processes")
     group: int = Field(12, ge=2, description="samples per prompt")
-    micro_batch: int = Field(8, ge=1, description="rows that go through the denoiser at once")
+    micro_batch: Rows | Literal["auto"] = Field(8, description="rows that go through the denoiser at once; `auto`: as "
+                                                "many as fit")
     pack: bool = Field(False, description="several steps in one batch of a replay, where that saves calls of the "
                                           "denoiser; see docs/performance.md")
     updates: int = Field(1, ge=1, description="optimiser steps per pass over an epoch's samples")
@@ -86,14 +88,25 @@ class Train(Section):
     weight_decay: float = Field(1e-4, ge=0, description="of AdamW")
     betas: tuple[float, float] = Field((0.9, 0.999), description="of AdamW")
     clip_grad: float = Field(1.0, gt=0, description="largest norm of the gradient")
-    checkpointing: bool | Share = Field(False, description="gradient checkpointing: true for all blocks of the "
-                                        "denoiser, or the share of them that recompute, such as 0.5")
+    checkpointing: bool | Share | Literal["auto"] = Field(
+        False, description="gradient checkpointing: true for all blocks of the denoiser, or the share of them that "
+        "recompute, such as 0.5; `auto`: as few as fit")
     optimizer: Literal["adamw", "adamw8bit"] = Field("adamw", description="`adamw8bit`: its moments in 8 bits, by "
                                                                          "bitsandbytes")
     compile: bool = Field(False, description="torch.compile for the denoiser's blocks")
     ema: float = Field(0.0, ge=0, lt=1, description="decay of the moving average of the weights; 0 keeps none")
     save_every: int = Field(50, ge=1, description="epochs between checkpoints; the last epoch is always saved")
     keep: int = Field(2, ge=1, description="checkpoints kept")
+
+    @property
+    def rows(self) -> int:
+        """The micro-batch; 1 where it is still to be chosen."""
+        return 1 if self.micro_batch == "auto" else self.micro_batch
+
+    @property
+    def recomputed(self) -> float:
+        """The share of blocks that recompute; 0 where it is still to be chosen."""
+        return 0.0 if self.checkpointing == "auto" else float(self.checkpointing)
 
 
 class Memory(Section):

@@ -81,7 +81,7 @@ def grid(run: Path, prompts: Path | None, count: int, seed: int, output: Path) -
 
 def _measured(config: Config, lora: Path | None, prompts: list[Prompt], functions: dict[str, Any]) -> Measured:
     policy = load(config, lora)
-    return measure(policy, prompts, functions, steps=0, guidance=0.0, samples=1, micro_batch=config.train.micro_batch,
+    return measure(policy, prompts, functions, steps=0, guidance=0.0, samples=1, micro_batch=config.train.rows,
                    keep=len(prompts), title="base" if lora is None else "tuned")
 
 

@@ -149,7 +149,7 @@ def make_policy(config: Config, device: str | torch.device, loaded: Any = None) 
     method = overlay.with_parts(overlay.preset(config.method), config.parts)
     options: dict[str, Any] = dict(
         device=device, precision=config.precision, guidance=config.train.guidance, call=config.call,
-        checkpointing=float(config.train.checkpointing), memory=config.memory, compiled=config.train.compile)
+        checkpointing=config.train.recomputed, memory=config.memory, compiled=config.train.compile)
     if isinstance(method.target, LatentEdits):
         from flowgrpo.policies.pipelines.edit_policy import EditPolicy
 
@@ -195,7 +195,7 @@ def language_policy(config: Config, loaded: tuple[Any, Any], adapter: Adapter | 
     adapter: what is trained of it, None for nothing.
     """
     settings: dict[str, Any] = dict(device=device, precision=config.precision,
-                                    checkpointing=float(config.train.checkpointing))
+                                    checkpointing=config.train.recomputed)
     if kind(config, loaded) == MASKED_LM:
         from flowgrpo.policies.language.masked_lm import MaskedLM
 

@@ -14,6 +14,7 @@ from filelock import FileLock, Timeout
 from flowgrpo.config.parse import load
 from flowgrpo.config.schema import Config, sections
 from flowgrpo.data.provenance import PROMPTS
+from flowgrpo.device import AUTO
 from flowgrpo.errors import UserError
 from flowgrpo.starter import FOLDERS
 from flowgrpo.storage import checkpoint
@@ -51,6 +52,16 @@ def precision(config: Config) -> str | None:
     """Return the precision of the run in the configuration's folder; None if no run has recorded one."""
     file = config.folder / "config.yaml"
     return load(file).precision if file.is_file() else None
+
+
+def with_batch(config: Config) -> Config:
+    """Return the configuration with the micro-batch and the checkpointing that the folder's run chose for `auto`."""
+    file = config.folder / "config.yaml"
+    if not file.is_file():
+        return config
+    train, began = config.train, load(file).train
+    chosen = {key: getattr(began, key) for key in ("micro_batch", "checkpointing") if getattr(train, key) == AUTO}
+    return config.model_copy(update={"train": train.model_copy(update=chosen)})
 
 
 def _flat(nested: dict[str, Any], above: str = "") -> dict[str, Any]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from threading import Lock
 from typing import Any, TypeAlias
 
@@ -51,7 +51,11 @@ class Scoring:
             self._before = {0: (Extremes(list(self.functions)), rewards.Tally())}
         elif turn not in self._before:
             self._before = {turn: (self.extremes, self._tally)}
-        self.extremes, self._tally = copy.deepcopy(self._before[turn])
+        extremes, tally = self._before[turn]
+        self.extremes = replace(extremes, best=[*extremes.best], worst=[*extremes.worst])
+        self._tally = rewards.Tally()
+        self._tally.failed.update(tally.failed)
+        self._tally.said.update(tally.said)
 
     def judge(self, batch: list[Prompt], rows: torch.Tensor, outputs: Outputs, base: torch.Tensor | None = None
               ) -> torch.Tensor:

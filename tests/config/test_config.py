@@ -84,9 +84,10 @@ def test_unknown_keys_name_the_nearest(raw, told):
     ({"reward": {"scene": "much"}}, "reward.scene: got 'much', expected a valid number"),
     ({"precision": "fp64"}, "precision: got 'fp64', expected 'auto', 'fp32', 'bf16' or 'fp16'"),
     ({"train": {"checkpointing": "perhaps"}},
-     "train.checkpointing: got 'perhaps', expected a valid boolean or a valid number"),
+     "train.checkpointing: got 'perhaps', expected a valid boolean or a valid number or 'auto'"),
+    ({"train": {"micro_batch": 0}}, "train.micro_batch: got 0, expected a number greater than or equal to 1 or 'auto'"),
     ({"train": {"checkpointing": 1.5}},
-     "train.checkpointing: got 1.5, expected a valid boolean or a number less than or equal to 1"),
+     "train.checkpointing: got 1.5, expected a valid boolean or a number less than or equal to 1 or 'auto'"),
     ({"train": {"betas": [0.9]}}, "train.betas.1: got [0.9], expected one more value"),
 ])
 def test_wrong_types_have_their_path(raw, told):

@@ -59,12 +59,17 @@ class CausalLM:
         self.weights: Any = TextWeights(tokenizer, {"model": model}, adapter) if adapter else None
         if checkpointing:
             recompute(model, checkpointing)
-        self.checkpointing = checkpointing
+        self.checkpointing = float(checkpointing)
         model.base_model.register_forward_pre_hook(self._count, with_kwargs=True)
         # Determined by a trial: logits are the head's, prefixes shareable.
         self._head_alone: bool | None = None
         self._shares: bool | None = None
         self.precision, self.teacher = precision, Teachers(self)
+
+    def checkpoint(self, share: float) -> None:
+        """Recompute this share of the layers in the backward pass, from here on."""
+        recompute(self.model, share)
+        self.checkpointing, self._shares = share, None
 
     def _count(self, _module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.evaluations += (args[0] if args else kwargs["input_ids"]).numel()

@@ -46,7 +46,7 @@ def make(config: Config, policy: CausalLM, processes: int = 1) -> Copy | VLLM:
         raise UserError("text.engine and text.engine_precision: are for models that write one token after the other; "
                         "leave them out for a masked language model")
     if config.text.engine == "transformers":
-        return Copy(policy, required(config.text.engine_precision), config.train.micro_batch)
+        return Copy(policy, required(config.text.engine_precision), config.train.rows)
     return VLLM(config, policy, processes)
 
 

@@ -27,7 +27,7 @@ from flowgrpo.policies.pipelines.prompt_encoding import EncodePrompt
 from flowgrpo.policies.pipelines.reference_images import PICTURES, pictures_of, stay_apart
 from flowgrpo.policies.pipelines.timestep_vector import copies
 from flowgrpo.policies.weights import sharding
-from flowgrpo.policies.weights.checkpointing import checkpoint_blocks, recomputed
+from flowgrpo.policies.weights.checkpointing import checkpoint_blocks, recomputed, supported
 from flowgrpo.policies.weights.compiled import compile_blocks
 from flowgrpo.policies.weights.lora_forward import without_casts
 from flowgrpo.policies.weights.memory_options import Encoders, decode_in_parts
@@ -92,13 +92,13 @@ class PipelinePolicy:
         self.encoders = Encoders(pipe, self.device, None if memory.encoders == "keep" else "cpu",
                                  later=self.denoisers if shared_out else ())
         decode_in_parts(pipe, memory.vae)
-        if checkpointing and getattr(getattr(pipe, "vae", None), "_supports_gradient_checkpointing", False):
-            checkpoint_blocks(pipe.vae, driver.attention, share=self.checkpointing)  # of pictures in a graph
         for part in pipe.components.values():
             if isinstance(part, torch.nn.Module):
                 part.eval().requires_grad_(False)
         for name, module in self.denoisers.items():
             self._prepare(name, module)
+        if checkpointing:
+            self.checkpoint(self.checkpointing)
         self.weights: Any = TrainableWeights(pipe, trained, adapter) if adapter is not None else None
         if adapter is None or driver.casts and adapter.rank:  # all frozen weights are in `precision`
             driver.casts = adapter is not None and not without_casts(self.weights.layers().values())
@@ -130,8 +130,12 @@ class PipelinePolicy:
             self.evaluations += len(args[0] if args else kwargs[states])
 
         module.register_forward_pre_hook(count, with_kwargs=True)
-        if self.checkpointing:
-            checkpoint_blocks(module, self.driver.attention, self.compiled, self.checkpointing)
+
+    def checkpoint(self, share: float) -> None:
+        """Recompute this share of the denoisers' and the autoencoder's blocks in the backward pass, from here on."""
+        self.checkpointing = share
+        for module in (*self.denoisers.values(), *filter(supported, [getattr(self.pipe, "vae", None)])):
+            checkpoint_blocks(module, self.driver.attention, self.compiled, share)
 
     @torch.no_grad()
     def encode(self, prompts: list[str], negatives: list[str] | None = None,

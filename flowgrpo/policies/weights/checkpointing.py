@@ -44,9 +44,10 @@ def checkpoint_blocks(module: torch.nn.Module, context: Context, compiled: bool 
 
     `context()` must restore the state of the forward pass. The blocks are those that diffusers checkpoints, or else the
     entries of the module lists. share: of the blocks that recompute, 0 to 1; the others keep their activations.
-    Raises UserError for a module without either, and for the latter if blocks are to be compiled.
+    A repeated call changes the share. Raises UserError for a module without either, and for the latter if blocks are to
+    be compiled.
     """
-    if getattr(module, "_supports_gradient_checkpointing", False) and type(module).__name__ not in WRONG:
+    if supported(module) and type(module).__name__ not in WRONG:
         # By its call, not its forward: a compiled block runs compiled, and a sharded one is collected.
         denoiser: Any = module
         chosen = Share(share)
@@ -58,8 +59,15 @@ def checkpoint_blocks(module: torch.nn.Module, context: Context, compiled: bool 
         raise UserError(f"{message} has no list of blocks: use false")
     if compiled:
         raise UserError(f"{message} has it not by diffusers, and then not with train.compile: set one of them to false")
-    for block in filter(Share(share), parts):
-        block.forward = _again(block.forward, context, block)
+    chosen = Share(share)
+    for block in parts:
+        forward = getattr(block.forward, "plain", block.forward)
+        block.forward = _again(forward, context, block) if chosen(block) else forward
+
+
+def supported(module: torch.nn.Module | None) -> bool:
+    """True for a module that diffusers can checkpoint."""
+    return getattr(module, "_supports_gradient_checkpointing", False)
 
 
 @contextlib.contextmanager
@@ -94,6 +102,7 @@ def _again(forward: Callable, context: Context, block: torch.nn.Module | None = 
 
         return checkpoint(run, *args, *kwargs.values(), use_reentrant=False, preserve_rng_state=False,
                           context_fn=lambda: (contextlib.nullcontext(), _as_then(processors, context)))
+    vars(answer)["plain"] = forward
     vars(answer)["__signature__"] = inspect.signature(forward)  # some pipelines test for an argument
     return answer
 
@@ -114,7 +123,7 @@ def _as_then(processors: dict[torch.nn.Module, Any], context: Context) -> Iterat
 def recompute(model: torch.nn.Module, share: float = 1.0) -> None:
     """Store only the input of a share of the layers where gradients are enabled, and recompute them in the backward.
 
-    The model is then called without a cache.
+    The model is then called without a cache. A repeated call changes the share.
     Raises UserError for a model whose layers transformers does not know.
     """
     from transformers.modeling_layers import GradientCheckpointingLayer
@@ -124,8 +133,10 @@ def recompute(model: torch.nn.Module, share: float = 1.0) -> None:
     for layer in model.modules():  # outer layers come first
         if isinstance(layer, GradientCheckpointingLayer) and layer not in inside:
             inside |= {*layer.modules()}
-            if chosen(layer):
-                layer.forward = partial(_layer_again, layer.forward)
+            forward = layer.forward
+            if isinstance(forward, partial) and forward.func is _layer_again:
+                [forward] = forward.args
+            layer.forward = partial(_layer_again, forward) if chosen(layer) else forward
     if not inside:
         raise UserError(f"train.checkpointing is on, but {type(model).__name__} has no layers that transformers can "
                         "compute again: set it to false, or lower train.micro_batch")

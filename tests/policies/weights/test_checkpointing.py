@@ -65,6 +65,19 @@ def test_a_share_of_the_blocks_is_evenly_spread(share, chosen):
     assert [choice(block) for block in blocks] == chosen == [choice(block) for block in blocks]
 
 
+@pytest.mark.parametrize("name", ["StableDiffusionPipeline", "HunyuanDiTPipeline"])
+def test_the_share_can_change_on_a_policy(name):
+    pipe, call = tiny.make(name)
+    policy = PipelinePolicy(pipe, Adapter(rank=2), call=call)
+    conditioning, (grid, timesteps) = policy.encode(["red"]), mid_loop_check.few_steps(policy, 3)
+    x, _ = policy.run(Segment(grid, range(1), timesteps=timesteps), conditioning, None, policy.generators([0]))
+    modules, held = [part for part in pipe.components.values() if isinstance(part, torch.nn.Module)], []
+    for share in (0.0, 1.0, 0.0, 0.5):
+        policy.checkpoint(share)
+        held.append(memory.kept(modules, lambda: policy.replay(conditioning, x, grid, 1, timesteps)))
+    assert held[0] == held[2] > held[3] > held[1], held
+
+
 def test_a_share_of_a_language_models_layers_recomputes():
     held, gradients = [], []
     for share in (0.0, 0.5, 1.0):

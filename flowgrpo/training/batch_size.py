@@ -1,0 +1,143 @@
+"""Micro-batch and checkpointing of a run that leaves them to the machine: `auto`.
+
+They come from the memory estimate of the run's own model (check/memory.py, check/text_memory.py) and the memory that
+its device has left. Checkpointing is the last resort, because it costs up to one more forward per update.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from flowgrpo.check import memory, text_memory
+from flowgrpo.config.geometry import geometry
+from flowgrpo.config.schema import Config
+from flowgrpo.data.prompts import Prompt
+from flowgrpo.device import AUTO, free_memory
+from flowgrpo.distributed.processes import Processes
+from flowgrpo.errors import UserError
+from flowgrpo.policies.weights.compiled import blocks
+
+SHARES = (0.0, 0.5, 1.0)  # of blocks that recompute, in the order in which they are tried
+MOST = 0.9  # share of the memory that an estimate may fill: kernels have temporary memory
+GIB = 2**30
+
+Estimate = Callable[[int, float], float]  # bytes of a micro-batch and a share of blocks that recompute
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Chosen settings, and the bytes that they are estimated to take."""
+
+    micro_batch: int
+    checkpointing: float
+    size: float
+
+
+def choose(sizes: Sequence[int], shares: Iterable[float], room: float, estimate: Estimate) -> Choice | None:
+    """Return the largest micro-batch that fits `room` bytes with the first share of blocks with which any fits.
+
+    None if nothing fits.
+    """
+    for share in shares:
+        fitting = [size for size in sizes if estimate(size, share) <= room]
+        if fitting:
+            return Choice(max(fitting), share, estimate(max(fitting), share))
+    return None
+
+
+def micro_batches(config: Config, processes: int) -> list[int]:
+    """Return the micro-batches to choose from: powers of two up to the samples of a process, or the configured one."""
+    if config.train.micro_batch != AUTO:
+        return [config.train.rows]
+    samples, sizes = config.train.group * config.train.prompts // processes, []
+    for size in (2**power for power in range(samples.bit_length())):
+        try:
+            geometry(config.train.model_copy(update={"micro_batch": size}), processes)
+        except UserError:  # its parts do not make the optimiser's steps
+            continue
+        sizes.append(size)
+    return sizes
+
+
+def settle(config: Config, policy: Any, prompt: Prompt, processes: Processes) -> Config:
+    """Return the configuration with numbers in place of `auto`, the same on all processes, and set up the policy.
+
+    prompt: one on which the memory is measured. The choice is printed with its reason. Raises UserError if not even one
+    row fits.
+    """
+    train = config.train
+    if AUTO not in (train.micro_batch, train.checkpointing):
+        return config
+    estimate, shares = measured(config, policy, prompt)
+    rooms = processes.gather(torch.tensor([MOST * free_memory(policy.device)], dtype=torch.float64))
+    room, sizes = rooms.min().item(), micro_batches(config, processes.count)
+    chosen = choose(sizes, shares, room, estimate)
+    if chosen is None:
+        raise UserError(f"train.micro_batch {min(sizes)} with train.checkpointing {_key(shares[-1])} takes "
+                        f"{estimate(min(sizes), shares[-1]) / GIB:.3g} GiB, and {MOST:.0%} of the free memory are "
+                        f"{room / GIB:.3g}: take one of the options that docs/performance.md lists in order, or a "
+                        "larger device")
+    if train.checkpointing == AUTO and len(shares) > 1:
+        policy.checkpoint(chosen.checkpointing)
+    if processes.first:
+        print(_told(chosen, sizes, room, estimate), flush=True)
+    keys = {"micro_batch": chosen.micro_batch, "checkpointing": _key(chosen.checkpointing)}
+    return config.model_copy(update={"train": train.model_copy(update=keys)})
+
+
+def _told(chosen: Choice, sizes: Sequence[int], room: float, estimate: Estimate) -> str:
+    """Return the choice in words, with its reason."""
+    share = chosen.checkpointing
+    larger = [size for size in sizes if size > chosen.micro_batch]
+    more = f"; {larger[0]} would take {estimate(larger[0], share) / GIB:.3g}" if larger else ""
+    without = f"; with less checkpointing not even {min(sizes)} fits" if share else ""
+    return (f"train.micro_batch: {chosen.micro_batch}, train.checkpointing: {str(_key(share)).lower()} (auto: "
+            f"{chosen.size / GIB:.3g} GiB of {room / GIB:.3g}, {MOST:.0%} of the free memory{more}{without})")
+
+
+def _key(share: float) -> bool | float:
+    """Return a share as train.checkpointing has it."""
+    return bool(share) if share in (0, 1) else share
+
+
+def measured(config: Config, policy: Any, prompt: Prompt) -> tuple[Estimate, Sequence[float]]:
+    """Return the estimate of a run with its policy, measured on one prompt, and the shares to choose from.
+
+    Every phase is linear in the micro-batch. The activations of an update are linear in the share of blocks that
+    recompute, beside the one block that recomputes at a time.
+    """
+    negative = config.negative_prompt if prompt.negative is None else prompt.negative
+    conditioning, before = policy.encode([prompt.text], [negative], [prompt.image]), policy.evaluations
+    of_kind: Any = text_memory if policy.modality == "text" else memory
+
+    def phases(rows: int) -> dict[str, dict[str, int]]:
+        train = config.train.model_copy(update={"micro_batch": rows})
+        return of_kind.memory(policy, config.model_copy(update={"train": train}), conditioning)
+
+    once, twice = ({name: sum(parts.values()) for name, parts in phases(rows).items()} for rows in (1, 2))
+    saved, shares = 0, [config.train.recomputed]
+    if config.train.checkpointing == AUTO:
+        with contextlib.suppress(UserError):  # a model without blocks
+            policy.checkpoint(1.0)
+            saved, shares = once["update"] - sum(phases(1)["update"].values()), list(SHARES)
+            policy.checkpoint(0.0)
+    policy.evaluations = before
+
+    def estimate(rows: int, share: float) -> float:
+        grown: dict[str, float] = {name: total + (twice[name] - total) * (rows - 1) for name, total in once.items()}
+        grown["update"] -= rows * saved * max(share - 1 / _blocks(policy), 0)
+        return max(grown.values())
+
+    return estimate, shares
+
+
+def _blocks(policy: Any) -> int:
+    """Return the number of a policy's blocks."""
+    if policy.modality == "text":
+        return max(getattr(policy.model.config, "num_hidden_layers", 1), 1)
+    return max(sum(len(blocks(module)) for module in policy.denoisers.values()), 1)
