@@ -124,6 +124,8 @@ class Memory(Section):
                             "(packages flash_attn, or kernels for 3) or xformers'")
     shard: bool | Literal["nodes"] = Field(False, description="the denoiser's weights sharded over all processes, by "
                                            "FSDP2, or over those of each node (`nodes`)")
+    context_parallel: int = Field(1, ge=1, description="processes that share the tokens of one sample, by diffusers' "
+                                  "context parallelism (Ulysses); with N, every N processes count as one")
 
 
 class EarlyStop(Section):

@@ -14,6 +14,7 @@ import socket
 import sys
 import threading
 from types import TracebackType
+from typing import Any
 
 from torch import distributed
 
@@ -74,9 +75,10 @@ class Watch:
         """Connect every process to the first one, at the launcher's address."""
         address = os.environ.get("MASTER_ADDR", "127.0.0.1")
         local = address in ("127.0.0.1", "localhost")
-        server = socket.create_server(("127.0.0.1" if local else "", 0)) if self.processes.first else None
-        listening = server.getsockname()[1] if server else 0
-        meeting = [(listening, secrets.token_hex(16), socket.gethostname())]  # of the first process
+        server, meeting = None, list[Any]([None])
+        if self.processes.first:
+            server = socket.create_server(("127.0.0.1" if local else "", 0))
+            meeting = [(server.getsockname()[1], secrets.token_hex(16), socket.gethostname())]
         distributed.broadcast_object_list(meeting, 0)
         port, token, host = meeting[0]
         if server is None:

@@ -21,7 +21,8 @@ def fitted(work: Callable[[], T], shape: BatchShape, processes: Processes, phase
 
     work: leaves nothing behind if it fails. On several processes all fail alike, by `Processes.together`.
     phase: the name of the phase that failed.
-    Raises UserError at a micro-batch of 1, and with sharded weights, whose processes share every call.
+    Raises UserError at a micro-batch of 1, and with sharded weights or context parallelism, whose processes share every
+    call.
     """
     while True:
         try:
@@ -29,7 +30,7 @@ def fitted(work: Callable[[], T], shape: BatchShape, processes: Processes, phase
         except torch.OutOfMemoryError as error:
             reason = str(error).splitlines()[0]
             place = "on another process" if isinstance(error, OutOfMemoryElsewhere) else f"in the {phase()}"
-        if shape.micro_batch == 1 or processes.turns is not None:
+        if shape.micro_batch == 1 or processes.turns is not None or processes.members > 1:
             raise UserError(f"out of memory {place} with train.micro_batch {shape.micro_batch} ({reason}): "
                             f"{'lower it, ' if shape.micro_batch > 1 else ''}set train.checkpointing: true or another "
                             "of the options that docs/performance.md lists in order, or take a larger device")

@@ -27,7 +27,7 @@ from flowgrpo.policies.pipelines.load import modality, trained_modules
 from flowgrpo.policies.pipelines.prompt_encoding import EncodePrompt
 from flowgrpo.policies.pipelines.reference_images import PICTURES, pictures_of, stay_apart
 from flowgrpo.policies.pipelines.timestep_vector import copies
-from flowgrpo.policies.weights import sharding
+from flowgrpo.policies.weights import context_parallel, sharding
 from flowgrpo.policies.weights.checkpointing import checkpoint_blocks, recomputed, supported
 from flowgrpo.policies.weights.compiled import compile_blocks
 from flowgrpo.policies.weights.lora_forward import without_casts
@@ -99,10 +99,8 @@ class PipelinePolicy:
         if adapter is None or driver.casts and adapter.rank:  # all frozen weights are in `precision`
             driver.casts = adapter is not None and not without_casts(self.weights.layers().values())
         if mesh is not None:
-            for module in self.denoisers.values():
-                sharding.shard(module, mesh, self.device, self.weights.parameters(), self.dtype)
-            if not self.weights.adapter.rank:
-                self.weights.hold()
+            sharding.place(self.denoisers.values(), mesh, self.device, self.weights, self.dtype)
+        context_parallel.enable(self.denoisers.values(), memory.context_parallel, self.device)
         self.turns = lockstep.Lockstep(self.device, self._accompany) if mesh is not None else None
         self._row: tuple[Conditioning, torch.Tensor, Segment] | None = None  # one that was sampled last, and how
         for module in self.denoisers.values() if compiled else ():
