@@ -23,7 +23,7 @@ from flowgrpo.errors import UserError
 from flowgrpo.evaluation import held_out
 from flowgrpo.evaluation.nouns import SAMPLE
 from flowgrpo.evaluation.report import snapshots
-from flowgrpo.methods import reads
+from flowgrpo.methods import reads, split_groups
 from flowgrpo.methods.validate import resolve
 from flowgrpo.policies import build, options
 from flowgrpo.policies.precision import settle
@@ -130,7 +130,7 @@ def check(config: Config, resume: bool = False, pipe: Any = None,
     if accelerator.num_processes > 1:
         device = accelerator.device
     config, precision = settled(config, accelerator, device, resume, pipe)
-    geometry(config.train, accelerator.num_processes)
+    shape = geometry(config.train, accelerator.num_processes)
     options.require_options(config, method, device, loaded=pipe is not None)
     if accelerator.is_main_process:
         run_folder.require_free(config.folder)
@@ -138,6 +138,8 @@ def check(config: Config, resume: bool = False, pipe: Any = None,
             run_folder.require_outside(config)
     trained = rewards.compose(config.trained, config.cache, functions)
     pairwise.require(trained, config.train.group, *([method.rollout.preview.pool] if method.rollout.preview else []))
+    together = [name for name, reward in trained.items() if pairwise.sees_groups(reward)]
+    split_groups.require(config, method, shape, accelerator.num_processes, together)
     if method.target.follows_reward:
         rewards.require_gradient(trained)
     further = rewards.compose(config.watched, config.cache, functions)

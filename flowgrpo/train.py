@@ -28,12 +28,11 @@ from flowgrpo.evaluation import held_out
 from flowgrpo.evaluation.report import report
 from flowgrpo.log import PhaseTimer
 from flowgrpo.methods import validate
-from flowgrpo.methods.parts import Reduction
-from flowgrpo.objectives.reductions import TokenMean, reduced
+from flowgrpo.objectives.reductions import reduced
 from flowgrpo.policies.policy import Policy
 from flowgrpo.rollouts.base import Encoded
 from flowgrpo.rollouts.build import make_rollouts
-from flowgrpo.samplers.rollout import Part, moved
+from flowgrpo.samplers.rollout import Part
 from flowgrpo.training import state
 from flowgrpo.training.best import BestWeights
 from flowgrpo.training.credit import credit
@@ -43,7 +42,8 @@ from flowgrpo.training.kl_reference import KLReference
 from flowgrpo.training.metrics import Log, UpdateStats
 from flowgrpo.training.optimizer import make_optimizer, make_scaler
 from flowgrpo.training.scoring import Functions, Scoring
-from flowgrpo.types import Context, required
+from flowgrpo.training.shares import moved, shares, slices, whole_groups
+from flowgrpo.types import Context, Scored, required
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -107,9 +107,10 @@ class Trainer:
         while batch:
             earlier_groups = len(epoch_batch.own())
             with self.processes.together():
-                new_parts, conditioning, scores = self.sample(self.processes.own(batch), epoch_batch.turn)
+                local = self.processes.own(self.geometry.sliced(batch))
+                new_parts, conditioning, scores = self.sample(local, epoch_batch.turn)
             parts += [moved(part, earlier_groups) if earlier_groups else part for part in new_parts]
-            scores = self.processes.gather(scores)
+            scores = whole_groups(self.processes.gather(scores), train.group)
             self.sampled += 0 if self.config.preferences else scores[..., 0].numel()
             epoch_batch.add(batch, scores, self.scoring.weighted(scores[..., :len(self.scoring.functions)]))
             batch = epoch_batch.replace(self.method.redraw(epoch_batch)) if self.method.redraw else []
@@ -154,19 +155,20 @@ class Trainer:
         """
         weights = list(self.scoring.weights.values()) * len(self.method.rollout.strides)
         return list(credit(self.method, parts, self.scoring.shaped(scores), weights, self.context(parts, keys),
-                           self.processes.own))
+                           lambda values: self.processes.own(slices(values, self.geometry.slices))))
 
     def context(self, parts: list[Part], keys: list[str]) -> Context:
         """Return the method's inputs besides rewards, of all processes in one order of prompts."""
-        group, share = self.geometry.group, len(keys) // self.processes.count
-        places = [int(place) for part in parts for place in part.prompts[::group]]
+        shape, of = self.geometry, self.geometry.sliced(keys)
+        places = [int(place) for part in parts for place in part.prompts[::shape.group]]
+        groups = [of[first + place] for first in range(0, len(of), len(of) // self.processes.count) for place in places]
         leaves = self.processes.gather(torch.cat([part.leaves() for part in parts]))
-        logp, lengths, deducted = leaves.view(-1, group, 3).unbind(2)
+        logp, lengths, deducted = leaves.view(-1, self.config.train.group, 3).unbind(2)
         longest = sum(transitions.old.logp.shape[1] for transitions in parts[0].transitions)
-        return Context([keys[first + place] for first in range(0, len(keys), share) for place in places], logp.float(),
-                       lengths.long(), longest, self.epoch, self.config.train.epochs, self.memory,
-                       self.scoring.paired * len(self.method.rollout.strides), deducted.float(),
-                       list(self.scoring.weights.values()) * len(self.method.rollout.strides))
+        strides = len(self.method.rollout.strides)
+        return Context(groups[::shape.slices], logp.float(), lengths.long(), longest, self.epoch,
+                       self.config.train.epochs, self.memory, self.scoring.paired * strides, deducted.float(),
+                       list(self.scoring.weights.values()) * strides)
 
     def learn(self, credited: list[Part | None], conditioning: Encoded) -> dict[str, Any]:
         """Replay the recorded decisions and minimise the method's loss: `updates` optimiser steps per inner epoch.
@@ -182,9 +184,10 @@ class Trainer:
         weights = self.rollouts.step_weights(parts, self.epoch)
         self.kl_reference.begin(self.epoch, self.config.train.epochs)
         for inner in range(self.config.train.inner_epochs):
-            for share, count in self.shares(parts):
+            for share, count in shares(parts, self.geometry, self.processes, self.method.loss.reduction):
                 with self.clock("update"):
                     self.optimizer.zero_grad()
+                    self.rollouts.meet(share, conditioning, partial(self.reference, conditioning=conditioning))
                     with self.processes.together():
                         for part in share:
                             self.backward(part, conditioning, weights, count, stats)
@@ -197,16 +200,6 @@ class Trainer:
                 metrics |= self.critic.fit()
         return metrics | {"skipped_updates": self.skipped} | self.kl_reference.end(self.epoch, metrics.get("kl"))
 
-    def shares(self, parts: list[Part]) -> list[tuple[list[Part], int]]:
-        """Return the parts of each optimiser step on this process, and its number of decisions over all processes.
-
-        A part is assigned to a step by its index among the parts of all processes, so their number changes no step.
-        """
-        counts = self.processes.gather(torch.tensor([len(parts)])).tolist()
-        shares = chunks(parts, self.geometry.updates, sum(counts[:self.processes.rank]), sum(counts))
-        counts = self.processes.total([decisions(share, self.method.loss.reduction) for share in shares])
-        return list(zip(shares, counts))
-
     def backward(self, part: Part, conditioning: Encoded, weights: dict[int, float], count: int, stats: UpdateStats
                  ) -> None:
         """Add one part's gradient, a batch of one recorded step at a time.
@@ -214,7 +207,7 @@ class Trainer:
         weights: of the steps; count: the divisor of every loss, `decisions` of the whole optimiser step.
         """
         method, kl, device = self.method, self.kl_reference.kl, self.policy.device
-        reference = self.kl_reference.scores(part, lambda part: self.rollouts.replay(part, conditioning))
+        reference = self.reference(part, conditioning)
         loss_inputs = self.rollouts.loss_inputs(part, conditioning, reference)
         for batch, (k, rows, new) in enumerate(self.rollouts.replay(part, conditioning)):
             transitions, advantage = part.transitions[k], queued(part.advantage(k, rows), device)
@@ -231,6 +224,10 @@ class Trainer:
             clipped = method.loss.surrogate.clipped(log_ratio, advantage, loss_input)
             stats.add(transitions.step, new.mask, log_ratio, clipped, loss,
                       None if penalty is None else penalty / kl.weight)
+
+    def reference(self, part: Part, conditioning: Encoded) -> list[Scored]:
+        """Return the reference's scores of a part's transitions, where they are needed."""
+        return self.kl_reference.scores(part, lambda part: self.rollouts.replay(part, conditioning))
 
     def step_optimizer(self, stats: UpdateStats) -> None:
         """Clip the gradient and step; a gradient that is not finite is skipped and counted."""
@@ -319,20 +316,6 @@ class Trainer:
         if whole:
             state.save(self, folder, wait)
         return whole
-
-
-def decisions(parts: list[Part], reduction: Reduction = TokenMean()) -> int:
-    """Return the divisor of one optimiser step's loss: its trained decisions, or its rows."""
-    return sum(reduction.count(transitions.old.mask) for part in parts for transitions in part.transitions)
-
-
-def chunks(parts: list[Part], count: int, first: int = 0, total: int | None = None) -> list[list[Part]]:
-    """Distribute `parts` over at most `count` optimiser steps, as evenly as possible.
-
-    Of `total` parts these are those from index `first` on: part i goes to step i % count.
-    """
-    steps = min(count, len(parts) if total is None else total)
-    return [parts[(step - first) % count::count] for step in range(steps)]
 
 
 def rate(update: int, total: int, train: Train) -> float:

@@ -24,8 +24,9 @@ from flowgrpo.samplers.plans import Schedule
 from flowgrpo.samplers.replay import replay
 from flowgrpo.samplers.rollout import seeder
 from flowgrpo.storage import checkpoint
-from flowgrpo.train import chunks, decisions, rate
+from flowgrpo.train import rate
 from flowgrpo.training.metrics import UpdateStats
+from flowgrpo.training.shares import chunks, decisions
 from tests.helpers import tiny, tiny_text
 
 

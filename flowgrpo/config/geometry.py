@@ -2,28 +2,36 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from flowgrpo.config.sections import Train
 from flowgrpo.errors import UserError
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class BatchShape:
     """Batch sizes of one process.
 
-    prompts: P of each process.
-    group: G.
+    prompts: P of each process; where groups are split over processes, its number of slices.
+    group: G; where groups are split, samples per slice.
     rows: B = P*G.
     micro_batch: rows that go through the denoiser at once.
     parts: the number of whole groups sampled together, as many as a micro-batch holds and at least one.
     updates: optimiser steps per pass over them.
+    slices: slices of every group, each of consecutive samples; 1 if groups are whole.
     """
 
     prompts: int
     group: int
     micro_batch: int
     updates: int
+    slices: int = 1
 
     @property
     def rows(self) -> int:
@@ -33,20 +41,56 @@ class BatchShape:
     def parts(self) -> int:
         return -(-self.prompts // prompts_per_part(self.group, self.micro_batch))
 
+    def sliced(self, prompts: Sequence[T]) -> list[T]:
+        """Return the prompt of every slice of their groups; the prompts themselves if groups are whole."""
+        return [prompt for prompt in prompts for _ in range(self.slices)]
+
+    def part_of(self, rank: int, first: int) -> int:
+        """Return a number that puts the parts of all processes in order; slices of one part have the same.
+
+        first: place of the part's first group or slice among those of the process.
+        """
+        if self.slices == 1:
+            return (rank << 32) + first
+        together = prompts_per_part(self.group * self.slices, self.micro_batch)
+        return (rank * self.prompts + first) // (together * self.slices)
+
+    def sampled_together(self, rank: int, count: int) -> list[int]:
+        """Return the sizes of the parts of `count` groups or slices of a process.
+
+        A slice is sampled with others of the part that one process would make of their groups.
+        """
+        together = prompts_per_part(self.group, self.micro_batch)
+        if self.slices == 1:
+            return [min(together, count - first) for first in range(0, count, together)]
+        return [*Counter(self.part_of(rank, first) for first in range(count)).values()]
+
 
 def geometry(train: Train, processes: int = 1) -> BatchShape:
-    """Split a batch over processes.
+    """Split a batch over processes: whole groups if they divide the prompts, or the samples of groups.
 
     An optimiser step trains whole parts. All processes, and a single one, must split the epoch's prompts at the same
     places; then any number of processes makes the same steps.
     Raises UserError with the nearest numbers that work.
     """
-    if train.prompts % processes:
-        low = max(train.prompts // processes, 1) * processes
-        raise UserError(f"train.prompts is {train.prompts}, which {processes} processes cannot share evenly: "
-                        f"use {low} or {low + processes}")
-    shape = BatchShape(train.prompts // processes, train.group, train.micro_batch, train.updates)
+    if train.prompts * train.group % processes:
+        unit = processes // math.gcd(processes, train.group)
+        low = max(train.prompts // unit, 1) * unit
+        raise UserError(f"train.prompts is {train.prompts} and train.group {train.group}, {train.prompts * train.group}"
+                        f" samples that {processes} processes cannot share evenly: use {low} or {low + unit} prompts")
+    share = train.prompts * train.group // processes
+    size = math.gcd(share, train.group)
+    shape = BatchShape(share // size, size, train.micro_batch, train.updates, train.group // size)
+    _require_updates(train, shape, processes)
+    return shape
+
+
+def _require_updates(train: Train, shape: BatchShape, processes: int) -> None:
+    """Raise UserError for more optimiser steps than parts, or whole groups that processes part at other places."""
     together = prompts_per_part(train.group, train.micro_batch)
+    if shape.slices > 1:  # parts are those of one process
+        shape = BatchShape(train.prompts, train.group, train.micro_batch, train.updates)
+        processes = 1
     if train.updates > shape.parts:
         smaller = f", or a micro_batch of {_fits(shape.prompts // train.updates, shape, processes) * shape.group}"
         raise UserError(f"train.updates is {train.updates}, but {shape.prompts} groups of {shape.group} in "
@@ -57,7 +101,6 @@ def geometry(train: Train, processes: int = 1) -> BatchShape:
         raise UserError(f"train.updates is {train.updates}, but micro-batches of {train.micro_batch} take {together} "
                         f"groups of {train.group} together, which do not part the {shape.prompts} prompts of each of "
                         f"{processes} processes evenly: use a micro_batch of {fits * train.group}")
-    return shape
 
 
 def _fits(together: int, shape: BatchShape, processes: int) -> int:

@@ -1,6 +1,7 @@
 """Processes of a run, and their collectives. On one process everything here is the identity.
 
-Every process holds the same weights and samples whole groups, an equal share of the epoch's prompts. Values that a
+Every process holds the same weights and takes an equal share of the epoch's samples: whole groups where the processes
+divide the prompts, else equal slices of groups. Values that a
 method compares are gathered, so every process computes them on the whole. Gradients are summed once per optimiser step.
 Every process makes the same calls in the same order: a branch around one is taken by all or by none.
 """

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeAlias,
 
 import torch
 
-from flowgrpo.config.geometry import BatchShape, prompts_per_part
+from flowgrpo.config.geometry import BatchShape
 from flowgrpo.config.schema import Config
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.distributed.processes import Processes
@@ -15,6 +15,7 @@ from flowgrpo.log import PhaseTimer
 from flowgrpo.methods.method import Method
 from flowgrpo.policies.policy import Policy
 from flowgrpo.rollouts.loss_inputs import LossInputs
+from flowgrpo.rollouts.split_groups import SplitGroups
 from flowgrpo.samplers.old_policy import OldPolicy
 from flowgrpo.samplers.rollout import Part, Seed, seeder
 from flowgrpo.types import Scored
@@ -62,6 +63,7 @@ class GroupSampler(Generic[C]):
         self.processes, self.clock = processes, clock
         self.rollout_evaluations = self.saved_evaluations = 0
         self.old_policy = OldPolicy(method.rollout.lag, policy.weights)
+        self.compared = SplitGroups(method, geometry, processes)
 
     def seeds(self, epoch: int, turn: int, prompts: int) -> Seed:
         """Return the seeds of a turn: of the first of this process's prompts, by its place among those of all.
@@ -69,13 +71,26 @@ class GroupSampler(Generic[C]):
         turn: how often the epoch has drawn before; its seeds follow those of the turns before. prompts: how many each
         process has in this turn.
         """
-        first = turn * self.config.train.prompts + self.processes.rank * prompts
-        return seeder(self.config.seed, epoch, first)
+        first, shape = self.processes.rank * prompts, self.geometry
+        if shape.slices == 1:
+            return seeder(self.config.seed, epoch, turn * self.config.train.prompts + first)
+        seed = seeder(self.config.seed, epoch)
+
+        def of_slice(place: int, sample: int) -> int:
+            """Return the seed of a sample of a slice; -1 is the noise that the samples of its group share."""
+            prompt, number = divmod(first + place, shape.slices)
+            return seed(prompt, sample if sample < 0 else number * shape.group + sample)
+
+        return of_slice
+
+    def together(self, count: int) -> list[int]:
+        """Return how many of this process's `count` groups, or slices of groups, each part holds."""
+        return self.geometry.sampled_together(self.processes.rank, count)
 
     def whole_groups(self, count: int) -> Iterator[Groups]:
         """Yield the groups of `count` prompts, as many at once as a micro-batch holds, one at least."""
         group = self.geometry.group
-        for prompts in torch.arange(count).split(prompts_per_part(group, self.geometry.micro_batch)):
+        for prompts in torch.arange(count).split(self.together(count)):
             groups = range(int(prompts[0]), int(prompts[-1]) + 1)
             yield Groups(groups, prompts.repeat_interleave(group), torch.arange(group).repeat(len(prompts)),
                          slice(groups.start * group, groups.stop * group))
@@ -108,6 +123,12 @@ class GroupSampler(Generic[C]):
     def loss_inputs(self, part: Part, conditioning: C, reference: list[Scored]) -> LossInputs:
         """Return what gives the surrogate's third argument for every batch of the part's replay."""
         raise NotImplementedError
+
+    def meet(self, parts: list[Part], conditioning: C, reference: Callable[[Part], list[Scored]]) -> None:
+        """Gather what the loss of these parts compares, if their groups are split over processes; all call it.
+
+        reference: the reference's scores of a part.
+        """
 
     def step_weights(self, parts: list[Part], epoch: int) -> dict[int, float]:
         """Return the weight of every trained step, by its index."""

@@ -6,6 +6,7 @@ Grids, noise and pictures are known here alone; the training loop knows of none 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -89,9 +90,17 @@ class DenoisingRollouts(GroupSampler[Conditioning]):
             if self.network is not None:
                 kernel: Any = method.denoising.kernel
                 method = method.having(kernel=kernel.with_network(self.network, epoch, train.epochs))
-            self.planned = {epoch: method.explorations(self.grid, self.target.drawn, train.shift, epoch,
-                                                       self.config.seed, self.timesteps)}
+            specs = method.explorations(self.grid, self.target.drawn, train.shift, epoch, self.config.seed,
+                                        self.timesteps)
+            self.planned = {epoch: [self._sliced(spec) for spec in specs]}
         return self.planned[epoch]
+
+    def _sliced(self, spec: RolloutSpec) -> RolloutSpec:
+        """Return the sampling of a slice of a group, whose samples have the initial noises that they have in it."""
+        if self.geometry.slices == 1:
+            return spec
+        samples = self.geometry.group
+        return replace(spec, group=samples, roots=samples if spec.alone else spec.roots, shared=not spec.alone)
 
     def sample(self, conditioning: Conditioning, epoch: int, judge: Judge, value: reward_gradient.Value | None = None,
                turn: int = 0) -> Iterator[tuple[Part, list[torch.Tensor]]]:
@@ -169,6 +178,11 @@ class DenoisingRollouts(GroupSampler[Conditioning]):
     def loss_inputs(self, part: Part, conditioning: Conditioning, reference: list[Scored]) -> NoisedInputs | EditInputs:
         """Return what the surrogate reads in addition to ratio and advantage, in every batch of the part's replay."""
         return self.target.loss_inputs(part, conditioning, reference)
+
+    def meet(self, parts: list[Part], conditioning: Conditioning, reference: Callable[[Part], list[Scored]]) -> None:
+        """Gather what the loss of these parts compares, if their groups are split over processes; all call it."""
+        if self.compared:
+            self.compared.meet((part, self.target.statistics(part, conditioning, reference(part))) for part in parts)
 
     def step_weights(self, parts: list[Part], epoch: int) -> dict[int, float]:
         """Return the method's weight of every step that the epoch trains, however the parts are dealt out."""

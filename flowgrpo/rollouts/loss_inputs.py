@@ -37,16 +37,18 @@ class NoisedInputs:
 
     reference: its scores of the replay's batches, where anything reads them. cut: a replay of the same batches, where
     they cut groups; a surrogate that compares the samples of a group then sees all of it in a first pass, without
-    gradients, which costs a forward per sample. Without it every batch holds whole groups.
+    gradients, which costs a forward per sample. Without it every batch holds whole groups. peers: of groups that are
+    split over processes, for each recorded step the samples on all of them, and the place of the part's first.
     """
 
     def __init__(self, surrogate: Surrogate, part: Part, reference: Sequence[Scored], device: torch.device,
-                 cut: Replay | None = None):
+                 cut: Replay | None = None, peers: Sequence[tuple[GroupStatistics, int]] = ()):
         self.surrogate, self.part, self.reference, self.device = surrogate, part, reference, device
         groups = surrogate.reads_groups
-        self.peers: Sequence[GroupStatistics | None] = [None] * len(part.transitions)
+        self.peers: Sequence[GroupStatistics | None] = [of for of, _ in peers] or [None] * len(part.transitions)
+        self.firsts = [first for _, first in peers] or [0] * len(part.transitions)
         if groups and cut:
-            self.peers = self._seen(cut)
+            self.peers = [self._peers(k, values) for k, values in enumerate(self.statistics(cut))]
 
     def __call__(self, batch: int, k: int, rows: slice, new: Scored, old: Scored) -> Tensor | NoisedBatch:
         """Return the inputs of the rows of the k-th recorded step, in this batch of the replay."""
@@ -62,15 +64,15 @@ class NoisedInputs:
         taken = self.part.transitions[k]
         reference = self.reference[batch].to(self.device) if self.surrogate.reads_reference else None
         return NoisedBatch(self.part.exploration.grid[taken.step].item(), new, old, taken.x_next[rows].to(self.device),
-                           torch.arange(rows.start, rows.stop, device=self.device), reference)
+                           self.firsts[k] + torch.arange(rows.start, rows.stop, device=self.device), reference)
 
-    def _seen(self, replay: Replay) -> list[GroupStatistics]:
-        """Return the peers of every step, from the present weights."""
+    def statistics(self, replay: Replay) -> list[Tensor]:
+        """Return the compared statistic [m] of every step's samples, under the present weights."""
         statistics: list[list[Tensor]] = [[] for _ in self.part.transitions]
         for batch, (k, rows, new) in enumerate(replay()):
             old = self.part.transitions[k].old.rows(rows).to(self.device)
             statistics[k].append(self.surrogate.statistic(self._noised(batch, k, rows, new, old)).detach())
-        return [self._peers(k, torch.cat(values)) for k, values in enumerate(statistics)]
+        return [torch.cat(values).flatten() for values in statistics]
 
     def _peers(self, k: int, statistic: Tensor) -> GroupStatistics:
         taken, advantage = self.part.transitions[k], self.part.advantages[k]

@@ -15,6 +15,7 @@ from flowgrpo.methods.method import Method
 from flowgrpo.policies.pipelines.conditioning import Conditioning
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
 from flowgrpo.rollouts.loss_inputs import EditInputs, NoisedInputs
+from flowgrpo.rollouts.split_groups import SplitGroups
 from flowgrpo.samplers import joint_density, latent_edits, noised_finals, reward_gradient
 from flowgrpo.samplers.old_policy import OldPolicy
 from flowgrpo.samplers.replay import replay
@@ -37,8 +38,11 @@ class Rollouts(Protocol):
     old_policy: OldPolicy
     clock: PhaseTimer
     grid: torch.Tensor
+    compared: SplitGroups
 
     def explorations(self, epoch: int) -> list[RolloutSpec]: ...
+
+    def together(self, count: int) -> list[int]: ...
 
 
 class RecordedSteps:
@@ -51,12 +55,13 @@ class RecordedSteps:
 
     @property
     def drawn(self) -> int:
-        """Samples that the pipeline draws per prompt."""
+        """Samples that the pipeline draws per prompt, on all processes."""
         return self.rollouts.config.train.group
 
     def sample(self, conditioning: Conditioning, explorations: list[RolloutSpec], seed: Seed) -> Iterator[Part]:
         """Sample a group per prompt: the parts as they are finished."""
-        return explore(self.policy, conditioning, explorations, self.micro_batch, seed)
+        return explore(self.policy, conditioning, explorations, self.micro_batch, seed,
+                       self.rollouts.together(len(conditioning.prompts)))
 
     def record(self, part: Part, conditioning: Conditioning, epoch: int, seed: Seed) -> Part:
         """Return a sampled part with the transitions that are trained."""
@@ -73,11 +78,20 @@ class RecordedSteps:
     def loss_inputs(self, part: Part, conditioning: Conditioning, reference: Sequence[Scored]
                     ) -> NoisedInputs | EditInputs:
         """Return what the surrogate reads in addition to ratio and advantage, in every batch of the part's replay."""
+        if self.rollouts.compared:
+            return NoisedInputs(self.method.loss.surrogate, part, reference, self.policy.device,
+                                peers=self.rollouts.compared.peers(part, self.policy.device))
         most = max(len(taken.parent) for taken in part.transitions)
         cut = most > self.micro_batch or self.pack
         with self.policy.sampling():
             return NoisedInputs(self.method.loss.surrogate, part, reference, self.policy.device,
                                 (lambda: self.replay(part, conditioning)) if cut else None)
+
+    def statistics(self, part: Part, conditioning: Conditioning, reference: Sequence[Scored]) -> list[torch.Tensor]:
+        """Return what the surrogate compares [m] of every step's samples, under the present weights."""
+        inputs = NoisedInputs(self.method.loss.surrogate, part, reference, self.policy.device)
+        with self.policy.sampling():
+            return inputs.statistics(lambda: self.replay(part, conditioning))
 
     def steps(self, epoch: int) -> tuple[torch.Tensor, list[RolloutSpec]]:
         """Return the grid of the trained steps, and their explorations."""
@@ -102,8 +116,8 @@ class NoisedFinals(RecordedSteps):
     def times(self, epoch: int) -> RolloutSpec:
         """Return the times at which an epoch's finals are noised."""
         alphas = self.policy.stock.alphas_cumprod.cpu() if self.policy.process == "vp" else None
-        config = self.rollouts.config
-        return required(self.method.noised(self.rollouts.grid, config.train.group, epoch, config.seed, alphas))
+        shape, seed = self.rollouts.geometry, self.rollouts.config.seed
+        return required(self.method.noised(self.rollouts.grid, shape.group, epoch, seed, alphas))
 
     def record(self, part: Part, conditioning: Conditioning, epoch: int, seed: Seed) -> Part:
         with self.rollouts.clock("update"), self.rollouts.old_policy.old():
@@ -123,7 +137,7 @@ class RewardGradient(RecordedSteps):
     def sample(self, conditioning: Conditioning, explorations: list[RolloutSpec], seed: Seed) -> Iterator[Part]:
         [exploration] = explorations
         return reward_gradient.explore(self.policy, conditioning, exploration, self.own.backprop,
-                                       self.micro_batch, seed)
+                                       self.micro_batch, seed, self.rollouts.together(len(conditioning.prompts)))
 
     def score(self, part: Part, pictures: torch.Tensor, value: reward_gradient.Value | None) -> Part:
         with self.rollouts.clock("reward"):

@@ -14,7 +14,7 @@ from flowgrpo.samplers.rollout import RolloutSpec
 
 def rollout(explorations: Sequence[RolloutSpec], prompts: int) -> int:
     """Return the evaluations of the rollout of `prompts` groups in each exploration; their trunks run once."""
-    shared = [spec for spec in explorations if spec.roots < spec.group]
+    shared = [spec for spec in explorations if not spec.alone]
     trunk = max((spec.trunk * spec.roots for spec in shared), default=0)
     return prompts * (trunk + sum(_grown(spec) for spec in explorations))
 
@@ -46,6 +46,6 @@ def states(exploration: RolloutSpec) -> list[int]:
 
 def _grown(exploration: RolloutSpec) -> int:
     """Return the evaluations of one prompt behind the trunk, in every granularity."""
-    start = exploration.trunk if exploration.roots < exploration.group else 0
+    start = 0 if exploration.alone else exploration.trunk
     nodes, settled = states(exploration), exploration.settled
     return sum(nodes[start:settled]) + exploration.group * sum(tail.steps - settled for tail in exploration.tails())

@@ -89,13 +89,13 @@ class RewardGradientRollout(Part):
 
 
 def explore(policy: Denoiser[C], conditioning: C, exploration: RolloutSpec, ending: Ending, micro_batch: int,
-            seed: Seed) -> Iterator[Part]:
+            seed: Seed, together: Sequence[int] = ()) -> Iterator[Part]:
     """Sample each prompt of `conditioning`; yield whole groups, whose rewards `valued` has to fill in.
 
     The arguments are those of `rollout.explore`. Every sample starts from a separate noise.
     """
-    group = exploration.group
-    for prompts in torch.arange(len(conditioning.prompts)).split(prompts_per_part(group, micro_batch)):
+    group, count = exploration.group, len(conditioning.prompts)
+    for prompts in torch.arange(count).split([*together] or prompts_per_part(group, micro_batch)):
         generators = policy.generators(seed(int(p), leaf) for p in prompts for leaf in range(group))
         of, sampled = prompts.repeat_interleave(group), []
         for rows in torch.arange(len(of)).split(micro_batch):

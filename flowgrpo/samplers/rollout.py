@@ -42,6 +42,7 @@ class RolloutSpec:
         the whole grid and once on every second sigma.
     keep_means: the loss reads means and deviations.
     timesteps: [T], of a variance-preserving process only.
+    shared: the initial noises are those of other processes too, which sample the rest of the group.
 
     Raises ValueError if roots and splits do not make the group, or a stride is below 1.
     """
@@ -55,6 +56,7 @@ class RolloutSpec:
     strides: tuple[int, ...] = (1,)
     keep_means: bool = False
     timesteps: torch.Tensor | None = None
+    shared: bool = False
 
     def __post_init__(self) -> None:
         assert self.timesteps is None or len(self.timesteps) == self.steps, (len(self.timesteps), self.steps)
@@ -80,7 +82,12 @@ class RolloutSpec:
         schedule = self.schedule
         if schedule.children:
             return {step: n for step, n in zip(schedule.stochastic, schedule.children) if n > 1}
-        return {step: self.group // self.roots for step in schedule.stochastic[:1] if self.roots < self.group}
+        return {step: self.group // self.roots for step in schedule.stochastic[:self.roots < self.group or self.shared]}
+
+    @property
+    def alone(self) -> bool:
+        """True if every sample has a separate initial noise."""
+        return self.roots == self.group and not self.shared
 
     @property
     def trunk(self) -> int:
@@ -178,14 +185,15 @@ class _Nodes:
     x0: torch.Tensor | None = None
 
 
-def explore(policy: Denoiser[C], conditioning: C, explorations: Sequence[RolloutSpec], micro_batch: int, seed: Seed
-            ) -> Iterator[Part]:
+def explore(policy: Denoiser[C], conditioning: C, explorations: Sequence[RolloutSpec], micro_batch: int, seed: Seed,
+            together: Sequence[int] = ()) -> Iterator[Part]:
     """Sample each prompt of `conditioning` in each of the explorations; yield whole groups as soon as they are done.
 
     seed(prompt, sample) is the seed of a leaf; sample -1, -2, ... are the initial noises that leaves share.
+    together: prompts per part; by default as many as a micro-batch holds.
     """
-    first = 0
-    for prompts in torch.arange(len(conditioning.prompts)).split(prompts_per_part(explorations[0].group, micro_batch)):
+    first, count = 0, len(conditioning.prompts)
+    for prompts in torch.arange(count).split([*together] or prompts_per_part(explorations[0].group, micro_batch)):
         trunks: dict[int, _Nodes] = {}
         # A trunk continues from a shorter one, so the shortest comes first.
         for number, exploration in sorted(enumerate(explorations), key=lambda pair: pair[1].trunk):
@@ -225,7 +233,7 @@ class _Grower(Generic[C]):
         Explorations of the same prompts continue from each other's trunks.
         """
         trunk = self.exploration.trunk
-        if self.exploration.roots == self.exploration.group:
+        if self.exploration.alone:
             return self._roots(prompts)
         if trunk not in trunks:
             at = max((step for step in trunks if step <= trunk), default=None)
@@ -235,12 +243,12 @@ class _Grower(Generic[C]):
 
     def _seeds(self, prompts: torch.Tensor) -> list[int]:
         """Return the seeds of the roots' initial noises: those of the leaves, or of noises that leaves share."""
-        roots, alone = self.exploration.roots, self.exploration.roots == self.exploration.group
+        roots, alone = self.exploration.roots, self.exploration.alone
         return [self.seed(int(p), self.offset + root if alone else -1 - root) for p in prompts for root in range(roots)]
 
     def _roots(self, prompts: torch.Tensor) -> _Nodes:
         roots, group = self.exploration.roots, self.exploration.group
-        if roots == group:
+        if self.exploration.alone:
             generators = self._generators([(int(p), leaf) for p in prompts for leaf in range(group)])
         else:
             generators = self.policy.generators(self._seeds(prompts))
@@ -340,10 +348,3 @@ def seeder(run_seed: int, epoch: int, first: int = 0) -> Seed:
         return int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0] >> 1)
 
     return seed
-
-
-def moved(part: Part, by: int) -> Part:
-    """Return the part of a later turn, shifted by the `by` groups of earlier turns, one per prompt."""
-    transitions = tuple(replace(taken, prompts=taken.prompts + by) for taken in part.transitions)
-    return replace(part, groups=range(part.groups.start + by, part.groups.stop + by), prompts=part.prompts + by,
-                   transitions=transitions)

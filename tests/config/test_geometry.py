@@ -30,14 +30,42 @@ def test_rows_and_parts_of_whole_groups(options, processes, expected):
     assert found.updates == 1
 
 
+@pytest.mark.parametrize("options, processes, expected", [
+    ({}, 64, None),
+    ({"group": 24}, 64, (1, 3, 8)),  # an eighth of a group each
+    ({}, 3, (8, 4, 3)),  # 2 groups and 2 thirds
+    ({"prompts": 3, "group": 4}, 2, (3, 2, 2)),
+    ({"prompts": 3, "group": 4}, 12, (1, 1, 4)),
+])
+def test_samples_of_a_group_on_several_processes(options, processes, expected):
+    if expected is None:
+        with pytest.raises(UserError, match="use 16 or 32 prompts"):
+            geometry(train(**options), processes)
+        return
+    found = geometry(train(**options), processes)
+    assert (found.prompts, found.group, found.slices) == expected
+
+
+def test_slices_are_sampled_in_the_parts_of_one_process():
+    """Groups 0 to 3 in halves, two groups per part; the second of three processes has 2 halves of 1, and 1 of 2."""
+    shape = BatchShape(prompts=3, group=2, micro_batch=8, updates=2, slices=2)
+    assert shape.sliced("ab") == ["a", "a", "b", "b"]
+    assert [shape.sampled_together(rank, 3) for rank in range(3)] == [[3], [1, 2], [2, 1]]
+    assert [shape.part_of(rank, first) for rank in range(3) for first in range(3)] == [0, 0, 0, 0, 1, 1, 1, 1, 2]
+    whole = BatchShape(prompts=3, group=4, micro_batch=8, updates=1)
+    assert whole.sampled_together(1, 3) == [2, 1] and whole.part_of(1, 0) > whole.part_of(0, 2)
+
+
 def test_as_many_updates_as_parts():
     assert geometry(train(updates=8)) == BatchShape(8, 12, 8, 8)
     assert geometry(train(updates=3, micro_batch=40)) == BatchShape(8, 12, 40, 3)
 
 
 @pytest.mark.parametrize("options, processes, told", [
-    ({}, 3, "train.prompts is 8, which 3 processes cannot share evenly: use 6 or 9"),
-    ({"prompts": 2}, 5, "use 5 or 10"),
+    ({}, 5, "train.prompts is 8 and train.group 12, 96 samples that 5 processes cannot share evenly: use 5 or 10 "
+            "prompts"),
+    ({"prompts": 2}, 9, "use 3 or 6 prompts"),
+    ({"prompts": 2, "updates": 3}, 3, "2 groups of 12 in micro-batches of 8 make 2 parts: use at most 2 updates"),
     ({"updates": 9}, 1, "8 groups of 12 in micro-batches of 8 make 8 parts: use at most 8 updates"),
     ({"updates": 4, "micro_batch": 40}, 1, "make 3 parts: use at most 3 updates, or a micro_batch of 24"),
     ({"updates": 2, "micro_batch": 24}, 4, "2 groups of 12 in micro-batches of 24 make 1 parts: use at most 1 updates, "

@@ -29,8 +29,8 @@ from flowgrpo.errors import UserError
 from flowgrpo.methods import validate
 from flowgrpo.policies.options import require_shardable
 from flowgrpo.policies.weights.lora_files import LORA_FILE
-from flowgrpo.train import chunks
 from flowgrpo.training import state, trial
+from flowgrpo.training.shares import chunks
 from tests.helpers import tiny
 from tests.helpers.forked import Forked
 
@@ -352,9 +352,9 @@ def test_one_process_hears_itself():
 
 def test_a_part_goes_to_the_step_of_its_place_among_all():
     everywhere, shares = list(range(11)), [slice(0, 4), slice(4, 4), slice(4, 5), slice(5, 11)]
-    steps = [chunks(everywhere[at], 3, at.start, 11) for at in shares]
+    steps = [chunks(everywhere[at], 3, range(11)[at], 11) for at in shares]
     assert [sum(each, []) for each in zip(*steps, strict=True)] == chunks(everywhere, 3)
-    assert chunks([], 3, 0, 2) == [[], []] and chunks([7], 3, 1, 2) == [[], [7]]
+    assert chunks([], 3, [], 2) == [[], []] and chunks([7], 3, [1], 2) == [[], [7]]
 
 
 @pytest.mark.parametrize("kind", ["FSDP", "DEEPSPEED"])
