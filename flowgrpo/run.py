@@ -18,7 +18,8 @@ from flowgrpo.config.schema import Config
 from flowgrpo.data import provenance, recorded_pairs, splits
 from flowgrpo.data.prompts import Prompt, of_records
 from flowgrpo.device import described, pick_device
-from flowgrpo.distributed.processes import PATIENCE, require_replicated
+from flowgrpo.distributed.processes import PATIENCE, Processes, require_replicated
+from flowgrpo.distributed.watch import Watch
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation import held_out
 from flowgrpo.evaluation.nouns import SAMPLE
@@ -75,9 +76,15 @@ def run(config: Config, resume: bool = False, *, pipe: Any = None,
     language model the tuple of model and tokenizer or processor), functions (by name) and prompts are objects that
     replace those named in the configuration. If the run fails, such a pipe is restored.
     """
+    ready = check(config, resume, pipe, functions, prompts)
+    with Watch(Processes(ready.accelerator)):
+        return _checked(ready, pipe, prompts)
+
+
+def _checked(ready: Ready, pipe: Any, prompts: list[Prompt] | None) -> dict[str, Any]:
+    """Load the model of a checked configuration, and run it."""
     from accelerate.utils import set_seed
 
-    ready = check(config, resume, pipe, functions, prompts)
     config = ready.config
     if ready.accelerator.is_main_process:
         print(f"device: {described(ready.device)}\nprecision: {ready.precision}", flush=True)

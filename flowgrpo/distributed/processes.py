@@ -1,9 +1,9 @@
 """Processes of a run, and their collectives. On one process everything here is the identity.
 
 Every process holds the same weights and takes an equal share of the epoch's samples: whole groups where the processes
-divide the prompts, else equal slices of groups. Values that a
-method compares are gathered, so every process computes them on the whole. Gradients are summed once per optimiser step.
-Every process makes the same calls in the same order: a branch around one is taken by all or by none.
+divide the prompts, else equal slices of groups. Values that a method compares are gathered, so every process computes
+them on the whole. Gradients are summed once per optimiser step. Every process makes the same calls in the same order: a
+branch around one is taken by all or by none.
 """
 
 from __future__ import annotations
@@ -171,5 +171,5 @@ def require_replicated(environment: Mapping[str, str]) -> None:
                         "true")
 
 
-# How long a process waits for others with slower rewards; the launcher detects those that die.
+# How long a process waits for others with slower rewards; `watch` notices those that are lost.
 PATIENCE = timedelta(hours=2)
