@@ -52,8 +52,9 @@ class Watch:
             try:
                 self._connect()
             except OSError as error:
-                raise UserError(f"process {self.processes.rank} on {socket.gethostname()}: the processes cannot connect "
-                                f"to the first one ({error}): expected free TCP ports between the machines") from None
+                raise UserError(f"process {self.processes.rank} on {socket.gethostname()}: the processes cannot "
+                                f"connect to the first one ({error}): expected open TCP ports between the machines"
+                                ) from None
             threading.Thread(target=self._listen, daemon=True, name="watch").start()
         return self
 
