@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 
 from flowgrpo import rewards
-from flowgrpo.config.geometry import geometry
+from flowgrpo.config.geometry import geometry, teams
 from flowgrpo.config.parse import validate
 from flowgrpo.config.schema import Config
 from flowgrpo.data import provenance, recorded_pairs, splits
@@ -137,7 +137,8 @@ def check(config: Config, resume: bool = False, pipe: Any = None,
     if accelerator.num_processes > 1:
         device = accelerator.device
     config, precision = settled(config, accelerator, device, resume, pipe)
-    shape = geometry(config.train, accelerator.num_processes)
+    processes = teams(config.memory.context_parallel, accelerator.num_processes)
+    shape = geometry(config.train, processes)
     options.require_options(config, method, device, loaded=pipe is not None)
     if accelerator.is_main_process:
         run_folder.require_free(config.folder)
@@ -146,7 +147,7 @@ def check(config: Config, resume: bool = False, pipe: Any = None,
     trained = rewards.compose(config.trained, config.cache, functions)
     pairwise.require(trained, config.train.group, *([method.rollout.preview.pool] if method.rollout.preview else []))
     together = [name for name, reward in trained.items() if pairwise.sees_groups(reward)]
-    split_groups.require(config, method, shape, accelerator.num_processes, together)
+    split_groups.require(config, method, shape, processes, together)
     if method.target.follows_reward:
         rewards.require_gradient(trained)
     further = rewards.compose(config.watched, config.cache, functions)

@@ -58,7 +58,7 @@ class Trainer:
         self.prompts, self.held_out = prompts
         self.keys = [prompt.key for prompt in self.prompts]
         self.method = validate.resolve(config, policy.process)
-        self.processes = Processes(accelerator)
+        self.processes = Processes(accelerator, config.memory.context_parallel)
         self.processes.turns = policy.turns
         self.geometry = geometry(config.train, self.processes.count)
         self.scoring = Scoring(train_rewards, config.rewards, self.geometry.group, self.processes)
@@ -139,6 +139,7 @@ class Trainer:
         with ThreadPoolExecutor(1, initializer=use_gpu, initargs=(current_gpu(),)) as pool:
             for part, outputs in self.rollouts.sample(conditioning, self.epoch, partial(scoring.total, batch),
                                                       partial(scoring.value, batch), turn):
+                self.stop.asked = self.processes.any_of_team(self.stop.asked)
                 self.stop.check()
                 parts.append(part)
                 base = self.rollouts.base(part, conditioning) if scoring.compares else None

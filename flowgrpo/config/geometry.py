@@ -85,6 +85,18 @@ def geometry(train: Train, processes: int = 1) -> BatchShape:
     return shape
 
 
+def teams(members: int, processes: int) -> int:
+    """Return the number of teams of `members` processes that share the tokens of their rows.
+
+    Raises UserError if they do not divide the processes.
+    """
+    if processes % members:
+        fits = [count for count in range(1, processes + 1) if processes % count == 0]
+        raise UserError(f"memory.context_parallel is {members}, which does not divide the {processes} processes: use "
+                        f"one of {', '.join(map(str, fits))}, or {members * (processes // members + 1)} processes")
+    return processes // members
+
+
 def _require_updates(train: Train, shape: BatchShape, processes: int) -> None:
     """Raise UserError for more optimiser steps than parts, or whole groups that processes part at other places."""
     together = prompts_per_part(train.group, train.micro_batch)

@@ -103,6 +103,8 @@ class Memory(Section):
                                                      "picture, or tile by tile too")
     states: Literal["device", "cpu"] = Field("device", description="where a rollout's recorded states wait for their "
                                              "replay")
+    context_parallel: int = Field(1, ge=1, description="processes that share the tokens of one sample, by diffusers' "
+                                  "context parallelism (Ulysses); with N, every N processes count as one")
     shard: bool = Field(False, description="the denoiser's frozen weights shared out over the processes, by FSDP2")
 
 

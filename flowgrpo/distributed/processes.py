@@ -4,6 +4,8 @@ Every process holds the same weights and takes an equal share of the epoch's sam
 divide the prompts, else equal slices of groups. Values that a method compares are gathered, so every process computes
 them on the whole. Gradients are summed once per optimiser step. Every process makes the same calls in the same order: a
 branch around one is taken by all or by none.
+
+With context parallelism a team of processes runs the same rows and counts as one process here.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
 DIMENSIONS = 8  # largest number of dimensions of a gathered tensor
-
+# How long a process waits for others with slower rewards; `watch` notices those that are lost.
+PATIENCE = timedelta(hours=2)
 
 Rows = TypeVar("Rows", bound="Sliceable")
 
@@ -36,25 +39,39 @@ class Sliceable(Sized, Protocol):
 
 
 class Processes:
-    """rank: this process's number.
-    count: the number of processes.
+    """rank: this process's number, or its team's.
+    count: the number of processes, or of teams.
+    members: processes of a team, which run the same rows; member: this one's number in it.
     device: of collectives.
 
     Without an accelerator: this process alone, under any launcher.
     """
 
-    def __init__(self, accelerator: Accelerator | None = None):
+    def __init__(self, accelerator: Accelerator | None = None, members: int = 1):
         self.rank, self.count, self.device = 0, 1, torch.device("cpu")
+        self.members, self.member = members, 0
+        self.peers: Any = None  # the processes of this one's number in every team; None: all
+        self.team: Any = None
         if accelerator is not None:
-            self.rank, self.count = accelerator.process_index, accelerator.num_processes
-            self.device = accelerator.device
+            self.count, self.device = accelerator.num_processes // members, accelerator.device
+            self.rank, self.member = divmod(accelerator.process_index, members)
+        if members > 1:
+            world = torch.arange(self.count * members).view(self.count, members)
+            peers = [distributed.new_group(ranks, PATIENCE) for ranks in world.T.tolist()]
+            teams = [distributed.new_group(ranks, PATIENCE) for ranks in world.tolist()]
+            self.peers, self.team = peers[self.member], teams[self.rank]
         self.turns: Lockstep | None = None  # of a policy whose weights are shared out
         self.parted = False  # True once all have left `together` for one that failed
 
     @property
     def first(self) -> bool:
         """True on the process that writes and prints."""
-        return self.rank == 0
+        return self.rank == 0 and self.member == 0
+
+    @property
+    def reports(self) -> bool:
+        """True on the process of its team that scores samples."""
+        return self.member == 0
 
     def own(self, whole: Rows) -> Rows:
         """Return this process's share of a list or of a tensor's rows that all processes have; `gather` is the
@@ -69,6 +86,17 @@ class Processes:
     def gather(self, values: Tensor) -> Tensor:
         """Return the rows [n,...] of all processes, in the order of their ranks; n may differ per process, and may be
         0."""
+        return self.of_team(self._gathered(values))
+
+    def of_team(self, values: Tensor) -> Tensor:
+        """Return the values of the team's first member."""
+        if self.members == 1 or not values.numel():
+            return values
+        shared = values.to(self.device).contiguous()
+        distributed.broadcast(shared, self.rank * self.members, self.team)
+        return shared.to(values.device)
+
+    def _gathered(self, values: Tensor) -> Tensor:
         if self.count == 1:
             return values
         shapes = self._shapes(values)
@@ -78,7 +106,7 @@ class Processes:
         padded = torch.zeros([size for size in most if size], dtype=values.dtype, device=self.device)
         padded[:len(values)] = values.reshape(len(values), *padded.shape[1:])
         gathered = [torch.empty_like(padded) for _ in range(self.count)]
-        distributed.all_gather(gathered, padded)
+        distributed.all_gather(gathered, padded, self.peers)
         return torch.cat([rows[:n] for rows, n in zip(gathered, shapes[:, 0].tolist())]).to(values.device)
 
     def gather_samples(self, samples: list[Tensor] | list[str]) -> Tensor | list[str]:
@@ -89,7 +117,7 @@ class Processes:
         if self.count > 1:
             gathered: list[Any] = [None] * self.count
             distributed.all_gather_object(gathered, [sample.cpu() if torch.is_tensor(sample) else sample
-                                                     for sample in samples])
+                                                     for sample in samples], self.peers)
             samples = [sample for local in gathered for sample in local]
         if samples and isinstance(samples[0], str):
             return cast("list[str]", samples)
@@ -99,24 +127,34 @@ class Processes:
         """Return the shapes of all processes' values, padded with zeros: int64 [processes,DIMENSIONS]."""
         shape = torch.tensor([*values.shape] + [0] * (DIMENSIONS - values.ndim), device=self.device)
         shapes = [torch.empty_like(shape) for _ in range(self.count)]
-        distributed.all_gather(shapes, shape)
+        distributed.all_gather(shapes, shape, self.peers)
         return torch.stack(shapes).cpu()
 
     def total(self, numbers: Sequence[int]) -> list[int]:
-        """Return the sums over all processes, one per number."""
-        if self.count == 1:
+        """Return the sums over all processes, of a team its first member's, one per number."""
+        if self.count * self.members == 1:
             return list(numbers)
         summed = torch.tensor([int(number) for number in numbers], device=self.device)
-        distributed.all_reduce(summed)
-        return summed.tolist()
+        if self.count > 1:
+            distributed.all_reduce(summed, group=self.peers)
+        return self.of_team(summed).tolist()
 
     def any(self, flag: bool) -> bool:
-        """True if the flag is set on any process."""
-        return self.total([flag])[0] > 0
+        """True if the flag is set on any process, all members of teams included."""
+        return self._set(flag, None) if self.count * self.members > 1 else bool(flag)
+
+    def any_of_team(self, flag: bool) -> bool:
+        """True if the flag is set on a member of this team."""
+        return self._set(flag, self.team) if self.members > 1 else flag
+
+    def _set(self, flag: bool, group: Any) -> bool:
+        flags = torch.tensor([int(flag)], device=self.device)
+        distributed.all_reduce(flags, group=group)
+        return flags.item() > 0
 
     def wait(self) -> None:
         """Barrier: return when all processes are here."""
-        self.total([0])
+        self.any(False)
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -124,13 +162,16 @@ class Processes:
         here.
 
         Raises the error of the process that failed, and Stopped on the others, when their own work is done; with
-        sharded weights, before their next call of the denoiser.
+        sharded weights, before their next call of the denoiser. A member of a team that fails within its work leaves
+        alone: the others may wait in the denoiser, until `watch` ends them.
         """
         try:
             yield
             if self.turns is not None:
                 self.turns.take(DONE)  # go with the others until all are done
-        except (Exception, Stopped):
+        except (Exception, Stopped) as error:
+            if self.members > 1 and not isinstance(error, (UserError, Stopped)):
+                raise
             self.any(True) if self.turns is None else self.turns.leave()
             self.parted = True
             raise
@@ -139,11 +180,11 @@ class Processes:
             raise Stopped("another process failed or was asked to stop")
 
     def add_gradients(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        """Sum the gradients of all processes, in one flat tensor.
+        """Sum the gradients of all processes, in one flat tensor. Members of a team each have a part of their sum.
 
         A parameter without a gradient here counts as zeros; one that got none anywhere keeps none.
         """
-        if self.count == 1:
+        if self.count * self.members == 1:
             return
         with self.together():
             present = torch.tensor([float(p.grad is not None) for p in parameters], device=self.device)
@@ -157,7 +198,7 @@ class Processes:
     @torch.no_grad()
     def agree(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         """Copy the first process's values to every process."""
-        for parameter in parameters if self.count > 1 else ():
+        for parameter in parameters if self.count * self.members > 1 else ():
             distributed.broadcast(parameter.data, 0)
 
 
@@ -169,7 +210,3 @@ def require_replicated(environment: Mapping[str, str]) -> None:
         raise UserError(f"launched with {sharding[0]}, but accelerate only launches a run: use accelerate launch "
                         "--multi_gpu, or configs/accelerate/one_machine.yaml, and to share weights out memory.shard: "
                         "true")
-
-
-# How long a process waits for others with slower rewards; `watch` notices those that are lost.
-PATIENCE = timedelta(hours=2)

@@ -14,6 +14,7 @@ import socket
 import sys
 import threading
 from types import TracebackType
+from typing import Any
 
 from torch import distributed
 
@@ -75,7 +76,7 @@ class Watch:
         address = os.environ.get("MASTER_ADDR", "127.0.0.1")
         local = address in ("127.0.0.1", "localhost")
         server = socket.create_server(("127.0.0.1" if local else "", 0)) if self.processes.first else None
-        meeting = [(server.getsockname()[1], secrets.token_hex(16), socket.gethostname()) if server else None]
+        meeting: list[Any] = [(server.getsockname()[1], secrets.token_hex(16), socket.gethostname()) if server else None]
         distributed.broadcast_object_list(meeting, 0)
         port, token, host = meeting[0]
         if server is None:

@@ -117,8 +117,9 @@ def measure(policy: Generating, prompts: list[Prompt], functions: dict[str, Any]
                                        compared)
             if not local_batch:
                 continue
-            scores.append(rewards.score(functions, outputs, [p.text for p in of], [p.metadata for p in of],
-                                        tally=tally, base=base))
+            texts, metadata = [p.text for p in of], [p.metadata for p in of]
+            scores.append(rewards.score(functions, outputs, texts, metadata, tally=tally, base=base)
+                          if processes.reports else torch.zeros(len(of), len(functions)))
             pictures += [picture for (i, k), picture in zip(batch, outputs) if k == 0 and i in kept]
             bar.update(len(batch))
     columns = processes.gather(torch.cat(scores)).T.tolist()

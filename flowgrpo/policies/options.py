@@ -8,15 +8,17 @@ from flowgrpo.config.schema import Config
 from flowgrpo.errors import UserError
 from flowgrpo.methods import validate
 from flowgrpo.methods.method import Method
-from flowgrpo.methods.targets import JointDensity, RewardGradient
+from flowgrpo.methods.targets import JointDensity, LatentEdits, RewardGradient
 from flowgrpo.objectives import references
 from flowgrpo.policies.weights.memory_options import require_package, require_quantiser
+from flowgrpo.samplers.learned_noise import LearnedNoise
 
 
 def require_options(config: Config, method: Method, device: str | torch.device, loaded: bool = False) -> None:
     """Raise UserError for options that conflict with each other or the device. loaded: the model is an object."""
     require_memory(config, method, device, loaded)
     require_shardable(config, method)
+    require_context_parallel(config, method)
     validate.require_recorded_pairs(config, method)
     validate.require_adapted(config, method)
 
@@ -72,3 +74,22 @@ def require_shardable(config: Config, method: Method) -> None:
              "cache, from which some processes would read what others compute: leave it out": config.cache is not None}
     for option in (option for option, conflicts in wrong.items() if conflicts):
         raise UserError(f"memory.shard is true, which does not go with {option}, or memory.shard: false")
+
+
+def require_context_parallel(config: Config, method: Method) -> None:
+    """Raise UserError for options that conflict with `memory.context_parallel`."""
+    if config.memory.context_parallel == 1:
+        return
+    if method.for_tokens:
+        raise UserError(f"memory.context_parallel is {config.memory.context_parallel}, but a language model is trained:"
+                        " use 1")
+    denoising = method.denoising
+    wrong = {"memory.shard: use false": config.memory.shard, "train.compile: use false": config.train.compile,
+             "cache, from which some processes would read what others compute: leave it out": config.cache is not None,
+             "parts.preview: leave sol_rl out": denoising.preview is not None,
+             "text encoders that are trained: set parts.adapted.encoders: false": denoising.adapted.encoders,
+             f"method {config.method}, which trains more than the denoiser: use another":
+             isinstance(method.target, (RewardGradient, LatentEdits)) or isinstance(denoising.kernel, LearnedNoise)}
+    for option in (option for option, conflicts in wrong.items() if conflicts):
+        raise UserError(f"memory.context_parallel is {config.memory.context_parallel}, which does not go with {option},"
+                        " or memory.context_parallel: 1")

@@ -61,6 +61,8 @@ class Scoring:
         base: the base model's outputs.
         """
         of = [batch[p] for p in rows]
+        if not self.processes.reports:  # the scores of its team's first member are taken
+            return torch.zeros(len(of), len(self.functions))
         with self._lock:
             return rewards.score(self.functions, outputs, [p.text for p in of], [p.metadata for p in of], group,
                                  self._tally, base)

@@ -227,7 +227,7 @@ def _require_real_scores(trainer: state.Run) -> None:
 
     The first epoch would report the same. With several processes, which would all have to draw, it is left to that.
     """
-    if trainer.processes.count > 1:
+    if trainer.processes.count * trainer.processes.members > 1:
         return
     settings, functions = trainer.config.eval, trainer.scoring.functions
     functions = {name: tried(reward) if isinstance(reward, Composed) else reward for name, reward in functions.items()}

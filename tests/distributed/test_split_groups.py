@@ -23,6 +23,7 @@ SMALL = dict(train__prompts=2, train__group=4, train__micro_batch=2, train__lr=1
 CASES = {
     "flow_grpo": dict(method="flow_grpo", train__updates=2),
     "mix_grpo": dict(method="mix_grpo", parts__plan__size=2, train__inner_epochs=2),  # a shared noise and prefix
+    "one sample each": dict(method="mix_grpo", parts__plan__size=2, train__prompts=1, train__micro_batch=1),
     "diffusion_dpo": dict(method="diffusion_dpo", parts__selection=None, train__updates=2, train__inner_epochs=2),
     "best and worst": dict(method="diffusion_dpo"),  # batches of two, or of one on each of two processes
     "dgpo": dict(method="dgpo", parts__times={"type": "Stratified", "count": 3, "shared": True}),
@@ -51,7 +52,8 @@ def one_of_several(folder: Path, cases: list[str]) -> None:
     processes = Processes(Accelerator(cpu=True))
     for case in cases:
         trainer = trained(case)
-        assert trainer.geometry.slices == 2 and trainer.sampled == 2 * trainer.config.train.prompts * 4
+        assert trainer.geometry.slices == (4 if case == "one sample each" else 2)
+        assert trainer.sampled == 2 * trainer.config.train.prompts * 4
         save_file(trainer.policy.weights.snapshot(), folder / f"{case}{processes.rank}.safetensors")
 
 

@@ -26,7 +26,7 @@ from flowgrpo.policies.pipelines.load import trained_modules
 from flowgrpo.policies.pipelines.prompt_encoding import EncodePrompt
 from flowgrpo.policies.pipelines.reference_images import PICTURES, pictures_of, stay_apart
 from flowgrpo.policies.pipelines.timestep_vector import copies
-from flowgrpo.policies.weights import sharding
+from flowgrpo.policies.weights import context_parallel, sharding
 from flowgrpo.policies.weights.checkpointing import checkpoint_blocks, recomputed
 from flowgrpo.policies.weights.compiled import compile_blocks
 from flowgrpo.policies.weights.lora_forward import without_casts
@@ -103,6 +103,7 @@ class PipelinePolicy:
             driver.casts = adapter is not None and not without_casts(self.weights.layers().values())
         for module in self.denoisers.values() if shared_out else ():
             sharding.shard(module, self.device, self.weights.parameters())
+        context_parallel.enable(self.denoisers.values(), memory.context_parallel, self.device)
         self.turns = lockstep.Lockstep(self.device, self._accompany) if shared_out else None
         self._row: tuple[Conditioning, torch.Tensor, Segment] | None = None  # one that was sampled last, and how
         for module in self.denoisers.values() if compiled else ():

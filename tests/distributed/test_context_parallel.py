@@ -1,0 +1,151 @@
+"""Processes that share the tokens of their rows train as one, by diffusers' context parallelism on gloo."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from accelerate import Accelerator
+from safetensors.torch import load_file, save_file
+
+from flowgrpo.check.tiny.wan import wan
+from flowgrpo.config import load
+from flowgrpo.config.geometry import teams
+from flowgrpo.config.sections import Memory
+from flowgrpo.distributed.processes import Processes
+from flowgrpo.errors import UserError
+from flowgrpo.evaluation.measured import measure
+from flowgrpo.methods import validate
+from flowgrpo.policies.options import require_context_parallel
+from flowgrpo.policies.weights import context_parallel
+from tests.distributed.test_split_groups import launch
+from tests.helpers import tiny
+
+SMALL = dict(train__prompts=4, train__group=4, train__micro_batch=2, train__lr=1e-3, train__steps=4, train__epochs=2)
+CASES = {
+    "mix_grpo": dict(method="mix_grpo", parts__plan__size=2, train__updates=2, train__checkpointing=True),
+    "diffusion_nft": dict(method="diffusion_nft"),
+}
+
+
+def bright(images, prompts):
+    """The mean of a clip; a process counts its calls in `seen`."""
+    bright.seen += 1
+    return images.flatten(1).mean(1)
+
+
+def trained(case: str, members: int = 1):
+    """A trainer of a tiny Wan after two epochs, and their metrics."""
+    pipe, call = wan()
+    settings = SMALL | CASES[case] | dict(memory__context_parallel=members)
+    bright.seen = 0
+    torch.manual_seed(0)
+    policy = tiny.policy(pipe, call=call, memory=Memory(context_parallel=members),
+                         checkpointing=settings.get("train__checkpointing", False))
+    trainer = tiny.trainer(policy, {"bright": bright}, reward={"bright": 1.0}, **settings)
+    metrics = []
+    for trainer.epoch in range(2):
+        metrics.append({key: value for key, value in trainer.run_epoch().items() if "seconds" not in key})
+    return trainer, metrics
+
+
+def one_of_several(folder: Path, members: int) -> None:
+    """Train every case in teams; each process leaves its weights, its metrics and its calls of the reward."""
+    processes = Processes(Accelerator(cpu=True), members)
+    place = f"{processes.rank}{processes.member}"
+    with mock.patch("torch.accelerator.device_count", return_value=1):  # diffusers divides by it
+        for case in CASES:
+            trainer, metrics = trained(case, members)
+            save_file(trainer.policy.weights.snapshot(), folder / f"{case}{place}.safetensors")
+            measured = measure(trainer.policy, trainer.prompts[:3], {"bright": bright}, steps=2, guidance=1.0,
+                               samples=1, micro_batch=2, processes=trainer.processes)
+            found = {"metrics": metrics, "calls": bright.seen, "measured": measured.scores["bright"],
+                     "first": trainer.processes.first, "any": trainer.processes.any(processes.member == 1),
+                     "total": trainer.processes.total([1, processes.rank])}
+            (folder / f"{case}{place}.json").write_text(json.dumps(found))
+
+
+@pytest.fixture(scope="module", params=[2, 4], ids=["one team", "two teams"])
+def folder(request, tmp_path_factory):
+    """What one team or two, of two processes each, have left behind."""
+    folder = tmp_path_factory.mktemp("context")
+    ended = launch(one_of_several, request.param, folder, 2)
+    assert [code for code, _ in ended] == [0] * request.param, ended
+    return folder
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_team_trains_as_one_process(case, folder):
+    trainer, alone = trained(case)
+    weights, (other, call) = trainer.policy.weights.snapshot(), wan()
+    start = tiny.policy(other, call=call).weights.snapshot()
+    assert max((weights[key] - start[key]).abs().max() for key in weights) > 1e-4
+    exact = 1e-6 if case == "mix_grpo" else 1e-4  # Adam scales the rounding of a gradient that is near zero
+    files = sorted(folder.glob(f"{case}*.safetensors"))
+    assert len(files) in (2, 4)
+    for file in files:
+        shared = load_file(file)
+        for key, value in weights.items():
+            torch.testing.assert_close(shared[key], value, rtol=0, atol=exact)
+    found = [json.loads(file.read_text()) for file in sorted(folder.glob(f"{case}*.json"))]
+    measured = measure(trainer.policy, trainer.prompts[:3], {"bright": bright}, steps=2, guidance=1.0, samples=1,
+                       micro_batch=2)
+    for each in found:
+        for ours, theirs in zip(each["metrics"], alone, strict=True):
+            assert ours["reward/bright/mean"] == pytest.approx(theirs["reward/bright/mean"], abs=1e-6)
+            assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-3)
+        assert each["measured"] == pytest.approx(measured.scores["bright"], abs=1e-5)
+        assert each["any"] and each["total"] == [len(found) // 2, len(found) // 2 - 1]
+    assert [each["first"] for each in found] == [True] + [False] * (len(found) - 1)
+    assert all((each["calls"] > 0) == (place % 2 == 0) for place, each in enumerate(found))  # the first member's scores
+
+
+@pytest.mark.parametrize("options, told", [
+    ({"memory.shard": True}, "memory.shard: use false"),
+    ({"train.compile": True}, "train.compile: use false"),
+    ({"cache": "k"}, "cache, from which"),
+    ({"method": "draft"}, "method draft, which trains more than the denoiser"),
+    ({"method": "reinflow"}, "method reinflow, which trains more than the denoiser"),
+    ({"method": "flow_grpo+sol_rl"}, "parts.preview: leave sol_rl out"),
+    ({"method": "ddpo+texforce"}, "text encoders that are trained"),
+])
+def test_what_does_not_go_with_it_is_refused_in_one_line(options, told):
+    chosen = load(None, {"memory.context_parallel": 2} | options)
+    with pytest.raises(UserError, match=f"memory.context_parallel is 2, which does not go with {told}") as caught:
+        require_context_parallel(chosen, validate.resolve(chosen))
+    assert "\n" not in str(caught.value)
+    free = load(None, options)
+    require_context_parallel(free, validate.resolve(free))
+
+
+def test_teams_divide_the_processes():
+    assert teams(1, 5) == 5 and teams(4, 8) == 2
+    with pytest.raises(UserError, match="memory.context_parallel is 3, which does not divide the 4 processes: use one "
+                                        "of 1, 2, 4, or 6 processes"):
+        teams(3, 4)
+
+
+def no_plan(folder: Path) -> None:
+    """Ask for what diffusers cannot split, in two processes."""
+    processes, told = Processes(Accelerator(cpu=True)), []
+    for pipe, members, size in [(tiny.sd3(), 2, 8), (wan()[0], 4, 8), (wan()[0], 2, 2)]:
+        try:
+            with mock.patch("torch.accelerator.device_count", return_value=1):
+                context_parallel.enable([pipe.transformer], members, torch.device("cpu"))
+            pipe.transformer(torch.ones(1, 4, 1, size, size), torch.ones(1), torch.ones(1, 3, 16), return_dict=False)
+        except UserError as error:
+            told.append(str(error))
+    (folder / "told").write_text("\n".join(told))
+    processes.wait()  # the first one holds the others' store
+
+
+def test_a_model_that_cannot_be_split_is_refused_in_one_line(tmp_path):
+    ended = launch(no_plan, 4, tmp_path)
+    assert [code for code, _ in ended] == [0] * 4, ended
+    plan, heads, tokens = (tmp_path / "told").read_text().splitlines()
+    assert plan == "memory.context_parallel is 2, but diffusers has no plan to split SD3Transformer2DModel: use 1"
+    assert tokens.startswith("memory.context_parallel is 2, which does not divide the tokens of WanTransformer3DModel")
+    assert "WanTransformer3DModel has 2 attention heads, which 4 processes cannot share evenly" in heads
