@@ -75,8 +75,10 @@ class Watch:
         """Connect every process to the first one, at the launcher's address."""
         address = os.environ.get("MASTER_ADDR", "127.0.0.1")
         local = address in ("127.0.0.1", "localhost")
-        server = socket.create_server(("127.0.0.1" if local else "", 0)) if self.processes.first else None
-        meeting: list[Any] = [(server.getsockname()[1], secrets.token_hex(16), socket.gethostname()) if server else None]
+        server, meeting = None, list[Any]([None])
+        if self.processes.first:
+            server = socket.create_server(("127.0.0.1" if local else "", 0))
+            meeting = [(server.getsockname()[1], secrets.token_hex(16), socket.gethostname())]
         distributed.broadcast_object_list(meeting, 0)
         port, token, host = meeting[0]
         if server is None:
