@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,6 +55,7 @@ class Ready:
     split: training and held-out prompts.
     last: the checkpoint to resume from, or None.
     changes: changes of the configuration since then, for the report.
+    began: time.perf_counter() of the first check.
     """
 
     config: Config
@@ -65,6 +67,7 @@ class Ready:
     split: tuple[list[Prompt], list[Prompt]]
     last: Path | None
     changes: list[str]
+    began: float
 
 
 def run(config: Config, resume: bool = False, *, pipe: Any = None,
@@ -112,7 +115,7 @@ def _train(ready: Ready, loaded: Any, listed: str | None) -> dict[str, Any]:
         if trainer.processes.first:
             snapshots.stage(folder, "before", 0, before)
         trainer.train(folder, ready.measured)
-        return held_out.finish(trainer, ready.measured, folder, before)
+        return held_out.finish(trainer, ready.measured, folder, before, ready.began, ready.last is not None)
 
 
 def check(config: Config, resume: bool = False, pipe: Any = None,
@@ -121,7 +124,7 @@ def check(config: Config, resume: bool = False, pipe: Any = None,
 
     Raises UserError on the first problem.
     """
-    device = pick_device(config.device)
+    began, device = time.perf_counter(), pick_device(config.device)
     kind = build.kind(config, pipe)
     method = resolve(config, build.process(kind))
     reads.require_keys(config, kind)
@@ -158,7 +161,7 @@ def check(config: Config, resume: bool = False, pipe: Any = None,
     if config.eval.weights == "ema" and not config.train.ema:
         raise UserError("eval.weights is 'ema', but train.ema is 0: set train.ema to a decay such as 0.9")
     best.require(config.eval, measured)
-    return Ready(config, precision, device, accelerator, trained, measured, split, last, changes)
+    return Ready(config, precision, device, accelerator, trained, measured, split, last, changes, began)
 
 
 def settled(config: Config, accelerator: Accelerator, device: str | torch.device, resume: bool, pipe: Any

@@ -270,8 +270,7 @@ class Trainer:
         """Run the remaining epochs; save in between, at the end, and when asked to stop."""
         train = self.config.train
         log = Log(folder, self.accelerator, train.epochs, self.epoch)
-        self.say = log.say
-        start, earlier_seconds = time.perf_counter(), self.seconds
+        self.say, start, earlier_seconds = log.say, time.perf_counter(), self.seconds
         try:
             with self.stop:
                 while self.epoch < train.epochs and not self.best.stopped:
@@ -283,8 +282,10 @@ class Trainer:
                     metrics |= {"evaluations": self.marked["evaluations"], "seconds": round(self.seconds, 2)}
                     try:
                         if self.config.eval.every and self.epoch % self.config.eval.every == 0:
+                            paused = time.perf_counter()
                             metrics |= held_out.sample_pictures(self, measured, folder)
                             self.best.see(metrics, self.epoch, self.evaluated_weights)
+                            start += time.perf_counter() - paused  # no training
                     finally:
                         log.epoch(self.epoch, metrics, shown(metrics, self.config))
                     report.during(self, folder)

@@ -29,7 +29,7 @@ from starter_questions import CHOICES, KINDS, Thing, asked, read_question, thing
 from torch import Tensor
 from train_starter_reward import GROUP, drawn, rendered
 
-from flowgrpo.evaluation.statistics import interval
+from flowgrpo.evaluation.statistics import BOOTSTRAP, interval
 from flowgrpo.rewards.images.scene import read, scene
 from flowgrpo.rewards.learned.preference import FILE, Aspect, Description, save
 from flowgrpo.rewards.learned.preference_networks import Film
@@ -241,7 +241,7 @@ def chosen(model: Path, file: Path) -> dict[str, Any]:
     right = torch.tensor(scene(shown.pictures / 255, shown.prompts)).view(-1, GROUP)
     best = right.gather(1, scores.argmax(1, keepdim=True))
     return {"drawn": interval(right.numpy()).told(), "chosen": interval(best.numpy()).told(),
-            "gain": interval((best - right.mean(1, keepdim=True)).numpy(), share=False).told()}
+            "gain": interval((best - right.mean(1, keepdim=True)).numpy(), BOOTSTRAP).told()}
 
 
 def main() -> None:

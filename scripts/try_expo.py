@@ -30,7 +30,7 @@ from flowgrpo.config import load
 from flowgrpo.data import splits
 from flowgrpo.device import pick_device
 from flowgrpo.evaluation.measured import spread
-from flowgrpo.evaluation.statistics import interval
+from flowgrpo.evaluation.statistics import BOOTSTRAP, interval
 from flowgrpo.policies.build import make_policy
 from flowgrpo.policies.precision import settle
 from flowgrpo.rewards.images.scene_soft import scene_soft
@@ -134,8 +134,8 @@ def ranked(values: np.ndarray, known: np.ndarray) -> np.ndarray:
     return np.array([spearmanr(value, own).statistic for value, own in pairs])
 
 
-def told(name: str, values: np.ndarray, share: bool = True) -> str:
-    found = interval(values.reshape(len(values), -1), share=share)
+def told(name: str, values: np.ndarray, method: str | None = None) -> str:
+    found = interval(values.reshape(len(values), -1), method)
     return f"{name:<44} {found.mean:+.4f}  ({found.low:+.4f} to {found.high:+.4f})"
 
 
@@ -147,19 +147,19 @@ def main() -> None:
     both = [np.concatenate([bases[:, :N], each], 1).max(1) for each in (edited, found["possible"])]
     print(told("one base", bases[:, 0]))
     print(told("its edit", edited[:, 0]))
-    print(told("edit less its base", edited - bases[:, :N], False))
-    print(told("    as the critic expects", found["expected"], False))
-    print(told("the critic's rank correlation within a prompt", ranked(found["values"], bases), False))
+    print(told("edit less its base", edited - bases[:, :N], BOOTSTRAP))
+    print(told("    as the critic expects", found["expected"], BOOTSTRAP))
+    print(told("the critic's rank correlation within a prompt", ranked(found["values"], bases), BOOTSTRAP))
     print(told(f"best of {2 * N} bases", best))
     for n in (1, CANDIDATES):
         acts = found[f"acting, of {n}"]
         print(told(f"one picture of the acting policy, of {n}", acts[:, 0]))
         print(told(f"best of {2 * N} of its pictures, of {n}", acts.max(1)))
-        print(told("    difference", acts.max(1) - best, False))
+        print(told("    difference", acts.max(1) - best, BOOTSTRAP))
     print(told(f"best of {N} bases and {N} edits", both[0]))
-    print(told("    difference", both[0] - best, False))
-    print(told("edit by the soft reward less its base", found["possible"] - bases[:, :N], False))
-    print(told("    difference with such edits", both[1] - best, False))
+    print(told("    difference", both[0] - best, BOOTSTRAP))
+    print(told("edit by the soft reward less its base", found["possible"] - bases[:, :N], BOOTSTRAP))
+    print(told("    difference with such edits", both[1] - best, BOOTSTRAP))
 
 
 if __name__ == "__main__":

@@ -170,7 +170,7 @@ def test_a_run_leaves_its_adapter_its_numbers_and_its_pictures(tmp_path):
     settings, given = arguments(tmp_path, eval__every=1)
     summary = run(settings, **given)
     told = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert told["unit"] == "tokens" and told["evaluation"]["of"] == "texts (greedy)"
+    assert told["unit"] == "tokens" and told["evaluation"]["of"] == "completions (greedy)"
     assert summary["max_first_log_ratio"] <= 1e-5
     for name in ("adapter_model.safetensors", "adapter_config.json", "before_after.png", "report.html", "before.json",
                  "samples/epoch-00001.png", "report/after.json"):

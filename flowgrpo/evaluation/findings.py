@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from flowgrpo.evaluation.statistics import CONFIDENCE, drift, interval, wins
+from flowgrpo.evaluation.numbers import decimals, ranged
+from flowgrpo.evaluation.statistics import (
+    ALL,
+    BOOTSTRAP,
+    CONFIDENCE,
+    WILSON,
+    Interval,
+    change,
+    drift,
+    interval,
+    mean_of,
+    method_of,
+    win_rate,
+)
 from flowgrpo.evaluation.suites import Suite
 from flowgrpo.log import plain_console
 
-ALL = "all prompts"
 Scores = dict[str, dict[str, np.ndarray]]  # arm, reward: [N, S], NaN where the reward does not apply
 
 
@@ -25,69 +36,65 @@ def summarise(suite: Suite, scores: Scores, spread: dict[str, np.ndarray], train
     `category_means` is the mean over the categories, the score of some suites (GenEval).
     """
     places = {ALL: list(range(len(suite.cases)))} | suite.categories
-
-    def split(values: np.ndarray, share: bool = True) -> dict[str, Any]:
-        return {name: interval(values[rows], share).told() for name, rows in places.items()}
-
-    arms = {arm: {name: split(values) for name, values in of_arm.items()} for arm, of_arm in scores.items()}
+    kinds = {name: method_of(*(of_arm[name] for of_arm in scores.values())) for name in next(iter(scores.values()))}
+    arms = {arm: {name: {place: interval(values[rows], kinds[name]).told() for place, rows in places.items()}
+                  for name, values in of_arm.items()} for arm, of_arm in scores.items()}
     summary: dict[str, Any] = {"confidence": CONFIDENCE, "arms": arms, "category_means": {
         arm: {name: _over_categories(categories) for name, categories in of_arm.items()}
         for arm, of_arm in arms.items()},
-        "diversity": {arm: interval(values, share=False).told() for arm, values in spread.items()}}
+        "diversity": {arm: interval(values, BOOTSTRAP).told() for arm, values in spread.items()}}
     if scores.keys() != {"base", "tuned"}:
         return summary | {"compared": {}, "drift": []}
     base, tuned = scores.values()
-    summary["compared"] = {name: {"change": split(tuned[name] - base[name], share=False),
-                                  "win_rate": split(wins(base[name], tuned[name]))} for name in base}
-    changes = {name: interval(tuned[name] - base[name], share=False) for name in base}
-    closer = interval(spread["tuned"] - spread["base"], share=False) if spread else None
+    summary["compared"] = {name: {what: {place: of(base[name][rows], tuned[name][rows], kinds[name]).told()
+                                         for place, rows in places.items()}
+                                  for what, of in (("change", change), ("win_rate", win_rate))} for name in base}
+    changes = {name: change(base[name], tuned[name], kinds[name]) for name in base}
+    closer = interval(spread["tuned"] - spread["base"], BOOTSTRAP) if spread else None
     if closer is not None:
         summary["diversity"]["change"] = closer.told()
     return summary | {"drift": drift(changes, trained, closer, unit)}
 
 
-def _over_categories(categories: dict[str, dict[str, Any]]) -> float:
-    means = [entry["mean"] for name, entry in categories.items() if name != ALL and not math.isnan(entry["mean"])]
-    return sum(means) / len(means) if means else math.nan
+def _over_categories(categories: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    return mean_of([Interval(**entry) for name, entry in categories.items() if name != ALL]).told()
 
 
 def table(results: dict[str, Any], reward: str) -> tuple[list[str], list[list[str]]]:
     """Return the headings and lines of one reward's table: a line per category, all prompts last."""
     arms, compared = results["arms"], results["compared"].get(reward)
     first = next(iter(arms.values()))[reward]
+    moved = [entry["mean"] for entry in compared["change"].values()] if compared else []
+    digits = decimals((entry["mean"] for of_arm in arms.values() for entry in of_arm[reward].values()), moved)
     lines = []
     for name in [*(name for name in first if name != ALL), ALL]:
         columns = [arms[arm][reward][name] for arm in arms]
-        cells = [_cell(column) for column in columns]
+        cells = [_cell(column, digits) for column in columns]
         if compared:
-            cells += [_cell(compared["change"][name], "+.3f"), _cell(compared["win_rate"][name])]
+            cells += [_cell(compared["change"][name], digits, "+"), _cell(compared["win_rate"][name], 3)]
         lines.append([name, str(columns[0]["prompts"]), *cells])
     return ["category", "prompts", *arms, *(["change", "win rate"] if compared else [])], lines
 
 
-def _cell(entry: dict[str, Any], how: str = ".3f") -> str:
-    if math.isnan(entry["mean"]):
-        return "-"
-    bounds = "" if math.isnan(entry["low"]) else f" [{entry['low']:{how}}, {entry['high']:{how}}]"
-    return f"{entry['mean']:{how}}{bounds}"
+def _cell(entry: dict[str, Any], digits: int = 3, sign: str = "") -> str:
+    return ranged(entry["mean"], entry["low"], entry["high"], digits, sign)
 
 
 def methods(results: dict[str, Any], reward: str) -> str:
     """Describe the intervals of a reward's table."""
-    used = {entry["method"] for arm in results["arms"].values() for entry in arm[reward].values()}
-    if reward in results["compared"]:
-        used |= {entry["method"] for kind in results["compared"][reward].values() for entry in kind.values()}
-    return f"95 % intervals: {', '.join(sorted(used))}"
+    [used] = {entry["method"] for arm in results["arms"].values() for entry in arm[reward].values()}
+    paired = "; of changes and win rates Newcombe's, from the same limits"
+    return f"95 % intervals: {used}{paired if used == WILSON and reward in results['compared'] else ''}"
 
 
 def notes(results: dict[str, Any]) -> list[str]:
     """Return the notes below the tables, one sentence each."""
     said = []
     for name in next(iter(results["arms"].values())):
-        means = {arm: of_arm[name] for arm, of_arm in results["category_means"].items()
-                 if not math.isnan(of_arm[name])}
-        if means:
-            listed = ", ".join(f"{arm} {mean:.3f}" for arm, mean in means.items())
+        means = {arm: of_arm[name] for arm, of_arm in results["category_means"].items()}
+        if all(entry["prompts"] for entry in means.values()):
+            digits = decimals(entry["mean"] for entry in means.values())
+            listed = ", ".join(f"{arm} {_cell(entry, digits)}" for arm, entry in means.items())
             said.append(f"{name}, mean over the categories: {listed}")
     unit = f"{results['unit']}s"
     said += [f"{name} failed on {count} {unit}, which are left out: the same command asks for them again"
@@ -95,7 +102,7 @@ def notes(results: dict[str, Any]) -> list[str]:
     said += [f"{name}, {arm}: {', '.join(f'{what} {_cell(entry)}' for what, entry in entries.items())}"
              for arm, rewards in results["tries"].items() for name, entries in rewards.items()]
     if results["diversity"]:
-        cells = ", ".join(f"{name} {_cell(entry, '+.3f' if name == 'change' else '.3f')}"
+        cells = ", ".join(f"{name} {_cell(entry, sign='+' * (name == 'change'))}"
                           for name, entry in results["diversity"].items())
         said.append(f"distance between the {unit} of a prompt: {cells}")
     return [*said, *results["drift"]]

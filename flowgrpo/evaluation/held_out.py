@@ -7,8 +7,8 @@ user's starting point, on prompts never trained on.
 from __future__ import annotations
 
 import json
-import math
 import shutil
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -17,14 +17,18 @@ from typing import Any, cast
 import torch
 from PIL import Image
 
+from flowgrpo import rewards
 from flowgrpo.config.reward_rules import WatchRule
 from flowgrpo.config.schema import Config
 from flowgrpo.data.prompts import Prompt
+from flowgrpo.evaluation.compared import cells, compared
 from flowgrpo.evaluation.measured import EVAL_SEED, Generating, Measured, measure, spread
+from flowgrpo.evaluation.nouns import SAMPLE
 from flowgrpo.evaluation.pages.before_after import cards, draw_pairs
 from flowgrpo.evaluation.pages.clips import tall, untall
 from flowgrpo.evaluation.pages.grid import Row, draw_grid
 from flowgrpo.evaluation.report import report, snapshots
+from flowgrpo.evaluation.statistics import ALL
 from flowgrpo.evaluation.trainer import Trainer
 from flowgrpo.log import plain_console
 from flowgrpo.policies.policy import Policy
@@ -45,6 +49,9 @@ def before(trainer: Trainer, functions: dict[str, Any], folder: Path, reuse: boo
     """Return the base's scores, measured once per run. A resumed run reads them back if it measures in the same way."""
     from torchvision.transforms.functional import to_tensor
 
+    if trainer.processes.first:
+        snapshots.write(folder / snapshots.FOLDER / "ranges.json",
+                        {name: rewards.about(reward).range for name, reward in functions.items()})
     path, evaluations = folder / "before.json", trainer.policy.evaluations
     settings = measured_how(trainer.config, spread(trainer.held_out, trainer.config.eval.prompts), functions)
     known = read_object(path, "remove it, and the base is measured again") if reuse and path.exists() else {}
@@ -94,8 +101,12 @@ def write_before(folder: Path, measured: Measured, settings: dict[str, Any]) -> 
     (folder / "before.json").write_text(json.dumps(finite(content)))
 
 
-def finish(trainer: Trainer, functions: dict[str, Any], folder: Path, base: Measured) -> dict[str, Any]:
-    """Save the result, measure it, draw before/after pairs, and write `summary.json`."""
+def finish(trainer: Trainer, functions: dict[str, Any], folder: Path, base: Measured, began: float, resumed: bool
+           ) -> dict[str, Any]:
+    """Save the result, measure it, draw before/after pairs, and write `summary.json`.
+
+    began: time.perf_counter() when the run, or its resumption, began.
+    """
     config, policy, first = trainer.config, trainer.policy, trainer.processes.first
     [evaluations] = trainer.processes.total([policy.evaluations])
     with policy.weights.swapped(trainer.best.weights or trainer.evaluated_weights()):
@@ -107,6 +118,7 @@ def finish(trainer: Trainer, functions: dict[str, Any], folder: Path, base: Meas
                        "guidance": config.eval.guidance, "seed": EVAL_SEED, "of": described(policy, config)},
         "before": base.mean(), "after": after.mean(),
         "tasks": {name: {"before": base.by_task(name), "after": after.by_task(name)} for name in functions},
+        "compared": compared(base, after, config.eval.samples),
         "seconds": round(trainer.seconds, 1), "epochs": trainer.epoch, "updates": trainer.update,
         "kept": trainer.best.told(), "denoiser_evaluations": evaluations, "unit": policy.unit,
         "sampled_pictures": trainer.sampled,
@@ -118,6 +130,7 @@ def finish(trainer: Trainer, functions: dict[str, Any], folder: Path, base: Meas
         "rewards": {"trained": config.rewards, "measured": list(functions)}}
     if first:
         draw_pairs(folder / "before_after.png", base, after)
+        summary |= {"total_seconds": round(time.perf_counter() - began, 1), "resumed": resumed}
         (folder / "summary.json").write_text(json.dumps(finite(summary), indent=2) + "\n")
         snapshots.stage(folder, "after", trainer.best.best.epoch if trainer.best.weights else trainer.epoch, after)
         snapshots.last(folder, trainer)
@@ -127,11 +140,11 @@ def finish(trainer: Trainer, functions: dict[str, Any], folder: Path, base: Meas
 
 
 def described(policy: Policy, config: Config) -> str:
-    """Describe in words the evaluated model and its sampling."""
-    if policy.modality == "text":
-        warm = config.text.eval_temperature
-        return f"texts (temperature {warm:g})" if warm else "texts (greedy)"
-    return f"pictures ({config.eval.steps} steps, guidance {config.eval.guidance:g})"
+    """Describe in words the evaluated samples and their sampling."""
+    warm = config.text.eval_temperature
+    text = f"temperature {warm:g}" if warm else "greedy"
+    how = text if policy.modality == "text" else f"{config.eval.steps} steps, guidance {config.eval.guidance:g}"
+    return f"{SAMPLE[policy.modality]}s ({how})"
 
 
 def sample_pictures(trainer: Trainer, functions: dict[str, Any], folder: Path) -> dict[str, float]:
@@ -153,20 +166,18 @@ def print_report(summary: dict[str, Any], said: str, folder: Path) -> None:
     from rich.table import Table
 
     console = plain_console()
-    for name in summary["before"]:
-        table = Table(title=f"{name} on {summary['evaluation']['prompts']} held-out {summary['evaluation']['of']}")
+    for name, rows in summary["compared"].items():
+        method = rows[ALL]["before"]["method"]
+        table = Table(title=f"{name} on {summary['evaluation']['prompts']} held-out {summary['evaluation']['of']}",
+                      caption=f"95 % intervals: {method}")
         for heading in ("task", "before", "after", "change"):
             table.add_column(heading, justify="left" if heading == "task" else "right")
-        tasks = summary["tasks"][name]
-        lines = [(task, tasks["before"][task], tasks["after"][task]) for task in tasks["before"]]
-        for task, old, new in [*lines, ("all", summary["before"][name], summary["after"][name])]:
-            cells = ["-" if math.isnan(value) else format(value, how)
-                     for value, how in ((old, ".3f"), (new, ".3f"), (new - old, "+.3f"))]
-            table.add_row(task, *cells, end_section=task != "all" and task == lines[-1][0],
-                          style="bold" if task == "all" else "")
+        lines = cells(rows)
+        for number, line in enumerate(lines, 1):
+            table.add_row(*line, end_section=number == len(lines) - 1, style="bold" if number == len(lines) else "")
         console.print(table)
     first = "-" if summary["max_first_log_ratio"] is None else f"{summary['max_first_log_ratio']:.1e}"
-    console.print(f"{summary['seconds']:.0f} s of training, {summary['denoiser_evaluations']:,} {summary['unit']} "
+    console.print(f"{spent(summary)}; {summary['denoiser_evaluations']:,} {summary['unit']} "
                   f"({summary['rollout_evaluations_per_picture']:.2f} per sample in the rollout; shared "
                   f"prefixes saved {summary['rollout_evaluations_saved_by_sharing']:,}), "
                   f"largest first |log ratio| {first}", highlight=False)
@@ -174,3 +185,10 @@ def print_report(summary: dict[str, Any], said: str, folder: Path) -> None:
         console.print(summary["kept"], highlight=False)
     console.print(said, highlight=False)
     console.print(f"before and after: {folder / 'before_after.png'}; report: {folder / report.FILE}", highlight=False)
+
+
+def spent(summary: dict[str, Any]) -> str:
+    """Describe in words the seconds of a run."""
+    since = "since it was resumed" if summary["resumed"] else "in all, with loading and evaluation"
+    epochs = " of all epochs" if summary["resumed"] else ""
+    return f"{summary['total_seconds']:.0f} s {since}, {summary['seconds']:.0f} s of training{epochs}"

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from flowgrpo.evaluation.statistics import interval
+from flowgrpo.evaluation.statistics import WILSON, interval
 from flowgrpo.rewards.about import about
 
 
@@ -61,12 +61,13 @@ def tries(scores: dict[str, np.ndarray], answers: dict[str, list[list[Hashable |
         if count < 2 or not there.any() or not np.isin(values[there], (0, 1)).all():
             continue
         right = values[there].sum(1).astype(int)
-        results[name] = {f"pass@{k}": _told([pass_at_k(count, c, k) for c in right.tolist()]) for k in powers(count)}
+        results[name] = {f"pass@{k}": _told([pass_at_k(count, c, k) for c in right.tolist()], count)
+                         for k in powers(count)}
         if name in answers:
             votes = [majority(*both) for both, applies in zip(zip(answers[name], values), there) if applies]
-            results[name][f"maj@{count}"] = _told(votes)
+            results[name][f"maj@{count}"] = _told(votes, count)
     return results
 
 
-def _told(values: Sequence[float]) -> dict[str, Any]:
-    return interval(np.array(values)[:, None]).told()
+def _told(values: Sequence[float], samples: int) -> dict[str, Any]:
+    return interval(np.array(values)[:, None], WILSON, samples).told()

@@ -1,22 +1,27 @@
-"""Confidence intervals of means, win rates, and signs of drift.
+"""Confidence intervals of means, changes and win rates, and signs of drift.
 
-Scores are arrays [N, S] of N prompts with S pictures each, NaN where a reward does not apply. The pictures of a prompt
-are not independent, so bootstraps resample prompts.
+Scores are arrays [N, S] of N prompts with S samples each, NaN where a reward does not apply. The samples of a prompt
+are not independent, so prompts are counted and resampled. The method is one per reward: that of all its scores, so that
+the categories, arms and changes of a reward have intervals of one kind.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 
+from flowgrpo.evaluation.numbers import decimals
+
 CONFIDENCE = 0.95
+Z = 1.959963984540054  # of a normal distribution, for CONFIDENCE
 RESAMPLES = 2000
 LEAST = 20  # prompts; with fewer, a bootstrap's interval is too narrow to report drift
 WILSON, BOOTSTRAP = "Wilson", "bootstrap over prompts"
+ALL = "all prompts"  # row of all categories
 
 
 @dataclass(frozen=True)
@@ -33,32 +38,112 @@ class Interval:
         return asdict(self)
 
 
-def interval(scores: np.ndarray, share: bool = True) -> Interval:
+def method_of(*scores: np.ndarray) -> str:
+    """Return the method for all scores of a reward: WILSON if each is 0 or 1, else BOOTSTRAP."""
+    values = np.concatenate([np.asarray(array, dtype=np.float64).ravel() for array in scores])
+    values = values[~np.isnan(values)]
+    return WILSON if len(values) and np.isin(values, (0, 1)).all() else BOOTSTRAP
+
+
+def interval(scores: np.ndarray, method: str | None = None, samples: int = 1) -> Interval:
     """Return the mean of the prompts' means of scores [N, S], with its interval.
 
-    If these means are all 0 or 1: Wilson's interval (1927) for a share of prompts. Otherwise the percentiles of a
-    bootstrap over prompts (Efron 1979), with a fixed seed; one prompt, or equal ones, give no spread.
-    share: False for differences, whose 0 and 1 are not a share.
+    WILSON (1927): of a share, on the effective number of prompts (Kish's design effect, 1965). That is N if the samples
+    of each prompt agree, and up to the number of samples. BOOTSTRAP (Efron 1979): percentiles of means of resampled
+    prompts, with a fixed seed; one prompt has no interval, equal ones one without a width.
+    method: None takes `method_of(scores)`. samples: number of samples behind a score.
     """
-    from scipy import stats
+    values, weights = _of_prompts(scores)
+    return _interval(values, method or method_of(scores), float(weights.sum()) * samples)
 
+
+def _of_prompts(scores: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the mean and the number of scores of each prompt that has any."""
     scores = np.asarray(scores, dtype=np.float64)
     there = ~np.isnan(scores)
     scores, there = scores[there.any(1)], there[there.any(1)]
-    values = np.where(there, scores, 0).sum(1) / there.sum(1)
-    if share and len(values) and np.isin(values, (0, 1)).all():
-        bounds = stats.binomtest(int(values.sum()), len(values)).proportion_ci(CONFIDENCE, "wilson")
-        return Interval(float(values.mean()), float(bounds.low), float(bounds.high), WILSON, len(values))
-    mean = float(values.mean()) if len(values) else math.nan
-    if len(values) < 2:
-        return Interval(mean, math.nan, math.nan, BOOTSTRAP, len(values))
-    bounds = stats.bootstrap((values,), np.mean, n_resamples=RESAMPLES, confidence_level=CONFIDENCE, batch=100,
-                             method="percentile", random_state=np.random.default_rng(0)).confidence_interval
-    return Interval(mean, float(bounds.low), float(bounds.high), BOOTSTRAP, len(values))
+    return np.where(there, scores, 0).sum(1) / there.sum(1), there.sum(1)
+
+
+def _interval(values: np.ndarray, method: str, total: float) -> Interval:
+    """Return the interval of the mean of the prompts' values [N], from so many samples in total."""
+    count = len(values)
+    mean = float(values.mean()) if count else math.nan
+    if not count or (method == BOOTSTRAP and count < 2):
+        return Interval(mean, math.nan, math.nan, method, count)
+    low, high = _wilson(values, total) if method == WILSON else _bootstrap(values)
+    return Interval(mean, low, high, method, count)
+
+
+def _wilson(values: np.ndarray, total: float) -> tuple[float, float]:
+    share, spread, count = float(values.mean()), float(values.var()), len(values)
+    size = count * share * (1 - share) / spread if spread else total if 0 < share < 1 else count
+    size = max(min(size, total), count)
+    middle = share + Z * Z / (2 * size)
+    half = Z * math.sqrt(share * (1 - share) / size + Z * Z / (4 * size * size))
+    low, high = ((middle + side * half) / (1 + Z * Z / size) for side in (-1, 1))
+    return min(max(low, 0.0), share), max(min(high, 1.0), share)
+
+
+def _bootstrap(values: np.ndarray) -> tuple[float, float]:
+    rng, count = np.random.default_rng(0), len(values)
+    means = [values[rng.integers(0, count, (100, count))].mean(1) for _ in range(RESAMPLES // 100)]
+    tail = 50 * (1 - CONFIDENCE)
+    low, high = np.percentile(np.concatenate(means), (tail, 100 - tail))
+    return float(low), float(high)
+
+
+def change(base: np.ndarray, tuned: np.ndarray, method: str | None = None) -> Interval:
+    """Return the mean of tuned minus base [N, S] on the same prompts and seeds, with its interval.
+
+    WILSON: Newcombe's interval of paired shares (1998), from Wilson's limits of both and their correlation over
+    prompts. method: None takes that of both arrays.
+    """
+    base, tuned = (np.asarray(scores, dtype=np.float64) for scores in (base, tuned))
+    if (method or method_of(base, tuned)) == BOOTSTRAP:
+        return interval(tuned - base, BOOTSTRAP)
+    lacks = np.isnan(base) | np.isnan(tuned)
+    (old, weights), (new, _) = (_of_prompts(np.where(lacks, math.nan, scores)) for scores in (base, tuned))
+    if not len(old):
+        return Interval(math.nan, math.nan, math.nan, WILSON, 0)
+    total = float(weights.sum())
+    before, after = _interval(old, WILSON, total), _interval(new, WILSON, total)
+    shared = float(np.cov(old, new, ddof=0)[0, 1])
+    shared = max(shared - 1 / (2 * len(old)), 0.0) if shared > 0 else shared  # Newcombe's correction of phi
+    alike = shared / float(old.std() * new.std()) if old.std() and new.std() else 0.0
+    moved = after.mean - before.mean
+    low = moved - _joined(after.mean - after.low, before.high - before.mean, alike)
+    high = moved + _joined(after.high - after.mean, before.mean - before.low, alike)
+    return Interval(moved, low, high, WILSON, len(old))
+
+
+def _joined(one: float, other: float, alike: float) -> float:
+    return math.sqrt(max(one * one - 2 * alike * one * other + other * other, 0.0))
+
+
+def mean_of(intervals: Sequence[Interval]) -> Interval:
+    """Return the mean of several means, such as a suite's categories, with its interval from theirs (the method of
+    variance estimates recovery, Zou and Donner 2008), taken as independent. Intervals without a mean are left out."""
+    known = [each for each in intervals if not math.isnan(each.mean)]
+    if not known:
+        return Interval(math.nan, math.nan, math.nan, BOOTSTRAP, 0)
+    means, count = [each.mean for each in known], len(known)
+    middle = sum(means) / count
+    low = middle - math.sqrt(sum((each.mean - each.low) ** 2 for each in known)) / count
+    high = middle + math.sqrt(sum((each.high - each.mean) ** 2 for each in known)) / count
+    return Interval(middle, low, high, known[0].method, sum(each.prompts for each in known))
+
+
+def win_rate(base: np.ndarray, tuned: np.ndarray, method: str | None = None) -> Interval:
+    """Return the mean of `wins` with its interval; of shares it is 1/2 plus half of their change."""
+    if (method or method_of(base, tuned)) == BOOTSTRAP:
+        return interval(wins(base, tuned), BOOTSTRAP)
+    moved = change(base, tuned, WILSON)
+    return Interval(*(0.5 + value / 2 for value in (moved.mean, moved.low, moved.high)), WILSON, moved.prompts)
 
 
 def wins(base: np.ndarray, tuned: np.ndarray) -> np.ndarray:
-    """Return 1 where the tuned picture beats the base's of the same prompt and seed, 1/2 on a tie, 0 where it loses;
+    """Return 1 where the tuned sample beats the base's of the same prompt and seed, 1/2 on a tie, 0 where it loses;
     NaN where one has no score. [N, S] -> [N, S]."""
     return np.where(np.isnan(base) | np.isnan(tuned), np.nan, (tuned > base) + 0.5 * (tuned == base))
 
@@ -107,4 +192,6 @@ def _listed(amounts: dict[str, str], names: list[str]) -> str:
 
 def _amount(name: str, change: Interval) -> str:
     way = "rose" if change.mean > 0 else "fell"
-    return f"{name} {way} by {abs(change.mean):.3f} (95 %: {change.low:+.3f} to {change.high:+.3f})"
+    digits = decimals([], [change.mean])
+    return (f"{name} {way} by {abs(change.mean):.{digits}f} "
+            f"(95 %: {change.low:+.{digits}f} to {change.high:+.{digits}f})")

@@ -7,7 +7,18 @@ import math
 import numpy as np
 import pytest
 
-from flowgrpo.evaluation.statistics import BOOTSTRAP, WILSON, Interval, drift, interval, wins
+from flowgrpo.evaluation.statistics import (
+    BOOTSTRAP,
+    WILSON,
+    Interval,
+    change,
+    drift,
+    interval,
+    mean_of,
+    method_of,
+    win_rate,
+    wins,
+)
 
 NAN = math.nan
 
@@ -46,17 +57,64 @@ def test_what_does_not_apply_is_left_out():
     assert none.prompts == 0 and math.isnan(none.mean)
 
 
-def test_a_share_is_one_of_prompts_whose_pictures_all_agree():
-    assert interval(np.array([[1.0, 0.0], [1.0, 1.0]])).method == BOOTSTRAP
-    agreed = interval(np.array([[1.0, 1.0], [1.0, NAN], [0.0, 0.0]]))
-    assert agreed == interval(np.array([[1.0], [1.0], [0.0]])) and agreed.method == WILSON
+def test_the_method_is_that_of_all_scores_of_a_reward():
+    """A category where every score happens to be 1 has the interval of the others."""
+    graded, strict = np.array([[1.0], [1.0], [0.4]]), np.array([[1.0, 0.0], [1.0, NAN], [0.0, 0.0]])
+    assert (method_of(graded), method_of(strict), method_of(strict, graded)) == (BOOTSTRAP, WILSON, BOOTSTRAP)
+    assert method_of(np.array([[NAN]])) == BOOTSTRAP
+    part = interval(graded[:2], method_of(graded))
+    assert (part.mean, part.low, part.high, part.method) == (1.0, 1.0, 1.0, BOOTSTRAP)
+    alone = interval(graded[:1], method_of(graded))
+    assert math.isnan(alone.low) and math.isnan(alone.high) and alone.method == BOOTSTRAP
 
 
-def test_differences_are_no_share():
-    """One gain among ten prompts: Wilson's interval would leave out 0, and call it a rise."""
-    gains = np.array([1.0] + [0.0] * 9)[:, None]
-    assert interval(gains).low > 0
-    assert interval(gains, share=False).method == BOOTSTRAP and interval(gains, share=False).low == 0
+def test_samples_of_a_prompt_count_as_far_as_they_differ():
+    """Four prompts with four samples each: as 4 where a prompt's samples agree, as 16 where nothing sets prompts apart.
+    """
+    agreed = np.repeat([[1.0], [1.0], [0.0], [0.0]], 4, 1)
+    same, one = interval(agreed), interval(agreed[:, :1])
+    assert (same.low, same.high) == (pytest.approx(one.low), pytest.approx(one.high)) and same.method == WILSON
+    mixed, sixteen = interval(np.tile([1.0, 0.0, 1.0, 0.0], (4, 1))), interval(np.tile([[1.0], [0.0]], (8, 1)))
+    assert (mixed.low, mixed.high) == (pytest.approx(sixteen.low), pytest.approx(sixteen.high))
+    assert mixed.prompts == 4 and mixed.low > same.low
+
+
+@pytest.mark.parametrize("both, one, other, neither, expected", [
+    (43, 0, 3, 0, (-0.1750, 0.0229)), (36, 12, 2, 0, (0.0569, 0.3404)), (2, 0, 0, 2, (-0.3500, 0.3500))])
+def test_the_change_of_a_share_has_newcombes_interval(both, one, other, neither, expected):
+    """Worked by hand from Wilson's limits and phi; no paired count may be negative."""
+    before = np.array([1.0] * (both + other) + [0.0] * (one + neither))[:, None]
+    after = np.array([1.0] * both + [0.0] * other + [1.0] * one + [0.0] * neither)[:, None]
+    found = change(before, after)
+    assert found.method == WILSON and found.mean == pytest.approx((one - other) / len(before))
+    assert (found.low, found.high) == (pytest.approx(expected[0], abs=1e-4), pytest.approx(expected[1], abs=1e-4))
+    rate = win_rate(before, after)
+    assert rate.mean == pytest.approx(wins(before, after).mean())
+    assert (rate.low, rate.high) == (pytest.approx(0.5 + found.low / 2), pytest.approx(0.5 + found.high / 2))
+
+
+def test_one_gain_among_ten_prompts_is_no_rise():
+    before, after = np.zeros((10, 1)), np.array([1.0] + [0.0] * 9)[:, None]
+    found = change(before, after)
+    assert found.mean == pytest.approx(0.1) and found.low < 0 < found.high
+    assert interval(after - before, BOOTSTRAP).low == 0
+    graded = change(before + 0.25, after + 0.25)
+    assert graded == interval(after - before, BOOTSTRAP)
+
+
+def test_changes_are_of_samples_with_both_scores():
+    before, after = np.array([[1.0], [NAN], [0.0]]), np.array([[1.0], [1.0], [1.0]])
+    assert (change(before, after).mean, change(before, after).prompts) == (0.5, 2)
+    assert math.isnan(change(np.array([[NAN]]), np.array([[1.0]])).mean)
+
+
+def test_the_mean_over_categories_has_an_interval():
+    parts = [Interval(0.5, 0.4, 0.7, BOOTSTRAP, 10), Interval(0.7, 0.4, 0.9, BOOTSTRAP, 5),
+             Interval(NAN, NAN, NAN, BOOTSTRAP, 0)]
+    found = mean_of(parts)
+    assert (found.mean, found.prompts) == (pytest.approx(0.6), 15)
+    assert found.low == pytest.approx(0.6 - math.sqrt(0.1**2 + 0.3**2) / 2)
+    assert found.high == pytest.approx(0.6 + math.sqrt(0.2**2 + 0.2**2) / 2)
 
 
 def test_wins_are_paired_and_ties_are_halves():
@@ -64,11 +122,11 @@ def test_wins_are_paired_and_ties_are_halves():
     np.testing.assert_array_equal(wins(base, tuned), [[1, 0, NAN], [0.5, NAN, 0]])
 
 
-def change(mean: float, half: float = 0.01) -> Interval:
+def moved(mean: float, half: float = 0.01) -> Interval:
     return Interval(mean, mean - half, mean + half, BOOTSTRAP, 100)
 
 
-UP, DOWN, SAME = change(0.2), change(-0.1), change(0.001)
+UP, DOWN, SAME = moved(0.2), moved(-0.1), moved(0.001)
 
 
 @pytest.mark.parametrize("changes, trained, expected", [

@@ -15,7 +15,7 @@ from flowgrpo.advantages.gae import Recall
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation.images import load_tuned
-from flowgrpo.evaluation.statistics import interval
+from flowgrpo.evaluation.statistics import BOOTSTRAP, interval
 from flowgrpo.export.export import card, kohya
 from flowgrpo.methods import preset
 from flowgrpo.methods.targets import LatentEdits
@@ -284,7 +284,7 @@ def test_best_of_base_and_edited_is_not_worse_than_best_of_as_many_bases(toy):
     by_critic = reward(chosen) - reward(x[torch.arange(400), bases])
     by_scorer = reward(both).max(1).values - reward(x).max(1).values
     for gain in (by_critic, by_scorer):
-        assert interval(gain.detach().numpy()[:, None].astype(np.float64), share=False).low > 0
+        assert interval(gain.detach().numpy()[:, None].astype(np.float64), BOOTSTRAP).low > 0
 
 
 def test_equal_values_leave_the_first_base():

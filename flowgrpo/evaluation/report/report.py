@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 from flowgrpo.config.parse import load
 from flowgrpo.config.schema import Config
 from flowgrpo.errors import UserError
+from flowgrpo.evaluation.compared import cells
+from flowgrpo.evaluation.numbers import decimals
 from flowgrpo.evaluation.report import snapshots
 from flowgrpo.evaluation.report.verdict import Nouns, changes, mean, sentences
 from flowgrpo.storage.json_files import read_lines, read_object
@@ -69,13 +71,16 @@ def data(run: Path) -> dict[str, Any]:
     last = _read(run / snapshots.FOLDER / "last.json", first_ratio=dict, best=list, worst=list)
     finished = bool(stages) and stages[-1]["name"] == "after"
     reward_changes, summary = changes(config, stages), _read(run / "summary.json") if finished else {}
+    ranges = _read(run / snapshots.FOLDER / "ranges.json")
+    drawn, zeros = without_zeros(charts(config, lines, stages, ranges), lines)
     nouns = Nouns(**_read(run / snapshots.FOLDER / "nouns.json"))
     return {"title": config.name, "finished": finished,
             "sentences": sentences(config, lines, reward_changes, last, finished, summary.get("kept"), nouns),
             "sample": nouns.sample,
-            "changes": [vars(change) | {"way": change.way, "digits": change.digits} for change in reward_changes],
-            "tasks": summary.get("tasks", {}),
-            "metrics": columns(lines), "charts": charts(config, lines, stages), "stages": thinned(stages),
+            "changes": [each.told() for each in reward_changes if each.known and lines],
+            "tasks": {name: cells(rows) for name, rows in summary.get("compared", {}).items() if len(rows) > 1},
+            "digits": digits(stages, last),
+            "metrics": columns(lines), "charts": drawn, "zeros": zeros, "stages": thinned(stages),
             "extremes": {key: last.get(key, []) for key in ("best", "worst")} | {"epoch": last.get("epoch")},
             "phases": phases(lines), "machine": _read(run / snapshots.FOLDER / "machine.json"), "config": config.yaml()}
 
@@ -95,9 +100,16 @@ def columns(lines: list[dict[str, Any]]) -> dict[str, list[Any]]:
 
 def read_stages(run: Path) -> list[dict[str, Any]]:
     """Return the stages of the held-out prompts, in order: before, epochs, after."""
-    files = [file for file in (run / snapshots.FOLDER).glob("*.json") if file.stem not in ("machine", "nouns", "last")]
+    files = [file for file in (run / snapshots.FOLDER).glob("*.json") if file.stem not in snapshots.FACTS]
     stages = [_read(file, name=str, epoch=int, scores=dict, cards=list) for file in files]
     return sorted(stages, key=lambda stage: (stage["name"] == "after", stage["epoch"]))
+
+
+def digits(stages: list[dict[str, Any]], last: dict[str, Any]) -> dict[str, int]:
+    """Return the decimals of each reward below the samples."""
+    cards = [card for stage in stages for card in stage["cards"]] + last.get("best", []) + last.get("worst", [])
+    names = dict.fromkeys(name for card in cards for name in card["scores"])
+    return {name: decimals(card["scores"].get(name) for card in cards) for name in names}
 
 
 def thinned(stages: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -130,12 +142,14 @@ ALONE = {"clip_fraction": ("Clip fraction", "share of the decisions that the cli
 PLAIN = ("epoch", "evaluations", "seconds")  # axes, not diagnostics; every line has them
 
 
-def charts(config: Config, lines: list[dict[str, Any]], stages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return a chart for every reward and every diagnostic: {title, note, kind, series}.
+def charts(config: Config, lines: list[dict[str, Any]], stages: list[dict[str, Any]],
+           ranges: dict[str, list[float | None]]) -> list[dict[str, Any]]:
+    """Return a chart for every reward and every diagnostic: {title, note, kind, series}, of a reward also its `range`.
 
     A series is {label} with the `key` of a metric, optionally its deviation's key as `band`, or with x and y.
     """
-    reward_charts = [_reward(config, name, lines, stages) for name in (config.trained | config.watched)]
+    reward_charts = [_reward(config, name, lines, stages) | {"range": ranges.get(name) or _seen_range(name, stages)}
+                     for name in (config.trained | config.watched)]
     rest = [key for key in columns(lines) if key not in PLAIN
             and not re.fullmatch(r"reward/.+/(mean|std)|held_out/.+", key)]
     gathered = [_gathered(title, note, pattern, rest, lines) for title, note, pattern in GATHERED]
@@ -145,6 +159,20 @@ def charts(config: Config, lines: list[dict[str, Any]], stages: list[dict[str, A
               for key in sorted(alone, key=lambda key: (list(ALONE) + [key]).index(key))
               for title, note in [ALONE.get(key, (key, ""))]]
     return [chart for chart in reward_charts + single + gathered if chart["series"]]
+
+
+def without_zeros(all_charts: list[dict[str, Any]], lines: list[dict[str, Any]]
+                  ) -> tuple[list[dict[str, Any]], list[str]]:
+    """Return the charts without diagnostics that are 0 in every epoch, and the titles of these."""
+    flat = [chart["title"] for chart in all_charts if chart["kind"] != "reward"
+            and not any(line.get(series["key"]) for series in chart["series"] for line in lines)]
+    return [chart for chart in all_charts if chart["title"] not in flat], flat
+
+
+def _seen_range(name: str, stages: list[dict[str, Any]]) -> list[float] | None:
+    """Return [0, 1] if all held-out scores lie there; None means unknown."""
+    scores = [score for stage in stages for score in stage["scores"].get(name, []) if score is not None]
+    return [0, 1] if scores and all(0 <= score <= 1 for score in scores) else None
 
 
 def _gathered(title: str, note: str, pattern: str, keys: list[str], lines: list[dict[str, Any]]) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Snapshots that a run keeps for its report: small pictures and scores, as JSON files in the folder `report/`.
 
     machine.json                                hardware and versions
+    ranges.json                                 lowest and highest score of each reward, where they are known
     before.json, epoch-00020.json, after.json   the same held-out prompts and seeds at these times: a stage each
     last.json                                   the best and worst samples of the last epoch, and the first-ratio check
 
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from flowgrpo.evaluation.trainer import Trainer
 
 FOLDER = "report"
+FACTS = ("machine", "nouns", "last", "ranges")  # files that are no stages
 SIDE = 320  # maximum longer side of a kept picture, in pixels
 LOSSLESS = 128  # maximum side in pixels of a picture kept without loss
 MEND = "restore it, or remove it: then the report leaves out what it said"

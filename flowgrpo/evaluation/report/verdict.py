@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-import statistics
 from dataclasses import dataclass
 from typing import Any
 
-from flowgrpo.config.schema import Config
+import numpy as np
 
-FEW = 2  # standard errors; a smaller change may be chance
+from flowgrpo.config.schema import Config
+from flowgrpo.evaluation.numbers import bounds, decimals, fixed
+from flowgrpo.evaluation.statistics import LEAST, Interval, change, interval, method_of
 
 
 @dataclass(frozen=True)
@@ -17,29 +18,47 @@ class Change:
     """Reward on the same held-out prompts and seeds, before training and now.
 
     weight: in training; None if only watched.
-    error: standard error of the change, over prompts; None for fewer than two.
+    before, now, change: means over prompts, with intervals.
     count: samples that have a score at both times.
     """
 
     name: str
     weight: float | None
-    before: float | None
-    now: float | None
-    change: float | None
-    error: float | None
+    before: Interval
+    now: Interval
+    change: Interval
     count: int
 
     @property
+    def known(self) -> bool:
+        """True if any sample has a score at both times."""
+        return self.count > 0
+
+    @property
+    def few(self) -> bool:
+        """True with too few prompts for a verdict."""
+        return self.change.prompts < LEAST
+
+    @property
     def way(self) -> int:
-        """1: rose as wanted, -1: fell, 0: neither, or it may be chance."""
-        if self.change is None or abs(self.change) <= FEW * (self.error or 0.0):
+        """1: rose as wanted, -1: fell, 0: neither, or it may be chance: the interval of the change holds 0."""
+        if self.few or not (self.change.low > 0 or self.change.high < 0):
             return 0
-        return 1 if self.change * (-1 if (self.weight or 0.0) < 0 else 1) > 0 else -1
+        return 1 if self.change.mean * (-1 if (self.weight or 0.0) < 0 else 1) > 0 else -1
 
     @property
     def digits(self) -> int:
-        """Decimals that show two significant digits of the change, 3 to 6."""
-        return min(max(1 - math.floor(math.log10(abs(self.change))), 3), 6) if self.change else 3
+        """Decimals of its numbers."""
+        return decimals([self.before.mean, self.now.mean], [self.change.mean])
+
+    def told(self) -> dict[str, Any]:
+        """Return the change for the page: numbers as text."""
+        shown = (("before", self.before, ""), ("now", self.now, ""), ("change", self.change, "+"))
+        lines = [[label, fixed(of.mean, self.digits, sign), bounds(of.low, of.high, self.digits, sign)]
+                 for label, of, sign in shown]
+        moved = (self.change.mean > 0) - (self.change.mean < 0)
+        return {"name": self.name, "weight": self.weight, "lines": lines, "count": self.count, "way": self.way,
+                "moved": moved, "method": self.change.method}
 
 
 @dataclass(frozen=True)
@@ -66,16 +85,13 @@ def changes(config: Config, stages: list[dict[str, Any]]) -> list[Change]:
 
 
 def _change(name: str, weight: float | None, was: list[float | None], now: list[float | None], samples: int) -> Change:
-    """Return a reward's change from scores with so many samples per prompt. These are not independent, so prompts are
-    counted."""
-    pairs = [None if old is None or new is None else (old, new) for old, new in zip(was, now)]
-    whole = [pair for pair in pairs if pair]
-    prompts = [[new - old for old, new in filter(None, pairs[at:at + samples])] for at in range(0, len(pairs), samples)]
-    moved = [sum(differences) / len(differences) for differences in prompts if differences]
-    error = statistics.stdev(moved) / math.sqrt(len(moved)) if len(moved) > 1 else None
-    before, after = (mean([pair[at] for pair in whole]) for at in (0, 1))
-    change = None if before is None or after is None else after - before
-    return Change(name, weight, before, after, change, error, len(whole))
+    """Return a reward's change from scores with so many samples per prompt, of the samples scored at both times."""
+    count = min(len(was), len(now)) // samples * samples
+    old, new = (np.array(scores[:count], dtype=np.float64).reshape(-1, samples) for scores in (was, now))
+    method = method_of(old, new)
+    lacks = np.isnan(old) | np.isnan(new)
+    before, after = (interval(np.where(lacks, math.nan, scores), method) for scores in (old, new))
+    return Change(name, weight, before, after, change(old, new, method), int((~lacks).sum()))
 
 
 def sentences(config: Config, lines: list[dict[str, Any]], reward_changes: list[Change], last: dict[str, Any],
@@ -88,33 +104,36 @@ def sentences(config: Config, lines: list[dict[str, Any]], reward_changes: list[
                        f"{line['epoch']} of {config.train.epochs} epochs, {line['evaluations']:,} {nouns.unit}, "
                        f"{_duration(line['seconds'])} of training.")]
     toned += [("plain", f"{kept[0].upper()}{kept[1:]}.")] if kept else []
-    if any(change.change is not None for change in reward_changes) and lines:
-        toned += [_moved(change, nouns.sample) for change in reward_changes if change.change is not None]
+    if any(each.known for each in reward_changes) and lines:
+        toned += [_moved(each, nouns.sample) for each in reward_changes if each.known]
         toned += _hacking(reward_changes, nouns.sample)
     toned += _first_ratio(last.get("first_ratio", {}))
     return [{"tone": tone, "text": text} for tone, text in toned]
 
 
-def _moved(change: Change, sample: str) -> tuple[str, str]:
+def _moved(moved: Change, sample: str) -> tuple[str, str]:
     """Describe one reward's change in a sentence."""
-    assert change.change is not None
-    kind = "trained on" if change.weight is not None else "only watched"
-    verb = {1: "rose", -1: "fell"}.get((change.change > 0) - (change.change < 0) if change.way else 0)
-    before, now = (f"{value:.{change.digits}f}" for value in (change.before, change.now))
-    ends = f"from {before} to {now} on {change.count} held-out {sample}s"
-    if verb is None:
-        return "plain", f"{change.name}, {kind}, went {ends}, which may be chance."
-    return {1: "good", -1: "warn"}[change.way], f"{change.name}, {kind}, {verb} {ends}."
+    kind = "trained on" if moved.weight is not None else "only watched"
+    before, now = (fixed(of.mean, moved.digits) for of in (moved.before, moved.now))
+    by, low, high = (fixed(value, moved.digits, "+")
+                     for value in (moved.change.mean, moved.change.low, moved.change.high))
+    certain = "" if low == "-" else f", 95 %: {low} to {high}"
+    ends = f"from {before} to {now} on {moved.count} held-out {sample}s ({by}{certain})"
+    if not moved.way:
+        why = f": too few prompts to tell (at least {LEAST})" if moved.few else ", which may be chance"
+        return "plain", f"{moved.name}, {kind}, went {ends}{why}."
+    verb = "rose" if moved.change.mean > 0 else "fell"
+    return "good" if moved.way > 0 else "warn", f"{moved.name}, {kind}, {verb} {ends}."
 
 
 def _hacking(reward_changes: list[Change], sample: str) -> list[tuple[str, str]]:
     """Warn of possible reward hacking: a trained reward rose while a watched one fell."""
-    risen = [change.name for change in reward_changes if change.weight is not None and change.way > 0]
-    fallen = [change.name for change in reward_changes if change.weight is None and change.way < 0]
+    risen = [each.name for each in reward_changes if each.weight is not None and each.way > 0]
+    fallen = [each.name for each in reward_changes if each.weight is None and each.way < 0]
     if risen and fallen:
         return [("warn", f"Possible reward hacking: {_listed(risen)} got better, while {_listed(fallen)}, which was "
                          f"only watched, fell. Look at the {sample}s.")]
-    if all(change.weight is not None for change in reward_changes):
+    if all(each.weight is not None for each in reward_changes):
         return [("plain", "No reward was only watched, so reward hacking would not show in these numbers: name one or "
                           f"two under eval.rewards, and look at the {sample}s.")]
     return []

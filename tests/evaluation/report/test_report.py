@@ -20,9 +20,11 @@ from flowgrpo.cli import main
 from flowgrpo.config import validate
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
+from flowgrpo.evaluation.compared import compared
 from flowgrpo.evaluation.measured import Measured
 from flowgrpo.evaluation.report import report, snapshots, verdict
 from flowgrpo.evaluation.report.server import server
+from flowgrpo.storage.json_files import finite
 from tests.helpers import tiny
 
 EVIL = "</script><script>alert(1)</script><!-- & <img src=x onerror=alert(2)> http://evil.example/ \u2028 '\""
@@ -146,6 +148,37 @@ def test_every_metric_is_in_one_chart(tmp_path):
     assert by_title["piqe"] == [{"label": "held-out prompts", "x": [0, 2, 4], "y": [0.5, 0.5, 0.5]}]
 
 
+def test_diagnostics_that_are_always_zero_are_named_in_place_of_a_chart(tmp_path):
+    run = make_run(tmp_path / "run")
+    lines = [json.loads(line) | {"clip_fraction": 0.0, "reward/scene/zero_variance_groups": 0}
+             for line in (run / "metrics.jsonl").read_text().splitlines()]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = report.data(run)
+    assert found["zeros"] == ["Clip fraction", "Zero-variance groups"]
+    assert not {"Clip fraction", "Zero-variance groups"} & {chart["title"] for chart in found["charts"]}
+
+
+def test_a_chart_knows_the_range_of_its_score(tmp_path):
+    """Known from the reward itself, or from all held-out scores."""
+    run = make_run(tmp_path / "run")
+    ranges = {chart["title"]: chart.get("range") for chart in report.data(run)["charts"]}
+    assert ranges["scene"] == ranges["piqe"] == [0, 1] and ranges["Loss"] is None
+    snapshots.write(run / "report" / "ranges.json", {"scene": [0, None], "piqe": None})
+    snapshots.stage(run, "after", 4, measured(1.0, 0.75, 1.0, watched=40.0))
+    ranges = {chart["title"]: chart.get("range") for chart in report.data(run)["charts"]}
+    assert ranges["scene"] == [0, None] and ranges["piqe"] is None
+
+
+def test_the_table_of_tasks_is_that_of_the_summary(tmp_path):
+    run, scores = make_run(tmp_path / "run"), ([0.0] * 4, [0.0071, 0.0062] * 2)
+    prompts = [Prompt(f"p{i}", metadata={"task": "ab"[i % 2]}) for i in range(4)]
+    before, after = (Measured(prompts, {"scene": values}, torch.empty(0)) for values in scores)
+    (run / "summary.json").write_text(json.dumps(finite({"compared": compared(before, after, 1)})))
+    [rows] = report.data(run)["tasks"].values()
+    assert [row[0] for row in rows] == ["a", "b", "all prompts"]
+    assert rows[0][1:] == ["0.00000 [0.00000, 0.00000]", "0.00710 [0.00710, 0.00710]", "+0.00710 [+0.00710, +0.00710]"]
+
+
 def test_the_end_is_a_point_of_the_curve_where_its_epoch_was_not_measured(tmp_path):
     charts = {chart["title"]: chart["series"] for chart in report.data(make_run(tmp_path / "run", epochs=5))["charts"]}
     assert charts["scene"][1] == {"label": "held-out prompts", "x": [0, 2, 4, 5], "y": [0.125, 0.5, 0.5, 2.75 / 3]}
@@ -165,24 +198,41 @@ def judged(was: dict, now: dict, rewards: dict, samples: int = 1):
 
 def test_changes_by_hand():
     _, [change] = judged({"a": [0.0, 0.0, 1.0, None, 0.5]}, {"a": [1.0, 0.5, 1.0, 0.3, None]}, {"a": 1.0})
-    assert (change.before, change.count, change.weight) == (1 / 3, 3, 1.0)
-    assert change.now == pytest.approx(2.5 / 3) and change.change == pytest.approx(0.5)
-    assert change.error == pytest.approx(math.sqrt((0.25 + 0.25) / 2 / 3))  # of 1, 0.5, 0
-    assert change.way == 0  # 0.5 is less than two of 0.289
+    assert (change.before.mean, change.count, change.weight) == (pytest.approx(1 / 3), 3, 1.0)
+    assert change.now.mean == pytest.approx(2.5 / 3) and change.change.mean == pytest.approx(0.5)
+    assert (change.change.low, change.change.high) == (0.0, 1.0)  # of 1, 0.5, 0
+    assert change.way == 0 and change.few
 
 
-@pytest.mark.parametrize("now, digits", [(0.0, 3), (1.5, 3), (0.02, 3), (0.0034, 4), (-0.0001, 5), (1e-9, 6)])
+@pytest.mark.parametrize("now, digits", [(0.0, 3), (1.5, 3), (0.12, 3), (0.0034, 5), (-0.0001, 6), (1e-9, 6)])
 def test_a_small_change_is_shown_with_more_decimals(now, digits):
     _, [change] = judged({"a": [0.0]}, {"a": [now]}, {"a": 1.0})
     assert change.digits == digits
 
 
+def test_a_card_has_aligned_lines_with_intervals():
+    _, [change] = judged({"a": [0.25, 0.75] * 12}, {"a": [0.5] * 24}, {"a": 1.0})
+    before, now, moved = change.told()["lines"]
+    assert before[:2] == ["before", "0.500"] and now == ["now", "0.500", "[0.500, 0.500]"]
+    assert before[2] == "[0.396, 0.604]" and moved == ["change", "0.000", "[-0.104, +0.104]"]
+    assert change.told()["way"] == 0
+
+
 def test_pictures_of_one_prompt_are_not_counted_as_independent():
     _, [change] = judged({"a": [0.0] * 6}, {"a": [1.0, 1.0, 0.0, 0.0, 0.5, None]}, {"a": 1.0}, samples=2)
-    assert change.error == pytest.approx(0.5 / math.sqrt(3)) and change.change == pytest.approx(0.5)
+    assert change.change.prompts == 3 and change.count == 5 and change.change.mean == pytest.approx(0.5)
 
 
-UP, DOWN, SAME = ([0.1, 0.2, 0.3], [0.5, 0.7, 0.8]), ([0.5, 0.7, 0.8], [0.1, 0.2, 0.3]), ([0.1, 0.2], [0.2, 0.1])
+def test_few_prompts_allow_no_verdict():
+    config, [few] = judged({"a": [0.1] * 19}, {"a": [0.8] * 19}, {"a": 1.0})
+    _, [enough] = judged({"a": [0.1] * 20}, {"a": [0.8] * 20}, {"a": 1.0})
+    assert (few.way, enough.way) == (0, 1)
+    said = verdict.sentences(config, [{"epoch": 1, "evaluations": 5, "seconds": 3.0}], [few], {}, True)[1]
+    assert said["text"].endswith("(+0.700, 95 %: +0.700 to +0.700): too few prompts to tell (at least 20).")
+
+
+LOW, HIGH = [0.1, 0.2, 0.3] * 8, [0.5, 0.7, 0.8] * 8
+UP, DOWN, SAME = (LOW, HIGH), (HIGH, LOW), ([0.1, 0.2] * 12, [0.2, 0.1] * 12)
 
 
 @pytest.mark.parametrize("trained, weight, watched, hinted", [
@@ -199,13 +249,17 @@ def test_reward_hacking_is_hinted_at(trained, weight, watched, hinted):
 
 def test_the_summary_in_words(tmp_path):
     run = make_run(tmp_path / "run")
+    snapshots.stage(run, "before", 0, measured(*[0.0, 0.25] * 12, math.nan))
+    snapshots.stage(run, "after", 4, measured(*[1.0, 0.75] * 12, 1.0, watched=0.25))
     last = {"epoch": 4, "best": [], "worst": [], "first_ratio": {"found": 2e-8, "limit": 1e-6, "rescored": False}}
     snapshots.write(run / "report" / "last.json", last)
     told = [each["text"] for each in report.data(run)["sentences"]]
     assert told[0] == ("starter was aligned to scene (weight 2) with mix_grpo: 4 of 4 epochs, 40 denoiser evaluations, "
                        "6 s of training.")
-    assert told[1] == "scene, trained on, rose from 0.125 to 0.875 on 2 held-out pictures."
-    assert told[2] == "piqe, only watched, fell from 0.500 to 0.250 on 3 held-out pictures."
+    assert told[1] == ("scene, trained on, rose from 0.125 to 0.875 on 24 held-out pictures (+0.750, 95 %: +0.646 to "
+                       "+0.854).")
+    assert told[2] == ("piqe, only watched, fell from 0.500 to 0.250 on 25 held-out pictures (-0.250, 95 %: -0.250 to "
+                       "-0.250).")
     assert told[3].startswith("Possible reward hacking")
     assert "was 2.0e-08 (at most 1.0e-06 is right)" in told[4]
 
