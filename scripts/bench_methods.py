@@ -15,6 +15,7 @@ from typing import Any
 from bench_starter import MEASURED, arguments, run_all, table
 from first_ratio import METHODS as RECORDED
 
+from flowgrpo.evaluation.pages import figures
 from flowgrpo.methods import preset
 from flowgrpo.methods.presets import suited
 from flowgrpo.methods.targets import JointDensity, RecordedSteps
@@ -61,23 +62,17 @@ def losers(results: list[dict[str, Any]]) -> list[str]:
 
 def plot(results: list[dict[str, Any]], path: Path) -> None:
     """Held-out accuracy against denoiser evaluations and against seconds of training, the mean over seeds."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 6.5), sharey=True, layout="constrained")
-    for place, method in enumerate(dict.fromkeys(found["method"] for found in results)):
-        evaluations, seconds, accuracy = zip(*course(results, method))
-        style = {"color": "black", "lw": 2.5} if method == PARENT else {
-            "color": f"C{place % 10}", "lw": 1.3, "ls": ("-", "--", ":", "-.")[place // 10 % 4]}
-        left.plot(evaluations, accuracy, marker=".", label=method, **style)
-        right.plot(seconds, accuracy, marker=".", **style)
-    left.set(xlabel="denoiser evaluations", ylabel=f"held-out accuracy ({MEASURED}, strict)")
-    right.set(xlabel="seconds of training")
-    figure.legend(frameon=False, loc="outside right center", fontsize=8)
-    figure.savefig(path, dpi=130)
-    pyplot.close(figure)
+    with figures.styled() as pyplot:
+        figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 6.5), sharey=True)
+        for number, method in enumerate(dict.fromkeys(run["method"] for run in results)):
+            evaluations, seconds, accuracy = zip(*course(results, method))
+            style = {"color": figures.INK, "lw": 2.8} if method == PARENT else figures.line_style(number) | {"lw": 1.3}
+            left.plot(evaluations, accuracy, marker=".", label=method, **style)
+            right.plot(seconds, accuracy, marker=".", **style)
+        left.set(xlabel="denoiser evaluations", ylabel=f"held-out accuracy ({MEASURED}, strict)")
+        right.set(xlabel="seconds of training")
+        figure.legend(loc="outside right center", fontsize=8)
+        figures.save(figure, path)
 
 
 PAGE = """# Benchmark

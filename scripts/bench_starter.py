@@ -36,6 +36,7 @@ from flowgrpo.config.sections import Adapter
 from flowgrpo.data import splits
 from flowgrpo.device import pick_device
 from flowgrpo.evaluation import measured
+from flowgrpo.evaluation.pages import figures
 from flowgrpo.methods import validate
 from flowgrpo.methods.method import Method
 from flowgrpo.methods.targets import LatentEdits
@@ -202,30 +203,24 @@ def table(results: list[dict[str, Any]], base: dict[str, Any]) -> str:
 
 def plot(results: list[dict[str, Any]], base: dict[str, Any], path: Path) -> None:
     """Training reward over evaluations (a line per run), and held-out accuracy per method (a dot per run)."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
-    names = dict.fromkeys(found["method"] for found in results)
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, max(4, 0.3 * len(names))), width_ratios=(3, 2),
-                                            layout="constrained")
-    for place, method in enumerate(names):
-        runs = [found for found in results if found["method"] == method]
-        for run in runs:
-            at, reward = zip(*run["curve"])
-            left.plot(at, _smooth(reward), color=f"C{place}", lw=1, label=method if run is runs[0] else None)
-        scores = [run["accuracy"] for run in runs]
-        right.plot(scores, [place] * len(scores), "o", color=f"C{place}", alpha=0.6)
-        right.plot(mean(scores), place, "|", color=f"C{place}", ms=22, mew=2)
-    right.axvline(base["best"], color="black", lw=1, ls="--", label=f"base, guidance {base['best_guidance']:g}")
-    right.set(xlabel="held-out accuracy (strict)", yticks=range(place + 1), ylim=(place + 0.5, -0.5),
-              yticklabels=names)
-    left.set(xlabel="denoiser evaluations", ylabel="training reward (mean over 10 epochs)")
-    left.legend(frameon=False)
-    right.legend(frameon=False)
-    figure.savefig(path, dpi=140)
-    pyplot.close(figure)
+    names = dict.fromkeys(run["method"] for run in results)
+    with figures.styled() as pyplot:
+        figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, max(4, 0.3 * len(names))), width_ratios=(3, 2))
+        for place, method in enumerate(names):
+            runs, style = [run for run in results if run["method"] == method], figures.line_style(place)
+            for run in runs:
+                at, reward = zip(*run["curve"])
+                left.plot(at, _smooth(reward), **style, lw=1, label=method if run is runs[0] else None)
+            scores = [run["accuracy"] for run in runs]
+            right.plot(scores, [place] * len(scores), "o", color=style["color"], alpha=0.6)
+            right.plot(mean(scores), place, "|", color=style["color"], ms=22, mew=2)
+        right.axvline(base["best"], color=figures.INK, lw=1, ls="--", label=f"base, guidance {base['best_guidance']:g}")
+        right.set(xlabel="held-out accuracy (strict)", yticks=range(len(names)), ylim=(len(names) - 0.5, -0.5),
+                  yticklabels=names)
+        left.set(xlabel="denoiser evaluations", ylabel="training reward (mean over 10 epochs)")
+        left.legend()
+        right.legend()
+        figures.save(figure, path)
 
 
 def _smooth(values: tuple[float, ...], width: int = 10) -> list[float]:

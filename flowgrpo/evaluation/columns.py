@@ -24,7 +24,7 @@ from flowgrpo.errors import UserError
 from flowgrpo.evaluation import images, texts
 from flowgrpo.evaluation.checkpoints import run_config
 from flowgrpo.evaluation.measured import spread
-from flowgrpo.evaluation.pages.before_after import captions
+from flowgrpo.evaluation.pages.before_after import captions, means_of
 from flowgrpo.evaluation.pages.grid import Row, draw_grid
 from flowgrpo.evaluation.pages.html_page import write_page, write_table
 from flowgrpo.policies import build
@@ -88,8 +88,10 @@ def columns(run: str | Path, kind: str, values: Sequence[str], prompts: str | Pa
     rows = [Row(prompt.text, [pictures[i] for pictures in drawn],
                 [dict(zip(functions, values[i].tolist())) for values in scores]) for i, prompt in enumerate(shown)]
     names, title = [column.name for column in chosen], f"{config.name}: {kind}"
-    first = write_table(output.with_suffix(".md"), title, names, rows) if written else draw_grid(output, names, rows)
-    return [first, write_page(output.with_suffix(".html"), title, names, rows)]
+    means = means_of([dict(zip(functions, values.T[:, :, None].numpy())) for values in scores])
+    first = write_table(output.with_suffix(".md"), title, names, rows, means) if written else \
+        draw_grid(output, names, rows, means)
+    return [first, write_page(output.with_suffix(".html"), title, names, rows, means)]
 
 
 # --- the kinds -------------------------------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ from flowgrpo.evaluation import draw, findings, held_out, images, measured, text
 from flowgrpo.evaluation.checkpoints import config_of
 from flowgrpo.evaluation.ledger import BaseLedger, Place
 from flowgrpo.evaluation.pages import rlg_sweep
+from flowgrpo.evaluation.pages.before_after import means_of
 from flowgrpo.evaluation.pages.grid import Row, draw_grid
 from flowgrpo.evaluation.pass_at_k import tries, verdicts
 from flowgrpo.evaluation.plan import BASE, TUNED, Medium, Plan, digest
@@ -257,4 +258,4 @@ def _page(plan: Plan, suite: Suite, scores: dict[str, dict[str, np.ndarray]], le
     rows = [Row(suite.cases[i].prompt.text, [ledger.load(Place(arm, i, 0)) for arm in plan.arms],
                 [{name: float(values[i, 0]) for name, values in scores[arm].items()} for arm in plan.arms])
             for i in measured.evenly(len(suite.cases), SHOWN)]
-    draw_grid(ledger.folder / "grid.png", list(plan.arms), rows)
+    draw_grid(ledger.folder / "grid.png", list(plan.arms), rows, means_of([scores[arm] for arm in plan.arms]))

@@ -24,7 +24,7 @@ from flowgrpo.data.prompts import Prompt
 from flowgrpo.evaluation.compared import cells, compared
 from flowgrpo.evaluation.measured import EVAL_SEED, Generating, Measured, measure, spread
 from flowgrpo.evaluation.nouns import SAMPLE
-from flowgrpo.evaluation.pages.before_after import cards, draw_pairs
+from flowgrpo.evaluation.pages.before_after import arrays, cards, draw_pairs, means_of
 from flowgrpo.evaluation.pages.clips import tall, untall
 from flowgrpo.evaluation.pages.grid import Row, draw_grid
 from flowgrpo.evaluation.report import report, snapshots
@@ -156,7 +156,8 @@ def sample_pictures(trainer: Trainer, functions: dict[str, Any], folder: Path) -
     if trainer.processes.first:
         (folder / "samples").mkdir(exist_ok=True)
         rows = [Row(text, [picture], [scores]) for text, picture, scores in cards(measured)]
-        draw_grid(folder / "samples" / f"epoch-{trainer.epoch:05d}.png", [f"epoch {trainer.epoch}"], rows)
+        draw_grid(folder / "samples" / f"epoch-{trainer.epoch:05d}.png", [f"epoch {trainer.epoch}"], rows,
+                  means_of([arrays(measured)]))
         snapshots.stage(folder, f"epoch-{trainer.epoch:05d}", trainer.epoch, measured)
     return {f"held_out/{name}": value for name, value in measured.mean().items()}
 

@@ -72,13 +72,13 @@ class Page(HTMLParser):
             head, code = given["src"].split(",")
             self.pictures.append(np.asarray(Image.open(io.BytesIO(base64.b64decode(code))).convert("RGB")).astype(int))
         self.outside += [value for key, value in attributes if key in ("src", "href") and not value.startswith("data:")]
-        self.stack += [tag] if tag not in ("img", "meta", "br") else []
+        self.stack += [tag] if tag not in ("img", "meta", "br", "wbr") else []
 
     def handle_endtag(self, tag):
         assert self.stack.pop() == tag
 
     def handle_data(self, text):
-        self.texts += [(self.stack[-1], text)] if text.strip() and self.stack[-1] in ("th", "dt", "dd") else []
+        self.texts += [(self.stack[-1], text)] if text.strip() and self.stack[-1] in ("th", "span", "dt", "dd") else []
 
 
 def drawn(run, kind, values, folder, count=2, seed=0) -> tuple[Page, list[str]]:
@@ -155,8 +155,11 @@ def test_a_page_is_the_same_every_time_and_has_scores(runs, tmp_path):
     for name in ("page.png", "page.html"):
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
     page = Page(tmp_path / "a" / "page.html")
-    numbers = [text for tag, text in page.texts if tag == "dd"]
-    assert numbers == [f"{picture.mean() / 255:.3f}" for picture in page.pictures]  # `bright`, of enlarged pixels
+    numbers = [text.lstrip("\u25b2\u25bc ") for tag, text in page.texts if tag == "dd"]
+    means = [picture.mean() / 255 for picture in page.pictures]  # `bright`, of enlarged pixels
+    assert numbers[:len(means)] == [f"{mean:.3f}" for mean in means]
+    assert numbers[len(means):] == [f"{np.mean(means[column::2]):.3f}" for column in (0, 1)]
+    assert ("span", "mean of 2 prompts, 95 % interval") in page.texts
 
 
 BESIDE = """
@@ -176,8 +179,8 @@ def test_a_reward_that_compares_with_the_base_sees_that_of_its_column(runs, mode
         told = (run / "config.yaml").read_text().replace("bright.py:bright", "far.py:far")
         (run / "config.yaml").write_text(told)
         page, _ = drawn(run, "guidance", ["1", "4.5"], run)
-        values = [float(text) for tag, text in page.texts if tag == "dd"]
-        assert len(values) == 4 and (values == [0.0] * 4 if not change else min(values) > 0)
+        values = [float(text.lstrip("\u25b2\u25bc ")) for tag, text in page.texts if tag == "dd"]
+        assert len(values) == 6 and (values == [0.0] * 6 if not change else min(values) > 0)
 
 
 @pytest.mark.parametrize("kind, values, told", [
@@ -235,10 +238,10 @@ def test_an_html_page_escapes_and_colours(tmp_path):
                 [{"x/r<1": 0.2}, {"x/r<1": 0.8}, {"x/r<1": 0.1}])]
     text = write_page(tmp_path / "p.html", "<t>", ["a", "b<", "c"], rows).read_text()
     page = Page(tmp_path / "p.html")
-    assert [text for _, text in page.texts] == ["a", "b<", "c", 'a <b>"cat"</b> & dog', "r<1", "0.200", "r<1", "0.800",
-                                                "r<1", "0.100"]
+    assert [text for _, text in page.texts] == ["a", "b<", "c", 'a <b>"cat"</b> & dog', "r<1", "0.200", "r<1",
+                                                "\u25b2 0.800", "r<1", "\u25bc 0.100"]
     assert [tuple(picture[5, 5]) for picture in page.pictures] == [(255, 0, 0), (0, 0, 255), (0, 255, 0)]
-    assert '<dd class="rose">0.800' in text and '<dd class="fell">0.100' in text and "<dd>0.200" in text
+    assert '<dd class="rose">\u25b2 0.800' in text and '<dd class="fell">\u25bc 0.100' in text and "<dd>0.200" in text
 
 
 def test_clips_move_on_an_html_page(tmp_path):

@@ -47,8 +47,9 @@ def drawn(run, kind, *values, tmp_path):
     written = columns.columns(run, kind, values, run.parent / "prompts.txt", 6, 0, tmp_path / "page.png")
     assert [file.name for file in written] == ["page.md", "page.html"]
     lines = [line.strip("| \n").split(" | ") for line in written[0].read_text().splitlines()[2:]]
+    assert lines[-1][0] == "mean of 6 prompts, 95 % interval" and "[" in lines[-1][1]
     page = written[1].read_text()
-    found = {name: [line[i].partition("<br>")[0] for line in lines[2:]] for i, name in enumerate(lines[0])}
+    found = {name: [line[i].partition("<br>")[0] for line in lines[2:-1]] for i, name in enumerate(lines[0])}
     assert all(f"<p>{html.escape(text)}</p>" in page for name in found for text in found[name] if name != "prompt")
     return found
 
@@ -90,4 +91,5 @@ def test_a_table_says_what_its_texts_say(tmp_path):
     assert told == ("# title\n\n| prompt | one | two |\n| --- | --- | --- |\n"
                     "| a\\|b | x \\*y\\*<br>&lt;b&gt;\\|<br>f.py:right 0.500 | 2\\_3<br>f.py:right 1.000 |\n")
     page = write_page(tmp_path / "page.html", "title", ["one", "two"], [row]).read_text()
-    assert "<p>x *y*\n&lt;b&gt;|</p>" in page and '<dd class="rose">1.000</dd>' in page
+    assert "<p>x *y*\n&lt;b&gt;|</p>" in page and '<dd class="rose">\u25b2 1.000</dd>' in page
+    assert page.index("a|b") < page.index("x *y*")

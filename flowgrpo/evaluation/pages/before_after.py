@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import torch
 
 from flowgrpo import rewards
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation.measured import Measured, evenly
-from flowgrpo.evaluation.pages.grid import Row, draw_grid
+from flowgrpo.evaluation.pages.grid import Row, Summary, draw_grid
+from flowgrpo.evaluation.statistics import interval, method_of
 
 
 def captions(functions: dict[str, Any], samples: torch.Tensor | Sequence[str], prompts: Sequence[Prompt],
@@ -30,10 +32,28 @@ def captions(functions: dict[str, Any], samples: torch.Tensor | Sequence[str], p
     return torch.cat(columns, 1)
 
 
-def draw_pairs(path: Path, base: Measured, after: Measured, names: tuple[str, str] = ("before", "after")) -> None:
-    """Write the grid PNG: base and tuned pictures of the same prompts and seeds, with their scores."""
+def draw_pairs(path: Path, base: Measured, after: Measured, names: tuple[str, str] = ("before", "after"),
+               facts: Mapping[str, str] | None = None) -> None:
+    """Write the grid PNG: base and tuned pictures of the same prompts and seeds, with their scores, and the means of
+    all measured prompts. facts: text chunks of the PNG."""
     rows = [Row(text, [old, new], [was, now]) for (text, old, was), (_, new, now) in zip(cards(base), cards(after))]
-    draw_grid(path, names, rows)
+    draw_grid(path, names, rows, means_of([arrays(base), arrays(after)]), facts)
+
+
+def means_of(columns: Sequence[Mapping[str, np.ndarray]]) -> Summary | None:
+    """Return the means of columns of scores [N, S] by reward; None for a single prompt, or without rewards."""
+    prompts = max((len(scores) for scores in columns[0].values()), default=0)
+    if prompts < 2:
+        return None
+    methods = {name: method_of(*(column[name] for column in columns)) for name in columns[0]}
+    return Summary(prompts, [{name: interval(scores, methods[name]) for name, scores in column.items()}
+                             for column in columns])
+
+
+def arrays(measured: Measured) -> dict[str, np.ndarray]:
+    """Return the scores [N, S] of N prompts by reward."""
+    prompts = len({id(prompt) for prompt in measured.prompts})
+    return {name: np.array(values).reshape(prompts, -1) for name, values in measured.scores.items()}
 
 
 def cards(measured: Measured) -> list[tuple[str, torch.Tensor, dict[str, float]]]:

@@ -1,26 +1,30 @@
 """Pages of pictures: before and after side by side with their scores, or a plain contact sheet.
 
-A page has one card per prompt: the pictures in a row, each above its scores, and the prompt below. Small pictures are
-enlarged by whole factors and large ones shrunk, so that a page of a dozen prompts fits a screen. Clips are shown as
-frames side by side, and the same page is also written as an animation.
+A page has one card per prompt: the pictures in a row, each above its scores, and the prompt below; of texts the prompt
+is above. Small pictures are enlarged by whole factors and large ones shrunk, so that a page of a dozen prompts fits a
+screen. Clips are shown as frames side by side, and the same page is also written as an animation.
 """
 
 from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from PIL import Image, ImageDraw
+from PIL.PngImagePlugin import PngInfo
 
+from flowgrpo.evaluation.numbers import bounds, decimals, fixed
 from flowgrpo.evaluation.pages.clips import animate, as_image, moving, still
 from flowgrpo.evaluation.pages.fonts import WORDS, Font
 
 if TYPE_CHECKING:
     import torch
+
+    from flowgrpo.evaluation.statistics import Interval
 
 SMALLEST, LARGEST = 160, 256  # longer side of a picture on the page, in pixels
 FRAME_SMALLEST, FRAME_LARGEST, FRAMES, BETWEEN_FRAMES = 80, 160, 5, 2  # of a clip's frames, side by side
@@ -42,28 +46,64 @@ class Row:
     scores: Sequence[dict[str, float]]
 
 
-def draw_grid(path: str | Path, columns: Sequence[str], rows: Sequence[Row]) -> Path:
+@dataclass(frozen=True)
+class Summary:
+    """Means of a page's columns over so many prompts, by reward, with intervals."""
+
+    prompts: int
+    columns: Sequence[Mapping[str, Interval]]
+
+    @property
+    def label(self) -> str:
+        return f"mean of {self.prompts} prompts, 95 % interval"
+
+
+def draw_grid(path: str | Path, columns: Sequence[str], rows: Sequence[Row], summary: Summary | None = None,
+              facts: Mapping[str, str] | None = None) -> Path:
     """Write a PNG with a card per row, several cards side by side, and the columns' names above the pictures. With
     clips, also write an animated WebP of the same name.
 
-    A score is green if above that of the row's first picture, red if below; NaN is printed as n/a.
+    A score is green with a triangle up if above that of the row's first picture, red with one down if below; NaN is
+    printed as n/a. summary: printed at the end. facts: text chunks of the PNG.
     """
     assert rows and all(len(row.images) == len(row.scores) == len(columns) for row in rows)
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    _drawn(columns, rows).save(path, format="PNG")
+    chunks = PngInfo()
+    for key, text in (facts or {}).items():
+        chunks.add_text(key, text)
+    _drawn(columns, rows, summary).save(path, format="PNG", pnginfo=chunks)
     if moments := moving([image for row in rows for image in row.images]):
         stills = ([replace(row, images=[_still(image, at) for image in row.images]) for row in rows] for at in moments)
-        animate(path.with_suffix(".webp"), [_drawn(columns, at) for at in stills])
+        animate(path.with_suffix(".webp"), [_drawn(columns, at, summary) for at in stills])
     return path
 
 
-def _drawn(columns: Sequence[str], rows: Sequence[Row]) -> Image.Image:
+def digits_of(rows: Sequence[Row]) -> dict[str, int]:
+    """Return the decimals of each reward on a page."""
+    names = dict.fromkeys(name for row in rows for scores in row.scores for name in scores)
+    return {name: decimals(scores.get(name) for row in rows for scores in row.scores) for name in names}
+
+
+def moved(value: float, before: float, digits: int) -> int:
+    """Return 1 if a value is shown above the one before, -1 below, 0 otherwise."""
+    if math.isnan(value) or math.isnan(before) or shown(value, digits) == shown(before, digits):
+        return 0
+    return 1 if value > before else -1
+
+
+def shown(value: float, digits: int) -> str:
+    """Return a score as text, n/a for NaN."""
+    return "n/a" if math.isnan(value) else fixed(value, digits)
+
+
+def _drawn(columns: Sequence[str], rows: Sequence[Row], summary: Summary | None) -> Image.Image:
     pictures = [[_tile(image) for image in row.images] for row in rows]
     cell = tuple(max(picture.size[axis] for line in pictures for picture in line) for axis in (0, 1))
-    cell = max(cell[0], SMALLEST), cell[1]
-    cards = [_card(row, line, cell) for row, line in zip(rows, pictures)]
-    return _page(cards, columns if any(columns) else (), cell)
+    cell, digits = (max(cell[0], SMALLEST), cell[1]), digits_of(rows)
+    cards = [_card(row, line, cell, digits) for row, line in zip(rows, pictures)]
+    end = _summary(summary, columns, cell[0], cards[0].width, digits) if summary else None
+    return _page(cards, columns if any(columns) else (), cell, end)
 
 
 def _still(image: torch.Tensor | str, moment: float) -> torch.Tensor:
@@ -118,30 +158,32 @@ def _strip(clip: torch.Tensor) -> Image.Image:
     return strip
 
 
-def _card(row: Row, pictures: Sequence[Image.Image], cell: tuple[int, int]) -> Image.Image:
+def _card(row: Row, pictures: Sequence[Image.Image], cell: tuple[int, int], digits: Mapping[str, int]) -> Image.Image:
     width = len(pictures) * (cell[0] + BETWEEN_PICTURES) - BETWEEN_PICTURES
     caption = _wrap(row.caption, CAPTION, width)
-    lines = max(len(scores) for scores in row.scores)
-    below = cell[1] + 8
+    told, lines = len(caption) * CAPTION.height, max(len(scores) for scores in row.scores)
+    above = told + 6 if any(isinstance(image, str) for image in row.images) else 0
+    below = above + cell[1] + 8
     under = below + lines * SCORE.height + (6 if lines else 0)
-    card = Image.new("RGB", (width, under + len(caption) * CAPTION.height), PAPER)
+    card = Image.new("RGB", (width, under + (0 if above else told)), PAPER)
     pen = ImageDraw.Draw(card)
     for column, (picture, scores) in enumerate(zip(pictures, row.scores)):
         left = column * (cell[0] + BETWEEN_PICTURES)
-        corner = left + (cell[0] - picture.width) // 2, (cell[1] - picture.height) // 2
+        corner = left + (cell[0] - picture.width) // 2, above + (0 if above else (cell[1] - picture.height) // 2)
         card.paste(picture, corner)
         pen.rectangle((*corner, corner[0] + picture.width - 1, corner[1] + picture.height - 1), outline=FRAME)
         for line, (name, value) in enumerate(scores.items()):
-            _score(pen, (left, below + line * SCORE.height), cell[0], name, value, row.scores[0].get(name, value))
+            _score(pen, (left, below + line * SCORE.height), cell[0], name, value, row.scores[0].get(name, value),
+                   digits[name])
     for line, text in enumerate(caption):
-        CAPTION.draw(pen, (0, under + line * CAPTION.height), text, INK)
+        CAPTION.draw(pen, (0, (0 if above else under) + line * CAPTION.height), text, INK)
     return card
 
 
-def _score(pen: ImageDraw.ImageDraw, at: tuple[int, int], width: int, name: str, value: float, before: float) -> None:
-    """Draw a line of a score: name on the left, value on the right with a mark if it rose or fell."""
-    text, old = _number(value), _number(before)
-    change = 0 if text == old or math.isnan(value) or math.isnan(before) else 1 if value > before else -1
+def _score(pen: ImageDraw.ImageDraw, at: tuple[int, int], width: int, name: str, value: float, before: float,
+           digits: int) -> None:
+    """Draw a line of a score: name on the left, value on the right with a triangle if it rose or fell."""
+    text, change = shown(value, digits), moved(value, before, digits)
     colour = {1: ROSE, 0: INK, -1: FELL}[change]
     left = at[0] + width - SCORE.getlength(text)
     SCORE.draw(pen, (left, at[1]), text, colour)
@@ -151,13 +193,27 @@ def _score(pen: ImageDraw.ImageDraw, at: tuple[int, int], width: int, name: str,
         pen.polygon([(x - 4, y + 3 * change), (x + 4, y + 3 * change), (x, y - 4 * change)], fill=colour)
 
 
-def _number(value: float) -> str:
-    if math.isnan(value):
-        return "n/a"
-    return f"{value:.3f}" if abs(value) < 10 else f"{value:.1f}"
+def _summary(summary: Summary, columns: Sequence[str], width: int, total: int, digits: Mapping[str, int]
+             ) -> Image.Image:
+    """Draw the columns' means, each above its interval, below a rule."""
+    top, line = 10 + HEADING.height + CAPTION.height, 2 * SCORE.height
+    card = Image.new("RGB", (total, top + line * len(summary.columns[0])), PAPER)
+    pen = ImageDraw.Draw(card)
+    pen.line((0, 0, total, 0), fill=FRAME)
+    CAPTION.draw(pen, (0, 8), _shorten(summary.label, CAPTION, total), INK)
+    _headings(pen, (0, 8 + CAPTION.height), columns, width)
+    for column, means in enumerate(summary.columns):
+        left = column * (width + BETWEEN_PICTURES)
+        for place, (name, of) in enumerate(means.items()):
+            first, at = summary.columns[0][name].mean, top + place * line
+            _score(pen, (left, at), width, name, of.mean, first, digits[name])
+            text = bounds(of.low, of.high, digits[name])
+            SCORE.draw(pen, (left + width - SCORE.getlength(text), at + SCORE.height), text, FAINT)
+    return card
 
 
-def _page(cards: Sequence[Image.Image], columns: Sequence[str], cell: tuple[int, int]) -> Image.Image:
+def _page(cards: Sequence[Image.Image], columns: Sequence[str], cell: tuple[int, int], end: Image.Image | None
+          ) -> Image.Image:
     table = len(columns) > BESIDE
     across = 1 if table else min(range(1, len(cards) + 1), key=lambda n: _misfit(cards, n))
     lines = [cards[start:start + across] for start in range(0, len(cards), across)]
@@ -165,7 +221,8 @@ def _page(cards: Sequence[Image.Image], columns: Sequence[str], cell: tuple[int,
     head = HEADING.height + 6
     width = 2 * MARGIN + across * (cards[0].width + BETWEEN_CARDS) - BETWEEN_CARDS
     height = sum(max(card.height for card in line) + BETWEEN_CARDS for line in lines) - BETWEEN_CARDS
-    page = Image.new("RGB", (width, 2 * MARGIN + len(headed) * head + height), PAPER)
+    last = end.height + BETWEEN_CARDS if end else 0
+    page = Image.new("RGB", (width, 2 * MARGIN + len(headed) * head + height + last), PAPER)
     top = MARGIN
     for number, line in enumerate(lines):
         if number in headed:
@@ -176,6 +233,8 @@ def _page(cards: Sequence[Image.Image], columns: Sequence[str], cell: tuple[int,
         for place, card in enumerate(line):
             page.paste(card, (MARGIN + place * (card.width + BETWEEN_CARDS), top))
         top += max(card.height for card in line) + BETWEEN_CARDS
+    if end:
+        page.paste(end, (MARGIN, top))
     return page
 
 
@@ -190,8 +249,7 @@ def _misfit(cards: Sequence[Image.Image], across: int) -> float:
 def _headings(pen: ImageDraw.ImageDraw, at: tuple[int, int], columns: Sequence[str], width: int) -> None:
     for column, name in enumerate(columns):
         heading = _shorten(name, HEADING, width)
-        left = at[0] + column * (width + BETWEEN_PICTURES) + (width - HEADING.getlength(heading)) // 2
-        HEADING.draw(pen, (left, at[1]), heading, INK)
+        HEADING.draw(pen, (at[0] + column * (width + BETWEEN_PICTURES), at[1]), heading, INK)
 
 
 def _wrap(text: str, font: Font, width: int, most: int = 4) -> list[str]:

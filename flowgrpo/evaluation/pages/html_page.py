@@ -1,5 +1,5 @@
-"""Self-contained HTML page of pictures or texts: a line per prompt, a column per sample. Texts are also written as a
-Markdown table.
+"""Self-contained HTML page of pictures or texts: a row below each prompt, a column per sample. Texts are also written
+as a Markdown table.
 
 The columns' names stay visible while scrolling, and the page can be wider than the screen.
 """
@@ -9,71 +9,104 @@ from __future__ import annotations
 import base64
 import html
 import io
-import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from flowgrpo.evaluation.numbers import bounds, ranged
 from flowgrpo.evaluation.pages import grid
 
 if TYPE_CHECKING:
     import torch
 
+    from flowgrpo.evaluation.statistics import Interval
+
 HEAD = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
 <title>{title}</title>
 <style>
-:root {{ color-scheme: light; font: 14px/1.4 system-ui, sans-serif; color: #1f2328; background: #fff; }}
-body {{ margin: 0; }}
-h1 {{ font-size: 18px; margin: 16px; }}
-table {{ border-collapse: separate; border-spacing: 8px 12px; }}
-thead th {{ position: sticky; top: 0; background: #fff; padding: 6px 0; z-index: 1; }}
-tbody th {{ text-align: left; font-weight: normal; vertical-align: top; min-width: 9em; max-width: 16em; }}
-td {{ vertical-align: top; }}
-img {{ display: block; border: 1px solid #d5d8dd; image-rendering: {rendering}; }}
-p {{ white-space: pre-wrap; overflow-wrap: anywhere; min-width: 12em; max-width: 40em; margin: 0; padding: 6px 8px;
-  background: #f4f5f7; border: 1px solid #d5d8dd; }}
-dl {{ display: grid; grid-template-columns: 1fr auto; margin: 4px 0 0; font-size: 13px; }}
-dt {{ color: #6b7280; overflow-wrap: anywhere; }}
-dd {{ margin: 0 0 0 8px; text-align: right; font-variant-numeric: tabular-nums; }}
-.rose {{ color: #15803d; }}
-.fell {{ color: #c0262d; }}
-</style></head><body>
+:root {{ font: 14px/1.4 system-ui, sans-serif;
+  --paper: #fcfcfb; --card: #ffffff; --ink: #1f2328; --faint: #5c636d; --line: #d9dce1;
+  --rose: #15703a; --fell: #a8320f; }}
+@media (prefers-color-scheme: dark) {{ :root {{
+  --paper: #14171b; --card: #1c2026; --ink: #e6e8eb; --faint: #a0a7b1; --line: #363c45; --rose: #63cf8d;
+  --fell: #ffa37a; }} }}
+body {{ margin: 0; background: var(--paper); color: var(--ink); }}
+main {{ width: fit-content; min-width: min(100%, 40em); margin: 0 auto; padding: 20px 16px 64px;
+  box-sizing: border-box; }}
+h1 {{ font-size: 1.4rem; margin: 0 0 8px; overflow-wrap: anywhere; position: sticky; left: 16px; }}
+table {{ border-collapse: collapse; }}
+thead th {{ position: sticky; top: 0; z-index: 1; padding: 6px 14px 6px 0; text-align: left;
+  background: var(--paper); }}
+.prompt th {{ text-align: left; font-weight: 600; padding: 14px 0 6px; overflow-wrap: anywhere; }}
+.prompt span {{ display: block; position: sticky; left: 16px; max-width: min(60em, calc(100vw - 32px));
+  white-space: pre-wrap; }}
+td {{ vertical-align: top; padding: 0 14px 8px 0; min-width: 11em; }}
+img {{ display: block; border: 1px solid var(--line); border-radius: 4px; image-rendering: {rendering}; }}
+p {{ white-space: pre-wrap; overflow-wrap: anywhere; min-width: 8em; max-width: 40em; margin: 0; padding: 6px 8px;
+  background: var(--card); border: 1px solid var(--line); border-radius: 4px; }}
+dl {{ display: grid; grid-template-columns: 1fr auto; margin: 4px 0 0; font-size: 13px; gap: 0 8px; }}
+dt {{ color: var(--faint); overflow-wrap: break-word; min-width: 0; }}
+dd {{ margin: 0; text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }}
+dd small {{ display: block; color: var(--faint); }}
+.rose {{ color: var(--rose); }}
+.fell {{ color: var(--fell); }}
+</style></head><body><main>
 <h1>{title}</h1>
-<table><thead><tr><th></th>{columns}</tr></thead><tbody>
+<table><thead><tr>{columns}</tr></thead><tbody>
 """
+MARKS = {1: ' class="rose">\u25b2 ', 0: ">", -1: ' class="fell">\u25bc '}
 
 
-def write_page(path: str | Path, title: str, columns: Sequence[str], rows: Sequence[grid.Row]) -> Path:
-    """Write the rows under their columns' names. Scores above those of a row's first picture are green, below it red.
+def write_page(path: str | Path, title: str, columns: Sequence[str], rows: Sequence[grid.Row],
+               summary: grid.Summary | None = None) -> Path:
+    """Write the rows under their columns' names, each below its prompt. Scores above those of a row's first picture
+    have a green triangle up, below it a red one down.
 
-    Pictures are resized as on the PNG page (grid.py); clips are animated.
+    Pictures are resized as on the PNG page (grid.py); clips are animated. summary: the last row.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    heads = "".join(f"<th>{html.escape(name)}</th>" for name in columns)
+    heads = "".join(f'<th scope="col">{html.escape(name)}</th>' for name in columns)
     small = all(isinstance(image, str) or max(image.shape[-2:]) < grid.SMALLEST
                 for row in rows for image in row.images)
+    digits = grid.digits_of(rows)
     text = HEAD.format(title=html.escape(title), columns=heads, rendering="pixelated" if small else "auto")
-    path.write_text(text + "".join(map(_row, rows)) + "</tbody></table>\n</body></html>\n", encoding="utf-8")
+    lines = [*(_row(row, digits) for row in rows), *([_means(summary, digits)] if summary else [])]
+    path.write_text(text + "".join(lines) + "</tbody></table>\n</main></body></html>\n", encoding="utf-8")
     return path
 
 
-def write_table(path: str | Path, title: str, columns: Sequence[str], rows: Sequence[grid.Row]) -> Path:
-    """Write texts under their columns' names as a Markdown table, each with its scores below."""
+def write_table(path: str | Path, title: str, columns: Sequence[str], rows: Sequence[grid.Row],
+                summary: grid.Summary | None = None) -> Path:
+    """Write texts under their columns' names as a Markdown table, each with its scores below; summary: the last row."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
+    digits = grid.digits_of(rows)
     lines = [["prompt", *columns], ["---"] * (len(columns) + 1)]
-    lines += [[_cell(row.caption), *map(_scored, row.images, row.scores)] for row in rows]
+    lines += [[_cell(row.caption), *(_scored(image, scores, digits) for image, scores in zip(row.images, row.scores))]
+              for row in rows]
+    if summary:
+        lines.append([summary.label, *(", ".join(f"{_cell(_short(name))} {_ranged(of, digits[name])}"
+                                                 for name, of in means.items()) for means in summary.columns)])
     table = "".join(f"| {' | '.join(line)} |\n" for line in lines)
     path.write_text(f"# {title}\n\n{table}", encoding="utf-8")
     return path
 
 
-def _scored(text: torch.Tensor | str, scores: dict[str, float]) -> str:
+def _short(name: str) -> str:
+    return name.rpartition("/")[2]
+
+
+def _ranged(of: Interval, digits: int) -> str:
+    return ranged(of.mean, of.low, of.high, digits)
+
+
+def _scored(text: torch.Tensor | str, scores: dict[str, float], digits: Mapping[str, int]) -> str:
     assert isinstance(text, str), "a table is of texts"
-    listed = ", ".join(f"{name.rpartition('/')[2]} {grid._number(value)}" for name, value in scores.items())
+    listed = ", ".join(f"{_short(name)} {grid.shown(value, digits[name])}" for name, value in scores.items())
     return f"{_cell(text)}<br>{_cell(listed)}" if listed else _cell(text)
 
 
@@ -83,10 +116,24 @@ def _cell(text: str) -> str:
     return "<br>".join(marked.splitlines())
 
 
-def _row(row: grid.Row) -> str:
-    cells = "".join(f"<td>{_image(image)}{_scores(scores, row.scores[0])}</td>"
+def _row(row: grid.Row, digits: Mapping[str, int]) -> str:
+    cells = "".join(f"<td>{_image(image)}{_scores(scores, row.scores[0], digits)}</td>"
                     for image, scores in zip(row.images, row.scores))
-    return f"<tr><th>{html.escape(row.caption)}</th>{cells}</tr>\n"
+    return _prompt(row.caption, len(row.images)) + f"<tr>{cells}</tr>\n"
+
+
+def _prompt(text: str, columns: int) -> str:
+    return f'<tr class="prompt"><th scope="row" colspan="{columns}"><span>{html.escape(text)}</span></th></tr>'
+
+
+def _means(summary: grid.Summary, digits: Mapping[str, int]) -> str:
+    """Return the last row: the columns' means with intervals."""
+    cells = []
+    for means in summary.columns:
+        lines = (_line(name, of.mean, summary.columns[0][name].mean, digits[name],
+                       f"<small>{bounds(of.low, of.high, digits[name])}</small>") for name, of in means.items())
+        cells.append(f"<td><dl>{''.join(lines)}</dl></td>")
+    return _prompt(summary.label, len(cells)) + f"<tr>{''.join(cells)}</tr>\n"
 
 
 def _image(image: torch.Tensor | str) -> str:
@@ -104,13 +151,12 @@ def _image(image: torch.Tensor | str) -> str:
     return f'<img alt="" width="{first.width}" height="{first.height}" src="data:image/{kind};base64,{code}">'
 
 
-def _scores(scores: dict[str, float], first: dict[str, float]) -> str:
-    if not scores:
-        return ""
-    lines = []
-    for name, value in scores.items():
-        before, shown = first.get(name, value), grid._number(value)
-        same = shown == grid._number(before) or math.isnan(value) or math.isnan(before)
-        way = "" if same else ' class="rose"' if value > before else ' class="fell"'
-        lines.append(f"<dt>{html.escape(name.rpartition('/')[2])}</dt><dd{way}>{shown}</dd>")
-    return f"<dl>{''.join(lines)}</dl>"
+def _scores(scores: dict[str, float], first: dict[str, float], digits: Mapping[str, int]) -> str:
+    lines = (_line(name, value, first.get(name, value), digits[name]) for name, value in scores.items())
+    return f"<dl>{''.join(lines)}</dl>" if scores else ""
+
+
+def _line(name: str, value: float, before: float, digits: int, below: str = "") -> str:
+    mark = MARKS[grid.moved(value, before, digits)]
+    label = re.sub(r"(?<=[_.])", "<wbr>", html.escape(_short(name)))  # a name may break there
+    return f"<dt>{label}</dt><dd{mark}{grid.shown(value, digits)}{below}</dd>"

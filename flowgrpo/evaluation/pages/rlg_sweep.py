@@ -6,7 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from flowgrpo.evaluation.findings import ALL
+from flowgrpo.evaluation.pages import figures
+from flowgrpo.evaluation.statistics import ALL
+
+PANELS = 3
 
 
 class Curve(NamedTuple):
@@ -29,20 +32,24 @@ def curves(arms: Mapping[str, float], results: Mapping[str, Mapping[str, Mapping
 
 
 def plot(curves: Mapping[str, Curve], path: Path) -> None:
-    """Write a PNG with a panel per reward; dashed lines mark the base, 0, and the tuned model, 1."""
-    import matplotlib
+    """Write a PNG with a panel per reward, at most PANELS side by side; dashed lines mark the base, 0, and the tuned
+    model, 1."""
+    across = min(len(curves), PANELS)
+    down = -(-len(curves) // across)
+    with figures.styled() as pyplot:
+        figure, panels = pyplot.subplots(down, across, figsize=(4.2 * across, 3.4 * down), squeeze=False)
+        for panel in list(panels.flat)[len(curves):]:
+            panel.remove()
+        for panel, (reward, curve) in zip(panels.flat, curves.items()):
+            draw(panel, reward, curve)
+        figures.save(figure, path)
 
-    matplotlib.use("agg")
-    from matplotlib import pyplot
 
-    figure, panels = pyplot.subplots(1, len(curves), figsize=(4.5 * len(curves), 3.5), layout="constrained",
-                                     squeeze=False)
-    for panel, (reward, curve) in zip(panels[0], curves.items()):
-        panel.fill_between(curve.weights, curve.lows, curve.highs, alpha=0.2, lw=0)
-        panel.plot(curve.weights, curve.means, "o-")
-        for weight in (0, 1):
-            panel.axvline(weight, color="black", lw=0.8, ls="--", alpha=0.5)
-        panel.set(xlabel="weight of RLG (0 base, 1 tuned)", ylabel="mean, 95 % interval",
-                  title=reward.rpartition("/")[2])
-    figure.savefig(path, dpi=140)
-    pyplot.close(figure)
+def draw(panel: Any, reward: str, curve: Curve) -> None:
+    """Draw one reward's curve, with ticks at its weights."""
+    for weight in (0, 1):
+        panel.axvline(weight, color=figures.FAINT, lw=0.9, ls="--", zorder=1)
+    panel.fill_between(curve.weights, curve.lows, curve.highs, alpha=0.16, lw=0)
+    panel.plot(curve.weights, curve.means, "o-")
+    panel.set_xticks(curve.weights, [f"{weight:g}" for weight in curve.weights])
+    panel.set(xlabel="RLG weight (0 base, 1 tuned)", ylabel="mean, 95 % interval", title=reward.rpartition("/")[2])

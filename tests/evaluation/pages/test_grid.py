@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image, ImageColor, ImageDraw
 
 from flowgrpo.evaluation.pages import fonts, grid
+from flowgrpo.evaluation.pages.before_after import means_of
 from flowgrpo.evaluation.pages.fonts import Font
 from flowgrpo.evaluation.pages.grid import Row, contact, draw_grid
 
@@ -138,3 +140,28 @@ def test_chinese_is_wrapped_between_its_letters():
     lines = grid._wrap(text, grid.CAPTION, 80)
     assert 2 < len(lines) <= 4 and all(grid.CAPTION.getlength(line) <= 80 for line in lines)
     assert "".join("".join(lines).split()) == "".join(text.split()) and "near" in " ".join(lines).split()
+
+
+def test_means_with_intervals_end_a_page(tmp_path):
+    scores = [np.array([[0.2], [0.4]]), np.array([[0.6], [0.9]])]
+    rows = [Row("x", [RED, BLUE], [{"f.py:r": float(column[i, 0])} for column in scores]) for i in range(2)]
+    means = means_of([{"f.py:r": column} for column in scores])
+    assert means.label == "mean of 2 prompts, 95 % interval" and means.columns[1]["f.py:r"].mean == pytest.approx(0.75)
+    plain, page = (Image.open(draw_grid(tmp_path / f"{i}.png", ["a", "b"], rows, summary))
+                   for i, summary in enumerate((None, means)))
+    assert page.height > plain.height + 60 and area(page, grid.ROSE) > area(plain, grid.ROSE)
+    assert means_of([{"r": column[:1]} for column in scores]) is None and means_of([{}]) is None
+
+
+def test_the_prompt_stands_above_texts_and_below_pictures(tmp_path):
+    """The first dark pixel under the heading is the prompt's or the picture's."""
+    for image, words_first in (("an answer", True), (RED, False)):
+        page = grid._card(Row("a prompt", [image], [{"r": 1.0}]), [grid._tile(image)], (192, 192), {"r": 3})
+        top = [page.getpixel((x, y)) for y in range(12) for x in range(100)]
+        assert ((255, 0, 0) not in top and any(max(pixel) < 100 for pixel in top)) == words_first
+
+
+def test_small_scores_have_enough_decimals():
+    rows = [Row("x", [RED, BLUE], [{"r": 0.0071}, {"r": 0.0064}])]
+    digits = grid.digits_of(rows)
+    assert digits == {"r": 5} and grid.shown(0.0071, 5) == "0.00710" and grid.moved(0.0064, 0.0071, 5) == -1

@@ -19,7 +19,7 @@ from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation import findings, images
 from flowgrpo.evaluation.evaluate import evaluate
-from flowgrpo.evaluation.pages import rlg_sweep
+from flowgrpo.evaluation.pages import figures, rlg_sweep
 from flowgrpo.policies.pipelines.load import denoisers, load_pipeline
 from flowgrpo.policies.weights.lora_files import LORA_FILE
 from flowgrpo.policies.weights.rlg import Branches, blended, guided
@@ -265,7 +265,7 @@ def test_a_grid_shows_the_base_beside_the_weight(tmp_path, lora_run, capsys):
         assert main([*asked, str(tmp_path / f"{name}.png"), "--rlg", weight]) == 0
     images.grid(lora_run, None, 2, 0, tmp_path / "plain.png")
     pages = {name: pixels(tmp_path / f"{name}.png") for name in ("0", "1", "2", "plain")}
-    headed = slice(60, None)  # below the columns' names, which tell the weight
+    headed = slice(60, -150)  # between the columns' names, which tell the weight, and the means below them
     assert (pages["1"][headed] == pages["plain"][headed]).all() and (pages["2"] != pages["1"]).any()
     assert (pages["0"][headed] != pages["1"][headed]).any()
     assert main([*asked, "a.png", "--rlg", "1", "--columns", "seeds"]) == 2
@@ -325,3 +325,22 @@ def test_one_weight_is_compared_with_the_base(swept, lora_run, capsys, tmp_path)
         assert main(["eval", str(lora_run), "--suite", str(folder / "suite.txt"), "--output", str(tmp_path / "one"),
                      *options]) == 2
         assert line in capsys.readouterr().err
+
+
+def test_ticks_of_the_figure_are_the_weights():
+    curve = rlg_sweep.Curve([0.0, 0.7, 2.0], [0.5, 0.6, 0.4], [0.4, 0.5, 0.3], [0.6, 0.7, 0.5])
+    with figures.styled() as pyplot:
+        figure, panel = pyplot.subplots()
+        rlg_sweep.draw(panel, "folder/f.py:right", curve)
+        assert list(panel.get_xticks()) == curve.weights
+        assert [label.get_text() for label in panel.get_xticklabels()] == ["0", "0.7", "2"]
+        assert panel.get_title(loc="left") == "f.py:right" and panel.lines[-1].get_color() == figures.COLOURS[0]
+        pyplot.close(figure)
+
+
+def test_a_figure_has_the_same_bytes_every_time(tmp_path):
+    curve = rlg_sweep.Curve([0.0, 1.0], [0.5, 0.6], [0.4, 0.5], [0.6, 0.7])
+    for name in ("a.png", "b.png"):
+        rlg_sweep.plot({name: curve for name in ("x", "y", "z", "more")}, tmp_path / name)
+    assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
+    assert b"Matplotlib" not in (tmp_path / "a.png").read_bytes()
