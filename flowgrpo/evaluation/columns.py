@@ -21,7 +21,7 @@ from flowgrpo.data import splits
 from flowgrpo.data.prompts import Prompt, load_prompts
 from flowgrpo.device import drawing
 from flowgrpo.errors import UserError
-from flowgrpo.evaluation import images, texts
+from flowgrpo.evaluation import images, picture_files, texts
 from flowgrpo.evaluation.checkpoints import run_config
 from flowgrpo.evaluation.measured import spread
 from flowgrpo.evaluation.pages.before_after import captions, means_of
@@ -90,7 +90,8 @@ def columns(run: str | Path, kind: str, values: Sequence[str], prompts: str | Pa
     names, title = [column.name for column in chosen], f"{config.name}: {kind}"
     means = means_of([dict(zip(functions, values.T[:, :, None].numpy())) for values in scores])
     first = write_table(output.with_suffix(".md"), title, names, rows, means) if written else \
-        draw_grid(output, names, rows, means)
+        draw_grid(output, names, rows, means, picture_files.facts(run, names, [prompt.text for prompt in shown],
+                                                                  model=config.model, seed=seed, call=arguments))
     return [first, write_page(output.with_suffix(".html"), title, names, rows, means)]
 
 

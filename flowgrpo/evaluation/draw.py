@@ -17,7 +17,7 @@ from flowgrpo.config.schema import Config
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.device import drawing
 from flowgrpo.errors import UserError
-from flowgrpo.evaluation import images, texts
+from flowgrpo.evaluation import images, picture_files, texts
 from flowgrpo.evaluation.batched import Together
 from flowgrpo.evaluation.ledger import Ledger, Place, TextLedger
 from flowgrpo.evaluation.plan import Medium
@@ -40,6 +40,7 @@ class Painter:
         self.pipe: Any = None
         self.branches: Branches | None = None
         self.seed_of, self.together = seeder(plan.seed, 0), Together()
+        self.settings: dict[str, dict[str, Any]] = {}
 
     def draw(self, arm: str, prompts: Sequence[Prompt], places: Sequence[Place]) -> list[torch.Tensor]:
         """Draw pictures [3, H, W] or clips [F, 3, H, W] in [0, 1]."""
@@ -55,6 +56,17 @@ class Painter:
         with self.branches.at(weight) if self.branches else contextlib.nullcontext():
             seeds = [self.seed_of(place.prompt, place.sample) for place in places]
             return self.together.draw(self.pipe, prompts, seeds, self.plan.asked, self.plan.negative)
+
+    def facts(self, arm: str, prompt: Prompt, place: Place, sample: torch.Tensor) -> str:
+        """Return how a picture was drawn, as AUTOMATIC1111 and ComfyUI read it."""
+        plan, weight = self.plan, self.plan.arms[arm]
+        if arm not in self.settings:
+            tuned = plan.tuned if weight else None
+            self.settings[arm] = picture_files.settings(self.pipe, plan.model, plan.asked, tuned,
+                                                        None if weight in (0, 1) else weight)
+        negative = plan.negative if prompt.negative is None else prompt.negative
+        return picture_files.parameters(prompt.text, self.seed_of(place.prompt, place.sample), sample,
+                                        self.settings[arm], negative)
 
     def _tune(self) -> None:
         assert self.plan.tuned is not None
@@ -85,6 +97,9 @@ class Writer:
                                           images=[prompt.image for prompt in prompts])
         seeds = (self.seed_of(place.prompt, place.sample) for place in places)
         return self.policy.generate(conditioning, self.policy.generators(seeds))
+
+    def facts(self, arm: str, prompt: Prompt, place: Place, sample: Completion) -> None:
+        """Return nothing: a text stores no settings."""
 
 
 def written_apart(samples: Sequence[str]) -> float:

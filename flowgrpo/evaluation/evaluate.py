@@ -178,7 +178,8 @@ def _make(plan: Plan, suite: Suite, functions: dict[str, Any], ledger: BaseLedge
                     places = missing[first:first + batch]
                     drawn = hand.draw(arm, [suite.cases[place.prompt].prompt for place in places], places)
                     for place, sample in zip(places, drawn):
-                        ledger.save(place, sample)
+                        prompt = suite.cases[place.prompt].prompt
+                        ledger.save(place, sample, hand.facts(arm, prompt, place, sample))
                 with contextlib.nullcontext() if part else exchange.brief():
                     failed += _score(some, suite, functions, ledger, known, plan.unchanged)
                 bar.update(len(some))

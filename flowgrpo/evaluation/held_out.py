@@ -21,6 +21,7 @@ from flowgrpo import rewards
 from flowgrpo.config.reward_rules import WatchRule
 from flowgrpo.config.schema import Config
 from flowgrpo.data.prompts import Prompt
+from flowgrpo.evaluation import picture_files
 from flowgrpo.evaluation.compared import cells, compared
 from flowgrpo.evaluation.measured import EVAL_SEED, Generating, Measured, measure, spread
 from flowgrpo.evaluation.nouns import SAMPLE
@@ -129,7 +130,9 @@ def finish(trainer: Trainer, functions: dict[str, Any], folder: Path, base: Meas
         "reward_failures": {"trained": trainer.scoring.reward_failures, "before": base.failed, "after": after.failed},
         "rewards": {"trained": config.rewards, "measured": list(functions)}}
     if first:
-        draw_pairs(folder / "before_after.png", base, after)
+        draw_pairs(folder / "before_after.png", base, after, facts=picture_files.facts(
+            folder, ("before", "after"), [text for text, *_ in cards(base)], model=config.model, seed=EVAL_SEED,
+            call={"num_inference_steps": config.eval.steps, "guidance": config.eval.guidance}))
         summary |= {"total_seconds": round(time.perf_counter() - began, 1), "resumed": resumed}
         (folder / "summary.json").write_text(json.dumps(finite(summary), indent=2) + "\n")
         snapshots.stage(folder, "after", trainer.best.best.epoch if trainer.best.weights else trainer.epoch, after)

@@ -27,7 +27,6 @@ from flowgrpo.evaluation import checkpoints, picture_files
 from flowgrpo.evaluation.checkpoints import config_of, run_config
 from flowgrpo.evaluation.measured import Measured, spread
 from flowgrpo.evaluation.pages.before_after import captions, draw_pairs
-from flowgrpo.evaluation.pages.clips import save_clip
 from flowgrpo.policies.generators import seeded
 from flowgrpo.policies.pipelines import edit_networks
 from flowgrpo.policies.pipelines.call import guidance_argument
@@ -58,7 +57,8 @@ def sample(model: str, lora: str | Path | None, prompts: list[str], count: int, 
            image: str | Path | None = None, precision: str | None = None) -> list[Path]:
     """Draw `count` pictures per prompt to the folder `output`, clips as animated WebP; returns their paths, in order.
 
-    A PNG says how it was drawn in its text chunk `parameters`. No file is overwritten: a taken name gets a number.
+    A PNG says how it was drawn in its text chunk `parameters`, a WebP in its EXIF user comment. No file is overwritten:
+    a taken name gets a number.
 
     lora: a finished run or its checkpoint (the run's `picture`, `memory` and `precision` apply), a folder with a LoRA,
     or its file; None: the base.
@@ -86,11 +86,8 @@ def sample(model: str, lora: str | Path | None, prompts: list[str], count: int, 
     folder.mkdir(parents=True, exist_ok=True)
     seed_of, settings = seeder(seed, 0), picture_files.settings(pipe, model, arguments, run, rlg)
     for number, (path, picture) in enumerate(zip(paths, pictures)):
-        if clips:
-            save_clip(path, picture)
-        else:
-            i, k = divmod(number, count)
-            picture_files.save(path, picture, picture_files.parameters(prompts[i], seed_of(i, k), picture, settings))
+        i, k = divmod(number, count)
+        picture_files.save(path, picture, picture_files.parameters(prompts[i], seed_of(i, k), picture, settings))
     return paths
 
 
@@ -121,7 +118,9 @@ def grid(run: str | Path, prompts: str | Path | None, count: int, seed: int, out
         scores = captions(functions, pictures, chosen, measured[0].pictures if measured else pictures)
         measured.append(Measured(chosen, dict(zip(functions, scores.T.tolist())), pictures))
     base, after = measured
-    draw_pairs(Path(output), base, after, ("before", "after" if rlg is None else f"rlg {rlg:g}"))
+    names = ("before", "after" if rlg is None else f"rlg {rlg:g}")
+    draw_pairs(Path(output), base, after, names, picture_files.facts(
+        run, names, [prompt.text for prompt in chosen], model=config.model, seed=seed, call=arguments))
     return Path(output)
 
 

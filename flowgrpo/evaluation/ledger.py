@@ -19,6 +19,7 @@ from PIL import Image, PngImagePlugin
 
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation.pages.clips import as_image, save_clip, tall, untall
+from flowgrpo.evaluation.picture_files import comment
 from flowgrpo.storage.json_files import read_object
 from flowgrpo.types import Completion
 
@@ -88,8 +89,8 @@ class BaseLedger(Generic[Sample, Batch]):
         """Return the sample's entry in a prompt file."""
         raise NotImplementedError
 
-    def save(self, place: Place, sample: Sample) -> None:
-        """Store a sample."""
+    def save(self, place: Place, sample: Sample, facts: str | None = None) -> None:
+        """Store a sample. facts: how it was drawn."""
         raise NotImplementedError
 
     def load(self, place: Place) -> Sample:
@@ -117,15 +118,18 @@ class Ledger(BaseLedger[torch.Tensor, torch.Tensor]):
         clip = path.with_suffix(".webp")
         return str(clip if clip.is_file() else path)
 
-    def save(self, place: Place, sample: torch.Tensor) -> None:
-        """Write a picture [3, H, W], or a clip [F, 3, H, W] as one tall picture and an animated one."""
-        path, facts = self.picture(place), PngImagePlugin.PngInfo()
+    def save(self, place: Place, sample: torch.Tensor, facts: str | None = None) -> None:
+        """Write a picture [3, H, W], or a clip [F, 3, H, W] as one tall picture and an animated one.
+        facts: the text chunk `parameters`."""
+        path, chunks = self.picture(place), PngImagePlugin.PngInfo()
         path.parent.mkdir(parents=True, exist_ok=True)
+        if facts is not None:
+            chunks.add_text("parameters", facts)
         if sample.ndim == 4:
-            facts.add_text("frames", str(len(sample)))
-            save_clip(path.with_suffix(".webp"), sample)
+            chunks.add_text("frames", str(len(sample)))
+            save_clip(path.with_suffix(".webp"), sample, b"" if facts is None else comment(facts))
         part = path.with_suffix(".part")
-        as_image(tall(sample)).save(part, format="PNG", pnginfo=facts)
+        as_image(tall(sample)).save(part, format="PNG", pnginfo=chunks)
         part.replace(path)
 
     def load(self, place: Place) -> torch.Tensor:
@@ -188,8 +192,8 @@ class TextLedger(BaseLedger[Completion, list[Completion]]):
         """Return the text itself."""
         return str(self.load(place))
 
-    def save(self, place: Place, sample: Completion) -> None:
-        """Add a line."""
+    def save(self, place: Place, sample: Completion, facts: str | None = None) -> None:
+        """Add a line. facts: not stored."""
         append(self.written, {"place": place, "text": str(sample), "tokens": sample.tokens})
         if self._texts is not None:
             self._texts[place] = sample

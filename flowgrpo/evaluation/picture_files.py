@@ -4,21 +4,33 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import json
+import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from PIL import ExifTags, Image
 from PIL.PngImagePlugin import PngInfo
 
+from flowgrpo.evaluation.pages.clips import save_clip
 from flowgrpo.policies.pipelines.call import guidance_argument
 from flowgrpo.policies.pipelines.load import denoisers
 from flowgrpo.policies.weights.lora_files import LORA_FILE
+from flowgrpo.storage import checkpoint
 from flowgrpo.version import __version__
+
+ADAPTER_FILE = "adapter_model.safetensors"  # peft's
+WHOLE = "diffusion_pytorch_model*.safetensors"
 
 
 def save(path: Path, picture: torch.Tensor, parameters: str) -> None:
-    """Write a picture [3, H, W] in [0, 1] as PNG, with the text chunk `parameters`, which AUTOMATIC1111, ComfyUI's
-    metadata nodes and other viewers read."""
+    """Write a picture [3, H, W] in [0, 1] as PNG with the text chunk `parameters`, or a clip [F, 3, H, W] as animated
+    WebP with the same text as EXIF user comment, where AUTOMATIC1111 and ComfyUI read it."""
+    if picture.ndim == 4:
+        save_clip(path, picture, comment(parameters))
+        return
     from torchvision.transforms.functional import to_pil_image
 
     chunk = PngInfo()
@@ -26,29 +38,68 @@ def save(path: Path, picture: torch.Tensor, parameters: str) -> None:
     to_pil_image(picture.mul(255).add(0.5).clamp(0, 255).to(torch.uint8)).save(path, pnginfo=chunk)
 
 
+def comment(text: str) -> bytes:
+    """Return EXIF data with a user comment."""
+    exif = Image.Exif()
+    exif.get_ifd(ExifTags.IFD.Exif)[ExifTags.Base.UserComment] = b"UNICODE\0" + text.encode("utf-16-be")
+    return exif.tobytes()
+
+
 def settings(pipe: Any, model: str, arguments: dict[str, Any], run: Path | None, rlg: float | None) -> dict[str, Any]:
     """Return what all pictures of a call share, by the names of AUTOMATIC1111.
 
-    arguments: of the call; the pipeline's defaults stand for absent steps and guidance. run: a folder with a LoRA,
-    or its file.
+    arguments: of the call; the pipeline's defaults stand for absent steps and guidance. run: a finished run, its
+    checkpoint, a folder with a LoRA, or its file.
     """
     accepted = inspect.signature(pipe.__call__).parameters
     scale = guidance_argument(accepted, arguments, denoisers(pipe).values())
-    file = run / LORA_FILE if run is not None and run.is_dir() else run
-    lora = f'"{file.parent.name}: {tensors_hash(file)[:12]}"' if file is not None and file.is_file() else None
     return {"Steps": arguments.get("num_inference_steps", accepted["num_inference_steps"].default),
             "Sampler": type(pipe.scheduler).__name__,
             "CFG scale": arguments.get("guidance", accepted[scale].default if scale in accepted else None),
-            "Model": Path(model).name, "Lora hashes": lora, "RLG": rlg, "Version": f"flowgrpo {__version__}"}
+            "Seed": None, "Size": None, "Model": Path(model).name, "Lora hashes": lora_hashes(run), "RLG": rlg,
+            "Version": f"flowgrpo {__version__}"}
 
 
-def parameters(prompt: str, seed: int, picture: torch.Tensor, settings: dict[str, Any]) -> str:
-    """Return how a picture [3, H, W] was drawn, in AUTOMATIC1111's notation: the prompt, and a line of settings.
+def parameters(prompt: str, seed: int, picture: torch.Tensor, settings: dict[str, Any], negative: str = "") -> str:
+    """Return how a picture [3, H, W] or clip [F, 3, H, W] was drawn, in AUTOMATIC1111's notation: the prompt, the
+    negative prompt (without that line ComfyUI reads nothing), and a line of settings.
 
     seed: of the picture's own noise.
     """
-    fields = settings | {"Seed": seed, "Size": f"{picture.shape[2]}x{picture.shape[1]}"}
-    return prompt + "\n" + ", ".join(f"{name}: {value}" for name, value in fields.items() if value is not None)
+    fields = settings | {"Seed": seed, "Size": f"{picture.shape[-1]}x{picture.shape[-2]}"}
+    line = ", ".join(f"{name}: {quoted(value)}" for name, value in fields.items() if value is not None)
+    return f"{prompt}\nNegative prompt: {negative}\n{line}"
+
+
+def quoted(value: object) -> str:
+    """Return a value as AUTOMATIC1111 writes it: in quotes if it has a comma, a colon or a line break."""
+    text = str(value)
+    return json.dumps(text, ensure_ascii=False) if re.search(r"[,:\n]", text) else text
+
+
+def lora_hashes(run: Path | None) -> str | None:
+    """Return name and hash of the files of trained weights, None without any."""
+    files = weight_files(run) if run is not None else []
+    return ", ".join(f"{name}: {tensors_hash(file)[:12]}" for name, file in files) or None
+
+
+def weight_files(run: Path) -> list[tuple[str, Path]]:
+    """Return the files of trained weights with names: the LoRA of a run, or of its parts, its whole weights, or the
+    state of a checkpoint."""
+    if run.is_file():
+        return [(run.parent.name, run)]
+    if (run / checkpoint.FILE).is_file():
+        return [(f"{run.parent.parent.name}-{run.name}", run / checkpoint.FILE)]
+    own = [(run.name, file) for file in (run / LORA_FILE, run / ADAPTER_FILE) if file.is_file()]
+    parts = [file for name in (LORA_FILE, ADAPTER_FILE, WHOLE) for file in sorted(run.glob(f"*/{name}"))]
+    return own + [(f"{run.name}-{file.parent.name}", file) for file in parts]
+
+
+def facts(run: Path, columns: Sequence[str], prompts: Sequence[str], **further: Any) -> dict[str, str]:
+    """Return the text chunk `flowgrpo` of a page of pictures: JSON with the run, its hashes, columns and prompts."""
+    told = {"version": __version__, "run": run.resolve().name, "weights": lora_hashes(run), "columns": list(columns),
+            "prompts": list(prompts)}
+    return {"flowgrpo": json.dumps(told | further, ensure_ascii=False)}
 
 
 def tensors_hash(file: Path) -> str:

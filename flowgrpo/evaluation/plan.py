@@ -24,6 +24,9 @@ class Hand(Protocol):
     def draw(self, arm: str, prompts: Sequence[Prompt], places: Sequence[Place]) -> Sequence[torch.Tensor | Completion]:
         """Return a sample per place."""
 
+    def facts(self, arm: str, prompt: Prompt, place: Place, sample: Any) -> str | None:
+        """Return how a sample was drawn, None where that is not stored."""
+
 
 @dataclass(frozen=True)
 class Medium:

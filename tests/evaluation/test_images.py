@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import inspect
-
 import numpy as np
 import pytest
 import torch
@@ -25,7 +22,6 @@ from flowgrpo.policies.pipelines.load import load_pipeline
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
 from flowgrpo.policies.weights.lora_files import LORA_FILE
 from flowgrpo.samplers.rollout import seeder
-from flowgrpo.version import __version__
 from tests.helpers import tiny
 
 BRIGHT = "def bright(images, prompts):\n    return images.flatten(1).mean(1).tolist()\n"
@@ -329,44 +325,3 @@ def test_too_little_memory_is_told_in_one_line(tmp_path, model, monkeypatch, cap
     assert main([word.replace("MODEL", str(model)).replace("RUN", str(run)) for word in command]) == 2
     told = [line for line in capsys.readouterr().err.splitlines() if line.startswith("flowgrpo: error")]
     assert told[0].startswith("flowgrpo: error: out of memory (CUDA out of memory. Tried to allocate 2.00 GiB.): set")
-
-
-# --- files ------------------------------------------------------------------------------------------------------------
-
-def told(path) -> tuple[str, dict[str, str]]:
-    """(prompt, settings) of a PNG's text chunk."""
-    prompt, settings = Image.open(path).text["parameters"].split("\n")
-    return prompt, dict(each.split(": ", 1) for each in settings.split(", "))
-
-
-def test_a_picture_says_how_it_was_drawn_and_is_drawn_so_again(tmp_path, model):
-    lora = make_run(tmp_path / "lora", model, 0.3)
-    [path] = images.sample(str(model), lora, ["a cat"], 1, 3, 2, 1.5, tmp_path / "out", precision="fp32")
-    prompt, settings = told(path)
-    file = lora / LORA_FILE
-    size = int.from_bytes(file.read_bytes()[:8], "little")
-    assert prompt == "a cat" and settings == {
-        "Steps": "2", "Sampler": "FlowMatchEulerDiscreteScheduler", "CFG scale": "1.5", "Model": model.name,
-        "Lora hashes": f'"lora: {hashlib.sha256(file.read_bytes()[8 + size:]).hexdigest()[:12]}"',
-        "Version": f"flowgrpo {__version__}", "Seed": str(seeder(3, 0)(0, 0)), "Size": "16x16"}
-    pipe = load_pipeline(str(model))
-    pipe.load_lora_weights(lora)
-    again = pipe(prompt, num_inference_steps=2, guidance_scale=1.5, **tiny.CALL,
-                 generator=torch.Generator().manual_seed(int(settings["Seed"]))).images[0]
-    assert np.abs(pixels(path) - np.asarray(again).astype(int)).max() <= 1
-
-
-def test_without_steps_and_guidance_a_picture_names_the_pipelines_own(tmp_path, model):
-    [path] = images.sample(str(model), None, ["a cat"], 1, 3, None, None, tmp_path, precision="fp32")
-    defaults = inspect.signature(load_pipeline(str(model)).__call__).parameters
-    _, settings = told(path)
-    assert settings["Steps"] == str(defaults["num_inference_steps"].default)
-    assert settings["CFG scale"] == str(defaults["guidance_scale"].default) and "Lora hashes" not in settings
-
-
-def test_no_picture_is_overwritten(tmp_path, model):
-    every = [images.sample(str(model), None, ["a"], 2, seed, 1, 1.0, tmp_path) for seed in range(3)]
-    assert [[path.name for path in paths] for paths in every] == [
-        ["000-a-000.png", "000-a-001.png"], ["000-a-000~2.png", "000-a-001~2.png"],
-        ["000-a-000~3.png", "000-a-001~3.png"]]
-    assert len({path.read_bytes() for paths in every for path in paths}) == 6

@@ -22,17 +22,18 @@ def as_image(picture: torch.Tensor) -> Image.Image:
     return Image.fromarray(pixels.numpy())
 
 
-def animate(path: str | Path, frames: Sequence[Image.Image]) -> Path:
+def animate(path: str | Path, frames: Sequence[Image.Image], exif: bytes = b"") -> Path:
     """Write pictures of one size as a lossless animated WebP that loops forever."""
     path, pace = Path(path), round(min(max(1000 * SECONDS / len(frames), SHORTEST), LONGEST))
     path.parent.mkdir(parents=True, exist_ok=True)
-    frames[0].save(path, format="WEBP", save_all=True, append_images=frames[1:], duration=pace, loop=0, lossless=True)
+    frames[0].save(path, format="WEBP", save_all=True, append_images=frames[1:], duration=pace, loop=0, lossless=True,
+                   exif=exif)
     return path
 
 
-def save_clip(path: str | Path, clip: torch.Tensor) -> Path:
+def save_clip(path: str | Path, clip: torch.Tensor, exif: bytes = b"") -> Path:
     """Write a clip [F, 3, H, W] in [0, 1] as an animated WebP."""
-    return animate(path, [as_image(frame) for frame in clip])
+    return animate(path, [as_image(frame) for frame in clip], exif)
 
 
 def moving(images: Sequence[torch.Tensor | str]) -> list[float]:
