@@ -17,7 +17,7 @@ from flowgrpo.config.parse import load
 from flowgrpo.config.schema import Config
 from flowgrpo.device import DTYPES, pick_device
 from flowgrpo.errors import UserError
-from flowgrpo.export import comfy_names
+from flowgrpo.export import comfy_names, model_card
 from flowgrpo.policies.pipelines import edit_networks
 from flowgrpo.policies.precision import settle
 from flowgrpo.policies.weights.lora_files import LORA_FILE
@@ -29,7 +29,6 @@ CARD = "README.md"
 SENT = ["*.safetensors", "*adapter_config.json", "*.png", "*.webp", CARD, "config.yaml", "summary.json",
         "metrics.jsonl", "unet/*", "transformer*/*", "model/*"]
 KEPT = ["checkpoints/*", "before/*", "samples/*", "events/*", "merged/*"]
-TOKENS = "tokens"  # unit of a language model's count
 SECOND = "transformer_2"  # the expert of the low-noise steps
 
 
@@ -142,7 +141,7 @@ def merged(run: Path, output: Path) -> Path:
     config, summary = finished(run)
     config, _ = settle(config, pick_device(config.device))
     paths.require_folder(output)
-    (_merged_language_model if summary["unit"] == TOKENS else _merged_pipeline)(config, run, output)
+    (_merged_language_model if summary["unit"] == model_card.TOKENS else _merged_pipeline)(config, run, output)
     paths.readable(output)
     return output
 
@@ -185,90 +184,15 @@ def _modules(pipe: Any) -> dict[str, torch.nn.Module]:
     return {name: part for name, part in pipe.components.items() if isinstance(part, torch.nn.Module)}
 
 
-def card(run: Path) -> Path:
-    """Write the run's model card `README.md`, with a plot of its curves, and return the card's path."""
+def card(run: Path, repository: str | None = None) -> Path:
+    """Write the run's model card `README.md`, with a plot of its curves, and return the card's path.
+
+    repository: on a hub, that the card's snippet loads; None: the run's folder.
+    """
     config, summary = finished(run)
-    curves(run, run / "curves.png", summary["unit"])
-    lora = config.adapter.rank > 0 and not (run / edit_networks.FILE).is_file()
-    (run / CARD).write_text(_card(config, summary, (run / "before_after.webp").is_file(), lora), encoding="utf-8")
+    model_card.curves(run, run / "curves.png", summary["unit"])
+    (run / CARD).write_text(model_card.text(config, summary, run, repository or str(run)), encoding="utf-8")
     return run / CARD
-
-
-def _card(config: Config, summary: dict[str, Any], moving: bool, lora: bool) -> str:
-    evaluation, writes = summary["evaluation"], summary["unit"] == TOKENS
-    library = ("peft" if lora else "transformers") if writes else "diffusers"
-    tags = ["flowgrpo", "reinforcement-learning", *(["lora"] if lora else [])]
-    scores = "\n".join(f"| {name} | {_mean(summary['before'][name])} | {_mean(summary['after'][name])} | "
-                       f"{'yes' if name in config.rewards else 'no'} |" for name in summary["before"])
-    return f"""---
-base_model: {config.model}
-library_name: {library}
-tags: [{', '.join(tags)}]
----
-
-# {config.name}
-
-`{config.model}` aligned by flowgrpo with `{config.method}` to {_weighted(config.rewards)}.
-
-| reward | before | after | trained on |
-|---|---:|---:|---|
-{scores}
-
-Means over {evaluation['prompts']} held-out {evaluation['of']}{"" if writes else ", with the pipeline's own scheduler"}.
-{summary['epochs']} epochs, {summary['updates']} updates, {summary['denoiser_evaluations']:,} {summary['unit']},
-{summary['seconds']:,.0f} seconds, seed {summary['seed']}.
-
-![Rewards over training](curves.png)
-
-![The same prompts and seeds before and after](before_after.{"webp" if moving else "png"})
-
-```yaml
-{config.yaml().rstrip()}
-```
-"""
-
-
-def _mean(value: float | None) -> str:
-    """Format a reward's mean; it has none if it applied to no held-out prompt."""
-    return "-" if value is None else f"{value:.3f}"
-
-
-def _weighted(rewards: dict[str, float]) -> str:
-    return " + ".join(f"`{name}`" if weight == 1 else f"{weight:g} `{name}`" for name, weight in rewards.items())
-
-
-def curves(run: Path, path: Path, unit: str) -> None:
-    """Plot the mean of every reward of a run against its count, one colour each, held-out means as dots.
-    unit: name of the counted unit."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
-    colours: dict[str, str] = {}
-    for key, series in points(lines).items():
-        kind, _, reward = key.partition("/")
-        colour, name = colours.setdefault(reward, f"C{len(colours)}"), reward.rpartition("/")[2]
-        axes.plot(*zip(*series), "o" if kind == "held_out" else "-", color=colour, lw=1.2, ms=5,
-                  label=f"{name}, held out" if kind == "held_out" else name)
-    axes.set(xlabel=unit, ylabel="mean reward")
-    axes.legend(frameon=False)
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
-
-
-def points(lines: list[dict[str, Any]]) -> dict[str, list[tuple[int, float]]]:
-    """Return the (evaluations, mean) points of every reward in `metrics.jsonl`, as `reward/NAME` for training and
-    `held_out/NAME`. Lines where a reward applied to nothing are skipped."""
-    series: dict[str, list[tuple[int, float]]] = {}
-    for line in lines:
-        for key, value in line.items():
-            mean = key.startswith("reward/") and key.endswith("/mean")
-            if (mean or key.startswith("held_out/")) and value is not None:
-                series.setdefault(key.removesuffix("/mean"), []).append((line["evaluations"], value))
-    return series
 
 
 def push(run: Path, repository: str, private: bool) -> str:
@@ -277,7 +201,7 @@ def push(run: Path, repository: str, private: bool) -> str:
     Raises UserError if the hub refuses."""
     from huggingface_hub import HfApi
 
-    card(run)
+    card(run, repository)
     try:
         hub = HfApi()
         hub.create_repo(repository, private=private, exist_ok=True)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -19,6 +22,7 @@ from flowgrpo.export import comfy_names, export
 from flowgrpo.policies.pipelines.load import denoisers, load_pipeline
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
 from flowgrpo.policies.weights.lora_files import LORA_FILE, merge
+from flowgrpo.storage.tensor_files import order_metadata
 from tests.helpers import tiny
 
 SUMMARY = {"before": {"bright": 0.25}, "after": {"bright": 0.5},
@@ -243,38 +247,6 @@ def test_a_merged_wan_in_bf16_keeps_in_fp32_what_the_stock_model_keeps(rank, tmp
         assert all(torch.equal(value, written[key]) for key, value in tuned.transformer.state_dict().items())
 
 
-def test_the_card_says_what_the_run_says(sd3):
-    text = export.card(sd3).read_text()
-    assert text.startswith(f"---\nbase_model: {sd3 / 'model'}\nlibrary_name: diffusers\n")
-    assert "with `mix_grpo+grpo_guard` to 2 `bright`" in text and "| bright | 0.250 | 0.500 | yes |" in text
-    assert "Means over 4 held-out pictures (2 steps, guidance 1), with the pipeline's own scheduler.\n" in text
-    assert "1,234 denoiser evaluations" in text and "alpha: 3.0" in text
-    assert (sd3 / "curves.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_a_reward_that_applied_to_no_held_out_prompt_has_no_mean_in_the_card(tmp_path):
-    (tmp_path / "config.yaml").write_text(validate({"model": "starter", "reward": {"bright": 1, "dark": 1}}).yaml())
-    told = SUMMARY | {"before": {"bright": None, "dark": 0.5}, "after": {"bright": 0.25, "dark": None}}
-    (tmp_path / "summary.json").write_text(json.dumps(told))
-    lines = [{"evaluations": 5, "reward/bright/mean": None, "reward/dark/mean": 0.5, "reward/dark/std": 1.0},
-             {"evaluations": 9, "reward/bright/mean": None, "reward/dark/mean": None, "held_out/dark": 0.75},
-             {"evaluations": 14, "held_out/dark": 1.0, "loss": 2.0}]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    text = export.card(tmp_path).read_text()
-    assert "| bright | - | 0.250 | yes |" in text and "| dark | 0.500 | - | yes |" in text
-    assert export.points(lines) == {"reward/dark": [(5, 0.5)], "held_out/dark": [(9, 0.75), (14, 1.0)]}
-
-
-def test_the_card_of_a_video_run_shows_its_clips(sd3):
-    clip = sd3 / "before_after.webp"
-    try:
-        assert "(before_after.png)" in export.card(sd3).read_text()
-        clip.touch()
-        assert "(before_after.webp)" in export.card(sd3).read_text()
-    finally:
-        clip.unlink()
-
-
 SENT = {"README.md", "config.yaml", "summary.json", "metrics.jsonl", "curves.png", "before_after.png",
         "before_after.webp", "pytorch_lora_weights.safetensors", "transformer_2/pytorch_lora_weights.safetensors",
         "adapter_model.safetensors", "adapter_config.json", "transformer/adapter_config.json",
@@ -306,6 +278,45 @@ def test_what_is_no_finished_run_is_refused(tmp_path, files, told):
     with pytest.raises(UserError) as error:
         export.finished(tmp_path)
     assert told in str(error.value)
+
+
+TWICE = """
+import sys
+from pathlib import Path
+import torch
+from flowgrpo.export import export
+from tests.export.test_export import make_run
+from tests.helpers import tiny
+torch.manual_seed(0)
+run = make_run(Path(sys.argv[1]), tiny.sd3(), tiny.CALL)
+export.kohya(run, run / "kohya.safetensors")
+"""
+
+
+def test_exports_of_the_same_tensors_have_the_same_bytes_in_every_process(tmp_path):
+    """Sets and maps have another order in every process."""
+    started = [subprocess.Popen([sys.executable, "-c", TWICE, str(tmp_path / seed)], stderr=subprocess.DEVNULL,
+                                env=os.environ | {"PYTHONHASHSEED": seed}) for seed in ("1", "2")]
+    assert [process.wait() for process in started] == [0, 0]
+    one, two = (tmp_path / seed for seed in ("1", "2"))
+    for name in (LORA_FILE, "kohya.safetensors"):
+        assert (one / name).read_bytes() == (two / name).read_bytes()
+
+
+def test_the_metadata_of_a_file_is_ordered(tmp_path):
+    from safetensors import safe_open
+    from safetensors.torch import save_file
+
+    tensors, facts = {"a": torch.arange(4.0)}, {letter: "\n\"é" for letter in "hgfedcba"}
+    written = set()
+    for i in range(3):
+        save_file(tensors, tmp_path / str(i), facts)
+        order_metadata(tmp_path / str(i))
+        written.add((tmp_path / str(i)).read_bytes())
+    with safe_open(tmp_path / "0", "pt") as opened:
+        assert opened.metadata() == facts and torch.equal(opened.get_tensor("a"), tensors["a"])
+    [once] = written
+    assert once.index(b'"a":') < once.index(b'"h":')
 
 
 def test_a_foreign_lora_without_its_alpha_is_refused(tmp_path):

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from flowgrpo.errors import UserError
+from flowgrpo.storage.tensor_files import order_metadata
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -70,8 +71,11 @@ def save_stock(pipe: Any, folder: Path, modules: dict[str, str]) -> None:
     for written, name in modules.items():
         module = getattr(pipe, name)
         arguments[f"{written}_lora_layers"] = get_peft_model_state_dict(module)
-        arguments[f"{written}_lora_adapter_metadata"] = module.peft_config["default"].to_dict()
+        described = module.peft_config["default"].to_dict()  # with sets, whose order is another in every process
+        arguments[f"{written}_lora_adapter_metadata"] = {
+            key: sorted(value) if isinstance(value, set) else value for key, value in described.items()}
     type(pipe).save_lora_weights(folder, **arguments)
+    order_metadata(folder / LORA_FILE)
 
 
 def save_peft(module: Any, folder: Path) -> None:

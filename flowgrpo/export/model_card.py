@@ -1,0 +1,191 @@
+"""Model card of a finished run: hub metadata, a usage snippet, the licence, results, and the settings that matter."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from flowgrpo.config.schema import Config
+from flowgrpo.evaluation.compared import Rows, digits_of
+from flowgrpo.evaluation.nouns import SAMPLE
+from flowgrpo.evaluation.numbers import decimals, fixed, ranged
+from flowgrpo.evaluation.pages import figures
+from flowgrpo.evaluation.statistics import ALL
+from flowgrpo.export.usage import snippet
+from flowgrpo.starter import FOLDERS
+
+TOKENS = "tokens"  # unit of a language model's count
+LICENCES = ("license", "license_name", "license_link")
+PIPELINE_TAGS = {"picture": "text-to-image", "clip": "text-to-video", "completion": "text-generation"}
+PROMPTS = {"picture": "a photo of a cat", "clip": "a cat walks", "completion": "Hello"}
+
+
+def text(config: Config, summary: dict[str, Any], run: Path, place: str) -> str:
+    """Return the card. place: what the snippet loads the weights from."""
+    lora, licence = has_lora(config, run), licence_of(config.model)
+    sample = _sample(summary, run)
+    known = f"`{licence['license']}`" if licence else "unknown: neither its folder nor its card here names one"
+    moving = (run / "before_after.webp").is_file()
+    front = yaml.safe_dump(metadata(config, licence, sample, lora), sort_keys=False).rstrip()
+    return f"""---
+{front}
+---
+
+# {config.name}
+
+`{config.model}` aligned by flowgrpo with `{config.method}` to {_weighted(config.rewards)}.
+
+## Usage
+
+```python
+{snippet(config, run, place, _prompt(run, sample))}
+```
+
+## Result
+
+{results(config, summary)}
+
+![The same prompts and seeds before and after](before_after.{"webp" if moving else "png"})
+
+![Rewards over training](curves.png)
+
+## Settings
+
+{settings(config, summary)}
+
+All settings are in `config.yaml`, the numbers of each epoch in `metrics.jsonl`.
+
+## Licence
+
+Of the base model `{config.model}`: {known}.
+"""
+
+
+def metadata(config: Config, licence: dict[str, str], sample: str, lora: bool) -> dict[str, Any]:
+    """Return the hub's metadata. A base model that is no hub id has no entry, since the hub would refuse it."""
+    library = "diffusers" if sample != "completion" else "peft" if lora else "transformers"
+    on_hub = re.fullmatch(r"[\w.-]+/[\w.-]+", config.model) and not Path(config.model).is_dir()
+    base = {"base_model": config.model, "base_model_relation": "adapter" if lora else "finetune"} if on_hub else {}
+    return {**base, "library_name": library, "license": "unknown", **licence, "pipeline_tag": PIPELINE_TAGS[sample],
+            "tags": ["flowgrpo", "reinforcement-learning", *(["lora"] if lora else [])]}
+
+
+def licence_of(model: str) -> dict[str, str]:
+    """Return the licence that the card of a model names: in its folder, or in the hub's cache on this machine."""
+    folder, file = Path(FOLDERS.get(model, model)), None
+    if folder.is_dir():
+        file = folder / "README.md"
+    else:
+        from huggingface_hub import try_to_load_from_cache
+
+        known = try_to_load_from_cache(model, "README.md") if "/" in model else None
+        file = Path(known) if isinstance(known, str) else None
+    front = re.match(r"---\s*\n(.*?)\n---", file.read_text(encoding="utf-8"), re.S) if file and file.is_file() else None
+    try:
+        entries = yaml.safe_load(front[1]) if front else {}
+    except yaml.YAMLError:
+        entries = {}
+    named = isinstance(entries, dict) and isinstance(entries.get("license"), str)
+    return {key: str(entries[key]) for key in LICENCES if key in entries} if named else {}
+
+
+def has_lora(config: Config, run: Path) -> bool:
+    """Return True for a run with a LoRA, in place of whole weights or an edit policy."""
+    from flowgrpo.policies.pipelines import edit_networks
+
+    return config.adapter.rank > 0 and not (run / edit_networks.FILE).is_file()
+
+
+def results(config: Config, summary: dict[str, Any]) -> str:
+    """Return the table of held-out means, with intervals where the run has them, and what they are means of."""
+    evaluation, compared = summary["evaluation"], summary.get("compared", {})
+    heads = ["reward", "before", "after", "change", "trained on"]
+    lines = [heads, ["---", "---:", "---:", "---:", "---"]]
+    for name in summary["before"]:
+        row = _row(compared[name]) if name in compared else _plain(summary["before"][name], summary["after"][name])
+        lines.append([name, *row, "yes" if name in config.rewards else "no"])
+    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    methods = dict.fromkeys(rows[ALL]["before"]["method"] for rows in compared.values())
+    scheduler = "" if summary["unit"] == TOKENS else ", with the pipeline's own scheduler"
+    intervals = f" 95 % intervals: {', '.join(methods)}." if methods else ""
+    return f"{table}\n\nMeans over {evaluation['prompts']} held-out {evaluation['of']}{scheduler}.{intervals}"
+
+
+def _row(rows: Rows) -> list[str]:
+    digits = digits_of({ALL: rows[ALL]})
+    return [ranged(of["mean"], of["low"], of["high"], digits, "+" * (key == "change")) for key, of in rows[ALL].items()]
+
+
+def _plain(before: float | None, after: float | None) -> list[str]:
+    change = None if before is None or after is None else after - before
+    digits = decimals([before, after], [change])
+    return [fixed(before, digits), fixed(after, digits), fixed(change, digits, "+")]
+
+
+def settings(config: Config, summary: dict[str, Any]) -> str:
+    """Return the table of the settings that matter."""
+    train, writes = config.train, summary["unit"] == TOKENS
+    sampling = f"up to {config.text.max_tokens} tokens" if writes else f"{train.steps}, guidance {train.guidance:g}"
+    rank, alpha = config.adapter.rank, config.adapter.alpha
+    adapter = f"rank {rank}, alpha {rank if alpha is None else alpha:g}" if rank else "none: all weights"
+    epochs = (f"{summary['epochs']}, {train.prompts} prompts x {train.group} samples each; {summary['updates']} "
+              "updates")
+    rows = {"method": f"`{config.method}`", "rewards": _weighted(config.rewards), "prompts": f"`{config.prompts}`",
+            "epochs": epochs, "completions" if writes else "steps in training": sampling, "LoRA": adapter,
+            "learning rate": f"{train.lr:g}, {train.schedule}", "precision": config.precision,
+            "cost": f"{summary['denoiser_evaluations']:,} {summary['unit']}, {summary['seconds']:,.0f} s of training",
+            "seed": str(summary["seed"])}
+    return "\n".join(["| setting | value |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows.items())])
+
+
+def _weighted(rewards: dict[str, float]) -> str:
+    return " + ".join(f"`{name}`" if weight == 1 else f"{weight:g} `{name}`" for name, weight in rewards.items())
+
+
+def _sample(summary: dict[str, Any], run: Path) -> str:
+    """Return the name of a sample."""
+    if summary["unit"] == TOKENS:
+        return SAMPLE["text"]
+    return SAMPLE["video" if (run / "before_after.webp").is_file() else "image"]
+
+
+def _prompt(run: Path, sample: str) -> str:
+    """Return a held-out prompt of the run."""
+    file = run / "report" / "before.json"
+    cards = json.loads(file.read_text(encoding="utf-8"))["cards"] if file.is_file() else []
+    return cards[0]["prompt"] if cards else PROMPTS[sample]
+
+
+def curves(run: Path, path: Path, unit: str) -> None:
+    """Plot the mean of every reward of a run against its count, one colour each, held-out means as dots.
+    unit: name of the counted unit."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    with figures.styled() as pyplot:
+        figure, axes = pyplot.subplots(figsize=(7, 4))
+        styles: dict[str, dict[str, Any]] = {}
+        for key, series in points(lines).items():
+            kind, _, reward = key.partition("/")
+            style, name = styles.setdefault(reward, figures.line_style(len(styles))), reward.rpartition("/")[2]
+            held_out = kind == "held_out"
+            axes.plot(*zip(*series), **(style | ({"ls": "", "marker": "o"} if held_out else {})),
+                      label=f"{name}, held out" if held_out else name)
+        axes.set(xlabel=unit, ylabel="mean reward")
+        if styles:
+            figure.legend(loc="outside lower left", ncols=min(3, len(axes.lines)))
+        figures.save(figure, path)
+
+
+def points(lines: list[dict[str, Any]]) -> dict[str, list[tuple[int, float]]]:
+    """Return the (evaluations, mean) points of every reward in `metrics.jsonl`, as `reward/NAME` for training and
+    `held_out/NAME`. Lines where a reward applied to nothing are skipped."""
+    series: dict[str, list[tuple[int, float]]] = {}
+    for line in lines:
+        for key, value in line.items():
+            mean = key.startswith("reward/") and key.endswith("/mean")
+            if (mean or key.startswith("held_out/")) and value is not None:
+                series.setdefault(key.removesuffix("/mean"), []).append((line["evaluations"], value))
+    return series

@@ -1,0 +1,132 @@
+"""Usage snippets of a model card: Python that loads a run's weights with stock libraries."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from pathlib import Path
+from typing import Any
+
+from flowgrpo.config.schema import Config
+from flowgrpo.policies import build
+from flowgrpo.policies.pipelines import edit_networks
+from flowgrpo.policies.pipelines.load import MERGED
+from flowgrpo.policies.weights.lora_files import LORA_FILE
+from flowgrpo.starter import FOLDERS
+
+INDEX = "model_index.json"
+DTYPE = {"bf16": "torch.bfloat16", "fp16": "torch.float16", "fp32": "torch.float32"}
+
+
+def snippet(config: Config, run: Path, place: str, prompt: str) -> str:
+    """Return Python that draws, or writes, for a prompt. place: what the run's weights are loaded from: its folder or
+    a repository of a hub."""
+    if (run / edit_networks.FILE).is_file():
+        lines = ["from flowgrpo.policies.pipelines.edit_policy import EditPolicy",
+                 "from flowgrpo.policies.pipelines.load import load_pipeline", "",
+                 f"policy = EditPolicy(load_pipeline({config.model!r}), {place!r})  # no stock pipeline loads it"]
+    elif build.kind(config) == build.PIPELINE:
+        lines = _of_pipeline(config, run, place, prompt)
+    elif build.kind(config) == build.CAUSAL_LM:
+        lines = _of_language(config, place, prompt)
+    else:
+        lines = ["from pathlib import Path", "", "from flowgrpo.evaluation import texts", "",
+                 f"print(texts.sample({config.model!r}, Path({place!r}), [{prompt!r}], count=1, seed=0)[0])"]
+    return "\n".join(lines)
+
+
+def _source(model: str) -> tuple[list[str], str]:
+    """Return imports and the expression that a model is loaded from."""
+    if model in FOLDERS:
+        return ["from flowgrpo.starter import FOLDERS"], f"str(FOLDERS[{model!r}])"
+    return [], repr(model)
+
+
+def _of_pipeline(config: Config, run: Path, place: str, prompt: str) -> list[str]:
+    imports, source = _source(config.model)
+    index, dtype = _index(config.model), DTYPE.get(config.precision, "torch.float32")
+    absent = "".join(f", {name}=None" for name, value in index.items() if isinstance(value, list) and value[0] is None)
+    made = f"pipe = DiffusionPipeline.from_pretrained({source}, torch_dtype={dtype}{absent})"
+    needed = ["from diffusers import DiffusionPipeline"]
+    if config.model in MERGED:
+        imports, needed = ["from flowgrpo.policies.pipelines.load import load_pipeline"], []
+        made = f"pipe = load_pipeline({config.model!r})"
+    accepted = _accepted(index)
+    scale = "true_cfg_scale" if "true_cfg_scale" in accepted and "true_cfg_scale" not in config.call else \
+        "guidance_scale"
+    call = {"num_inference_steps": config.eval.steps, scale: config.eval.guidance, **config.call}
+    if accepted:
+        call = {key: value for key, value in call.items() if key in accepted}
+    arguments = ", ".join(f"{key}={value!r}" for key, value in call.items())
+    clip = "num_frames" in accepted
+    more, loading = _loading(run, place)
+    shown = [f"frames = pipe({prompt!r}, {arguments}).frames[0]", 'export_to_video(frames, "clip.mp4")'] if clip else \
+        [f"image = pipe({prompt!r}, {arguments}).images[0]", 'image.save("picture.png")']
+    needed += ["from diffusers.utils import export_to_video"] if clip else []
+    return ["import torch", *sorted({*needed, *imports, *more}), "", made, *loading,
+            'pipe.to("cuda" if torch.cuda.is_available() else "cpu")', *shown]
+
+
+def _loading(run: Path, place: str) -> tuple[list[str], list[str]]:
+    """Return imports and lines that load a run's weights into `pipe`."""
+    imports, lines = [], []
+    if (run / LORA_FILE).is_file():
+        lines.append(f"pipe.load_lora_weights({place!r})")
+    for file in sorted(run.glob(f"*/{LORA_FILE}")):
+        lines.append(f"pipe.load_lora_weights({place!r}, subfolder={file.parent.name!r}, load_into_transformer_2=True)")
+    parts = [file.parent.name for file in sorted(run.glob("*/adapter_config.json"))]
+    if parts:  # of a class without a loader
+        imports = ["from flowgrpo.policies.weights.lora_files import load_lora", "from pathlib import Path"]
+        named, folder = ", ".join(f"{part!r}: pipe.{part}" for part in parts), repr(place)
+        if not Path(place).is_dir():
+            imports.append("from huggingface_hub import snapshot_download")
+            folder = f"snapshot_download({place!r})"
+        lines.append(f"load_lora(pipe, {{{named}}}, Path({folder}))")
+    for file in sorted(run.glob("*/config.json")) if not lines else []:
+        part = file.parent.name
+        lines.append(f"pipe.{part} = type(pipe.{part}).from_pretrained({place!r}, subfolder={part!r}, "
+                     f"torch_dtype=pipe.{part}.dtype)")
+    return imports, lines
+
+
+def _of_language(config: Config, place: str, prompt: str) -> list[str]:
+    imports, source = _source(config.model)
+    templated = config.text.template is not False and _has_template(config.model)
+    said = [{"role": "system", "content": config.text.system}] if config.text.system and templated else []
+    text = f"{config.text.system}\n{prompt}" if config.text.system and not templated else prompt
+    asked = (f"inputs = tokenizer.apply_chat_template({[*said, {'role': 'user', 'content': prompt}]!r}, "
+             "add_generation_prompt=True, return_tensors=\"pt\", return_dict=True)") if templated else \
+        f"inputs = tokenizer({text!r}, return_tensors=\"pt\")"
+    lora = config.adapter.rank > 0
+    weights = source if lora else f"{place!r}, subfolder=\"model\""
+    return [*sorted({*imports, "from transformers import AutoModelForCausalLM, AutoTokenizer",
+                     *(["from peft import PeftModel"] if lora else [])}), "",
+            f"tokenizer = AutoTokenizer.from_pretrained({source})",
+            f"model = AutoModelForCausalLM.from_pretrained({weights})",
+            *([f"model = PeftModel.from_pretrained(model, {place!r})"] if lora else []), asked,
+            f"output = model.generate(**inputs, max_new_tokens={config.text.max_tokens}, do_sample=False)",
+            'print(tokenizer.decode(output[0, inputs["input_ids"].shape[1]:], skip_special_tokens=True))']
+
+
+def _index(model: str) -> dict[str, Any]:
+    """Return a pipeline's index, empty for one that is not a folder here."""
+    file = Path(FOLDERS.get(model, model)) / INDEX
+    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+
+
+def _accepted(index: dict[str, Any]) -> list[str]:
+    """Return the arguments that a pipeline's call takes, none of an unknown class."""
+    import diffusers
+
+    cls = getattr(diffusers, str(index.get("_class_name")), None)
+    return list(inspect.signature(cls.__call__).parameters) if cls else []
+
+
+def _has_template(model: str) -> bool:
+    """Return True for a folder whose tokenizer has a chat template; a hub's language model is taken to have one."""
+    folder = Path(FOLDERS.get(model, model))
+    if not folder.is_dir():
+        return True
+    settings = folder / "tokenizer_config.json"
+    return (folder / "chat_template.jinja").is_file() or (
+        settings.is_file() and "chat_template" in json.loads(settings.read_text(encoding="utf-8")))
