@@ -83,3 +83,12 @@ def test_what_holds_no_numbers_is_one_line_that_names_the_reward(answer):
     with pytest.raises(UserError, match="^reward 'mine' returned ") as caught:
         rewards.score({"mine": lambda images, prompts: answer}, torch.ones(2, 3, 4, 4), ["a", "b"], [{}, {}])
     assert "\n" not in str(caught.value) and "expected" in str(caught.value) and len(str(caught.value)) < 400
+
+
+def test_an_async_function_is_one_line_without_a_warning(recwarn):
+    async def late(images, prompts):
+        return [1.0, 1.0]
+
+    with pytest.raises(UserError, match="^reward 'mine' is an `async def`, which returned a coroutine: ") as caught:
+        rewards.score({"mine": late}, torch.ones(2, 3, 4, 4), ["a", "b"], [{}, {}])
+    assert "\n" not in str(caught.value) and not list(recwarn)
