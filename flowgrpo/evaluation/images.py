@@ -26,6 +26,7 @@ from flowgrpo.errors import UserError
 from flowgrpo.evaluation import checkpoints, picture_files
 from flowgrpo.evaluation.checkpoints import config_of, run_config
 from flowgrpo.evaluation.measured import Measured, spread
+from flowgrpo.evaluation.nouns import SAMPLE
 from flowgrpo.evaluation.pages.before_after import captions, draw_pairs
 from flowgrpo.policies.generators import seeded
 from flowgrpo.policies.pipelines import edit_networks
@@ -256,8 +257,9 @@ def _draw(pipe: Any, prompts: list[Prompt], count: int, seed: int, arguments: di
           negative: str = "") -> list[torch.Tensor]:
     """Draw pictures [3, H, W] or clips [F, 3, H, W] in [0, 1], `count` per prompt, one pipeline call each."""
     seed_of, rows = seeder(seed, 0), [(i, k) for i in range(len(prompts)) for k in range(count)]
+    unit = SAMPLE["video" if "num_frames" in inspect.signature(pipe.__call__).parameters else "image"]
     return [draw_one(pipe, prompts[i], seed_of(i, k), arguments, negative)
-            for i, k in tqdm(rows, desc="drawing", unit="picture", leave=False)]
+            for i, k in tqdm(rows, desc="drawing", unit=unit, leave=False)]
 
 
 @torch.no_grad()

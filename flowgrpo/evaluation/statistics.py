@@ -139,7 +139,8 @@ def win_rate(base: np.ndarray, tuned: np.ndarray, method: str | None = None) -> 
     if (method or method_of(base, tuned)) == BOOTSTRAP:
         return interval(wins(base, tuned), BOOTSTRAP)
     moved = change(base, tuned, WILSON)
-    return Interval(*(0.5 + value / 2 for value in (moved.mean, moved.low, moved.high)), WILSON, moved.prompts)
+    mean, low, high = (0.5 + value / 2 for value in (moved.mean, moved.low, moved.high))
+    return Interval(mean, low, high, WILSON, moved.prompts)
 
 
 def wins(base: np.ndarray, tuned: np.ndarray) -> np.ndarray:

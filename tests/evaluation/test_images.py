@@ -234,7 +234,7 @@ def moving(tmp_path_factory):
     return folder, {key: value for key, value in call.items() if key != "image"}
 
 
-def test_a_picture_on_the_command_line_is_what_a_pipeline_starts_from(moving, tmp_path, monkeypatch):
+def test_a_picture_on_the_command_line_is_what_a_pipeline_starts_from(moving, tmp_path, monkeypatch, capsys):
     folder, small = moving
     model = str(folder / "model")
     monkeypatch.setitem(starter.CALLS, model, small)
@@ -243,6 +243,7 @@ def test_a_picture_on_the_command_line_is_what_a_pipeline_starts_from(moving, tm
         picture, output = str(folder / f"{colour}.png"), tmp_path / colour
         assert main(["sample", model, "--prompt", "a cat", "--image", picture, "--steps", "2", "--guidance", "2",
                      "--precision", "fp32", "--output", str(output)]) == 0
+        assert "clip/s" in capsys.readouterr().err
         asked = small | {"num_inference_steps": 2, "guidance": 2.0}
         expected = images.draw_one(pipe, Prompt("a cat", image=picture), seeder(0, 0)(0, 0), asked)
         [file] = output.iterdir()

@@ -21,13 +21,14 @@ def styled() -> Iterator[Any]:
     matplotlib.use("agg")
     from matplotlib import pyplot
 
-    with matplotlib.rc_context(dict(_style(), **{"axes.prop_cycle": matplotlib.cycler(color=COLOURS)})):
+    with matplotlib.rc_context(_style()):
         yield pyplot
 
 
-def _style() -> dict[str, Any]:
-    return {"font.family": "DejaVu Sans", "font.size": 10, "text.color": INK, "axes.labelcolor": FAINT,
-            "axes.titlesize": 11, "axes.titleweight": "bold", "axes.titlelocation": "left", "axes.titlepad": 10,
+def _style() -> Any:
+    return {"axes.prop_cycle": f"cycler('color', {list(COLOURS)})", "font.family": "DejaVu Sans", "font.size": 10,
+            "text.color": INK, "axes.labelcolor": FAINT, "axes.titlesize": 11, "axes.titleweight": "bold",
+            "axes.titlelocation": "left", "axes.titlepad": 10,
             "axes.edgecolor": LINE, "axes.spines.top": False, "axes.spines.right": False, "axes.spines.left": False,
             "axes.grid": True, "axes.grid.axis": "y", "axes.axisbelow": True, "grid.color": LINE, "grid.linewidth": 0.8,
             "xtick.color": LINE, "ytick.color": LINE, "xtick.labelcolor": FAINT, "ytick.labelcolor": FAINT,
