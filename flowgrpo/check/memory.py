@@ -106,8 +106,8 @@ def kept(modules: Iterable[torch.nn.Module], forward: Callable[[], torch.Tensor]
         for storage in (part.untyped_storage() for part in _stored(tensor)):
             if storage.data_ptr() not in weights:
                 sizes[storage.data_ptr()] = storage.nbytes()
-                alive.append(tensor)
-        return tensor
+                alive.append(tensor.detach())
+        return tensor.detach()  # a node that keeps its own output would never be freed
 
     with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         forward()

@@ -191,9 +191,14 @@ class MetaGPU(TorchDispatchMode):
         return True if tensor.dtype == torch.bool or name == "is_nonzero" else 0.0 if tensor.is_floating_point() else 1
 
     def _without_masks(self, name: str, args: Any) -> Any:
-        """Replace masks among the indices by the places that they select; unknown ones select everything."""
+        """Replace masks among the indices by the places that they select; unknown ones select everything.
+
+        Indices on the host are copied, and block.
+        """
         indices: list[Any] = []
         for index in args[1]:
+            if torch.is_tensor(index) and not index.is_meta:
+                self._wait("from the host")
             if _on_meta(index) and index.dtype == torch.bool:
                 self._wait("mask")
                 known = self.values.of(index)

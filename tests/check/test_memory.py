@@ -97,3 +97,18 @@ def test_decoding_picture_by_picture_takes_as_much_as_one_and_the_pictures():
                      for policy in (tiny.policy(memory=Memory(vae=vae)) for vae in ("whole", "sliced")))
     rows, picture = geometry(tiny.config().train).micro_batch, 4 * 3 * 16 * 16
     assert rows > 1 and rows * picture < sliced < whole
+
+
+def test_measured_activations_are_freed():
+    x, outputs = torch.ones(4, requires_grad=True), []
+
+    def forward():
+        output = x.sigmoid()  # keeps its own output
+        outputs.append(weakref.ref(output))
+        return output.sum()
+
+    gc.disable()
+    try:
+        assert memory.kept([], forward) == 16 and outputs[0]() is None
+    finally:
+        gc.enable()

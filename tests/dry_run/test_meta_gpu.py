@@ -61,10 +61,16 @@ def test_what_makes_the_host_wait_is_counted_with_its_place():
         assert x.cpu().tolist() == [0.0] * 8
         torch.ones(8).to("meta")
         assert len(x[x > 0]) == 8  # an unknown mask takes everything
+        assert x[torch.tensor([0, 3])].shape == (2,)  # indices on the host
         counted = sum(meta.phases["work"].waits.values())
         queued(torch.ones(8), META)
     waits = meta.phases["work"].waits
-    assert sum(waits.values()) == counted == 6 and all("test_meta_gpu.py" in reason for reason in waits)
+    assert sum(waits.values()) == counted == 7 and all("test_meta_gpu.py" in reason for reason in waits)
+
+
+def test_tensors_of_two_devices_do_not_meet():
+    with MetaGPU(SLOW).running(), pytest.raises(RuntimeError, match="device"):
+        torch.ones(3) + torch.empty(3, device="meta")
 
 
 def test_values_that_come_from_the_host_stay_known():

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from flowgrpo.config import load
-from flowgrpo.dry_run import published
+from flowgrpo.dry_run import from_configs, published
 from flowgrpo.dry_run.estimate import dry_run
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -63,14 +63,12 @@ def test_a_recipe_runs_through_all_phases(name, monkeypatch):
     assert all(any(place in reason for place in KNOWN) for reason in ours if "conditioning.py" not in reason), ours
 
 
-def test_published_sizes():
-    """Billions of weights, as the model cards have them."""
+def size(part: published.Part) -> float:
+    """Billions of weights."""
+    return sum(p.numel() for p in from_configs.part(*part, torch.bfloat16).parameters()) / 1e9
 
-    from flowgrpo.dry_run.from_configs import _part
 
-    def size(part: published.Part) -> float:
-        return sum(p.numel() for p in _part(*part, torch.bfloat16).parameters()) / 1e9
-
+def test_published_sizes_are_those_of_the_model_cards():
     denoisers = {"stable-diffusion-v1-5/stable-diffusion-v1-5": 0.86, "stabilityai/stable-diffusion-xl-base-1.0": 2.57,
                  "stabilityai/stable-diffusion-3.5-medium": 2.24, "black-forest-labs/FLUX.1-dev": 11.9,
                  "Qwen/Qwen-Image": 20.4, "Efficient-Large-Model/Sana_1600M_512px_diffusers": 1.6,
