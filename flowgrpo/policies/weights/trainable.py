@@ -226,7 +226,7 @@ class TrainableWeights:
         return f"saved {where}; read back by {', '.join(sorted(set(by.values())))}: same weights, same scale"
 
     def _save_all(self, module: Any, folder: Path) -> None:
-        """Write all weights of a module, which are gathered if they are sharded, and check that they can be read."""
+        """Write all weights of a module, which the first process gathers if they are sharded."""
         if self.sharded:
             first = torch.distributed.get_rank() == 0
             values = sharding.state_dict(module, keep=first)
