@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
+import threading
 from pathlib import Path
 
 from flowgrpo.errors import UserError
@@ -36,11 +38,17 @@ def require(model: str) -> None:
 
 @functools.cache
 def _answers(endpoint: str) -> bool:
-    """Return True if a server answers, whatever it says."""
+    """Return True if a server answers within SECONDS, whatever it says."""
     from huggingface_hub.utils import get_session
 
-    try:
-        get_session().head(endpoint, timeout=SECONDS)
-    except Exception:  # of the client's library, or of a proxy
-        return False
-    return True
+    answered = threading.Event()
+
+    def ask() -> None:
+        with contextlib.suppress(Exception):  # of the client's library, or of a proxy
+            get_session().head(endpoint, timeout=SECONDS)
+            answered.set()
+
+    asking = threading.Thread(target=ask, daemon=True)  # a name server may keep it for longer than its timeout
+    asking.start()
+    asking.join(SECONDS)
+    return answered.is_set()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
 import pytest
 from huggingface_hub import constants
 
@@ -40,6 +43,24 @@ def test_a_cached_model_is_loaded_from_the_cache_then(silent, capsys):
     hub.require("owner/name")
     assert constants.HF_HUB_OFFLINE
     assert "owner/name is loaded from the hub's cache" in capsys.readouterr().err
+
+
+def test_any_answer_is_one():
+    """A server that refuses the request is there."""
+    class Refusing(BaseHTTPRequestHandler):
+        def do_HEAD(self):
+            self.send_error(403)
+
+        def log_message(self, *arguments):
+            """Print nothing."""
+
+    server = HTTPServer(("127.0.0.1", 0), Refusing)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        assert hub._answers(f"http://127.0.0.1:{server.server_port}")
+    finally:
+        server.shutdown()
+        server.server_close()
 
 
 def test_nothing_is_asked_for_a_model_that_is_here(silent, tmp_path):
