@@ -131,7 +131,8 @@ class PipelinePolicy:
     def checkpoint(self, share: float) -> None:
         """Recompute this share of the denoisers' and the autoencoder's blocks in the backward pass, from here on."""
         self.checkpointing = share
-        for module in (*self.denoisers.values(), *filter(supported, [getattr(self.pipe, "vae", None)])):
+        vae: Any = getattr(self.pipe, "vae", None)
+        for module in (*self.denoisers.values(), *filter(supported, [vae])):
             checkpoint_blocks(module, self.driver.attention, self.compiled, share)
 
     @torch.no_grad()

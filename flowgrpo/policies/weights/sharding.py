@@ -29,8 +29,6 @@ from flowgrpo.policies.weights.compiled import blocks
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from flowgrpo.policies.weights.trainable import TrainableWeights
-
 NODES = "nodes"  # the value of memory.shard that shards within each node
 
 
@@ -86,7 +84,7 @@ def mesh(shard: bool | str, device: torch.device) -> DeviceMesh | None:
     return init_device_mesh(device.type, (count // size, size), mesh_dim_names=("node", "process"))
 
 
-def place(denoisers: Iterable[torch.nn.Module], over: DeviceMesh, device: torch.device, weights: TrainableWeights,
+def place(denoisers: Iterable[torch.nn.Module], over: DeviceMesh, device: torch.device, weights: Any,
           precision: torch.dtype) -> None:
     """Shard the denoisers, all but their LoRAs; without LoRAs `weights` holds the shards from here on."""
     for module in denoisers:
