@@ -32,8 +32,8 @@ class Config(Section):
     parts: dict[str, Any] = Field({}, description="fields of the method's parts, such as {plan: {size: 2}}")
     reward: str | dict[str, Weighted] = Field("scene_graded", min_length=1,
                                               description="a reward, or rewards with their weights or rules")
-    prompts: str = Field("starter", description="`starter`, `starter_video`, `starter_text`, or a .txt, .jsonl, .csv "
-                                              "or .parquet file")
+    prompts: str = Field("starter", description="a set that `flowgrpo prompts` lists, a .txt, .jsonl, .csv or .parquet "
+                                              "file, or hub:OWNER/NAME")
     held_out: float | str = Field(0.1, description="share of the prompts that is never trained on, or a file of "
                                                  "them; packaged prompts bring their own, and take no share")
     preferences: str | None = Field(None, min_length=1, description="a .jsonl of pairs of pictures that are trained "
