@@ -17,8 +17,8 @@ from flowgrpo.policies.language.masked_lm import MaskedLM
 from flowgrpo.run import run
 from flowgrpo.samplers.text.decoding import Unmasking
 from flowgrpo.storage import checkpoint
-from flowgrpo.train import decisions
 from flowgrpo.training.metrics import UpdateStats
+from flowgrpo.training.shares import decisions
 from tests.helpers import tiny_dna
 from tests.helpers import tiny_text as tiny
 from tests.helpers.tables import close, draw, f64
