@@ -12,8 +12,8 @@ from flowgrpo.errors import UserError
 from flowgrpo.methods import presets, validate
 from flowgrpo.run import run
 from flowgrpo.samplers.text.decoding import Decoding
-from flowgrpo.train import decisions
 from flowgrpo.training.metrics import UpdateStats
+from flowgrpo.training.shares import decisions
 from tests.helpers import tiny, tiny_text
 
 PRESETS = presets.suited("tokens")

@@ -24,8 +24,8 @@ from flowgrpo.samplers.rollout import Part
 from flowgrpo.samplers.text.continuations import continued, segmented
 from flowgrpo.samplers.text.decoding import Decoding
 from flowgrpo.samplers.text.records import TokenizedPrompts
-from flowgrpo.train import decisions
 from flowgrpo.training.metrics import UpdateStats
+from flowgrpo.training.shares import decisions
 from flowgrpo.types import Completions, Scored, Segmented
 from tests.helpers import tiny_text
 

@@ -57,8 +57,8 @@ from flowgrpo.samplers.text.decoding import Decoding
 from flowgrpo.samplers.text.groups import EarlyExits
 from flowgrpo.samplers.text.lookahead import BranchingLookahead
 from flowgrpo.samplers.text.trees import Tree
-from flowgrpo.train import decisions
 from flowgrpo.training.metrics import UpdateStats
+from flowgrpo.training.shares import decisions
 from tests.helpers import tiny
 
 # kernel, plan, solver, tail, shared noise, advantage's scale and order, clip range, KL

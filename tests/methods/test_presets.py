@@ -18,8 +18,8 @@ from flowgrpo.samplers.plans import Branches, EachStep, GrowingTail, Sliding, Tr
 from flowgrpo.samplers.preview import Preview, contrasting
 from flowgrpo.samplers.rollout import seeder
 from flowgrpo.storage import checkpoint
-from flowgrpo.train import decisions
 from flowgrpo.training import state
+from flowgrpo.training.shares import decisions
 from tests.helpers import tiny
 
 # What a preset needs beside the six steps and four samples of tests/helpers/tiny.py: room for its splits.

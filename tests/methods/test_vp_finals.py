@@ -13,8 +13,8 @@ from flowgrpo.methods import preset
 from flowgrpo.methods.validate import resolve
 from flowgrpo.samplers.kernels import DDIM
 from flowgrpo.samplers.noised_finals import Stratified
-from flowgrpo.train import decisions
 from flowgrpo.training.metrics import UpdateStats
+from flowgrpo.training.shares import decisions
 from tests.data.test_recorded_pairs import pairs_file
 from tests.helpers import tiny
 from tests.test_train import align, epoch, gradient

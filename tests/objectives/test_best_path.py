@@ -9,9 +9,9 @@ import torch
 
 from flowgrpo.objectives import AdaptiveClip, Clip
 from flowgrpo.objectives.best_path import LayerTuning
-from flowgrpo.train import decisions
 from flowgrpo.training.credit import towards_best
 from flowgrpo.training.metrics import UpdateStats
+from flowgrpo.training.shares import decisions
 from flowgrpo.types import RegressionTarget, Scored
 from tests.helpers import tiny
 

@@ -19,9 +19,9 @@ from flowgrpo.samplers.replay import score
 from flowgrpo.samplers.rollout import RolloutSpec
 from flowgrpo.samplers.solvers import Euler
 from flowgrpo.storage import checkpoint
-from flowgrpo.train import decisions
 from flowgrpo.training import state
 from flowgrpo.training.metrics import UpdateStats
+from flowgrpo.training.shares import decisions
 from flowgrpo.types import Context, Gaussian, Scored
 from tests.helpers import tiny
 

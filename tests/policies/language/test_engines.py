@@ -19,8 +19,8 @@ from flowgrpo.run import run
 from flowgrpo.samplers.rollout import seeder
 from flowgrpo.samplers.text.decoding import Decoding
 from flowgrpo.samplers.text.importance import Mismatch
-from flowgrpo.train import decisions
 from flowgrpo.training.metrics import UpdateStats
+from flowgrpo.training.shares import decisions
 from flowgrpo.types import Completions, Scored, Segmented, Traces
 from tests.helpers import tiny_masked
 from tests.helpers import tiny_text as tiny

@@ -22,8 +22,8 @@ from flowgrpo.policies.language.masked_lm import MaskedLM, load_masked_lm
 from flowgrpo.run import run
 from flowgrpo.samplers.text.decoding import Decoding, Unmasking
 from flowgrpo.starter.arithmetic import build_tokenizer
-from flowgrpo.train import decisions
 from flowgrpo.training.metrics import UpdateStats
+from flowgrpo.training.shares import decisions
 from tests.helpers import tiny_text as tiny
 from tests.helpers.tiny_masked import model, policy
 

@@ -19,8 +19,8 @@ from flowgrpo.samplers.plans import Schedule
 from flowgrpo.samplers.replay import replay, rescored
 from flowgrpo.samplers.rollout import RolloutSpec, explore, seeder
 from flowgrpo.samplers.solvers import Euler
-from flowgrpo.train import decisions
 from flowgrpo.training.metrics import UpdateStats
+from flowgrpo.training.shares import decisions
 from tests.helpers import tiny
 
 DDIM_V = DDIMScheduler(prediction_type="v_prediction", clip_sample=False, **tiny.SD15_NOISE)

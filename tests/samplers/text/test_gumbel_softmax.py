@@ -20,8 +20,8 @@ from flowgrpo.rewards.text.soft_texts import SoftTexts, letters
 from flowgrpo.run import run
 from flowgrpo.samplers.text.decoding import Unmasking
 from flowgrpo.samplers.text.gumbel_softmax import GumbelSoftmax, divergence, straight_through, walk
-from flowgrpo.train import decisions
 from flowgrpo.training.metrics import UpdateStats
+from flowgrpo.training.shares import decisions
 from tests.helpers import tiny_dna
 from tests.helpers import tiny_text as tiny
 from tests.helpers.tables import close
