@@ -32,8 +32,9 @@ from flowgrpo.policies.language.causal_lm import CausalLM
 from flowgrpo.policies.language.load import load_causal_lm
 from flowgrpo.samplers.rollout import Part
 from flowgrpo.samplers.text.records import TokenizedPrompts
-from flowgrpo.train import Trainer, decisions
+from flowgrpo.train import Trainer
 from flowgrpo.training.metrics import UpdateStats
+from flowgrpo.training.shares import decisions
 from flowgrpo.types import Completions, Scored
 
 TOKENS, SEED = 5, 0
