@@ -134,7 +134,7 @@ class PipelinePolicy:
     def checkpoint(self, share: float) -> None:
         """Recompute this share of the denoisers' and the autoencoder's blocks in the backward pass, from here on."""
         self.checkpointing = share
-        for module in (*self.denoisers.values(), *filter(supported, [getattr(self.pipe, "vae", None)])):
+        for module in (*self.denoisers.values(), *filter(supported, [self.pipe.components.get("vae")])):
             checkpoint_blocks(module, self.driver.attention, self.compiled, share)
 
     @torch.no_grad()

@@ -65,7 +65,7 @@ def checkpoint_blocks(module: torch.nn.Module, context: Context, compiled: bool 
         block.forward = _again(forward, context, block) if chosen(block) else forward
 
 
-def supported(module: torch.nn.Module | None) -> bool:
+def supported(module: Any) -> bool:
     """True for a module that diffusers can checkpoint."""
     return getattr(module, "_supports_gradient_checkpointing", False)
 
