@@ -20,9 +20,10 @@ SHALLOW = {
     "HunyuanVideoTransformer3DModel": {"num_layers": 2, "num_single_layers": 2},
     "QwenImageTransformer2DModel": {"num_layers": 2}, "SanaTransformer2DModel": {"num_layers": 2},
     "WanTransformer3DModel": {"num_layers": 2}, "ZImageTransformer2DModel": {"n_layers": 2, "n_refiner_layers": 1},
-    "UNet2DConditionModel": {"layers_per_block": 1}, "T5EncoderModel": {"num_layers": 2},
-    "UMT5EncoderModel": {"num_layers": 2}, "CLIPTextModel": TEXT, "CLIPTextModelWithProjection": TEXT,
-    "LlamaModel": {"num_hidden_layers": 3}, "Gemma2Model": TEXT, "Qwen3Model": TEXT}
+    "UNet2DConditionModel": {"layers_per_block": 1, "transformer_layers_per_block": 1},
+    "T5EncoderModel": {"num_layers": 2}, "UMT5EncoderModel": {"num_layers": 2}, "CLIPTextModel": TEXT,
+    "CLIPTextModelWithProjection": TEXT, "LlamaModel": {"num_hidden_layers": 3}, "Gemma2Model": TEXT,
+    "Qwen3Model": TEXT}
 SMALL = {"train.prompts": "2", "picture.height": "128", "picture.width": "128"}
 CLIPS = {"picture.frames": "5", "memory.vae": "whole"}
 RECIPES = sorted(file.stem for file in CONFIGS.glob("*.yaml") if load(file).model in published.MODELS)
