@@ -27,8 +27,6 @@ SHALLOW = {
 SMALL = {"train.prompts": "2", "picture.height": "128", "picture.width": "128"}
 CLIPS = {"picture.frames": "5", "memory.vae": "whole"}
 RECIPES = sorted(file.stem for file in CONFIGS.glob("*.yaml") if load(file).model in published.MODELS)
-# Our own lines that make the host wait in a replayed micro-batch; everything else is the pipeline's.
-KNOWN = ("training/metrics.py", "objectives/kl.py", "flowgrpo/gaussian.py")
 
 
 def shallow(model: published.Published) -> published.Published:
@@ -61,7 +59,8 @@ def test_a_recipe_runs_through_all_phases(name, monkeypatch):
     assert counts.phases["update"].flops > counts.phases["rollout"].flops / 4
     ours = [reason for reason in (*counts.step_waits, *counts.replay_waits) if "/pipeline_" not in reason]
     assert not counts.step_waits or name.startswith("wan")
-    assert all(any(place in reason for place in KNOWN) for reason in ours if "conditioning.py" not in reason), ours
+    memo = "pipelines/conditioning.py"  # the digest of a reference picture, which is compared on the host
+    assert all(memo in reason and name in ("flux_kontext", "skyreels_i2v") for reason in ours), ours
 
 
 def size(part: published.Part) -> float:
