@@ -29,10 +29,12 @@ def predict(model: str | None, recipe: str | None, name: str, processes: int, as
         raise UserError("--gpu predicts an epoch of a recipe: give --recipe")
     config = parse.load(recipe)
     config = config if model is None else config.model_copy(update={"model": model})
+    config = fit.settle(config, gpu, processes)
     counts = estimate.dry_run(config, gpu, processes)
     above = counts.above(gpu.room)
     settings, better = fit.nearest_settings(config, gpu, counts, processes) if above else ({}, counts)
-    report = _report(config.model, name, gpu, counts, settings, better)
+    report = _report(config.model, name, gpu, counts, settings, better) | {
+        "micro_batch": config.train.micro_batch, "checkpointing": config.train.checkpointing}
     typer.echo(json.dumps(report, indent=2)) if as_json else _page(report)
     if above:
         raise typer.Exit(2)
@@ -62,7 +64,9 @@ def _page(report: dict[str, Any]) -> None:
              f"{phase['seconds']:,.1f}", f"{phase['share']:.0%}", f"{phase['kernels']:,}"]
             for name, phase in report["phases"].items()]
     print_table(["phase", "GiB", "reserved", "TFLOP", "seconds", "share", "kernels"], rows)
-    lines = {"rewards": f"{report['rewards']:.1f} GiB of reward models, beside every phase",
+    lines = {"rows": f"{report['micro_batch']} at once (train.micro_batch), train.checkpointing "
+                     f"{str(report['checkpointing']).lower()}",
+             "rewards": f"{report['rewards']:.1f} GiB of reward models, beside every phase",
              "peak": f"{report['peak']:.1f} GiB of the {report['room']:.1f} that tensors can take on one "
                      f"{report['gpu']}: its memory less {report['context']:.1f} GiB of CUDA's context and 4 % between "
                      "the allocator's blocks",

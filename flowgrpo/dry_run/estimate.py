@@ -1,6 +1,6 @@
 """Dry run of an epoch: the run's own trainer on a pretended GPU, and what it counts by phase.
 
-`dry_run` is the whole; `peak_bytes` says what has to fit a GPU, and `fit.py` finds settings that do.
+`dry_run` is the whole; `fit.py` finds settings that fit a GPU.
 """
 
 from __future__ import annotations
@@ -82,14 +82,6 @@ class _Phases(PhaseTimer):
         self.held.setdefault(phase, self.gpu.memory.in_use)
         with super().__call__(phase), self.gpu.during(phase):
             yield
-
-
-def peak_bytes(config: Config, pipe: Any = None, processes: int = 1) -> float:
-    """Return the bytes of tensors that an epoch of a recipe has in use at most on each GPU, reward models included.
-
-    Compare them with `GPU.room`, which leaves out CUDA's context. Arguments and errors are those of `dry_run`.
-    """
-    return dry_run(config, pipe=pipe, processes=processes).peak
 
 
 def dry_run(config: Config, gpu: GPU = GPUS["H100"], processes: int = 1, pipe: Any = None) -> Estimate:

@@ -8,6 +8,7 @@ from typing import Any
 
 from flowgrpo.config.geometry import geometry
 from flowgrpo.config.schema import Config
+from flowgrpo.device import AUTO
 from flowgrpo.dry_run.estimate import Estimate, dry_run
 from flowgrpo.dry_run.gpus import GPU, GPUS
 from flowgrpo.errors import UserError
@@ -84,7 +85,7 @@ def batch_settings(config: Config, room: float, pipe: Any = None, processes: int
 
     The result is {"micro_batch": 8, "checkpointing": False}: of each setting of checkpointing the largest micro-batch
     that fits, and of these the one with fewer seconds. None if nothing fits.
-    config: with numbers in place of `auto`; its micro_batch and checkpointing are not read. room: as `GPU.room`, or the
+    config: its micro_batch and checkpointing are not read. room: as `GPU.room`, or the
     free bytes of a device less a few per cent. pipe: as in `dry_run`. micro_batches, checkpointing: those to choose
     from; without micro_batches the divisors of the group, and whole groups. A dry run takes seconds to half a minute,
     and there are about four for each setting of checkpointing. Raises UserError for what a dry run does not cover.
@@ -103,6 +104,18 @@ def batch_settings(config: Config, room: float, pipe: Any = None, processes: int
         if fitting:
             best.append((estimates[sizes[fitting - 1]].seconds, sizes[fitting - 1], setting))
     return None if not best else {"micro_batch": min(best)[1], "checkpointing": min(best)[2]}
+
+
+def settle(config: Config, gpu: GPU, processes: int = 1) -> Config:
+    """Return a recipe with numbers in place of `auto`: those that fit the GPU, or else that take the least memory."""
+    train = config.train
+    if AUTO not in (train.micro_batch, train.checkpointing):
+        return config
+    sizes = () if train.micro_batch == AUTO else (train.rows,)
+    shares = (False, True) if train.checkpointing == AUTO else (bool(train.checkpointing),)
+    chosen = batch_settings(config, gpu.room, None, processes, sizes, shares)
+    least = {"micro_batch": min(sizes, default=1), "checkpointing": shares[-1]}
+    return config.model_copy(update={"train": train.model_copy(update=chosen or least)})
 
 
 def _micro_batches(config: Config, processes: int) -> list[int]:

@@ -9,7 +9,7 @@ import torch
 
 from flowgrpo.cli import main
 from flowgrpo.dry_run import estimate, fit, from_configs
-from flowgrpo.dry_run.estimate import dry_run, peak_bytes
+from flowgrpo.dry_run.estimate import dry_run
 from flowgrpo.dry_run.gpus import CONTEXT, GIB, GPU, GPUS, SPARE
 from flowgrpo.dry_run.repeats import Repeats
 from flowgrpo.errors import UserError
@@ -111,7 +111,7 @@ def test_reward_models_are_held_beside_every_phase(model):
     rewards = {"pick_score": 1.0, "first": {"use": "frames", "args": {"reward": "hps_v2"}}}
     options = config(model, reward=rewards, eval__rewards=["pick_score", "ocr"])
     assert dry_run(options).rewards == 2 * 4 * 0.986e9
-    assert peak_bytes(options) > 2 * 4 * 0.986e9
+    assert dry_run(options).peak > 2 * 4 * 0.986e9
 
 
 @pytest.mark.parametrize("options, text", [
@@ -158,6 +158,9 @@ def test_batch_settings_are_the_largest_that_fit(model):
     assert fit.batch_settings(recipe, peaks[2], pipe, micro_batches=(2, 8), checkpointing=(False,)) == {
         "micro_batch": 2, "checkpointing": False}
     assert not pipe.transformer.proj_out.weight.is_meta and not hasattr(pipe.transformer, "peft_config")
+    auto = fit.changed(recipe, {"train.micro_batch": "auto"})
+    assert fit.settle(auto, gpu(peaks[8])).train.micro_batch == 8 and fit.settle(recipe, gpu(peaks[8])) is recipe
+    assert fit.settle(auto, gpu(2**16)).train.micro_batch == 1, "the least, where nothing fits"
 
 
 # --- the command -----------------------------------------------------------------------------------------------------
