@@ -152,7 +152,8 @@ class Method:
 
     def _on_vp(self, given: Collection[str]) -> Method:
         wrong = self.of_flows_alone()
-        if refused := [name for name in wrong if name in given]:
+        learned = {"kernel"} if hasattr(self.denoising.kernel, "network") else set()  # the method is about this kernel
+        if refused := [name for name in wrong if name in learned | {*given}]:
             parts = self.parts()
             got = ", ".join(f"{name} {parts[name]}" for name in refused)
             cure = ", ".join(f"{name}: {FOR_VP[name][1]}" for name in refused)

@@ -144,8 +144,8 @@ def test_pictures_are_redrawn_too():
         flat = prompts[0] == seen[0]
         return [1.0] * len(images) if flat else images[:, 1].mean((1, 2))
 
-    trainer = tiny.trainer(method="mix_grpo+dynamic_sampling", rewards={"green": reward}, train__lr=1e-3,
-                           train__micro_batch=4)
+    trainer = tiny.trainer(method="mix_grpo+dynamic_sampling", rewards={"green": reward}, reward="green",
+                           train__lr=1e-3, train__micro_batch=4)
     tiny.stir(trainer.policy)
     metrics = trainer.run_epoch()
     assert len(seen) == trainer.config.train.prompts + 1 and metrics["grad_norm"] > 0
