@@ -147,7 +147,8 @@ def _picture(policy: Any, folder: Path) -> str | None:
 
 
 def _trainer(config: Config, policy: Any, image: str | None) -> Trainer:
-    """Return a trainer in the state of a later epoch: other prompts than its first, and the optimiser's moments."""
+    """Return a trainer in the state of a later epoch: other prompts than its first, the optimiser's moments, and the old
+    policy."""
     first, *later = (Prompt(f"{PROMPT} {number}", image=image) for number in range(config.train.prompts + 1))
     alone: Any = SimpleNamespace(process_index=0, num_processes=1, device=torch.device("cpu"), is_main_process=True)
     trainer = Trainer(config, alone, policy, {name: _any for name in config.trained}, ([first, *later[1:]], []))
@@ -156,6 +157,7 @@ def _trainer(config: Config, policy: Any, image: str | None) -> Trainer:
     for parameter in policy.weights.parameters():
         parameter.grad = torch.empty_like(parameter)
     trainer.optimizer.step()
+    trainer.rollouts.old_policy.begin(trainer.epoch)
     trainer.first_ratio.found = 0.0  # there are no values to compare
     return trainer
 
