@@ -19,8 +19,8 @@ from typing import Any
 
 from flowgrpo.config import load
 from flowgrpo.dry_run.estimate import Estimate, dry_run, gib
-from flowgrpo.dry_run.gpus import GPUS, gpu_named
 from flowgrpo.dry_run.published import MODELS
+from flowgrpo.gpus import GPUS, gpu_named
 
 ROOT = Path(__file__).parent.parent
 PAGE, BEGIN, END = ROOT / "docs" / "performance.md", "<!-- dry runs: begin -->\n", "<!-- dry runs: end -->\n"

@@ -12,7 +12,7 @@ from flowgrpo.errors import UserError
 
 if TYPE_CHECKING:
     from flowgrpo.dry_run.estimate import Estimate
-    from flowgrpo.dry_run.gpus import GPU
+    from flowgrpo.gpus import GPU
 
 
 def predict(model: str | None, recipe: str | None, name: str, processes: int, as_json: bool) -> None:
@@ -22,7 +22,7 @@ def predict(model: str | None, recipe: str | None, name: str, processes: int, as
     """
     from flowgrpo.config import parse
     from flowgrpo.dry_run import estimate, fit
-    from flowgrpo.dry_run.gpus import gpu_named
+    from flowgrpo.gpus import gpu_named
 
     gpu = gpu_named(name)
     if recipe is None:
@@ -44,7 +44,7 @@ def _report(model: str, name: str, gpu: GPU, counts: Estimate, settings: dict[st
             ) -> dict[str, Any]:
     """Return the report: memory in GiB, FLOPs in 10^12, for one process and an epoch."""
     from flowgrpo.dry_run.estimate import gib
-    from flowgrpo.dry_run.gpus import CONTEXT
+    from flowgrpo.gpus import CONTEXT
 
     phases = {key: {"allocated": round(gib(phase.allocated), 2), "reserved": round(gib(phase.reserved), 2),
                     "tflop": round(phase.flops / 1e12, 1), "seconds": round(phase.seconds, 1),

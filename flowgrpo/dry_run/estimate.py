@@ -22,11 +22,11 @@ from flowgrpo.config.schema import Config
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.device import AUTO, DTYPES
 from flowgrpo.dry_run import from_configs, weights
-from flowgrpo.dry_run.gpus import GIB, GPU, GPUS
 from flowgrpo.dry_run.meta_gpu import META, MetaGPU, Phase
 from flowgrpo.dry_run.repeats import Repeats
 from flowgrpo.dry_run.reward_models import reward_bytes
 from flowgrpo.errors import UserError
+from flowgrpo.gpus import GIB, GPU, GPUS
 from flowgrpo.log import PhaseTimer
 from flowgrpo.policies.build import PIPELINE, kind, make_policy
 from flowgrpo.train import Trainer
@@ -147,8 +147,8 @@ def _picture(policy: Any, folder: Path) -> str | None:
 
 
 def _trainer(config: Config, policy: Any, image: str | None) -> Trainer:
-    """Return a trainer in the state of a later epoch: other prompts than its first, the optimiser's moments, and the old
-    policy."""
+    """Return a trainer in the state of a later epoch: with other prompts, the optimiser's moments, and the old policy.
+    """
     first, *later = (Prompt(f"{PROMPT} {number}", image=image) for number in range(config.train.prompts + 1))
     alone: Any = SimpleNamespace(process_index=0, num_processes=1, device=torch.device("cpu"), is_main_process=True)
     trainer = Trainer(config, alone, policy, {name: _any for name in config.trained}, ([first, *later[1:]], []))

@@ -10,8 +10,8 @@ from flowgrpo.config.geometry import geometry
 from flowgrpo.config.schema import Config
 from flowgrpo.device import AUTO
 from flowgrpo.dry_run.estimate import Estimate, dry_run
-from flowgrpo.dry_run.gpus import GPU, GPUS
 from flowgrpo.errors import UserError
+from flowgrpo.gpus import GPU, GPUS
 
 # Options in the order of docs/performance.md, cheapest first: what they are changed from, and the phases they help.
 LOOP = frozenset(("preview", "rollout", "decode", "base", "update"))

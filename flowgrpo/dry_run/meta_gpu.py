@@ -23,8 +23,8 @@ from torch.utils.flop_counter import flop_registry
 from flowgrpo import device
 from flowgrpo.dry_run.allocator import Allocator, Block
 from flowgrpo.dry_run.attention import fused
-from flowgrpo.dry_run.gpus import BUS, GPU
 from flowgrpo.dry_run.host_values import HostValues
+from flowgrpo.gpus import BUS, GPU
 
 META = torch.device("meta")
 FILLED = 2**26  # bytes of a copy to the host that is filled with zeros; a larger one is left as it comes

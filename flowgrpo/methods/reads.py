@@ -1,5 +1,7 @@
-"""What a run reads: parts of a method by its target, keys of a configuration by the kind of model. A user's setting
-that a run would not read is an error."""
+"""Keys and parts that a run reads: parts of a method by its target, keys of a configuration by the kind of model.
+
+A user's setting that a run would not read is an error.
+"""
 
 from __future__ import annotations
 

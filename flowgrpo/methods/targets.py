@@ -21,7 +21,7 @@ from flowgrpo.samplers.text.decoding import Unmasking
 
 @dataclass(frozen=True)
 class Target:
-    """What the loss scores.
+    """Targets of a method: the decisions that its loss scores.
 
     trains: its name in messages.
     of: the rollouts that have it.

@@ -14,12 +14,13 @@ import torch
 from flowgrpo.config.schema import Config
 from flowgrpo.device import DTYPES
 from flowgrpo.distributed.processes import Processes
+from flowgrpo.gpus import GPUS
 from flowgrpo.policies.policy import Policy
 
 # Dense TFLOP/s of bf16 or fp16, and of fp32, of the makers' data sheets, by words of a device's name: the first whose
 # words are all in it. Parts of a GPU and variants of these words have less.
-PEAKS = {"H100 PCIe": (756, 51), "H100 NVL": (835, 60), "H100": (989, 67), "H200 NVL": (835, 60), "H200": (989, 67),
-         "A100": (312, 19.5), "B200": (2250, 75), "RTX 4090": (165, 82.6), "RTX 5090": (210, 105)}
+PEAKS = {"H100 PCIe": (756, 51), "H100 NVL": (835, 60), "H200 NVL": (835, 60)} | {
+    name: (gpu.half, gpu.single) for name, gpu in GPUS.items()}
 LESS = {"MIG", "Laptop", "D"}
 
 

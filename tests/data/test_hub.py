@@ -62,4 +62,4 @@ def test_named_sets_of_the_hub_parse():
     for one in sets.SETS.values():
         for side in (one.train, one.held_out):
             if hub.named(side):
-                hub.parse(side)
+                assert hub.parse(side).column and "/" in hub.parse(side).id

@@ -10,9 +10,9 @@ import torch
 from flowgrpo.cli import main
 from flowgrpo.dry_run import estimate, fit, from_configs
 from flowgrpo.dry_run.estimate import dry_run
-from flowgrpo.dry_run.gpus import CONTEXT, GIB, GPU, GPUS, SPARE
 from flowgrpo.dry_run.repeats import Repeats
 from flowgrpo.errors import UserError
+from flowgrpo.gpus import CONTEXT, GIB, GPU, GPUS, SPARE
 from tests.helpers import tiny
 
 # All options of memory but quantised weights.

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 
 from flowgrpo.device import queued
 from flowgrpo.dry_run.allocator import Allocator
-from flowgrpo.dry_run.gpus import CONTEXT, GIB, GPU, GPUS, gpu_named
 from flowgrpo.dry_run.meta_gpu import META, MetaGPU
 from flowgrpo.errors import UserError
+from flowgrpo.gpus import CONTEXT, GIB, GPU, GPUS, gpu_named
 
 SLOW = GPU(memory=1, half=1e-6, single=1e-6, bandwidth=1e-3)  # 10^6 FLOP/s, 10^9 bytes/s
 

@@ -25,6 +25,7 @@ def require_quantiser(weights: str) -> None:
 
 
 def require_package(setting: str, package: str) -> None:
+    """Raise UserError if a package is not installed; setting: the option that needs it, with its value."""
     if importlib.util.find_spec(package) is None:
         raise UserError(f"{setting}, which needs {package}: pip install 'flowgrpo[{package}]'")
 
