@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
 
+from flowgrpo.cli import main
 from flowgrpo.config.base import Loader
 from flowgrpo.config.parse import load
 from flowgrpo.errors import UserError
 from flowgrpo.methods import preset
+from flowgrpo.methods.naming import recorded
 from flowgrpo.methods.overlay import with_parts
 from flowgrpo.methods.validate import resolve
+from flowgrpo.objectives.surrogates import Clip
 from flowgrpo.user_code import from_file
 from tests.helpers import tiny
 from tests.helpers.tables import close, f64
@@ -114,3 +118,50 @@ def test_a_recipe_on_disk_names_them_too(files):
     (files / "recipe.yaml").write_text("method: mix_grpo\nparts: {surrogate: {type: soft_gate.py:SoftGate}}\n")
     config = load(files / "recipe.yaml")
     assert with_parts(preset(config.method), config.parts).loss.surrogate == part("soft_gate.py:SoftGate")()
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    """An installed package with a preset, a part, and ones that cannot be used."""
+    (tmp_path / "far_methods.py").write_text(FILES["soft_gate.py"] + FILES["my_methods.py"] + "NUMBER = 3\n")
+    info = tmp_path / "far-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: far\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(
+        "[flowgrpo.methods]\ntwo_far_steps = far_methods:two_steps\nnumber = far_methods:NUMBER\n"
+        "lost = far_methods:nothing\n[flowgrpo.parts]\nFarGate = far_methods:SoftGate\nClip = far_methods:NUMBER\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    yield
+    sys.modules.pop("far_methods", None)
+
+
+def test_an_installed_package_brings_methods_and_parts(package, capsys):
+    config = tiny.config(method="flow_grpo+two_far_steps", parts={"surrogate": {"type": "FarGate", "temperature": 2.0}})
+    method = resolve(config)
+    assert (method.rollout.plan.size, type(method.loss.surrogate).__module__) == (2, "far_methods")
+    assert recorded(preset("flow_grpo").having(surrogate=type(method.loss.surrogate)(2.0))) == (
+        "flow_grpo", {"surrogate": {"type": "FarGate", "temperature": 2.0}})
+    assert resolve(tiny.config(method="mix_grpo", parts={"surrogate": {"type": "Clip"}})).loss.surrogate == Clip()
+    assert main(["methods", "two_far"]) == 0
+    assert re.search(r"two_far_steps +far_methods:two_steps +package far", capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("method, parts, told", [
+    ("two_far_step", {}, "unknown method 'two_far_step': did you mean 'two_far_steps'?"),
+    ("number", {}, "method number: got a value of type int, expected a function from a method to a method"),
+    ("lost", {}, "method 'lost' does not import: AttributeError: "),
+    ("flow_grpo", {"surrogate": {"type": "FarGat"}}, "parts.surrogate.type: unknown part 'FarGat': did you mean "
+                                                     "'FarGate'?"),
+    ("flow_grpo", {"kl": {"type": "FarGate"}}, "parts.kl.type: got FarGate, expected a frozen dataclass that extends "
+                                               "flowgrpo.objectives.kl.Penalty"),
+])
+def test_mistakes_with_an_installed_package_are_one_line(method, parts, told, package):
+    with pytest.raises(UserError) as caught:
+        resolve(tiny.config(method=method, parts=parts))
+    assert told in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_preset_has_to_return_a_method(files):
+    (files / "forgets.py").write_text("def change(method):\n    method.having(roots=1)\n")
+    with pytest.raises(UserError, match=r"method forgets.py:change: it returned a NoneType, expected a method"):
+        preset("flow_grpo+forgets.py:change")
