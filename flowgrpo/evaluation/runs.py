@@ -60,7 +60,7 @@ def _run(folder: Path) -> Run:
         return Run(name, changed=changed)
     epochs = lines[-1]["epoch"] if lines else 0
     finished = bool(summary) and summary["epochs"] >= epochs
-    held = next((line for line in reversed(lines) if any(key.startswith(HELD_OUT) for key in line)), {})
+    held: dict[str, Any] = next((line for line in reversed(lines) if any(key.startswith(HELD_OUT) for key in line)), {})
     before = {reward: _mean(values) for reward, values in scores.items()}
     after = {key.removeprefix(HELD_OUT): value for key, value in held.items() if key.startswith(HELD_OUT)}
     state = "running" if is_held(folder) else "finished" if finished else "stopped"

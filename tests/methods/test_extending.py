@@ -10,6 +10,7 @@ import pytest
 import torch
 import yaml
 
+from flowgrpo import rewards
 from flowgrpo.cli import main
 from flowgrpo.config.base import Loader
 from flowgrpo.config.parse import load
@@ -19,6 +20,7 @@ from flowgrpo.methods.naming import recorded
 from flowgrpo.methods.overlay import with_parts
 from flowgrpo.methods.validate import resolve
 from flowgrpo.objectives.surrogates import Clip
+from flowgrpo.samplers import kernels
 from flowgrpo.user_code import from_file
 from tests.helpers import tiny
 from tests.helpers.tables import close, f64
@@ -26,7 +28,8 @@ from tests.helpers.tables import close, f64
 PAGE = (Path(__file__).parents[2] / "docs" / "extending.md").read_text(encoding="utf-8")
 FILES = {re.match(r"# (\w+\.py)\n", code)[1]: code.split("\n", 1)[1]
          for code in re.findall(r"```python\n(.*?)```", PAGE, re.S)}
-RECIPES = [yaml.load(recipe, Loader) for recipe in re.findall(r"```yaml\n(.*?)```", PAGE, re.S)]
+BEFORE, PACKAGE = PAGE.split("## In a package")
+RECIPES = [yaml.load(recipe, Loader) for recipe in re.findall(r"```yaml\n(.*?)```", BEFORE, re.S)]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -66,8 +69,21 @@ def test_the_loss_by_hand():
 
 
 def test_the_rule_by_hand():
-    rewards = f64([[0.0, 2.0, 2.0, torch.nan]])[..., None]
-    close(part("ranks.py:Ranks")()(rewards, [1.0]), [[-2 / 3, 1 / 3, 1 / 3, 0.0]])
+    scores = f64([[0.0, 2.0, 2.0, torch.nan]])[..., None]
+    close(part("ranks.py:Ranks")()(scores, [1.0]), [[-2 / 3, 1 / 3, 1 / 3, 0.0]])
+    close(part("ranks.py:Ranks")()(scores[:, :3], [1.0]), [[-1.0, 0.5, 0.5]])  # as the page says
+
+
+def test_the_kernel_by_hand():
+    """It is DanceSDE's step with the level of each step, and at level 0 the Euler step."""
+    fading, grid = part("fading.py:FadingSDE"), f64([1.0, 0.75, 0.5, 0.0])
+    x, v = torch.randn(2, 3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).unbind(0)
+    for i, now in enumerate(grid[:-1].tolist()):
+        step, same = fading(0.8)(x, v, grid, i), kernels.DanceSDE(0.8 * now)(x, v, grid, i)
+        close(step.mean, same.mean)
+        close(step.std, same.std)
+        close(fading(0.0)(x, v, grid, i).mean, kernels.ODE()(x, v, grid, i).mean)
+    close(fading(0.8)(x, v, grid, 1).std, 0.8 * 0.75 * 0.25**0.5)
 
 
 def test_blocks_of_one_step_are_recorded_steps_and_longer_ones_their_means():
@@ -97,6 +113,7 @@ def test_a_preset_of_a_file_stands_in_a_chain():
     ({"surrogate": {"type": "soft_gate.py:SoftGat"}}, "part file soft_gate.py has no 'SoftGat': did you mean"),
     ({"surrogate": {"type": "soft_gate.py:SoftGate", "temperature": 0}},
      "SoftGate: temperature is 0, expected above 0"),
+    ({"kernel": {"type": "fading.py:FadingSDE", "level": -1}}, "FadingSDE: level is -1, expected 0 or more"),
     ({"surrogate": {"type": "soft_gate.py:SoftGate", "heat": 1}}, "unknown key parts.surrogate.heat"),
     ({"kernel": {"type": "my_methods.py:two_steps"}}, "got my_methods.py:two_steps, expected a frozen dataclass"),
     ({"target": {"type": "blocks.py:Blocks"}, "step_weight": {"type": "Sigma"}}, "a method that trains blocks of steps "
@@ -118,6 +135,29 @@ def test_a_recipe_on_disk_names_them_too(files):
     (files / "recipe.yaml").write_text("method: mix_grpo\nparts: {surrogate: {type: soft_gate.py:SoftGate}}\n")
     config = load(files / "recipe.yaml")
     assert with_parts(preset(config.method), config.parts).loss.surrogate == part("soft_gate.py:SoftGate")()
+
+
+def test_the_package_of_the_page_is_found(tmp_path, monkeypatch):
+    """Its entry points and its recipe, with the page's files in the package."""
+    folder, info = tmp_path / "my_package", tmp_path / "my_package-1.0.dist-info"
+    folder.mkdir()
+    info.mkdir()
+    for name, file in (("methods", "my_methods.py"), ("losses", "soft_gate.py")):
+        (folder / f"{name}.py").write_text(FILES[file])
+    (folder / "rewards.py").write_text("def red(images, prompts):\n    return images[:, 0].mean((1, 2))\n")
+    [toml] = re.findall(r"```toml\n(.*?)```", PACKAGE, re.S)
+    groups = re.sub(r'\[project\.entry-points\."(.*?)"\]', r"[\1]", toml)
+    (info / "entry_points.txt").write_text(groups.replace('"', ""))
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: my_package\nVersion: 1.0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    [recipe] = re.findall(r"```yaml\n(.*?)```", PACKAGE, re.S)
+    (tmp_path / "recipe.yaml").write_text(recipe)
+    config = load(tmp_path / "recipe.yaml")
+    method = resolve(config)
+    assert method.rollout.plan.size == 2 and type(method.loss.surrogate).__name__ == "SoftGate"
+    assert rewards.find(config.reward)(torch.ones(1, 3, 2, 2), [""]).tolist() == [1.0]
+    for name in [name for name in sys.modules if name.partition(".")[0] == "my_package"]:
+        del sys.modules[name]
 
 
 @pytest.fixture
