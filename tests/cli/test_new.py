@@ -9,6 +9,7 @@ import pytest
 
 from flowgrpo.cli import main
 from flowgrpo.config import load
+from flowgrpo.config.geometry import geometry
 from flowgrpo.methods.validate import resolve
 from tests.cli.test_cli import told
 from tests.helpers import tiny
@@ -37,7 +38,7 @@ def test_the_written_recipe_loads(tmp_path):
     assert main(["new", "recipe", "mine", "--output", str(tmp_path)]) == 0
     config = load(tmp_path / "mine.yaml")
     assert (config.name, config.train.epochs, list(config.watched)) == ("mine", 60, ["sharpness"])
-    assert resolve(config).rollout
+    assert resolve(config).rollout and geometry(config.train, 1).group == 12
 
 
 @pytest.mark.parametrize("kind, existing", [("method", "a.py"), ("reward", "test_a.py"), ("recipe", "a.yaml")])

@@ -16,7 +16,7 @@ from tests.cli.test_cli import told
 from tests.helpers import tiny
 
 
-def made(output, name: str, epochs: int, time: int, finished: bool = True, **options):
+def written(output, name: str, epochs: int, time: int, finished: bool = True, **options):
     """The folder of a run after so many epochs."""
     config = tiny.config(output, name=name, train__epochs=3, **options)
     config.folder.mkdir(parents=True)
@@ -34,19 +34,19 @@ def made(output, name: str, epochs: int, time: int, finished: bool = True, **opt
 
 
 def test_runs_are_listed_the_newest_first_with_their_state(tmp_path, capsys):
-    made(tmp_path, "whole", 3, time=100)
-    made(tmp_path, "broken_off", 2, time=300, finished=False, method="flow_grpo")
-    made(tmp_path, "begun", 0, time=400, finished=False)
-    (made(tmp_path, "odd", 1, time=200) / "metrics.jsonl").write_text("nonsense\n")
+    written(tmp_path, "whole", 3, time=100)
+    written(tmp_path, "broken_off", 2, time=300, finished=False, method="flow_grpo")
+    written(tmp_path, "begun", 0, time=400, finished=False)
+    (written(tmp_path, "odd", 1, time=200) / "metrics.jsonl").write_text("nonsense\n")
     os.utime(tmp_path / "odd" / "metrics.jsonl", (200, 200))
     (tmp_path / "no_run").mkdir()
     with held(tmp_path / "begun"):
-        found = listed(tmp_path)
+        runs = listed(tmp_path)
     red = {"red": pytest.approx(0.2)}
-    assert found == [Run("begun", "running", "starter", "mix_grpo", 0, 3, red, {}, 400),
-                     Run("broken_off", "stopped", "starter", "flow_grpo", 2, 3, red, {"red": 0.5}, 300),
-                     Run("odd", "damaged", changed=200),
-                     Run("whole", "finished", "starter", "mix_grpo", 3, 3, {"red": 0.2}, {"red": 0.7}, 100)]
+    assert runs == [Run("begun", "running", "starter", "mix_grpo", 0, 3, red, {}, 400),
+                    Run("broken_off", "stopped", "starter", "flow_grpo", 2, 3, red, {"red": 0.5}, 300),
+                    Run("odd", "damaged", changed=200),
+                    Run("whole", "finished", "starter", "mix_grpo", 3, 3, {"red": 0.2}, {"red": 0.7}, 100)]
     assert main(["runs", str(tmp_path)]) == 0
     out = capsys.readouterr().out
     assert re.search(r"broken_off +starter +flow_grpo +2 of 3 +red +0.2 +0.5 +stopped", out)
@@ -55,7 +55,7 @@ def test_runs_are_listed_the_newest_first_with_their_state(tmp_path, capsys):
 
 
 def test_a_finished_run_that_went_on_is_stopped(tmp_path):
-    folder = made(tmp_path, "longer", 2, time=100)
+    folder = written(tmp_path, "longer", 2, time=100)
     (folder / "metrics.jsonl").write_text('{"epoch": 3}\n')
     [run] = listed(tmp_path)
     assert (run.state, run.epochs) == ("stopped", 3)
@@ -66,8 +66,8 @@ def test_a_folder_without_runs_is_told(tmp_path, capsys):
 
 
 def test_several_runs_are_one_page(tmp_path, capsys):
-    first = made(tmp_path, "a<b", 3, time=1, train__lr=1e-3)
-    second = made(tmp_path, "other", 2, time=2, train__lr=2e-3, parts={"plan": {"size": 2}})
+    first = written(tmp_path, "a<b", 3, time=1, train__lr=1e-3)
+    second = written(tmp_path, "other", 2, time=2, train__lr=2e-3, parts={"plan": {"size": 2}})
     assert main(["report", str(first), str(second)]) == 0
     assert capsys.readouterr().out.strip() == str(tmp_path / "a<b-other.html")
     page = (tmp_path / "a<b-other.html").read_text()
@@ -84,7 +84,7 @@ def test_several_runs_are_one_page(tmp_path, capsys):
 
 
 def test_runs_of_one_name_have_their_paths_as_labels(tmp_path):
-    folders = [made(tmp_path / output, "run", 1, time=1) for output in ("x", "y")]
+    folders = [written(tmp_path / output, "run", 1, time=1) for output in ("x", "y")]
     text = comparison.write(folders, tmp_path / "page.html").read_text()
     assert f"{folders[0]} and {folders[1]}" in text and "<p>All settings are the same.</p>" in text
 
@@ -98,5 +98,5 @@ def test_runs_of_one_name_have_their_paths_as_labels(tmp_path):
 def test_mistakes_in_reports_are_told(options, line, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     for name in "ab":
-        made(tmp_path, name, 1, time=1)
+        written(tmp_path, name, 1, time=1)
     assert line in told(capsys, "report", *options)

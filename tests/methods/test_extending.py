@@ -75,7 +75,7 @@ def test_the_rule_by_hand():
 
 
 def test_the_kernel_by_hand():
-    """It is DanceSDE's step with the level of each step, and at level 0 the Euler step."""
+    """Compare with DanceSDE at the level of each step, and at level 0 with the Euler step."""
     fading, grid = part("fading.py:FadingSDE"), f64([1.0, 0.75, 0.5, 0.0])
     x, v = torch.randn(2, 3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).unbind(0)
     for i, now in enumerate(grid[:-1].tolist()):
@@ -138,7 +138,7 @@ def test_a_recipe_on_disk_names_them_too(files):
 
 
 def test_the_package_of_the_page_is_found(tmp_path, monkeypatch):
-    """Its entry points and its recipe, with the page's files in the package."""
+    """Resolve the recipe of the page with its entry points, of a package that holds the page's files."""
     folder, info = tmp_path / "my_package", tmp_path / "my_package-1.0.dist-info"
     folder.mkdir()
     info.mkdir()
@@ -162,7 +162,7 @@ def test_the_package_of_the_page_is_found(tmp_path, monkeypatch):
 
 @pytest.fixture
 def package(tmp_path, monkeypatch):
-    """An installed package with a preset, a part, and ones that cannot be used."""
+    """Install a package with a preset, a part, and ones that cannot be used."""
     (tmp_path / "far_methods.py").write_text(FILES["soft_gate.py"] + FILES["my_methods.py"] + "NUMBER = 3\n")
     info = tmp_path / "far-1.0.dist-info"
     info.mkdir()
@@ -186,7 +186,7 @@ def test_an_installed_package_brings_methods_and_parts(package, capsys):
     assert re.search(r"two_far_steps +far_methods:two_steps +package far", capsys.readouterr().out)
 
 
-@pytest.mark.parametrize("method, parts, told", [
+@pytest.mark.parametrize("method, parts, line", [
     ("two_far_step", {}, "unknown method 'two_far_step': did you mean 'two_far_steps'?"),
     ("number", {}, "method number: got a value of type int, expected a function from a method to a method"),
     ("lost", {}, "method 'lost' does not import: AttributeError: "),
@@ -195,10 +195,10 @@ def test_an_installed_package_brings_methods_and_parts(package, capsys):
     ("flow_grpo", {"kl": {"type": "FarGate"}}, "parts.kl.type: got FarGate, expected a frozen dataclass that extends "
                                                "flowgrpo.objectives.kl.Penalty"),
 ])
-def test_mistakes_with_an_installed_package_are_one_line(method, parts, told, package):
+def test_mistakes_with_an_installed_package_are_one_line(method, parts, line, package):
     with pytest.raises(UserError) as caught:
         resolve(tiny.config(method=method, parts=parts))
-    assert told in str(caught.value) and "\n" not in str(caught.value)
+    assert line in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_a_preset_has_to_return_a_method(files):

@@ -1,4 +1,4 @@
-"""What trackers get from a run: name and id, configuration, metrics and samples; and where a resumed run goes on."""
+"""Trackers: name, id, configuration, metrics and samples that a run sends, and the id that a resumed run keeps."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def train(output, resume=False, **options):
 
 
 class Board:
-    """Weights & Biases or Trackio, as far as a run uses them: what they are given, in order."""
+    """Imitation of Weights & Biases or Trackio, as far as a run uses them; it records their calls in order."""
 
     def __init__(self, name: str):
         self.begun, self.logged, self.ended = [], [], 0
@@ -48,9 +48,9 @@ class Board:
 
 @pytest.fixture
 def board(request, monkeypatch):
-    made = Board(request.param)
-    monkeypatch.setitem(sys.modules, request.param, made.module)
-    return made
+    imitated = Board(request.param)
+    monkeypatch.setitem(sys.modules, request.param, imitated.module)
+    return imitated
 
 
 def stored(folder, name: str) -> list[dict]:
@@ -113,11 +113,11 @@ def test_tensorboard_gets_pictures_and_the_configuration(tmp_path):
 @pytest.mark.parametrize("board", ["wandb"], indirect=True)
 def test_texts_are_a_table(board, tmp_path):
     config = tiny_text.config(tmp_path, tracker="wandb")
-    made = SimpleNamespace(is_main_process=True, trackers=[])
-    tracker.start(made, config)
+    accelerator = SimpleNamespace(is_main_process=True, trackers=[])
+    tracker.start(accelerator, config)
     cards = [{"prompt": "1+1=", "scores": {"short": 0.5, "other": None}, "text": "2"}]
     snapshots.write(config.folder / "report" / "before.json", {"cards": cards})
-    tracker.show(made, config.folder, 0, "before")
+    tracker.show(accelerator, config.folder, 0, "before")
     assert board.logged == [(0, {"before": {"columns": ["prompt", "text"], "data": [["1+1= (short 0.5)", "2"]]}})]
 
 
@@ -142,6 +142,6 @@ def test_a_tracker_that_does_not_start_is_told(board, tmp_path):
 
 
 def test_other_processes_open_no_tracker(tmp_path):
-    made = SimpleNamespace(is_main_process=False, trackers=[])
-    tracker.start(made, tiny.config(tmp_path, tracker="tensorboard"))
-    assert made.trackers == [] and not (tmp_path / "run").exists()
+    accelerator = SimpleNamespace(is_main_process=False, trackers=[])
+    tracker.start(accelerator, tiny.config(tmp_path, tracker="tensorboard"))
+    assert accelerator.trackers == [] and not (tmp_path / "run").exists()
