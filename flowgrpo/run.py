@@ -36,7 +36,7 @@ from flowgrpo.policies.weights import sharding
 from flowgrpo.policies.weights.restore import as_before
 from flowgrpo.rewards import pairwise
 from flowgrpo.rewards.find import place
-from flowgrpo.storage import checkpoint, paths
+from flowgrpo.storage import checkpoint, lock, paths
 from flowgrpo.train import Trainer
 from flowgrpo.training import announcement, batch_size, best, hints, run_folder, state, tracker, trial
 from flowgrpo.user_code import reading
@@ -141,13 +141,17 @@ def _train(ready: Ready, loaded: Any, listed: str | None) -> dict[str, Any]:
                 (folder / provenance.PROMPTS).write_text(listed, encoding="utf-8")
             snapshots.begin(folder, trainer.epoch, ready.device, trainer.processes.count, ready.precision,
                             SAMPLE[policy.modality], policy.unit)
-        tracker.start(ready.accelerator, config)
+        tracker.start(ready.accelerator, config, trainer.epoch, resumed=ready.last is not None)
         stack.callback(ready.accelerator.end_training)
         before = held_out.before(trainer, ready.measured, folder, reuse=ready.last is not None)
         if trainer.processes.first:
             snapshots.stage(folder, "before", 0, before)
+        if not ready.last:
+            tracker.show(ready.accelerator, folder, 0, "before")
         trainer.train(folder, ready.measured)
-        return held_out.finish(trainer, ready.measured, folder, before, ready.began, ready.last is not None)
+        summary = held_out.finish(trainer, ready.measured, folder, before, ready.began, ready.last is not None)
+        tracker.show(ready.accelerator, folder, trainer.epoch, "after", "best", "worst")
+        return summary
 
 
 def check(config: Config, resume: bool = False, pipe: Any = None,
@@ -161,7 +165,7 @@ def check(config: Config, resume: bool = False, pipe: Any = None,
     method = resolve(config, build.process(kind))
     reads.require_keys(config, kind)
     tracker.require(config)
-    accelerator = make_accelerator(config, device)  # first: it selects the GPU that rewards will use
+    accelerator = make_accelerator(device)  # first: it selects the GPU that rewards will use
     if accelerator.num_processes > 1:
         device = accelerator.device
     config, precision = settled(config, accelerator, device, resume, pipe)
@@ -211,8 +215,8 @@ def settled(config: Config, accelerator: Accelerator, device: str | torch.device
     return broadcast_object_list(chosen)[0]
 
 
-def make_accelerator(config: Config, device: str) -> Accelerator:
-    """Return the accelerator; launch, device and trackers are accelerate's.
+def make_accelerator(device: str) -> Accelerator:
+    """Return the accelerator; launch, device and collectives are accelerate's.
 
     Raises UserError if it was configured to shard the model.
     """
@@ -220,8 +224,7 @@ def make_accelerator(config: Config, device: str) -> Accelerator:
 
     require_replicated(os.environ)
     patience = InitProcessGroupKwargs(timeout=PATIENCE)
-    return Accelerator(cpu=device == "cpu", log_with=None if config.tracker == "none" else config.tracker,
-                       project_dir=str(config.folder), kwargs_handlers=[patience])
+    return Accelerator(cpu=device == "cpu", kwargs_handlers=[patience])
 
 
 def prepare(config: Config, epoch: int, resumed: bool, changes: list[str], stack: contextlib.ExitStack) -> None:
@@ -235,7 +238,7 @@ def prepare(config: Config, epoch: int, resumed: bool, changes: list[str], stack
         print(f"{folder} held an earlier run, which is now {moved}")
     for change in changes:
         print(f"resumed with {change}")
-    stack.enter_context(run_folder.held(folder))
+    stack.enter_context(lock.held(folder))
     (folder / "config.yaml").write_text(config.yaml(), encoding="utf-8")
     run_folder.keep_lines(folder / "metrics.jsonl", epoch)
 

@@ -24,7 +24,6 @@ from flowgrpo.distributed.processes import OutOfMemoryElsewhere, Processes
 from flowgrpo.distributed.signals import Stop, Stopped
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation import held_out
-from flowgrpo.evaluation.report import report
 from flowgrpo.log import PhaseTimer
 from flowgrpo.methods import validate
 from flowgrpo.objectives.reductions import reduced
@@ -313,7 +312,7 @@ class Trainer:
                             start += time.perf_counter() - paused  # no training
                     finally:
                         log.epoch(self.epoch, metrics, shown(metrics, self.config))
-                    report.during(self, folder)
+                    log.report(self)
                     with self.processes.together():
                         self.stop.check()
                     if self.epoch % train.save_every == 0 or self.epoch == train.epochs or self.best.stopped:

@@ -9,6 +9,7 @@ import sys
 import sysconfig
 import traceback
 from collections.abc import Callable, Mapping
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
@@ -80,6 +81,11 @@ def _module(path: Path) -> ModuleType:
 def reading() -> list[Path]:
     """Return the files being imported now, each imported by the one before it."""
     return _reading
+
+
+def packaged(group: str) -> dict[str, EntryPoint]:
+    """Return the entry points of a group that installed packages declare, by name; imports none of them."""
+    return {point.name: point for point in entry_points(group=group)}
 
 
 def guarded(what: str, call: Callable[..., T], *arguments: Any, error_type: type[UserError] = UserError,

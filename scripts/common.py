@@ -21,7 +21,7 @@ def make_trainer(config: Config) -> Trainer:
     """The trainer of a configuration, as a run has it before its first epoch; nothing is written."""
     device = pick_device(config.device)
     config, _ = settle(config, device)
-    return Trainer(config, make_accelerator(config, device), make_policy(config, device),
+    return Trainer(config, make_accelerator(device), make_policy(config, device),
                    rewards.compose(config.trained, config.cache), splits.resolve(config))
 
 

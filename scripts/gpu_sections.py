@@ -79,7 +79,7 @@ class Bench:
     @cached_property
     def trainer(self) -> Trainer:
         functions = {"random": lambda images, prompts: torch.rand(len(prompts)).tolist()}
-        return Trainer(self.config, make_accelerator(self.config, str(self.device)),
+        return Trainer(self.config, make_accelerator(str(self.device)),
                        make_policy(self.config, self.device, self.pipe),
                        rewards.compose(self.config.trained, self.config.cache, functions),
                        ([Prompt(text) for text in PROMPTS], []))

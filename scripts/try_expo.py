@@ -51,7 +51,7 @@ def trained(config) -> Trainer:
     torch.manual_seed(config.seed)
     device = pick_device(config.device)
     config, _ = settle(config, device)
-    trainer = Trainer(config, make_accelerator(config, device), make_policy(config, device),
+    trainer = Trainer(config, make_accelerator(device), make_policy(config, device),
                       rewards.compose(config.trained, config.cache), splits.resolve(config))
     start = time.time()
     for trainer.epoch in range(config.train.epochs):

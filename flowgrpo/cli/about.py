@@ -13,6 +13,7 @@ import typer
 from flowgrpo.cli.root import app
 from flowgrpo.cli.show import print_table
 from flowgrpo.errors import UserError
+from flowgrpo.user_code import packaged
 
 IN_GIB = ("weights", "memory", "memory_parts")  # keys of a `check` report that are in GiB
 
@@ -83,6 +84,8 @@ def methods(
     """List the presets that --method takes."""
     tables = {title: [row for row in _presets(module) if not word or word.lower() in " ".join(row).lower()]
               for module, title in GROUPS.items()}
+    points = [[name, point.value, f"package {point.dist.name}"] for name, point in packaged("flowgrpo.methods").items()]
+    tables["Of installed packages"] = [row for row in points if not word or word.lower() in " ".join(row).lower()]
     if not any(tables.values()):
         raise UserError(f"no method's line has {word!r}: `flowgrpo methods` lists all")
     for title, rows in tables.items():

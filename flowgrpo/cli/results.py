@@ -10,7 +10,7 @@ import typer
 from flowgrpo.cli.options import EPOCH, RUN
 from flowgrpo.cli.root import app
 from flowgrpo.errors import UserError
-from flowgrpo.storage import places
+from flowgrpo.storage import paths, places
 
 ExportForm = Literal["kohya", "merged", "card"]
 
@@ -69,14 +69,29 @@ def _write(files: Path, place: Path, form: ExportForm | None, output: Path | Non
 
 @app.command()
 def report(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run, finished or not, or one of its "
-                                        "checkpoints.")],
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", show_default=False, help="The folder of a run, "
+                                               "finished or not, or one of its checkpoints; several are compared.")],
+    output: Annotated[Path | None, typer.Option(help="Of several runs: the HTML file; without: A-B.html beside the "
+                                                "first.")] = None,
     live: Annotated[bool, typer.Option("--live", help="Serve it to browsers of this machine; it follows the run.")]
     = False,
     port: Annotated[int, typer.Option(min=0, max=65535, help="With --live; 0: a free one.")] = 8899,
 ) -> None:
-    """Write report.html: a run's curves, pictures through training, best and worst samples, in one file."""
-    run = places.run_of(run)
+    """Write report.html: a run's curves, pictures through training, best and worst samples, in one file. Of several
+    runs: their curves in one page, and the settings that differ."""
+    if len(runs) > 1:
+        if live:
+            raise UserError(f"--live follows one run, got {len(runs)}: leave it out, or name one")
+        from flowgrpo.evaluation.report import comparison
+
+        if output is not None:
+            paths.require_file(output)
+            output.parent.mkdir(parents=True, exist_ok=True)
+        typer.echo(comparison.write(runs, output))
+        return
+    if output is not None:
+        raise UserError("--output: goes with several runs; the report of one is report.html in its folder")
+    run = places.run_of(runs[0])
     if live:
         from flowgrpo.evaluation.report.server import server
 

@@ -22,7 +22,8 @@ def train(
              "or --eval.every=20.")] = None,
     select_best: Annotated[str | None, typer.Option(metavar="REWARD", help="Keep the weights that are best by this "
                                                     "held-out reward: eval.best.")] = None,
-    method: Annotated[str | None, typer.Option(help="Presets joined by +, such as mix_grpo+grpo_guard.")] = None,
+    method: Annotated[str | None, typer.Option(help="Presets joined by +, such as mix_grpo+grpo_guard, or "
+                                              "path/to/file.py:function.")] = None,
     reward: Annotated[str | None, typer.Option(help="A reward's name, or path/to/file.py:function.")] = None,
     prompts: Annotated[str | None, typer.Option(help="A .txt, .jsonl, .csv or .parquet file.")] = None,
     model: Annotated[str | None, typer.Option(help="starter, a local directory, or a hub id.")] = None,

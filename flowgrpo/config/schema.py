@@ -49,7 +49,8 @@ class Config(Section):
     precision: Literal["auto", "fp32", "bf16", "fp16"] = Field(
         "auto", description="of frozen weights and of the arithmetic; with fp16 the loss is scaled; `auto`: bf16 where "
                             "the device computes in it natively, else fp32, which the run prints and keeps")
-    tracker: Literal["tensorboard", "wandb", "none"] = Field("tensorboard", description="beside `metrics.jsonl`")
+    tracker: Literal["tensorboard", "wandb", "trackio", "none"] = Field(
+        "tensorboard", description="beside `metrics.jsonl`: metrics, configuration and samples")
     trust_remote_code: bool = Field(False, description="run code that comes with a model from a hub")
     picture: Picture = Picture()
     text: Text = Text()

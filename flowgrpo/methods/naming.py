@@ -11,6 +11,7 @@ from flowgrpo.methods import registry
 from flowgrpo.methods.method import Method
 from flowgrpo.methods.overlay import with_parts
 from flowgrpo.methods.presets import PRESETS
+from flowgrpo.user_code import packaged
 
 
 def recorded(method: Method) -> tuple[str, dict[str, Any]]:
@@ -77,6 +78,10 @@ def _type_name(cls: type) -> str:
     """Return the name of a part's class, under which this process has it from now on."""
     if registry.TYPES.get(cls.__name__) is cls:
         return cls.__name__
+    value = f"{cls.__module__}:{cls.__qualname__}"
+    if names := [name for name, point in packaged(registry.PART_GROUP).items()
+                 if point.value == value and name not in registry.TYPES]:
+        return names[0]
     name = provenance.place(cls) or f"{registry.OBJECT}{cls.__name__}"
     registry.GIVEN[name] = cls
     return name

@@ -15,7 +15,7 @@ from flowgrpo.errors import UserError, nearest
 from flowgrpo.methods import reads, registry
 from flowgrpo.methods.method import Method
 from flowgrpo.methods.presets import HOSTS, OVERLAYS, PRESETS
-from flowgrpo.user_code import from_file, guarded
+from flowgrpo.user_code import from_file, guarded, packaged
 
 
 def preset(*names: str) -> Method:
@@ -39,13 +39,30 @@ def preset(*names: str) -> Method:
 
 
 def _preset(name: str) -> Callable[..., Method]:
-    """Return the preset of a name, or of FILE.py:NAME. Raises UserError."""
+    """Return the preset of a name, of FILE.py:NAME or of an installed package. Raises UserError."""
+    if name in PRESETS:
+        return PRESETS[name]
+    points = {} if ".py:" in name else packaged(registry.PRESET_GROUP)
     if ".py:" in name:
         function = from_file(name, "method")
-        return lambda method: guarded(f"method {name}", function, method)
-    if name not in PRESETS:
-        raise UserError(f"unknown method {name!r}{nearest(name, list(PRESETS))}")
-    return PRESETS[name]
+    elif name in points:
+        function = guarded(f"method {name!r} does not import", points[name].load)
+    else:
+        raise UserError(f"unknown method {name!r}{nearest(name, [*PRESETS, *points])} (`flowgrpo methods` lists all; "
+                        "or path/to/file.py:function)")
+    return lambda method: _applied(name, function, method)
+
+
+def _applied(name: str, function: Any, method: Method) -> Method:
+    """Return function(method). Raises UserError if that fails or is no method."""
+    if not callable(function):
+        raise UserError(f"method {name}: got a value of type {type(function).__name__}, expected a function from a "
+                        "method to a method")
+    changed = guarded(f"method {name}", function, method)
+    if not isinstance(changed, Method):
+        raise UserError(f"method {name}: it returned a {type(changed).__name__}, expected a method, such as "
+                        "method.having(roots=1)")
+    return changed
 
 
 def with_parts(method: Method, parts: dict[str, Any]) -> Method:
@@ -120,9 +137,12 @@ def _named(part: Any, name: Any, path: str) -> type:
         raise UserError(f"{path}.type: {name} was an object of a Python run, in no file: give it again, "
                         "flowgrpo.align(..., method=METHOD), or put its class at the top level of a file")
     if ".py:" in str(name):
-        return _from_file(name, place, path)
+        return _suited(from_file(name, "part"), name, place, path)
     if name not in registry.TYPES:
-        raise UserError(f"{path}.type: unknown part {name!r}{nearest(str(name), sorted(registry.TYPES))}")
+        points = packaged(registry.PART_GROUP)
+        if name in points:
+            return _suited(guarded(f"part {name!r} does not import", points[name].load), name, place, path)
+        raise UserError(f"{path}.type: unknown part {name!r}{nearest(str(name), sorted([*registry.TYPES, *points]))}")
     if registry.PLACES[registry.TYPES[name]] != place:
         there = ", ".join(registry.of_place(place)) or "no parts, but a value"
         raise UserError(f"{path}.type: {name} does not belong there; there are: {there}")
@@ -135,9 +155,9 @@ def _place(path: str) -> str:
     return next((place for place in registry.MODULES if place.rpartition(".")[2] == name), name)
 
 
-def _from_file(name: str, place: str, path: str) -> type:
-    """Return the part FILE.py:NAME. Raises UserError if it cannot stand in this place."""
-    cls, base = from_file(name, "part"), registry.BASES.get(place, object)
+def _suited(cls: Any, name: str, place: str, path: str) -> type:
+    """Return the class of a file or package as a part. Raises UserError if it cannot stand in this place."""
+    base = registry.BASES.get(place, object)
     if not (isinstance(cls, type) and dataclasses.is_dataclass(cls) and issubclass(cls, base)):
         of = f" that extends {base.__module__}.{base.__name__}" if base is not object else ""
         raise UserError(f"{path}.type: got {name}, expected a frozen dataclass{of}")

@@ -100,6 +100,8 @@ BASES: dict[str, type] = {
 # Types of objects that Python gave in this process, by the names that its runs record: FILE.py:NAME, or OBJECT + NAME.
 GIVEN: dict[str, type] = {}
 OBJECT = "object:"
+# Groups of entry points by which an installed package adds presets and parts.
+PRESET_GROUP, PART_GROUP = "flowgrpo.methods", "flowgrpo.parts"
 # Fields that some group of some method has, by which recipes name parts.
 NAMES: set[str] = {"target"} | {field.name for cls in (Denoising, TextGeneration, Credit, Loss, *vars(targets).values())
                                 if dataclasses.is_dataclass(cls) for field in dataclasses.fields(cls)}

@@ -8,14 +8,13 @@ import importlib
 import inspect
 import sys
 from collections.abc import Callable
-from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any, TypeVar
 
 from flowgrpo.errors import LIKE, UserError, nearest
 from flowgrpo.rewards.about import TRAINED, Reward
 from flowgrpo.rewards.remote import client
-from flowgrpo.user_code import from_file, guarded
+from flowgrpo.user_code import from_file, guarded, packaged
 
 T = TypeVar("T")
 
@@ -108,14 +107,14 @@ def place(name: str) -> str | None:
 
 def names() -> list[str]:
     """Return every name that `find` knows, except files."""
-    return sorted({*_registered, *BUILT_IN, *_entry_points()})
+    return sorted({*_registered, *BUILT_IN, *packaged(GROUP)})
 
 
 def source(name: str) -> str:
     """Return the origin of the reward of that name, for a table."""
     if name in _registered:
         return "registered"
-    return "built in" if name in BUILT_IN else f"package {_entry_points()[name].dist.name}"
+    return "built in" if name in BUILT_IN else f"package {packaged(GROUP)[name].dist.name}"
 
 
 def find(name: str, arguments: dict[str, Any] | None = None) -> Reward:
@@ -147,8 +146,8 @@ def locate(name: str) -> Any:
         return functools.partial(client.Remote, name)
     if ".py" in name:
         return from_file(name, "reward", _in_file)
-    if name in _entry_points():
-        return guarded(f"reward {name!r} does not import", _entry_points()[name].load)
+    if point := packaged(GROUP).get(name):
+        return guarded(f"reward {name!r} does not import", point.load)
     return _from_folder(name)
 
 
@@ -178,10 +177,6 @@ def _require_arguments(name: str, thing: Any, arguments: dict[str, Any]) -> None
                         f"reward {name!r} takes no argument {wrong!r}{nearest(wrong, list(taken))}") from None
     except ValueError:  # compiled classes may have no signature
         pass
-
-
-def _entry_points() -> dict[str, EntryPoint]:
-    return {point.name: point for point in entry_points(group=GROUP)}
 
 
 def _from_folder(name: str) -> Any:

@@ -12,10 +12,14 @@ from tqdm import tqdm
 
 from flowgrpo.config.schema import Config
 from flowgrpo.distributed.processes import Processes
+from flowgrpo.evaluation.report import report
 from flowgrpo.storage.json_files import finite
+from flowgrpo.training import tracker
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
+
+    from flowgrpo.evaluation.trainer import Trainer
 
 
 class Log:
@@ -33,6 +37,15 @@ class Log:
         self.accelerator.log({k: v for k, v in metrics.items() if isinstance(v, (int, float))}, step=epoch)
         self.bar.set_postfix(shown)
         self.bar.update()
+
+    def report(self, trainer: Trainer) -> None:
+        """Write the run's report where one is due, and send the epoch's best and worst samples to the tracker.
+
+        Those of the last epoch follow with the samples after training.
+        """
+        folder = self.path.parent
+        if report.during(trainer, folder) and trainer.epoch < trainer.config.train.epochs:
+            tracker.show(self.accelerator, folder, trainer.epoch, "best", "worst")
 
     def say(self, text: str) -> None:
         """Print a line above the progress bar."""

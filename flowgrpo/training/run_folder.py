@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import shutil
-from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
 from typing import Any
-
-from filelock import FileLock, Timeout
 
 from flowgrpo.config.parse import load
 from flowgrpo.config.schema import Config, sections
@@ -19,12 +15,12 @@ from flowgrpo.errors import UserError
 from flowgrpo.starter import FOLDERS
 from flowgrpo.storage import checkpoint
 from flowgrpo.storage.json_files import read_lines
+from flowgrpo.storage.lock import held
 
 # Keys that change the meaning of a checkpoint's weights and state.
 FIXED = ("model", "method", "preferences", "adapter.rank", "adapter.alpha", "adapter.dora", "adapter.rslora",
          "adapter.targets", "adapter.encoder_targets")
 APART = ("name", "output")  # the location of the run
-LOCK = ".lock"  # in the folder of an active run
 
 
 def require_same(config: Config, last: Path) -> list[str]:
@@ -73,27 +69,6 @@ def _flat(nested: dict[str, Any], above: str = "") -> dict[str, Any]:
         else:
             values[f"{above}{key}"] = value
     return values
-
-
-@contextlib.contextmanager
-def held(folder: Path) -> Iterator[None]:
-    """Context manager: lock the folder against other runs; without effect on a file system without locks.
-
-    Raises UserError if another run has it.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(folder / LOCK)
-    try:
-        lock.acquire(blocking=False)
-    except Timeout:
-        raise UserError(f"another run is writing to {folder}: give this one another name (--name), or wait for that "
-                        "one") from None
-    except (NotImplementedError, OSError):
-        pass
-    try:
-        yield
-    finally:
-        lock.release()
 
 
 def require_free(folder: Path) -> None:

@@ -1,17 +1,119 @@
-"""Tracker in addition to `metrics.jsonl`: accelerate's, which silently skips a missing one."""
+"""Tracker of a run in addition to `metrics.jsonl`: TensorBoard, Weights & Biases or Trackio.
+
+It gets the configuration, the metrics of every epoch, and samples: the held-out prompts before and after, the best and
+the worst samples of an epoch. The id of a run is kept in its folder, and a resumed run goes on under it.
+"""
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
+import json
 import os
 import sys
-from typing import TYPE_CHECKING
+import uuid
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from flowgrpo.config.schema import Config
 from flowgrpo.errors import UserError
+from flowgrpo.evaluation.report import snapshots
+from flowgrpo.storage.json_files import read_object
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
+    from PIL import Image
+
+    # Captions, and pictures or texts.
+    Samples: TypeAlias = list[tuple[str, Image.Image | str]]
+
+FILE = "tracker.json"  # in the run's folder: its tracker, and its id there
+PROJECT = "flowgrpo"
+
+
+class TensorBoard:
+    """Event files in the run's folder, below `events`, where a resumed run adds a file."""
+
+    name = "tensorboard"
+
+    def __init__(self, config: Config, run_id: str, epoch: int):
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.writer = SummaryWriter(str(config.folder / "events"), purge_step=epoch + 1 if epoch else None)
+        self.writer.add_text("run", f"{config.name} ({run_id})", epoch)
+        self.writer.add_text("config", "".join(f"    {line}\n" for line in config.yaml().splitlines()), epoch)
+
+    def log(self, values: dict[str, float], step: int | None) -> None:
+        """Add the metrics of an epoch."""
+        for key, value in values.items():
+            self.writer.add_scalar(key, value, step)
+        self.writer.flush()
+
+    def show(self, name: str, samples: Samples, step: int) -> None:
+        """Add a picture for each sample, and a text with the captions, which pictures have none of here."""
+        import numpy as np
+
+        lines = []
+        for number, (caption, sample) in enumerate(samples, 1):
+            lines.append(f"{number}. {caption}" + (f"\n\n        {sample}" if isinstance(sample, str) else ""))
+            if not isinstance(sample, str):
+                self.writer.add_image(f"{name}/{number}", np.asarray(sample), step, dataformats="HWC")
+        self.writer.add_text(f"{name}/samples", "\n".join(lines), step)
+        self.writer.flush()
+
+    def finish(self) -> None:
+        self.writer.close()
+
+
+class WandB:
+    """Run of Weights & Biases, in the project PROJECT."""
+
+    name = "wandb"
+
+    def __init__(self, config: Config, run_id: str, epoch: int):
+        self.module: Any = importlib.import_module(self.name)
+        self.run = self.module.init(project=PROJECT, config=config.model_dump(mode="json"), resume="allow",
+                                    **self.named(config, run_id))
+
+    def named(self, config: Config, run_id: str) -> dict[str, str]:
+        """Return the arguments that identify a run."""
+        return {"name": config.name, "id": run_id}
+
+    def log(self, values: dict[str, Any], step: int | None) -> None:
+        """Add the metrics of an epoch, or samples."""
+        self.run.log(values, step=step)
+
+    def show(self, name: str, samples: Samples, step: int) -> None:
+        """Add the samples: pictures with their captions, texts as a table."""
+        pictures = [self.module.Image(sample, caption=caption) for caption, sample in samples
+                    if not isinstance(sample, str)]
+        texts = [[caption, sample] for caption, sample in samples if isinstance(sample, str)]
+        if texts:
+            self.log({name: self.module.Table(columns=["prompt", "text"], data=texts)}, step)
+        if pictures:
+            self.log(self.keyed(name, pictures), step)
+
+    def keyed(self, name: str, pictures: list[Any]) -> dict[str, Any]:
+        """Return pictures under their keys."""
+        return {name: pictures}
+
+    def finish(self) -> None:
+        self.run.finish()
+
+
+class Trackio(WandB):
+    """Run of Trackio, in the project PROJECT. It knows runs by their names, and pictures one by one."""
+
+    name = "trackio"
+
+    def named(self, config: Config, run_id: str) -> dict[str, str]:
+        return {"name": f"{config.name}-{run_id}"}
+
+    def keyed(self, name: str, pictures: list[Any]) -> dict[str, Any]:
+        return {f"{name}/{number}": picture for number, picture in enumerate(pictures, 1)}
+
+
+TRACKERS = {made.name: made for made in (TensorBoard, WandB, Trackio)}
 
 
 def require(config: Config) -> None:
@@ -37,15 +139,48 @@ def _logged_in() -> bool:
     return bool(getattr(getattr(wandb, "api", None), "api_key", "unknown"))
 
 
-def start(accelerator: Accelerator, config: Config) -> None:
-    """Open the tracker, after every check, so a rejected run leaves no empty one.
+def start(accelerator: Accelerator, config: Config, epoch: int = 0, resumed: bool = False) -> None:
+    """Open the tracker in the first process, after every check, so a rejected run leaves no empty one.
 
-    Raises UserError if it does not open.
+    epoch: the number of epochs that are done. Raises UserError if it does not open.
     """
-    if config.tracker == "none":
+    if config.tracker == "none" or not accelerator.is_main_process:
         return
+    run_id = identity(config, resumed)
     try:
-        accelerator.init_trackers("flowgrpo" if config.tracker == "wandb" else "events")
+        accelerator.trackers.append(TRACKERS[config.tracker](config, run_id, epoch))
     except Exception as error:  # third-party: it may lack a network or refuse the key
         raise UserError(f"tracker {config.tracker!r} does not start ({type(error).__name__}: "
                         f"{' '.join(str(error).split())[:200]}): set tracker: none to run without it") from error
+
+
+def identity(config: Config, resumed: bool) -> str:
+    """Return the id of the run with its tracker: of a resumed run the earlier one, else a new one, which is kept."""
+    file = config.folder / FILE
+    if resumed and file.is_file():
+        kept = read_object(file, "remove it, and the tracker begins a new run", tracker=str, id=str)
+        if kept["tracker"] == config.tracker:
+            return kept["id"]
+    run_id = uuid.uuid4().hex[:8]
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps({"tracker": config.tracker, "id": run_id}) + "\n", encoding="utf-8")
+    return run_id
+
+
+def show(accelerator: Accelerator, run: Path, step: int, *names: str) -> None:
+    """Send samples of a run's snapshots to its tracker, after so many epochs.
+
+    names: `before` and `after`, the held-out prompts; `best` and `worst`, samples of the last epoch.
+    """
+    for name in names if accelerator.trackers else ():
+        last = name in ("best", "worst")
+        content = read_object(run / snapshots.FOLDER / f"{'last' if last else name}.json", snapshots.MEND)
+        if samples := [(caption(card), snapshots.content(card)) for card in content[name if last else "cards"]]:
+            for tracker in accelerator.trackers:
+                tracker.show(name, samples, step)
+
+
+def caption(card: dict[str, Any]) -> str:
+    """Return the prompt of a sample with its scores."""
+    scores = [f"{name} {score:.3g}" for name, score in card["scores"].items() if score is not None]
+    return f"{card['prompt']} ({', '.join(scores)})" if scores else card["prompt"]

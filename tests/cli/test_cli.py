@@ -26,6 +26,7 @@ def told(capsys, *arguments: object) -> str:
 @pytest.mark.parametrize("arguments", [
     ["--help"], ["--version"], ["train", "--help"], ["sample", "--help"], ["grid", "--help"], ["check", "--help"],
     ["methods", "--help"], ["eval", "--help"], ["rewards", "--help"], ["score", "--help"],
+    ["new", "--help"], ["runs", "--help"],
 ])
 def test_help_answers_without_torch(arguments):
     code = f"import sys, flowgrpo.cli as c; r = c.main({arguments!r}); sys.exit(r or ('torch' in sys.modules) * 7)"

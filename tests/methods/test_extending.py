@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
 
+from flowgrpo import rewards
+from flowgrpo.cli import main
 from flowgrpo.config.base import Loader
 from flowgrpo.config.parse import load
 from flowgrpo.errors import UserError
 from flowgrpo.methods import preset
+from flowgrpo.methods.naming import recorded
 from flowgrpo.methods.overlay import with_parts
 from flowgrpo.methods.validate import resolve
+from flowgrpo.objectives.surrogates import Clip
+from flowgrpo.samplers import kernels
 from flowgrpo.user_code import from_file
 from tests.helpers import tiny
 from tests.helpers.tables import close, f64
@@ -22,7 +28,8 @@ from tests.helpers.tables import close, f64
 PAGE = (Path(__file__).parents[2] / "docs" / "extending.md").read_text(encoding="utf-8")
 FILES = {re.match(r"# (\w+\.py)\n", code)[1]: code.split("\n", 1)[1]
          for code in re.findall(r"```python\n(.*?)```", PAGE, re.S)}
-RECIPES = [yaml.load(recipe, Loader) for recipe in re.findall(r"```yaml\n(.*?)```", PAGE, re.S)]
+BEFORE, PACKAGE = PAGE.split("## In a package")
+RECIPES = [yaml.load(recipe, Loader) for recipe in re.findall(r"```yaml\n(.*?)```", BEFORE, re.S)]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -62,8 +69,21 @@ def test_the_loss_by_hand():
 
 
 def test_the_rule_by_hand():
-    rewards = f64([[0.0, 2.0, 2.0, torch.nan]])[..., None]
-    close(part("ranks.py:Ranks")()(rewards, [1.0]), [[-2 / 3, 1 / 3, 1 / 3, 0.0]])
+    scores = f64([[0.0, 2.0, 2.0, torch.nan]])[..., None]
+    close(part("ranks.py:Ranks")()(scores, [1.0]), [[-2 / 3, 1 / 3, 1 / 3, 0.0]])
+    close(part("ranks.py:Ranks")()(scores[:, :3], [1.0]), [[-1.0, 0.5, 0.5]])  # as the page says
+
+
+def test_the_kernel_by_hand():
+    """Compare with DanceSDE at the level of each step, and at level 0 with the Euler step."""
+    fading, grid = part("fading.py:FadingSDE"), f64([1.0, 0.75, 0.5, 0.0])
+    x, v = torch.randn(2, 3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).unbind(0)
+    for i, now in enumerate(grid[:-1].tolist()):
+        step, same = fading(0.8)(x, v, grid, i), kernels.DanceSDE(0.8 * now)(x, v, grid, i)
+        close(step.mean, same.mean)
+        close(step.std, same.std)
+        close(fading(0.0)(x, v, grid, i).mean, kernels.ODE()(x, v, grid, i).mean)
+    close(fading(0.8)(x, v, grid, 1).std, 0.8 * 0.75 * 0.25**0.5)
 
 
 def test_blocks_of_one_step_are_recorded_steps_and_longer_ones_their_means():
@@ -93,6 +113,7 @@ def test_a_preset_of_a_file_stands_in_a_chain():
     ({"surrogate": {"type": "soft_gate.py:SoftGat"}}, "part file soft_gate.py has no 'SoftGat': did you mean"),
     ({"surrogate": {"type": "soft_gate.py:SoftGate", "temperature": 0}},
      "SoftGate: temperature is 0, expected above 0"),
+    ({"kernel": {"type": "fading.py:FadingSDE", "level": -1}}, "FadingSDE: level is -1, expected 0 or more"),
     ({"surrogate": {"type": "soft_gate.py:SoftGate", "heat": 1}}, "unknown key parts.surrogate.heat"),
     ({"kernel": {"type": "my_methods.py:two_steps"}}, "got my_methods.py:two_steps, expected a frozen dataclass"),
     ({"target": {"type": "blocks.py:Blocks"}, "step_weight": {"type": "Sigma"}}, "a method that trains blocks of steps "
@@ -114,3 +135,73 @@ def test_a_recipe_on_disk_names_them_too(files):
     (files / "recipe.yaml").write_text("method: mix_grpo\nparts: {surrogate: {type: soft_gate.py:SoftGate}}\n")
     config = load(files / "recipe.yaml")
     assert with_parts(preset(config.method), config.parts).loss.surrogate == part("soft_gate.py:SoftGate")()
+
+
+def test_the_package_of_the_page_is_found(tmp_path, monkeypatch):
+    """Resolve the recipe of the page with its entry points, of a package that holds the page's files."""
+    folder, info = tmp_path / "my_package", tmp_path / "my_package-1.0.dist-info"
+    folder.mkdir()
+    info.mkdir()
+    for name, file in (("methods", "my_methods.py"), ("losses", "soft_gate.py")):
+        (folder / f"{name}.py").write_text(FILES[file])
+    (folder / "rewards.py").write_text("def red(images, prompts):\n    return images[:, 0].mean((1, 2))\n")
+    [toml] = re.findall(r"```toml\n(.*?)```", PACKAGE, re.S)
+    groups = re.sub(r'\[project\.entry-points\."(.*?)"\]', r"[\1]", toml)
+    (info / "entry_points.txt").write_text(groups.replace('"', ""))
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: my_package\nVersion: 1.0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    [recipe] = re.findall(r"```yaml\n(.*?)```", PACKAGE, re.S)
+    (tmp_path / "recipe.yaml").write_text(recipe)
+    config = load(tmp_path / "recipe.yaml")
+    method = resolve(config)
+    assert method.rollout.plan.size == 2 and type(method.loss.surrogate).__name__ == "SoftGate"
+    assert rewards.find(config.reward)(torch.ones(1, 3, 2, 2), [""]).tolist() == [1.0]
+    for name in [name for name in sys.modules if name.partition(".")[0] == "my_package"]:
+        del sys.modules[name]
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    """Install a package with a preset, a part, and ones that cannot be used."""
+    (tmp_path / "far_methods.py").write_text(FILES["soft_gate.py"] + FILES["my_methods.py"] + "NUMBER = 3\n")
+    info = tmp_path / "far-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: far\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(
+        "[flowgrpo.methods]\ntwo_far_steps = far_methods:two_steps\nnumber = far_methods:NUMBER\n"
+        "lost = far_methods:nothing\n[flowgrpo.parts]\nFarGate = far_methods:SoftGate\nClip = far_methods:NUMBER\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    yield
+    sys.modules.pop("far_methods", None)
+
+
+def test_an_installed_package_brings_methods_and_parts(package, capsys):
+    config = tiny.config(method="flow_grpo+two_far_steps", parts={"surrogate": {"type": "FarGate", "temperature": 2.0}})
+    method = resolve(config)
+    assert (method.rollout.plan.size, type(method.loss.surrogate).__module__) == (2, "far_methods")
+    assert recorded(preset("flow_grpo").having(surrogate=type(method.loss.surrogate)(2.0))) == (
+        "flow_grpo", {"surrogate": {"type": "FarGate", "temperature": 2.0}})
+    assert resolve(tiny.config(method="mix_grpo", parts={"surrogate": {"type": "Clip"}})).loss.surrogate == Clip()
+    assert main(["methods", "two_far"]) == 0
+    assert re.search(r"two_far_steps +far_methods:two_steps +package far", capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("method, parts, line", [
+    ("two_far_step", {}, "unknown method 'two_far_step': did you mean 'two_far_steps'?"),
+    ("number", {}, "method number: got a value of type int, expected a function from a method to a method"),
+    ("lost", {}, "method 'lost' does not import: AttributeError: "),
+    ("flow_grpo", {"surrogate": {"type": "FarGat"}}, "parts.surrogate.type: unknown part 'FarGat': did you mean "
+                                                     "'FarGate'?"),
+    ("flow_grpo", {"kl": {"type": "FarGate"}}, "parts.kl.type: got FarGate, expected a frozen dataclass that extends "
+                                               "flowgrpo.objectives.kl.Penalty"),
+])
+def test_mistakes_with_an_installed_package_are_one_line(method, parts, line, package):
+    with pytest.raises(UserError) as caught:
+        resolve(tiny.config(method=method, parts=parts))
+    assert line in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_preset_has_to_return_a_method(files):
+    (files / "forgets.py").write_text("def change(method):\n    method.having(roots=1)\n")
+    with pytest.raises(UserError, match=r"method forgets.py:change: it returned a NoneType, expected a method"):
+        preset("flow_grpo+forgets.py:change")

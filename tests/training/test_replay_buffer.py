@@ -26,7 +26,7 @@ from tests.samplers.test_latent_edits import asked, reward, sampled, stirred
 def recalling(**fields) -> Recalling:
     torch.manual_seed(3)
     editor = Editor(Edit(width=16, depth=1), 2, 1)
-    return Recalling(Recall(**fields), editor, Processes(make_accelerator(tiny.config(), torch.device("cpu"))))
+    return Recalling(Recall(**fields), editor, Processes(make_accelerator("cpu")))
 
 
 def test_the_newest_samples_are_kept_with_their_own_prompts():

@@ -17,7 +17,8 @@ from flowgrpo.distributed.signals import Stop, Stopped
 from flowgrpo.errors import UserError
 from flowgrpo.policies.weights.lora_files import LORA_FILE
 from flowgrpo.storage import checkpoint
-from flowgrpo.training.run_folder import held, keep_lines
+from flowgrpo.storage.lock import held
+from flowgrpo.training.run_folder import keep_lines
 from tests.helpers import tiny
 from tests.helpers.forked import Forked
 

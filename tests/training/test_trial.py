@@ -419,12 +419,3 @@ def test_a_tracker_without_its_package_or_its_key(tmp_path, monkeypatch):
         tracker.require(config)
     monkeypatch.setenv("WANDB_MODE", "offline")
     tracker.require(config)
-
-
-def test_a_tracker_that_does_not_start_is_told():
-    class Refused:
-        def init_trackers(self, name):
-            raise RuntimeError("401\nunauthorised")
-
-    with pytest.raises(UserError, match="tracker 'tensorboard' does not start .RuntimeError: 401 unauthorised.: set"):
-        tracker.start(Refused(), load(None, {}))

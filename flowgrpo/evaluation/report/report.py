@@ -30,11 +30,13 @@ STAGES = 40  # maximum number of slider positions
 TEMPLATE = Path(__file__).with_name("report.html")
 
 
-def during(trainer: Trainer, run: Path) -> None:
-    """Write the report of a running run, every eval.every epochs, or EVERY."""
-    if trainer.processes.first and trainer.epoch % (trainer.config.eval.every or EVERY) == 0:
+def during(trainer: Trainer, run: Path) -> bool:
+    """Write the report of a running run, every eval.every epochs, or EVERY. Returns True if it was written."""
+    due = trainer.processes.first and trainer.epoch % (trainer.config.eval.every or EVERY) == 0
+    if due:
         snapshots.last(run, trainer)
         write(run)
+    return due
 
 
 def write(run: Path) -> Path:

@@ -111,6 +111,13 @@ def data_url(output: torch.Tensor) -> str:
     return "data:image/webp;base64," + base64.b64encode(file.getvalue()).decode("ascii")
 
 
+def content(card: dict[str, Any]) -> Image.Image | str:
+    """Return the sample of a stored card: a text, or a picture, of a clip its first frame."""
+    if "text" in card:
+        return card["text"]
+    return Image.open(io.BytesIO(base64.b64decode(card["picture"].partition(",")[2]))).convert("RGB")
+
+
 def begin(run: Path, epoch: int, device: str | torch.device, processes: int, precision: str,
           sample: str = "picture", unit: str = "denoiser evaluations") -> None:
     """Record the run's machine, and delete snapshots of an earlier run, or of this one after that epoch.

@@ -1,0 +1,57 @@
+"""`flowgrpo new`: a commented file that begins a method, a reward or a recipe."""
+
+from __future__ import annotations
+
+import keyword
+import re
+import sys
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from flowgrpo.cli.root import app
+from flowgrpo.errors import UserError
+from flowgrpo.storage import paths
+
+Kind = Literal["method", "reward", "recipe"]
+TEMPLATES = Path(__file__).with_name("templates")
+# Files of each kind, by their templates.
+FILES = {"method": {"method": "{}.py", "method_test": "test_{}.py"},
+         "reward": {"reward": "{}.py", "reward_test": "test_{}.py"},
+         "recipe": {"recipe": "{}.yaml"}}
+
+
+@app.command()
+def new(
+    kind: Annotated[Kind, typer.Argument(metavar="method|reward|recipe", show_default=False)],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="A Python name, such as my_loss.", show_default=False)],
+    output: Annotated[Path, typer.Option(help="The folder of the files.")] = Path("."),
+) -> None:
+    """Write a commented file to begin with: NAME.py and its test, or NAME.yaml. No file is overwritten."""
+    texts = {output / pattern.format(name): (TEMPLATES / f"{template}.txt").read_text(encoding="utf-8")
+             for template, pattern in FILES[kind].items()}
+    _require_name(name, "".join(texts.values()))
+    if existing := [str(path) for path in texts if path.exists()]:
+        raise UserError(f"{' and '.join(existing)} exists already: give another name, or --output another folder")
+    paths.require_folder(output)
+    output.mkdir(parents=True, exist_ok=True)
+    for path, text in texts.items():
+        path.write_text(text.replace("[[NAME]]", name).replace("[[CLASS]]", _class(name)), encoding="utf-8")
+        typer.echo(path)
+
+
+def _require_name(name: str, text: str) -> None:
+    """Raise UserError for a name that is not Python's, or that a module of Python or an import of the text has."""
+    if not re.fullmatch(r"[A-Za-z]\w*", name, re.ASCII) or keyword.iskeyword(name):
+        raise UserError(f"got the name {name!r}, expected letters, digits and underscores, such as my_loss")
+    imported = re.findall(r"\w+", " ".join(re.findall(r"^(?:from|import) .*", text, re.M)))
+    if name in sys.stdlib_module_names or not {name, _class(name)}.isdisjoint(imported):
+        raise UserError(f"got the name {name!r}, which Python or flowgrpo has already: expected another one, such as "
+                        f"my_{name}")
+
+
+def _class(name: str) -> str:
+    """Return the name of the class in a method's file, my_loss -> MyLoss; not the function's."""
+    title = "".join(word[:1].upper() + word[1:] for word in name.split("_"))
+    return title if title != name else f"{title}Loss"

@@ -1,0 +1,43 @@
+"""`flowgrpo runs`: the runs of a folder."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from flowgrpo.cli.root import app
+from flowgrpo.cli.show import print_table
+
+if TYPE_CHECKING:
+    from flowgrpo.evaluation.runs import Run
+
+
+@app.command()
+def runs(
+    folder: Annotated[Path, typer.Argument(metavar="[FOLDER]", help="The folder that holds the runs.")] = Path("runs"),
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """List runs, the newest first: model, method, epochs, rewards on held-out prompts before and after, and state."""
+    from flowgrpo.evaluation.runs import listed
+
+    rows = listed(folder)
+    if as_json:
+        typer.echo(json.dumps([asdict(run) for run in rows], indent=2))
+    else:
+        print_table(["run", "model", "method", "epochs", "reward", "before", "after", "state"], list(map(_cells, rows)))
+
+
+def _cells(run: Run) -> list[str]:
+    """Return a run's row; a line of it for each reward."""
+    rewards = list(dict.fromkeys([*run.before, *run.after]))
+    before, after = ("\n".join(_number(values.get(name)) for name in rewards) for values in (run.before, run.after))
+    total = "?" if run.total is None else str(run.total)
+    return [run.name, run.model, run.method, f"{run.epochs} of {total}", "\n".join(rewards), before, after, run.state]
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4g}"

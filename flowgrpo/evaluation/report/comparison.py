@@ -1,0 +1,155 @@
+"""Comparison of several runs in one page: a curve per run and reward, and a table of the settings that differ."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flowgrpo.config.parse import read_yaml
+from flowgrpo.errors import UserError
+from flowgrpo.storage.json_files import read_lines
+from flowgrpo.storage.places import CONFIG, run_of
+
+APART = ("name", "output")  # settings in which all runs differ
+# Distinct to colour-blind readers (Okabe and Ito), from the ninth run on with dashes.
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8a8a00", "#808080")
+WIDTH, HEIGHT, LEFT, BOTTOM = 640, 260, 64, 28  # of a chart and its margins, in pixels
+KINDS = {"reward/{}/mean": "training samples", "held_out/{}": "held-out prompts"}
+HEAD = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark"><title>{title}</title>
+<style>
+:root {{ font: 14px/1.4 system-ui, sans-serif; color-scheme: light dark; }}
+body {{ margin: 0 auto; padding: 20px 16px 64px; max-width: 80em; }}
+h1 {{ font-size: 1.4rem; overflow-wrap: anywhere; }} h2 {{ font-size: 1.05rem; margin: 28px 0 4px; }}
+svg {{ display: block; width: 100%; max-width: {width}px; height: auto; }}
+text {{ font-size: 12px; fill: currentColor; }} .axis {{ stroke: currentColor; opacity: 0.4; }}
+ul {{ list-style: none; padding: 0; display: flex; flex-wrap: wrap; gap: 4px 20px; }}
+li span {{ display: inline-block; width: 20px; margin-right: 6px; vertical-align: middle; border-top: 3px solid; }}
+.wide {{ overflow-x: auto; }} table {{ border-collapse: collapse; }}
+th, td {{ text-align: left; vertical-align: top; padding: 4px 16px 4px 0; border-bottom: 1px solid #8886; }}
+td {{ overflow-wrap: anywhere; min-width: 8em; }}
+</style></head><body>
+<h1>{title}</h1>
+"""
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A run of the page: its label, its settings under dotted keys, and its metrics."""
+
+    label: str
+    settings: dict[str, Any]
+    lines: list[dict[str, Any]]
+
+
+def write(runs: Sequence[Path], output: Path | None = None) -> Path:
+    """Write the page of several runs; return its path, without `output` beside the first run.
+
+    Raises UserError for a folder that is no run, and for one that is given twice.
+    """
+    folders = [run_of(run).resolve() for run in runs]
+    if len(set(folders)) < len(folders):
+        raise UserError(f"{' '.join(map(str, runs))}: one run is given twice, expected different ones")
+    names = [folder.name for folder in folders]
+    labels = names if len(set(names)) == len(names) else list(map(str, folders))
+    output = output or folders[0].parent / f"{'-'.join(names)}.html"
+    output.write_text(page([Compared(label, flat(read_yaml(folder / CONFIG)), read_lines(
+        folder / "metrics.jsonl", "epoch")) for label, folder in zip(labels, folders)]), encoding="utf-8")
+    return output
+
+
+def page(runs: Sequence[Compared]) -> str:
+    """Return the HTML of the comparison."""
+    title = html.escape(" and ".join(run.label for run in runs))
+    return "".join([HEAD.format(title=title, width=WIDTH), legend(runs), *charts(runs), table(runs),
+                    "</body></html>\n"])
+
+
+def flat(nested: dict[str, Any], above: str = "") -> dict[str, Any]:
+    """Return the values of nested dictionaries under dotted keys."""
+    values: dict[str, Any] = {}
+    for key, value in nested.items():
+        values |= flat(value, f"{above}{key}.") if isinstance(value, dict) else {f"{above}{key}": value}
+    return values
+
+
+def differing(runs: Sequence[Compared]) -> dict[str, list[str]]:
+    """Return the settings that differ, with the value of each run; empty where a run has no such key."""
+    keys = dict.fromkeys(key for run in runs for key in run.settings if key not in APART)
+    rows = {key: [_shown(run.settings[key]) if key in run.settings else "" for run in runs] for key in keys}
+    return {key: values for key, values in rows.items() if len(set(values)) > 1}
+
+
+def _shown(value: Any) -> str:
+    return "none" if value is None else str(value)
+
+
+def curves(runs: Sequence[Compared]) -> dict[tuple[str, str], list[list[tuple[int, float]]]]:
+    """Return the curves of each reward and kind of sample: of every run its points (epoch, mean)."""
+    keys = dict.fromkeys(key for run in runs for line in run.lines for key in line)
+    rewards = [key.removeprefix("reward/").removesuffix("/mean") for key in keys
+               if key.startswith("reward/") and key.endswith("/mean")]
+    rewards += [key.removeprefix("held_out/") for key in keys if key.startswith("held_out/")]
+    drawn = {(name, kind): [[(line["epoch"], line[key]) for line in run.lines
+                             if line.get(key := pattern.format(name)) is not None] for run in runs]
+             for name in dict.fromkeys(rewards) for pattern, kind in KINDS.items()}
+    return {key: lines for key, lines in drawn.items() if any(lines)}
+
+
+def legend(runs: Sequence[Compared]) -> str:
+    """Return the list of runs with the colours of their curves."""
+    items = [f'<li><span style="border-color: {COLOURS[at % len(COLOURS)]}; border-top-style: '
+             f'{"dashed" if at >= len(COLOURS) else "solid"}"></span>{html.escape(run.label)}</li>'
+             for at, run in enumerate(runs)]
+    return f"<ul>{''.join(items)}</ul>\n"
+
+
+def charts(runs: Sequence[Compared]) -> list[str]:
+    """Return a heading and a chart for each reward and kind of sample."""
+    return [f"<h2>{html.escape(name)}, {kind}</h2>\n{chart(lines, f'{name}, {kind}')}"
+            for (name, kind), lines in curves(runs).items()]
+
+
+def chart(lines: list[list[tuple[int, float]]], label: str) -> str:
+    """Return curves as SVG, with the lowest and the highest value at the left and the epochs below."""
+    epochs = [epoch for points in lines for epoch, _ in points]
+    values = [value for points in lines for _, value in points]
+    (first, last), (low, high) = (min(epochs), max(epochs)), (min(values), max(values))
+    right, base = WIDTH - 8, HEIGHT - BOTTOM
+
+    def place(epoch: int, value: float) -> tuple[float, float]:
+        across = (epoch - first) / (last - first) if last > first else 0.5
+        up = (value - low) / (high - low) if high > low else 0.5
+        return LEFT + across * (right - LEFT), base - up * (base - 12)
+
+    drawn = []
+    for at, points in enumerate(lines):
+        colour, dashes = COLOURS[at % len(COLOURS)], ' stroke-dasharray="6 4"' if at >= len(COLOURS) else ""
+        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in (place(*point) for point in points))
+        if len(points) == 1:
+            x, y = place(*points[0])
+            drawn.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{colour}"/>')
+        elif points:
+            drawn.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"{dashes}/>')
+    return (f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{html.escape(label)}">'
+            f'<path class="axis" fill="none" d="M{LEFT} 12V{base}H{right}"/>'
+            f'<text x="{LEFT - 6}" y="16" text-anchor="end">{high:.4g}</text>'
+            f'<text x="{LEFT - 6}" y="{base}" text-anchor="end">{low:.4g}</text>'
+            f'<text x="{LEFT}" y="{HEIGHT - 8}">epoch {first}</text>'
+            f'<text x="{right}" y="{HEIGHT - 8}" text-anchor="end">{last}</text>{"".join(drawn)}</svg>\n')
+
+
+def table(runs: Sequence[Compared]) -> str:
+    """Return the table of the settings that differ."""
+    rows = differing(runs)
+    if not rows:
+        return "<h2>Settings</h2>\n<p>All settings are the same.</p>\n"
+    heads = "".join(f"<th>{html.escape(run.label)}</th>" for run in runs)
+    body = "".join(f"<tr><th>{html.escape(key)}</th>" + "".join(f"<td>{html.escape(value)}</td>" for value in values)
+                   + "</tr>\n" for key, values in rows.items())
+    return (f'<h2>Settings that differ</h2>\n<div class="wide"><table><thead><tr><th></th>{heads}</tr></thead>\n'
+            f"<tbody>{body}</tbody></table></div>\n")

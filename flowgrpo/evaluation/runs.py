@@ -1,0 +1,79 @@
+"""Runs of a folder: their settings, progress, rewards and state, read from their files. Loads no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from flowgrpo.config.parse import read_yaml
+from flowgrpo.errors import UserError
+from flowgrpo.storage.json_files import read_lines, read_object
+from flowgrpo.storage.lock import is_held
+from flowgrpo.storage.places import CONFIG
+
+MEND = "restore it, or remove it"
+HELD_OUT = "held_out/"  # before the names of rewards in metrics.jsonl
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run.
+
+    name: of its folder; model, method: of its configuration.
+    epochs, total: epochs that are done, and those of the configuration.
+    before, after: means of the rewards on held-out prompts; `after` of an unfinished run is its last measurement.
+    state: running, finished, stopped, or damaged if a file cannot be read.
+    changed: time of its last epoch, or of its start, in seconds since 1970.
+    """
+
+    name: str
+    state: str = "damaged"
+    model: str = ""
+    method: str = ""
+    epochs: int = 0
+    total: int | None = None
+    before: dict[str, float | None] = field(default_factory=dict)
+    after: dict[str, float | None] = field(default_factory=dict)
+    changed: float = 0.0
+
+
+def listed(folder: Path) -> list[Run]:
+    """Return the runs in a folder, or the run that the folder is, the newest first. Raises UserError if there are
+    none."""
+    files = [*folder.glob(CONFIG), *folder.glob(f"*/{CONFIG}")]
+    if not files:
+        raise UserError(f"no run in {folder}: expected a folder that holds runs, which a recipe names as `output`")
+    return sorted((_run(file.parent) for file in files), key=lambda run: (-run.changed, run.name))
+
+
+def _run(folder: Path) -> Run:
+    """Return the run of a folder, as far as its files can be read."""
+    metrics = folder / "metrics.jsonl"
+    name = folder.resolve().name
+    changed = max(file.stat().st_mtime for file in (folder / CONFIG, metrics) if file.is_file())
+    try:
+        config, lines = read_yaml(folder / CONFIG), read_lines(metrics, "epoch")
+        summary = _read(folder / "summary.json")
+        scores = _read(folder / "before.json").get("scores", {})
+    except UserError:
+        return Run(name, changed=changed)
+    epochs = lines[-1]["epoch"] if lines else 0
+    finished = bool(summary) and summary["epochs"] >= epochs
+    held: dict[str, Any] = next((line for line in reversed(lines) if any(key.startswith(HELD_OUT) for key in line)), {})
+    before = {reward: _mean(values) for reward, values in scores.items()}
+    after = {key.removeprefix(HELD_OUT): value for key, value in held.items() if key.startswith(HELD_OUT)}
+    state = "running" if is_held(folder) else "finished" if finished else "stopped"
+    return Run(name, state, str(config.get("model", "")), str(config.get("method", "")), epochs,
+               (config.get("train") or {}).get("epochs"), summary["before"] if finished else before,
+               summary["after"] if finished else after, changed)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    return read_object(path, MEND) if path.is_file() else {}
+
+
+def _mean(values: list[float | None]) -> float | None:
+    """Return the mean of the scores that apply; None if none does."""
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None

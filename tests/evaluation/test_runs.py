@@ -1,0 +1,102 @@
+"""`flowgrpo runs` and `flowgrpo report A B`: what they read of runs' folders."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+
+import pytest
+
+from flowgrpo.cli import main
+from flowgrpo.evaluation.report import comparison
+from flowgrpo.evaluation.runs import Run, listed
+from flowgrpo.storage.lock import held
+from tests.cli.test_cli import told
+from tests.helpers import tiny
+
+
+def written(output, name: str, epochs: int, time: int, finished: bool = True, **options):
+    """The folder of a run after so many epochs."""
+    config = tiny.config(output, name=name, train__epochs=3, **options)
+    config.folder.mkdir(parents=True)
+    (config.folder / "config.yaml").write_text(config.yaml())
+    lines = [{"epoch": epoch, "reward/red/mean": 0.1 * epoch} | ({"held_out/red": 0.5} if epoch == 2 else {})
+             for epoch in range(1, epochs + 1)]
+    (config.folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (config.folder / "before.json").write_text(json.dumps({"scores": {"red": [0.1, None, 0.3]}}))
+    if finished:
+        summary = {"epochs": epochs, "before": {"red": 0.2}, "after": {"red": 0.7}}
+        (config.folder / "summary.json").write_text(json.dumps(summary))
+    for file in config.folder.iterdir():
+        os.utime(file, (time, time))
+    return config.folder
+
+
+def test_runs_are_listed_the_newest_first_with_their_state(tmp_path, capsys):
+    written(tmp_path, "whole", 3, time=100)
+    written(tmp_path, "broken_off", 2, time=300, finished=False, method="flow_grpo")
+    written(tmp_path, "begun", 0, time=400, finished=False)
+    (written(tmp_path, "odd", 1, time=200) / "metrics.jsonl").write_text("nonsense\n")
+    os.utime(tmp_path / "odd" / "metrics.jsonl", (200, 200))
+    (tmp_path / "no_run").mkdir()
+    with held(tmp_path / "begun"):
+        runs = listed(tmp_path)
+    red = {"red": pytest.approx(0.2)}
+    assert runs == [Run("begun", "running", "starter", "mix_grpo", 0, 3, red, {}, 400),
+                    Run("broken_off", "stopped", "starter", "flow_grpo", 2, 3, red, {"red": 0.5}, 300),
+                    Run("odd", "damaged", changed=200),
+                    Run("whole", "finished", "starter", "mix_grpo", 3, 3, {"red": 0.2}, {"red": 0.7}, 100)]
+    assert main(["runs", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"broken_off +starter +flow_grpo +2 of 3 +red +0.2 +0.5 +stopped", out)
+    assert main(["runs", str(tmp_path / "whole"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["after"] == {"red": 0.7}
+
+
+def test_a_finished_run_that_went_on_is_stopped(tmp_path):
+    folder = written(tmp_path, "longer", 2, time=100)
+    (folder / "metrics.jsonl").write_text('{"epoch": 3}\n')
+    [run] = listed(tmp_path)
+    assert (run.state, run.epochs) == ("stopped", 3)
+
+
+def test_a_folder_without_runs_is_told(tmp_path, capsys):
+    assert f"no run in {tmp_path}: expected a folder that holds runs" in told(capsys, "runs", tmp_path)
+
+
+def test_several_runs_are_one_page(tmp_path, capsys):
+    first = written(tmp_path, "a<b", 3, time=1, train__lr=1e-3)
+    second = written(tmp_path, "other", 2, time=2, train__lr=2e-3, parts={"plan": {"size": 2}})
+    assert main(["report", str(first), str(second)]) == 0
+    assert capsys.readouterr().out.strip() == str(tmp_path / "a<b-other.html")
+    page = (tmp_path / "a<b-other.html").read_text()
+    assert "<h1>a&lt;b and other</h1>" in page and "a<b" not in page
+    assert page.count("<polyline") == 2 and page.count("<circle") == 2  # of training samples; one measurement each
+    assert re.findall(r"<h2>(.*?)</h2>", page) == ["red, training samples", "red, held-out prompts",
+                                                   "Settings that differ"]
+    assert "<tr><th>train.lr</th><td>0.001</td><td>0.002</td></tr>" in page
+    assert "<tr><th>parts.plan.size</th><td></td><td>2</td></tr>" in page and ">train.group<" not in page
+    [curve, shorter] = re.findall(r'points="(.*?)"', page)
+    assert curve == "64.0,232.0 348.0,122.0 632.0,12.0" and shorter == "64.0,232.0 348.0,122.0"
+    assert main(["report", str(first), str(second), "--output", str(tmp_path / "new" / "page.html")]) == 0
+    assert (tmp_path / "new" / "page.html").read_text() == page
+
+
+def test_runs_of_one_name_have_their_paths_as_labels(tmp_path):
+    folders = [written(tmp_path / output, "run", 1, time=1) for output in ("x", "y")]
+    text = comparison.write(folders, tmp_path / "page.html").read_text()
+    assert f"{folders[0]} and {folders[1]}" in text and "<p>All settings are the same.</p>" in text
+
+
+@pytest.mark.parametrize("options, line", [
+    (["a", "a"], "one run is given twice, expected different ones"),
+    (["a", "b", "--live"], "--live follows one run, got 2"),
+    (["a", "--output", "x.html"], "--output: goes with several runs"),
+    (["a", "nowhere"], "no run at nowhere: expected the folder"),
+])
+def test_mistakes_in_reports_are_told(options, line, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for name in "ab":
+        written(tmp_path, name, 1, time=1)
+    assert line in told(capsys, "report", *options)

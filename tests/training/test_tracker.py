@@ -1,0 +1,147 @@
+"""Trackers: name, id, configuration, metrics and samples that a run sends, and the id that a resumed run keeps."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import json
+import sys
+from types import ModuleType, SimpleNamespace
+
+import numpy as np
+import pytest
+
+from flowgrpo.data.prompts import Prompt
+from flowgrpo.errors import UserError
+from flowgrpo.evaluation.report import snapshots
+from flowgrpo.run import run
+from flowgrpo.training import tracker
+from tests.helpers import tiny, tiny_text
+
+
+def train(output, resume=False, **options):
+    return run(tiny.config(output, train__group=3, train__prompts=1, train__save_every=1, eval__every=1, **options),
+               resume, pipe=tiny.sd3(), functions={"red": tiny.red}, prompts=[Prompt(text) for text in tiny.PROMPTS])
+
+
+class Board:
+    """Imitation of Weights & Biases or Trackio, as far as a run uses them; it records their calls in order."""
+
+    def __init__(self, name: str):
+        self.begun, self.logged, self.ended = [], [], 0
+        self.module = ModuleType(name)
+        self.module.__spec__ = importlib.machinery.ModuleSpec(name, None)
+        self.module.init, self.module.Image, self.module.Table = self.init, self.image, dict
+
+    def init(self, **settings):
+        self.begun.append(settings)
+        return SimpleNamespace(log=lambda values, step: self.logged.append((step, values)), finish=self.finish)
+
+    def image(self, picture, caption):
+        return caption, np.asarray(picture)
+
+    def finish(self):
+        self.ended += 1
+
+    def keys(self, *beginnings: str) -> list[tuple[int, str]]:
+        return [(step, key) for step, values in self.logged for key in values if key.startswith(beginnings)]
+
+
+@pytest.fixture
+def board(request, monkeypatch):
+    imitated = Board(request.param)
+    monkeypatch.setitem(sys.modules, request.param, imitated.module)
+    return imitated
+
+
+def stored(folder, name: str) -> list[dict]:
+    return json.loads((folder / "report" / f"{name}.json").read_text())["cards"]
+
+
+@pytest.mark.parametrize("board", ["wandb"], indirect=True)
+def test_weights_and_biases_gets_the_run_and_goes_on_with_it(board, tmp_path):
+    train(tmp_path, tracker="wandb", name="first", train__epochs=1)
+    train(tmp_path, resume=True, tracker="wandb", name="first", train__epochs=3)
+    first, second = board.begun
+    assert (first["project"], first["name"], first["resume"]) == ("flowgrpo", "first", "allow")
+    assert len(first["id"]) == 8 and second["id"] == first["id"] and board.ended == 2
+    assert [each["config"]["train"]["epochs"] for each in board.begun] == [1, 3]
+    assert board.keys("reward/red/mean") == [(epoch, "reward/red/mean") for epoch in (1, 2, 3)]
+    assert board.keys("before", "best", "worst", "after") == [
+        (0, "before"), (1, "after"), (1, "best"), (1, "worst"), (2, "best"), (2, "worst"), (3, "after"), (3, "best"),
+        (3, "worst")]
+    steps = [step for step, _ in board.logged]
+    assert steps == sorted(steps)  # an earlier step would be dropped
+    [(_, values)] = [logged for logged in board.logged if logged[0] == 3 and "after" in logged[1]]
+    for (caption, picture), card in zip(values["after"], stored(tmp_path / "first", "after"), strict=True):
+        assert caption == f"{card['prompt']} (red {card['scores']['red']:.3g})"
+        assert picture.shape == (16, 16, 3) and picture.dtype == np.uint8
+        assert (picture == np.asarray(snapshots.content(card))).all()
+
+
+@pytest.mark.parametrize("board", ["trackio"], indirect=True)
+def test_trackio_knows_a_run_by_a_name_of_its_own(board, tmp_path):
+    train(tmp_path, tracker="trackio", train__epochs=1)
+    [begun] = board.begun
+    assert begun["name"] == f"run-{json.loads((tmp_path / 'run' / 'tracker.json').read_text())['id']}"
+    assert set(begun) == {"project", "name", "config", "resume"}
+    count = len(stored(tmp_path / "run", "before"))
+    assert board.keys("before") == [(0, f"before/{number}") for number in range(1, count + 1)] and count == 2
+
+
+def test_tensorboard_gets_pictures_and_the_configuration(tmp_path):
+    from PIL import Image
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    train(tmp_path, tracker="tensorboard", train__epochs=1)
+    train(tmp_path, resume=True, tracker="tensorboard", train__epochs=2)
+    folder = tmp_path / "run"
+    events = EventAccumulator(str(folder / "events"), size_guidance={"images": 0, "scalars": 0, "tensors": 0}).Reload()
+    assert [event.step for event in events.Scalars("reward/red/mean")] == [1, 2]
+    assert {tag.partition("/")[0] for tag in events.Tags()["images"]} == {"before", "after", "best", "worst"}
+    last = events.Images("after/1")[-1]
+    (tmp_path / "after.png").write_bytes(last.encoded_image_string)
+    assert last.step == 2
+    with Image.open(tmp_path / "after.png") as picture:
+        assert (np.asarray(picture) == np.asarray(snapshots.content(stored(folder, "after")[0]))).all()
+    texts = {tag: [event.tensor_proto.string_val[0].decode() for event in events.Tensors(f"{tag}/text_summary")]
+             for tag in ("run", "config", "before/samples")}
+    assert len(texts["run"]) == 2 and len({*texts["run"]}) == 1 and texts["run"][0].startswith("run (")
+    assert texts["config"][-1].replace("\n    ", "\n").strip() == (folder / "config.yaml").read_text().strip()
+    assert texts["before/samples"][0].startswith(f"1. {stored(folder, 'before')[0]['prompt']} (red 0.")
+
+
+@pytest.mark.parametrize("board", ["wandb"], indirect=True)
+def test_texts_are_a_table(board, tmp_path):
+    config = tiny_text.config(tmp_path, tracker="wandb")
+    accelerator = SimpleNamespace(is_main_process=True, trackers=[])
+    tracker.start(accelerator, config)
+    cards = [{"prompt": "1+1=", "scores": {"short": 0.5, "other": None}, "text": "2"}]
+    snapshots.write(config.folder / "report" / "before.json", {"cards": cards})
+    tracker.show(accelerator, config.folder, 0, "before")
+    assert board.logged == [(0, {"before": {"columns": ["prompt", "text"], "data": [["1+1= (short 0.5)", "2"]]}})]
+
+
+@pytest.mark.parametrize("board", ["wandb"], indirect=True)
+def test_a_new_run_in_a_folder_has_a_new_id(board, tmp_path):
+    config = tiny.config(tmp_path, tracker="wandb")
+    first = tracker.identity(config, resumed=False)
+    assert tracker.identity(config, resumed=True) == first
+    assert tracker.identity(config, resumed=False) != first
+    other = tracker.identity(tiny.config(tmp_path, tracker="trackio"), resumed=True)  # another tracker's id is unknown
+    assert other != first and tracker.identity(config, resumed=True) != first
+
+
+@pytest.mark.parametrize("board", ["wandb"], indirect=True)
+def test_a_tracker_that_does_not_start_is_told(board, tmp_path):
+    def refuse(**settings):
+        raise RuntimeError("401\nunauthorised")
+
+    board.module.init = refuse
+    with pytest.raises(UserError, match="tracker 'wandb' does not start .RuntimeError: 401 unauthorised.: set tracker"):
+        tracker.start(SimpleNamespace(is_main_process=True, trackers=[]), tiny.config(tmp_path, tracker="wandb"))
+
+
+def test_other_processes_open_no_tracker(tmp_path):
+    accelerator = SimpleNamespace(is_main_process=False, trackers=[])
+    tracker.start(accelerator, tiny.config(tmp_path, tracker="tensorboard"))
+    assert accelerator.trackers == [] and not (tmp_path / "run").exists()
