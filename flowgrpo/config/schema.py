@@ -18,7 +18,7 @@ from pydantic.fields import FieldInfo
 
 from flowgrpo.config.base import Dumper, Section
 from flowgrpo.config.reward_rules import RewardRule, WatchRule, Weighted
-from flowgrpo.config.sections import Adapter, Eval, Memory, Picture, Text, Train
+from flowgrpo.config.sections import Adapter, Eval, Load, Memory, Picture, Text, Train
 from flowgrpo.starter import CALLS
 
 
@@ -51,6 +51,7 @@ class Config(Section):
                             "the device computes in it natively, else fp32, which the run prints and keeps")
     tracker: Literal["tensorboard", "wandb", "none"] = Field("tensorboard", description="beside `metrics.jsonl`")
     trust_remote_code: bool = Field(False, description="run code that comes with a model from a hub")
+    load: Load = Load()
     picture: Picture = Picture()
     text: Text = Text()
     adapter: Adapter = Adapter()

@@ -46,7 +46,8 @@ def _of_pipeline(config: Config, run: Path, place: str, prompt: str) -> list[str
     imports, source = _source(config.model)
     index, dtype = _index(config.model), DTYPE.get(config.precision, "torch.float32")
     absent = "".join(f", {name}=None" for name, value in index.items() if isinstance(value, list) and value[0] is None)
-    made = f"pipe = DiffusionPipeline.from_pretrained({source}, torch_dtype={dtype}{absent})"
+    further = f"torch_dtype={dtype}{_at(config, 'variant', 'revision')}{absent}"
+    made = f"pipe = DiffusionPipeline.from_pretrained({source}, {further})"
     needed = ["from diffusers import DiffusionPipeline"]
     if config.model in MERGED:
         imports, needed = ["from flowgrpo.policies.pipelines.load import load_pipeline"], []
@@ -98,14 +99,19 @@ def _of_language(config: Config, place: str, prompt: str) -> list[str]:
              "add_generation_prompt=True, return_tensors=\"pt\", return_dict=True)") if templated else \
         f"inputs = tokenizer({text!r}, return_tensors=\"pt\")"
     lora = config.adapter.rank > 0
-    weights = source if lora else f"{place!r}, subfolder=\"model\""
+    weights = source + _at(config, "variant", "revision") if lora else f"{place!r}, subfolder=\"model\""
     return [*sorted({*imports, "from transformers import AutoModelForCausalLM, AutoTokenizer",
                      *(["from peft import PeftModel"] if lora else [])}), "",
-            f"tokenizer = AutoTokenizer.from_pretrained({source})",
+            f"tokenizer = AutoTokenizer.from_pretrained({source}{_at(config, 'revision')})",
             f"model = AutoModelForCausalLM.from_pretrained({weights})",
             *([f"model = PeftModel.from_pretrained(model, {place!r})"] if lora else []), asked,
             f"output = model.generate(**inputs, max_new_tokens={config.text.max_tokens}, do_sample=False)",
             'print(tokenizer.decode(output[0, inputs["input_ids"].shape[1]:], skip_special_tokens=True))']
+
+
+def _at(config: Config, *names: str) -> str:
+    """Return the set ones of these `load` settings as arguments of a call."""
+    return "".join(f", {name}={value!r}" for name in names if (value := getattr(config.load, name)) is not None)
 
 
 def _index(model: str) -> dict[str, Any]:

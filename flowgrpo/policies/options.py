@@ -5,11 +5,13 @@ from __future__ import annotations
 import torch
 
 from flowgrpo.config.schema import Config
+from flowgrpo.config.sections import Load
 from flowgrpo.errors import UserError
 from flowgrpo.methods import validate
 from flowgrpo.methods.method import Method
 from flowgrpo.methods.targets import JointDensity, LatentEdits, RewardGradient
 from flowgrpo.objectives import references
+from flowgrpo.policies import sources
 from flowgrpo.policies.pipelines.attention import require_attention
 from flowgrpo.policies.weights.memory_options import require_package, require_quantiser
 from flowgrpo.samplers.learned_noise import LearnedNoise
@@ -17,11 +19,23 @@ from flowgrpo.samplers.learned_noise import LearnedNoise
 
 def require_options(config: Config, method: Method, device: str | torch.device, loaded: bool = False) -> None:
     """Raise UserError for options that conflict with each other or the device. loaded: the model is an object."""
+    require_load(config, loaded)
     require_memory(config, method, device, loaded)
     require_shardable(config, method)
     require_context_parallel(config, method)
     validate.require_recorded_pairs(config, method)
     validate.require_adapted(config, method)
+
+
+def require_load(config: Config, loaded: bool = False) -> None:
+    """Raise UserError for settings of `load` that the model does not read. loaded: the model is an object."""
+    if not loaded:
+        sources.require(config.model, config.load)
+        return
+    for name, value in config.load:
+        if value != getattr(Load(), name):
+            raise UserError(f"load.{name} is {value!r}, but the model is an object that is loaded already: leave it "
+                            "out, and load the object that way")
 
 
 def require_memory(config: Config, method: Method, device: str | torch.device, loaded: bool = False) -> None:

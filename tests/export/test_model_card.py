@@ -149,3 +149,12 @@ def test_the_card_of_a_video_run_shows_its_clips(sd3):
         assert "(before_after.webp)" in export.card(sd3).read_text()
     finally:
         clip.unlink()
+
+
+@pytest.mark.parametrize("model, method", [("owner/model", "mix_grpo"), ("owner/text", "grpo")])
+def test_the_snippet_loads_the_revision_and_the_variant_of_the_run(model, method, tmp_path):
+    files = {"variant": "fp16", "revision": "v2"}
+    config = validate({"model": model, "method": method, "reward": "scene", "load": files})
+    told = usage.snippet(config, tmp_path, "me/repository", "a star")
+    assert "variant='fp16', revision='v2'" in told
+    compile(told, "snippet", "exec")

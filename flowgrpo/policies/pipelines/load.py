@@ -11,12 +11,13 @@ from typing import Any
 
 import torch
 
+from flowgrpo.config.sections import Load
 from flowgrpo.data import provenance
 from flowgrpo.device import DTYPES
 from flowgrpo.errors import UserError
 from flowgrpo.log import quiet
 from flowgrpo.methods.adapted import Adapted
-from flowgrpo.policies import hub
+from flowgrpo.policies import hub, sources
 from flowgrpo.policies.weights.memory_options import quantisation
 from flowgrpo.samplers.predictions import prediction
 from flowgrpo.starter import FOLDERS, MERGED
@@ -66,12 +67,14 @@ def _named_denoisers(index: dict[str, Any]) -> list[str]:
             and TIMES & set(inspect.signature(getattr(cls, "forward", lambda: None)).parameters)]
 
 
-def load_pipeline(model: str, precision: str = "fp32", trust_remote_code: bool = False, weights: str = "full") -> Any:
+def load_pipeline(model: str, precision: str = "fp32", trust_remote_code: bool = False, weights: str = "full",
+                  files: Load = Load()) -> Any:
     """Load a diffusers pipeline: a starter's name, a directory or a hub id. UserError where it does not load.
 
-    weights: of its denoisers, "full", or quantised as `memory_options.quantisation` says.
+    weights: of its denoisers, "full", or quantised as `memory_options.quantisation` says. files: where they are.
     """
     provenance.require_place(model)
+    sources.require(model, files)
     hub.require(model)
     from diffusers import DiffusionPipeline
     from diffusers.utils import logging as diffusers_logging
@@ -82,12 +85,13 @@ def load_pipeline(model: str, precision: str = "fp32", trust_remote_code: bool =
     source = FOLDERS.get(model, model)
     try:
         # A component that the index names as absent has to be passed as None, unless its class calls it optional.
-        index = DiffusionPipeline.load_config(source)
+        index = DiffusionPipeline.load_config(source, revision=files.revision)
         absent = {name: None for name, value in index.items() if isinstance(value, list) and value[0] is None}
         with quiet():  # of components in another class than the pipeline's usual one, such as a small autoencoder
             lower = quantisation(_named_denoisers(index), weights, DTYPES[precision])
             pipe = DiffusionPipeline.from_pretrained(source, dtype=DTYPES[precision], quantization_config=lower,
-                                                     trust_remote_code=trust_remote_code, **absent)
+                                                     trust_remote_code=trust_remote_code, variant=files.variant,
+                                                     revision=files.revision, **absent)
             if model in MERGED:
                 _merge(pipe, MERGED[model])
     except Exception as error:  # whatever stands in a stranger's files
