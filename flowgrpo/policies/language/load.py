@@ -9,6 +9,7 @@ from flowgrpo.config.sections import Load
 from flowgrpo.device import DTYPES
 from flowgrpo.errors import UserError
 from flowgrpo.log import quiet
+from flowgrpo.policies import hub
 from flowgrpo.starter import FOLDERS
 
 
@@ -32,9 +33,8 @@ def load_causal_lm(model: str, precision: str = "fp32", trust_remote_code: bool 
             return (body.from_pretrained(source, dtype=DTYPES[precision], variant=files.variant, **common),
                     reader.from_pretrained(source, **common))
     except Exception as error:  # third-party model files can raise anything
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise UserError(f"cannot load the language model {model!r} ({first}): expected starter_text, a directory with "
-                        "a config.json and a tokenizer, or a hub id") from error
+        expected = "starter_text, a directory with a config.json and a tokenizer, or a hub id"
+        raise hub.load_error(error, model, "language model", expected) from error
 
 
 def at_revision(files: Load) -> dict[str, str]:

@@ -21,6 +21,7 @@ from flowgrpo.config.sections import Adapter, Load, Text
 from flowgrpo.device import DTYPES
 from flowgrpo.errors import UserError
 from flowgrpo.log import quiet
+from flowgrpo.policies import hub
 from flowgrpo.policies.language import causal_lm
 from flowgrpo.policies.language.causal_lm import CausalLM
 from flowgrpo.policies.language.load import at_revision
@@ -283,7 +284,6 @@ def load_masked_lm(model: str, precision: str = "fp32", trust_remote_code: bool 
                         model, dtype=DTYPES[precision], variant=files.variant, **common),
                     AutoTokenizer.from_pretrained(model, **common))
     except Exception as error:  # third-party model files can raise anything
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise UserError(f"cannot load the masked language model {model!r} ({first}): expected a directory with a "
-                        "config.json and a tokenizer, or a hub id; one with its own code needs trust_remote_code: true"
-                        ) from error
+        expected = ("a directory with a config.json and a tokenizer, or a hub id; one with its own code needs "
+                    "trust_remote_code: true")
+        raise hub.load_error(error, model, "masked language model", expected) from error

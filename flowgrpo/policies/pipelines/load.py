@@ -95,10 +95,8 @@ def load_pipeline(model: str, precision: str = "fp32", trust_remote_code: bool =
             if model in MERGED:
                 _merge(pipe, MERGED[model])
     except Exception as error:  # whatever stands in a stranger's files
-        first = _missing(Path(source)) or str(error).strip() and str(error).strip().splitlines()[0] \
-            or type(error).__name__
-        raise UserError(f"cannot load the model {model!r} ({first}): expected {' or '.join(FOLDERS)}, a directory "
-                        "with a model_index.json, or a hub id") from error
+        expected = f"{' or '.join(FOLDERS)}, a directory with a model_index.json, or a hub id"
+        raise hub.load_error(error, model, "model", expected, _missing(Path(source))) from error
     pipe.set_progress_bar_config(disable=True)
     _require_scheduler(model, pipe)
     return pipe
