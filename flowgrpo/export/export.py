@@ -19,6 +19,7 @@ from flowgrpo.config.sections import Load
 from flowgrpo.device import DTYPES, pick_device
 from flowgrpo.errors import UserError
 from flowgrpo.export import comfy_names, model_card
+from flowgrpo.policies import sources
 from flowgrpo.policies.pipelines import edit_networks
 from flowgrpo.policies.precision import settle
 from flowgrpo.policies.weights.lora_files import LORA_FILE
@@ -168,6 +169,8 @@ def _merged_pipeline(config: Config, run: Path, output: Path) -> None:
     from flowgrpo.policies.pipelines.load import load_pipeline
     from flowgrpo.policies.weights.lora_files import merge
 
+
+    sources.require_full(config.load)
     stock = _modules(load_pipeline(config.model, config.precision, config.trust_remote_code, files=config.load))
     kinds = {name: {key: value.dtype for key, value in module.state_dict().items()} for name, module in stock.items()}
     del stock  # free memory before the whole model is loaded again

@@ -36,8 +36,11 @@ def kind(config: Config, loaded: Any = None) -> str:
             if isinstance(loaded, tuple) else PIPELINE
     folder = Path(FOLDERS.get(config.model, config.model))
     if not folder.is_dir():
-        provenance.require_no_slip(config.model)
         method = overlay.with_parts(overlay.preset(config.method), config.parts)
+        if sources.is_file(config.model):
+            sources.require_pipeline(config.model, method.for_tokens)
+            return PIPELINE
+        provenance.require_no_slip(config.model)
         return (CAUSAL_LM if method.fits("tokens") else MASKED_LM) if method.for_tokens else PIPELINE
     if (folder / "model_index.json").is_file():
         return PIPELINE
@@ -56,6 +59,9 @@ def writes(model: str, config: Config | None = None) -> bool:
 
     Raises UserError for a folder that is neither a language model nor a pipeline.
     """
+    if sources.is_file(model):
+        sources.require_pipeline(model)
+        return False
     if config is None and model not in FOLDERS and "/" in model and not Path(model).exists():
         provenance.require_no_slip(model)
         return bool(_on_hub(model))

@@ -158,3 +158,11 @@ def test_the_snippet_loads_the_revision_and_the_variant_of_the_run(model, method
     told = usage.snippet(config, tmp_path, "me/repository", "a star")
     assert "variant='fp16', revision='v2'" in told
     compile(told, "snippet", "exec")
+
+
+def test_the_snippet_of_a_replaced_denoiser_loads_it(tmp_path):
+    config = validate({"model": "owner/model", "reward": "scene", "precision": "bf16", "load": {"denoiser": "d.gguf"}})
+    told = usage.snippet(config, tmp_path, "me/repository", "a star")
+    assert "pipe = load_pipeline('owner/model', 'bf16', files=Load(denoiser='d.gguf'))" in told
+    assert "from flowgrpo.config.sections import Load" in told
+    compile(told, "snippet", "exec")

@@ -18,6 +18,7 @@ from flowgrpo.errors import UserError
 from flowgrpo.log import quiet
 from flowgrpo.methods.adapted import Adapted
 from flowgrpo.policies import hub, sources
+from flowgrpo.policies.pipelines import single_file
 from flowgrpo.policies.weights.memory_options import quantisation
 from flowgrpo.samplers.predictions import prediction
 from flowgrpo.starter import FOLDERS, MERGED
@@ -74,32 +75,48 @@ def load_pipeline(model: str, precision: str = "fp32", trust_remote_code: bool =
     weights: of its denoisers, "full", or quantised as `memory_options.quantisation` says. files: where they are.
     """
     provenance.require_place(model)
-    sources.require(model, files)
-    hub.require(model)
-    from diffusers import DiffusionPipeline
+    sources.require(model, files, weights)
     from diffusers.utils import logging as diffusers_logging
     from transformers.utils import logging as transformers_logging
 
     for library in (diffusers_logging, transformers_logging):
         library.disable_progress_bar()
-    source = FOLDERS.get(model, model)
+    source = str(FOLDERS.get(model, model))
+    if sources.is_file(model):
+        source = files.config or single_file.inferred(model)
+    hub.require(source)
     try:
-        # A component that the index names as absent has to be passed as None, unless its class calls it optional.
-        index = DiffusionPipeline.load_config(source, revision=files.revision)
-        absent = {name: None for name, value in index.items() if isinstance(value, list) and value[0] is None}
         with quiet():  # of components in another class than the pipeline's usual one, such as a small autoencoder
-            lower = quantisation(_named_denoisers(index), weights, DTYPES[precision])
-            pipe = DiffusionPipeline.from_pretrained(source, dtype=DTYPES[precision], quantization_config=lower,
-                                                     trust_remote_code=trust_remote_code, variant=files.variant,
-                                                     revision=files.revision, **absent)
+            pipe = _read(model, source, files, DTYPES[precision], weights, trust_remote_code)
             if model in MERGED:
                 _merge(pipe, MERGED[model])
+    except UserError:
+        raise
     except Exception as error:  # whatever stands in a stranger's files
-        expected = f"{' or '.join(FOLDERS)}, a directory with a model_index.json, or a hub id"
+        expected = single_file.EXPECTED if sources.is_file(model) else \
+            f"{' or '.join(FOLDERS)}, a directory with a model_index.json, or a hub id"
         raise hub.load_error(error, model, "model", expected, _missing(Path(source))) from error
     pipe.set_progress_bar_config(disable=True)
     _require_scheduler(model, pipe)
     return pipe
+
+
+def _read(model: str, source: str, files: Load, dtype: torch.dtype, weights: str, trust_remote_code: bool) -> Any:
+    """Read a pipeline. source: folder or hub id of its configuration."""
+    from diffusers import DiffusionPipeline
+
+    index = DiffusionPipeline.load_config(source, revision=files.revision)
+    # A component that the index names as absent has to be passed as None, unless its class calls it optional.
+    parts: dict[str, Any] = {name: None for name, value in index.items()
+                             if isinstance(value, list) and value[0] is None}
+    names, whole = _named_denoisers(index), sources.is_file(model)
+    if files.denoiser:
+        parts |= single_file.denoiser(files, source, index, names, dtype)
+    if whole:
+        return single_file.pipeline(model, source, index, dtype, parts)
+    lower = quantisation(names, weights, dtype)
+    return DiffusionPipeline.from_pretrained(source, dtype=dtype, quantization_config=lower, variant=files.variant,
+                                             revision=files.revision, trust_remote_code=trust_remote_code, **parts)
 
 
 @contextlib.contextmanager
