@@ -17,7 +17,7 @@ import torch
 from flowgrpo.check import memory, tiny
 from flowgrpo.check.gradients import GROUP, RANK, gradient_error, gradient_norm, require_exact
 from flowgrpo.config.schema import Config
-from flowgrpo.config.sections import Adapter
+from flowgrpo.config.sections import Adapter, Load
 from flowgrpo.device import DTYPES
 from flowgrpo.errors import UserError
 from flowgrpo.methods import validate
@@ -51,6 +51,7 @@ STEPS, SAMPLES = 10, 12  # of the example whose cost is reported
 def drive(model: str | tuple[Any, dict[str, Any]], recipe: Config | None, device: str, result: dict[str, Any]) -> None:
     """Fill `result` step by step. Raises the error that stops the pipeline."""
     config = recipe or Config(precision="fp32", adapter={"rank": RANK})  # replays and gradients are exact
+    config = config.model_copy(update={"load": config.load if config.model == model else Load()})
     config, precision = settle(config, device, None if isinstance(model, str) else model[0])
     method = validate.resolve(config)
     options.require_options(config, method, device)
@@ -108,7 +109,7 @@ def _loaded(model: str, config: Config) -> tuple[Any, dict[str, Any]]:
 
 
 def _read(model: str, config: Config) -> tuple[Any, dict[str, Any]]:
-    pipe = load_pipeline(model, config.precision, weights=config.memory.weights)
+    pipe = load_pipeline(model, config.precision, weights=config.memory.weights, files=config.load)
     return pipe, config.model_copy(update={"model": model}).call
 
 

@@ -18,7 +18,7 @@ from pydantic.fields import FieldInfo
 
 from flowgrpo.config.base import Dumper, Section
 from flowgrpo.config.reward_rules import RewardRule, WatchRule, Weighted
-from flowgrpo.config.sections import Adapter, Eval, Memory, Picture, Text, Train
+from flowgrpo.config.sections import Adapter, Eval, Load, Memory, Picture, Text, Train
 from flowgrpo.starter import CALLS
 
 
@@ -27,7 +27,7 @@ class Config(Section):
 
     name: str = Field("run", min_length=1, description="the run's folder below `output`")
     model: str = Field("starter", description="`starter`, `starter_consistency`, `starter_video`, `starter_text`, a "
-                                              "local directory, or a hub id")
+                                              "local directory, a pipeline's .safetensors file, or a hub id")
     method: str = Field("mix_grpo", description="presets joined by +, applied from left to right")
     parts: dict[str, Any] = Field({}, description="fields of the method's parts, such as {plan: {size: 2}}")
     reward: str | dict[str, Weighted] = Field("scene_graded", min_length=1,
@@ -52,6 +52,7 @@ class Config(Section):
     tracker: Literal["tensorboard", "wandb", "trackio", "none"] = Field(
         "tensorboard", description="beside `metrics.jsonl`: metrics, configuration and samples")
     trust_remote_code: bool = Field(False, description="run code that comes with a model from a hub")
+    load: Load = Load()
     picture: Picture = Picture()
     text: Text = Text()
     adapter: Adapter = Adapter()

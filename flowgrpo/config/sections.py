@@ -48,6 +48,17 @@ class Text(Section):
     correction_level: Literal["token", "sequence"] = Field("token", description="r of a token, or of its completion")
 
 
+class Load(Section):
+    """Files from which `model` is loaded; see docs/pipelines.md."""
+
+    variant: str | None = Field(None, min_length=1, description="of the weight files of a repository or folder: `fp16`")
+    revision: str | None = Field(None, min_length=1, description="branch, tag or commit of a repository on the hub")
+    config: str | None = Field(None, min_length=1, description="folder or hub id of a pipeline like that of a single "
+                               "file in `model`; None: the one that diffusers infers, from the hub")
+    denoiser: str | None = Field(None, min_length=1, description="a .safetensors or .gguf file that replaces the "
+                                 "denoiser of `model`")
+
+
 class Adapter(Section):
     """Trained weights: a LoRA (rank >= 1) on the denoiser (the method may say: on text encoders), or with `rank: 0` all
     of the denoiser's weights."""

@@ -97,8 +97,8 @@ def dry_run(config: Config, gpu: GPU = GPUS["H100"], processes: int = 1, pipe: A
     few = min(shape.prompts, prompts_per_part(shape.group, shape.micro_batch) * config.train.updates)
     meta = MetaGPU(gpu)
     with tempfile.TemporaryDirectory() as folder, torch.random.fork_rng(devices=[]):
-        make = from_configs.pipeline
-        twin = make(config.model, DTYPES[config.precision]) if pipe is None else from_configs.like(pipe)
+        make, described = from_configs.pipeline, config.load.config or config.model
+        twin = make(described, DTYPES[config.precision]) if pipe is None else from_configs.like(pipe)
         policy: Any = make_policy(_short(config, few), META, twin)
         encoders = weights.hold(meta, policy, config.memory, processes)
         calls = Repeats(meta, policy)

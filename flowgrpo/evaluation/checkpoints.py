@@ -108,7 +108,8 @@ def as_finished(path: Path) -> Iterator[Path]:
         else:
             from flowgrpo.policies.pipelines.load import load_pipeline
 
-            weights = load(load_pipeline(config.model, config.precision, config.trust_remote_code), path)
+            pipe = load_pipeline(config.model, config.precision, config.trust_remote_code, files=config.load)
+            weights = load(pipe, path)
         weights.save(folder)
         (folder / CONFIG).write_text(config.yaml(), encoding="utf-8")
         summary = {"unit": "tokens" if writes else "denoiser evaluations"}

@@ -118,12 +118,12 @@ def _runs(tuned: Column, values: list[str]) -> list[Column]:
     if not values:
         raise UserError("--columns runs: expected --values with the folders of further runs")
     assert tuned.weights is not None
-    model, chosen = run_config(tuned.weights).model, [replace(tuned, name="base", weights=None)]
+    first, chosen = run_config(tuned.weights), [replace(tuned, name="base", weights=None)]
     for folder in {path.resolve(): path for path in [tuned.weights, *map(Path, values)]}.values():
         config = run_config(folder)
-        if config.model != model:
-            raise UserError(f"--columns runs: {folder} tuned {config.model!r}, but {tuned.weights} tuned {model!r}: "
-                            "expected runs of one model")
+        if (config.model, config.load) != (first.model, first.load):
+            raise UserError(f"--columns runs: {folder} tuned {config.model!r}, but {tuned.weights} tuned "
+                            f"{first.model!r}: expected runs of one model, loaded alike")
         name = f"{config.name}, {folder.name}" if is_checkpoint(folder) else config.name
         chosen.append(replace(tuned, name=name, weights=folder))
     return chosen
@@ -180,7 +180,8 @@ def _drawn(config: Config, run: Path, chosen: Sequence[Column], prompts: Sequenc
             precision = drawing(config.precision if config.adapter.rank else "fp32", images.place())
             pipe = branches = loaded = None
             gc.collect()  # two models at once may not fit
-            pipe = images.make_pipeline(config.model, precision, config.trust_remote_code, memory=config.memory)
+            pipe = images.make_pipeline(config.model, precision, config.trust_remote_code, memory=config.memory,
+                                        files=config.load)
         if column.weights != loaded:
             assert column.weights is not None  # the base is what a new pipeline has
             if column.rlg is None:

@@ -49,7 +49,7 @@ class Painter:
             config = self.plan.config or Config()
             precision = drawing(config.precision, self.device, self.plan.precision)
             self.pipe = images.make_pipeline(self.plan.model, precision, config.trust_remote_code, self.device,
-                                             config.memory)
+                                             config.memory, images.files_of(config, self.plan.model))
         weight = self.plan.arms[arm]
         if weight and not self.tuned:
             self._tune()

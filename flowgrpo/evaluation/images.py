@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from flowgrpo import rewards
 from flowgrpo.config.schema import Config
-from flowgrpo.config.sections import Memory
+from flowgrpo.config.sections import Load, Memory
 from flowgrpo.data import splits
 from flowgrpo.data.prompts import Prompt, load_prompts
 from flowgrpo.device import concrete, drawing
@@ -76,7 +76,8 @@ def sample(model: str, lora: str | Path | None, prompts: list[str], count: int, 
     if run:
         require_weights(run)
     config = config_of(run) or Config()
-    pipe = make_pipeline(model, drawing(config.precision, place(), precision), memory=config.memory)
+    pipe = make_pipeline(model, drawing(config.precision, place(), precision), memory=config.memory,
+                         files=files_of(config, model))
     if image is not None and "image" not in inspect.signature(pipe.__call__).parameters:
         raise UserError(f"--image: {type(pipe).__name__} takes no image: leave it out")
     arguments = call_arguments(model, run, steps, guidance)
@@ -110,7 +111,7 @@ def grid(run: str | Path, prompts: str | Path | None, count: int, seed: int, out
     chosen = spread(load_prompts(prompts) if prompts else splits.resolve(config)[1], count)
     functions = pairwise.measured(*(rewards.compose(rules, config.cache) for rules in (config.trained, config.watched)))
     pipe = make_pipeline(config.model, drawing(config.precision, place()), config.trust_remote_code,
-                         memory=config.memory)
+                         memory=config.memory, files=config.load)
     arguments = call_arguments(config.model, run, config.eval.steps, config.eval.guidance)
     measured: list[Measured] = []
     for state in (contextlib.nullcontext, lambda: tuned(pipe, run, rlg)):
@@ -213,10 +214,11 @@ def place(device: torch.device | None = None) -> torch.device:
 
 
 def make_pipeline(model: str, precision: str, trust_remote_code: bool = False, device: torch.device | None = None,
-                  memory: Memory = Memory()) -> Any:
+                  memory: Memory = Memory(), files: Load = Load()) -> Any:
     """Load the pipeline on a GPU (by default the first) or on the CPU.
 
     precision: `auto` takes the device's default.
+    files: where the model's weights are.
     memory: as in a run: storage of the denoiser's weights, place of idle text encoders, decoding. 4-bit weights need a
     GPU and are loaded in full on the CPU.
     Raises UserError if a required package is absent.
@@ -225,13 +227,18 @@ def make_pipeline(model: str, precision: str, trust_remote_code: bool = False, d
     gpu = device.type == "cuda"
     weights = "full" if memory.weights == "nf4" and not gpu else memory.weights
     require_quantiser(weights)
-    pipe = load_pipeline(model, concrete(precision, device), trust_remote_code, weights)
+    pipe = load_pipeline(model, concrete(precision, device), trust_remote_code, weights, files)
     away = None if memory.encoders == "keep" else "cpu"
     encoders = Encoders(pipe, device, away)
     if away is not None:
         encoders.attend(pipe)
     decode_in_parts(pipe, memory.vae)
     return pipe
+
+
+def files_of(config: Config | None, model: str) -> Load:
+    """Return the `load` settings with which a run loaded its model; the defaults for another model."""
+    return config.load if config is not None and config.model == model else Load()
 
 
 def call_arguments(model: str, lora: Path | None, steps: int | None, guidance: float | None) -> dict[str, Any]:

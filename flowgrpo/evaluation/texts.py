@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from flowgrpo import rewards
 from flowgrpo.config.schema import Config
+from flowgrpo.config.sections import Load
 from flowgrpo.data import splits
 from flowgrpo.data.prompts import Prompt, load_prompts
 from flowgrpo.device import drawing
@@ -35,7 +36,8 @@ def settings(model: str, run: Config | None, text: dict[str, Any], device: str |
     """Return the configuration of a language model's sampling: that of the run that trained it, with `text` on top.
     precision: as in `drawing`."""
     known = Config(method="grpo") if run is None else run
-    return known.model_copy(update={"model": model, "text": known.text.model_copy(update=text),
+    files = known.load if known.model == model else Load()
+    return known.model_copy(update={"model": model, "load": files, "text": known.text.model_copy(update=text),
                                     "precision": drawing(known.precision, device, precision)})
 
 
@@ -90,7 +92,7 @@ def load(config: Config, lora: Path | None, device: str | torch.device = "cpu") 
     Raises UserError if something does not load."""
     config, _ = settle(config, device)
     if lora is not None and (lora / "model" / "config.json").is_file():  # a run without a LoRA
-        config, lora = config.model_copy(update={"model": str(lora / "model")}), None
+        config, lora = config.model_copy(update={"model": str(lora / "model"), "load": Load()}), None
     if lora is not None and checkpoints.is_checkpoint(lora):
         return checkpoints.language_policy(config, lora, device)
     loaded, reader = build.load_language(config)

@@ -15,9 +15,11 @@ import torch
 
 from flowgrpo.config.parse import load
 from flowgrpo.config.schema import Config
+from flowgrpo.config.sections import Load
 from flowgrpo.device import DTYPES, pick_device
 from flowgrpo.errors import UserError
 from flowgrpo.export import comfy_names, model_card
+from flowgrpo.policies import sources
 from flowgrpo.policies.pipelines import edit_networks
 from flowgrpo.policies.precision import settle
 from flowgrpo.policies.weights.lora_files import LORA_FILE
@@ -150,7 +152,7 @@ def _merged_language_model(config: Config, run: Path, output: Path) -> None:
 
     from flowgrpo.policies import build
 
-    options = {} if config.adapter.rank else {"model": str(run / "model")}
+    options = {} if config.adapter.rank else {"model": str(run / "model"), "load": Load()}
     model, reader = build.load_language(config.model_copy(update={"precision": "fp32"} | options))
     if config.adapter.rank:  # by peft: transformers' load_adapter would save all weights under peft's names
         try:
@@ -167,10 +169,12 @@ def _merged_pipeline(config: Config, run: Path, output: Path) -> None:
     from flowgrpo.policies.pipelines.load import load_pipeline
     from flowgrpo.policies.weights.lora_files import merge
 
-    stock = _modules(load_pipeline(config.model, config.precision, config.trust_remote_code))
+
+    sources.require_full(config.load)
+    stock = _modules(load_pipeline(config.model, config.precision, config.trust_remote_code, files=config.load))
     kinds = {name: {key: value.dtype for key, value in module.state_dict().items()} for name, module in stock.items()}
     del stock  # free memory before the whole model is loaded again
-    pipe = load_pipeline(config.model, "fp32", config.trust_remote_code)
+    pipe = load_pipeline(config.model, "fp32", config.trust_remote_code, files=config.load)
     load_tuned(pipe, run)
     for name, module in _modules(pipe).items():
         merge(module)

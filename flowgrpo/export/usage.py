@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from flowgrpo.config.schema import Config
-from flowgrpo.policies import build
+from flowgrpo.policies import build, sources
 from flowgrpo.policies.pipelines import edit_networks
 from flowgrpo.policies.pipelines.load import MERGED
 from flowgrpo.policies.weights.lora_files import LORA_FILE
@@ -46,11 +46,13 @@ def _of_pipeline(config: Config, run: Path, place: str, prompt: str) -> list[str
     imports, source = _source(config.model)
     index, dtype = _index(config.model), DTYPE.get(config.precision, "torch.float32")
     absent = "".join(f", {name}=None" for name, value in index.items() if isinstance(value, list) and value[0] is None)
-    made = f"pipe = DiffusionPipeline.from_pretrained({source}, torch_dtype={dtype}{absent})"
+    further = f"torch_dtype={dtype}{_at(config, 'variant', 'revision')}{absent}"
+    made = f"pipe = DiffusionPipeline.from_pretrained({source}, {further})"
     needed = ["from diffusers import DiffusionPipeline"]
-    if config.model in MERGED:
+    if config.model in MERGED or sources.assembled(config.model, config.load):
         imports, needed = ["from flowgrpo.policies.pipelines.load import load_pipeline"], []
-        made = f"pipe = load_pipeline({config.model!r})"
+        named, further = _assembled(config)
+        imports, made = imports + named, f"pipe = load_pipeline({config.model!r}{further})"
     accepted = _accepted(index)
     scale = "true_cfg_scale" if "true_cfg_scale" in accepted and "true_cfg_scale" not in config.call else \
         "guidance_scale"
@@ -98,14 +100,28 @@ def _of_language(config: Config, place: str, prompt: str) -> list[str]:
              "add_generation_prompt=True, return_tensors=\"pt\", return_dict=True)") if templated else \
         f"inputs = tokenizer({text!r}, return_tensors=\"pt\")"
     lora = config.adapter.rank > 0
-    weights = source if lora else f"{place!r}, subfolder=\"model\""
+    weights = source + _at(config, "variant", "revision") if lora else f"{place!r}, subfolder=\"model\""
     return [*sorted({*imports, "from transformers import AutoModelForCausalLM, AutoTokenizer",
                      *(["from peft import PeftModel"] if lora else [])}), "",
-            f"tokenizer = AutoTokenizer.from_pretrained({source})",
+            f"tokenizer = AutoTokenizer.from_pretrained({source}{_at(config, 'revision')})",
             f"model = AutoModelForCausalLM.from_pretrained({weights})",
             *([f"model = PeftModel.from_pretrained(model, {place!r})"] if lora else []), asked,
             f"output = model.generate(**inputs, max_new_tokens={config.text.max_tokens}, do_sample=False)",
             'print(tokenizer.decode(output[0, inputs["input_ids"].shape[1]:], skip_special_tokens=True))']
+
+
+def _assembled(config: Config) -> tuple[list[str], str]:
+    """Return imports and arguments of `load_pipeline` besides the model."""
+    files = {name: value for name, value in config.load.model_dump().items() if value}
+    if not files:
+        return [], ""
+    given = ", ".join(f"{name}={value!r}" for name, value in files.items())
+    return ["from flowgrpo.config.sections import Load"], f", {config.precision!r}, files=Load({given})"
+
+
+def _at(config: Config, *names: str) -> str:
+    """Return the set ones of these `load` settings as arguments of a call."""
+    return "".join(f", {name}={value!r}" for name in names if (value := getattr(config.load, name)) is not None)
 
 
 def _index(model: str) -> dict[str, Any]:

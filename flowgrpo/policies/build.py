@@ -13,7 +13,7 @@ from flowgrpo.data import provenance
 from flowgrpo.errors import UserError
 from flowgrpo.methods import overlay, reads, validate
 from flowgrpo.methods.targets import LatentEdits
-from flowgrpo.policies import hub
+from flowgrpo.policies import hub, sources
 from flowgrpo.starter import FOLDERS
 
 if TYPE_CHECKING:
@@ -36,8 +36,11 @@ def kind(config: Config, loaded: Any = None) -> str:
             if isinstance(loaded, tuple) else PIPELINE
     folder = Path(FOLDERS.get(config.model, config.model))
     if not folder.is_dir():
-        provenance.require_no_slip(config.model)
         method = overlay.with_parts(overlay.preset(config.method), config.parts)
+        if sources.is_file(config.model):
+            sources.require_pipeline(config.model, method.for_tokens)
+            return PIPELINE
+        provenance.require_no_slip(config.model)
         return (CAUSAL_LM if method.fits("tokens") else MASKED_LM) if method.for_tokens else PIPELINE
     if (folder / "model_index.json").is_file():
         return PIPELINE
@@ -56,6 +59,9 @@ def writes(model: str, config: Config | None = None) -> bool:
 
     Raises UserError for a folder that is neither a language model nor a pipeline.
     """
+    if sources.is_file(model):
+        sources.require_pipeline(model)
+        return False
     if config is None and model not in FOLDERS and "/" in model and not Path(model).exists():
         provenance.require_no_slip(model)
         return bool(_on_hub(model))
@@ -106,7 +112,7 @@ def load(config: Config) -> Any:
         return load_language(config)
     from flowgrpo.policies.pipelines.load import load_pipeline
 
-    return load_pipeline(config.model, config.precision, config.trust_remote_code, config.memory.weights)
+    return load_pipeline(config.model, config.precision, config.trust_remote_code, config.memory.weights, config.load)
 
 
 def modality(loaded: Any) -> str:
@@ -144,31 +150,29 @@ def load_language(config: Config) -> tuple[Any, Any]:
     """Load a language model with its tokenizer, or with its processor if it reads images. Raises UserError if it does
     not load."""
     provenance.require_place(config.model)
+    sources.require(config.model, config.load)
     hub.require(config.model)
     source = config.model, config.precision, config.trust_remote_code
     kind_of_model = kind(config)
     if kind_of_model == MASKED_LM:
         from flowgrpo.policies.language.masked_lm import load_masked_lm
 
-        return load_masked_lm(*source)
+        return load_masked_lm(*source, files=config.load)
     from flowgrpo.policies.language.load import load_causal_lm
 
     folder = Path(FOLDERS.get(config.model, config.model))
-    both = kind_of_model == VISION_LM or not folder.is_dir() and _hub_reads_images(config.model)
-    return load_causal_lm(*source, *([("AutoModelForImageTextToText", "AutoProcessor")] if both else []))
+    if kind_of_model == VISION_LM or not folder.is_dir() and reads_images(_on_hub(config.model, config.load.revision)):
+        return load_causal_lm(*source, ("AutoModelForImageTextToText", "AutoProcessor"), files=config.load)
+    return load_causal_lm(*source, files=config.load)
 
 
-def _hub_reads_images(model: str) -> bool:
-    return reads_images(_on_hub(model))
-
-
-def _on_hub(model: str) -> dict[str, Any]:
+def _on_hub(model: str, revision: str | None = None) -> dict[str, Any]:
     """Return the config.json of a hub id; empty if there is none, as for a pipeline."""
     from transformers import PreTrainedConfig
 
     hub.require(model)
     try:
-        return PreTrainedConfig.get_config_dict(model)[0]
+        return PreTrainedConfig.get_config_dict(model, revision=revision)[0]
     except OSError:  # as loading will tell
         return {}
 

@@ -36,6 +36,39 @@ def require(model: str) -> None:
     constants.HF_HUB_OFFLINE = True
 
 
+def load_error(error: BaseException, model: str, what: str, expected: str, reason: str | None = None) -> UserError:
+    """Return the error for a model that does not load: `refusal` of the hub, or the first line of what was raised.
+
+    what: a noun for the model. expected: what would load. reason: a better one than the raised error's.
+    """
+    if refused := refusal(error, model):
+        return UserError(f"cannot load the {what} {model!r}: {refused}")
+    lines = str(error).strip().splitlines()
+    return UserError(f"cannot load the {what} {model!r} ({reason or (lines or [type(error).__name__])[0]}): expected "
+                     f"{expected}")
+
+
+def refusal(error: BaseException, model: str) -> str | None:
+    """Return what to do about a hub that refuses a repository's files; None for another error.
+
+    A library's own error may hide the hub's, which is then its cause or context.
+    """
+    from huggingface_hub import constants
+    from huggingface_hub.errors import GatedRepoError
+
+    cause: BaseException | None = error
+    while cause is not None:
+        status = getattr(getattr(cause, "response", None), "status_code", None)
+        page = f"{constants.ENDPOINT}/{getattr(cause, 'repo_id', None) or model}"
+        if isinstance(cause, GatedRepoError):
+            return f"the repository is gated: accept its licence at {page}, and log in with `hf auth login`"
+        if status in (401, 403):
+            return (f"the hub refuses it ({status}): there is no such repository, or it is private or gated; look at "
+                    f"{page}, accept its licence if it has one, and log in with `hf auth login`")
+        cause = cause.__cause__ or cause.__context__
+    return None
+
+
 @functools.cache
 def _answers(endpoint: str) -> bool:
     """Return True if a server answers within SECONDS, whatever it says."""

@@ -5,11 +5,13 @@ from __future__ import annotations
 import torch
 
 from flowgrpo.config.schema import Config
+from flowgrpo.config.sections import Load
 from flowgrpo.errors import UserError
 from flowgrpo.methods import validate
 from flowgrpo.methods.method import Method
 from flowgrpo.methods.targets import JointDensity, LatentEdits, RewardGradient
 from flowgrpo.objectives import references
+from flowgrpo.policies import sources
 from flowgrpo.policies.pipelines.attention import require_attention
 from flowgrpo.policies.weights.memory_options import require_package, require_quantiser
 from flowgrpo.samplers.learned_noise import LearnedNoise
@@ -17,11 +19,23 @@ from flowgrpo.samplers.learned_noise import LearnedNoise
 
 def require_options(config: Config, method: Method, device: str | torch.device, loaded: bool = False) -> None:
     """Raise UserError for options that conflict with each other or the device. loaded: the model is an object."""
+    require_load(config, loaded)
     require_memory(config, method, device, loaded)
     require_shardable(config, method)
     require_context_parallel(config, method)
     validate.require_recorded_pairs(config, method)
     validate.require_adapted(config, method)
+
+
+def require_load(config: Config, loaded: bool = False) -> None:
+    """Raise UserError for settings of `load` that the model does not read. loaded: the model is an object."""
+    if not loaded:
+        sources.require(config.model, config.load, config.memory.weights)
+        return
+    for name, value in config.load:
+        if value != getattr(Load(), name):
+            raise UserError(f"load.{name} is {value!r}, but the model is an object that is loaded already: leave it "
+                            "out, and load the object that way")
 
 
 def require_memory(config: Config, method: Method, device: str | torch.device, loaded: bool = False) -> None:
@@ -32,7 +46,9 @@ def require_memory(config: Config, method: Method, device: str | torch.device, l
     weights, adapter = config.memory.weights, config.adapter
     require_attention(config.memory.attention, torch.device(device), config.precision)
     if weights != "full":
-        _require_quantisable(config, method, torch.device(device), loaded)
+        _require_quantisable(config, torch.device(device), loaded)
+    if setting := _quantised(config):
+        _require_kept(config, method, setting)
     if not adapter.rank and (adapter.dora or adapter.rslora):
         raise UserError("adapter.rank is 0, which trains all weights without a LoRA: take adapter.dora and "
                         "adapter.rslora away, or set a rank")
@@ -43,12 +59,25 @@ def require_memory(config: Config, method: Method, device: str | torch.device, l
         require_package("train.optimizer is 'adamw8bit'", "bitsandbytes")
 
 
-def _require_quantisable(config: Config, method: Method, device: torch.device, loaded: bool) -> None:
+def _quantised(config: Config) -> str | None:
+    """Return the setting by which the denoiser's weights are quantised, None for full weights."""
+    if config.memory.weights != "full":
+        return f"memory.weights is {config.memory.weights!r}"
+    return f"load.denoiser is {config.load.denoiser!r}" if sources.is_gguf(config.load) else None
+
+
+def _require_quantisable(config: Config, device: torch.device, loaded: bool) -> None:
     setting = f"memory.weights is {config.memory.weights!r}"
     require_quantiser(config.memory.weights)
     if loaded:
         raise UserError(f"{setting}, but the pipeline is loaded already: quantise it when you load it, with 'full' "
                         "here")
+    if config.memory.weights == "nf4" and device.type == "cpu":
+        raise UserError(f"{setting}, which diffusers loads onto a GPU alone: use int8 here")
+
+
+def _require_kept(config: Config, method: Method, setting: str) -> None:
+    """Raise UserError for options that change or read quantised weights. setting: what quantises them."""
     if not config.adapter.rank:
         raise UserError(f"{setting}, but adapter.rank is 0: quantised weights cannot be trained, only a LoRA on them")
     if config.adapter.dora:
@@ -56,8 +85,6 @@ def _require_quantisable(config: Config, method: Method, device: torch.device, l
     preview = method.rollout.preview
     if preview and preview.precision != "full":
         raise UserError(f"{setting}, and parts.preview.precision {preview.precision!r}: weights are quantised once")
-    if config.memory.weights == "nf4" and device.type == "cpu":
-        raise UserError(f"{setting}, which diffusers loads onto a GPU alone: use int8 here")
 
 
 def require_shardable(config: Config, method: Method) -> None:
@@ -71,6 +98,8 @@ def require_shardable(config: Config, method: Method) -> None:
              "adapter.rank: 0 and precision: fp16: use bf16, or set a rank": trained and config.precision == "fp16",
              f"memory.weights: {config.memory.weights}, whose packed weights are not sharded: use full":
              config.memory.weights != "full",
+             f"load.denoiser: {config.load.denoiser}, whose packed weights are not sharded: use a .safetensors file":
+             sources.is_gguf(config.load),
              f"parts.preview.precision: {preview}: use full": preview != "full",
              "adapter.dora, which reads whole weights: use false": config.adapter.dora,
              "train.compile: use false": config.train.compile,

@@ -38,6 +38,8 @@ def origin(model: str) -> str:
     """Return where a model's files come from."""
     if model in FOLDERS:
         return "packaged"
+    if Path(model).is_file():
+        return "a file here"
     return "a folder here" if Path(model).is_dir() else "from the hub, or its cache here"
 
 

@@ -149,3 +149,20 @@ def test_the_card_of_a_video_run_shows_its_clips(sd3):
         assert "(before_after.webp)" in export.card(sd3).read_text()
     finally:
         clip.unlink()
+
+
+@pytest.mark.parametrize("model, method", [("owner/model", "mix_grpo"), ("owner/text", "grpo")])
+def test_the_snippet_loads_the_revision_and_the_variant_of_the_run(model, method, tmp_path):
+    files = {"variant": "fp16", "revision": "v2"}
+    config = validate({"model": model, "method": method, "reward": "scene", "load": files})
+    told = usage.snippet(config, tmp_path, "me/repository", "a star")
+    assert "variant='fp16', revision='v2'" in told
+    compile(told, "snippet", "exec")
+
+
+def test_the_snippet_of_a_replaced_denoiser_loads_it(tmp_path):
+    config = validate({"model": "owner/model", "reward": "scene", "precision": "bf16", "load": {"denoiser": "d.gguf"}})
+    told = usage.snippet(config, tmp_path, "me/repository", "a star")
+    assert "pipe = load_pipeline('owner/model', 'bf16', files=Load(denoiser='d.gguf'))" in told
+    assert "from flowgrpo.config.sections import Load" in told
+    compile(told, "snippet", "exec")

@@ -13,8 +13,9 @@ from tests.helpers import tiny, tiny_text
 
 KINDS = (build.PIPELINE, build.CAUSAL_LM, build.VISION_LM, build.MASKED_LM)
 # A value other than the default.
-OTHER = {"memory.weights": "int8", "memory.encoders": "cpu", "memory.vae": "tiled", "memory.states": "cpu",
-         "memory.context_parallel": 2, "memory.shard": True, "memory.attention": "native",
+OTHER = {"load.config": "folder", "load.denoiser": "file.safetensors",
+         "memory.weights": "int8", "memory.encoders": "cpu", "memory.vae": "tiled", "memory.states": "cpu",
+         "memory.shard": True, "memory.attention": "native", "memory.context_parallel": 2,
          "picture.height": 64, "picture.width": 64,
          "picture.frames": 9,
          "picture.call": {"max_sequence_length": 7}, "cache": "folder", "negative_prompt": "grey",

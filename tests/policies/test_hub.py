@@ -6,11 +6,17 @@ import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
+from diffusers import DiffusionPipeline
 from huggingface_hub import constants
+from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from flowgrpo.cli import main
 from flowgrpo.errors import UserError
 from flowgrpo.policies import hub
+from flowgrpo.policies.language.load import load_causal_lm
+from flowgrpo.policies.language.masked_lm import load_masked_lm
+from flowgrpo.policies.pipelines.load import load_pipeline
 
 
 @pytest.fixture
@@ -67,3 +73,47 @@ def test_nothing_is_asked_for_a_model_that_is_here(silent, tmp_path):
     hub.require("starter")
     hub.require(str(tmp_path))
     assert not constants.HF_HUB_OFFLINE
+
+
+class Answer:
+    """A hub's answer, as its client's errors hold one."""
+
+    headers: dict[str, str] = {}
+    request = None
+
+    def __init__(self, status: int):
+        self.status_code = status
+
+
+def gated() -> GatedRepoError:
+    return GatedRepoError("403 Client Error. Access is restricted.\nVisit the page.", response=Answer(403))
+
+
+def hidden() -> OSError:
+    """An error of transformers, whose cause is the hub's."""
+    error = OSError("You are trying to access a gated repo.\nMake sure to have access to it.")
+    error.__cause__ = gated()
+    return error
+
+
+@pytest.mark.parametrize("error, told", [
+    (gated, "the repository is gated: accept its licence at {page}, and log in with `hf auth login`"),
+    (hidden, "the repository is gated: accept its licence at {page}, and log in with `hf auth login`"),
+    (lambda: RepositoryNotFoundError("401", response=Answer(401)), "the hub refuses it (401): there is no such"),
+    (lambda: HfHubHTTPError("403", response=Answer(403)), "the hub refuses it (403): there is no such"),
+    (lambda: HfHubHTTPError("500 of the server", response=Answer(500)), "(500 of the server): expected "),
+    (lambda: ValueError(), "(ValueError): expected ")])
+def test_a_repository_that_the_hub_refuses_is_told_in_one_line(error, told, monkeypatch):
+    def refuse(*arguments, **options):
+        raise error()
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(DiffusionPipeline, "load_config", refuse)
+    for cls in (AutoConfig, AutoModelForCausalLM):
+        monkeypatch.setattr(cls, "from_pretrained", refuse)
+    for load in (load_pipeline, load_causal_lm, load_masked_lm):
+        with pytest.raises(UserError) as caught:
+            load("owner/name")
+        page = f"{constants.ENDPOINT}/owner/name"
+        assert told.format(page=page) in str(caught.value) and "\n" not in str(caught.value)
+        assert str(caught.value).startswith("cannot load the ") and "'owner/name'" in str(caught.value)

@@ -91,8 +91,9 @@ class VLLM:
         self.llm = self.vllm.LLM(
             model=str(FOLDERS.get(config.model, config.model)), dtype=str(DTYPES[precision]).removeprefix("torch."),
             enable_lora=True, max_lora_rank=next(rank for rank in RANKS if rank >= config.adapter.rank), max_loras=1,
-            logprobs_mode="processed_logprobs", generation_config="vllm", enable_sleep_mode=True, seed=config.seed,
-            gpu_memory_utilization=config.text.engine_memory, trust_remote_code=config.trust_remote_code)
+            revision=config.load.revision, logprobs_mode="processed_logprobs", generation_config="vllm",
+            enable_sleep_mode=True, seed=config.seed, gpu_memory_utilization=config.text.engine_memory,
+            trust_remote_code=config.trust_remote_code)
         self.llm.sleep(level=1)
 
     def sync(self, policy: CausalLM) -> None:
@@ -137,6 +138,8 @@ def _require(config: Config, policy: CausalLM, processes: int) -> None:
         cannot = f"adapter.rank {adapter.rank}", f"expected a LoRA of rank 1 to {RANKS[-1]}"
     elif adapter.dora:
         cannot = "a DoRA", "set adapter.dora to false"
+    elif config.load.variant is not None:
+        cannot = f"load.variant {config.load.variant!r}", "leave it out"
     elif processes > 1:
         cannot = f"{processes} processes", "launch one"
     if cannot:

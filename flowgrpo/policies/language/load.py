@@ -5,16 +5,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from flowgrpo.config.sections import Load
 from flowgrpo.device import DTYPES
 from flowgrpo.errors import UserError
 from flowgrpo.log import quiet
+from flowgrpo.policies import hub
 from flowgrpo.starter import FOLDERS
 
 
 def load_causal_lm(model: str, precision: str = "fp32", trust_remote_code: bool = False,
-                   classes: Sequence[str] = ("AutoModelForCausalLM", "AutoTokenizer")) -> tuple[Any, Any]:
-    """Load (model, tokenizer): a starter's name, a directory or a hub id; classes: of transformers. Raises UserError if
-    it does not load."""
+                   classes: Sequence[str] = ("AutoModelForCausalLM", "AutoTokenizer"), files: Load = Load()
+                   ) -> tuple[Any, Any]:
+    """Load (model, tokenizer): a starter's name, a directory or a hub id.
+
+    classes: of transformers. files: variant and revision.
+    Raises UserError if it does not load.
+    """
     import transformers
     from transformers.utils import logging
 
@@ -23,12 +29,17 @@ def load_causal_lm(model: str, precision: str = "fp32", trust_remote_code: bool 
     try:
         with quiet():
             body, reader = (getattr(transformers, name) for name in classes)
-            return (body.from_pretrained(source, dtype=DTYPES[precision], trust_remote_code=trust_remote_code),
-                    reader.from_pretrained(source, trust_remote_code=trust_remote_code))
+            common: dict[str, Any] = {"trust_remote_code": trust_remote_code, **at_revision(files)}
+            return (body.from_pretrained(source, dtype=DTYPES[precision], variant=files.variant, **common),
+                    reader.from_pretrained(source, **common))
     except Exception as error:  # third-party model files can raise anything
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise UserError(f"cannot load the language model {model!r} ({first}): expected starter_text, a directory with "
-                        "a config.json and a tokenizer, or a hub id") from error
+        expected = "starter_text, a directory with a config.json and a tokenizer, or a hub id"
+        raise hub.load_error(error, model, "language model", expected) from error
+
+
+def at_revision(files: Load) -> dict[str, str]:
+    """Return the argument of transformers' `from_pretrained` for a revision; without one its own default applies."""
+    return {} if files.revision is None else {"revision": files.revision}
 
 
 def special_tokens(model: Any, tokenizer: Any) -> tuple[list[int], int]:

@@ -17,12 +17,14 @@ from torch.func import functional_call
 from torch.nn.functional import one_hot
 from torch.utils.checkpoint import checkpoint
 
-from flowgrpo.config.sections import Adapter, Text
+from flowgrpo.config.sections import Adapter, Load, Text
 from flowgrpo.device import DTYPES
 from flowgrpo.errors import UserError
 from flowgrpo.log import quiet
+from flowgrpo.policies import hub
 from flowgrpo.policies.language import causal_lm
 from flowgrpo.policies.language.causal_lm import CausalLM
+from flowgrpo.policies.language.load import at_revision
 from flowgrpo.samplers.text.decoding import Decoding, Unmasking, decided, drawn, score, uniforms
 from flowgrpo.samplers.text.gumbel_softmax import GumbelSoftmax, walk
 from flowgrpo.samplers.text.records import SampledCompletions, TokenizedPrompts
@@ -261,10 +263,12 @@ class MaskedLM(CausalLM):
         return [(lengths == length).nonzero()[:, 0] for length in lengths.unique().tolist()]
 
 
-def load_masked_lm(model: str, precision: str = "fp32", trust_remote_code: bool = False) -> tuple[Any, Any]:
+def load_masked_lm(model: str, precision: str = "fp32", trust_remote_code: bool = False, files: Load = Load()
+                   ) -> tuple[Any, Any]:
     """Load (model, tokenizer) from a directory or a hub id: a masked LM of transformers, or one with custom code, if
     allowed.
 
+    files: variant and revision.
     Raises UserError if it does not load.
     """
     from transformers import AutoConfig, AutoModel, AutoModelForMaskedLM, AutoTokenizer
@@ -273,13 +277,13 @@ def load_masked_lm(model: str, precision: str = "fp32", trust_remote_code: bool 
     logging.disable_progress_bar()
     try:
         with quiet():
-            config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
+            common: dict[str, Any] = {"trust_remote_code": trust_remote_code, **at_revision(files)}
+            config = AutoConfig.from_pretrained(model, **common)
             stock = any(name.endswith("ForMaskedLM") for name in config.architectures or [])
             return ((AutoModelForMaskedLM if stock else AutoModel).from_pretrained(
-                        model, dtype=DTYPES[precision], trust_remote_code=trust_remote_code),
-                    AutoTokenizer.from_pretrained(model, trust_remote_code=trust_remote_code))
+                        model, dtype=DTYPES[precision], variant=files.variant, **common),
+                    AutoTokenizer.from_pretrained(model, **common))
     except Exception as error:  # third-party model files can raise anything
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise UserError(f"cannot load the masked language model {model!r} ({first}): expected a directory with a "
-                        "config.json and a tokenizer, or a hub id; one with its own code needs trust_remote_code: true"
-                        ) from error
+        expected = ("a directory with a config.json and a tokenizer, or a hub id; one with its own code needs "
+                    "trust_remote_code: true")
+        raise hub.load_error(error, model, "masked language model", expected) from error

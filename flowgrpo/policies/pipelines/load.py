@@ -11,12 +11,14 @@ from typing import Any
 
 import torch
 
+from flowgrpo.config.sections import Load
 from flowgrpo.data import provenance
 from flowgrpo.device import DTYPES
 from flowgrpo.errors import UserError
 from flowgrpo.log import quiet
 from flowgrpo.methods.adapted import Adapted
-from flowgrpo.policies import hub
+from flowgrpo.policies import hub, sources
+from flowgrpo.policies.pipelines import single_file
 from flowgrpo.policies.weights.memory_options import quantisation
 from flowgrpo.samplers.predictions import prediction
 from flowgrpo.starter import FOLDERS, MERGED
@@ -66,38 +68,55 @@ def _named_denoisers(index: dict[str, Any]) -> list[str]:
             and TIMES & set(inspect.signature(getattr(cls, "forward", lambda: None)).parameters)]
 
 
-def load_pipeline(model: str, precision: str = "fp32", trust_remote_code: bool = False, weights: str = "full") -> Any:
+def load_pipeline(model: str, precision: str = "fp32", trust_remote_code: bool = False, weights: str = "full",
+                  files: Load = Load()) -> Any:
     """Load a diffusers pipeline: a starter's name, a directory or a hub id. UserError where it does not load.
 
-    weights: of its denoisers, "full", or quantised as `memory_options.quantisation` says.
+    weights: of its denoisers, "full", or quantised as `memory_options.quantisation` says. files: where they are.
     """
     provenance.require_place(model)
-    hub.require(model)
-    from diffusers import DiffusionPipeline
+    sources.require(model, files, weights)
     from diffusers.utils import logging as diffusers_logging
     from transformers.utils import logging as transformers_logging
 
     for library in (diffusers_logging, transformers_logging):
         library.disable_progress_bar()
-    source = FOLDERS.get(model, model)
+    source = str(FOLDERS.get(model, model))
+    if sources.is_file(model):
+        source = files.config or single_file.inferred(model)
+    hub.require(source)
     try:
-        # A component that the index names as absent has to be passed as None, unless its class calls it optional.
-        index = DiffusionPipeline.load_config(source)
-        absent = {name: None for name, value in index.items() if isinstance(value, list) and value[0] is None}
         with quiet():  # of components in another class than the pipeline's usual one, such as a small autoencoder
-            lower = quantisation(_named_denoisers(index), weights, DTYPES[precision])
-            pipe = DiffusionPipeline.from_pretrained(source, dtype=DTYPES[precision], quantization_config=lower,
-                                                     trust_remote_code=trust_remote_code, **absent)
+            pipe = _read(model, source, files, DTYPES[precision], weights, trust_remote_code)
             if model in MERGED:
                 _merge(pipe, MERGED[model])
+    except UserError:
+        raise
     except Exception as error:  # whatever stands in a stranger's files
-        first = _missing(Path(source)) or str(error).strip() and str(error).strip().splitlines()[0] \
-            or type(error).__name__
-        raise UserError(f"cannot load the model {model!r} ({first}): expected {' or '.join(FOLDERS)}, a directory "
-                        "with a model_index.json, or a hub id") from error
+        expected = single_file.EXPECTED if sources.is_file(model) else \
+            f"{' or '.join(FOLDERS)}, a directory with a model_index.json, or a hub id"
+        raise hub.load_error(error, model, "model", expected, _missing(Path(source))) from error
     pipe.set_progress_bar_config(disable=True)
     _require_scheduler(model, pipe)
     return pipe
+
+
+def _read(model: str, source: str, files: Load, dtype: torch.dtype, weights: str, trust_remote_code: bool) -> Any:
+    """Read a pipeline. source: folder or hub id of its configuration."""
+    from diffusers import DiffusionPipeline
+
+    index = DiffusionPipeline.load_config(source, revision=files.revision)
+    # A component that the index names as absent has to be passed as None, unless its class calls it optional.
+    parts: dict[str, Any] = {name: None for name, value in index.items()
+                             if isinstance(value, list) and value[0] is None}
+    names, whole = _named_denoisers(index), sources.is_file(model)
+    if files.denoiser:
+        parts |= single_file.denoiser(files, source, index, names, dtype)
+    if whole:
+        return single_file.pipeline(model, source, index, dtype, parts)
+    lower = quantisation(names, weights, dtype)
+    return DiffusionPipeline.from_pretrained(source, dtype=dtype, quantization_config=lower, variant=files.variant,
+                                             revision=files.revision, trust_remote_code=trust_remote_code, **parts)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,92 @@
+"""Files that a model is loaded from: checks of `model` and of the section `load`, before anything is loaded."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+from flowgrpo.config.sections import Load
+from flowgrpo.errors import UserError
+from flowgrpo.starter import FOLDERS
+
+CHECKPOINT, QUANTISED = ".safetensors", ".gguf"
+ENDINGS = (CHECKPOINT, QUANTISED, ".ckpt", ".pt", ".pth", ".bin")  # of files that a user may give as a model
+
+
+def is_file(model: str) -> bool:
+    """Return True for a model that is named by a file, be it here or not, and not by a folder or hub id."""
+    return not Path(model).is_dir() and (Path(model).is_file() or Path(model).suffix in ENDINGS)
+
+
+def is_gguf(files: Load) -> bool:
+    """Return True if the denoiser is a GGUF file, whose weights are quantised."""
+    return files.denoiser is not None and Path(files.denoiser).suffix == QUANTISED
+
+
+def assembled(model: str, files: Load) -> bool:
+    """Return True for a pipeline that stock `from_pretrained` does not load by itself."""
+    return is_file(model) or files.denoiser is not None
+
+
+def require(model: str, files: Load, weights: str = "full") -> None:
+    """Raise UserError for settings of `load` that this model does not read, and for files that are not here.
+
+    weights: `memory.weights`, by which diffusers quantises only what it reads from a folder or repository.
+    """
+    if weights != "full" and assembled(model, files):
+        setting = f"model is {model!r}" if files.denoiser is None else f"load.denoiser is {files.denoiser!r}"
+        raise UserError(f"memory.weights is {weights!r}, but {setting}, a file, which diffusers does not quantise as "
+                        "it reads it: set 'full', take a .gguf file, or save the pipeline as a folder")
+    if is_file(model):
+        require_pipeline(model)
+    elif files.config is not None:
+        raise UserError(f"load.config is {files.config!r}, which is of a single file, but model is {model!r}: leave it "
+                        "out")
+    if files.config is not None:
+        _require_index(files.config)
+    _require_revision(model, files)
+    if files.denoiser is not None:
+        _require_file("load.denoiser", files.denoiser, (CHECKPOINT, QUANTISED))
+        if is_gguf(files) and importlib.util.find_spec("gguf") is None:
+            raise UserError(f"load.denoiser is {files.denoiser!r}, which needs gguf: pip install gguf")
+
+
+def require_pipeline(model: str, for_tokens: bool = False) -> None:
+    """Raise UserError for a model's file that is not a pipeline's checkpoint. for_tokens: of a method for texts."""
+    if for_tokens:
+        raise UserError(f"model is the file {model!r}, but the method trains a language model, which is loaded from a "
+                        "folder with a config.json, or a hub id: give that")
+    _require_file("model", model, (CHECKPOINT,))
+
+
+def require_full(files: Load) -> None:
+    """Raise UserError for a denoiser whose weights cannot be changed."""
+    if is_gguf(files):
+        raise UserError(f"load.denoiser is {files.denoiser!r}, whose quantised weights take no LoRA in: use the LoRA's "
+                        "own file, or --form kohya")
+
+
+def _require_revision(model: str, files: Load) -> None:
+    folder = Path(FOLDERS.get(model, model))
+    if not folder.exists():
+        return
+    what = "a packaged model" if model in FOLDERS else "a local folder" if folder.is_dir() else "a file"
+    if files.revision is not None:
+        raise UserError(f"load.revision is {files.revision!r}, which is of a repository on the hub, but {model!r} is "
+                        f"{what}: leave it out")
+    if files.variant is not None and not any(folder.rglob(f"*.{files.variant}[.-]*")):
+        raise UserError(f"load.variant is {files.variant!r}, but {model!r} is {what} without such files, expected "
+                        f"names like model.{files.variant}.safetensors: leave it out")
+
+
+def _require_file(key: str, path: str, endings: tuple[str, ...]) -> None:
+    if Path(path).suffix not in endings:
+        raise UserError(f"{key} is {path!r}: expected a {' or '.join(endings)} file")
+    if not Path(path).is_file():
+        raise UserError(f"{key} is {path!r}, but there is no such file: expected a {' or '.join(endings)} file here")
+
+
+def _require_index(config: str) -> None:
+    if Path(config).is_dir() and not (Path(config) / "model_index.json").is_file():
+        raise UserError(f"load.config is {config!r}, a folder without a model_index.json: expected a pipeline's folder "
+                        "or a hub id")

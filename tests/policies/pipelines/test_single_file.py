@@ -1,0 +1,175 @@
+"""Pipelines and denoisers from single files, by diffusers' own readers, on tiny models without a network."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+
+import pytest
+import torch
+from huggingface_hub import constants
+from safetensors.torch import save_file
+
+from flowgrpo.check.tiny.unets import sdxl
+from flowgrpo.config import validate
+from flowgrpo.config.sections import Load
+from flowgrpo.errors import UserError
+from flowgrpo.evaluation import images
+from flowgrpo.methods import validate as methods
+from flowgrpo.policies import build, options
+from flowgrpo.policies.pipelines import single_file
+from flowgrpo.policies.pipelines.load import denoisers, load_pipeline
+from tests.helpers import tiny
+
+OTHER = 7  # seed of weights that differ from a tiny model's usual ones
+# Names of a U-Net in checkpoints of Stable Diffusion.
+RESNET = {"norm1": "in_layers.0", "conv1": "in_layers.2", "time_emb_proj": "emb_layers.1", "norm2": "out_layers.0",
+          "conv2": "out_layers.3", "conv_shortcut": "skip_connection"}
+LAYERS = {"time_embedding.linear_1": "time_embed.0", "time_embedding.linear_2": "time_embed.2",
+          "conv_in": "input_blocks.0.0", "conv_norm_out": "out.0", "conv_out": "out.2",
+          "add_embedding.linear_1": "label_emb.0.0", "add_embedding.linear_2": "label_emb.0.2"}
+BLOCKS = [(r"down_blocks\.0\.(resnets|attentions)\.0", lambda kind: f"input_blocks.1.{kind}"),
+          (r"mid_block\.(resnets)\.0", lambda kind: "middle_block.0"),
+          (r"mid_block\.(attentions)\.0", lambda kind: "middle_block.1"),
+          (r"mid_block\.(resnets)\.1", lambda kind: "middle_block.2"),
+          (r"up_blocks\.0\.(resnets|attentions)\.0", lambda kind: f"output_blocks.0.{kind}"),
+          (r"up_blocks\.0\.(resnets|attentions)\.1", lambda kind: f"output_blocks.1.{kind}")]
+
+
+def ldm(key: str) -> str:
+    """Return the name of a tiny U-Net's weight in a checkpoint of Stable Diffusion."""
+    for ours, theirs in LAYERS.items():
+        if key.startswith(f"{ours}."):
+            return f"model.diffusion_model.{theirs}{key.removeprefix(ours)}"
+    for pattern, block in BLOCKS:
+        if match := re.match(rf"{pattern}\.(.*)", key):
+            rest = match[2]
+            if match[1] == "resnets":
+                layer, _, end = rest.rpartition(".")
+                rest = f"{RESNET[layer]}.{end}"
+            return f"model.diffusion_model.{block(int(match[1] == 'attentions'))}.{rest}"
+    raise KeyError(key)
+
+
+def checkpoint(pipe, file) -> str:
+    """A file of the denoiser: a U-Net's in the names of Stable Diffusion, a transformer's in those of diffusers."""
+    [(name, module)] = denoisers(pipe).items()
+    rename = ldm if name == "unet" else str
+    save_file({rename(key): value.contiguous() for key, value in module.state_dict().items()}, file)
+    return str(file)
+
+
+def same(module, other) -> bool:
+    mine, others = module.state_dict(), other.state_dict()
+    return mine.keys() == others.keys() and all(torch.equal(mine[key], others[key]) for key in mine)
+
+
+@pytest.mark.parametrize("make", [tiny.sd15, sdxl, tiny.sd3, tiny.flux])
+def test_a_pipeline_is_loaded_from_a_file(make, tmp_path):
+    """Parts that the file lacks come from the folder of the configuration."""
+    folder, pipe = tiny.save(make(), tmp_path / "folder"), make(seed=OTHER)
+    model = checkpoint(pipe, tmp_path / "model.safetensors")
+    config = validate({"model": model, "precision": "fp32", "load": {"config": str(folder)}})
+    options.require_load(config)
+    assert build.kind(config) == build.PIPELINE and not build.writes(model, config)
+    loaded = build.load(config)
+    assert type(loaded) is type(pipe)
+    [(name, module)] = denoisers(pipe).items()
+    assert same(getattr(loaded, name), module) and same(loaded.vae, make().vae)
+    assert loaded.scheduler.config == load_pipeline(str(folder)).scheduler.config
+
+
+def test_a_denoiser_is_replaced_by_a_files(tmp_path):
+    folder, pipe = tiny.save(tiny.sd3(), tmp_path / "folder"), tiny.sd3(OTHER)
+    file = checkpoint(pipe, tmp_path / "denoiser.safetensors")
+    loaded = load_pipeline(str(folder), "bf16", files=Load(denoiser=file))
+    assert same(loaded.transformer, pipe.transformer.to(torch.bfloat16)) and loaded.transformer.dtype == torch.bfloat16
+    assert same(loaded.text_encoder, tiny.sd3().text_encoder.to(torch.bfloat16))
+
+
+def test_a_run_with_a_file_is_drawn_with_that_file(tmp_path):
+    folder = tiny.save(tiny.sd3(), tmp_path / "folder")
+    file = checkpoint(tiny.sd3(OTHER), tmp_path / "denoiser.safetensors")
+    config = validate({"model": str(folder), "load": {"denoiser": file}})
+    loaded = images.make_pipeline(str(folder), "fp32", files=images.files_of(config, str(folder)))
+    assert same(loaded.transformer, tiny.sd3(OTHER).transformer)
+    assert images.files_of(config, "another/model") == images.files_of(None, "x") == Load()
+
+
+def message(call, *arguments, **options) -> str:
+    with pytest.raises(UserError) as caught:
+        call(*arguments, **options)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("given, told", [
+    ({"model": "gone.safetensors"}, "model is 'gone.safetensors', but there is no such file"),
+    ({"model": "model.ckpt"}, "model is 'model.ckpt': expected a .safetensors file"),
+    ({"load": {"config": "a/b"}}, "load.config is 'a/b', which is of a single file, but model is 'starter'"),
+    ({"load": {"denoiser": "a.bin"}}, "load.denoiser is 'a.bin': expected a .safetensors or .gguf file"),
+    ({"load": {"denoiser": "a.gguf"}}, "load.denoiser is 'a.gguf', but there is no such file")])
+def test_files_that_are_not_here_are_refused_before_anything_is_loaded(given, told):
+    assert told in message(options.require_load, validate(given))
+
+
+def test_files_that_do_not_fit_are_told(tmp_path, monkeypatch):
+    folder = tiny.save(tiny.sd3(), tmp_path / "folder")
+    other = checkpoint(tiny.flux(), tmp_path / "flux.safetensors")
+    part = str(tmp_path / "part.safetensors")
+    save_file({"proj_out.weight": torch.zeros(16, 16)}, part)
+    (tmp_path / "broken.safetensors").write_text("nothing")
+    assert "broken.safetensors" in message(single_file.inferred, str(tmp_path / "broken.safetensors"))
+    for file in (other, part):
+        assert f"{file} " in message(load_pipeline, str(folder), files=Load(denoiser=file))
+    assert "load.denoiser" in message(load_pipeline, part, files=Load(config=str(folder)))
+    assert "memory.weights is 'int8', but model is" in message(load_pipeline, part, weights="int8")
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    assert "without a model_index.json" in message(load_pipeline, part, files=Load(config=str(empty)))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert "cannot load the model" in message(load_pipeline, part)
+
+
+def test_a_language_model_has_no_single_file(tmp_path):
+    file = tmp_path / "text.safetensors"
+    save_file({"a": torch.zeros(1)}, file)
+    told = message(build.kind, validate({"model": str(file), "method": "grpo"}))
+    assert "the method trains a language model, which is loaded from a folder" in told
+
+
+@pytest.mark.parametrize("key, shape, repository", [
+    ("double_blocks.0.img_attn.norm.key_norm.scale", (2,), "black-forest-labs/FLUX.1-schnell"), ("a", (1,), "v1-5")])
+def test_the_pipeline_of_a_file_is_inferred_from_its_names(key, shape, repository, tmp_path):
+    save_file({key: torch.zeros(shape)}, tmp_path / "x.safetensors")
+    assert repository in single_file.inferred(str(tmp_path / "x.safetensors"))
+
+
+def test_two_denoisers_take_no_file(tmp_path):
+    file = checkpoint(tiny.sd3(), tmp_path / "x.safetensors")
+    told = message(single_file.denoiser, Load(denoiser=file), "folder", {}, ["transformer", "transformer_2"],
+                   torch.float32)
+    assert "the pipeline has 2: transformer, transformer_2" in told
+
+
+@pytest.mark.parametrize("settings, told", [
+    ({"memory.weights": "int8"}, "a file, which diffusers does not quantise as it reads it: set 'full'"),
+    ({"adapter.rank": 0}, "but adapter.rank is 0"), ({"adapter.dora": True}, "but adapter.dora reads"),
+    ({"memory.shard": True}, "whose packed weights are not sharded")])
+def test_what_does_not_go_with_gguf(settings, told, tmp_path, monkeypatch):
+    file = tmp_path / "x.gguf"
+    file.touch()
+    monkeypatch.setattr(importlib.util, "find_spec", lambda package: object())
+    nested: dict = {"load": {"denoiser": str(file)}}
+    for key, value in settings.items():
+        section, _, name = key.partition(".")
+        nested[section] = {name: value}
+    config = validate(nested)
+    assert told in message(options.require_options, config, methods.resolve(config), "cpu")
+
+
+def test_gguf_needs_its_package(tmp_path, monkeypatch):
+    (tmp_path / "x.gguf").touch()
+    monkeypatch.setattr(importlib.util, "find_spec", lambda package: None)
+    told = message(options.require_load, validate({"load": {"denoiser": str(tmp_path / "x.gguf")}}))
+    assert told.endswith("x.gguf', which needs gguf: pip install gguf")
