@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from inspect import signature
 from pathlib import Path
@@ -15,17 +16,20 @@ from flowgrpo.check import report, tiny
 from flowgrpo.config import load
 from flowgrpo.config.geometry import geometry
 from flowgrpo.data.prompts import Prompt
+from flowgrpo.gaussian import log_prob
 from flowgrpo.methods import validate
+from flowgrpo.objectives import Clip, PlainRatio
 from flowgrpo.objectives.forward_process import NegativeAware
 from flowgrpo.policies import build, options
 from flowgrpo.policies.language.causal_lm import CausalLM
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
 from flowgrpo.rewards.find import locate
 from flowgrpo.rewards.images.clip_models import SubjectScore
-from flowgrpo.samplers.grids import make_grid
+from flowgrpo.samplers.grids import make_grid, shifted
 from flowgrpo.samplers.kernels import CPS
 from flowgrpo.samplers.predictions import process
 from flowgrpo.samplers.preview import require_choice
+from flowgrpo.types import Gaussian, Scored
 from tests.helpers import tiny_text
 
 FOLDER = Path(__file__).parents[1] / "configs"
@@ -137,11 +141,54 @@ def test_flow_grpos_average_forgets_as_much_as_published():
 
 def test_the_fast_variant_of_sd35_is_told_with_the_parts_that_make_it():
     """As the comment says: CPS 0.8 and no KL, where the recipe's own parts would go on acting."""
+    method = fast_sd35()
+    assert method.rollout.kernel == CPS(0.8) and method.loss.kl.weight == 0
+
+
+def fast_sd35():
     text = (FOLDER / "sd35_medium.yaml").read_text(encoding="utf-8")
     parts = yaml.safe_load(re.search(r"parts (\{kernel: .*\}\})", text)[1])
     config = load(FOLDER / "sd35_medium.yaml").model_copy(update={"method": "flow_grpo_fast", "parts": parts})
-    method = validate.resolve(config, "flow")
-    assert method.rollout.kernel == CPS(0.8) and method.loss.kl.weight == 0
+    return validate.resolve(config, "flow")
+
+
+# Of recipes with CPS(0.8): a method, its grid, and by what 1e-4 on the density is looser than the released 1e-5, which
+# has no 1/(2 s^2), at each step that can be trained: 10 * 2 s^2, with s = 0.951057 sigma' of the next grid point.
+CPS_RECIPES = {
+    # sigma' 27/28, 12/13, 7/8, 9/11, 3/4
+    "sd35_medium": (fast_sd35, shifted(10, 3.0), [16.821, 15.414, 13.850, 12.110, 10.176]),
+    # sigma' 0.90374, 0.78970, 0.65247: 1024 tokens, mu 0.63
+    "flux_dev": (lambda: validate.resolve(load(FOLDER / "flux_dev.yaml"), "flow"), shifted(6, math.exp(0.63)),
+                 [14.775, 11.282, 7.702]),
+    # sigma' 21/22, 9/10, 5/6, 3/4
+    "z_image": (lambda: validate.resolve(load(FOLDER / "z_image.yaml"), "flow"), shifted(8, 3.0),
+                [16.483, 14.653, 12.563, 10.176]),
+}
+
+
+@pytest.mark.parametrize("name", CPS_RECIPES)
+def test_recipes_with_cps_clip_where_the_released_code_does(name):
+    """At |mean((x' - mean_old)^2) - mean((x' - mean_new)^2)| = 1e-5, on both sides and at every trained step."""
+    make, grid, looser = CPS_RECIPES[name]
+    loss, kernel, grid = (method := make()).loss, method.rollout.kernel, grid.double()
+    sides = torch.tensor([[1.0], [-1.0]], dtype=torch.float64)  # the advantages, and where the policy moves
+    for step, factor in enumerate(looser):
+        std = kernel(torch.zeros(1, 1).double(), torch.zeros(1, 1).double(), grid, step).std
+        old = moved(std, 0 * sides)
+        for share, clips in ((0.99, False), (1.01, True)):
+            new = moved(std, share * 1e-5 * sides)
+            log_ratio = loss.log_ratio(new, old)
+            torch.testing.assert_close(log_ratio, share * 1e-5 * sides, rtol=1e-6, atol=0)
+            assert loss.surrogate.clipped(log_ratio, sides, old.logp).tolist() == [[clips], [clips]]
+            plain = PlainRatio()(moved(std, share * factor * 1e-5 * sides), old)
+            assert Clip(1e-4, 1e-4).clipped(plain, sides, old.logp).tolist() == [[clips], [clips]]
+
+
+def moved(std, released):
+    """Return the score of x' = s, of the old mean 0, under the mean that makes the released log-ratio [b, 1]."""
+    mean = std - (std.square() - released).sqrt()
+    logp = log_prob(Gaussian(mean, std), std.expand(mean.shape))[:, None]
+    return Scored(logp, torch.ones_like(logp, dtype=torch.bool), mean[:, None], std.reshape(1))
 
 
 @pytest.mark.parametrize("processes", [1, 8])
