@@ -129,7 +129,7 @@ part of one.
 **Clip ranges** are in the unit of a *mean* log-density: log p is the mean over the latent's values of the full normal
 log-density, as in every released trainer, and the joint log-ratio is as many times larger as there are values. The
 released CPS drops 1/(2 s^2) from it, ours is the true density: a released clip range e on it corresponds to e/(2 s^2)
-here.
+here. With `log_ratio: {type: SquaredErrorRatio}`, which is the released one, it is taken as it is.
 
 **At inference** a tuned model and its base draw together with `--rlg W`: [`rlg`](rlg.md) (2508.21016), which is no
 preset.

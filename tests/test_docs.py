@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 import shlex
 import sys
 from pathlib import Path
@@ -142,3 +143,10 @@ def test_links_of_the_documents_lead_to_files():
 def test_recipes_stay_short_and_load():
     for recipe in (ROOT / "configs").glob("*.yaml"):
         assert len(recipe.read_text().splitlines()) < 40 and load(recipe).name == recipe.stem
+
+
+def test_the_table_of_recipes_says_what_the_recipes_say():
+    """Written anew by `python scripts/recipe_table.py --none`."""
+    script = runpy.run_path(str(ROOT / "scripts" / "recipe_table.py"))
+    table = script["HEAD"] + "\n".join(map(script["row"], script["names"]())) + "\n"
+    assert (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8") == table

@@ -2,30 +2,35 @@
 
 from __future__ import annotations
 
+import math
 import re
 from inspect import signature
 from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from diffusers import FlowMatchEulerDiscreteScheduler
 
 from flowgrpo.check import report, tiny
 from flowgrpo.config import load
 from flowgrpo.config.geometry import geometry
 from flowgrpo.data.prompts import Prompt
+from flowgrpo.data.sets import SETS
+from flowgrpo.dry_run.gpus import GPUS
+from flowgrpo.gaussian import log_prob
 from flowgrpo.methods import validate
+from flowgrpo.objectives import Clip, PlainRatio
 from flowgrpo.objectives.forward_process import NegativeAware
 from flowgrpo.policies import build, options
 from flowgrpo.policies.language.causal_lm import CausalLM
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
 from flowgrpo.rewards.find import locate
 from flowgrpo.rewards.images.clip_models import SubjectScore
-from flowgrpo.samplers.grids import make_grid
+from flowgrpo.samplers.grids import make_grid, shifted
 from flowgrpo.samplers.kernels import CPS
 from flowgrpo.samplers.predictions import process
 from flowgrpo.samplers.preview import require_choice
+from flowgrpo.types import Gaussian, Scored
 from tests.helpers import tiny_text
 
 FOLDER = Path(__file__).parents[1] / "configs"
@@ -45,6 +50,10 @@ PIPELINES = {
     "hunyuan_video": ("HunyuanVideoPipeline", "flow"),
     "skyreels_i2v": ("HunyuanSkyreelsImageToVideoPipeline", "flow"),
 }
+# For one GPU, of the recipe whose name they begin with.
+SHORTER = ("sd15_24gb", "sdxl_24gb", "sd35_medium_24gb", "flux_dev_24gb", "qwen_image_80gb", "z_image_24gb",
+           "sana_24gb", "wan21_1b_24gb")
+PIPELINES |= {name: PIPELINES[name.rpartition("_")[0]] for name in SHORTER}
 LANGUAGE_MODELS = {"qwen3_0_6b"}
 STARTERS = {path.stem for path in FOLDER.glob("starter*.yaml")}
 
@@ -65,10 +74,16 @@ def test_a_recipe_fits_its_language_model(name):
     geometry(config.train)
 
 
+def on_a_cpu(name, **options):
+    """Return a recipe with int8 in place of nf4, which is loaded onto a GPU alone."""
+    recipe = FOLDER / f"{name}.yaml"
+    return load(recipe, options | ({"memory.weights": "int8"} if load(recipe).memory.weights == "nf4" else {}))
+
+
 @pytest.mark.parametrize("name", PIPELINES)
 def test_a_recipe_fits_its_pipeline(name):
     """Its method on the pipeline's own process and grid, the arguments of its call, its adapter on every denoiser."""
-    config, (cls, kind) = load(FOLDER / f"{name}.yaml"), PIPELINES[name]
+    config, (cls, kind) = on_a_cpu(name), PIPELINES[name]
     pipe, call = tiny.make(cls)
     assert process(pipe.scheduler) == kind
     method = validate.resolve(config, kind)
@@ -89,7 +104,7 @@ def test_a_recipe_fits_its_pipeline(name):
 @pytest.mark.parametrize("name", PIPELINES)
 def test_a_recipe_can_be_checked_on_a_tiny_instance(name):
     """In the precision of the GPUs that it is for: a replay repeats the rollout bit for bit."""
-    told = report.report(PIPELINES[name][0], load(FOLDER / f"{name}.yaml", {"precision": "bf16"}))
+    told = report.report(PIPELINES[name][0], on_a_cpu(name, precision="bf16"))
     assert told["drivable"], told["reason"]
     assert told["replay_error"] == told["first_log_ratio"] == 0 and told["lora_grad"] > 0
 
@@ -135,13 +150,50 @@ def test_flow_grpos_average_forgets_as_much_as_published():
     assert load(FOLDER / "sd35_medium.yaml").train.ema ** 8 == pytest.approx(0.9, abs=1e-3)
 
 
-def test_the_fast_variant_of_sd35_is_told_with_the_parts_that_make_it():
-    """As the comment says: CPS 0.8 and no KL, where the recipe's own parts would go on acting."""
-    text = (FOLDER / "sd35_medium.yaml").read_text(encoding="utf-8")
-    parts = yaml.safe_load(re.search(r"parts (\{kernel: .*\}\})", text)[1])
-    config = load(FOLDER / "sd35_medium.yaml").model_copy(update={"method": "flow_grpo_fast", "parts": parts})
-    method = validate.resolve(config, "flow")
-    assert method.rollout.kernel == CPS(0.8) and method.loss.kl.weight == 0
+# Of recipes with CPS(0.8): the grid, and by what 1e-4 on the density is looser than the released 1e-5, which has no
+# 1/(2 s^2), at each step that can be trained: 10 * 2 s^2, with s = 0.951057 sigma' of the next grid point.
+CPS_RECIPES = {
+    # sigma' 27/28, 12/13, 7/8, 9/11, 3/4
+    "sd35_medium_24gb": (shifted(10, 3.0), [16.821, 15.414, 13.850, 12.110, 10.176]),
+    # sigma' 0.90374, 0.78970, 0.65247: 1024 tokens, mu 0.63
+    "flux_dev": (shifted(6, math.exp(0.63)), [14.775, 11.282, 7.702]),
+    # sigma' 21/22, 9/10, 5/6, 3/4
+    "z_image": (shifted(8, 3.0), [16.483, 14.653, 12.563, 10.176]),
+}
+CPS_RECIPES |= {f"{name}_24gb": CPS_RECIPES[name] for name in ("flux_dev", "z_image")}
+
+
+def test_every_recipe_with_cps_is_held_to_its_range():
+    configs = {name: load(FOLDER / f"{name}.yaml") for name in PIPELINES}
+    assert set(CPS_RECIPES) == {name for name, config in configs.items()
+                                if config.parts.get("kernel", {}).get("type") == "CPS"}
+
+
+@pytest.mark.parametrize("name", CPS_RECIPES)
+def test_recipes_with_cps_clip_where_the_released_code_does(name):
+    """At |mean((x' - mean_old)^2) - mean((x' - mean_new)^2)| = 1e-5, on both sides and at every trained step."""
+    grid, looser = CPS_RECIPES[name]
+    method = validate.resolve(load(FOLDER / f"{name}.yaml"), "flow")
+    loss, kernel, grid = method.loss, method.rollout.kernel, grid.double()
+    assert kernel == CPS(0.8) and loss.kl.weight == 0
+    sides = torch.tensor([[1.0], [-1.0]], dtype=torch.float64)  # the advantages, and where the policy moves
+    for step, factor in enumerate(looser):
+        std = kernel(torch.zeros(1, 1).double(), torch.zeros(1, 1).double(), grid, step).std
+        old = moved(std, 0 * sides)
+        for share, clips in ((0.99, False), (1.01, True)):
+            new = moved(std, share * 1e-5 * sides)
+            log_ratio = loss.log_ratio(new, old)
+            torch.testing.assert_close(log_ratio, share * 1e-5 * sides, rtol=1e-6, atol=0)
+            assert loss.surrogate.clipped(log_ratio, sides, old.logp).tolist() == [[clips], [clips]]
+            plain = PlainRatio()(moved(std, share * factor * 1e-5 * sides), old)
+            assert Clip(1e-4, 1e-4).clipped(plain, sides, old.logp).tolist() == [[clips], [clips]]
+
+
+def moved(std, released):
+    """Return the score of x' = s, of the old mean 0, under the mean that makes the released log-ratio [b, 1]."""
+    mean = std - (std.square() - released).sqrt()
+    logp = log_prob(Gaussian(mean, std), std.expand(mean.shape))[:, None]
+    return Scored(logp, torch.ones_like(logp, dtype=torch.bool), mean[:, None], std.reshape(1))
 
 
 @pytest.mark.parametrize("processes", [1, 8])
@@ -158,3 +210,36 @@ def test_it_says_whose_set_up_it_is_and_what_to_change(name):
     said = "".join(line for line in text.splitlines(True) if line.startswith("#"))
     assert "24 GB" in said and "80 GB" in said and "Several GPUs" in said
     assert "published" in said or any(source in said for source in ("2305.", "2505.", "2507.", "2604.", "its code"))
+    assert all((FOLDER / file).exists() for file in re.findall(r"\w+\.yaml", said))
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_it_says_what_an_epoch_and_the_run_take_on_a_gpu(name):
+    """Numbers of `scripts/recipe_table.py`, which agree with its keys and with each other; the GPU has the memory."""
+    text, train = (FOLDER / f"{name}.yaml").read_text(encoding="utf-8"), load(FOLDER / f"{name}.yaml").train
+    line = re.search(r"^# One (\w+) \((\d+) GB\): ([\d,]+) (?:pictures|clips) an epoch in ([\d,]+) s, (\d+) epochs in "
+                     r"([\d,]+) h, peak ([\d.]+) GiB \(computed\)$", text, re.M)
+    gpu, (memory, count, seconds, epochs, hours) = line[1], (int(each.replace(",", "")) for each in line.groups()[1:6])
+    assert (count, epochs) == (train.prompts * train.group, train.epochs)
+    assert hours == round(epochs * seconds / 3600) and GPUS[gpu].memory == pytest.approx(memory, abs=1)
+    assert float(line[7]) * 2**30 <= GPUS[gpu].room
+    assert not name[-4:-2].isdigit() or int(name[-4:-2]) == memory
+
+
+@pytest.mark.parametrize("name", SHORTER)
+def test_a_recipe_for_one_gpu_has_fewer_pictures_than_the_published_set_up(name):
+    short, whole = (load(FOLDER / f"{which}.yaml") for which in (name, name.rpartition("_")[0]))
+    assert short.model == whole.model and short.train.prompts * short.train.group <= 128
+    assert short.train.prompts * short.train.group < whole.train.prompts * whole.train.group
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_it_trains_on_packaged_prompts_and_measures_two_rewards_that_it_does_not_train_on(name):
+    """But edits and clips that go on from a picture need pictures, which no packaged set has."""
+    config = load(FOLDER / f"{name}.yaml")
+    if name not in ("flux_kontext", "skyreels_i2v"):
+        assert SETS[config.prompts].packaged
+        assert SETS[config.prompts].kind == ("video" if (config.picture.frames or 1) > 1 else "image")
+    used = [{rule.args.get("reward", rule.use or label) for label, rule in rules.items()}
+            for rules in (config.trained, config.watched)]
+    assert len(used[1]) == 2 and not used[0] & used[1] and all(locate(reward) for reward in used[1])

@@ -116,8 +116,9 @@ class Loss:
 
     @property
     def reads_means(self) -> bool:
-        """True where it needs the transitions' means, not their log-probabilities alone."""
-        return self.reads_old_means or self.kl.reads_means and objectives.is_active(self.kl)
+        """True where it needs the transitions' means or deviations, not their log-probabilities alone."""
+        return self.reads_old_means or self.log_ratio.reads_deviations \
+            or self.kl.reads_means and objectives.is_active(self.kl)
 
     @property
     def reads_old_means(self) -> bool:

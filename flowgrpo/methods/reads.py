@@ -27,7 +27,8 @@ TYPES: dict[type, tuple[type[targets.Target], ...]] = {
     **dict.fromkeys((forward_process.OfNoised, ratios.Matching), (targets.NoisedFinals,)),
     **dict.fromkeys((actor_critic.ActorCritic, baselines.Paired, gae.Recall), (targets.LatentEdits,)),
     objectives.Guard: (targets.RecordedSteps, targets.LatentEdits),
-    **dict.fromkeys((objectives.InverseDelta, objectives.NoiseLevel), (targets.RecordedSteps,)),
+    **dict.fromkeys((objectives.SquaredErrorRatio, objectives.InverseDelta, objectives.NoiseLevel),
+                    (targets.RecordedSteps,)),
     objectives.RewardAscent: (targets.RewardGradient, targets.RelaxedTraces)}
 
 # Plans by which every step draws noise, all of them or all but the last; a single step is Euler's of any solver.

@@ -126,8 +126,8 @@ def _require_learned_noise(method: Method, explorations: list[RolloutSpec]) -> N
     if not isinstance(method.denoising.kernel, LearnedNoise):
         return
     grows = any(spec.schedule.noise for spec in explorations)
-    wrong = {"a part that compares means (kl GaussianKL, Guard, DivergenceMask, tuning) with a KL of samples or none":
-             method.reads_means,
+    wrong = {"a part that reads means or deviations (kl GaussianKL, Guard, SquaredErrorRatio, DivergenceMask, tuning) "
+             "with a KL of samples, PlainRatio or none": method.reads_means,
              "step_weight NoiseLevel with Uniform": isinstance(method.loss.step_weight, objectives.NoiseLevel),
              "a plan whose noise grows with one whose noise does not": grows}
     for part in (part for part, applies in wrong.items() if applies):

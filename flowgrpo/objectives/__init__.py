@@ -15,7 +15,14 @@ from flowgrpo.objectives.kl import (
     k2,
     k3,
 )
-from flowgrpo.objectives.ratios import CompletionRatio, Guard, Matching, PlainRatio, SequenceRatio
+from flowgrpo.objectives.ratios import (
+    CompletionRatio,
+    Guard,
+    Matching,
+    PlainRatio,
+    SequenceRatio,
+    SquaredErrorRatio,
+)
 from flowgrpo.objectives.step_weights import InverseDelta, NoiseLevel, Sigma, Uniform
 from flowgrpo.objectives.surrogates import (
     AdaptiveClip,
@@ -33,5 +40,5 @@ __all__ = [
     "AdaptiveClip", "at_epoch", "Clip", "CompletionRatio", "DivergenceMask", "DualClip", "DynamicClip",
     "ESTIMATORS", "GaussianKL", "Guard", "InverseDelta", "is_active", "k1", "k2", "k3", "Matching", "NoiseLevel",
     "OutputError", "PlainRatio", "Reinforce", "RewardAscent", "SampledKL", "SequenceRatio", "Sigma",
-    "surrogate_input", "TruncatedIS", "Uniform",
+    "SquaredErrorRatio", "surrogate_input", "TruncatedIS", "Uniform",
 ]

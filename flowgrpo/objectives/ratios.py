@@ -1,6 +1,7 @@
 """Log-ratios of the new policy to the old: `log_ratio(new, old) -> [B, N]`, for B rows of N decisions.
 
-Those of transitions are in the unit of `gaussian.log_prob`, a mean over the latent's values.
+Those of transitions are in the unit of `gaussian.log_prob`, a mean over the latent's values, unless a class says
+otherwise. A clip range is in the unit of the log-ratio that it bounds.
 """
 
 from __future__ import annotations
@@ -17,10 +18,11 @@ from flowgrpo.types import Scored
 class LogRatio:
     """Distance of the policy from the old one on a decision: base class.
 
-    reads_means: it reads the means of transitions.
+    reads_means: it reads the means of transitions, of the new policy and of the old one.
+    reads_deviations: it reads the new policy's deviations.
     """
 
-    reads_means = False
+    reads_means = reads_deviations = False
 
     def __call__(self, new: Scored, old: Scored) -> Tensor:
         """Return the log-ratio [B, N]."""
@@ -49,6 +51,20 @@ class Guard(LogRatio):
 
     def __call__(self, new: Scored, old: Scored) -> Tensor:
         return deviations(new) * (new.logp - old.logp + divergence(new, old))
+
+
+@dataclass(frozen=True)
+class SquaredErrorRatio(LogRatio):
+    """Log-ratio mean((x' - mean_old)^2) - mean((x' - mean_new)^2) of transitions to x', [B, N]: 2 std^2 times the plain
+    one (Flow-GRPO's code, 2505.05470, for the kernel CPS).
+
+    Its clip range is in squared units of the latent, whatever the kernel's std: 1e-5 as released. Reads the std.
+    """
+
+    reads_deviations = True
+
+    def __call__(self, new: Scored, old: Scored) -> Tensor:
+        return 2 * deviations(new).square() * (new.logp - old.logp)
 
 
 @dataclass(frozen=True)

@@ -69,8 +69,8 @@ class DanceSDE:
 class CPS:
     """Coefficient-preserving sampling (Flow-CPS, 2509.05952): std = s' * sin(level * pi/2), 0 <= level <= 1.
 
-    The std is 0 on the last step, which is then deterministic. The released log-probability drops the 1/(2 std^2);
-    `gaussian.log_prob` keeps it, so that clip ranges published for CPS do not carry over.
+    The std is 0 on the last step, which is then deterministic. The released log-probability drops the 1/(2 std^2) that
+    `gaussian.log_prob` keeps. Clip ranges published for CPS go with the log-ratio SquaredErrorRatio.
     """
 
     level: float = 0.8

@@ -193,6 +193,8 @@ def test_presets_stack_from_left_to_right():
 
 
 def test_means_are_read_by_a_kl_by_guard_and_by_layer_tuning_only():
+    squared = with_parts(preset("mix_grpo"), {"log_ratio": {"type": "SquaredErrorRatio"}})
+    assert squared.reads_means and not squared.reads_old_means  # it reads the deviation of a replay
     assert preset("flow_grpo").reads_means and preset("mix_grpo+grpo_guard").reads_means
     assert preset("tree_rpo").reads_means and not with_parts(preset("tree_rpo"), {"tuning": {"weight": 0}}).reads_means
     assert not preset("mix_grpo").reads_means and not preset("dance_grpo").reads_means

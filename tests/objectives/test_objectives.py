@@ -14,6 +14,7 @@ from flowgrpo.objectives import (
     InverseDelta,
     NoiseLevel,
     PlainRatio,
+    SquaredErrorRatio,
     Uniform,
 )
 from flowgrpo.samplers.grids import shifted
@@ -66,7 +67,19 @@ def test_plain_ratios_sit_below_guards_by_b_over_std():
     torch.testing.assert_close(Guard()(new, old) / 0.4 - PlainRatio()(new, old), b, rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize("ratio", [PlainRatio(), Guard()])
+@pytest.mark.parametrize("std", [torch.tensor([0.3, 1.7, 0.05], dtype=F64), draw(4, 3, seed=9).exp()])
+def test_squared_error_ratios_are_those_of_the_released_cps(std):
+    """Its log-probability is -mean((x' - mean)^2), whatever the std; the gradient is that of this."""
+    mean, shift, noise = draw(4, 3, 2, 5), draw(4, 3, 2, 5, seed=1).requires_grad_(), draw(4, 3, 2, 5, seed=2)
+    x_next = mean + std.expand(4, 3)[..., None, None] * noise
+    ratio = SquaredErrorRatio()(scored(mean + shift, std, x_next), scored(mean, std, x_next))
+    released = (x_next - mean).square().mean((2, 3)) - (x_next - mean - shift).square().mean((2, 3))
+    torch.testing.assert_close(ratio, released, rtol=0, atol=1e-9)
+    ratio.sum().backward()
+    torch.testing.assert_close(shift.grad, (x_next - mean - shift.detach()) / 5, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("ratio", [PlainRatio(), Guard(), SquaredErrorRatio()])
 @pytest.mark.parametrize("dtype", [torch.float32, F64])
 def test_the_same_policy_has_a_ratio_of_exactly_one(ratio, dtype):
     mean, std = draw(3, 2, 7).to(dtype), torch.tensor([0.2, 0.9], dtype=dtype)
@@ -74,10 +87,11 @@ def test_the_same_policy_has_a_ratio_of_exactly_one(ratio, dtype):
     assert (ratio(score, score) == 0).all()
 
 
-def test_guard_needs_means_and_deviations():
+@pytest.mark.parametrize("ratio", [Guard(), SquaredErrorRatio()])
+def test_ratios_in_other_units_need_deviations(ratio):
     bare = Scored(torch.zeros(1, 2), torch.ones(1, 2, dtype=torch.bool))
     with pytest.raises(AssertionError):
-        Guard()(bare, bare)
+        ratio(bare, bare)
 
 
 # Surrogate

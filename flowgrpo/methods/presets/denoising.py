@@ -23,8 +23,8 @@ def flow_grpo(method: Method = Method()) -> Method:
 def flow_grpo_fast(method: Method = Method()) -> Method:
     """Flow-GRPO-Fast: a random window of two stochastic steps in the first half, no KL (released code).
 
-    The released recipe pairs a clip range of 1e-5 with a log-probability of the CPS kernel that lacks 1/(2 s^2). Ours
-    is the true density, whose log-ratio is 1/(2 s^2) times larger; with the Flow-SDE kernel the range stays at 1e-4.
+    The kernel is Flow-SDE, with a clip range of 1e-4. The released recipes of the kernel CPS clip at 1e-5 a
+    log-probability without 1/(2 s^2): that is the log-ratio SquaredErrorRatio, and not in this preset.
     """
     return method.having(kernel=kernels.FlowSDE(0.7), plan=plans.Sliding(size=2, order="random", stop=0.5),
                          advantage=group.Advantage(scale="batch", order="rewards"), kl=objectives.GaussianKL(0.0))
