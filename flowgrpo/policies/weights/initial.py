@@ -36,7 +36,7 @@ def require_same(path: Path, modules: dict[str, torch.nn.Module], layers: dict[s
             what = "has no layer" if expected else "has a layer"
             raise UserError(f"adapter.init {path}: its LoRA {what} {key}, which adapter.targets "
                             f"{'do' if expected else 'do not'} name: set adapter.targets to those of the LoRA")
-        ranks = [layer.lora_A[name].weight.shape[0] for name in (NAME, LIVE)]
+        ranks = [layer.r[name] for name in (NAME, LIVE)]
         if ranks[0] != ranks[1]:
             raise UserError(f"adapter.init {path}: its LoRA has rank {ranks[0]}, expected adapter.rank {ranks[1]}: set "
                             f"adapter.rank to {ranks[0]}")

@@ -15,6 +15,7 @@ from flowgrpo.export import model_card, usage
 from flowgrpo.methods import validate as methods
 from flowgrpo.policies import build, options, sources
 from flowgrpo.policies.language.causal_lm import CausalLM
+from flowgrpo.policies.pipelines.load import load_pipeline
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
 from flowgrpo.policies.weights.lora_files import LORA_FILE
 from tests.helpers import tiny, tiny_text
@@ -171,3 +172,9 @@ def test_what_cannot_be_fused_is_refused(settings, told, tmp_path):
 def test_a_wrong_key_of_a_fused_lora_names_the_nearest():
     with pytest.raises(UserError, match="unknown key 'load.lora.0.scal': did you mean 'scale'"):
         validate({"load": {"lora": [{"path": "a", "scal": 1}]}})
+
+
+def test_a_lora_on_integer_weights_starts_from_a_lora(tmp_path):
+    values, model = saved(tmp_path / "lora"), tiny.save(tiny.sd3(), tmp_path / "model")
+    policy = started(tmp_path / "lora", load_pipeline(str(model), weights="int8"))
+    assert equal(policy.weights.snapshot(), values)
