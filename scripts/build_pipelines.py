@@ -27,6 +27,9 @@ instances. A class that is not listed may work all the same: `flowgrpo check MOD
 """
 
 
+HAND_WRITTEN = "## Loading a model"  # heading of the part below the table, which is kept
+
+
 def rows() -> list[dict[str, Any]]:
     from flowgrpo.check import tiny
     from flowgrpo.check.report import report
@@ -50,7 +53,8 @@ def table(found: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     found = rows()
-    TARGET.write_text(INTRODUCTION + table(found), encoding="utf-8")
+    _, heading, below = TARGET.read_text(encoding="utf-8").partition(HAND_WRITTEN)
+    TARGET.write_text(f"{INTRODUCTION}{table(found)}\n{heading}{below}", encoding="utf-8")
     drivable = sum(told["drivable"] for told in found)
     print(json.dumps({"classes": len(found), "drivable": drivable,
                       "not": {told["model"]: told["reason"] for told in found if not told["drivable"]}}, indent=2))

@@ -34,6 +34,7 @@ from flowgrpo.check.pipelines import Unknown, drive
 from flowgrpo.check.tiny import texts
 from flowgrpo.config.schema import Config
 from flowgrpo.errors import UserError
+from flowgrpo.policies import sources
 from flowgrpo.starter import FOLDERS
 
 # Reported fields of a pipeline; `language.FIELDS` are those of a language model.
@@ -102,7 +103,10 @@ def _notes(config: Config | None) -> list[str]:
               "backward": config.adapter.dora,
               "memory is of one process that holds all weights: memory.shard leaves each its share of the denoisers":
               config.memory.shard}
-    return [note for note, applies in untold.items() if applies]
+    notes = [note for note, applies in untold.items() if applies]
+    if config.load.lora or config.load.denoiser is not None:
+        notes.append(f"the LoRA's base is {sources.base(config.model, config.load)}")
+    return notes
 
 
 def _device(requested: str | None) -> str:

@@ -48,6 +48,13 @@ class Text(Section):
     correction_level: Literal["token", "sequence"] = Field("token", description="r of a token, or of its completion")
 
 
+class Fused(Section):
+    """LoRA that is fused into the weights of the model, and its scale."""
+
+    path: str = Field(min_length=1, description="a finished run, a folder with a LoRA, or its file")
+    scale: float = Field(1.0, description="factor of what it changes")
+
+
 class Load(Section):
     """Files from which `model` is loaded; see docs/pipelines.md."""
 
@@ -57,6 +64,13 @@ class Load(Section):
                                "file in `model`; None: the one that diffusers infers, from the hub")
     denoiser: str | None = Field(None, min_length=1, description="a .safetensors or .gguf file that replaces the "
                                  "denoiser of `model`")
+    lora: list[str | Fused] = Field([], description="LoRAs that are fused into the weights first, such as a turbo "
+                                    "LoRA: paths, or {path: FILE, scale: 0.8}; the run trains another on top")
+
+    @property
+    def fused(self) -> list[Fused]:
+        """The LoRAs of `lora` with their scales."""
+        return [Fused(path=lora) if isinstance(lora, str) else lora for lora in self.lora]
 
 
 class Adapter(Section):
@@ -66,6 +80,8 @@ class Adapter(Section):
     rank: int = Field(32, ge=0, description="rank of the LoRA; 0 trains all weights")
     alpha: float | None = Field(None, gt=0, description="LoRA alpha; None means a scale of 2: 2 * rank, of an rsLoRA "
                                                       "2 * sqrt(rank)")
+    init: str | None = Field(None, min_length=1, description="a LoRA of the same rank, scale and targets to start from:"
+                                                             " a finished run, a folder or a file")
     dora: bool = Field(False, description="a length of its own for every row of a weight (DoRA, 2402.09353)")
     rslora: bool = Field(False, description="the scale alpha / sqrt(rank) (rsLoRA, 2312.03732)")
     targets: list[str] = Field(["to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj",

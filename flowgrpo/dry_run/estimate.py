@@ -132,7 +132,7 @@ def _short(config: Config, prompts: int) -> Config:
         parts = parts | {"preview": parts["preview"] | {"precision": "full"}}
     memory = config.memory.model_copy(update={"shard": False})
     return config.model_copy(update={"train": config.train.model_copy(update=train), "parts": parts, "cache": None,
-                                     "memory": memory})
+                                     "memory": memory, "adapter": config.adapter.model_copy(update={"init": None})})
 
 
 def _picture(policy: Any, folder: Path) -> str | None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from flowgrpo.config.parse import load as load_config
 from flowgrpo.config.schema import Config
+from flowgrpo.config.sections import Adapter
 from flowgrpo.data import provenance
 from flowgrpo.device import drawing, pick_device
 from flowgrpo.errors import UserError
@@ -70,16 +71,21 @@ def load(pipe: Any, path: Path) -> TrainableWeights:
 
     config = run_config(path)
     method = overlay.with_parts(overlay.preset(config.method), config.parts)
-    weights = TrainableWeights(pipe, trained_modules(pipe, method.rollout.adapted), config.adapter)
+    weights = TrainableWeights(pipe, trained_modules(pipe, method.rollout.adapted), _fresh(config.adapter))
     take(weights, config, path)
     return weights
 
 
 def language_policy(config: Config, path: Path, device: str | torch.device = "cpu") -> CausalLM:
     """Return a language model with a checkpoint's weights. Raises UserError if they belong to another model."""
-    policy = build.language_policy(config, build.load_language(config), config.adapter, device)
+    policy = build.language_policy(config, build.load_language(config), _fresh(config.adapter), device)
     take(policy.weights, config, path)
     return policy
+
+
+def _fresh(adapter: Adapter) -> Adapter:
+    """Return the adapter without the LoRA that it started from, since a checkpoint holds all of it."""
+    return adapter.model_copy(update={"init": None})
 
 
 def take(live: TrainableWeights, config: Config, path: Path) -> None:

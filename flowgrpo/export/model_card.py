@@ -16,6 +16,7 @@ from flowgrpo.evaluation.numbers import decimals, fixed, ranged
 from flowgrpo.evaluation.pages import figures
 from flowgrpo.evaluation.statistics import ALL
 from flowgrpo.export.usage import snippet
+from flowgrpo.policies import sources
 from flowgrpo.starter import FOLDERS
 
 TOKENS = "tokens"  # unit of a language model's count
@@ -37,7 +38,7 @@ def text(config: Config, summary: dict[str, Any], run: Path, place: str) -> str:
 
 # {config.name}
 
-`{config.model}` aligned by flowgrpo with `{config.method}` to {_weighted(config.rewards)}.
+`{config.model}` aligned by flowgrpo with `{config.method}` to {_weighted(config.rewards)}.{_base(config)}
 
 ## Usage
 
@@ -63,6 +64,13 @@ All settings are in `config.yaml`, the numbers of each epoch in `metrics.jsonl`.
 
 Of the base model `{config.model}`: {known}.
 """
+
+
+def _base(config: Config) -> str:
+    """Return a sentence on the base of a LoRA whose base is not the model alone."""
+    if not config.load.lora and config.load.denoiser is None:
+        return ""
+    return f"\n\nIts base is {sources.base(config.model, config.load)}: on another base the weights do something else."
 
 
 def metadata(config: Config, licence: dict[str, str], sample: str, lora: bool) -> dict[str, Any]:

@@ -112,7 +112,7 @@ def _of_language(config: Config, place: str, prompt: str) -> list[str]:
 
 def _assembled(config: Config) -> tuple[list[str], str]:
     """Return imports and arguments of `load_pipeline` besides the model."""
-    files = {name: value for name, value in config.load.model_dump().items() if value}
+    files = {name: value for name, value in config.load.model_dump(exclude_defaults=True).items() if value}
     if not files:
         return [], ""
     given = ", ".join(f"{name}={value!r}" for name, value in files.items())

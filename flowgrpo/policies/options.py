@@ -13,6 +13,7 @@ from flowgrpo.methods.targets import JointDensity, LatentEdits, RewardGradient
 from flowgrpo.objectives import references
 from flowgrpo.policies import sources
 from flowgrpo.policies.pipelines.attention import require_attention
+from flowgrpo.policies.weights.lora_files import require_lora
 from flowgrpo.policies.weights.memory_options import require_package, require_quantiser
 from flowgrpo.samplers.learned_noise import LearnedNoise
 
@@ -20,6 +21,7 @@ from flowgrpo.samplers.learned_noise import LearnedNoise
 def require_options(config: Config, method: Method, device: str | torch.device, loaded: bool = False) -> None:
     """Raise UserError for options that conflict with each other or the device. loaded: the model is an object."""
     require_load(config, loaded)
+    require_init(config, method)
     require_memory(config, method, device, loaded)
     require_shardable(config, method)
     require_context_parallel(config, method)
@@ -36,6 +38,17 @@ def require_load(config: Config, loaded: bool = False) -> None:
         if value != getattr(Load(), name):
             raise UserError(f"load.{name} is {value!r}, but the model is an object that is loaded already: leave it "
                             "out, and load the object that way")
+
+
+def require_init(config: Config, method: Method) -> None:
+    """Raise UserError for an `adapter.init` that is not here, or that the run does not read."""
+    if config.adapter.init is None:
+        return
+    if not config.adapter.rank or isinstance(method.target, LatentEdits):
+        what = "adapter.rank is 0" if not config.adapter.rank else f"method {config.method} trains an edit policy"
+        raise UserError(f"adapter.init is {config.adapter.init!r}, but {what}, so that no LoRA is trained: leave it "
+                        "out")
+    require_lora("adapter.init", config.adapter.init)
 
 
 def require_memory(config: Config, method: Method, device: str | torch.device, loaded: bool = False) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from flowgrpo.config.sections import Load
 from flowgrpo.errors import UserError
+from flowgrpo.policies.weights.lora_files import require_lora
 from flowgrpo.starter import FOLDERS
 
 CHECKPOINT, QUANTISED = ".safetensors", ".gguf"
@@ -25,7 +26,14 @@ def is_gguf(files: Load) -> bool:
 
 def assembled(model: str, files: Load) -> bool:
     """Return True for a pipeline that stock `from_pretrained` does not load by itself."""
-    return is_file(model) or files.denoiser is not None
+    return is_file(model) or files.denoiser is not None or bool(files.lora)
+
+
+def base(model: str, files: Load) -> str:
+    """Return what a LoRA that was trained on this model needs as its base, in words."""
+    parts = [f"`{model}`"] + [f"its denoiser from `{files.denoiser}`"] * (files.denoiser is not None)
+    fused = ", ".join(f"`{lora.path}` at scale {lora.scale:g}" for lora in files.fused)
+    return " with ".join(parts) + (f", fused with {fused}" if fused else "")
 
 
 def require(model: str, files: Load, weights: str = "full") -> None:
@@ -33,7 +41,7 @@ def require(model: str, files: Load, weights: str = "full") -> None:
 
     weights: `memory.weights`, by which diffusers quantises only what it reads from a folder or repository.
     """
-    if weights != "full" and assembled(model, files):
+    if weights != "full" and (is_file(model) or files.denoiser is not None):
         setting = f"model is {model!r}" if files.denoiser is None else f"load.denoiser is {files.denoiser!r}"
         raise UserError(f"memory.weights is {weights!r}, but {setting}, a file, which diffusers does not quantise as "
                         "it reads it: set 'full', take a .gguf file, or save the pipeline as a folder")
@@ -45,10 +53,20 @@ def require(model: str, files: Load, weights: str = "full") -> None:
     if files.config is not None:
         _require_index(files.config)
     _require_revision(model, files)
+    _require_loras(files, weights)
     if files.denoiser is not None:
         _require_file("load.denoiser", files.denoiser, (CHECKPOINT, QUANTISED))
         if is_gguf(files) and importlib.util.find_spec("gguf") is None:
             raise UserError(f"load.denoiser is {files.denoiser!r}, which needs gguf: pip install gguf")
+
+
+def _require_loras(files: Load, weights: str) -> None:
+    for lora in files.fused:
+        require_lora("load.lora", lora.path)
+    setting = f"memory.weights is {weights!r}" if weights != "full" else \
+        f"load.denoiser is {files.denoiser!r}" if is_gguf(files) else None
+    if files.lora and setting:
+        raise UserError(f"load.lora is set, but {setting}: a LoRA is fused into full weights, leave one of them out")
 
 
 def require_pipeline(model: str, for_tokens: bool = False) -> None:

@@ -13,7 +13,7 @@ from tests.helpers import tiny, tiny_text
 
 KINDS = (build.PIPELINE, build.CAUSAL_LM, build.VISION_LM, build.MASKED_LM)
 # A value other than the default.
-OTHER = {"load.config": "folder", "load.denoiser": "file.safetensors",
+OTHER = {"load.config": "folder", "load.denoiser": "file.safetensors", "load.lora": ["file.safetensors"],
          "memory.weights": "int8", "memory.encoders": "cpu", "memory.vae": "tiled", "memory.states": "cpu",
          "memory.shard": True, "memory.attention": "native", "memory.context_parallel": 2,
          "picture.height": 64, "picture.width": 64,

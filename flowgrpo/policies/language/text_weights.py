@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from flowgrpo.errors import UserError
 from flowgrpo.log import quiet
 from flowgrpo.policies.weights.trainable import TrainableWeights
 from flowgrpo.storage import paths
@@ -29,9 +30,8 @@ class TextWeights(TrainableWeights):
             return f"saved all weights to {folder / 'model'}"
         with quiet():
             module.save_pretrained(folder)
-            paths.readable(folder / "adapter_model.safetensors")
-            module.load_adapter(str(folder), adapter_name="check")
-        try:
+        paths.readable(folder / "adapter_model.safetensors")
+        with self._beside(folder, "check"):
             for key, layer in self.layers().items():
                 parts: list[Any] = [layer.lora_A, layer.lora_B]
                 parts += [layer.lora_magnitude_vector] if self.adapter.dora else []
@@ -39,8 +39,23 @@ class TextWeights(TrainableWeights):
                         torch.equal(part["check"].weight, part["default"].weight.to(part["check"].weight))
                         for part in parts):  # inputs take the model's dtype
                     raise RuntimeError(f"{folder} does not give {key} back as it was saved")
-        finally:
-            with quiet():
-                module.delete_adapter("check")
-            module.set_adapter("default")
         return f"saved {folder / 'adapter_model.safetensors'}; read back by load_adapter: same weights, same scale"
+
+    def _others(self) -> dict[str, torch.nn.Module]:
+        return {}
+
+    def _attach(self, path: Path, adapter: str) -> None:
+        """Load a folder's adapter. Raises UserError if it does not load."""
+        module: Any = self.modules["model"]
+        try:
+            with quiet():
+                module.load_adapter(str(path), adapter_name=adapter)
+        except Exception as error:  # third-party files can raise anything
+            raise UserError(f"{path} does not load into {type(module).__name__}: "
+                            f"{' '.join(str(error).split())[:200]}") from error
+
+    def _detach(self, adapter: str) -> None:
+        module: Any = self.modules["model"]
+        if adapter in module.peft_config:
+            module.delete_adapter(adapter)
+        module.set_adapter("default")

@@ -19,6 +19,7 @@ from flowgrpo.log import quiet
 from flowgrpo.methods.adapted import Adapted
 from flowgrpo.policies import hub, sources
 from flowgrpo.policies.pipelines import single_file
+from flowgrpo.policies.weights.lora_files import fuse
 from flowgrpo.policies.weights.memory_options import quantisation
 from flowgrpo.samplers.predictions import prediction
 from flowgrpo.starter import FOLDERS, MERGED
@@ -90,6 +91,8 @@ def load_pipeline(model: str, precision: str = "fp32", trust_remote_code: bool =
             pipe = _read(model, source, files, DTYPES[precision], weights, trust_remote_code)
             if model in MERGED:
                 _merge(pipe, MERGED[model])
+            for lora in files.fused:
+                fuse(pipe, denoisers(pipe) | text_encoders(pipe), Path(lora.path), lora.scale)
     except UserError:
         raise
     except Exception as error:  # whatever stands in a stranger's files

@@ -10,6 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from flowgrpo.errors import UserError
+from flowgrpo.log import quiet
+from flowgrpo.storage.places import CONFIG, is_checkpoint
 from flowgrpo.storage.tensor_files import order_metadata
 
 if TYPE_CHECKING:
@@ -63,6 +65,43 @@ def load_lora(pipe: Any, modules: dict[str, torch.nn.Module], folder: Path, adap
     return used
 
 
+def require_lora(setting: str, given: str) -> None:
+    """Raise UserError if a path is neither a LoRA's file nor a folder with one. setting: what names it."""
+    path = Path(given)
+    if path.is_file() and path.suffix == ".safetensors" or (path / LORA_FILE).is_file() or any(
+            path.glob(f"*/{LORA_FILE}")) or any(path.glob("adapter_config.json")) or any(
+            path.glob("*/adapter_config.json")):
+        return
+    hint = "expected a finished run, a folder with a LoRA, or its .safetensors file"
+    if is_checkpoint(path):
+        hint = "it is a checkpoint, whose LoRA a finished run's folder has: give that"
+    elif (path / CONFIG).is_file():
+        hint = "the run has not finished: --resume it" if not (path / "summary.json").is_file() else \
+            "the run trained all weights: give a LoRA"
+    raise UserError(f"{setting} is {given!r}, which has no LoRA: {hint}")
+
+
+def attach(pipe: Any, modules: dict[str, torch.nn.Module], path: Path, adapter: str) -> None:
+    """Load a LoRA from its file, or from a folder as `load_lora` does, as an adapter of that name.
+
+    Raises UserError if it does not load, or loads nothing.
+    """
+    try:
+        with quiet():  # a second adapter, and none for the text encoders, are intended
+            if path.is_file():
+                pipe.load_lora_weights(path.parent, weight_name=path.name, adapter_name=adapter)
+            else:
+                load_lora(pipe, modules, path, adapter)
+    except UserError:
+        raise
+    except Exception as error:  # whatever stands in a stranger's file
+        raise UserError(f"{path} does not load into {type(pipe).__name__}: {' '.join(str(error).split())[:200]}"
+                        ) from error
+    parts: list[Any] = [part for part in pipe.components.values() if isinstance(part, torch.nn.Module)]
+    if not any(adapter in (getattr(part, "peft_config", None) or {}) for part in parts):
+        raise UserError(f"{path} holds no LoRA layer for {type(pipe).__name__}: was it trained on another model?")
+
+
 def save_stock(pipe: Any, folder: Path, modules: dict[str, str]) -> None:
     """Write the format of `load_lora_weights`; modules: the component name by the name in the file."""
     from peft.utils import get_peft_model_state_dict
@@ -95,6 +134,18 @@ def merge(module: torch.nn.Module) -> None:
     for layer in [part for part in module.modules() if isinstance(part, LoraLayer)]:
         layer.merge()
     take_off(module)
+
+
+def fuse(pipe: Any, modules: dict[str, torch.nn.Module], path: Path, scale: float) -> None:
+    """Add a LoRA to a pipeline's weights for good. modules: those that may have one, by name. scale: its factor."""
+    from peft.tuners.lora import LoraLayer
+
+    attach(pipe, modules, path, "default")
+    for module in modules.values():
+        for layer in module.modules():
+            if isinstance(layer, LoraLayer):
+                layer.scale_layer(scale)
+        merge(module)
 
 
 def take_off(module: torch.nn.Module) -> None:

@@ -13,14 +13,14 @@ from flowgrpo.config.sections import Adapter
 from flowgrpo.distributed.shards import is_shard, local
 from flowgrpo.errors import UserError
 from flowgrpo.log import quiet
-from flowgrpo.policies.weights import sharding
+from flowgrpo.policies.weights import initial, sharding
 from flowgrpo.policies.weights.lora_files import (
     EXPERT,
     LORA_FILE,
     PEFT,
     PIPELINE,
     add_adapter,
-    load_lora,
+    attach,
     loader,
     save_peft,
     save_stock,
@@ -75,6 +75,8 @@ class TrainableWeights:
         self._first: dict[str, torch.Tensor] = {}
         if adapter.rank or unsharded:
             self.hold()
+        if adapter.init is not None:
+            self._start(Path(adapter.init))
 
     def hold(self) -> None:
         """Take the trainable parameters that the modules have now; without a LoRA their values are the reference."""
@@ -108,6 +110,46 @@ class TrainableWeights:
         for parameter in module.parameters():
             if parameter.requires_grad:
                 parameter.data = parameter.data.float()
+
+    def _start(self, path: Path) -> None:
+        """Copy an existing LoRA's values. Raises UserError if its layers, ranks or scales are others."""
+        with self._beside(path, initial.NAME):
+            initial.require_same(path, self.modules, self.layers(), self._others())
+            values = initial.values(path, self.named, self.layers())
+        self.load(values)
+
+    def _others(self) -> dict[str, torch.nn.Module]:
+        """Return the pipeline's modules that are not trained."""
+        return {name: part for name, part in self.pipe.components.items()
+                if isinstance(part, torch.nn.Module) and name not in self.modules}
+
+    def _attach(self, path: Path, adapter: str) -> None:
+        attach(self.pipe, self.modules, path, adapter)
+
+    def _detach(self, adapter: str) -> None:
+        from diffusers.utils.peft_utils import delete_adapter_layers
+
+        modules: list[Any] = [*self.modules.values(), *self._others().values()]
+        for module in modules:
+            if adapter in (getattr(module, "peft_config", None) or {}):
+                delete_adapter_layers(module, adapter)
+                if not module.peft_config:
+                    take_off(module)
+        for layer in self.layers().values():
+            layer.set_adapter("default")
+
+    @contextlib.contextmanager
+    def _beside(self, path: Path, adapter: str) -> Iterator[None]:
+        """Context manager: a LoRA from a path in addition to the live one, as an adapter of that name."""
+        live = {key: parameter.data for key, parameter in self.named.items()}
+        try:
+            self._attach(path, adapter)
+            yield
+        finally:
+            with quiet():
+                self._detach(adapter)
+            for key, parameter in self.named.items():
+                parameter.data = live[key]
 
     def _way_off(self, name: str, module: Any) -> str:
         """Return the instruction for removing the adapters of a module."""
@@ -243,12 +285,7 @@ class TrainableWeights:
 
     def _verify(self, folder: Path) -> None:
         """Load the files as a user would, in addition to the live adapter, and compare every weight and scale."""
-        from diffusers.utils.peft_utils import delete_adapter_layers
-
-        live = {key: parameter.data for key, parameter in self.named.items()}
-        try:
-            with quiet():  # a second adapter, and none for the text encoders, are intended here
-                load_lora(self.pipe, self.modules, folder, "check")
+        with self._beside(folder, "check"):
             for key, layer in self.layers().items():
                 # diffusers casts loaded weights, and the live adapter of a text encoder, to the module's dtype.
                 parts: list[Any] = [layer.lora_A, layer.lora_B]
@@ -257,13 +294,3 @@ class TrainableWeights:
                 if len(sides) < len(parts) or layer.scaling["check"] != layer.scaling["default"] or \
                         not all(torch.equal(loaded, live.to(loaded.dtype)) for loaded, live in sides):
                     raise RuntimeError(f"{folder} does not give {key} back as it was saved")
-        finally:
-            with quiet():
-                modules: dict[str, Any] = self.modules
-                for module in modules.values():
-                    if "check" in module.peft_config:
-                        delete_adapter_layers(module, "check")
-            for layer in self.layers().values():
-                layer.set_adapter("default")
-            for key, parameter in self.named.items():
-                parameter.data = live[key]
