@@ -44,10 +44,10 @@ def listed(folder: Path) -> list[Run]:
     files = [*folder.glob(CONFIG), *folder.glob(f"*/{CONFIG}")]
     if not files:
         raise UserError(f"no run in {folder}: expected a folder that holds runs, which a recipe names as `output`")
-    return sorted((_run(file.parent) for file in files), key=lambda run: (-run.changed, run.name))
+    return sorted((read(file.parent) for file in files), key=lambda run: (-run.changed, run.name))
 
 
-def _run(folder: Path) -> Run:
+def read(folder: Path) -> Run:
     """Return the run of a folder, as far as its files can be read."""
     metrics = folder / "metrics.jsonl"
     name = folder.resolve().name

@@ -10,6 +10,7 @@ from typing import Any
 
 from flowgrpo.config.parse import read_yaml
 from flowgrpo.errors import UserError
+from flowgrpo.evaluation.runs import HELD_OUT, read
 from flowgrpo.storage.json_files import read_lines
 from flowgrpo.storage.places import CONFIG, run_of
 
@@ -17,7 +18,7 @@ APART = ("name", "output")  # settings in which all runs differ
 # Distinct to colour-blind readers (Okabe and Ito), from the ninth run on with dashes.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8a8a00", "#808080")
 WIDTH, HEIGHT, LEFT, BOTTOM = 640, 260, 64, 28  # of a chart and its margins, in pixels
-KINDS = {"reward/{}/mean": "training samples", "held_out/{}": "held-out prompts"}
+KINDS = {"reward/{}/mean": "training samples", f"{HELD_OUT}{{}}": "held-out prompts"}
 HEAD = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
 <meta name="color-scheme" content="light dark"><title>{title}</title>
@@ -57,9 +58,19 @@ def write(runs: Sequence[Path], output: Path | None = None) -> Path:
     names = [folder.name for folder in folders]
     labels = names if len(set(names)) == len(names) else list(map(str, folders))
     output = output or folders[0].parent / f"{'-'.join(names)}.html"
-    output.write_text(page([Compared(label, flat(read_yaml(folder / CONFIG)), read_lines(
-        folder / "metrics.jsonl", "epoch")) for label, folder in zip(labels, folders)]), encoding="utf-8")
+    compared = [Compared(label, flat(read_yaml(folder / CONFIG)), measured(folder))
+                for label, folder in zip(labels, folders)]
+    output.write_text(page(compared), encoding="utf-8")
     return output
+
+
+def measured(folder: Path) -> list[dict[str, Any]]:
+    """Return the metrics of a run's epochs, with the held-out rewards before the first one and after the last one."""
+    lines, run = read_lines(folder / "metrics.jsonl", "epoch"), read(folder)
+    last = lines[-1] if lines and run.state == "finished" else {}
+    ends = {f"{HELD_OUT}{name}": value for name, value in run.after.items()} if last else {}
+    before = {f"{HELD_OUT}{name}": value for name, value in run.before.items()}
+    return [{"epoch": 0} | before, *lines[:-1], *([ends | last] if last else lines[-1:])]
 
 
 def page(runs: Sequence[Compared]) -> str:
@@ -93,7 +104,7 @@ def curves(runs: Sequence[Compared]) -> dict[tuple[str, str], list[list[tuple[in
     keys = dict.fromkeys(key for run in runs for line in run.lines for key in line)
     rewards = [key.removeprefix("reward/").removesuffix("/mean") for key in keys
                if key.startswith("reward/") and key.endswith("/mean")]
-    rewards += [key.removeprefix("held_out/") for key in keys if key.startswith("held_out/")]
+    rewards += [key.removeprefix(HELD_OUT) for key in keys if key.startswith(HELD_OUT)]
     drawn = {(name, kind): [[(line["epoch"], line[key]) for line in run.lines
                              if line.get(key := pattern.format(name)) is not None] for run in runs]
              for name in dict.fromkeys(rewards) for pattern, kind in KINDS.items()}
