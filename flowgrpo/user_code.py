@@ -93,9 +93,9 @@ def guarded(what: str, call: Callable[..., T], *arguments: Any, error_type: type
     """Call third-party code; raise any of its errors as a UserError that begins with `what`."""
     try:
         return call(*arguments, **keywords)
-    except UserError:
+    except (UserError, KeyboardInterrupt):
         raise
-    except (Exception, SystemExit) as error:
+    except BaseException as error:  # SystemExit, or an exception class of the user's
         message = " ".join(f"{type(error).__name__}: {error}".split())
         raise error_type(f"{what}: {message}{_place(error)}") from error
 

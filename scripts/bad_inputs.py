@@ -34,7 +34,7 @@ FILES: dict[str, str | bytes] = {
     "broken.jsonl": '{"prompt": "a circle"}\n{"prompt": "a star" "metadata": {}}\n',
     "empty.txt": "",
     "binary.txt": b"\xff\xfe\x00\x01" * 9,
-    "bom.txt": "\ufeffa red circle\na blue star\na green square\n" * 3,
+    "bom.txt": "\ufeff" + "a red circle\na blue star\na green square\n" * 3,
     "same.txt": "a red star\n" * 20,
     "utf16.txt": "a red star\n".encode("utf-16"),
     "blank.txt": "\n \n\t\n",

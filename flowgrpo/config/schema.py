@@ -43,7 +43,7 @@ class Config(Section):
     negative_prompt: str = Field("", description="of prompts that bring none of their own")
     cache: str | None = Field(None, description="folder for encoded prompts and kept scores, shared by runs; None: "
                                                 "memory only")
-    output: str = Field("runs", description="the folder of all runs")
+    output: str = Field("runs", min_length=1, description="the folder of all runs")
     seed: int = Field(0, ge=0, lt=2**32, description="of noise, order of prompts, adapter's first weights")
     device: Literal["auto", "cuda", "mps", "cpu"] = Field("auto", description="`auto`: the first that works")
     precision: Literal["auto", "fp32", "bf16", "fp16"] = Field(

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from flowgrpo.data import splits
-from flowgrpo.data.prompts import Prompt
+from flowgrpo.data.prompts import Prompt, decoded
 from flowgrpo.errors import UserError, nearest
 
 KEYS = ("prompt", "chosen", "rejected", "aspects")
@@ -91,7 +91,7 @@ def aspects(train: Sequence[Pair], held: Sequence[Pair]) -> list[str]:
 
 def _pair(text: str, path: Path, line: int) -> Pair:
     try:
-        record = json.loads(text)
+        record = decoded(text)
     except json.JSONDecodeError as error:
         raise _wrong(path, line, f"not valid JSON: {error.msg} (column {error.colno})") from None
     if not isinstance(record, dict):

@@ -220,9 +220,17 @@ def _known(row: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in row.items() if value is not None}
 
 
-def _json(text: str, path: Path, line: int) -> Any:
+def decoded(text: str) -> Any:
+    """Return the value of a JSON text. Raises json.JSONDecodeError, for one that is nested too deeply too."""
     try:
         return json.loads(text)
+    except RecursionError:
+        raise json.JSONDecodeError("nested too deeply", text, 0) from None
+
+
+def _json(text: str, path: Path, line: int) -> Any:
+    try:
+        return decoded(text)
     except json.JSONDecodeError as error:
         raise _wrong(path, line, f"not valid JSON: {error.msg} (column {error.colno})") from None
 

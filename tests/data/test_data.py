@@ -332,3 +332,9 @@ def test_resolve_reads_the_files_of_the_configuration(tmp_path):
     other = write(tmp_path, "h.txt", "p0\nq\n")
     assert [p.text for p in resolve(Config(prompts=str(file), held_out=str(other)))[1]] == ["p0", "q"]
     assert [p.text for p in resolve(Config(held_out=str(other)))[1]] == ["p0", "q"]
+
+
+def test_json_that_is_nested_too_deeply_is_one_line(tmp_path):
+    (tmp_path / "deep.jsonl").write_text("[" * 100_000 + "\n")
+    with pytest.raises(UserError, match="line 1: not valid JSON: nested too deeply"):
+        load_prompts(tmp_path / "deep.jsonl")

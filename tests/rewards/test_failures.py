@@ -71,7 +71,7 @@ def test_without_a_rule_a_failure_ends_the_run():
 # --- skip ------------------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("broken", [
-    choking("bb"), choking("bb", error=SystemExit(1)),
+    choking("bb"), choking("bb", error=SystemExit(1)), choking("bb", error=BaseException("a class of their own")),
     lambda images, prompts: [NAN if prompt == "bb" else len(prompt) for prompt in prompts],
     lambda images, prompts: [math.inf if prompt == "bb" else len(prompt) for prompt in prompts],
     lambda images, prompts: lengths(images, prompts)[:None if "bb" not in prompts else -1],
