@@ -16,12 +16,11 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from flowgrpo.dry_run.gpus import gpu_named
-
 from flowgrpo.config import load
 from flowgrpo.config.schema import Config
 from flowgrpo.dry_run.estimate import dry_run, gib
 from flowgrpo.dry_run.published import MODELS
+from flowgrpo.gpus import gpu_named
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "recipes.md"

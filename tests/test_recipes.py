@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
-from flowgrpo.dry_run.gpus import GPUS
 
 from flowgrpo.check import report, tiny
 from flowgrpo.config import load
@@ -18,6 +17,7 @@ from flowgrpo.config.geometry import geometry
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.data.sets import SETS
 from flowgrpo.gaussian import log_prob
+from flowgrpo.gpus import GPUS
 from flowgrpo.methods import validate
 from flowgrpo.objectives import Clip, PlainRatio
 from flowgrpo.objectives.forward_process import NegativeAware
