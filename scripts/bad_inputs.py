@@ -155,7 +155,7 @@ REWARDS: dict[str, list[str]] = {
     )
 }
 REWARDS |= {
-    "hangs": train('--reward={"rewards.py:hangs": {timeout: 3}}'),
+    "hangs": train('--reward={"rewards.py:hangs": {timeout: 1}}'),
     "syntax error": train("--reward=syntax.py:reward"),
     "exit on import": train("--reward=exit_import.py:reward"),
     "import error": train("--reward=imports.py:reward"),
