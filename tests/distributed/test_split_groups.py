@@ -80,6 +80,10 @@ def folder(tmp_path_factory):
     return folder
 
 
+# AdamW divides a gradient by its size: where it is nearly zero, the order of a sum shows.
+NEAR = {"best and worst": 1e-4, "dgpo": 1e-5}
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_a_split_group_trains_as_a_whole_one(case, folder):
     trainer = trained(case)
@@ -89,7 +93,7 @@ def test_a_split_group_trains_as_a_whole_one(case, folder):
     for file in folder.glob(f"{case}[0-9].safetensors"):
         split = load_file(file)
         for key, value in weights.items():
-            torch.testing.assert_close(split[key], value, rtol=0, atol=1e-4 if case == "best and worst" else 1e-6)
+            torch.testing.assert_close(split[key], value, rtol=0, atol=NEAR.get(case, 1e-6))
 
 
 @pytest.mark.parametrize("options, processes, told", [

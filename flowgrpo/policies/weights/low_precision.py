@@ -7,6 +7,7 @@ is added in full precision. Layers of other kinds are unchanged.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 from collections.abc import Iterator
 from typing import Any, Protocol
@@ -56,6 +57,7 @@ def quantised(policy: Denoising, precision: str) -> Iterator[None]:
 
     precision: "int8" or "fp8" (e4m3), with a scale per row of the weight and of the input; "nvfp4" (e2m1), with a scale
     per 16 values; "auto": the one that suits the device; "full" changes nothing.
+    A CPU whose int8 products overflow keeps the inputs in full precision.
     At exit the original weights are restored bit for bit, and the copies are freed. Gradients are not recorded inside.
     Linear layers whose sides are not multiples of 16 keep their precision.
     """
@@ -86,7 +88,7 @@ def _quantised(weight: torch.Tensor, precision: str) -> torch.nn.Parameter:
 
     alone = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
     alone.weight = torch.nn.Parameter(weight.detach(), requires_grad=False)
-    quantize_(alone, form(precision, weight.dtype))
+    quantize_(alone, form(precision, weight.dtype, weight.device.type != "cpu" or exact_int8()))
     return alone.weight
 
 
@@ -96,8 +98,18 @@ def _contiguous(_layer: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> tu
     return tuple(value.contiguous() for value in inputs)
 
 
-def form(precision: str, dtype: torch.dtype) -> Any:
-    """Return torchao's configuration of a low precision for weights of this dtype."""
+@functools.cache
+def exact_int8() -> bool:
+    """Return True if this CPU's products of int8 matrices do not overflow, as those of a CPU without VNNI may."""
+    a, b = torch.full((32, 64), 127, dtype=torch.int8), torch.full((64, 32), 127, dtype=torch.int8)
+    return bool((torch._int_mm(a, b) == 64 * 127 * 127).all())
+
+
+def form(precision: str, dtype: torch.dtype, inputs: bool = True) -> Any:
+    """Return torchao's configuration of a low precision for weights of this dtype.
+
+    inputs: quantise inputs of int8 layers too.
+    """
     if precision == "nvfp4":
         from torchao.prototype.mx_formats import NVFP4DynamicActivationNVFP4WeightConfig
 
@@ -105,11 +117,14 @@ def form(precision: str, dtype: torch.dtype) -> Any:
     from torchao.quantization import (
         Float8DynamicActivationFloat8WeightConfig,
         Int8DynamicActivationInt8WeightConfig,
+        Int8WeightOnlyConfig,
         PerRow,
         PerTensor,
     )
 
     # The settings of torch's compiler are global to the process.
+    if precision == "int8" and not inputs:
+        return Int8WeightOnlyConfig(set_inductor_config=False)
     if precision == "int8":
         return Int8DynamicActivationInt8WeightConfig(set_inductor_config=False)
     granularity = PerRow() if dtype == torch.bfloat16 else PerTensor()  # rows are for bf16 alone

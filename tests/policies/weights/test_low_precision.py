@@ -89,6 +89,7 @@ def test_every_form_quantises_the_inputs_too(dtype, fp8):
         "int8": "Int8DynamicActivationInt8WeightConfig", "fp8": "Float8DynamicActivationFloat8WeightConfig",
         "nvfp4": "NVFP4DynamicActivationNVFP4WeightConfig"}
     assert [type(each).__name__ for each in found["fp8"].granularity] == [fp8, fp8]
+    assert type(form("int8", dtype, inputs=False)).__name__ == "Int8WeightOnlyConfig"
 
 
 @pytest.mark.parametrize("precision", LOW)
