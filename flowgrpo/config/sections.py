@@ -139,8 +139,9 @@ class Train(Section):
 class Memory(Section):
     """Placement and precision of weights and activations; docs/performance.md gives the cost of each option."""
 
-    weights: Literal["full", "int8", "nf4"] = Field("full", description="of the denoiser below a LoRA: in "
-                                                    "`precision`, or by torchao (`int8`) or bitsandbytes (`nf4`)")
+    weights: Literal["full", "int8", "fp8", "nf4"] = Field(
+        "full", description="of the denoiser below a LoRA: in `precision`, or by torchao (`int8`, `fp8`) or "
+                            "bitsandbytes (`nf4`)")
     encoders: Literal["keep", "cpu"] = Field("keep", description="where text encoders wait while nothing is encoded")
     vae: Literal["whole", "sliced", "tiled"] = Field("whole", description="a batch decoded at once, picture by "
                                                      "picture, or tile by tile too")

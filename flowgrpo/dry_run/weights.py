@@ -10,7 +10,7 @@ import torch
 from flowgrpo.config.sections import Memory
 from flowgrpo.dry_run.meta_gpu import MetaGPU
 
-STORED = {"full": 1.0, "int8": 0.5, "nf4": 0.28}  # bytes of a linear layer's weight, as a share of two
+STORED = {"full": 1.0, "int8": 0.5, "fp8": 0.5, "nf4": 0.28}  # bytes of a linear layer's weight, as a share of two
 
 
 def hold(meta: MetaGPU, policy: Any, memory: Memory, processes: int) -> Any:

@@ -15,7 +15,7 @@ import torch
 
 from flowgrpo.errors import UserError
 
-PACKAGES = {"int8": "torchao", "nf4": "bitsandbytes"}
+PACKAGES = {"int8": "torchao", "fp8": "torchao", "nf4": "bitsandbytes"}
 
 
 def require_quantiser(weights: str) -> None:
@@ -33,19 +33,21 @@ def require_package(setting: str, package: str) -> None:
 def quantisation(names: Iterable[str], weights: str, dtype: torch.dtype) -> Any:
     """Return diffusers' quantisation config for the components `names`; None for full weights.
 
-    int8: a scale per row of a weight, by torchao. nf4: 4 bits of a normal distribution's quantiles with a scale per 64
-    values (QLoRA, 2305.14314), by bitsandbytes, computed with in `dtype`.
+    int8: integers with a scale per row of a weight, by torchao. fp8: floats of 4 bits of exponent and 3 of mantissa
+    (e4m3) with a scale per row, by torchao; products are in `dtype`. nf4: 4 bits of a normal distribution's quantiles
+    with a scale per 64 values (QLoRA, 2305.14314), by bitsandbytes, computed with in `dtype`.
     """
     if weights == "full":
         return None
     from diffusers import BitsAndBytesConfig, PipelineQuantizationConfig, TorchAoConfig
 
     form: Any
-    if weights == "int8":
-        from torchao.quantization import Int8WeightOnlyConfig
+    if weights in ("int8", "fp8"):
+        from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig
 
         # The settings of torch's compiler are global to the process.
-        form = TorchAoConfig(Int8WeightOnlyConfig(set_inductor_config=False))
+        kind = Int8WeightOnlyConfig if weights == "int8" else Float8WeightOnlyConfig
+        form = TorchAoConfig(kind(set_inductor_config=False))
     else:
         form = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype)
     return PipelineQuantizationConfig(quant_mapping=dict.fromkeys(names, form))
