@@ -16,6 +16,7 @@ from flowgrpo.methods import validate
 from flowgrpo.policies.pipelines.conditioning import Conditioning
 from flowgrpo.policies.pipelines.mid_loop_check import few_steps
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
+from flowgrpo.policies.weights.compiled import blocks
 from flowgrpo.samplers.grids import make_grid
 from flowgrpo.samplers.rollout import RolloutSpec
 from flowgrpo.samplers.scheduler import Segment
@@ -28,7 +29,8 @@ def memory(policy: PipelinePolicy, config: Config, conditioning: Conditioning) -
 
     conditioning: that of one prompt. Phases: encode, rollout, decode, update.
     The whole pipeline stays on the device, so its weights are in every phase. Offloaded text encoders count only in
-    encode; offloaded recorded states count in none.
+    encode; a denoiser that makes room for them does not; offloaded recorded states count in none. Of offloaded blocks
+    the largest counts.
     Activations are those one row's forward keeps for the backward, with the policy's guidance and checkpointing, times
     the micro-batch. Not counted: temporary memory of kernels, and the one block that checkpointing recomputes at a
     time. Decoding is the peak of a micro-batch.
@@ -44,7 +46,8 @@ def memory(policy: PipelinePolicy, config: Config, conditioning: Conditioning) -
     prompt = tensor_bytes(tensor for tensor in tree_leaves(conditioning.calls) if torch.is_tensor(tensor))
     later = held | ({} if policy.encoders.away is None else {"text encoders": 0})
     later["prompt embeddings"] = prompt * (geometry(config.train).prompts + rows)  # of the batch, and of one call
-    return {"encode": held, "rollout": later | states,
+    first = held | ({} if policy.encoders.beside is None else {"denoisers": 0})
+    return {"encode": first, "rollout": later | states,
             "decode": later | states | {"decoding": _decoding(policy, conditioning, x, rows)},
             "update": later | states | update}
 
@@ -68,8 +71,12 @@ def _weights(policy: PipelinePolicy) -> dict[str, int]:
         if isinstance(module, torch.nn.Module):
             kind = "denoisers" if name in policy.denoisers else "vae" if "vae" in name or name == "vqgan" else \
                 "text encoders" if name.startswith("text_encoder") else "other"
-            frozen = (tensor for tensor in [*module.parameters(), *module.buffers()] if id(tensor) not in trained)
-            sizes[kind] += tensor_bytes(frozen)
+            def frozen(part: torch.nn.Module) -> int:
+                return tensor_bytes(tensor for tensor in [*part.parameters(), *part.buffers()]
+                                    if id(tensor) not in trained)
+
+            parts = [frozen(block) for block in blocks(module)] if policy.offloads and name in policy.denoisers else []
+            sizes[kind] += frozen(module) - sum(parts) + max(parts, default=0)
     return sizes
 
 

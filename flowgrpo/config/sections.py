@@ -143,6 +143,11 @@ class Memory(Section):
         "full", description="of the denoiser below a LoRA: in `precision`, or by torchao (`int8`, `fp8`) or "
                             "bitsandbytes (`nf4`)")
     encoders: Literal["keep", "cpu"] = Field("keep", description="where text encoders wait while nothing is encoded")
+    denoiser: Literal["keep", "cpu"] = Field("keep", description="where frozen weights of the denoiser wait while "
+                                             "prompts are encoded; `cpu` goes with `encoders: cpu`")
+    offload: Literal["none", "block_level", "leaf_level"] = Field(
+        "none", description="frozen weights of the denoiser's blocks that wait in the CPU's memory and come for their "
+                            "forward alone: block by block, or layer by layer")
     vae: Literal["whole", "sliced", "tiled"] = Field("whole", description="a batch decoded at once, picture by "
                                                      "picture, or tile by tile too")
     states: Literal["device", "cpu"] = Field("device", description="where a rollout's recorded states wait for their "

@@ -23,6 +23,7 @@ def require_options(config: Config, method: Method, device: str | torch.device, 
     require_load(config, loaded)
     require_init(config, method)
     require_memory(config, method, device, loaded)
+    require_waiting(config, method)
     require_shardable(config, method)
     require_context_parallel(config, method)
     validate.require_recorded_pairs(config, method)
@@ -98,6 +99,32 @@ def _require_kept(config: Config, method: Method, setting: str) -> None:
     preview = method.rollout.preview
     if preview and preview.precision != "full":
         raise UserError(f"{setting}, and parts.preview.precision {preview.precision!r}: weights are quantised once")
+
+
+def require_waiting(config: Config, method: Method) -> None:
+    """Raise UserError for options that conflict with `memory.denoiser` or `memory.offload`."""
+    memory, offloads = config.memory, config.memory.offload != "none"
+    if memory.denoiser == "keep" and not offloads:
+        return
+    setting = f"memory.offload is {memory.offload}" if offloads else "memory.denoiser is cpu"
+    preview = method.denoising.preview.precision if method.denoising.preview else "full"
+    wrong = {"memory.denoiser: cpu, since blocks wait there anyway: use keep": offloads and memory.denoiser == "cpu",
+             "memory.encoders: keep, beside which it would not leave: use cpu":
+             not offloads and memory.encoders == "keep",
+             f"train.checkpointing: {str(config.train.checkpointing).lower()}, without which a graph keeps the weights "
+             "of all blocks: use true": offloads and config.train.checkpointing is not True,
+             "adapter.rank: 0, whose weights are all trained: set a rank": not config.adapter.rank,
+             "adapter.dora, which reads whole weights: use false": offloads and config.adapter.dora,
+             "text encoders that are trained: set parts.adapted.encoders: false": method.denoising.adapted.encoders,
+             "memory.weights: nf4, whose packed weights do not wait: use int8 or fp8": memory.weights == "nf4",
+             f"load.denoiser: {config.load.denoiser}, whose packed weights do not wait: use a .safetensors file":
+             sources.is_gguf(config.load),
+             f"parts.preview.precision: {preview}: use full": preview != "full",
+             "memory.shard: use false": bool(memory.shard),
+             "memory.context_parallel: use 1": memory.context_parallel > 1,
+             "train.compile: use false": config.train.compile}
+    for option in (option for option, conflicts in wrong.items() if conflicts):
+        raise UserError(f"{setting}, which does not go with {option}")
 
 
 def require_shardable(config: Config, method: Method) -> None:

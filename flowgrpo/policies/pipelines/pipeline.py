@@ -27,7 +27,7 @@ from flowgrpo.policies.pipelines.load import modality, trained_modules
 from flowgrpo.policies.pipelines.prompt_encoding import EncodePrompt
 from flowgrpo.policies.pipelines.reference_images import PICTURES, pictures_of, stay_apart
 from flowgrpo.policies.pipelines.timestep_vector import copies
-from flowgrpo.policies.weights import context_parallel, sharding
+from flowgrpo.policies.weights import context_parallel, host_weights, sharding
 from flowgrpo.policies.weights.checkpointing import checkpoint_blocks, recomputed, supported
 from flowgrpo.policies.weights.compiled import compile_blocks
 from flowgrpo.policies.weights.lora_forward import without_casts
@@ -70,7 +70,7 @@ class PipelinePolicy:
         self.given = {key: value for key, value in (call or {}).items() if key in PICTURES}
         self.device, self.precision, self.dtype = torch.device(device), precision, DTYPES[precision]
         self.exact = 1e-6 if self.dtype == torch.float32 else None  # how closely a replay repeats the rollout
-        self.checkpointing, self.compiled = float(checkpointing), compiled
+        self.checkpointing, self.compiled, self.offloads = float(checkpointing), compiled, memory.offload != "none"
         self.states = self.device if memory.states == "device" else torch.device("cpu")
         trained, self.live = trained_modules(pipe, adapted) if adapter is not None else {}, adapted.encoders
         self.driver = driver = PipelineCall(pipe, self.call, self.device, self.dtype, trained, self._skipped)
@@ -83,9 +83,9 @@ class PipelinePolicy:
                               timesteps=torch.tensor([900, 500]) if self.process == "vp" else None)
         self.evaluations = 0  # rows that went through a denoiser
         mesh = sharding.mesh(memory.shard, self.device)
-        # Sharded weights come to the device block by block, and never as a whole.
+        # Sharded and offloaded weights come to the device block by block, and never as a whole.
         self.encoders = Encoders(pipe, self.device, None if memory.encoders == "keep" else "cpu",
-                                 later=self.denoisers if mesh is not None else ())
+                                 self.denoisers if mesh is not None or host_weights.later(memory) else ())
         decode_in_parts(pipe, memory.vae)
         use_attention(memory.attention, self.denoisers.values())
         for part in pipe.components.values():
@@ -100,6 +100,7 @@ class PipelinePolicy:
             driver.casts = adapter is not None and not without_casts(self.weights.layers().values())
         if mesh is not None:
             sharding.place(self.denoisers.values(), mesh, self.device, self.weights, self.dtype)
+        host_weights.place(self.denoisers.values(), self.encoders, self.device, memory, self.weights)
         context_parallel.enable(self.denoisers.values(), memory.context_parallel, self.device)
         self.turns = lockstep.Lockstep(self.device, self._accompany) if mesh is not None else None
         self._row: tuple[Conditioning, torch.Tensor, Segment] | None = None  # one that was sampled last, and how

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
 from flowgrpo.errors import UserError
+from flowgrpo.policies.weights.host_weights import HostWeights
 
 PACKAGES = {"int8": "torchao", "fp8": "torchao", "nf4": "bitsandbytes"}
 
@@ -64,10 +65,11 @@ class Encoders:
         """later: the components that come to the device in another way."""
         self.device, self.away, self.here = device, away, away is None
         later = set(later)
-        self._waiting: list[tuple[dict[str, Any], str, torch.Tensor]] = []  # of each copy on the device, its original
+        self.beside: HostWeights | None = None  # weights that leave while encoders are on the device
         named = {name: part for name, part in pipe.components.items() if isinstance(part, torch.nn.Module)
                  and name not in later}
         self.modules = [part for name, part in named.items() if name.startswith("text_encoder")]
+        self._weights = HostWeights(self.modules, device)
         if away is None and not later:
             pipe.to(device)  # it knows which quantised parts may be moved
         for part in named.values() if away is not None or later else ():
@@ -89,16 +91,13 @@ class Encoders:
         pipe.encode_prompt = attended
 
     def come(self) -> None:
-        """Copy the encoders to the device; the host does not wait for the copies."""
+        """Copy the encoders to the device, where `beside` gives them room; the host does not wait for the copies."""
         if self.here:
             return
+        if self.beside is not None:
+            self.beside.leave()
         self.here = True
-        copies: dict[int, torch.Tensor] = {}  # tied weights have one
-        for place, name, tensor in [*self._tensors()]:
-            if id(tensor) not in copies:
-                copies[id(tensor)] = self._copy(tensor)
-            self._waiting.append((place, name, tensor))
-            place[name] = copies[id(tensor)]
+        self._weights.come()
         for module in self.modules:
             module.to(self.device)  # quantised weights, which know how they are moved
 
@@ -106,26 +105,10 @@ class Encoders:
         """Drop the copies on the device; nothing is copied back."""
         if not self.here or self.away is None:
             return
-        for place, name, tensor in self._waiting:
-            place[name] = tensor
-        self._waiting, self.here = [], False
+        self._weights.leave()
+        self.here = False
         for module in self.modules:
             module.to(self.away)  # what was quantised, or added since
-
-    def _tensors(self) -> Iterator[tuple[dict[str, Any], str, torch.Tensor]]:
-        """Yield the plain parameters and buffers that wait, with the dictionary that holds each and its name there."""
-        for part in (part for module in self.modules for part in module.modules()):
-            places: tuple[dict[str, Any], ...] = part._parameters, part._buffers
-            for place in places:
-                for name, tensor in place.items():
-                    if type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.device != self.device:
-                        yield place, name, tensor
-
-    def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        if self.device.type == "cuda" and not tensor.is_pinned():
-            tensor.data = tensor.data.pin_memory()
-        copy = tensor.detach().to(self.device, non_blocking=True)
-        return torch.nn.Parameter(copy, tensor.requires_grad) if isinstance(tensor, torch.nn.Parameter) else copy
 
 
 def decode_in_parts(pipe: Any, how: str) -> None:
