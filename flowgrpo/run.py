@@ -113,7 +113,10 @@ def _load(ready: Ready) -> Any:
     config, first, start = ready.config, ready.accelerator.is_main_process, time.monotonic()
     if first:
         print(f"loading {config.model} ...", flush=True)
-    loaded = build.load(config)
+    encoded = build.encoded(config, [prompt for side in ready.split for prompt in side])
+    loaded = build.load(config, encoders=not encoded)
+    if first and encoded:
+        print(f"text encoders are not loaded: all prompts are encoded in {config.cache}", flush=True)
     if first:
         print(f"loaded in {time.monotonic() - start:.1f} s: {announcement.described(loaded)}", flush=True)
     return loaded

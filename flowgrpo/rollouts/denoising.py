@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,8 +19,8 @@ from flowgrpo.errors import UserError
 from flowgrpo.log import PhaseTimer
 from flowgrpo.methods import targets
 from flowgrpo.methods.method import Method
-from flowgrpo.policies.pipelines import mid_loop_check
-from flowgrpo.policies.pipelines.conditioning import Conditioning, PromptCache
+from flowgrpo.policies.pipelines import encoded_prompts, mid_loop_check
+from flowgrpo.policies.pipelines.conditioning import Conditioning
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
 from flowgrpo.policies.weights.low_precision import quantised, require_low_precision
 from flowgrpo.rollouts.base import GroupSampler
@@ -50,7 +49,7 @@ class DenoisingRollouts(GroupSampler[Conditioning]):
                  processes: Processes, clock: PhaseTimer, first: Prompt):
         super().__init__(config, policy, method, geometry, processes, clock)
         self.first = first
-        self.encode = PromptCache(policy, Path(config.cache) if config.cache and not policy.live else None)
+        self.encode = encoded_prompts.prompt_cache(config, policy, policy.live)
         self.grid, self.timesteps = self.make_grid(config.train.steps)
         self.base_pictures = BasePictures(policy, self.grid, self.timesteps, geometry, self.decode)
         kernel: Any = method.denoising.kernel

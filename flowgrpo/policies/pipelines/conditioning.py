@@ -14,7 +14,7 @@ import hashlib
 import itertools
 import json
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -138,11 +138,12 @@ class PromptCache:
     """policy.encode with a memory, on disk with a `folder`: `encoder(prompts, negatives) -> Conditioning`.
 
     limit: bytes of the memory. The prompt that was not read for the longest time is dropped first.
+    name: of the folder's folder with these prompts, for a policy without text encoders: all have to be there.
     """
 
-    def __init__(self, policy: PromptEncoder, folder: Path | None = None, limit: int = LIMIT):
-        self.policy, self.limit = policy, limit
-        self.folder = folder / fingerprint(policy) if folder else None
+    def __init__(self, policy: PromptEncoder, folder: Path | None = None, limit: int = LIMIT, name: str | None = None):
+        self.policy, self.limit, self.name = policy, limit, name
+        self.folder = folder / (name or fingerprint(policy)) if folder else None
         self._known: OrderedDict[tuple[str, str, str | None], Conditioning] = OrderedDict()
         # By content: what prompts share, a negative one, is there once.
         self._values: WeakValueDictionary[str, torch.Tensor] = WeakValueDictionary()
@@ -169,6 +170,16 @@ class PromptCache:
                 return
             kept = rows[0] in self._known
 
+    def fill(self, rows: Iterable[tuple[str, str]]) -> None:
+        """Encode prompts with their negative prompts into the folder, and how they are padded if they differ in length.
+        """
+        of_shape: dict[Any, Conditioning] = {}
+        for prompt, negative in rows:
+            part = self._one(prompt, negative, None)
+            of_shape.setdefault(part.shapes(), part)
+        if len(of_shape) > 1:
+            self._padding(list(of_shape.values()))
+
     def _padding(self, parts: list[Conditioning]) -> padding.Masks | None:
         """Find out how the pipeline pads prompts of different lengths; of those with pictures it is not known."""
         if any(part.inputs or part.apart for part in parts):
@@ -176,6 +187,7 @@ class PromptCache:
         path = self.folder / "padding.json" if self.folder else None
         if path and path.exists():
             return padding.read(path.read_text())
+        self._require_encoders(parts[0].prompts[0])
         masks = padding.learn(lambda texts: self.policy.encode(texts, texts, None).to("cpu").calls)
         if path:
             temporary = path.with_name(f"{path.name}.{uuid4().hex}.tmp")
@@ -183,6 +195,11 @@ class PromptCache:
             paths.readable(temporary)
             temporary.replace(path)
         return masks
+
+    def _require_encoders(self, prompt: str) -> None:
+        if self.name is not None:
+            raise UserError(f"the prompt {prompt[:60]!r} is not in {self.folder}, and the run began without text "
+                            "encoders, since all of its prompts were there: run `flowgrpo encode` again")
 
     def _one(self, prompt: str, negative: str, image: str | None) -> Conditioning:
         """Return the cached or computed conditioning of one prompt, on the CPU."""
@@ -195,6 +212,7 @@ class PromptCache:
         path = self.folder / f"{name}.safetensors" if self.folder else None
         if path and path.exists():
             return replace(_read(path, prompt, negative), inputs=pictures)
+        self._require_encoders(prompt)
         conditioning = self.policy.encode([prompt], [negative], [image]).to("cpu")
         if not path or not _write(path, conditioning):
             conditioning = conditioning.mapped(lambda tensor: self._values.setdefault(digest(tensor), tensor))
@@ -202,6 +220,11 @@ class PromptCache:
             while len(self._known) > 1 and sum(tensor.nbytes for tensor in self._values.values()) > self.limit:
                 self._known.popitem(last=False)
         return conditioning
+
+
+def entry(folder: Path, prompt: str, negative: str) -> Path:
+    """Return the file of a prompt without a picture in a cache's folder."""
+    return folder / f"{_digest(json.dumps([prompt, negative]))}.safetensors"
 
 
 def gathered(parts: Sequence[Conditioning], masks: padding.Masks | None = None, pad: bool = True) -> Conditioning:

@@ -287,7 +287,7 @@ class TrainableWeights:
         """Load the files as a user would, in addition to the live adapter, and compare every weight and scale."""
         with self._beside(folder, "check"):
             for key, layer in self.layers().items():
-                # diffusers casts loaded weights, and the live adapter of a text encoder, to the module's dtype and device.
+                # diffusers casts loaded weights, and the live adapter of a text encoder, to the module's.
                 parts: list[Any] = [layer.lora_A, layer.lora_B]
                 parts += [layer.lora_magnitude_vector] if self.adapter.dora else []
                 sides = [(part["check"].weight, part["default"].weight) for part in parts if "check" in part]
