@@ -120,7 +120,7 @@ class Trainer:
             batch = epoch_batch.replace(self.method.redraw(epoch_batch)) if self.method.redraw else []
         self.method.curriculum.learn(self.memory, epoch_batch)
         if epoch_batch.turn > 1:
-            conditioning = self.rollouts.conditioning(epoch_batch.own())
+            conditioning = self.rollouts.conditioning(epoch_batch.own(), self.epoch)
         return epoch_batch, parts, conditioning
 
     def prompt_weights(self) -> list[float] | None:
@@ -141,7 +141,7 @@ class Trainer:
         scoring.begin(turn)
         self.geometry.begin()
         with self.processes.together(), ThreadPoolExecutor(1, initializer=use_gpu, initargs=(current_gpu(),)) as pool:
-            conditioning = self.rollouts.conditioning(batch)
+            conditioning = self.rollouts.conditioning(batch, self.epoch)
             for part, outputs in self.rollouts.sample(conditioning, self.epoch, partial(scoring.total, batch),
                                                       partial(scoring.value, batch), turn):
                 self.stop.asked = self.processes.any_of_team(self.stop.asked)

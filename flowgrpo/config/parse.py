@@ -157,6 +157,8 @@ ELSEWHERE = {
     "train.guidance": ("cfg", "cfg_scale", "guidance_scale"), "train.clip_grad": ("grad_clip", "max_grad_norm"),
     "train.checkpointing": ("activation_checkpointing", "gradient_checkpointing"),
     "train.schedule": ("lr_scheduler", "lr_scheduler_type"), "train.warmup": ("lr_warmup_steps", "warmup_steps"),
+    "picture.sizes": ("aspect_ratios", "buckets", "resolutions"),
+    "memory.offload": ("enable_group_offload", "group_offload", "offload_type"),
     "train.save_every": ("save_freq", "save_steps"), "eval.every": ("eval_freq", "eval_steps"),
     "text.max_tokens": ("max_completion_length", "max_new_tokens", "max_tokens"),
     "parts.kl.weight": ("beta", "kl_beta", "kl_coef", "kl_coeff"),

@@ -10,6 +10,7 @@ from flowgrpo.config.base import Section
 from flowgrpo.config.reward_rules import WatchRule
 
 Share = Annotated[float, Field(ge=0, le=1)]
+Side = Annotated[int, Field(ge=8)]
 Rows = Annotated[int, Field(ge=1)]
 
 
@@ -19,6 +20,9 @@ class Picture(Section):
     height: int | None = Field(None, ge=8, description="pixels")
     width: int | None = Field(None, ge=8, description="pixels")
     frames: int | None = Field(None, ge=1, description="number of frames, for video pipelines")
+    sizes: list[tuple[Side, Side]] = Field(
+        [], description="[height, width] pairs in pixels: each group of an epoch is sampled in one of them, drawn by "
+                        "the seed; evaluations take `height` and `width`, or the first pair")
     call: dict[str, Any] = Field({}, description="further arguments of the pipeline's call: {max_sequence_length: 77}")
 
 

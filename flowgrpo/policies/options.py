@@ -26,6 +26,7 @@ def require_options(config: Config, method: Method, device: str | torch.device, 
     require_waiting(config, method)
     require_shardable(config, method)
     require_context_parallel(config, method)
+    require_sizes(config, method)
     validate.require_recorded_pairs(config, method)
     validate.require_adapted(config, method)
 
@@ -170,3 +171,18 @@ def require_context_parallel(config: Config, method: Method) -> None:
     for option in (option for option, conflicts in wrong.items() if conflicts):
         raise UserError(f"memory.context_parallel is {config.memory.context_parallel}, which does not go with {option},"
                         " or memory.context_parallel: 1")
+
+
+def require_sizes(config: Config, method: Method) -> None:
+    """Raise UserError for options that conflict with `picture.sizes`."""
+    if not config.picture.sizes or method.for_tokens:
+        return
+    wrong = {f"method {config.method}, which trains more than the denoiser: use another":
+             isinstance(method.target, LatentEdits) or isinstance(method.denoising.kernel, LearnedNoise),
+             "preferences, whose pictures have sizes of their own: leave one of them out":
+             config.preferences is not None,
+             "parts.preview, which compares pictures of one size: leave sol_rl out":
+             method.denoising.preview is not None,
+             "memory.shard: use false": bool(config.memory.shard)}
+    for option in (option for option, conflicts in wrong.items() if conflicts):
+        raise UserError(f"picture.sizes is set, which does not go with {option}")

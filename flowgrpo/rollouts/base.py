@@ -99,8 +99,11 @@ class GroupSampler(Generic[C]):
         """Add the evaluations of this process's share: every process spends the same."""
         self.rollout_evaluations += spent * self.processes.count
 
-    def conditioning(self, batch: list[Prompt]) -> C:
-        """Encode prompts, each once; rows of the result are chosen by its `rows`."""
+    def conditioning(self, batch: list[Prompt], epoch: int | None = None) -> C:
+        """Encode prompts, each once; rows of the result are chosen by its `rows`.
+
+        epoch: in which they are sampled, where their pictures have sizes of the epoch.
+        """
         raise NotImplementedError
 
     def prepare(self, batch: list[Prompt]) -> None:

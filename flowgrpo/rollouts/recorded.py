@@ -48,9 +48,9 @@ class RecordedRollouts(DenoisingRollouts):
             raise UserError(f"preferences is set, which brings pictures, but {type(policy.pipe).__name__} makes videos")
         self.latents = ImageEncoder(policy)
 
-    def conditioning(self, batch: list[Prompt]) -> Paired:
+    def conditioning(self, batch: list[Prompt], epoch: int | None = None) -> Paired:
         """Encode prompts of `recorded_pairs`, together with their pairs."""
-        return Paired.of(super().conditioning(batch),
+        return Paired.of(super().conditioning(batch, epoch),
                          [(prompt.metadata["chosen"], prompt.metadata["rejected"]) for prompt in batch])
 
     def sample(self, conditioning: Conditioning, epoch: int, judge: Judge, value: Value | None = None,

@@ -37,7 +37,7 @@ class TextRollouts(GroupSampler[TokenizedPrompts]):
         self.encode = policy.encode
         self.target = TARGETS[type(method.target)](self)
 
-    def conditioning(self, batch: list[Prompt]) -> TokenizedPrompts:
+    def conditioning(self, batch: list[Prompt], epoch: int | None = None) -> TokenizedPrompts:
         """Tokenise prompts."""
         with self.clock("encode"):
             encoded = self.encode([p.text for p in batch], images=[p.image for p in batch])

@@ -7,8 +7,9 @@ its device has left. Checkpointing is the last resort, because it costs up to on
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -116,6 +117,8 @@ def measured(config: Config, policy: Any, prompt: Prompt) -> tuple[Estimate, Seq
     text = policy.modality == "text"
     encode = policy.encode if text else encoded_prompts.prompt_cache(config, policy, policy.live)
     conditioning, before = encode([prompt.text], [negative], [prompt.image]), policy.evaluations
+    if config.picture.sizes:
+        conditioning = replace(conditioning, sizes=[max(config.picture.sizes, key=math.prod)])
     of_kind: Any = text_memory if text else memory
 
     def phases(rows: int) -> dict[str, dict[str, int]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from flowgrpo import config
-from flowgrpo.cli.train import _parse
+from flowgrpo.cli.train import recipe_and_options
 from flowgrpo.config import schema
 from flowgrpo.config.parse import ELSEWHERE, nearest_key
 from flowgrpo.config.schema import keys, owner
@@ -66,7 +66,8 @@ def test_rewards_have_weights():
     ({"eval": {"stepss": 8}}, "unknown key 'eval.stepss': did you mean 'eval.steps'?"),
     ({"lr": 1e-4}, "unknown key 'lr': did you mean 'train.lr'?"),
     ({"train.lr": 1e-4}, "unknown key 'train.lr': in a file, write 'lr' below 'train'"),
-    ({"picture": {"zzz": 1}}, "'picture.zzz'; there are: picture.height, picture.width, picture.frames, picture.call"),
+    ({"picture": {"zzz": 1}}, "'picture.zzz'; there are: picture.height, picture.width, picture.frames, picture.sizes, "
+                                   "picture.call"),
     ({"qqqq": 1}, "unknown key 'qqqq'; there are: name, model, "),
 ])
 def test_unknown_keys_name_the_nearest(raw, told):
@@ -166,7 +167,7 @@ def test_a_name_of_another_library_is_told_on_the_command_line_and_in_a_recipe(t
     with pytest.raises(UserError, match="unknown key 'train.learning_rate': did you mean 'train.lr'?"):
         config.load(recipe)
     with pytest.raises(UserError, match="unknown option --num_generations: did you mean '--train.group'?"):
-        _parse(["--num_generations=8"])
+        recipe_and_options(["--num_generations=8"])
 
 
 def test_a_key_that_stands_twice_is_refused(tmp_path):

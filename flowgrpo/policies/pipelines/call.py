@@ -141,7 +141,8 @@ class PipelineCall:
             options["generator"] = options["generator"][0]
         inputs = {name: values[0] if alone else values for name, values in conditioning.inputs.items()}
         scale = {guidance_argument(self.accepts, self.call, self.denoisers.values()): guidance}
-        arguments = dict(self.call, **inputs, **_texts(conditioning), return_dict=False, **scale, **options)
+        arguments = dict(self.call | conditioning.size, **inputs, **_texts(conditioning), return_dict=False, **scale,
+                         **options)
         pipe.encode_prompt = encode
         try:
             with contextlib.ExitStack() as stack:

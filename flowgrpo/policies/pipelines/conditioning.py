@@ -33,6 +33,7 @@ from flowgrpo.policies.pipelines import padding
 from flowgrpo.policies.pipelines.reference_images import Pictured, pictures_of
 from flowgrpo.storage import paths
 
+Size = tuple[int, int]  # height and width of a picture, in pixels
 LIMIT = 8 * 2**30  # bytes of encoded prompts in the CPU's memory
 
 
@@ -48,6 +49,7 @@ class Conditioning:
     listed: of those apart: each prompt is given as a list of one, since the pipeline would take several.
     parts: of prompts that differ in length, one Conditioning each, in place of `calls`. masks: how they are padded
     (`padding.learn`); None: rows of different lengths need calls of their own.
+    sizes: of each prompt's pictures; empty: of all those of the policy's `call`.
     """
 
     prompts: list[str]
@@ -60,6 +62,7 @@ class Conditioning:
     listed: bool = False
     parts: tuple[Conditioning, ...] = ()
     masks: padding.Masks | None = None
+    sizes: list[Size] = field(default_factory=list)
 
     def rows(self, index: torch.Tensor) -> Conditioning:
         """Return the rows `index` (int64 [B]); a row may be taken several times.
@@ -67,8 +70,9 @@ class Conditioning:
         Rows that differ in length are padded, or stay `parts`.
         """
         picked = index.tolist()
+        sizes = [self.sizes[i] for i in picked] if self.sizes else []
         if self.parts:
-            return gathered([self.parts[i] for i in picked], self.masks)
+            return replace(gathered([self.parts[i] for i in picked], self.masks), sizes=sizes)
         places: dict[torch.device, torch.Tensor] = {}  # by device: the index is brought to each once
 
         def taken(value: Any) -> Any:
@@ -80,8 +84,15 @@ class Conditioning:
 
         calls = tuple(tuple(taken(value) if per_row else value for value, per_row in zip(values, flags, strict=True))
                       for values, flags in zip(self.calls, self.per_prompt, strict=True))
-        return replace(self, prompts=taken(self.prompts), negatives=taken(self.negatives), calls=calls,
+        return replace(self, prompts=taken(self.prompts), negatives=taken(self.negatives), calls=calls, sizes=sizes,
                        inputs={name: taken(values) for name, values in self.inputs.items()})
+
+    @property
+    def size(self) -> dict[str, int]:
+        """Return the rows' size as arguments of a call, if they have one. Raises ValueError for several sizes."""
+        if len(set(self.sizes)) > 1:
+            raise ValueError(f"rows of sizes {sorted(set(self.sizes))} in one call: expected one size")
+        return dict(zip(("height", "width"), self.sizes[0])) if self.sizes else {}
 
     def runs(self) -> list[range]:
         """Return the rows that one call of the pipeline may bring, call by call."""

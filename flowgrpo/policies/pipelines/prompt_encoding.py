@@ -76,14 +76,15 @@ class EncodePrompt:
                         zip(*([id(picture) for picture in values] for values in conditioning.inputs.values()))
                         if conditioning.inputs else [()] * len(conditioning.prompts), strict=True))
         first = {row: rows.index(row) for row in rows}
-        plain = replace(conditioning, calls=(), per_prompt=(), parts=()).rows(torch.tensor(list(first.values())))
+        plain = replace(conditioning, calls=(), per_prompt=(), parts=(), sizes=[])
+        plain = plain.rows(torch.tensor(list(first.values())))
         parts = [self(plain.rows(torch.tensor([at])), guidance) for at in range(len(first))]
         if torch.is_grad_enabled() and not any(_in_graph(call) for one in parts for call in one.calls):
             raise UserError(f"encode_prompt of {type(self.driver.pipe).__name__} gives no gradient of its text "
                             "encoders: train the denoiser alone, parts: {adapted: {encoders: false, denoisers: true}}")
         places = {row: place for place, row in enumerate(first)}
         encoded = gathered(parts, conditioning.masks, pad=False)
-        return encoded.rows(torch.tensor([places[row] for row in rows]))
+        return replace(encoded.rows(torch.tensor([places[row] for row in rows])), sizes=conditioning.sizes)
 
     def _calls(self, plain: Conditioning, guidance: float) -> tuple[tuple[Any, ...], ...]:
         """Return the values of each call of `encode_prompt` during a pipeline call without steps."""
