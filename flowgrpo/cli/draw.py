@@ -31,7 +31,7 @@ def sample(
     steps: Annotated[int | None, typer.Option(min=1, help="Denoising steps; without: the pipeline's own.")] = None,
     guidance: Annotated[float | None, typer.Option(min=0, help="Guidance scale; without: the pipeline's own.")] = None,
     rlg: Annotated[str | None, typer.Option(metavar="W", help=RLG)] = None,
-    output: Annotated[Path, typer.Option(help="The folder for the PNG files.")] = Path("samples"),
+    output: Annotated[Path, typer.Option(help="The folder of the pictures; or x.mp4, for one clip.")] = Path("samples"),
     temperature: Annotated[float | None, typer.Option(min=0, help="Of a language model; 0 takes the likeliest token. "
                                                       "Without: the run's, or 0 for one text, 1 for several.")] = None,
     image: Annotated[Path | None, typer.Option(help="A picture: what a pipeline starts from, or a language model "
@@ -48,6 +48,8 @@ def sample(
     _require_options(prompt, prompts, image, {"batch": batch, "key": key})
     model, weights = _source(model, lora, epoch, weight)
     if prompts is not None:
+        if output.suffix == ".mp4":
+            raise UserError(f"--output {output}: is the file of one clip, and --prompts draws several: name a folder")
         from flowgrpo.evaluation import prompt_file
 
         typer.echo(prompt_file.sample(model, prompts, output, lora=weights, count=count, seed=seed, steps=steps,

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from PIL import ExifTags, Image
 from PIL.PngImagePlugin import PngInfo
 
 from flowgrpo.evaluation.pages.clips import save_clip
@@ -27,22 +26,15 @@ WHOLE = "diffusion_pytorch_model*.safetensors"
 
 def save(path: Path, picture: torch.Tensor, parameters: str) -> None:
     """Write a picture [3, H, W] in [0, 1] as PNG with the text chunk `parameters`, or a clip [F, 3, H, W] as animated
-    WebP with the same text as EXIF user comment, where AUTOMATIC1111 and ComfyUI read it."""
+    WebP with the same text as EXIF user comment, where AUTOMATIC1111 and ComfyUI read it, and as mp4."""
     if picture.ndim == 4:
-        save_clip(path, picture, comment(parameters))
+        save_clip(path, picture, parameters)
         return
     from torchvision.transforms.functional import to_pil_image
 
     chunk = PngInfo()
     chunk.add_text("parameters", parameters)
     to_pil_image(picture.mul(255).add(0.5).clamp(0, 255).to(torch.uint8)).save(path, pnginfo=chunk)
-
-
-def comment(text: str) -> bytes:
-    """Return EXIF data with a user comment."""
-    exif = Image.Exif()
-    exif.get_ifd(ExifTags.IFD.Exif)[ExifTags.Base.UserComment] = b"UNICODE\0" + text.encode("utf-16-be")
-    return exif.tobytes()
 
 
 def settings(pipe: Any, model: str, arguments: dict[str, Any], run: Path | None, rlg: float | None) -> dict[str, Any]:

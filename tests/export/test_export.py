@@ -248,7 +248,8 @@ def test_a_merged_wan_in_bf16_keeps_in_fp32_what_the_stock_model_keeps(rank, tmp
 
 
 SENT = {"README.md", "config.yaml", "summary.json", "metrics.jsonl", "curves.png", "before_after.png",
-        "before_after.webp", "pytorch_lora_weights.safetensors", "transformer_2/pytorch_lora_weights.safetensors",
+        "before_after.webp", "before_after.mp4", "pytorch_lora_weights.safetensors",
+        "transformer_2/pytorch_lora_weights.safetensors",
         "adapter_model.safetensors", "adapter_config.json", "transformer/adapter_config.json",
         "transformer/adapter_model.safetensors", "transformer/config.json",
         "text_encoder/pytorch_lora_weights.safetensors", "text_encoder_2/adapter_config.json",
