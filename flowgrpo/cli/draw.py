@@ -45,11 +45,9 @@ def sample(
 ) -> None:
     """Draw pictures with a model, or write texts, with or without a LoRA."""
     weight = one_weight(rlg)
-    _require_options(prompt, prompts, image, {"batch": batch, "key": key})
+    _require_options(prompt, prompts, image, output, {"batch": batch, "key": key})
     model, weights = _source(model, lora, epoch, weight)
     if prompts is not None:
-        if output.suffix == ".mp4":
-            raise UserError(f"--output {output}: is the file of one clip, and --prompts draws several: name a folder")
         from flowgrpo.evaluation import prompt_file
 
         typer.echo(prompt_file.sample(model, prompts, output, lora=weights, count=count, seed=seed, steps=steps,
@@ -70,8 +68,8 @@ def sample(
         typer.echo(path)
 
 
-def _require_options(prompt: list[str] | None, prompts: Path | None, image: Path | None, of_files: dict[str, object]
-                     ) -> None:
+def _require_options(prompt: list[str] | None, prompts: Path | None, image: Path | None, output: Path,
+                     of_files: dict[str, object]) -> None:
     """Raise UserError for options of `sample` that do not go together.
 
     of_files: options that --prompts alone reads, by name.
@@ -80,6 +78,8 @@ def _require_options(prompt: list[str] | None, prompts: Path | None, image: Path
         raise UserError(f"got {'both' if prompt else 'neither'}, expected --prompt TEXT or --prompts FILE")
     if prompts is not None and image is not None:
         raise UserError("--image: goes with --prompt; in a prompt file, every prompt may bring an `image`")
+    if prompts is not None and output.suffix == ".mp4":
+        raise UserError(f"--output {output}: is the file of one clip, and --prompts draws several: name a folder")
     for name, value in of_files.items() if prompts is None else ():
         if value is not None:
             raise UserError(f"--{name}: goes with --prompts FILE; leave it out")

@@ -27,7 +27,7 @@ from flowgrpo.evaluation import checkpoints, picture_files
 from flowgrpo.evaluation.checkpoints import config_of, run_config
 from flowgrpo.evaluation.measured import Measured, spread
 from flowgrpo.evaluation.nouns import SAMPLE
-from flowgrpo.evaluation.pages import mp4
+from flowgrpo.evaluation.pages import mp4, singles
 from flowgrpo.evaluation.pages.before_after import captions, draw_pairs
 from flowgrpo.policies.generators import seeded
 from flowgrpo.policies.pipelines import edit_networks
@@ -110,7 +110,8 @@ def _require_film(output: str | Path, clips: int) -> None:
 @memory_told()
 def grid(run: str | Path, prompts: str | Path | None, count: int, seed: int, output: str | Path,
          rlg: float | None = None) -> Path:
-    """Draw base and tuned pictures of `count` prompts side by side, with the run's rewards below; returns `output`.
+    """Draw base and tuned pictures of `count` prompts side by side, with the run's rewards below; returns `output`. The
+    pictures one by one lie in a folder of its name.
     Clips are drawn as their frames, and animated in an additional WebP and mp4.
 
     run: a folder written by `flowgrpo train`, whose `eval` steps and guidance apply.
@@ -135,8 +136,9 @@ def grid(run: str | Path, prompts: str | Path | None, count: int, seed: int, out
         measured.append(Measured(chosen, dict(zip(functions, scores.T.tolist())), pictures))
     base, after = measured
     names = ("before", "after" if rlg is None else f"rlg {rlg:g}")
+    folders = singles.save_columns(Path(output), names, [base.pictures, after.pictures])
     draw_pairs(Path(output), base, after, names, picture_files.facts(
-        run, names, [prompt.text for prompt in chosen], model=config.model, seed=seed, call=arguments))
+        run, names, chosen, folders, model=config.model, seed=seed, call=arguments))
     return Path(output)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from PIL.PngImagePlugin import PngInfo
 
+from flowgrpo.data.prompts import Prompt
 from flowgrpo.evaluation.pages.clips import save_clip
 from flowgrpo.policies.pipelines.call import guidance_argument
 from flowgrpo.policies.pipelines.load import denoisers
@@ -87,10 +88,13 @@ def weight_files(run: Path) -> list[tuple[str, Path]]:
     return own + [(f"{run.name}-{file.parent.name}", file) for file in parts]
 
 
-def facts(run: Path, columns: Sequence[str], prompts: Sequence[str], **further: Any) -> dict[str, str]:
-    """Return the text chunk `flowgrpo` of a page of pictures: JSON with the run, its hashes, columns and prompts."""
+def facts(run: Path, columns: Sequence[str], prompts: Sequence[Prompt], folders: Sequence[str] = (), **further: Any
+          ) -> dict[str, str]:
+    """Return the text chunk `flowgrpo` of a page of pictures: JSON with the run, its hashes, columns, prompts and their
+    tasks. folders: of the columns' pictures, relative to the page."""
     told = {"version": __version__, "run": run.resolve().name, "weights": lora_hashes(run), "columns": list(columns),
-            "prompts": list(prompts)}
+            "prompts": [prompt.text for prompt in prompts],
+            "tasks": [prompt.metadata.get("task") for prompt in prompts], "folders": list(folders)}
     return {"flowgrpo": json.dumps(told | further, ensure_ascii=False)}
 
 

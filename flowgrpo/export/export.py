@@ -31,7 +31,7 @@ CARD = "README.md"
 # Uploaded files of a run's folder, as patterns of huggingface_hub; an asterisk matches slashes too.
 SENT = ["*.safetensors", "*adapter_config.json", "*.png", "*.webp", "*.mp4", CARD, "config.yaml", "summary.json",
         "metrics.jsonl", "unet/*", "transformer*/*", "model/*"]
-KEPT = ["checkpoints/*", "before/*", "samples/*", "events/*", "merged/*"]
+KEPT = ["checkpoints/*", "before/*", "after/*", "samples/*", "events/*", "merged/*"]
 SECOND = "transformer_2"  # the expert of the low-noise steps
 
 
