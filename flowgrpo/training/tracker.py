@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from flowgrpo.config.schema import Config
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation.report import snapshots
+from flowgrpo.evaluation.report.symptoms import Symptom
 from flowgrpo.storage.json_files import read_object
 
 if TYPE_CHECKING:
@@ -222,6 +223,12 @@ def show(accelerator: Accelerator, run: Path, step: int, *names: str) -> None:
         if samples := [(caption(card), snapshots.content(card)) for card in content[name if last else "cards"]]:
             for tracker in accelerator.trackers:
                 tracker.show(name, samples, step)
+
+
+def alert(accelerator: Accelerator, symptom: Symptom, epoch: int) -> None:
+    """Send a symptom of the last epochs to the run's tracker."""
+    for tracker in accelerator.trackers:
+        tracker.alert(symptom.name, symptom.text, epoch)
 
 
 def caption(card: dict[str, Any]) -> str:

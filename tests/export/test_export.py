@@ -257,7 +257,8 @@ SENT = {"README.md", "config.yaml", "summary.json", "metrics.jsonl", "curves.png
         "model/model.safetensors", "model/tokenizer.json"}
 KEPT = {"report.html", "checkpoints/epoch-00001/state.safetensors", "checkpoints/epoch-00001/state.json",
         "before/0000.png", "after/000.png", "samples/00010.png", "events/events.out.tfevents.1",
-        "merged/model_index.json", "merged/transformer/config.json", "merged/transformer/diffusion_pytorch_model.safetensors",
+        "merged/model_index.json", "merged/transformer/config.json",
+        "merged/transformer/diffusion_pytorch_model.safetensors",
         "merged/text_encoder/adapter_config.json"}
 
 

@@ -16,7 +16,7 @@ from PIL import Image
 
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
-from flowgrpo.evaluation.report import snapshots
+from flowgrpo.evaluation.report import report, snapshots
 from flowgrpo.run import run
 from flowgrpo.training import tracker
 from tests.helpers import ffmpeg, tiny, tiny_text
@@ -31,14 +31,15 @@ class Board:
     """Imitation of Weights & Biases or Trackio, as far as a run uses them; it records their calls in order."""
 
     def __init__(self, name: str):
-        self.begun, self.logged, self.ended = [], [], 0
+        self.begun, self.logged, self.alerts, self.ended = [], [], [], 0
         self.module = ModuleType(name)
         self.module.__spec__ = importlib.machinery.ModuleSpec(name, None)
         self.module.init, self.module.Image, self.module.Table = self.init, self.image, dict
 
     def init(self, **settings):
         self.begun.append(settings)
-        return SimpleNamespace(log=lambda values, step: self.logged.append((step, values)), finish=self.finish)
+        return SimpleNamespace(log=lambda values, step: self.logged.append((step, values)), finish=self.finish,
+                               alert=lambda **alert: self.alerts.append(alert))
 
     def image(self, picture, caption):
         return caption, np.asarray(picture)
@@ -111,6 +112,21 @@ def test_tensorboard_gets_pictures_and_the_configuration(tmp_path):
     assert len(texts["run"]) == 2 and len({*texts["run"]}) == 1 and texts["run"][0].startswith("run (")
     assert texts["config"][-1].replace("\n    ", "\n").strip() == (folder / "config.yaml").read_text().strip()
     assert texts["before/samples"][0].startswith(f"1. {stored(folder, 'before')[0]['prompt']} (red 0.")
+
+
+@pytest.mark.parametrize("board", ["wandb"], indirect=True)
+def test_a_symptom_is_alerted_once_and_the_report_says_the_same(board, tmp_path, capsys):
+    def constant(images, prompts):
+        return [0.5] * len(prompts)
+
+    config = tiny.config(tmp_path, train__group=3, train__prompts=1, train__epochs=6, tracker="wandb")
+    run(config, False, pipe=tiny.sd3(), functions={"red": constant}, prompts=[Prompt(text) for text in tiny.PROMPTS])
+    text = "100 % of the groups of 5 epochs have equal rewards and teach nothing: look at the prompts' difficulty, "
+    [line] = [line for line in capsys.readouterr().out.splitlines() if "alert, epoch" in line]
+    assert line.startswith(f"alert, epoch 5: {text}")
+    [alert] = board.alerts
+    assert alert["title"] == "equal rewards at epoch 5" and alert["text"].startswith(text) and alert["level"] == "WARN"
+    assert f"Equal rewards: {text}" in json.dumps(report.data(config.folder)["sentences"])
 
 
 @pytest.mark.parametrize("board", ["wandb", "trackio"], indirect=True)

@@ -207,7 +207,8 @@ def last(run: Path, trainer: Trainer) -> None:
     """Keep the best and worst samples of the last epoch, and the result of the first-ratio check."""
     first = trainer.first_ratio
     write(run / FOLDER / "last.json", {
-        "epoch": trainer.epoch, "first_ratio": {"found": first.found, "limit": first.limit, "rescored": first.rescore},
+        "epoch": trainer.epoch, "first_ratio": {"found": first.found, "limit": first.limit, "rescored": first.rescore,
+                                                  "clip": first.clip},
         **trainer.scoring.extremes.told()})
 
 
