@@ -7,12 +7,15 @@ import json
 import re
 import threading
 from contextlib import contextmanager
+from http.server import ThreadingHTTPServer
+from pathlib import Path
 
 import pytest
 import torch
 from PIL import Image
 
 from flowgrpo.cli import main
+from flowgrpo.config.sections import Adapter
 from flowgrpo.data.pairs import OVERALL, load_pairs, split
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
@@ -20,11 +23,15 @@ from flowgrpo.evaluation import picture_files
 from flowgrpo.evaluation.measured import Measured
 from flowgrpo.evaluation.pages import singles
 from flowgrpo.evaluation.pages.before_after import draw_pairs
+from flowgrpo.policies.pipelines.load import load_pipeline
+from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
+from flowgrpo.run import run
 from flowgrpo.training import reward_training
+from flowgrpo.vote import drawn
 from flowgrpo.vote import server as page
 from flowgrpo.vote.ballot import Ballot, Changed, counted
 from flowgrpo.vote.sources import pairs
-from tests.helpers import ffmpeg
+from tests.helpers import ffmpeg, tiny
 
 COUNT = 8
 
@@ -184,6 +191,25 @@ def test_its_own_page_is_answered_and_tells_no_side(ballot):
         assert set(state["pair"]) == {"id", "prompt", "video"} and state["summary"] is None
 
 
+def test_pairs_are_drawn_with_the_base_and_a_lora(tmp_path, monkeypatch, capsys):
+    """By the command a user types, up to its server."""
+    policy = PipelinePolicy(load_pipeline("starter"), Adapter(rank=1))
+    policy.weights.save(tmp_path / "lora")
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps({"prompt": text, "metadata": {"task": text[-4:]}}) + "\n"
+                                              for text in ("a red star", "a blue ring")))
+    monkeypatch.setattr(ThreadingHTTPServer, "serve_forever", lambda self: None)
+    arguments = ["vote", "starter", "--lora", str(tmp_path / "lora"), "--prompts", str(tmp_path / "p.jsonl"),
+                 "--output", str(tmp_path / "pairs.jsonl"), "--port", "0"]
+    assert main(arguments) == 0
+    out = capsys.readouterr().out
+    assert "2 pairs, 0 with a vote: http://127.0.0.1:" in out and "share for lora over base" in out
+    listed, names = drawn.pairs(Path("starter"), [tmp_path / "lora"], tmp_path / "p.jsonl", 5, 0,
+                                tmp_path / "pairs-pictures")
+    assert names == ("base", "lora") and [each.category for each in listed] == ["star", "ring"]
+    assert [each.a.relative_to(tmp_path).parts[:2] for each in listed] == [("pairs-pictures", "a")] * 2
+    assert Image.open(listed[0].b).size == Image.open(listed[0].a).size
+
+
 # --- sources ---------------------------------------------------------------------------------------------------------
 
 def test_a_page_of_pictures_names_its_columns_and_tasks(tmp_path):
@@ -206,6 +232,15 @@ def test_a_page_of_pictures_names_its_columns_and_tasks(tmp_path):
     (tmp_path / "grid" / "0-base" / "000.png").unlink()
     with pytest.raises(UserError, match="grid.png has 6 prompts, but 5 and 6 pictures in"):
         pairs([file])
+
+
+def test_a_finished_run_holds_its_pairs(tmp_path):
+    run(tiny.config(tmp_path, train__group=3, train__prompts=1, train__epochs=1, train__lr=1e-2, eval__grid=2), False,
+        pipe=tiny.sd3(), functions={"red": tiny.red}, prompts=[Prompt(text) for text in tiny.PROMPTS])
+    listed, names = pairs([tmp_path / "run"])
+    assert names == ("before", "after") and {each.prompt for each in listed} < set(tiny.PROMPTS)
+    assert [(each.a.parent.name, each.b.parent.name) for each in listed] == [("before", "after")] * 2
+    assert any(Image.open(each.a).tobytes() != Image.open(each.b).tobytes() for each in listed)
 
 
 def test_clips_have_a_video_and_its_fallback(tmp_path, monkeypatch):
