@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TypeVar
 
@@ -40,7 +41,7 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         self._answer(self.post)
 
-    def _answer(self, method) -> None:
+    def _answer(self, method: Callable[[], None]) -> None:
         try:
             self._require_own_page()
             method()
@@ -64,7 +65,7 @@ class Handler(BaseHTTPRequestHandler):
         `limit` bytes.
         """
         length = self.headers.get("Content-Length", "")
-        if not length.isdecimal():
+        if not (length.isdecimal() and len(length) < 20):
             raise Refused(411, "expected a Content-Length")
         if int(length) > limit:
             with contextlib.suppress(OSError):

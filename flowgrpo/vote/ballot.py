@@ -96,7 +96,8 @@ class Ballot:
         """Return the file on a side of a pair; ending: of the same clip in another form, None if there is none."""
         comparison = self.comparisons[number]
         path = comparison.b if (side == "left") == self.b_left[number] else comparison.a
-        path = path.with_suffix(ending) if ending else path
+        if ending:
+            path = path.with_suffix(ending) if path.suffix == ".webp" else Path()
         return path if path.is_file() else None
 
     def vote(self, number: int, choice: str) -> None:

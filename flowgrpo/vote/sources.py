@@ -117,7 +117,9 @@ def _listed(folder: Path) -> dict[str, tuple[Path, Prompt]]:
         if pictures := {path.name: (path, prompt) for path, prompt in given if path.is_file()}:
             return pictures
     files = sorted(file for file in folder.iterdir() if file.suffix.lower() in ENDINGS)
-    return {file.name: (file, Prompt(_prompt(file))) for file in files}
+    moving = {file.stem for file in files if file.suffix == ".webp"}  # beside one, a PNG holds a clip's frames
+    return {file.name: (file, Prompt(_prompt(file))) for file in files
+            if file.suffix == ".webp" or file.stem not in moving}
 
 
 def _prompt(file: Path) -> str:

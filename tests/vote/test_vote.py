@@ -248,7 +248,9 @@ def test_clips_have_a_video_and_its_fallback(tmp_path, monkeypatch):
     clips = torch.rand(2, 3, 3, 8, 8)
     for name in "ab":
         singles.save(tmp_path / name, clips)
+        Image.new("RGB", (8, 24)).save(tmp_path / name / "000.png")  # the same frames, as a run and `eval` keep them
     with serving(Ballot(*pairs([tmp_path / "a", tmp_path / "b"]), tmp_path / "pairs.jsonl")) as ask:
+        assert ask("state")[1]["total"] == 2
         assert ask("state")[1]["pair"]["video"] == {"left": True, "right": True}
         assert ask("1/right.mp4") == (200, ffmpeg.BYTES) and ask("1/right")[1][8:12] == b"WEBP"
 
