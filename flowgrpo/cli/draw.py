@@ -31,7 +31,7 @@ def sample(
     steps: Annotated[int | None, typer.Option(min=1, help="Denoising steps; without: the pipeline's own.")] = None,
     guidance: Annotated[float | None, typer.Option(min=0, help="Guidance scale; without: the pipeline's own.")] = None,
     rlg: Annotated[str | None, typer.Option(metavar="W", help=RLG)] = None,
-    output: Annotated[Path, typer.Option(help="The folder for the PNG files.")] = Path("samples"),
+    output: Annotated[Path, typer.Option(help="The folder of the pictures; or x.mp4, for one clip.")] = Path("samples"),
     temperature: Annotated[float | None, typer.Option(min=0, help="Of a language model; 0 takes the likeliest token. "
                                                       "Without: the run's, or 0 for one text, 1 for several.")] = None,
     image: Annotated[Path | None, typer.Option(help="A picture: what a pipeline starts from, or a language model "
@@ -45,7 +45,7 @@ def sample(
 ) -> None:
     """Draw pictures with a model, or write texts, with or without a LoRA."""
     weight = one_weight(rlg)
-    _require_options(prompt, prompts, image, {"batch": batch, "key": key})
+    _require_options(prompt, prompts, image, output, {"batch": batch, "key": key})
     model, weights = _source(model, lora, epoch, weight)
     if prompts is not None:
         from flowgrpo.evaluation import prompt_file
@@ -68,8 +68,8 @@ def sample(
         typer.echo(path)
 
 
-def _require_options(prompt: list[str] | None, prompts: Path | None, image: Path | None, of_files: dict[str, object]
-                     ) -> None:
+def _require_options(prompt: list[str] | None, prompts: Path | None, image: Path | None, output: Path,
+                     of_files: dict[str, object]) -> None:
     """Raise UserError for options of `sample` that do not go together.
 
     of_files: options that --prompts alone reads, by name.
@@ -78,6 +78,8 @@ def _require_options(prompt: list[str] | None, prompts: Path | None, image: Path
         raise UserError(f"got {'both' if prompt else 'neither'}, expected --prompt TEXT or --prompts FILE")
     if prompts is not None and image is not None:
         raise UserError("--image: goes with --prompt; in a prompt file, every prompt may bring an `image`")
+    if prompts is not None and output.suffix == ".mp4":
+        raise UserError(f"--output {output}: is the file of one clip, and --prompts draws several: name a folder")
     for name, value in of_files.items() if prompts is None else ():
         if value is not None:
             raise UserError(f"--{name}: goes with --prompts FILE; leave it out")

@@ -24,6 +24,7 @@ from flowgrpo.errors import UserError
 from flowgrpo.evaluation import images, picture_files, texts
 from flowgrpo.evaluation.checkpoints import run_config
 from flowgrpo.evaluation.measured import spread
+from flowgrpo.evaluation.pages import singles
 from flowgrpo.evaluation.pages.before_after import captions, means_of
 from flowgrpo.evaluation.pages.grid import Row, draw_grid
 from flowgrpo.evaluation.pages.html_page import write_page, write_table
@@ -61,7 +62,8 @@ class Column:
 def columns(run: str | Path, kind: str, values: Sequence[str], prompts: str | Path | None, count: int, seed: int,
             output: str | Path) -> list[Path]:
     """Draw `count` prompts in columns of one kind, with the run's rewards below each picture. Writes a PNG (with clips
-    also a WebP) and a self-contained HTML file; texts as HTML and Markdown. Returns both paths.
+    also a WebP and an mp4), each picture in a folder of the PNG's name, and a self-contained HTML file; texts as HTML
+    and Markdown. Returns the paths of page and HTML.
 
     run: a folder written by `flowgrpo train`. values: one per column; empty: those of the kind. prompts: a prompt file,
     or None for the run's held-out prompts, evenly spaced. output: the PNG.
@@ -91,8 +93,9 @@ def columns(run: str | Path, kind: str, values: Sequence[str], prompts: str | Pa
     names, title = [column.name for column in chosen], f"{config.name}: {kind}"
     means = means_of([dict(zip(functions, values.T[:, :, None].numpy())) for values in scores])
     first = write_table(output.with_suffix(".md"), title, names, rows, means) if written else \
-        draw_grid(output, names, rows, means, picture_files.facts(run, names, [prompt.text for prompt in shown],
-                                                                  model=config.model, seed=seed, call=arguments))
+        draw_grid(output, names, rows, means, picture_files.facts(
+            run, names, shown, singles.save_columns(output, names, drawn), model=config.model, seed=seed,
+            call=arguments))
     return [first, write_page(output.with_suffix(".html"), title, names, rows, means)]
 
 

@@ -27,11 +27,12 @@ from flowgrpo.evaluation import checkpoints, picture_files
 from flowgrpo.evaluation.checkpoints import config_of, run_config
 from flowgrpo.evaluation.measured import Measured, spread
 from flowgrpo.evaluation.nouns import SAMPLE
+from flowgrpo.evaluation.pages import mp4, singles
 from flowgrpo.evaluation.pages.before_after import captions, draw_pairs
 from flowgrpo.policies.generators import seeded
 from flowgrpo.policies.pipelines import edit_networks
 from flowgrpo.policies.pipelines.call import guidance_argument
-from flowgrpo.policies.pipelines.load import denoisers, load_pipeline, text_encoders
+from flowgrpo.policies.pipelines.load import denoisers, load_pipeline, modality, text_encoders
 from flowgrpo.policies.weights.lora_files import LORA_FILE, load_lora
 from flowgrpo.policies.weights.memory_options import Encoders, decode_in_parts, require_quantiser
 from flowgrpo.policies.weights.rlg import Branches
@@ -56,7 +57,8 @@ def memory_told() -> Iterator[None]:
 def sample(model: str, lora: str | Path | None, prompts: list[str], count: int, seed: int, steps: int | None,
            guidance: float | None, output: str | Path, rlg: float | None = None,
            image: str | Path | None = None, precision: str | None = None) -> list[Path]:
-    """Draw `count` pictures per prompt to the folder `output`, clips as animated WebP; returns their paths, in order.
+    """Draw `count` pictures per prompt to the folder `output`, clips as animated WebP and mp4; returns the paths of the
+    pictures or WebPs, in order. An `output` that ends with .mp4 is the file of one clip.
 
     A PNG says how it was drawn in its text chunk `parameters`, a WebP in its EXIF user comment. No file is overwritten:
     a taken name gets a number.
@@ -69,7 +71,8 @@ def sample(model: str, lora: str | Path | None, prompts: list[str], count: int, 
     A picture depends only on the seed, its prompt's number and its number within the prompt.
     Raises UserError for a model or weights that do not load, and for an unreadable picture.
     """
-    require_folder(output)
+    film = Path(output).suffix == ".mp4"
+    _require_film(output, len(prompts) * count) if film else require_folder(output)
     given = [Prompt(text, image=None if image is None else str(image)) for text in prompts]
     _brought(given[0])
     run = None if lora is None else Path(lora)
@@ -80,11 +83,14 @@ def sample(model: str, lora: str | Path | None, prompts: list[str], count: int, 
                          files=files_of(config, model))
     if image is not None and "image" not in inspect.signature(pipe.__call__).parameters:
         raise UserError(f"--image: {type(pipe).__name__} takes no image: leave it out")
+    if film and modality(pipe) != "video":
+        raise UserError(f"--output {output}: {type(pipe).__name__} draws pictures: name a folder")
     arguments = call_arguments(model, run, steps, guidance)
     with contextlib.nullcontext() if run is None else tuned(pipe, run, rlg):
         pictures = _draw(pipe, given, count, seed, arguments)
-    clips, folder = pictures[0].ndim == 4, Path(output)
-    paths = [picture_files.free(folder / name) for name in _names(prompts, count, "webp" if clips else "png")]
+    names = _names(prompts, count, "webp" if pictures[0].ndim == 4 else "png")
+    folder, names = (Path(output).parent, [Path(output).name]) if film else (Path(output), names)
+    paths = [picture_files.free(folder / name) for name in names]
     folder.mkdir(parents=True, exist_ok=True)
     seed_of, settings = seeder(seed, 0), picture_files.settings(pipe, model, arguments, run, rlg)
     for number, (path, picture) in enumerate(zip(paths, pictures)):
@@ -93,11 +99,20 @@ def sample(model: str, lora: str | Path | None, prompts: list[str], count: int, 
     return paths
 
 
+def _require_film(output: str | Path, clips: int) -> None:
+    """Raise UserError if an mp4 cannot be written, or is to hold several clips."""
+    if clips != 1:
+        raise UserError(f"--output {output}: is the file of one clip, got {clips}: name a folder")
+    mp4.require(f"--output {output}")
+    require_file(output)
+
+
 @memory_told()
 def grid(run: str | Path, prompts: str | Path | None, count: int, seed: int, output: str | Path,
          rlg: float | None = None) -> Path:
-    """Draw base and tuned pictures of `count` prompts side by side, with the run's rewards below; returns `output`.
-    Clips are drawn as their frames, and animated in an additional WebP.
+    """Draw base and tuned pictures of `count` prompts side by side, with the run's rewards below; returns `output`. The
+    pictures one by one lie in a folder of its name.
+    Clips are drawn as their frames, and animated in an additional WebP and mp4.
 
     run: a folder written by `flowgrpo train`, whose `eval` steps and guidance apply.
     prompts: a prompt file, or None for `count` of the run's held-out prompts, evenly spaced.
@@ -121,8 +136,9 @@ def grid(run: str | Path, prompts: str | Path | None, count: int, seed: int, out
         measured.append(Measured(chosen, dict(zip(functions, scores.T.tolist())), pictures))
     base, after = measured
     names = ("before", "after" if rlg is None else f"rlg {rlg:g}")
+    folders = singles.save_columns(Path(output), names, [base.pictures, after.pictures])
     draw_pairs(Path(output), base, after, names, picture_files.facts(
-        run, names, [prompt.text for prompt in chosen], model=config.model, seed=seed, call=arguments))
+        run, names, chosen, folders, model=config.model, seed=seed, call=arguments))
     return Path(output)
 
 

@@ -29,9 +29,9 @@ from flowgrpo.storage.places import run_of
 SIDES = {".lora_A.weight": ".lora_down.weight", ".lora_B.weight": ".lora_up.weight"}  # peft's names -> kohya's
 CARD = "README.md"
 # Uploaded files of a run's folder, as patterns of huggingface_hub; an asterisk matches slashes too.
-SENT = ["*.safetensors", "*adapter_config.json", "*.png", "*.webp", CARD, "config.yaml", "summary.json",
+SENT = ["*.safetensors", "*adapter_config.json", "*.png", "*.webp", "*.mp4", CARD, "config.yaml", "summary.json",
         "metrics.jsonl", "unet/*", "transformer*/*", "model/*"]
-KEPT = ["checkpoints/*", "before/*", "samples/*", "events/*", "merged/*"]
+KEPT = ["checkpoints/*", "before/*", "after/*", "samples/*", "events/*", "merged/*"]
 SECOND = "transformer_2"  # the expert of the low-noise steps
 
 

@@ -248,15 +248,17 @@ def test_a_merged_wan_in_bf16_keeps_in_fp32_what_the_stock_model_keeps(rank, tmp
 
 
 SENT = {"README.md", "config.yaml", "summary.json", "metrics.jsonl", "curves.png", "before_after.png",
-        "before_after.webp", "pytorch_lora_weights.safetensors", "transformer_2/pytorch_lora_weights.safetensors",
+        "before_after.webp", "before_after.mp4", "pytorch_lora_weights.safetensors",
+        "transformer_2/pytorch_lora_weights.safetensors",
         "adapter_model.safetensors", "adapter_config.json", "transformer/adapter_config.json",
         "transformer/adapter_model.safetensors", "transformer/config.json",
         "text_encoder/pytorch_lora_weights.safetensors", "text_encoder_2/adapter_config.json",
         "text_encoder_2/adapter_model.safetensors", "edit.safetensors", "kohya.safetensors", "model/config.json",
         "model/model.safetensors", "model/tokenizer.json"}
 KEPT = {"report.html", "checkpoints/epoch-00001/state.safetensors", "checkpoints/epoch-00001/state.json",
-        "before/0000.png", "samples/00010.png", "events/events.out.tfevents.1", "merged/model_index.json",
-        "merged/transformer/config.json", "merged/transformer/diffusion_pytorch_model.safetensors",
+        "before/0000.png", "after/000.png", "samples/00010.png", "events/events.out.tfevents.1",
+        "merged/model_index.json", "merged/transformer/config.json",
+        "merged/transformer/diffusion_pytorch_model.safetensors",
         "merged/text_encoder/adapter_config.json"}
 
 
