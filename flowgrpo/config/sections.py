@@ -142,6 +142,7 @@ class Memory(Section):
     weights: Literal["full", "int8", "nf4"] = Field("full", description="of the denoiser below a LoRA: in "
                                                     "`precision`, or by torchao (`int8`) or bitsandbytes (`nf4`)")
     encoders: Literal["keep", "cpu"] = Field("keep", description="where text encoders wait while nothing is encoded")
+    rewards: Literal["keep", "cpu"] = Field("keep", description="where reward models wait while nothing is scored")
     vae: Literal["whole", "sliced", "tiled"] = Field("whole", description="a batch decoded at once, picture by "
                                                      "picture, or tile by tile too")
     states: Literal["device", "cpu"] = Field("device", description="where a rollout's recorded states wait for their "

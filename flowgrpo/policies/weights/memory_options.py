@@ -51,43 +51,19 @@ def quantisation(names: Iterable[str], weights: str, dtype: torch.dtype) -> Any:
     return PipelineQuantizationConfig(quant_mapping=dict.fromkeys(names, form))
 
 
-class Encoders:
-    """Text encoders of a pipeline, offloaded to the device `away` unless a prompt is encoded; with None they stay.
+class Offloaded:
+    """Frozen modules that leave the device for `away` while they have nothing to do; with `away` None they stay.
 
-    They come when a prompt is encoded and leave before other work, so a series of prompts moves them once. They are
-    frozen: their weights stay in the CPU's memory, pinned for a GPU, and to leave drops the copies on the device.
+    Their weights stay in the CPU's memory, pinned for a GPU, and to leave drops the copies on the device.
     """
 
-    def __init__(self, pipe: Any, device: torch.device, away: str | None, later: Iterable[str] = ()):
-        """later: the components that come to the device in another way."""
-        self.device, self.away, self.here = device, away, away is None
-        later = set(later)
+    def __init__(self, modules: Iterable[torch.nn.Module], device: torch.device, away: str | None, here: bool):
+        """here: they are on the device now."""
+        self.modules, self.device, self.away, self.here = [*modules], device, away, here
         self._waiting: list[tuple[dict[str, Any], str, torch.Tensor]] = []  # of each copy on the device, its original
-        named = {name: part for name, part in pipe.components.items() if isinstance(part, torch.nn.Module)
-                 and name not in later}
-        self.modules = [part for name, part in named.items() if name.startswith("text_encoder")]
-        if away is None and not later:
-            pipe.to(device)  # it knows which quantised parts may be moved
-        for part in named.values() if away is not None or later else ():
-            if away is None or part not in self.modules:
-                part.to(device)
-
-    def attend(self, pipe: Any) -> None:
-        """Make the stock pipeline's own calls bring the encoders for their prompts, and offload them afterwards."""
-        encode = pipe.encode_prompt
-
-        @functools.wraps(encode)
-        def attended(*args: Any, **kwargs: Any) -> Any:
-            self.come()
-            try:
-                return encode(*args, **kwargs)
-            finally:
-                self.leave()
-
-        pipe.encode_prompt = attended
 
     def come(self) -> None:
-        """Copy the encoders to the device; the host does not wait for the copies."""
+        """Copy the modules to the device; the host does not wait for the copies."""
         if self.here:
             return
         self.here = True
@@ -124,6 +100,40 @@ class Encoders:
             tensor.data = tensor.data.pin_memory()
         copy = tensor.detach().to(self.device, non_blocking=True)
         return torch.nn.Parameter(copy, tensor.requires_grad) if isinstance(tensor, torch.nn.Parameter) else copy
+
+
+class Encoders(Offloaded):
+    """Text encoders of a pipeline, offloaded to the device `away` unless a prompt is encoded; with None they stay.
+
+    They come when a prompt is encoded and leave before other work, so a series of prompts moves them once.
+    """
+
+    def __init__(self, pipe: Any, device: torch.device, away: str | None, later: Iterable[str] = ()):
+        """later: the components that come to the device in another way."""
+        later = set(later)
+        named = {name: part for name, part in pipe.components.items() if isinstance(part, torch.nn.Module)
+                 and name not in later}
+        super().__init__([part for name, part in named.items() if name.startswith("text_encoder")], device, away,
+                         here=away is None)
+        if away is None and not later:
+            pipe.to(device)  # it knows which quantised parts may be moved
+        for part in named.values() if away is not None or later else ():
+            if away is None or part not in self.modules:
+                part.to(device)
+
+    def attend(self, pipe: Any) -> None:
+        """Make the stock pipeline's own calls bring the encoders for their prompts, and offload them afterwards."""
+        encode = pipe.encode_prompt
+
+        @functools.wraps(encode)
+        def attended(*args: Any, **kwargs: Any) -> Any:
+            self.come()
+            try:
+                return encode(*args, **kwargs)
+            finally:
+                self.leave()
+
+        pipe.encode_prompt = attended
 
 
 def decode_in_parts(pipe: Any, how: str) -> None:
