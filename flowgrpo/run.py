@@ -180,13 +180,15 @@ def check(config: Config, resume: bool = False, pipe: Any = None,
         run_folder.require_free(config.folder)
         if not resume:
             run_folder.require_outside(config)
-    trained = rewards.compose(config.trained, config.cache, functions)
+    away = config.memory.rewards == "cpu"
+    with rewards.lazily(not accelerator.is_main_process):  # the first process finds mistakes, and makes the trial
+        trained = rewards.compose(config.trained, config.cache, functions, away)
+        further = rewards.compose(config.watched, config.cache, functions, away)
     pairwise.require(trained, config.train.group, *([method.rollout.preview.pool] if method.rollout.preview else []))
     together = [name for name, reward in trained.items() if pairwise.sees_groups(reward)]
     split_groups.require(config, method, shape, processes, together)
     if method.target.follows_reward:
         rewards.require_gradient(trained)
-    further = rewards.compose(config.watched, config.cache, functions)
     measured = pairwise.measured(trained, further)
     if prompts is None:
         splits.require_no_share(config)

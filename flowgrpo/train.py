@@ -151,6 +151,7 @@ class Trainer:
                 pending += [pool.submit(scoring.judge, batch, part.prompts, output, base) for output in outputs]
             with self.clock("reward"):
                 scores, strides = [future.result() for future in pending], len(self.method.rollout.strides)
+        scoring.leave()
         columns = [torch.cat(scores[stride::strides]) for stride in range(strides)]
         return parts, conditioning, torch.cat(columns, 1).unflatten(0, (-1, self.geometry.group))
 
@@ -199,6 +200,7 @@ class Trainer:
                     self.processes.add_gradients(self.policy.weights.parameters())
                     with self.processes.together():
                         self.step_optimizer(stats)
+        self.scoring.leave()  # a reward whose gradient was followed
         metrics = stats.summary(self.processes) | self.rollouts.metrics()
         if self.critic is not None:
             with self.clock("update"):

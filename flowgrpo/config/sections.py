@@ -152,6 +152,7 @@ class Memory(Section):
     offload: Literal["none", "block_level", "leaf_level"] = Field(
         "none", description="frozen weights of the denoiser's blocks that wait in the CPU's memory and come for their "
                             "forward alone: block by block, or layer by layer")
+    rewards: Literal["keep", "cpu"] = Field("keep", description="where reward models wait while nothing is scored")
     vae: Literal["whole", "sliced", "tiled"] = Field("whole", description="a batch decoded at once, picture by "
                                                      "picture, or tile by tile too")
     states: Literal["device", "cpu"] = Field("device", description="where a rollout's recorded states wait for their "

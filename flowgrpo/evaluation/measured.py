@@ -125,6 +125,7 @@ def measure(policy: Generating, prompts: list[Prompt], functions: dict[str, Any]
                           if processes.reports else torch.zeros(len(of), len(functions)))
             pictures += [picture for (i, k), picture in zip(batch, outputs) if k == 0 and i in kept]
             bar.update(len(batch))
+    rewards.leave(functions.values())
     columns = processes.gather(torch.cat(scores)).T.tolist()
     return Measured([prompts[i] for i, _ in rows], dict(zip(functions, columns)),
                     processes.gather_samples(pictures),

@@ -25,9 +25,11 @@ from flowgrpo.rewards.compose import Composed, compose, require_routes, transfor
 from flowgrpo.rewards.failures import Failed, Tally
 from flowgrpo.rewards.find import BUILT_IN, GROUP, find, locate, names, reward, source
 from flowgrpo.rewards.gradient import require_gradient, value
+from flowgrpo.rewards.local_model import lazily
+from flowgrpo.rewards.placement import leave
 from flowgrpo.rewards.score import score
 
 __all__ = ["BUILT_IN", "GROUP", "MODALITIES", "About", "Composed", "Failed", "Tally", "about", "compose",
-           "differentiable", "find", "locate", "names", "require_base", "require_gradient", "require_modality",
-           "require_routes", "reward", "score", "sees_base", "source", "transformed",
+           "differentiable", "find", "lazily", "leave", "locate", "names", "require_base", "require_gradient",
+           "require_modality", "require_routes", "reward", "score", "sees_base", "source", "transformed",
            "transforms_of", "value"]

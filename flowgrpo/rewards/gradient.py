@@ -51,6 +51,8 @@ def value(rewards: Mapping[str, Reward | Composed], weights: Mapping[str, float]
         function, rule = (reward.function, reward.rule) if isinstance(reward, Composed) else (reward, None)
         rows = [i for i, entry in enumerate(metadata) if rule is None or rule.applies(entry)]
         if rows:
+            if isinstance(reward, Composed):
+                reward.come()
             arguments = pictures[rows], [prompts[i] for i in rows], [metadata[i] for i in rows]
             message = (f"reward {name!r} raised on {len(rows)} samples that carry a graph "
                        f"(first prompt: {arguments[1][0]!r})")

@@ -108,6 +108,7 @@ def _column(name: str, reward: Composed, batch: Batch, group: int, tally: Tally)
         lost: list[Failed] = []  # comparisons without an answer by a pairwise judge
         function = whole(name, reward.function, group, lost)
         compared = sees_base(reward)
+        reward.come()
         results = settled(lambda those: _ask(name, function, batch.rows(those), reward.rule.timeout, compared), missing,
                           reward.rule.on_error, group if sees_groups(reward.function) else 1)
         values |= zip(missing, results)

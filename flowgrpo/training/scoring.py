@@ -91,6 +91,10 @@ class Scoring:
         of = [batch[p] for p in rows]
         return rewards.value(self.functions, self.weights, pictures, [p.text for p in of], [p.metadata for p in of])
 
+    def leave(self) -> None:
+        """Move the rewards' weights off their devices where `memory.rewards` says so."""
+        rewards.leave(self.functions.values())
+
     def shaped(self, scores: torch.Tensor) -> torch.Tensor:
         """Return scores [P,G,R] after the rewards' transforms, in every granularity that R holds."""
         return rewards.transformed(self.functions, scores) if self.transforms else scores

@@ -13,7 +13,7 @@ import itertools
 import random
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import numpy as np
@@ -91,6 +91,8 @@ def require(trainer: state.Run, measured: Functions) -> None:
                 for batch in batches if trainer.method.target.follows_reward else ():
                     require_graph(batch.name, batch.reward, cast(Any, samples.in_graph(batch)), batch.texts,
                                   batch.metadata)
+            rewards.leave(measured.values())
+            rewards.leave(trained.values())
             if batches and not any(scored) and not any(_grouped_or_slow(batch.reward) for batch in batches):
                 _require_real_scores(trainer)
 
@@ -122,7 +124,7 @@ def tried(reward: Composed) -> Composed:
     policy = reward.rule.on_error
     if isinstance(policy, Retry):
         policy = policy.model_copy(update={"retry": 1, "wait": 0.0})
-    return Composed(reward.function, reward.rule.model_copy(update={"on_error": policy}))
+    return replace(reward, rule=reward.rule.model_copy(update={"on_error": policy}), kept=None)
 
 
 def slow(reward: Callable[..., Any]) -> bool:

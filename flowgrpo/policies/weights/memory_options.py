@@ -54,22 +54,54 @@ def quantisation(names: Iterable[str], weights: str, dtype: torch.dtype) -> Any:
     return PipelineQuantizationConfig(quant_mapping=dict.fromkeys(names, form))
 
 
-class Encoders:
+class Offloaded:
+    """Frozen modules that leave the device for `away` while they have nothing to do; with `away` None they stay.
+
+    Their weights stay in the CPU's memory, pinned for a GPU, and to leave drops the copies on the device.
+    """
+
+    def __init__(self, modules: Iterable[torch.nn.Module], device: torch.device, away: str | None, here: bool):
+        """here: they are on the device now."""
+        self.device, self.away, self.here = device, away, here
+        self._weights = HostWeights(modules, device)
+
+    @property
+    def modules(self) -> list[torch.nn.Module]:
+        return self._weights.modules
+
+    def come(self) -> None:
+        """Copy the modules to the device; the host does not wait for the copies."""
+        if self.here:
+            return
+        self.here = True
+        self._weights.come()
+        for module in self.modules:
+            module.to(self.device)  # quantised weights, which know how they are moved
+
+    def leave(self) -> None:
+        """Drop the copies on the device; nothing is copied back."""
+        if not self.here or self.away is None:
+            return
+        self._weights.leave()
+        self.here = False
+        for module in self.modules:
+            module.to(self.away)  # what was quantised, or added since
+
+
+class Encoders(Offloaded):
     """Text encoders of a pipeline, offloaded to the device `away` unless a prompt is encoded; with None they stay.
 
-    They come when a prompt is encoded and leave before other work, so a series of prompts moves them once. They are
-    frozen: their weights stay in the CPU's memory, pinned for a GPU, and to leave drops the copies on the device.
+    They come when a prompt is encoded and leave before other work, so a series of prompts moves them once.
     """
 
     def __init__(self, pipe: Any, device: torch.device, away: str | None, later: Iterable[str] = ()):
         """later: the components that come to the device in another way."""
-        self.device, self.away, self.here = device, away, away is None
         later = set(later)
         self.beside: HostWeights | None = None  # weights that leave while encoders are on the device
         named = {name: part for name, part in pipe.components.items() if isinstance(part, torch.nn.Module)
                  and name not in later}
-        self.modules = [part for name, part in named.items() if name.startswith("text_encoder")]
-        self._weights = HostWeights(self.modules, device)
+        super().__init__([part for name, part in named.items() if name.startswith("text_encoder")], device, away,
+                         here=away is None)
         if away is None and not later:
             pipe.to(device)  # it knows which quantised parts may be moved
         for part in named.values() if away is not None or later else ():
@@ -91,24 +123,10 @@ class Encoders:
         pipe.encode_prompt = attended
 
     def come(self) -> None:
-        """Copy the encoders to the device, where `beside` gives them room; the host does not wait for the copies."""
-        if self.here:
-            return
-        if self.beside is not None:
+        """Copy the encoders to the device, where `beside` gives them room."""
+        if self.beside is not None and not self.here:
             self.beside.leave()
-        self.here = True
-        self._weights.come()
-        for module in self.modules:
-            module.to(self.device)  # quantised weights, which know how they are moved
-
-    def leave(self) -> None:
-        """Drop the copies on the device; nothing is copied back."""
-        if not self.here or self.away is None:
-            return
-        self._weights.leave()
-        self.here = False
-        for module in self.modules:
-            module.to(self.away)  # what was quantised, or added since
+        super().come()
 
 
 def decode_in_parts(pipe: Any, how: str) -> None:

@@ -16,7 +16,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,7 +27,7 @@ from torch import Tensor
 
 from flowgrpo.errors import UserError
 from flowgrpo.extras import needed
-from flowgrpo.rewards.images.vision import placed
+from flowgrpo.rewards.local_model import LocalModel
 from flowgrpo.rewards.pixels import eight_bit
 
 OBJECTS = tuple("""person,bicycle,car,motorcycle,airplane,bus,train,truck,boat,traffic light,fire hydrant,stop sign,
@@ -41,7 +41,6 @@ ALIASES = {"mouse": "computer mouse", "remote": "tv remote", "keyboard": "comput
            "tvmonitor": "tv", "hair dryer": "hair drier", "racket": "tennis racket"}
 WEIGHTS_ONLY = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"  # torchvision's switch against unpickling anything but tensors
 OVERLAP = 0.35  # IoU threshold of FastestDet's own suppression
-AT_ONCE = 8  # pictures in one call of torchvision's models
 LARGEST = 2**24  # bytes of an answer
 
 
@@ -61,9 +60,13 @@ def named(label: str) -> str:
     return ALIASES.get(label, label)
 
 
-def detector(name: str) -> Detector:
-    """Return the detector of that name.
-    Raises UserError for one that does not exist or whose package is missing."""
+def detector(name: str, **arguments: Any) -> Detector:
+    """Return the detector of that name. arguments: of `LocalModel`, for one of torchvision's.
+
+    Raises UserError for one that does not exist, takes no such arguments, or lacks its package."""
+    if arguments and (name.startswith(("http://", "https://")) or name.endswith(".onnx") or ".py:" in name):
+        raise UserError(f"reward 'geneval': got {', '.join(arguments)}, which the detector {name!r} does not take: "
+                        "leave them out, or name one of torchvision's")
     if name.startswith(("http://", "https://")):
         return Remote(name)
     if name.endswith(".onnx"):
@@ -72,24 +75,29 @@ def detector(name: str) -> Detector:
         from flowgrpo.user_code import load
 
         return load(name)
-    return Torchvision(name)
+    return Torchvision(name, **arguments)
 
 
 @dataclass(frozen=True)
-class Torchvision:
+class Torchvision(LocalModel):
     """Detection model of torchvision with its COCO weights (BSD-3-Clause), downloaded on first use.
 
     model: given with `categories` (names by class number), replaces the one of that `name`.
+    dtype (fp32 alone: torchvision's operators take no other), device and batch_size (8): as in `LocalModel`.
     """
 
     name: str = "fasterrcnn_resnet50_fpn_v2"
     model: Any = None
     categories: tuple[str, ...] | None = None
-    device: str | None = None
+    batch_size: int = field(default=8, kw_only=True)
+    reward, parameters = "geneval", 43.7e6
 
     def __post_init__(self) -> None:
-        from torchvision.models import detection, get_model, get_model_weights, list_models
+        from torchvision.models import detection, get_model_weights, list_models
 
+        if self.dtype != "fp32":
+            raise UserError(f"reward 'geneval': dtype is {self.dtype!r}, expected fp32: leave it out, as torchvision's "
+                            "detectors take no other")
         if self.model is None:
             if self.name not in list_models(detection):
                 raise UserError(f"no detector {self.name!r}: expected one of torchvision's ("
@@ -97,11 +105,16 @@ class Torchvision:
                                 "path/to/file.py:function")
             weights = get_model_weights(self.name).DEFAULT
             object.__setattr__(self, "categories", tuple(weights.meta["categories"]))
-            with _reading(self.name, weights.url):
-                object.__setattr__(self, "model", get_model(self.name, weights=weights))
-        device = placed(self.device)
-        object.__setattr__(self, "device", device)
-        self.model.eval().to(device)
+        super().__post_init__()
+
+    def _loaded(self) -> tuple[Any]:
+        from torchvision.models import get_model, get_model_weights
+
+        if self.model is not None:
+            return (self.model,)
+        weights = get_model_weights(self.name).DEFAULT
+        with _reading(self.name, weights.url):
+            return (get_model(self.name, weights=weights),)
 
     @property
     def labels(self) -> tuple[str, ...]:
@@ -113,7 +126,8 @@ class Torchvision:
         assert categories is not None  # those of the weights, or given with the model
         return [[Detection(tuple(box), named(categories[label]), score) for box, label, score in
                  zip(*(output[key].tolist() for key in ("boxes", "labels", "scores")))]
-                for some in images.float().split(AT_ONCE) for output in self.model(list(some.to(self.device)))]
+                for some in images.float().split(self.batch_size)
+                for output in self.models[0](list(some.to(self.device)))]
 
 
 @contextmanager

@@ -116,6 +116,7 @@ class GenEval:
     None if the metadata has no `include`.
     detector: a function or a name (detectors.py; torchvision's are under BSD-3-Clause, as are their weights).
     score: `strict`, 0 or 1, or `graded`, which gives credit for parts.
+    dtype (fp32 alone), device and batch_size (8): as in `LocalModel`, of a detector of torchvision.
     Other fields: as in `Rules`. A detector weaker than GenEval's needs a lower `counting_threshold`.
     Raises UserError for a clause that cannot be judged.
     """
@@ -126,13 +127,18 @@ class GenEval:
     counting_threshold: float = 0.9
     max_objects: int = 16
     position_threshold: float = 0.1
+    dtype: str | None = None
+    device: str | None = None
+    batch_size: int | None = None
     about = About(modality="image", range=(0, 1), needs="", licence="Apache-2.0, the detector's")
 
     def __post_init__(self) -> None:
         if self.score not in SCORES:
             raise UserError(f"reward 'geneval': score is {self.score!r}, expected {', '.join(SCORES)}")
         if isinstance(self.detector, str):
-            object.__setattr__(self, "detector", detector(self.detector))
+            given = {"dtype": self.dtype, "device": self.device, "batch_size": self.batch_size}
+            given = {name: value for name, value in given.items() if value is not None}
+            object.__setattr__(self, "detector", detector(self.detector, **given))
 
     @property
     def made_of(self) -> list[str | Detector]:
