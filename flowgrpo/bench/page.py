@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import re
 from typing import Any
 
 from flowgrpo.bench import table
@@ -32,7 +33,7 @@ text { font-size: 11px; fill: var(--faint); font-variant-numeric: tabular-nums; 
 th, td { padding: 5px 12px; text-align: right; border-bottom: 1px solid var(--line); white-space: nowrap;
   font-variant-numeric: tabular-nums; }
 th:first-child, td:first-child { text-align: left; padding-left: 0; position: sticky; left: 0;
-  background: var(--paper); white-space: normal; overflow-wrap: anywhere; min-width: 12em; max-width: 17em; }
+  background: var(--paper); white-space: normal; overflow-wrap: break-word; min-width: 12em; max-width: 17em; }
 @media (max-width: 600px) { th:first-child { min-width: 9.5em; max-width: 9.5em; } th, td { padding: 5px 8px; } }
 thead th { vertical-align: bottom; white-space: normal; min-width: 4em; color: var(--faint); font-weight: 600; }
 .above { color: var(--good); background: var(--good-paper); }
@@ -78,7 +79,8 @@ def _rows(rows: table.Rows, classes: bool = False) -> str:
     for first, *rest in body:
         cells = "".join(f'<td{f" class={text}" if classes and text in ("above", "below") else ""}>'
                         f"{html.escape(text)}</td>" for text in rest)
-        lines.append(f'<tr><th scope="row">{html.escape(first)}</th>{cells}</tr>\n')
+        name = re.sub(r"([_+])", r"\1<wbr>", html.escape(first))  # a name may break there
+        lines.append(f'<tr><th scope="row">{name}</th>{cells}</tr>\n')
     return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>\n{"".join(lines)}</tbody></table></div>\n'
 
 

@@ -11,6 +11,7 @@ COST = ("`to 50%`: evaluations to that share of the reference's gain over the ba
         "training; `seconds`: of training, as a ratio to the reference's; `KL`: to the base, per sample; `diversity`: "
         "distance between a prompt's samples, as a share of the base's; then rewards that were not trained on, before "
         "and after.")
+QUOTE = "'"  # of Python, which YAML does not need
 MARKS = {1: "above", -1: "below", 0: ""}
 
 
@@ -115,7 +116,7 @@ def notes(results: dict[str, Any]) -> list[str]:
         lines.append("One seed: intervals and tests are over prompts alone, and another seed may change the order.")
     for method in results["methods"]:
         if method["adjusted"]:
-            told = ", ".join(f"`{key}: {value}`" for key, value in method["adjusted"].items())
+            told = ", ".join(f"`{key}: {str(value).replace(QUOTE, '')}`" for key, value in method["adjusted"].items())
             lines.append(f"`{method['label']}` runs with {told} beside its published parts.")
     lines += [f"Failed: {label}: {error}" for label, error in results["errors"].items()]
     return [part for line in lines for part in (line, "")][:-1]
