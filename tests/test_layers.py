@@ -37,6 +37,7 @@ LAYERS = [
     ("train",),
     ("dry_run",),
     ("run",),
+    ("bench",),
     ("__init__",),
     ("cli",),
     ("__main__",),
