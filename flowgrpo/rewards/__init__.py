@@ -19,7 +19,15 @@ with the base model's samples in beside_base.py.
 
 from __future__ import annotations
 
-from flowgrpo.rewards.about import MODALITIES, About, about, differentiable, require_modality
+from flowgrpo.rewards.about import (
+    MODALITIES,
+    About,
+    about,
+    differentiable,
+    require_latents,
+    require_modality,
+    scores_latents,
+)
 from flowgrpo.rewards.beside_base import require_base, sees_base
 from flowgrpo.rewards.compose import Composed, compose, require_routes, transformed, transforms_of
 from flowgrpo.rewards.failures import Failed, Tally
@@ -31,5 +39,5 @@ from flowgrpo.rewards.score import score
 
 __all__ = ["BUILT_IN", "GROUP", "MODALITIES", "About", "Composed", "Failed", "Tally", "about", "compose",
            "differentiable", "find", "lazily", "leave", "locate", "names", "require_base", "require_gradient",
-           "require_modality", "require_routes", "reward", "score", "sees_base", "source", "transformed",
-           "transforms_of", "value"]
+           "require_latents", "require_modality", "require_routes", "reward", "score", "scores_latents", "sees_base",
+           "source", "transformed", "transforms_of", "value"]
