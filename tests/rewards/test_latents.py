@@ -11,7 +11,9 @@ import torch
 
 from flowgrpo import rewards
 from flowgrpo.cli import main
+from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
+from flowgrpo.evaluation.measured import measure
 from flowgrpo.rewards.gradient import require_gradient
 from tests.helpers import tiny
 from tests.rewards.test_local_model import Mean
@@ -49,6 +51,22 @@ def test_pictures_are_decoded_for_a_reward_that_looks_at_them(monkeypatch):
     assert sum(decoded) == sum(len(part.prompts) for part in parts) and scores.shape[-1] == 2
     alone = tiny.trainer(rewards={"red": tiny.red}, reward="red").sample(trainer.prompts)[2]
     torch.testing.assert_close(scores[..., 1:], alone)
+
+
+def test_held_out_samples_are_those_of_the_stock_pipeline():
+    policy, prompts, scored = tiny.policy(), [Prompt("red"), Prompt("blue")], []
+
+    def kept(latents, prompts):
+        scored.append(latents.clone())
+        return latents.flatten(1).std(1)
+
+    kept.scores = "latents"
+    how = dict(steps=3, guidance=1.0, samples=1, micro_batch=2, keep=2)
+    plain, both = (measure(policy, prompts, functions, **how)
+                   for functions in ({"red": tiny.red}, {"red": tiny.red, "kept": kept}))
+    torch.testing.assert_close(both.pictures, plain.pictures)
+    assert both.scores["red"] == pytest.approx(plain.scores["red"])
+    assert both.scores["kept"] == pytest.approx(torch.cat(scored).flatten(1).std(1).tolist())
 
 
 def test_latents_are_refused_where_there_are_none():
