@@ -103,6 +103,7 @@ def _checked(ready: Ready, pipe: Any, prompts: list[Prompt] | None, asked: str) 
     modality = build.modality(loaded)
     rewards.require_modality(ready.trained | ready.measured, modality)
     rewards.require_base(ready.trained | ready.measured, modality)
+    rewards.require_latents(ready.trained | ready.measured, modality)
     listed = provenance.prompt_lines(config, prompts) if ready.accelerator.is_main_process else None
     with as_before(pipe), rounded_products(config.precision, ready.device):
         return _train(ready, loaded, listed)

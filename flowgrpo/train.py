@@ -71,6 +71,7 @@ class Trainer:
         self.say: Callable[[str], None] = print
         self.rollouts = make_rollouts(config, policy, self.method, self.geometry, self.processes, self.clock,
                                       first=self.prompts[0])
+        self.rollouts.decodes = self.scoring.reads_outputs
         self.processes.agree(policy.weights.parameters())
         self.optimizer = make_optimizer(config.train, policy.weights.parameters())
         self.scaler = make_scaler(config.precision, policy.device)
@@ -102,7 +103,6 @@ class Trainer:
 
     def draw(self) -> tuple[EpochBatch, list[Part], Encoded]:
         """Sample the epoch's prompts, and the replacements that the method asks for.
-
         Returns (all groups, the parts of this process, the conditioning of its prompts).
         """
         train, seed, parts = self.config.train, self.config.seed, []
@@ -132,7 +132,6 @@ class Trainer:
         """Sample and score groups of these prompts; a thread scores one part while the next one is sampled.
 
         turn: the number of earlier draws in the epoch, so every turn has separate noise.
-
         Returns (the parts, the prompts' conditioning, scores [groups,G,R]); samples finished in several granularities
         have R scores in each.
         """
@@ -148,7 +147,8 @@ class Trainer:
                 self.stop.check()
                 parts.append(part)
                 base = self.rollouts.base(part, conditioning) if scoring.compares else None
-                pending += [pool.submit(scoring.judge, batch, part.prompts, output, base) for output in outputs]
+                pending += [pool.submit(scoring.judge, batch, part.prompts, *given, base)
+                            for given in zip(outputs, scoring.latents(part.finals, len(outputs)))]
             with self.clock("reward"):
                 scores, strides = [future.result() for future in pending], len(self.method.rollout.strides)
         scoring.leave()

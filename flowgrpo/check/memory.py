@@ -24,10 +24,13 @@ from flowgrpo.samplers.scheduler import Segment
 KEPT = 4  # fp32 copies of a trained parameter: value, gradient, AdamW's two moments
 
 
-def memory(policy: PipelinePolicy, config: Config, conditioning: Conditioning) -> dict[str, dict[str, int]]:
+def memory(policy: PipelinePolicy, config: Config, conditioning: Conditioning, rewards: int = 0
+           ) -> dict[str, dict[str, int]]:
     """Return bytes on the device, by phase and part, for one process of the run `config` with the policy's pipeline.
 
-    conditioning: that of one prompt. Phases: encode, rollout, decode, update.
+    conditioning: that of one prompt. rewards: bytes of reward models on the device; with `memory.rewards: cpu` they are
+    there in rollout and decode alone, as one part is scored while the next is sampled.
+    Phases: encode, rollout, decode, update.
     The whole pipeline stays on the device, so its weights are in every phase. Offloaded text encoders count only in
     encode; a denoiser that makes room for them does not; offloaded recorded states count in none. Of offloaded blocks
     the largest counts.
@@ -47,9 +50,11 @@ def memory(policy: PipelinePolicy, config: Config, conditioning: Conditioning) -
     later = held | ({} if policy.encoders.away is None else {"text encoders": 0})
     later["prompt embeddings"] = prompt * (geometry(config.train).prompts + rows)  # of the batch, and of one call
     first = held | ({} if policy.encoders.beside is None else {"denoisers": 0})
-    return {"encode": first, "rollout": later | states,
-            "decode": later | states | {"decoding": _decoding(policy, conditioning, x, rows)},
-            "update": later | states | update}
+    scoring = {"reward models": rewards} if rewards else {}
+    staying = scoring if config.memory.rewards == "keep" else {}
+    return {"encode": first | staying, "rollout": later | states | scoring,
+            "decode": later | states | scoring | {"decoding": _decoding(policy, conditioning, x, rows)},
+            "update": later | states | staying | update}
 
 
 def total(phase: dict[str, int]) -> float:

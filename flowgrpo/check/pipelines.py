@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from flowgrpo.check import memory, tiny
+from flowgrpo.check import memory, reward_models, tiny
 from flowgrpo.check.gradients import GROUP, RANK, gradient_error, gradient_norm, require_exact
 from flowgrpo.config.schema import Config
 from flowgrpo.config.sections import Adapter, Load
@@ -82,7 +82,7 @@ def drive(model: str | tuple[Any, dict[str, Any]], recipe: Config | None, device
         policy.weights.save(Path(folder))  # reads the file back and raises if it differs
     if recipe is None and policy.process == "vp":  # the default method is for flows only
         config = config.model_copy(update={"method": "ddpo"})
-    result |= _cost(recipe, method) | _memory(policy, config, conditioning)
+    result |= _cost(recipe, method) | _memory(policy, config, conditioning, recipe)
 
 
 class Unknown(UserError):
@@ -119,9 +119,13 @@ def refuse(cls: type) -> None:
         raise UserError(f"{cls.__name__} has no encode_prompt: its conditioning cannot be cached")
 
 
-def _memory(policy: PipelinePolicy, config: Config, conditioning: Conditioning) -> dict[str, dict[str, float]]:
-    phases = memory.memory(policy, config, conditioning)
-    return {"memory": {name: memory.total(parts) for name, parts in phases.items()},
+def _memory(policy: PipelinePolicy, config: Config, conditioning: Conditioning, recipe: Config | None
+            ) -> dict[str, Any]:
+    sizes = reward_models.reward_weights(recipe) if recipe else {}
+    phases = memory.memory(policy, config, conditioning, reward_models.on_device(sizes, policy.device))
+    told = {"rewards": reward_models.described(sizes, config), "leaves_device": reward_models.leaving(config)}
+    return {key: value for key, value in told.items() if value} | {
+            "memory": {name: memory.total(parts) for name, parts in phases.items()},
             "memory_parts": {name: memory.total({name: size}) for name, size in phases["update"].items()}}
 
 

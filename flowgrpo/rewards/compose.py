@@ -37,8 +37,8 @@ class Composed:
             self.placement.come()
 
     def __getattr__(self, name: str) -> Any:
-        """Return the reward's own attribute: `about`, `base`, `group`, `pairwise`."""
-        if name in ("about", "base", "group", "pairwise"):
+        """Return the reward's own attribute: `about`, `base`, `group`, `pairwise`, `scores`."""
+        if name in ("about", "base", "group", "pairwise", "scores"):
             return getattr(self.function, name)
         raise AttributeError(name)
 

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -16,6 +18,7 @@ from flowgrpo.policies.weights.memory_options import Offloaded
 from flowgrpo.rewards.local_model import LocalModel
 
 CPU = torch.device("cpu")
+CHECKPOINTS = ("model", "checkpoint", "pretrained", "head", "name")  # arguments that name weights
 
 
 class Placement:
@@ -53,6 +56,25 @@ def leave(rewards: Iterable[object]) -> None:
         placement = getattr(reward, "placement", None)
         if isinstance(placement, Placement):
             placement.leave()
+
+
+def weight_bytes(reward: object) -> dict[str, int]:
+    """Return the bytes of a reward's weights by device; a default checkpoint is not read for that."""
+    sizes: Counter[str] = Counter()
+    for model in local_models(reward):
+        if model.parts is None and model.parameters is not None and _default(model):
+            sizes[str(model.device)] += int(model.parameters * model.float_type.itemsize)
+        else:
+            model.models
+    for module, device in modules(reward):
+        sizes[str(device)] += sum(tensor.numel() * tensor.element_size()
+                                  for tensor in [*module.parameters(), *module.buffers()])
+    return dict(sizes)
+
+
+def _default(model: LocalModel) -> bool:
+    """Return True if no argument names another checkpoint than the default."""
+    return all(getattr(model, entry.name) == entry.default for entry in fields(model) if entry.name in CHECKPOINTS)
 
 
 def local_models(reward: object) -> list[LocalModel]:

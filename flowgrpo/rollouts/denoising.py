@@ -34,8 +34,8 @@ from flowgrpo.samplers.preview import chosen, contrasting, previews
 from flowgrpo.samplers.rollout import Part, RolloutSpec, Seed
 from flowgrpo.types import Gaussian, Scored
 
-# The total reward [P,N] of pictures [P*N,...], N for each prompt in turn.
-Judge = Callable[[torch.Tensor, int], torch.Tensor]
+# The total reward [P,N] of pictures [P*N,...], N for each prompt in turn, whose latents come last.
+Judge = Callable[[torch.Tensor | None, int, None, torch.Tensor], torch.Tensor]
 
 
 class DenoisingRollouts(GroupSampler[Conditioning]):
@@ -122,10 +122,10 @@ class DenoisingRollouts(GroupSampler[Conditioning]):
         return replace(spec, group=samples, roots=samples if spec.alone else spec.roots, shared=not spec.alone)
 
     def sample(self, conditioning: Conditioning, epoch: int, judge: Judge, value: reward_gradient.Value | None = None,
-               turn: int = 0) -> Iterator[tuple[Part, list[torch.Tensor]]]:
+               turn: int = 0) -> Iterator[tuple[Part, list[torch.Tensor | None]]]:
         """Sample a group per prompt: yield the parts as they are finished, each with its pictures.
 
-        Pictures [b,...] are on the CPU, once per granularity.
+        Pictures [b,...] are on the CPU, once per granularity; None where no reward looks at them.
         judge: the total reward, by which a method with previews chooses its initial noises.
         value: the one whose gradient a method with `backprop` follows.
         turn: how often the epoch has drawn before.
@@ -146,8 +146,10 @@ class DenoisingRollouts(GroupSampler[Conditioning]):
             part = self.target.record(part, conditioning, epoch, seed)
             before += self.policy.evaluations - sampled  # they are the update's
             with self.clock("decode"):
-                pictures = [self.decode(final, conditioning.rows(part.prompts)) for final in part.finals]
-            part = self.target.score(part, pictures[0], value)
+                pictures = [self.decode(final, conditioning.rows(part.prompts)) if self.decodes else None
+                            for final in part.finals]
+            if pictures[0] is not None:
+                part = self.target.score(part, pictures[0], value)
             sampled = self.policy.evaluations
             yield part, pictures
             before += self.policy.evaluations - sampled  # of the base, which counts its own
@@ -185,9 +187,11 @@ class DenoisingRollouts(GroupSampler[Conditioning]):
             with quantised(self.policy, preview.precision):
                 finals = previews(self.policy, conditioning, *grid, preview.pool, self.geometry.micro_batch, seed)
             self.count(self.policy.evaluations - before)
-            pictures = self.decode(finals, conditioning.rows(rows.repeat_interleave(preview.pool)))
+            of = conditioning.rows(rows.repeat_interleave(preview.pool))
+            pictures = self.decode(finals, of) if self.decodes else None
         with self.clock("reward"):
-            return chosen(seed, contrasting(judge(pictures, preview.pool), self.config.train.group))
+            totals = judge(pictures, preview.pool, None, finals.float().cpu())
+            return chosen(seed, contrasting(totals, self.config.train.group))
 
     def decode(self, finals: torch.Tensor, conditioning: Conditioning) -> torch.Tensor:
         """Pictures on the CPU, decoded in micro-batches."""

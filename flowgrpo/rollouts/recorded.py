@@ -54,7 +54,7 @@ class RecordedRollouts(DenoisingRollouts):
                          [(prompt.metadata["chosen"], prompt.metadata["rejected"]) for prompt in batch])
 
     def sample(self, conditioning: Conditioning, epoch: int, judge: Judge, value: Value | None = None,
-               turn: int = 0) -> Iterator[tuple[Part, list[torch.Tensor]]]:
+               turn: int = 0) -> Iterator[tuple[Part, list[torch.Tensor | None]]]:
         """Yield the pairs of the prompts, with their pictures [b,3,H,W] as the files have them.
 
         judge, value: of methods that draw; unused here. turn: how often the epoch has taken pairs before.

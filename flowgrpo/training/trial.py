@@ -45,7 +45,7 @@ REAL = 8  # prompts, at most, for which real samples are drawn where no trial sa
 class Batch:
     """Input of one reward's trial.
 
-    outputs: as of `rewards.score`, of `prompts`.
+    outputs, latents: as of `rewards.score`, of `prompts`.
     group: their group size.
     """
 
@@ -54,6 +54,7 @@ class Batch:
     prompts: list[Prompt]
     outputs: Outputs
     group: int
+    latents: torch.Tensor | None = None
 
     @property
     def texts(self) -> list[str]:
@@ -111,7 +112,7 @@ def judged(batch: Batch) -> bool:
     notice.start()
     try:
         scores = rewards.score({name: tried(batch.reward)}, outputs, batch.texts, batch.metadata, batch.group, tally,
-                               outputs.clone() if rewards.sees_base(batch.reward) else None)
+                               outputs.clone() if rewards.sees_base(batch.reward) else None, batch.latents)
     finally:
         notice.cancel()
     if said := tally.said.get(name):
@@ -149,7 +150,8 @@ def _batches(functions: Functions, prompts: list[Prompt], group: int, samples: S
                                            1 if few or grouped else SAMPLES))
         if applicable:
             rows = applicable * size if grouped else applicable if few else (applicable * SAMPLES)[:SAMPLES]
-            batches.append(Batch(name, reward, rows, samples(rows), size))
+            latents = samples.latents(rows) if rewards.scores_latents(reward) else None
+            batches.append(Batch(name, reward, rows, samples(rows), size, latents))
     return batches
 
 
@@ -168,8 +170,12 @@ class Samples:
             self._known[key] = self._drawn(rows)
         return self._known[key]
 
+    def latents(self, rows: list[Prompt]) -> torch.Tensor:
+        """Return the latents of these prompts' outputs, one each."""
+        return cast(torch.Tensor, self._drawn(rows, "latent"))
+
     @torch.no_grad()
-    def _drawn(self, rows: list[Prompt]) -> Outputs:
+    def _drawn(self, rows: list[Prompt], output_type: str = "pt") -> Outputs:
         some, config = rows[:SAMPLES], self.trainer.config
         conditioning = self.rollouts.encode(
             [prompt.text for prompt in some],
@@ -183,7 +189,7 @@ class Samples:
                 drawn = self.policy.sample(conditioning, self.trainer.method.rollout.decoding, generators,
                                            torch.zeros(len(some), dtype=torch.bool)).texts
             return [drawn[i % len(drawn)] for i in range(len(rows))]
-        drawn = self.policy.of_noise(conditioning, generators)
+        drawn = self.policy.of_noise(conditioning, generators, output_type)
         if len(rows) == len(some):
             return drawn
         share = torch.linspace(0, 1, len(rows)).view(-1, *[1] * (drawn.ndim - 1))

@@ -279,13 +279,12 @@ class PipelinePolicy:
         return self._drive(conditioning, task, self.guidance, latents=latents, output_type="pt")[0].float()
 
     @torch.no_grad()
-    def of_noise(self, conditioning: Conditioning, generators: Sequence[torch.Generator]) -> torch.Tensor:
-        """Return the pipeline's decoded initial noise on the CPU, without a denoising step.
-
-        It has the size, type and range of the pipeline's pictures.
-        """
+    def of_noise(self, conditioning: Conditioning, generators: Sequence[torch.Generator], output_type: str = "pt"
+                 ) -> torch.Tensor:
+        """Return the pipeline's decoded initial noise on the CPU, in its pictures' form; "latent": not decoded."""
         task = Segment(torch.zeros(1), range(0))
-        return self._drive(conditioning, task, self.guidance, generator=generators, output_type="pt")[0].float().cpu()
+        return self._drive(conditioning, task, self.guidance, generator=generators,
+                           output_type=output_type)[0].float().cpu()
 
     @torch.no_grad()
     def generate(self, conditioning: Conditioning, generators: list[torch.Generator], steps: int, guidance: float,

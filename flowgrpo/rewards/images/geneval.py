@@ -136,7 +136,7 @@ class GenEval:
         if self.score not in SCORES:
             raise UserError(f"reward 'geneval': score is {self.score!r}, expected {', '.join(SCORES)}")
         if isinstance(self.detector, str):
-            given = {"dtype": self.dtype, "device": self.device, "batch_size": self.batch_size}
+            given: dict[str, Any] = {"dtype": self.dtype, "device": self.device, "batch_size": self.batch_size}
             given = {name: value for name, value in given.items() if value is not None}
             object.__setattr__(self, "detector", detector(self.detector, **given))
 

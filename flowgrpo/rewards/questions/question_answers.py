@@ -82,7 +82,7 @@ class QuestionAnswers:
             object.__setattr__(self, name, value)
 
     def _answering(self) -> ByVqa | ByJudge | ByFolder:
-        given = {"dtype": self.dtype, "device": self.device, "batch_size": self.batch_size}
+        given: dict[str, Any] = {"dtype": self.dtype, "device": self.device, "batch_size": self.batch_size}
         given = {name: value for name, value in given.items() if value is not None}
         if self.by == "vqa":
             options = {"question": "Question: {} Short answer:"} | given | self.vqa
