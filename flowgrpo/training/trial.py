@@ -89,6 +89,9 @@ def require(trainer: state.Run, measured: Functions) -> None:
                 scored = [judged(batch) for batch in batches]
                 for batch in further:
                     judged(batch)
+                for batch, size in itertools.product(batches, trainer.config.picture.sizes):
+                    if not slow(batch.reward.function):
+                        judged(replace(batch, outputs=samples(batch.prompts, size)))
                 for batch in batches if trainer.method.target.follows_reward else ():
                     require_graph(batch.name, batch.reward, cast(Any, samples.in_graph(batch)), batch.texts,
                                   batch.metadata)
@@ -161,21 +164,24 @@ class Samples:
     def __init__(self, trainer: state.Run):
         self.trainer, self.rollouts = trainer, cast(Any, trainer.rollouts)
         self.policy: Any = trainer.policy
-        self._known: dict[tuple[str, ...], Outputs] = {}
+        self._known: dict[tuple[tuple[int, int] | None, tuple[str, ...]], Outputs] = {}
 
-    def __call__(self, rows: list[Prompt]) -> Outputs:
-        """Return outputs of these prompts, one each: two are drawn; further images are blends of these."""
-        key = tuple(prompt.key for prompt in rows)
+    def __call__(self, rows: list[Prompt], size: tuple[int, int] | None = None) -> Outputs:
+        """Return outputs of these prompts, one each: two are drawn; further images are blends of these.
+
+        size: height and width of images; None: those of evaluations.
+        """
+        key = size, tuple(prompt.key for prompt in rows)
         if key not in self._known:
-            self._known[key] = self._drawn(rows)
+            self._known[key] = self._drawn(rows, size)
         return self._known[key]
 
-    def latents(self, rows: list[Prompt]) -> torch.Tensor:
-        """Return the latents of these prompts' outputs, one each."""
-        return cast(torch.Tensor, self._drawn(rows, "latent"))
+    def latents(self, rows: list[Prompt], size: tuple[int, int] | None = None) -> torch.Tensor:
+        """Return the latents of these prompts' outputs, one each; size: as of the call."""
+        return cast(torch.Tensor, self._drawn(rows, size, "latent"))
 
     @torch.no_grad()
-    def _drawn(self, rows: list[Prompt], output_type: str = "pt") -> Outputs:
+    def _drawn(self, rows: list[Prompt], size: tuple[int, int] | None, output_type: str = "pt") -> Outputs:
         some, config = rows[:SAMPLES], self.trainer.config
         conditioning = self.rollouts.encode(
             [prompt.text for prompt in some],
@@ -183,6 +189,8 @@ class Samples:
             [prompt.image for prompt in some])
         if getattr(conditioning, "mixed", False):  # images of several sizes do not fit in one batch
             conditioning = conditioning.rows(torch.zeros(len(some), dtype=torch.int64))
+        if size is not None:
+            conditioning = replace(conditioning, sizes=[size] * len(some))
         generators = self.policy.generators(range(len(some)))
         if self.policy.modality == "text":
             with _short(self.policy):

@@ -104,6 +104,18 @@ def test_a_resumed_run_draws_the_same_sizes(tmp_path):
     assert sizes[0] == sizes[1] == {tuple(size) for size in SIZES}
 
 
+def test_a_reward_that_does_not_take_a_size_is_refused_before_the_run(tmp_path):
+    def square(images, prompts):
+        if images.shape[-1] != images.shape[-2]:
+            raise ValueError("expected square pictures")
+        return images[:, 0].mean((1, 2))
+
+    settings = config(tmp_path, model=str(tiny.save(tiny.sd3(), tmp_path / "model")))
+    with pytest.raises(UserError, match="expected square pictures"):
+        run(settings, functions={"red": square}, prompts=[Prompt(text) for text in tiny.PROMPTS])
+    assert not (settings.folder / "before.json").exists()
+
+
 def test_evaluations_take_the_first_size_or_the_one_that_is_stated():
     assert load(None, {"picture.sizes": [[64, 48], [48, 64]]}).call["height"] == 64
     stated = load(None, {"picture.sizes": [[64, 48], [48, 64]], "picture.height": 96, "picture.width": 96}).call
