@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -12,6 +12,9 @@ from flowgrpo.cli.root import app
 from flowgrpo.cli.show import print_table
 from flowgrpo.errors import UserError
 from flowgrpo.storage import paths
+
+if TYPE_CHECKING:
+    from flowgrpo.vote.ballot import Comparison
 
 
 @app.command()
@@ -38,7 +41,8 @@ def vote(
     if output.suffix != ".jsonl":
         raise UserError(f"--output {output}: expected a .jsonl file")
     paths.require_file(output)
-    ballot = Ballot(*_pairs(places, lora or [], prompts, count, seed, output), output, seed)
+    comparisons, names = _pairs(places, lora or [], prompts, count, seed, output)
+    ballot = Ballot(comparisons, names, output, seed)
     with server(ballot, port) as serving:
         typer.echo(f"{len(ballot.comparisons)} pairs, {len(ballot.verdicts)} with a vote: {address(serving)} "
                    "(Ctrl-C ends it)")
@@ -47,7 +51,8 @@ def vote(
     _show(ballot.summary(), output)
 
 
-def _pairs(places: list[Path], loras: list[Path], prompts: Path | None, count: int, seed: int, output: Path) -> Any:
+def _pairs(places: list[Path], loras: list[Path], prompts: Path | None, count: int, seed: int, output: Path
+           ) -> tuple[list[Comparison], tuple[str, str]]:
     """Return the pairs and the names of their sides."""
     if not loras:
         if prompts is not None:

@@ -136,7 +136,7 @@ def grid(run: str | Path, prompts: str | Path | None, count: int, seed: int, out
         measured.append(Measured(chosen, dict(zip(functions, scores.T.tolist())), pictures))
     base, after = measured
     names = ("before", "after" if rlg is None else f"rlg {rlg:g}")
-    folders = singles.save_columns(Path(output), names, [base.pictures, after.pictures])
+    folders = singles.save_columns(Path(output), names, [[*base.pictures], [*after.pictures]])
     draw_pairs(Path(output), base, after, names, picture_files.facts(
         run, names, chosen, folders, model=config.model, seed=seed, call=arguments))
     return Path(output)

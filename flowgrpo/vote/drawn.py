@@ -27,10 +27,12 @@ def pairs(source: Path, loras: Sequence[Path], prompts: Path | None, count: int,
     config = config_of(source)
     if len(loras) > 2:
         raise UserError(f"--lora: got {len(loras)}, expected one, which is compared with the base, or two")
-    if prompts is None and config is None:
+    if prompts is not None:
+        chosen = spread(load_prompts(prompts), count)
+    elif config is not None:
+        chosen = spread(splits.resolve(config)[1], count)
+    else:
         raise UserError(f"{source} is no run, whose held-out prompts would be drawn: expected --prompts FILE too")
-    chosen = spread(load_prompts(prompts) if prompts is not None or config is None else splits.resolve(config)[1],
-                    count)
     listing = folder / "prompts.jsonl"
     folder.mkdir(parents=True, exist_ok=True)
     listing.write_text(_lines(chosen), encoding="utf-8")

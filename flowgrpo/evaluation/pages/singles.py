@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from flowgrpo.evaluation.pages.clips import as_image, save_clip
 
@@ -30,8 +30,11 @@ def save(folder: Path, samples: Sequence[torch.Tensor] | torch.Tensor) -> None:
             as_image(sample).save(folder / f"{number:03d}.png")
 
 
-def save_columns(page: Path, names: Sequence[str], columns: Sequence[Sequence[torch.Tensor]]) -> list[str]:
-    """Write the pictures of each column of a page into a folder below the page's name; return the folders."""
+def save_columns(page: Path, names: Sequence[str], columns: Sequence[Sequence[Any]]) -> list[str]:
+    """Write the pictures of each column of a page into a folder below the page's name; return the folders.
+
+    columns: of pictures and clips, as of `save`.
+    """
     folders = [f"{page.stem}/{number}-{re.sub(r'[^a-z0-9]+', '-', name.lower()).strip('-')}"
                for number, name in enumerate(names)]
     for folder, pictures in zip(folders, columns, strict=True):

@@ -140,7 +140,7 @@ def video_url(clip: torch.Tensor) -> str | None:
     factor = max(1, SIDE // (2 * max(frames[0].size)))
     large = [frame.resize((frame.width * factor, frame.height * factor), Image.Resampling.NEAREST) for frame in frames]
     video = mp4.encode(large, pace(len(large)))
-    return video and VIDEO + base64.b64encode(video).decode("ascii")
+    return None if video is None else VIDEO + base64.b64encode(video).decode("ascii")
 
 
 def _frames(output: torch.Tensor) -> list[Image.Image]:
