@@ -114,9 +114,9 @@ def compare(scores: Mapping[str, np.ndarray]) -> list[Difference]:
 
 
 def interval(scores: np.ndarray) -> tuple[float, float]:
-    """Return the 95 % interval of a method's mean, over prompts and seeds."""
+    """Return the 95 % interval of a method's mean, over prompts and seeds, within the range of its scores."""
     tail = 50 * (1 - CONFIDENCE)
-    low, high = np.percentile(resampled({"": scores})[""], (tail, 100 - tail))
+    low, high = np.percentile(resampled({"": scores})[""], (tail, 100 - tail)).clip(scores.min(), scores.max())
     return float(low), float(high)
 
 
