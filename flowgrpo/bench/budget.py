@@ -36,7 +36,8 @@ def _cost(config: Config, method: Method, epoch: int) -> int:
     explorations = method.explorations(shifted(train.steps, train.shift), drawn, train.shift, epoch, config.seed)
     doubled = 2 if train.guidance > 1 else 1
     if method.target.follows_reward:
-        return doubled * _backprop_cost(config, method.target.backprop, explorations[0], epoch)
+        target: Any = method.target  # a RewardGradient
+        return doubled * _backprop_cost(config, target.backprop, explorations[0], epoch)
     if isinstance(method.target, LatentEdits):
         return doubled * cost.rollout(explorations, train.prompts)
     noised = method.noised(shifted(train.steps, train.shift), train.group, epoch, config.seed)

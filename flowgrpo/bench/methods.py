@@ -49,7 +49,8 @@ def entries(given: list[str], name: str, of: BenchModel) -> list[Entry]:
 
 
 def _of_method(text: str, of: BenchModel) -> Entry:
-    method, adjusted = overlay.preset(text), {}
+    method = overlay.preset(text)
+    adjusted: dict[str, Any] = {}
     for part in text.split("+"):
         adjusted |= {key: _merged(adjusted.get(key), value) for key, value in ADJUSTED.get(part, {}).items()}
     if method.target.follows_reward and of.gradient:

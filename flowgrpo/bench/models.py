@@ -42,10 +42,12 @@ class BenchModel:
 SHAPES = ["to_q", "to_k", "add_k_proj", "linear_1", "linear_2"]
 IMAGES: dict[str, Any] = {
     "reward": {"scene": 1.0, "scene_graded": 1.0}, "adapter.rank": 16, "adapter.targets": SHAPES,
-    "train.prompts": 6, "train.group": 16, "train.micro_batch": 96, "train.shift": 1.5, "train.steps": 6,
-    "train.lr": 1.5e-3, "train.schedule": "linear"}
+    "train.micro_batch": 96, "train.lr": 1.5e-3, "train.schedule": "linear"}
 MODELS: dict[str, BenchModel] = {
-    "starter": BenchModel("flow", "starter", IMAGES, "scene", {"sharpness": {}}, gradient={"scene_soft": 1.0}),
+    "starter": BenchModel(
+        "flow", "starter",
+        IMAGES | {"train.prompts": 6, "train.group": 16, "train.shift": 1.5, "train.steps": 6}, "scene",
+        {"sharpness": {}}, gradient={"scene_soft": 1.0}),
     "starter_consistency": BenchModel(
         "vp", "starter", IMAGES | {"train.prompts": 8, "train.group": 12, "train.steps": 4, "train.grid": "stock"},
         "scene", {"sharpness": {}}, gradient={"scene_soft": 1.0}),

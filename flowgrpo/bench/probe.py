@@ -38,8 +38,9 @@ def trainer_of(config: Config, policy: Policy | None = None) -> Trainer:
     """Return the trainer of a configuration, as a run has it before its first epoch; nothing is written."""
     device = pick_device(config.device)
     config, _ = settle(config, device)
-    return Trainer(config, make_accelerator(device), policy or make_policy(config, device),
-                   rewards.compose(config.trained, config.cache), splits.resolve(config))
+    trained: dict[str, Any] = {**rewards.compose(config.trained, config.cache)}
+    return Trainer(config, make_accelerator(device), policy or make_policy(config, device), trained,
+                   splits.resolve(config))
 
 
 def trial(config: Config) -> dict[str, float]:
@@ -54,10 +55,10 @@ def trial(config: Config) -> dict[str, float]:
         seconds.append(time.perf_counter() - start)
         spent.append(trainer.policy.evaluations)
     functions = pairwise.measured(trainer.scoring.functions, rewards.compose(config.watched, config.cache))
-    prompts, start = spread(trainer.held_out, TIMED), time.perf_counter()
+    prompts, rollouts, start = spread(trainer.held_out, TIMED), cast(Any, trainer.rollouts), time.perf_counter()
     measure(cast(Any, trainer.policy), prompts, functions, steps=config.eval.steps, guidance=config.eval.guidance,
-            samples=1, micro_batch=trainer.geometry.micro_batch, encode=trainer.rollouts.encode,
-            prepare=trainer.rollouts.prepare)
+            samples=1, micro_batch=trainer.geometry.micro_batch, encode=rollouts.encode,
+            prepare=rollouts.prepare)
     return {"first": spent[1], "following": spent[2] - spent[1], "seconds": seconds[1],
             "measuring": (time.perf_counter() - start) / len(prompts)}
 
@@ -87,11 +88,11 @@ def diversity(trainer: Trainer, prompts: list[Prompt]) -> float:
     """Return the mean over prompts of the mean distance between SAMPLES samples, with the evaluation's sampler."""
     policy, settings, seed = cast(Any, trainer.policy), trainer.config.eval, seeder(EVAL_SEED, 0)
     apart = (draw.TEXTS if policy.modality == "text" else draw.PICTURES).apart("pixels")
-    trainer.rollouts.prepare(prompts)
-    distances = []
+    rollouts, distances = cast(Any, trainer.rollouts), []
+    rollouts.prepare(prompts)
     for i, prompt in enumerate(prompts):
-        conditioning = trainer.rollouts.encode([prompt.text] * SAMPLES, [prompt.negative or ""] * SAMPLES,
-                                               [prompt.image] * SAMPLES)
+        conditioning = rollouts.encode([prompt.text] * SAMPLES, [prompt.negative or ""] * SAMPLES,
+                                       [prompt.image] * SAMPLES)
         seeds = policy.generators([seed(i, k) for k in range(SAMPLES)])
         distances.append(apart(policy.generate(conditioning, seeds, settings.steps, settings.guidance)))
     return sum(distances) / len(distances)

@@ -114,9 +114,9 @@ def compare(scores: Mapping[str, np.ndarray]) -> list[Difference]:
 
 
 def interval(scores: np.ndarray) -> tuple[float, float]:
-    """Return the 95 % interval of a method's mean, over prompts and seeds."""
+    """Return the 95 % interval of a method's mean, over prompts and seeds, within the range of its scores."""
     tail = 50 * (1 - CONFIDENCE)
-    low, high = np.percentile(resampled({"": scores})[""], (tail, 100 - tail))
+    low, high = np.percentile(resampled({"": scores})[""], (tail, 100 - tail)).clip(scores.min(), scores.max())
     return float(low), float(high)
 
 
@@ -137,6 +137,6 @@ def mean_curve(curves: Sequence[Sequence[tuple[float, float]]]) -> list[tuple[fl
     """
     end = min(curve[-1][0] for curve in curves)
     places = sorted({x for curve in curves for x, _ in curve if x <= end})
-    values = np.array([np.interp(places, *zip(*curve)) for curve in curves])
+    values = np.array([np.interp(places, [x for x, _ in curve], [y for _, y in curve]) for curve in curves])
     return [(float(x), float(column.mean()), float(column.min()), float(column.max()))
             for x, column in zip(places, values.T)]

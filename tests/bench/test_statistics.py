@@ -36,6 +36,7 @@ def test_one_seed_has_the_spread_of_its_prompts():
     drawn = resampled({"a": np.array([[0.0, 1.0, 1.0, 0.0]])}, 100_000)["a"]
     assert drawn.mean() == pytest.approx(0.5, abs=0.005) and drawn.var() == pytest.approx(0.25 / 4, rel=0.02)
     assert interval(np.ones((1, 5))) == (1.0, 1.0)
+    assert interval(np.array([[1.0, 1.0, 1.0, 1.0], [1.0, 1.0, 1.0, 0.0]]))[1] == 1.0  # and not above
 
 
 def test_p_values_count_the_smaller_side():
