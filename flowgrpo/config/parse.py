@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
+from flowgrpo.config import extends
 from flowgrpo.config.base import Loader, Section
 from flowgrpo.config.reward_rules import Retry, RewardRule, WatchRule
 from flowgrpo.config.schema import Config, fields, keys, owner, sections
@@ -20,16 +21,27 @@ from flowgrpo.errors import UserError, nearest
 def load(recipe: str | Path | None, overrides: dict[str, Any] | None = None) -> Config:
     """Read a recipe and apply dotted overrides (`{"train.lr": "1e-4"}`; values in YAML's notation).
 
-    Raises UserError, in one line, for a missing or broken file, an unknown key, a wrong type or range; the error names
-    the recipe, or the option of an override.
+    A recipe may extend another one: see extends.py. Raises UserError, in one line, for a missing or broken file, an
+    unknown key, a wrong type or range; the error names the recipe, or the option of an override.
     """
-    raw = read_yaml(Path(recipe)) if recipe else {}
+    raw = _read_recipe(Path(recipe)) if recipe else {}
     if recipe:
         raw.setdefault("name", Path(recipe).stem)
         validate(raw, where=str(recipe))
     for path, given in (overrides or {}).items():
         _assign(raw, path, parse_value(path, given) if isinstance(given, str) else given)
     return validate(raw)
+
+
+def _read_recipe(path: Path, below: Sequence[Path] = ()) -> dict[str, Any]:
+    """Return a recipe's keys, with those of the recipe that it extends. below: recipes that extend it."""
+    raw = read_yaml(path)
+    base = extends.base_of(raw, path, below)
+    if base is None:
+        return raw
+    inherited = _read_recipe(base, (*below, path))
+    validate(inherited, where=str(base))
+    return extends.merged(inherited, raw)
 
 
 def validate(raw: dict[str, Any], where: str = "the options") -> Config:

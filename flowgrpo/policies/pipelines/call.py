@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from flowgrpo.policies.generators import generators, seeded
 from flowgrpo.policies.pipelines.conditioning import Conditioning
 from flowgrpo.policies.pipelines.encoder_cache import EncoderCache
+from flowgrpo.policies.pipelines.guider import guided
 from flowgrpo.policies.pipelines.idle_steps import IdleSteps
 from flowgrpo.policies.pipelines.load import denoisers, unchecked
 from flowgrpo.samplers.scheduler import PolicyScheduler, Segment, StepRecord
@@ -146,6 +147,7 @@ class PipelineCall:
         pipe.encode_prompt = encode
         try:
             with contextlib.ExitStack() as stack:
+                stack.enter_context(guided(pipe, guidance))
                 for context in self._contexts(conditioning, task, options.get("generator")):
                     stack.enter_context(context)
                 out = self._call(pipe, **{k: v for k, v in arguments.items() if k in self.accepts})[0]

@@ -129,15 +129,19 @@ class Encoders(Offloaded):
         super().come()
 
 
+ONE_BY_ONE = ("AutoencoderKLHunyuanVideo15",)  # in diffusers 0.42 their attention mask serves one clip alone
+
+
 def decode_in_parts(pipe: Any, how: str) -> None:
     """Make the pipeline decode image by image ("sliced"), or also tile by tile ("tiled").
 
-    Raises UserError if its autoencoder cannot.
+    With "whole" nothing changes, but for autoencoders that cannot decode several images. Raises UserError if its
+    autoencoder cannot.
     """
-    if how == "whole":
-        return
     vaes: list[Any] = [part for name, part in pipe.components.items() if isinstance(part, torch.nn.Module)
                        and ("vae" in name or name == "vqgan")]
+    if how == "whole" and not any(type(vae).__name__ in ONE_BY_ONE for vae in vaes):
+        return
     for option in ["slicing"] + ["tiling"] * (how == "tiled"):
         able = [vae for vae in vaes if hasattr(vae, f"use_{option}")]  # all have the method, but some raise in it
         if not able:
