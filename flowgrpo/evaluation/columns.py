@@ -21,7 +21,7 @@ from flowgrpo.data import splits
 from flowgrpo.data.prompts import Prompt, load_prompts
 from flowgrpo.device import drawing
 from flowgrpo.errors import UserError
-from flowgrpo.evaluation import images, picture_files, texts
+from flowgrpo.evaluation import images, picture_files, run_rewards, texts
 from flowgrpo.evaluation.checkpoints import run_config
 from flowgrpo.evaluation.measured import spread
 from flowgrpo.evaluation.pages import singles
@@ -30,7 +30,6 @@ from flowgrpo.evaluation.pages.grid import Row, draw_grid
 from flowgrpo.evaluation.pages.html_page import write_page, write_table
 from flowgrpo.policies import build
 from flowgrpo.policies.language.causal_lm import CausalLM
-from flowgrpo.rewards import pairwise
 from flowgrpo.samplers.rollout import seeder
 from flowgrpo.storage import paths
 from flowgrpo.storage.places import is_checkpoint, run_of
@@ -80,7 +79,7 @@ def columns(run: str | Path, kind: str, values: Sequence[str], prompts: str | Pa
         images.call_arguments(config.model, run, config.eval.steps, config.eval.guidance)
     chosen = KINDS[kind](Column("tuned", run, seed, arguments), list(values))
     shown = spread(load_prompts(prompts) if prompts else splits.resolve(config)[1], count)
-    functions = pairwise.measured(*(rewards.compose(rules, config.cache) for rules in (config.trained, config.watched)))
+    functions = run_rewards.measured(config)
     drawn = _written(config, run, chosen, shown) if written else _drawn(config, run, chosen, shown)
     bases: list[Any] = [None] * len(chosen)
     if any(map(rewards.sees_base, functions.values())):

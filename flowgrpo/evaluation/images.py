@@ -16,14 +16,13 @@ import torch
 from PIL import Image
 from tqdm import tqdm
 
-from flowgrpo import rewards
 from flowgrpo.config.schema import Config
 from flowgrpo.config.sections import Load, Memory
 from flowgrpo.data import splits
 from flowgrpo.data.prompts import Prompt, load_prompts
 from flowgrpo.device import concrete, drawing
 from flowgrpo.errors import UserError
-from flowgrpo.evaluation import checkpoints, picture_files
+from flowgrpo.evaluation import checkpoints, picture_files, run_rewards
 from flowgrpo.evaluation.checkpoints import config_of, run_config
 from flowgrpo.evaluation.measured import Measured, spread
 from flowgrpo.evaluation.nouns import SAMPLE
@@ -36,7 +35,6 @@ from flowgrpo.policies.pipelines.load import denoisers, load_pipeline, modality,
 from flowgrpo.policies.weights.lora_files import LORA_FILE, load_lora
 from flowgrpo.policies.weights.memory_options import Encoders, decode_in_parts, require_quantiser
 from flowgrpo.policies.weights.rlg import Branches
-from flowgrpo.rewards import pairwise
 from flowgrpo.samplers.rollout import seeder
 from flowgrpo.starter import CALLS, EVAL
 from flowgrpo.storage.paths import require_file, require_folder
@@ -79,8 +77,8 @@ def sample(model: str, lora: str | Path | None, prompts: list[str], count: int, 
     if run:
         require_weights(run)
     config = config_of(run) or Config()
-    pipe = make_pipeline(model, drawing(config.precision, place(), precision), memory=config.memory,
-                         files=files_of(config, model))
+    pipe = make_pipeline(model, drawing(config.precision, place(), precision), config.trust_remote_code,
+                         memory=config.memory, files=files_of(config, model))
     if image is not None and "image" not in inspect.signature(pipe.__call__).parameters:
         raise UserError(f"--image: {type(pipe).__name__} takes no image: leave it out")
     if film and modality(pipe) != "video":
@@ -124,7 +122,7 @@ def grid(run: str | Path, prompts: str | Path | None, count: int, seed: int, out
     require_weights(run)
     require_file(output)
     chosen = spread(load_prompts(prompts) if prompts else splits.resolve(config)[1], count)
-    functions = pairwise.measured(*(rewards.compose(rules, config.cache) for rules in (config.trained, config.watched)))
+    functions = run_rewards.measured(config)
     pipe = make_pipeline(config.model, drawing(config.precision, place()), config.trust_remote_code,
                          memory=config.memory, files=config.load)
     arguments = call_arguments(config.model, run, config.eval.steps, config.eval.guidance)

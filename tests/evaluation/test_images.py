@@ -303,7 +303,8 @@ def test_every_command_draws_with_the_memory_of_the_run(tmp_path, model):
     [ours] = drawn(tmp_path / "l", model, low, [prompt.text], seed=0)
     assert np.abs(ours - np.asarray(grid._picture(expected, 16))).max() <= 1 < np.abs(ours - other).max()
     (tmp_path / "suite.txt").write_text(prompt.text)
-    assert main(["eval", str(low), "--suite", str(tmp_path / "suite.txt"), "--output", str(tmp_path / "e")]) == 0
+    assert main(["eval", str(low), "--suite", str(tmp_path / "suite.txt"), "--trust-run",
+                 "--output", str(tmp_path / "e")]) == 0
     assert (pixels(tmp_path / "e" / "pictures" / "tuned" / "00000-00.png") == ours).all()
     pages = [images.grid(run, None, 1, 0, tmp_path / f"{run.name}.png") for run in (low, full)]
     assert (pixels(pages[0]) != pixels(pages[1])).any()
@@ -311,7 +312,8 @@ def test_every_command_draws_with_the_memory_of_the_run(tmp_path, model):
 
 COMMANDS = [["sample", "MODEL", "--prompt", "red", "--output", "out"], ["grid", "RUN"],
             ["sample", "MODEL", "--prompts", "RUN/prompts.txt", "--output", "out"],
-            ["grid", "RUN", "--columns", "seeds"], ["eval", "RUN", "--suite", "RUN/prompts.txt", "--output", "out"]]
+            ["grid", "RUN", "--columns", "seeds"], ["eval", "RUN", "--suite", "RUN/prompts.txt", "--output", "out",
+             "--trust-run"]]
 
 
 @pytest.mark.parametrize("command", COMMANDS)
