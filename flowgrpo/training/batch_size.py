@@ -112,7 +112,7 @@ def measured(config: Config, policy: Any, prompt: Prompt) -> tuple[Estimate, Seq
     recompute, beside the one block that recomputes at a time.
     """
     negative = config.negative_prompt if prompt.negative is None else prompt.negative
-    conditioning, before = policy.encode([prompt.text], [negative], [prompt.image]), policy.evaluations
+    conditioning, before = policy.encode([prompt.text], [negative], [prompt.brings]), policy.evaluations
     of_kind: Any = text_memory if policy.modality == "text" else memory
 
     def phases(rows: int) -> dict[str, dict[str, int]]:

@@ -172,7 +172,7 @@ class Samples:
         conditioning = self.rollouts.encode(
             [prompt.text for prompt in some],
             [config.negative_prompt if prompt.negative is None else prompt.negative for prompt in some],
-            [prompt.image for prompt in some])
+            [prompt.brings for prompt in some])
         if getattr(conditioning, "mixed", False):  # images of several sizes do not fit in one batch
             conditioning = conditioning.rows(torch.zeros(len(some), dtype=torch.int64))
         generators = self.policy.generators(range(len(some)))
