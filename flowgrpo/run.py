@@ -104,6 +104,7 @@ def _checked(ready: Ready, pipe: Any, prompts: list[Prompt] | None, asked: str) 
     rewards.require_modality(ready.trained | ready.measured, modality)
     rewards.require_base(ready.trained | ready.measured, modality)
     rewards.require_latents(ready.trained | ready.measured, modality)
+    build.require_inputs(config, [*ready.split[0], *ready.split[1]], loaded)
     listed = provenance.prompt_lines(config, prompts) if ready.accelerator.is_main_process else None
     with as_before(pipe), rounded_products(config.precision, ready.device):
         return _train(ready, loaded, listed)
@@ -195,6 +196,7 @@ def check(config: Config, resume: bool = False, pipe: Any = None,
         splits.require_no_share(config)
     split = splits.resolve(config) if prompts is None else splits.split(prompts, config.held_out, splits.SPLIT_SEED)
     split = recorded_pairs.in_place(config, split)
+    build.require_inputs(config, [*split[0], *split[1]], pipe)
     for routed, side in zip((trained, further), split):
         rewards.require_routes(routed, [prompt.metadata for prompt in side])
     last = checkpoint.latest(config.folder / "checkpoints") if resume else None

@@ -92,7 +92,7 @@ def diversity(trainer: Trainer, prompts: list[Prompt]) -> float:
     rollouts.prepare(prompts)
     for i, prompt in enumerate(prompts):
         conditioning = rollouts.encode([prompt.text] * SAMPLES, [prompt.negative or ""] * SAMPLES,
-                                       [prompt.image] * SAMPLES)
+                                       [prompt.brings] * SAMPLES)
         seeds = policy.generators([seed(i, k) for k in range(SAMPLES)])
         distances.append(apart(policy.generate(conditioning, seeds, settings.steps, settings.guidance)))
     return sum(distances) / len(distances)

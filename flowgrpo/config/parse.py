@@ -14,7 +14,7 @@ from flowgrpo.config import extends
 from flowgrpo.config.base import Loader, Section
 from flowgrpo.config.reward_rules import Retry, RewardRule, WatchRule
 from flowgrpo.config.schema import Config, fields, keys, owner, sections
-from flowgrpo.config.sections import EarlyStop, Fused
+from flowgrpo.config.sections import EarlyStop, Fused, IPAdapter
 from flowgrpo.errors import UserError, nearest
 
 
@@ -116,9 +116,9 @@ def _explain(errors: Sequence[Any]) -> str:
 
 
 # pydantic's names of the branches of a union
-_UNION_TAG = re.compile(r"(bool|str|(constrained-)?(int|float)|Fused)$|<|(dict|list|literal)\[")
+_UNION_TAG = re.compile(r"(bool|str|(constrained-)?(int|float)|Fused|IPAdapter)$|<|(dict|list|literal)\[")
 _RULES: dict[str, type[Section]] = {"reward": RewardRule, "eval.rewards": WatchRule, "eval.stop": EarlyStop,
-                                    "load.lora": Fused}
+                                    "load.lora": Fused, "load.ip_adapter": IPAdapter}
 
 
 def _nearest_of(unknown: tuple[str | int, ...]) -> str:

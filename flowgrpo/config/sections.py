@@ -59,6 +59,17 @@ class Fused(Section):
     scale: float = Field(1.0, description="factor of what it changes")
 
 
+class IPAdapter(Section):
+    """IP-Adapter: weights by which the denoiser reads the picture `ip_adapter_image` of a prompt."""
+
+    path: str = Field(min_length=1, description="folder or hub id")
+    weights: str = Field(min_length=1, description="name of the file: ip-adapter_sd15.safetensors")
+    subfolder: str | None = Field(None, min_length=1, description="of the file: models")
+    encoder: str | None = Field(None, min_length=1, description="folder of the image encoder, inside `subfolder`; "
+                                "FLUX: its folder or hub id; None: image_encoder")
+    scale: float = Field(1.0, ge=0, description="factor of the picture's part")
+
+
 class Load(Section):
     """Files from which `model` is loaded; see docs/pipelines.md."""
 
@@ -70,6 +81,10 @@ class Load(Section):
                                  "denoiser of `model`")
     lora: list[str | Fused] = Field([], description="LoRAs that are fused into the weights first, such as a turbo "
                                     "LoRA: paths, or {path: FILE, scale: 0.8}; the run trains another on top")
+    controlnet: str | None = Field(None, min_length=1, description="folder or hub id of a ControlNet, for the "
+                                   "`control_image` of prompts; it stays frozen")
+    ip_adapter: IPAdapter | None = Field(None, description="an IP-Adapter, for the `ip_adapter_image` of prompts: "
+                                         "{path: FOLDER, weights: FILE}; it stays frozen")
 
     @property
     def fused(self) -> list[Fused]:

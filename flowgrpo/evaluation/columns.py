@@ -212,7 +212,7 @@ def _written(config: Config, run: Path, chosen: Sequence[Column], prompts: Seque
         samples: list[Completion] = []
         for start in range(0, len(prompts), AT_ONCE):
             some = prompts[start:start + AT_ONCE]
-            conditioning = policy.encode([prompt.text for prompt in some], images=[prompt.image for prompt in some])
+            conditioning = policy.encode([prompt.text for prompt in some], images=[prompt.brings for prompt in some])
             generators = policy.generators(seed_of(start + i, 0) for i in range(len(some)))
             samples += policy.generate(conditioning, generators)
         completions.append(samples)

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from PIL import Image
 from tqdm import tqdm
 
 from flowgrpo.config.schema import Config
 from flowgrpo.config.sections import Load, Memory
 from flowgrpo.data import splits
+from flowgrpo.data.pictures import picture_size
 from flowgrpo.data.prompts import Prompt, load_prompts
 from flowgrpo.device import concrete, drawing
 from flowgrpo.errors import UserError
@@ -29,7 +29,7 @@ from flowgrpo.evaluation.nouns import SAMPLE
 from flowgrpo.evaluation.pages import mp4, singles
 from flowgrpo.evaluation.pages.before_after import captions, draw_pairs
 from flowgrpo.policies.generators import seeded
-from flowgrpo.policies.pipelines import edit_networks
+from flowgrpo.policies.pipelines import edit_networks, prompt_inputs
 from flowgrpo.policies.pipelines.call import guidance_argument
 from flowgrpo.policies.pipelines.load import denoisers, load_pipeline, modality, text_encoders
 from flowgrpo.policies.weights.lora_files import LORA_FILE, load_lora
@@ -72,7 +72,8 @@ def sample(model: str, lora: str | Path | None, prompts: list[str], count: int, 
     film = Path(output).suffix == ".mp4"
     _require_film(output, len(prompts) * count) if film else require_folder(output)
     given = [Prompt(text, image=None if image is None else str(image)) for text in prompts]
-    _brought(given[0])
+    if image is not None:
+        picture_size(image)
     run = None if lora is None else Path(lora)
     if run:
         require_weights(run)
@@ -288,9 +289,9 @@ def draw_one(pipe: Any, prompt: Prompt, seed: int, arguments: dict[str, Any], ne
     """Draw a picture [3, H, W] or clip [F, 3, H, W] in [0, 1], by one pipeline call with noise of that seed.
 
     arguments: further ones of the call, from `call_arguments`. negative: for a prompt without its own.
-    Raises UserError for a pipeline with another output, and for a missing input picture.
+    Raises UserError for a pipeline with another output, and for a missing input file.
     """
-    generator, image = torch.Generator().manual_seed(seed), _brought(prompt)
+    generator, image = torch.Generator().manual_seed(seed), _brought(pipe, prompt, arguments)
     with seeded(pipe.scheduler, generator), _picture_missed(pipe, arguments | image):
         pictures = call(pipe, arguments, prompt=prompt.text, generator=generator, output_type="pt", **image,
                     negative_prompt=negative if prompt.negative is None else prompt.negative)
@@ -300,14 +301,11 @@ def draw_one(pipe: Any, prompt: Prompt, seed: int, arguments: dict[str, Any], ne
     return pictures[0].float().cpu()
 
 
-def _brought(prompt: Prompt) -> dict[str, Image.Image]:
-    """Return the prompt's picture, if any, as an argument of a call.
-    Raises UserError if its file is unreadable."""
-    try:
-        return {"image": Image.open(prompt.image).convert("RGB")} if prompt.image else {}
-    except OSError as error:
-        raise UserError(f"cannot read the picture {prompt.image} ({error.strerror or 'it is damaged, or no picture'})"
-                        ) from None
+def _brought(pipe: Any, prompt: Prompt, call: dict[str, Any]) -> dict[str, Any]:
+    """Return what a prompt brings beside its text as arguments of a call.
+    Raises UserError for an unreadable file, and for one that the pipeline does not take."""
+    values = prompt_inputs.decoded(pipe, prompt.inputs, call) if prompt.brings is not None else {}
+    return prompt_inputs.arguments({name: [value] for name, value in values.items()}, alone=True)
 
 
 @contextlib.contextmanager

@@ -115,7 +115,7 @@ def measure(policy: Generating, prompts: list[Prompt], functions: dict[str, Any]
             batch = local_batch or rows[:1]  # sharded weights are gathered by all processes or by none
             of = [prompts[i] for i, _ in batch]
             conditioning = encode([p.text for p in of], [negative if p.negative is None else p.negative for p in of],
-                                  [p.image for p in of])
+                                  [p.brings for p in of])
             seeds = [seed(i, k) for i, k in batch]
             (outputs, latents), base = _with_base(
                 partial(_generate, policy, conditioning, seeds, steps, guidance, undecoded), reference, compared)

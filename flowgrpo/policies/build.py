@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ from flowgrpo.errors import UserError
 from flowgrpo.methods import overlay, reads, validate
 from flowgrpo.methods.targets import LatentEdits
 from flowgrpo.policies import hub, sources
+from flowgrpo.policies.pipelines import prompt_inputs
 from flowgrpo.starter import FOLDERS
 
 if TYPE_CHECKING:
@@ -136,6 +137,19 @@ def modality(loaded: Any) -> str:
     from flowgrpo.policies.pipelines import load
 
     return load.modality(loaded)
+
+
+def require_inputs(config: Config, prompts: Sequence[Prompt], loaded: Any = None) -> None:
+    """Raise UserError for the first prompt whose files the model does not take, or that lacks one.
+
+    loaded: the model, once it is loaded; a pipeline on the hub is not known before.
+    """
+    if kind(config, loaded) != PIPELINE:
+        prompt_inputs.require_image_alone(prompts, config.model)
+        return
+    from flowgrpo.policies.pipelines import conditioned
+
+    conditioned.require_prompts(config, prompts, loaded)
 
 
 def make_policy(config: Config, device: str | torch.device, loaded: Any = None) -> PipelinePolicy | CausalLM:

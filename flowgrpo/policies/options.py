@@ -35,6 +35,9 @@ def require_load(config: Config, loaded: bool = False) -> None:
     """Raise UserError for settings of `load` that the model does not read. loaded: the model is an object."""
     if not loaded:
         sources.require(config.model, config.load, config.memory.weights)
+        if config.load.ip_adapter is not None and not config.adapter.rank:
+            raise UserError("load.ip_adapter is set, but adapter.rank is 0, which would train the IP-Adapter's weights "
+                            "too: set a rank")
         return
     for name, value in config.load:
         if value != getattr(Load(), name):

@@ -63,7 +63,7 @@ class DenoisingRollouts(GroupSampler[Conditioning]):
         self._grids: dict[Size | None, tuple[torch.Tensor, torch.Tensor | None]] = {None: (self.grid, self.timesteps)}
         sizes.require(policy, lambda: self.conditioning([first]), config.picture.sizes, geometry.slices)
         # Only what is given pictures can put them back in; edits replay nothing of the pipeline.
-        if not isinstance(method.target, targets.LatentEdits) and (policy.given or first.image is not None):
+        if not isinstance(method.target, targets.LatentEdits) and (policy.given or first.brings is not None):
             mid_loop_check.require(policy, DenoisingRollouts.conditioning(self, [first]),
                                    mid_loop_check.goes_on(method, self.explorations(0)))
 
@@ -82,7 +82,7 @@ class DenoisingRollouts(GroupSampler[Conditioning]):
     def conditioning(self, batch: list[Prompt], epoch: int | None = None) -> Conditioning:
         """Encode prompts, each once. epoch: whose sizes of pictures they get; None: the evaluation's."""
         with self.clock("encode"):
-            encoded = self.encode([p.text for p in batch], self._negatives(batch), [p.image for p in batch])
+            encoded = self.encode([p.text for p in batch], self._negatives(batch), [p.brings for p in batch])
             if self.config.train.pack and encoded.mixed:
                 raise UserError("train.pack is true, but the prompts' pictures differ in size, so that every row is a "
                                 "call of its own: set it to false, or bring the pictures to one size")
@@ -96,7 +96,7 @@ class DenoisingRollouts(GroupSampler[Conditioning]):
 
     def prepare(self, batch: list[Prompt]) -> None:
         """Encode prompts into the memory of prompts, as many as it holds."""
-        self.encode.prepare([p.text for p in batch], self._negatives(batch), [p.image for p in batch])
+        self.encode.prepare([p.text for p in batch], self._negatives(batch), [p.brings for p in batch])
 
     def _negatives(self, batch: list[Prompt]) -> list[str]:
         return [self.config.negative_prompt if p.negative is None else p.negative for p in batch]

@@ -40,7 +40,7 @@ class TextRollouts(GroupSampler[TokenizedPrompts]):
     def conditioning(self, batch: list[Prompt], epoch: int | None = None) -> TokenizedPrompts:
         """Tokenise prompts."""
         with self.clock("encode"):
-            encoded = self.encode([p.text for p in batch], images=[p.image for p in batch])
+            encoded = self.encode([p.text for p in batch], images=[p.brings for p in batch])
         if not self.method.generation.decoding.expert:
             return encoded
         return replace(encoded, answers=[answer_of(p) for p in batch])

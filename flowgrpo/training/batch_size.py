@@ -116,7 +116,7 @@ def measured(config: Config, policy: Any, prompt: Prompt) -> tuple[Estimate, Seq
     negative = config.negative_prompt if prompt.negative is None else prompt.negative
     text = policy.modality == "text"
     encode = policy.encode if text else encoded_prompts.prompt_cache(config, policy, policy.live)
-    conditioning, before = encode([prompt.text], [negative], [prompt.image]), policy.evaluations
+    conditioning, before = encode([prompt.text], [negative], [prompt.brings]), policy.evaluations
     if config.picture.sizes:
         conditioning = replace(conditioning, sizes=[max(config.picture.sizes, key=math.prod)])
     of_kind: Any = text_memory if text else memory

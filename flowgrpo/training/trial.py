@@ -78,7 +78,7 @@ def require(trainer: state.Run, measured: Functions) -> None:
     held = spread(trainer.held_out, trainer.config.eval.prompts)
     with trainer.processes.together(), _unseen(trainer.policy):
         if trainer.policy.modality == "text":
-            plain = [prompt.text for prompt in [*trainer.prompts, *held] if prompt.image is None]
+            plain = [prompt.text for prompt in [*trainer.prompts, *held] if prompt.brings is None]
             cast(Any, trainer.policy).require_context(plain)
         samples = Samples(trainer)
         batches = _batches(trained, trainer.prompts, trainer.geometry.group, samples)
@@ -186,7 +186,7 @@ class Samples:
         conditioning = self.rollouts.encode(
             [prompt.text for prompt in some],
             [config.negative_prompt if prompt.negative is None else prompt.negative for prompt in some],
-            [prompt.image for prompt in some])
+            [prompt.brings for prompt in some])
         if getattr(conditioning, "mixed", False):  # images of several sizes do not fit in one batch
             conditioning = conditioning.rows(torch.zeros(len(some), dtype=torch.int64))
         if size is not None:

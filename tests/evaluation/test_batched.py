@@ -11,6 +11,7 @@ import torch
 from PIL import Image
 
 from flowgrpo.check import tiny as pipelines
+from flowgrpo.check.tiny import make
 from flowgrpo.cli import main
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
@@ -126,9 +127,9 @@ def test_a_pipeline_that_does_not_do_it_is_found_out(kind, capsys):
 
 def test_prompts_with_a_picture_are_drawn_alone(tmp_path):
     Image.new("RGB", (16, 16)).save(tmp_path / "a.png")
-    pipe, together = counted(tiny.sd3()), Together()
-    prompts = [Prompt("a cat"), Prompt("red", image=str(tmp_path / "a.png"))]
-    found = together.draw(pipe, prompts, SEEDS[:2], ASKED | tiny.CALL, "")
+    pipe, together = counted(make("StableDiffusionImg2ImgPipeline")[0]), Together()
+    prompts = [Prompt(text, image=str(tmp_path / "a.png")) for text in ("a cat", "red")]
+    found = together.draw(pipe, prompts, SEEDS[:2], ASKED, "")
     assert pipe.calls == [1, 1] and together.works is None and len(found) == 2
 
 

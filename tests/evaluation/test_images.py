@@ -254,8 +254,8 @@ def test_a_picture_on_the_command_line_is_what_a_pipeline_starts_from(moving, tm
 
 @pytest.mark.parametrize("options, told", [
     ([], ["WanImageToVideoPipeline takes an image, and fails without one (", "): give `sample` an --image FILE, or"]),
-    (["--image", "nowhere.png"], ["cannot read the picture nowhere.png (No such file or directory)"]),
-    (["--image", "config.json"], ["cannot read the picture config.json (it is damaged, or no picture)"])])
+    (["--image", "nowhere.png"], ["nowhere.png cannot be read as a picture (No such file or directory)"]),
+    (["--image", "config.json"], ["config.json cannot be read as a picture (it is damaged, or no picture)"])])
 def test_a_picture_that_is_missing_is_told(moving, tmp_path, monkeypatch, capsys, options, told):
     monkeypatch.chdir(moving[0] / "model" / "transformer")
     assert main(["sample", str(moving[0] / "model"), "--prompt", "red", "--output", str(tmp_path), *options]) == 2

@@ -27,13 +27,15 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch.utils._pytree import tree_map_only
 
+from flowgrpo.data.inputs import Inputs
 from flowgrpo.device import queued
 from flowgrpo.errors import UserError
 from flowgrpo.policies.pipelines import padding
-from flowgrpo.policies.pipelines.reference_images import Pictured, pictures_of
+from flowgrpo.policies.pipelines.prompt_inputs import SHARED, Pictured, pictures_of
 from flowgrpo.storage import paths
 
 Size = tuple[int, int]  # height and width of a picture, in pixels
+Brought = str | Inputs | None  # beside a prompt's text
 LIMIT = 8 * 2**30  # bytes of encoded prompts in the CPU's memory
 
 
@@ -43,7 +45,8 @@ class Conditioning:
 
     calls: the values of each call, in order (with true CFG the negative prompts are encoded by a call of their own).
     per_prompt: which of these values have a row per prompt; the others (None, Flux's `text_ids`) serve all prompts.
-    inputs: reference pictures by the name of the pipeline's argument, one per prompt.
+    inputs: what prompts bring beside their text by the name of the pipeline's argument, one per prompt; several
+    pictures of one prompt are a list.
     apart: the pipeline takes one prompt per call; then every value is a list of what the calls of the prompts returned.
     bare: its `encode_prompt` returns one value, and no tuple.
     listed: of those apart: each prompt is given as a list of one, since the pipeline would take several.
@@ -100,7 +103,7 @@ class Conditioning:
         if self.apart or self.inputs and self.mixed:
             return [range(i, i + 1) for i in range(count)]
         shapes = [part.shapes() for part in self.parts] or [()] * count
-        cuts = [i for i in range(count) if not i or shapes[i] != shapes[i - 1]] + [count]
+        cuts = [i for i in range(count) if not i or shapes[i] != shapes[i - 1] or self._differ(i - 1, i)] + [count]
         return [range(start, stop) for start, stop in itertools.pairwise(cuts)]
 
     @property
@@ -109,7 +112,16 @@ class Conditioning:
 
         Some pipelines (Flux Kontext) resize all of a call to the first one's.
         """
-        return any(len(set(map(_size, values))) > 1 for values in self.inputs.values())
+        return any(len(set(map(_size, values))) > 1 for name, values in self.inputs.items() if name not in SHARED)
+
+    @property
+    def differ(self) -> bool:
+        """Return True if rows differ in what a call has once for all of them."""
+        return any(self._differ(0, row) for row in range(1, len(self.prompts)))
+
+    def _differ(self, one: int, two: int) -> bool:
+        pairs = [(self.inputs[name][one], self.inputs[name][two]) for name in SHARED if name in self.inputs]
+        return any(a is not b and not (isinstance(a, (int, float)) and a == b) for a, b in pairs)
 
     def to(self, device: torch.device | str) -> Conditioning:
         """Return the same with all tensors on the device."""
@@ -155,14 +167,14 @@ class PromptCache:
     def __init__(self, policy: PromptEncoder, folder: Path | None = None, limit: int = LIMIT, name: str | None = None):
         self.policy, self.limit, self.name = policy, limit, name
         self.folder = folder / (name or fingerprint(policy)) if folder else None
-        self._known: OrderedDict[tuple[str, str, str | None], Conditioning] = OrderedDict()
+        self._known: OrderedDict[tuple[str, str, Brought], Conditioning] = OrderedDict()
         # By content: what prompts share, a negative one, is there once.
         self._values: WeakValueDictionary[str, torch.Tensor] = WeakValueDictionary()
         self._masks: list[padding.Masks | None] = []  # how the pipeline pads, once prompts have differed in length
 
     def __call__(self, prompts: list[str], negatives: list[str],
-                 images: Sequence[str | None] | None = None) -> Conditioning:
-        """images: the file of each prompt's reference picture, or None."""
+                 images: Sequence[Brought] | None = None) -> Conditioning:
+        """images: the file of each prompt's reference picture, all that it brings, or None."""
         images = images or [None] * len(prompts)
         parts = [self._one(*row) for row in zip(prompts, negatives, images, strict=True)]
         if len({part.shapes() for part in parts}) > 1 and not self._masks:
@@ -171,7 +183,7 @@ class PromptCache:
         self.policy.settle(conditioning)
         return conditioning
 
-    def prepare(self, prompts: list[str], negatives: list[str], images: Sequence[str | None]) -> None:
+    def prepare(self, prompts: list[str], negatives: list[str], images: Sequence[Brought]) -> None:
         """Encode prompts into the memory, one after the other, until it is full."""
         rows = [*zip(prompts, negatives, images, strict=True)]
         kept = False
@@ -212,7 +224,7 @@ class PromptCache:
             raise UserError(f"the prompt {prompt[:60]!r} is not in {self.folder}, and the run began without text "
                             "encoders, since all of its prompts were there: run `flowgrpo encode` again")
 
-    def _one(self, prompt: str, negative: str, image: str | None) -> Conditioning:
+    def _one(self, prompt: str, negative: str, image: Brought) -> Conditioning:
         """Return the cached or computed conditioning of one prompt, on the CPU."""
         key = prompt, negative, image
         if key in self._known:
@@ -263,7 +275,7 @@ def join(parts: Sequence[Conditioning]) -> Conditioning:
     first = parts[0]
     if len({frozenset(part.inputs) for part in parts}) > 1:
         raise UserError("some prompts of a batch bring a reference picture and others do not: give all an `image`, or "
-                        "none")
+                        "none; or the same keys of other inputs")
     calls = tuple(
         tuple(_stack([part.calls[c][v] for part in parts]) if per_row else first.calls[c][v]
               for v, per_row in enumerate(flags))

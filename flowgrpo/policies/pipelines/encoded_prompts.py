@@ -89,8 +89,8 @@ def require(config: Config) -> None:
 def rows(config: Config, prompts: Iterable[Prompt]) -> list[Row]:
     """Return the prompts with their negative prompts, each once. Raises UserError for one with a picture."""
     prompts = list(prompts)
-    if pictured := next((prompt for prompt in prompts if prompt.image is not None), None):
-        raise UserError(f"prompts are not encoded ahead: {pictured.text[:60]!r} brings a picture, with which the run "
+    if pictured := next((prompt for prompt in prompts if prompt.brings is not None), None):
+        raise UserError(f"prompts are not encoded ahead: {pictured.text[:60]!r} brings a file, with which the run "
                         "encodes by itself")
     return list(dict.fromkeys((p.text, config.negative_prompt if p.negative is None else p.negative) for p in prompts))
 

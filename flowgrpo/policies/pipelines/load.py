@@ -18,7 +18,7 @@ from flowgrpo.errors import UserError
 from flowgrpo.log import quiet
 from flowgrpo.methods.adapted import Adapted
 from flowgrpo.policies import hub, sources
-from flowgrpo.policies.pipelines import single_file
+from flowgrpo.policies.pipelines import conditioned, single_file
 from flowgrpo.policies.weights.lora_files import fuse
 from flowgrpo.policies.weights.memory_options import quantisation
 from flowgrpo.samplers.predictions import prediction
@@ -34,14 +34,18 @@ def modality(pipe: Any) -> str:
     return "video" if any("frame" in name or "video" in name for name in accepts) else "image"
 
 
+def timed(module: torch.nn.Module) -> bool:
+    """Return True for a module whose forward takes a time: a denoiser or a ControlNet."""
+    return bool(TIMES & set(inspect.signature(module.forward).parameters))
+
+
 def denoisers(pipe: Any) -> dict[str, torch.nn.Module]:
     """Return the modules that a pipeline's loop calls: those whose forward takes a time.
 
     A ControlNet only steers one.
     """
     return {name: module for name, module in sorted(pipe.components.items())
-            if isinstance(module, torch.nn.Module) and "ControlNet" not in type(module).__name__
-            and TIMES & set(inspect.signature(module.forward).parameters)}
+            if isinstance(module, torch.nn.Module) and "ControlNet" not in type(module).__name__ and timed(module)}
 
 
 def text_encoders(pipe: Any) -> dict[str, torch.nn.Module]:
@@ -95,6 +99,10 @@ def load_pipeline(model: str, precision: str = "fp32", trust_remote_code: bool =
                 _merge(pipe, MERGED[model])
             for lora in files.fused:
                 fuse(pipe, denoisers(pipe) | text_encoders(pipe), Path(lora.path), lora.scale)
+            if files.controlnet is not None:
+                pipe = conditioned.with_controlnet(pipe, files.controlnet, DTYPES[precision])
+            if files.ip_adapter is not None:
+                conditioned.add_ip_adapter(pipe, files.ip_adapter)
     except UserError:
         raise
     except Exception as error:  # whatever stands in a stranger's files

@@ -25,7 +25,8 @@ from flowgrpo.policies.pipelines.call import PipelineCall, unlogged, until_set
 from flowgrpo.policies.pipelines.conditioning import Conditioning
 from flowgrpo.policies.pipelines.load import modality, trained_modules
 from flowgrpo.policies.pipelines.prompt_encoding import EncodePrompt
-from flowgrpo.policies.pipelines.reference_images import PICTURES, pictures_of, stay_apart
+from flowgrpo.policies.pipelines.prompt_inputs import SHARED, parted, pictures_of
+from flowgrpo.policies.pipelines.reference_images import stay_apart
 from flowgrpo.policies.pipelines.timestep_vector import copies
 from flowgrpo.policies.weights import context_parallel, host_weights, sharding
 from flowgrpo.policies.weights.checkpointing import checkpoint_blocks, recomputed, supported
@@ -66,8 +67,7 @@ class PipelinePolicy:
                  checkpointing: float = 0.0, memory: Memory = Memory(), compiled: bool = False,
                  adapted: Adapted = Adapted()):
         self.pipe, self.guidance = pipe, guidance
-        self.call = {key: value for key, value in (call or {}).items() if key not in PICTURES}
-        self.given = {key: value for key, value in (call or {}).items() if key in PICTURES}
+        self.frames, self.call, self.given = parted(type(pipe), call or {})
         self.device, self.precision, self.dtype = torch.device(device), precision, DTYPES[precision]
         self.exact = 1e-6 if self.dtype == torch.float32 else None  # how closely a replay repeats the rollout
         self.checkpointing, self.compiled, self.offloads = float(checkpointing), compiled, memory.offload != "none"
@@ -140,10 +140,9 @@ class PipelinePolicy:
                images: Sequence[Any] | None = None) -> Conditioning:
         """Encode P prompts once, exactly as the pipeline's own call would. UserError where it refuses its arguments.
 
-        images: of each prompt a reference picture, its file, or None.
+        images: of each prompt a reference picture, its file, all that it brings (`Inputs`), or None.
         """
-        brought = any(image is not None for image in images or ())
-        pictures = pictures_of(self, len(prompts), images) if brought or self.given else {}
+        pictures = pictures_of(self, len(prompts), images)
         plain = Conditioning(prompts, negatives or [""] * len(prompts), inputs=pictures)
         try:
             if not self.encode_prompt.knows(plain):
@@ -164,7 +163,8 @@ class PipelinePolicy:
 
         Raises UserError for prompts of which sharded weights cannot take several in a call.
         """
-        if self.turns and (conditioning.apart or conditioning.parts and conditioning.masks is None):
+        apart = conditioning.apart or set(SHARED) & set(conditioning.inputs)
+        if self.turns and (apart or conditioning.parts and conditioning.masks is None):
             raise UserError(f"memory.shard is true, but {type(self.pipe).__name__} takes one prompt per call, so that "
                             "processes would not call it alike: use memory.shard: false")
         if self.driver.loads is not None:

@@ -21,9 +21,10 @@ from flowgrpo.errors import UserError
 from flowgrpo.rewards.about import TRAINED, About
 from flowgrpo.rewards.failures import Failed
 from flowgrpo.rewards.images.vqa_score import VqaScore
-from flowgrpo.rewards.judges.judge import Asking, _text, filled
+from flowgrpo.rewards.judges.judge import Asking, filled
 from flowgrpo.rewards.judges.judge_client import Answer
 from flowgrpo.rewards.judges.judge_parse import conclusion, refused
+from flowgrpo.rewards.judges.judge_pictures import text_part
 from flowgrpo.rewards.questions.learned_answers import ByFolder
 from flowgrpo.rewards.questions.questions import NUMBERS, Question, Writer, of_claims, of_clauses, of_list
 from flowgrpo.starter.scenes import parse
@@ -172,7 +173,7 @@ class ByJudge(Asking):
         def question(i: int) -> list[dict[str, Any]]:
             row, entry = questions[i]
             text = filled(self._question, question=entry.question, choices=", ".join(entry.choices))
-            return [*self._parts(images[row]), _text(text)]
+            return [*self._parts(images[row]), text_part(text)]
 
         def read(answer: Answer, i: int) -> float | None:
             chosen = None if answer.cut else chosen_in(answer.text, questions[i][1].choices)
