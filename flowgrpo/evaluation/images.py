@@ -30,8 +30,9 @@ from flowgrpo.evaluation.pages import mp4, singles
 from flowgrpo.evaluation.pages.before_after import captions, draw_pairs
 from flowgrpo.policies.generators import seeded
 from flowgrpo.policies.pipelines import edit_networks, prompt_inputs
-from flowgrpo.policies.pipelines.call import guidance_argument
+from flowgrpo.policies.pipelines.call import guidance_argument, placed
 from flowgrpo.policies.pipelines.load import denoisers, load_pipeline, modality, text_encoders
+from flowgrpo.policies.weights import host_weights
 from flowgrpo.policies.weights.lora_files import LORA_FILE, load_lora
 from flowgrpo.policies.weights.memory_options import Encoders, decode_in_parts, require_quantiser
 from flowgrpo.policies.weights.rlg import Branches
@@ -234,8 +235,8 @@ def make_pipeline(model: str, precision: str, trust_remote_code: bool = False, d
 
     precision: `auto` takes the device's default.
     files: where the model's weights are.
-    memory: as in a run: storage of the denoiser's weights, place of idle text encoders, decoding. 4-bit weights need a
-    GPU and are loaded in full on the CPU.
+    memory: as in a run: storage and place of weights, decoding. A LoRA that is loaded later comes with its block. 4-bit
+    weights need a GPU and are loaded in full on the CPU.
     Raises UserError if a required package is absent.
     """
     device = place(device)
@@ -244,9 +245,15 @@ def make_pipeline(model: str, precision: str, trust_remote_code: bool = False, d
     require_quantiser(weights)
     pipe = load_pipeline(model, concrete(precision, device), trust_remote_code, weights, files)
     away = None if memory.encoders == "keep" else "cpu"
-    encoders = Encoders(pipe, device, away)
+    modules = denoisers(pipe)
+    encoders = Encoders(pipe, device, away, modules if host_weights.later(memory) else ())
     if away is not None:
         encoders.attend(pipe)
+        pipe.__class__ = placed(type(pipe), device)  # diffusers takes the place of a part that may be away
+    if host_weights.later(memory):
+        for module in modules.values():
+            module.requires_grad_(False)
+        host_weights.place(modules.values(), encoders, device, memory)
     decode_in_parts(pipe, memory.vae)
     return pipe
 

@@ -55,7 +55,7 @@ def _on_device(pipe: Any, kind: type) -> Iterator[None]:
         pipe.__class__ = stock
 
 
-def _placed(stock: type, device: torch.device) -> type:
+def placed(stock: type, device: torch.device) -> type:
     """Subclass of a pipeline's class whose `_execution_device` is a constant.
 
     diffusers looks for it in every call, and walks all modules of all components several times to find it.
@@ -74,7 +74,7 @@ class PipelineCall:
                  trained: Collection[str], skipped: Callable[[int], None]):
         self.pipe, self.call, self.device, self.dtype = pipe, call, device, dtype
         self._call = inspect.unwrap(type(pipe).__call__)
-        self._kind = _placed(type(pipe), device)
+        self._kind = placed(type(pipe), device)
         self.accepts = inspect.signature(self._call).parameters
         self.stock = pipe.scheduler
         self.scheduler = PolicyScheduler.over(pipe.scheduler)

@@ -145,7 +145,7 @@ def _without_values(index: dict[str, Any], source: str, files: Load, dtype: torc
     modules = {}
     for name, value in index.items():
         kind: Any = getattr(diffusers, value[1], None) if isinstance(value, list) and value[0] == "diffusers" else None
-        if isinstance(kind, type) and torch.nn.Module in kind.__mro__:
+        if torch.nn.Module in getattr(kind, "__mro__", ()):
             with init_empty_weights():
                 modules[name] = kind.from_config(kind.load_config(source, subfolder=name, revision=files.revision))
             modules[name] = modules[name].to(dtype)

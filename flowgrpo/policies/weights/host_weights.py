@@ -130,16 +130,16 @@ def later(memory: Memory) -> bool:
 
 
 def place(denoisers: Iterable[torch.nn.Module], encoders: Encoders, device: torch.device, memory: Memory,
-          weights: Any) -> None:
+          weights: Any = None) -> None:
     """Let the frozen weights of denoisers wait as `memory.denoiser` and `memory.offload` say; no-op for the defaults.
 
-    weights: a LoRA on them, which moves to the device, or None.
+    weights: a LoRA on them that is trained, and stays on the device; without one weights wait block by block.
     """
     if not later(memory):
         return
     if memory.offload != "none":
         for module in denoisers:
-            offload(module, device, memory.offload)
+            offload(module, device, memory.offload if weights is not None else BLOCK)
     else:
         turns(list(denoisers), encoders, device)
     if weights is not None:

@@ -9,12 +9,14 @@ import itertools
 
 import pytest
 import torch
+from peft import LoraConfig
 
 from flowgrpo.check import memory
 from flowgrpo.config import load
 from flowgrpo.config.sections import Adapter, Memory
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
+from flowgrpo.evaluation import images
 from flowgrpo.methods import validate
 from flowgrpo.policies.options import require_waiting
 from flowgrpo.policies.pipelines.load import load_pipeline
@@ -117,6 +119,22 @@ def test_quantised_blocks_wait_too(weights, saved):
     with HostSyncs():
         step(policy)
     assert [getattr(block.attn.to_q.base_layer.weight, name) for name in ("qdata", "scale")] == inner
+
+
+@pytest.mark.parametrize("options", [TURNS, {"offload": "leaf_level"}])
+def test_pictures_of_a_run_are_drawn_with_weights_that_wait(options, saved, monkeypatch):
+    """The pipeline takes a LoRA that is loaded later, on whatever device its block is."""
+    monkeypatch.setattr(images, "place", lambda device=None: META)
+    pipe = images.make_pipeline(str(saved), "fp32", memory=Memory(**options))
+    [block, *_] = pipe.transformer.transformer_blocks
+    assert frozen(block) == {"cpu"} and pipe.vae.device.type == "meta"
+    pipe.transformer.add_adapter(LoraConfig(r=2, target_modules=["to_q"]))
+    assert block.attn.to_q.lora_A["default"].weight.device.type == "cpu"
+    with HostSyncs():
+        texts, _, pooled, _ = pipe.encode_prompt("red", None, None, device=META, **tiny.CALL)
+        pipe.transformer(torch.zeros(1, *tiny.LATENTS, device=META), texts, pooled, torch.zeros(1, device=META))
+    if "offload" in options:
+        assert frozen(block) == {"cpu"}
 
 
 def test_the_estimate_counts_the_largest_block_and_no_denoiser_beside_encoders():
