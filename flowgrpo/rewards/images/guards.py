@@ -95,7 +95,7 @@ class BaseSimilarity:
         object.__setattr__(self, "features", extractor(self.features))
 
     @property
-    def made_of(self) -> list[str | Callable[[Tensor], Tensor]]:
+    def made_of(self) -> list[Any]:
         return [self.features]
 
     def __call__(self, images: Tensor, prompts: Sequence[str], metadata: Sequence[dict[str, Any]],

@@ -65,7 +65,7 @@ class Film(nn.Module):
 
     def looked(self, pictures: Tensor) -> Tensor:
         """Return prompt-independent features of pictures [B, 3, S, S], [B, WIDTH, S / 8, S / 8]."""
-        return self.trunk(pictures.to(self.head[0].weight.dtype) / 127.5 - 1)
+        return self.trunk(pictures.to(next(self.head.parameters()).dtype) / 127.5 - 1)
 
     def judged(self, seen: Tensor, ids: Tensor, mask: Tensor) -> Tensor:
         """Return the scores [B, A] of `looked` features with the prompts' ids and mask [B, L]."""
