@@ -145,4 +145,4 @@ def _fitted(picture: Image, size: Size | None) -> Image:
 
 
 def _short(error: BaseException) -> str:
-    return " ".join(str(error).split())[:120]
+    return getattr(error, "strerror", None) or "it is damaged, or no picture"

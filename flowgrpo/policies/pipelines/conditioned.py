@@ -120,9 +120,10 @@ def _class_of(config: Config) -> Any:
     import diffusers
 
     index = Path(FOLDERS.get(config.model, config.model)) / "model_index.json"
-    if not index.is_file():
+    try:
+        name = json.loads(index.read_text(encoding="utf-8"))["_class_name"]
+    except (OSError, ValueError, LookupError, TypeError):  # loading will say what is wrong
         return None
-    name = json.loads(index.read_text(encoding="utf-8")).get("_class_name", "")
     return steered_class(name) if config.load.controlnet is not None else getattr(diffusers, name, None)
 
 
