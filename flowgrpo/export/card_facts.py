@@ -46,9 +46,9 @@ def gallery(run: Path) -> list[Pair]:
         if "text" in before:
             pairs.append(Pair(line(before["prompt"]), line(before["text"]), line(after["text"]), False))
         else:
-            places = [_written(run, f"{name}-{number}.webp", card["picture"])
-                      for name, card in (("before", before), ("after", after))]
-            pairs.append(Pair(line(before["prompt"]), *places, True))
+            first, second = (_written(run, f"{name}-{number}.webp", card["picture"])
+                             for name, card in (("before", before), ("after", after)))
+            pairs.append(Pair(line(before["prompt"]), first, second, True))
     return pairs
 
 
