@@ -192,10 +192,7 @@ def check(config: Config, resume: bool = False, pipe: Any = None,
     if method.target.follows_reward:
         rewards.require_gradient(trained)
     measured = pairwise.measured(trained, further)
-    if prompts is None:
-        splits.require_no_share(config)
-    split = splits.resolve(config) if prompts is None else splits.split(prompts, config.held_out, splits.SPLIT_SEED)
-    split = recorded_pairs.in_place(config, split)
+    split = recorded_pairs.in_place(config, _split(config, prompts))
     build.require_inputs(config, [*split[0], *split[1]], pipe)
     for routed, side in zip((trained, further), split):
         rewards.require_routes(routed, [prompt.metadata for prompt in side])
@@ -210,6 +207,14 @@ def check(config: Config, resume: bool = False, pipe: Any = None,
         raise UserError("eval.weights is 'ema', but train.ema is 0: set train.ema to a decay such as 0.9")
     best.require(config.eval, measured)
     return Ready(config, precision, device, accelerator, trained, measured, split, last, changes, began)
+
+
+def _split(config: Config, prompts: list[Prompt] | None) -> tuple[list[Prompt], list[Prompt]]:
+    """Return the training and the held-out prompts. prompts: objects that replace those of the configuration."""
+    if prompts is not None:
+        return splits.split(prompts, config.held_out, splits.SPLIT_SEED)
+    splits.require_no_share(config)
+    return splits.resolve(config)
 
 
 def settled(config: Config, accelerator: Accelerator, device: str | torch.device, resume: bool, pipe: Any

@@ -83,7 +83,7 @@ def test_its_configuration_repeats_the_run_and_both_keep_their_prompts(run, tmp_
 @pytest.mark.parametrize("command", [("grid",), ("export", "--form", "merged"), ("eval", "--suite", "starter")])
 def test_a_model_without_a_folder_is_told_without_asking_the_hub(nameless, command, tmp_path, capsys):
     name, *options = command
-    line = told(capsys, name, str(nameless), *options, "--output", str(tmp_path / "out"))
+    line = told(capsys, name, str(nameless), *options, "--trust-run", "--output", str(tmp_path / "out"))
     assert "cannot load the model 'StableDiffusion3Pipeline': that is a class, as a run says that was made from" in line
 
 

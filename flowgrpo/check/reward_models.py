@@ -9,7 +9,7 @@ import torch
 from flowgrpo.config.schema import Config
 from flowgrpo.errors import UserError
 from flowgrpo.rewards.find import find
-from flowgrpo.rewards.local_model import lazily
+from flowgrpo.rewards.laziness import lazily
 from flowgrpo.rewards.placement import weight_bytes
 
 

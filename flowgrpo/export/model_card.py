@@ -60,7 +60,7 @@ def limits(config: Config, summary: dict[str, Any]) -> str:
         else "All of these rewards were trained on, so that reward hacking would not show in them."
     return "\n".join([
         f"- Measured on {summary['evaluation']['prompts']} held-out {summary['evaluation']['of']} of one set of "
-        "prompts; other prompts, guidance and numbers of steps were not measured.",
+        "prompts; other prompts and other settings of the sampler were not measured.",
         f"- {hacking}",
         f"- The weights go with {code(config.model)} alone, and have its biases and limits besides.",
         "- Nothing was done for safety: what the base draws or writes, these weights do too."])

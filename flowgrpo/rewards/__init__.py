@@ -35,7 +35,7 @@ from flowgrpo.rewards.compose import Composed, compose, require_routes, transfor
 from flowgrpo.rewards.failures import Failed, Tally
 from flowgrpo.rewards.find import BUILT_IN, GROUP, find, locate, names, reward, source
 from flowgrpo.rewards.gradient import require_gradient, value
-from flowgrpo.rewards.local_model import lazily
+from flowgrpo.rewards.laziness import lazily
 from flowgrpo.rewards.placement import leave
 from flowgrpo.rewards.score import score
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -13,18 +11,7 @@ from torch import Tensor, nn
 
 from flowgrpo.device import DTYPES, default_device
 from flowgrpo.errors import UserError
-
-_LAZY: ContextVar[bool] = ContextVar("lazy", default=False)
-
-
-@contextmanager
-def lazily(lazy: bool = True) -> Iterator[None]:
-    """Context manager: rewards made inside it load their weights at their first call. lazy: False changes nothing."""
-    token = _LAZY.set(lazy or _LAZY.get())
-    try:
-        yield
-    finally:
-        _LAZY.reset(token)
+from flowgrpo.rewards.laziness import lazy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +36,7 @@ class LocalModel:
     def __post_init__(self) -> None:
         require_arguments(self.reward, self.dtype, self.device, self.batch_size)
         object.__setattr__(self, "device", placed(self.device))
-        if self.parts is not None or not _LAZY.get():
+        if self.parts is not None or not lazy.get():
             self.models
 
     @property

@@ -10,14 +10,14 @@ import inspect
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
-from flowgrpo.policies.weights.memory_options import Offloaded
-from flowgrpo.rewards.local_model import LocalModel
+    from flowgrpo.policies.weights.memory_options import Offloaded
+    from flowgrpo.rewards.local_model import LocalModel
 
-CPU = torch.device("cpu")
 CHECKPOINTS = ("model", "checkpoint", "pretrained", "head", "name")  # arguments that name weights
 
 
@@ -41,9 +41,11 @@ class Placement:
         """Move the weights off their device, if they have to; nothing that carries their graph may be left."""
         if not self.away:
             return
+        from flowgrpo.policies.weights.memory_options import Offloaded
+
         known = {id(module) for group in self.groups.values() for module in group.modules}
         for module, device in modules(self.reward):
-            if id(module) not in known and device != CPU:
+            if id(module) not in known and str(device) != "cpu":
                 group = self.groups.setdefault(device, Offloaded([], device, "cpu", here=True))
                 group.modules.append(module)
         for group in self.groups.values():
@@ -79,21 +81,31 @@ def _default(model: LocalModel) -> bool:
 
 def local_models(reward: object) -> list[LocalModel]:
     """Return the models of a reward, loaded or not."""
+    from flowgrpo.rewards.local_model import LocalModel
+
     return [part for part, _ in _parts(reward, None, set()) if isinstance(part, LocalModel)]
 
 
 def modules(reward: object) -> list[tuple[torch.nn.Module, torch.device]]:
     """Return the loaded modules of a reward, each once, with the device on which it scores."""
+    import torch
+
     return [(part, device or _device(part)) for part, device in _parts(reward, None, set())
             if isinstance(part, torch.nn.Module)]
 
 
 def _device(module: torch.nn.Module) -> torch.device:
-    return next((tensor.device for tensor in [*module.parameters(), *module.buffers()]), CPU)
+    import torch
+
+    return next((tensor.device for tensor in [*module.parameters(), *module.buffers()]), torch.device("cpu"))
 
 
 def _parts(thing: object, device: torch.device | None, seen: set[int]) -> Iterator[tuple[Any, torch.device | None]]:
     """Yield the models and modules that an object holds, with the device that the model around them names."""
+    import torch
+
+    from flowgrpo.rewards.local_model import LocalModel
+
     if id(thing) in seen or isinstance(thing, (str, bytes, int, float, complex, torch.Tensor, type(None))):
         return
     seen.add(id(thing))

@@ -15,6 +15,9 @@ KINDS = (build.PIPELINE, build.CAUSAL_LM, build.VISION_LM, build.MASKED_LM)
 # A value other than the default.
 OTHER = {"load.config": "folder", "load.denoiser": "file.safetensors", "load.lora": ["file.safetensors"],
          "memory.weights": "int8", "memory.encoders": "cpu", "memory.vae": "tiled", "memory.states": "cpu",
+         "load.controlnet": "folder", "load.ip_adapter": {"path": "folder", "weights": "a.safetensors"},
+         "memory.rewards": "cpu",
+         "memory.denoiser": "cpu", "memory.offload": "block_level", "picture.sizes": [[64, 64], [64, 128]],
          "memory.shard": True, "memory.attention": "native", "memory.context_parallel": 2,
          "picture.height": 64, "picture.width": 64,
          "picture.frames": 9,

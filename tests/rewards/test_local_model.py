@@ -13,7 +13,8 @@ from flowgrpo.errors import UserError
 from flowgrpo.rewards import local_model
 from flowgrpo.rewards.find import BUILT_IN, find, locate
 from flowgrpo.rewards.images import vision
-from flowgrpo.rewards.local_model import LocalModel, lazily
+from flowgrpo.rewards.laziness import lazily
+from flowgrpo.rewards.local_model import LocalModel
 from tests.rewards.images.test_safety import folder  # noqa: F401  # a fixture
 
 WITH_MODELS = {"safety", "clip_score", "subject_score", "aesthetic", "pick_score", "hps_v2", "hps_v3", "image_reward",

@@ -86,9 +86,8 @@ def test_a_run_is_the_same_with_weights_that_leave(method, kind):
         first, moved = reward.models[0].weight, []
         functions = composed(reward, away)
         if away:
-            come = functions["own"].placement.groups[torch.device("cpu:0")]._copy
-            functions["own"].placement.groups[torch.device("cpu:0")]._copy = \
-                lambda tensor, moved=moved, come=come: moved.append(tensor.shape) or come(tensor)
+            waiting = functions["own"].placement.groups[torch.device("cpu:0")]._weights
+            waiting._copy = lambda tensor, moved=moved, copy=waiting._copy: moved.append(tensor.shape) or copy(tensor)
         trainer = tiny.trainer(rewards=functions, method=method, reward="own", train__epochs=2)
         metrics.append([{key: value for key, value in trainer.run_epoch().items() if "seconds" not in key}
                         for _ in range(2)])

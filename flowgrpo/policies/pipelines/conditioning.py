@@ -21,7 +21,6 @@ from typing import Any, Protocol
 from uuid import uuid4
 from weakref import WeakValueDictionary
 
-import numpy as np
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -31,6 +30,7 @@ from flowgrpo.data.inputs import Inputs
 from flowgrpo.device import queued
 from flowgrpo.errors import UserError
 from flowgrpo.policies.pipelines import padding
+from flowgrpo.policies.pipelines.digest import digest
 from flowgrpo.policies.pipelines.prompt_inputs import SHARED, Pictured, pictures_of
 from flowgrpo.storage import paths
 
@@ -303,33 +303,6 @@ def fingerprint(policy: PromptEncoder) -> str:
 
 def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:32]
-
-
-def digest(value: Any) -> str:
-    """Return a hash of the content of tensors, pictures, arrays, and of containers of them."""
-    content = hashlib.blake2b(digest_size=16)
-    _tell(value, content)
-    return content.hexdigest()
-
-
-def _tell(value: Any, content: hashlib.blake2b) -> None:
-    from PIL.Image import Image
-
-    if isinstance(value, (list, tuple)):
-        for part in value:
-            _tell(part, content)
-    elif isinstance(value, dict):
-        _tell(sorted(value.items()), content)
-    elif torch.is_tensor(value):
-        content.update(f"{value.dtype}{tuple(value.shape)}".encode())
-        raw: Any = value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
-        content.update(raw)
-    elif isinstance(value, (Image, np.ndarray)):
-        array = np.ascontiguousarray(value)
-        content.update(f"{array.dtype}{array.shape}".encode() + array.tobytes())
-    else:
-        content.update(repr(value).encode())
-    content.update(b"|")
 
 
 def _write(path: Path, conditioning: Conditioning) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from flowgrpo.policies.pipelines.conditioning import digest
+from flowgrpo.policies.pipelines.digest import digest
 
 SIZE = 64  # inputs whose encoding is kept
 

@@ -260,7 +260,7 @@ def test_columns_of_weights_go_from_the_base_to_the_result_and_beyond(tmp_path, 
 
 
 def test_a_grid_shows_the_base_beside_the_weight(tmp_path, lora_run, capsys):
-    asked = ["grid", str(lora_run), "--count", "2", "--output"]
+    asked = ["grid", str(lora_run), "--count", "2", "--trust-run", "--output"]
     for name, weight in (("0", "0"), ("1", "1"), ("2", "2")):
         assert main([*asked, str(tmp_path / f"{name}.png"), "--rlg", weight]) == 0
     images.grid(lora_run, None, 2, 0, tmp_path / "plain.png")
@@ -314,7 +314,7 @@ def test_the_curves_are_those_of_the_results():
 def test_one_weight_is_compared_with_the_base(swept, lora_run, capsys, tmp_path):
     folder, results = swept
     assert main(["eval", str(lora_run), "--suite", str(folder / "suite.txt"), "--output", str(tmp_path / "one"),
-                 "--samples", "2", "--base", "--rlg", "2"]) == 0
+                 "--samples", "2", "--base", "--rlg", "2", "--trust-run"]) == 0
     told = json.loads((tmp_path / "one" / "results.json").read_text())
     assert told["arms"]["tuned"] == finite(results["arms"]["rlg-2"]) and told["rlg"] == 2
     assert told["arms"]["base"] == finite(results["arms"]["rlg-0"]) and told["compared"]
@@ -323,7 +323,7 @@ def test_one_weight_is_compared_with_the_base(swept, lora_run, capsys, tmp_path)
                           (["--rlg", "1,1"], "--rlg: got a weight twice in 1, 1"),
                           (["--samples", "2", "--base", "--rlg", "3"], "holds an evaluation with another rlg (2.0, ")]:
         assert main(["eval", str(lora_run), "--suite", str(folder / "suite.txt"), "--output", str(tmp_path / "one"),
-                     *options]) == 2
+                     "--trust-run", *options]) == 2
         assert line in capsys.readouterr().err
 
 
