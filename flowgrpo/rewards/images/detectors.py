@@ -1,8 +1,9 @@
 """Object detectors for GenEval's rules: boxes of the 80 COCO classes.
 
 A detector is any function of pictures [B, 3, H, W] in [0, 1] that returns a list of `Detection`s for each. Its
-attribute `labels`, if present, lists the classes that it knows. In a recipe it is a name: one of torchvision's COCO
-models, `path/to/FastestDet.onnx`, `http://host:port/path`, or `path/to/file.py:function`.
+attribute `labels`, if present, lists the classes that it knows. In a recipe it is a name: `mask2former`, GenEval's own,
+or `mask2former:FOLDER`; one of torchvision's COCO models; `path/to/FastestDet.onnx`; `http://host:port/path`; or
+`path/to/file.py:function`.
 """
 
 from __future__ import annotations
@@ -46,11 +47,13 @@ LARGEST = 2**24  # bytes of an answer
 
 
 class Detection(NamedTuple):
-    """Detected object: box (left, top, right, bottom) in pixels, label, and score in [0, 1]."""
+    """Detected object: box (left, top, right, bottom) in pixels, label, score in [0, 1], and the mask, bool [H, W], of
+    a detector that gives one."""
 
     box: tuple[float, float, float, float]
     label: str
     score: float
+    mask: np.ndarray | None = None
 
 
 Detector = Callable[[Tensor], list[list[Detection]]]
@@ -72,6 +75,11 @@ def detector(name: str) -> Detector:
         from flowgrpo.user_code import load
 
         return load(name)
+    kind, _, model = name.partition(":")
+    if kind == "mask2former":
+        from flowgrpo.rewards.images.mask2former import Mask2Former
+
+        return Mask2Former(model) if model else Mask2Former()
     return Torchvision(name)
 
 
@@ -93,8 +101,8 @@ class Torchvision:
         if self.model is None:
             if self.name not in list_models(detection):
                 raise UserError(f"no detector {self.name!r}: expected one of torchvision's ("
-                                f"{', '.join(list_models(detection))}), a .onnx file, an http address or "
-                                "path/to/file.py:function")
+                                f"{', '.join(list_models(detection))}), mask2former, a .onnx file, an http "
+                                "address or path/to/file.py:function")
             weights = get_model_weights(self.name).DEFAULT
             object.__setattr__(self, "categories", tuple(weights.meta["categories"]))
             with _reading(self.name, weights.url):
