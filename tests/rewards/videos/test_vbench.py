@@ -1,0 +1,144 @@
+"""VBench's dimensions: formulas by hand, networks on tiny random ones one frame at a time, and the package's process."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+from torch.nn.functional import cosine_similarity
+from torchvision import transforms
+from torchvision.transforms import InterpolationMode
+
+from flowgrpo import rewards
+from flowgrpo.errors import UserError
+from flowgrpo.rewards.images import vision
+from flowgrpo.rewards.videos import vbench_dimensions as dimensions
+
+CLIPS = (torch.rand(2, 4, 3, 30, 45, generator=torch.Generator().manual_seed(2)) * 255).round() / 255
+
+
+def scored(name: str, clips: torch.Tensor, **args) -> list[float]:
+    return rewards.score({name: rewards.find(name, args)}, clips, ["a cat"] * len(clips), [{}] * len(clips))[:, 0].tolist()
+
+
+def test_flickering_is_the_mean_difference_of_neighbours():
+    still = torch.full((3, 3, 4, 4), 0.2)
+    blinking = torch.stack([torch.zeros(3, 4, 4), torch.ones(3, 4, 4), torch.zeros(3, 4, 4)])
+    half = blinking.clone()
+    half[..., :2] = 0  # half of the pixels blink
+    step = torch.stack([torch.zeros(3, 4, 4), torch.full((3, 4, 4), 51 / 255), torch.full((3, 4, 4), 51 / 255)])
+    assert scored("temporal_flickering", torch.stack([still, blinking, half, step])) == pytest.approx(
+        [1.0, 0.0, 0.5, 1 - 0.2 / 2])
+
+
+def test_consistency_by_hand():
+    one, two = [1.0, 0.0], [0.0, 2.0]
+    features = torch.tensor([[one, one, one], [one, two, one], [one, [-3.0, 0.0], [-1.0, 0.0]]])
+    # The second: (0 + 0) / 2, then (0 + 1) / 2. The third: opposite to the first counts as 0; then (1 + 0) / 2.
+    assert dimensions.consistency(features).tolist() == [1.0, 0.25, 0.25]
+
+
+def expected(clip: torch.Tensor, prepared, embedded) -> float:
+    with torch.no_grad():
+        rows = [embedded(prepared((frame * 255).round())[None])[0] for frame in clip]
+    pairs = [(cosine_similarity(rows[i - 1], rows[i], 0).clamp(min=0)
+              + cosine_similarity(rows[0], rows[i], 0).clamp(min=0)) / 2 for i in range(1, len(rows))]
+    return sum(map(float, pairs)) / len(pairs)
+
+
+def stirred(model):
+    torch.manual_seed(4)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, 0, 0.2)
+    return model.eval()
+
+
+TINY = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "patch_size": 56}
+
+
+def test_subject_consistency_is_that_of_dinos_class_token():
+    from transformers import ViTConfig, ViTModel
+
+    model = stirred(ViTModel(ViTConfig(image_size=224, **TINY), add_pooling_layer=False))
+    prepared = transforms.Compose([transforms.Resize(224, antialias=False), transforms.Lambda(lambda x: x / 255),
+                                   transforms.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))])
+    hand = [expected(clip, prepared, lambda x: model(pixel_values=x, interpolate_pos_encoding=True
+                                                     ).last_hidden_state[:, 0]) for clip in CLIPS]
+    assert scored("subject_consistency", CLIPS, parts=model, device="cpu", batch=3) == pytest.approx(hand, abs=1e-4)
+    assert 0 < min(hand) and max(hand) < 0.9999
+
+
+def test_background_consistency_is_that_of_clips_embeddings():
+    from transformers import CLIPVisionConfig, CLIPVisionModelWithProjection
+
+    model = stirred(CLIPVisionModelWithProjection(CLIPVisionConfig(image_size=224, projection_dim=8, **TINY)))
+    prepared = transforms.Compose([transforms.Resize(224, InterpolationMode.BICUBIC, antialias=False),
+                                   transforms.CenterCrop(224), transforms.Lambda(lambda x: x / 255),
+                                   transforms.Normalize(vision.MEAN, vision.DEVIATION)])
+    hand = [expected(clip, prepared, lambda x: model(pixel_values=x).image_embeds) for clip in CLIPS]
+    assert scored("background_consistency", CLIPS, parts=model, device="cpu", batch=3) == pytest.approx(hand, abs=1e-4)
+    assert 0 < min(hand) and max(hand) < 0.9999
+
+
+@pytest.mark.parametrize("name", ["temporal_flickering", "subject_consistency"])
+def test_clips_of_one_frame_are_refused(name):
+    args = {"parts": torch.nn.Identity(), "device": "cpu"} if name == "subject_consistency" else {}
+    with pytest.raises(UserError, match=rf"reward '{name}': got videos of shape \[2, 1, 3, 30, 45\], expected .* at "
+                                        "least two frames"):
+        scored(name, CLIPS[:, :1], **args)
+
+
+# --- the package -----------------------------------------------------------------------------------------------------
+
+STAND_IN = '''
+import json, os
+import cv2
+
+class VBench:
+    """Answers in the form of the package: the mean light of the first frame, in percent."""
+
+    def __init__(self, device, full_info_dir, output_path):
+        self.output = output_path
+        os.makedirs(output_path)
+
+    def evaluate(self, videos_path, name, prompt_list, dimension_list, mode):
+        assert mode == "custom_input" and set(prompt_list.values()) == {"a cat"}
+        if dimension_list == ["human_action"]:
+            raise NotImplementedError("no weights")
+        videos = []
+        for file in sorted(os.listdir(videos_path), reverse=True):
+            kept, frame = cv2.VideoCapture(os.path.join(videos_path, file)).read()
+            videos.append({"video_path": os.path.join(videos_path, file), "video_results": frame.mean() / 2.55})
+        with open(os.path.join(self.output, name + "_eval_results.json"), "w") as file:
+            json.dump({dimension_list[0]: [0.5, videos]}, file)
+'''
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    """An interpreter that finds a package vbench with the real one's interface."""
+    (tmp_path / "vbench").mkdir()
+    (tmp_path / "vbench" / "__init__.py").write_text(STAND_IN)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+
+def test_the_packages_scores_are_those_of_the_clips(package):
+    grey = torch.tensor([0.2, 0.8])[:, None, None, None, None].expand(2, 3, 3, 32, 32)
+    assert scored("vbench", grey, dimension="imaging_quality") == pytest.approx([0.2, 0.8], abs=0.02)
+    assert scored("vbench", grey, dimension="dynamic_degree") == pytest.approx([20, 80], abs=2)  # as it is
+
+
+def test_a_failure_of_the_package_has_its_message(package):
+    with pytest.raises(UserError, match="vbench failed on human_action: NotImplementedError: no weights"):
+        scored("vbench", CLIPS, dimension="human_action")
+
+
+def test_what_vbench_needs_is_told_at_the_start(tmp_path):
+    with pytest.raises(UserError, match="dimension is 'color', expected subject_consistency, "):
+        rewards.find("vbench", {"dimension": "color"})
+    with pytest.raises(UserError, match=f"{sys.executable} has no package vbench: python -m venv vbench && "
+                                        r"vbench/bin/pip install vbench, and give args: \{python: vbench/bin/python\}"):
+        rewards.find("vbench")
+    with pytest.raises(UserError, match="nowhere/python does not run .*: python -m venv vbench"):
+        rewards.find("vbench", {"python": f"{tmp_path}/nowhere/python"})
