@@ -1,8 +1,9 @@
 """Three dimensions of VBench (Huang et al. 2023, 2311.17982) without its package: they need a formula and one network.
 
 Flickering: 1 minus the mean absolute difference of neighbouring frames. Consistency: the mean cosine of a frame's
-features with those of the frame before it and of the first one, negative cosines counted as 0; DINO ViT-B/16 for the
-subject, CLIP ViT-B/32 for the background. All three reward clips that stand still: train them beside a reward of motion.
+features with those of the frame before it and of the first one. Negative cosines count as 0. The features are those
+of DINO ViT-B/16 for the subject, of CLIP ViT-B/32 for the background. All three reward clips that stand still: train
+them beside a reward of motion.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ def eight_bit_levels(videos: Tensor, reward: str) -> Tensor:
     """Return videos [B, F, 3, H, W] in [0, 1] as float32 levels 0 to 255.
     Raises UserError for clips of one frame."""
     if videos.ndim != 5 or videos.shape[1] < 2:
-        raise UserError(f"reward {reward!r}: got videos of shape {list(videos.shape)}, expected [B, F, 3, H, W] with at "
-                        "least two frames")
+        raise UserError(f"reward {reward!r}: got videos of shape {list(videos.shape)}, expected [B, F, 3, H, W] with "
+                        "at least two frames")
     return (videos.float() * 255).round().clamp(0, 255)
 
 

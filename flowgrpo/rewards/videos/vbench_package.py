@@ -56,8 +56,8 @@ class VBench:
         object.__setattr__(self, "python", self.python or sys.executable)
         found = self._run(["-c", "import importlib.util, sys; sys.exit(importlib.util.find_spec('vbench') is None)"])
         if found.returncode:
-            raise UserError(f"reward 'vbench': {self.python} has no package vbench: {INSTALL}, and give args: {{python: "
-                            "vbench/bin/python}")
+            raise UserError(f"reward 'vbench': {self.python} has no package vbench: {INSTALL}, and give args: "
+                            "{python: vbench/bin/python}")
 
     def __call__(self, videos: Tensor, prompts: Sequence[str]) -> list[float]:
         with tempfile.TemporaryDirectory() as name:
@@ -83,8 +83,8 @@ class VBench:
         try:
             return subprocess.run([self.python, *arguments], capture_output=True, text=True, timeout=self.seconds)
         except OSError as error:
-            raise UserError(f"reward 'vbench': {self.python} does not run ({error.strerror}): {INSTALL}, and give args: "
-                            "{python: vbench/bin/python}") from None
+            raise UserError(f"reward 'vbench': {self.python} does not run ({error.strerror}): {INSTALL}, and give "
+                            "args: {python: vbench/bin/python}") from None
 
 
 def write(path: Path, clip: np.ndarray, fps: int) -> None:
@@ -95,8 +95,8 @@ def write(path: Path, clip: np.ndarray, fps: int) -> None:
     height, width = clip.shape[1:3]
     writer = cv2.VideoWriter(str(path), cv2.VideoWriter.fourcc(*"mp4v"), fps, (width, height))
     if not writer.isOpened():
-        raise UserError(f"reward 'vbench': OpenCV cannot write {path.name}: install opencv-python-headless, which brings "
-                        "FFmpeg")
+        raise UserError(f"reward 'vbench': OpenCV cannot write {path.name}: install opencv-python-headless, which "
+                        "brings FFmpeg")
     for frame in clip:
         writer.write(np.ascontiguousarray(frame[..., ::-1]))  # blue, green, red
     writer.release()

@@ -87,7 +87,7 @@ def test_scores_and_boxes_of_masks_by_hand(parts):
     maps[0, :, :2], maps[1, 3] = 4.0, 1.0
     logits = torch.tensor([[5.0, 0.0, 0.0, 0.0], [0.0, 0.0, 1.0, 1.0]])
     dog, cat = Mask2Former(parts=parts, device="cpu")._objects(logits, maps, torch.Size([4, 4]))
-    # exp(5) / (exp(5) + 3) times sigmoid(4); 1 / (2 + 2 / e) times sigmoid(1); the other classes of the cat 0.134 * 0.731
+    # exp(5) / (exp(5) + 3) times sigmoid(4); 1 / (2 + 2 / e) times sigmoid(1); the cat's other classes 0.134 * 0.731.
     assert (dog.label, dog.box, dog.score) == ("dog", (0, 0, 2, 4), pytest.approx(0.980183 * 0.982014, abs=1e-5))
     assert (cat.label, cat.box, cat.score) == ("cat", (0, 3, 4, 4), pytest.approx(0.365529 * 0.731059, abs=1e-5))
     assert dog.mask[:, :2].all() and not dog.mask[:, 2:].any() and cat.mask.sum() == 4

@@ -1,4 +1,4 @@
-"""VBench's dimensions: formulas by hand, networks on tiny random ones one frame at a time, and the package's process."""
+"""VBench's dimensions: formulas by hand, tiny random networks one frame at a time, and the package's process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ CLIPS = (torch.rand(2, 4, 3, 30, 45, generator=torch.Generator().manual_seed(2))
 
 
 def scored(name: str, clips: torch.Tensor, **args) -> list[float]:
-    return rewards.score({name: rewards.find(name, args)}, clips, ["a cat"] * len(clips), [{}] * len(clips))[:, 0].tolist()
+    count = len(clips)
+    return rewards.score({name: rewards.find(name, args)}, clips, ["a cat"] * count, [{}] * count)[:, 0].tolist()
 
 
 def test_flickering_is_the_mean_difference_of_neighbours():
