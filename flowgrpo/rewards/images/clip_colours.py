@@ -17,7 +17,7 @@ from torch.nn.functional import normalize
 
 from flowgrpo.rewards.images.clip_models import ClipScore
 from flowgrpo.rewards.images.colours import NAMES
-from flowgrpo.rewards.images.detectors import Detection
+from flowgrpo.rewards.images.detections import Detection
 
 TEXTS = ("a photo of a {colour} {label}", "a photo of a {colour}-colored {label}", "a photo of a {colour} object")
 GREY = 0x99  # of the background

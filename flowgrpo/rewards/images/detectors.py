@@ -15,12 +15,12 @@ import os
 import pickle
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,40 +28,14 @@ from torch import Tensor
 
 from flowgrpo.errors import UserError
 from flowgrpo.extras import needed
+from flowgrpo.rewards.images.detections import OBJECTS, Detection, Detector, named
 from flowgrpo.rewards.images.vision import placed
 from flowgrpo.rewards.pixels import eight_bit
 
-OBJECTS = tuple("""person,bicycle,car,motorcycle,airplane,bus,train,truck,boat,traffic light,fire hydrant,stop sign,
-parking meter,bench,bird,cat,dog,horse,sheep,cow,elephant,bear,zebra,giraffe,backpack,umbrella,handbag,tie,suitcase,
-frisbee,skis,snowboard,sports ball,kite,baseball bat,baseball glove,skateboard,surfboard,tennis racket,bottle,
-wine glass,cup,fork,knife,spoon,bowl,banana,apple,sandwich,orange,broccoli,carrot,hot dog,pizza,donut,cake,chair,couch,
-potted plant,bed,dining table,toilet,tv,laptop,computer mouse,tv remote,computer keyboard,cell phone,microwave,oven,
-toaster,sink,refrigerator,book,clock,vase,scissors,teddy bear,hair drier,toothbrush""".replace("\n", "").split(","))
-ALIASES = {"mouse": "computer mouse", "remote": "tv remote", "keyboard": "computer keyboard", "motorbike": "motorcycle",
-           "aeroplane": "airplane", "sofa": "couch", "pottedplant": "potted plant", "diningtable": "dining table",
-           "tvmonitor": "tv", "hair dryer": "hair drier", "racket": "tennis racket"}
 WEIGHTS_ONLY = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"  # torchvision's switch against unpickling anything but tensors
 OVERLAP = 0.35  # IoU threshold of FastestDet's own suppression
 AT_ONCE = 8  # pictures in one call of torchvision's models
 LARGEST = 2**24  # bytes of an answer
-
-
-class Detection(NamedTuple):
-    """Detected object: box (left, top, right, bottom) in pixels, label, score in [0, 1], and the mask, bool [H, W], of
-    a detector that gives one."""
-
-    box: tuple[float, float, float, float]
-    label: str
-    score: float
-    mask: np.ndarray | None = None
-
-
-Detector = Callable[[Tensor], list[list[Detection]]]
-
-
-def named(label: str) -> str:
-    """Return GenEval's name of an object that a detector calls by another one."""
-    return ALIASES.get(label, label)
 
 
 def detector(name: str) -> Detector:

@@ -26,7 +26,8 @@ from torch import Tensor
 from flowgrpo.errors import UserError, nearest
 from flowgrpo.rewards.about import About
 from flowgrpo.rewards.images.colours import NAMES, colour
-from flowgrpo.rewards.images.detectors import Detection, Detector, detector
+from flowgrpo.rewards.images.detections import Detection, Detector
+from flowgrpo.rewards.images.detectors import detector
 from flowgrpo.rewards.pixels import eight_bit
 
 RELATIONS = ("left of", "right of", "above", "below")

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import interpolate
 
-from flowgrpo.rewards.images.detectors import Detection, named
+from flowgrpo.rewards.images.detections import Detection, named
 from flowgrpo.rewards.images.vision import loading, placed
 
 MOST = 100  # detections of a picture
@@ -49,8 +49,9 @@ class Mask2Former:
 
         with loading(f"detector mask2former: {self.model}",
                      "fetch it and give its folder as args: {detector: 'mask2former:FOLDER'}"):
-            return tuple(kind.from_pretrained(self.model, revision=self.revision, trust_remote_code=False)
-                         for kind in (Mask2FormerForUniversalSegmentation, AutoImageProcessor))
+            options: dict[str, Any] = {"revision": self.revision, "trust_remote_code": False}
+            return (Mask2FormerForUniversalSegmentation.from_pretrained(self.model, **options),
+                    AutoImageProcessor.from_pretrained(self.model, **options))
 
     @property
     def labels(self) -> tuple[str, ...]:

@@ -123,7 +123,8 @@ class VideoReward:
         from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
         frames = videos[:, looked_at(videos.shape[1], self.fps)]
-        sides = smart_resize(*videos.shape[-2:], factor=28, min_pixels=LEAST, max_pixels=MOST)
+        height, width = videos.shape[-2:]
+        sides = smart_resize(height, width, factor=28, min_pixels=LEAST, max_pixels=MOST)
         pictures = resized(frames.to(self.device).flatten(0, 1), sides).to(torch.uint8).unflatten(0, frames.shape[:2])
         process = self.parts[2].video_processor
         return process(videos=list(pictures), do_resize=False, do_sample_frames=False, return_tensors="pt"
