@@ -5,24 +5,31 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import sys
 
 
 def main(folder: str) -> None:
-    """Write the score of each video of `folder`, by its file name."""
-    import vbench
-
+    """Write the score of each video of `folder` that the package judges, by its file name."""
     with open(os.path.join(folder, "asked.json")) as file:
         asked = json.load(file)
-    bench = vbench.VBench(asked["device"], os.path.join(os.path.dirname(vbench.__file__), "VBench_full_info.json"),
-                          os.path.join(folder, "results"))
     dimension = asked["dimension"]
-    bench.evaluate(videos_path=os.path.join(folder, "videos"), name="run", prompt_list=asked["prompts"],
-                   dimension_list=[dimension], mode="custom_input")
-    with open(os.path.join(folder, "results", "run_eval_results.json")) as file:
-        _, videos = json.load(file)[dimension]
+    rows = [{"prompt_en": video["prompt"], "dimension": [dimension], "auxiliary_info": video["facts"],
+             "video_list": [os.path.join(folder, "videos", name)]} for name, video in asked["videos"].items()]
+    for row in rows:
+        if not row["auxiliary_info"]:
+            del row["auxiliary_info"]
+    listed = os.path.join(folder, "full_info.json")
+    with open(listed, "w") as file:
+        json.dump(rows, file)
+    models = importlib.import_module("vbench.utils").init_submodules([dimension])[dimension]
+    compute = getattr(importlib.import_module(f"vbench.{dimension}"), f"compute_{dimension}")
+    try:
+        _, videos = compute(listed, asked["device"], models)
+    except ZeroDivisionError:  # `color` divides by the number of videos that show the object
+        videos = []
     scores = {os.path.basename(video["video_path"]): float(video["video_results"]) for video in videos}
     with open(os.path.join(folder, "answer.json"), "w") as file:
         json.dump(scores, file)

@@ -92,52 +92,105 @@ def test_clips_of_one_frame_are_refused(name):
 
 # --- the package -----------------------------------------------------------------------------------------------------
 
-STAND_IN = '''
-import json, os
+UTILS = '''
+def init_submodules(dimensions):
+    return {dimension: f"models of {dimension}" for dimension in dimensions}
+'''
+LIGHT = '''
+import json
 import cv2
 
-class VBench:
-    """Answers in the form of the package: the mean light of the first frame, in percent."""
+def compute_NAME(listed, device, models):
+    # Answers in the form of the package: the mean light of the first frame, in percent, the last video first.
+    rows, videos = json.load(open(listed)), []
+    assert device == "cpu" and models == "models of NAME" and all(row["dimension"] == ["NAME"] for row in rows)
+    for row in rows[::-1]:
+        for path in row["video_list"]:
+            kept, frame = cv2.VideoCapture(path).read()
+            videos.append({"video_path": path, "video_results": frame.mean() / 2.55})
+    return 0.5, videos
+'''
+SCENE = '''
+import json
 
-    def __init__(self, device, full_info_dir, output_path):
-        self.output = output_path
-        os.makedirs(output_path)
+def compute_scene(listed, device, models):
+    return 0.5, [{"video_path": row["video_list"][0], "video_results": len(row["auxiliary_info"]["scene"]["scene"])}
+                 for row in json.load(open(listed))]
+'''
+ACTION = '''
+import json
 
-    def evaluate(self, videos_path, name, prompt_list, dimension_list, mode):
-        assert mode == "custom_input" and set(prompt_list.values()) == {"a cat"}
-        if dimension_list == ["human_action"]:
-            raise NotImplementedError("no weights")
-        videos = []
-        for file in sorted(os.listdir(videos_path), reverse=True):
-            kept, frame = cv2.VideoCapture(os.path.join(videos_path, file)).read()
-            videos.append({"video_path": os.path.join(videos_path, file), "video_results": frame.mean() / 2.55})
-        with open(os.path.join(self.output, name + "_eval_results.json"), "w") as file:
-            json.dump({dimension_list[0]: [0.5, videos]}, file)
+def compute_human_action(listed, device, models):  # the package compares what follows "person is " in the file's name
+    paths = [row["video_list"][0] for row in json.load(open(listed))]
+    return 0.5, [{"video_path": path, "video_results":
+                  path.split("/")[-1].lower().split("-")[0].split("person is ")[-1] == "riding bike"} for path in paths]
+'''
+COLOUR = '''
+def compute_color(listed, device, models):
+    return 1 / 0, []
+'''
+BROKEN = '''
+def compute_temporal_style(listed, device, models):
+    raise NotImplementedError("no weights")
 '''
 
 
 @pytest.fixture
 def package(tmp_path, monkeypatch):
-    """An interpreter that finds a package vbench with the real one's interface."""
-    (tmp_path / "vbench").mkdir()
-    (tmp_path / "vbench" / "__init__.py").write_text(STAND_IN)
+    """An interpreter that finds a package vbench with the real one's functions."""
+    folder = tmp_path / "vbench"
+    folder.mkdir()
+    modules = {"__init__": "", "utils": UTILS, "scene": SCENE, "human_action": ACTION, "color": COLOUR,
+               "temporal_style": BROKEN} | {name: LIGHT.replace("NAME", name)
+                                            for name in ("imaging_quality", "motion_smoothness")}
+    for name, text in modules.items():
+        (folder / f"{name}.py").write_text(text)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+
+def by_package(dimension: str, clips: torch.Tensor, prompts: list[str], metadata: list[dict], **args) -> list[float]:
+    reward = rewards.find("vbench", {"dimension": dimension, "device": "cpu", **args})
+    return rewards.score({"vbench": reward}, clips, prompts, metadata)[:, 0].tolist()
 
 
 def test_the_packages_scores_are_those_of_the_clips(package):
     grey = torch.tensor([0.2, 0.8])[:, None, None, None, None].expand(2, 3, 3, 32, 32)
-    assert scored("vbench", grey, dimension="imaging_quality") == pytest.approx([0.2, 0.8], abs=0.02)
-    assert scored("vbench", grey, dimension="dynamic_degree") == pytest.approx([20, 80], abs=2)  # as it is
+    assert by_package("imaging_quality", grey, ["a/b", "a/b"], [{}, {}]) == pytest.approx([0.2, 0.8], abs=0.02)
+    assert by_package("motion_smoothness", grey, ["a"] * 2, [{}, {}]) == pytest.approx([20, 80], abs=2)  # as it is
+
+
+def test_facts_of_the_prompt_are_those_of_its_metadata(package):
+    facts = {"auxiliary_info": {"scene": {"scene": {"scene": "jail"}}}}
+    found = by_package("scene", CLIPS, ["a jail", "a cat"], [facts, {"auxiliary_info": {"color": {"color": "red"}}}])
+    assert found[0] == 1 and found[1] != found[1]
+    assert all(score != score for score in by_package("scene", CLIPS, ["a", "b"], [{}, {}]))  # nothing is run
+
+
+def test_prompts_of_the_dimension_alone(package):
+    grey, name = torch.full((3, 2, 3, 32, 32), 0.5), "motion_smoothness"
+    metadata = [{"category": ["scene", name]}, {"category": ["scene"]}, {}]
+    found = by_package(name, grey, ["a", "b", "c"], metadata, listed=True)
+    assert found[0] == pytest.approx(50, abs=2) and found[1] != found[1] and found[2] != found[2]
+
+
+def test_the_action_of_a_person_is_in_the_files_name(package):
+    prompts = ["A person is riding bike", "A person is cooking"]
+    assert by_package("human_action", CLIPS, prompts, [{}, {}]) == [1, 0]
+
+
+def test_no_object_has_no_colour(package):
+    facts = {"auxiliary_info": {"color": {"color": "red"}}}
+    assert all(score != score for score in by_package("color", CLIPS, ["a", "b"], [facts] * 2))
 
 
 def test_a_failure_of_the_package_has_its_message(package):
-    with pytest.raises(UserError, match="vbench failed on human_action: NotImplementedError: no weights"):
-        scored("vbench", CLIPS, dimension="human_action")
+    with pytest.raises(UserError, match="vbench failed on temporal_style: NotImplementedError: no weights"):
+        by_package("temporal_style", CLIPS, ["a", "b"], [{}, {}])
 
 
 def test_what_vbench_needs_is_told_at_the_start(tmp_path):
-    with pytest.raises(UserError, match="dimension is 'color', expected subject_consistency, "):
-        rewards.find("vbench", {"dimension": "color"})
+    with pytest.raises(UserError, match="dimension is 'hue', expected subject_consistency, "):
+        rewards.find("vbench", {"dimension": "hue"})
     with pytest.raises(UserError, match=f"{sys.executable} has no package vbench: python -m venv vbench && "
                                         r"vbench/bin/pip install vbench, and give args: \{python: vbench/bin/python\}"):
         rewards.find("vbench")
